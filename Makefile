@@ -1,0 +1,33 @@
+# The two commands: `make demo` and `make test`. Each sets up what it needs, in .venv.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench clean
+
+demo: $(READY)
+	$(VENV)/bin/freescale demo --nproc 2
+
+test: $(READY)
+	$(RUN) -m pytest
+
+lint: $(READY)
+	$(VENV)/bin/ruff check src tests benchmarks examples
+	$(VENV)/bin/ruff format --check src tests benchmarks examples
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+# The comparison with TorchRec; sets up an environment of its own.
+bench: $(READY)
+	bash benchmarks/peer/setup.sh
+	.venv-peer/bin/python benchmarks/bench_serial.py
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) .venv-peer runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,41 @@
+"""FreeScale: distributed training of sequence recommendation models with minimal scaling cost."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# Names load on first use: `freescale --help` must not wait for torch.
+_EXPORTS = {
+    "Jagged": "freescale.batch",
+    "Nested": "freescale.batch",
+    "SequenceBatch": "freescale.batch",
+    "SGD": "freescale.embedding.optimizers",
+    "Adagrad": "freescale.embedding.optimizers",
+    "Adam": "freescale.embedding.optimizers",
+    "RowWiseAdagrad": "freescale.embedding.optimizers",
+    "Parallel": "freescale.embedding.swap",
+    "parallelize": "freescale.embedding.swap",
+    "Pipeline": "freescale.pipeline.api",
+    "connect": "freescale.transport.connect",
+    "data": "freescale.data",
+}
+
+__all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from freescale import data
+    from freescale.batch import Jagged, Nested, SequenceBatch
+    from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
+    from freescale.embedding.swap import Parallel, parallelize
+    from freescale.pipeline.api import Pipeline
+    from freescale.transport.connect import connect
+
+
+def __getattr__(name: str) -> object:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'freescale' has no attribute {name!r}")
+    module = import_module(_EXPORTS[name])
+    return module if name == "data" else getattr(module, name)

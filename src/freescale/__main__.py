@@ -1,0 +1,3 @@
+from freescale.cli import main
+
+main()

@@ -1,0 +1,286 @@
+"""Batches of sequences: jagged features, two-level candidates, per-sample columns.
+
+A sample is one user's history with everything that belongs to it. All moves (select, split, concat, wire form) work on
+whole samples, by index arithmetic and without a Python loop over samples, on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """[n] lengths -> [n + 1] offsets."""
+    offsets = lengths.new_zeros(lengths.numel() + 1)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Concatenated index ranges [starts[i], starts[i] + lengths[i]) -> [sum(lengths)]."""
+    offsets = offsets_of(lengths)
+    total = int(offsets[-1])
+    shift = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
+    return torch.arange(total, device=lengths.device) + shift
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """One feature with a variable number of values per sample."""
+
+    values: Tensor  # [tokens, ...]
+    lengths: Tensor  # [samples] int64
+
+    def __post_init__(self) -> None:
+        if self.lengths.dtype != torch.int64 or self.lengths.ndim != 1:
+            raise ValueError(f"lengths must be a 1-d int64 tensor, not {self.lengths.dtype} with {self.lengths.ndim} axes")
+
+    @cached_property
+    def offsets(self) -> Tensor:  # [samples + 1]
+        return offsets_of(self.lengths)
+
+    def __len__(self) -> int:
+        return self.lengths.numel()
+
+    def check(self, name: str) -> None:
+        """Reads the device: for input that came from outside, not for the step."""
+        if bool((self.lengths < 0).any()):
+            raise ValueError(f"feature {name!r}: a negative length ({int(self.lengths.min())})")
+        if int(self.lengths.sum()) != self.values.shape[0]:
+            raise ValueError(
+                f"feature {name!r}: lengths add up to {int(self.lengths.sum())}, but there are {self.values.shape[0]} values"
+            )
+
+    def select(self, index: Tensor) -> Jagged:
+        lengths = self.lengths[index]
+        return Jagged(self.values[ranges(self.offsets[:-1][index], lengths)], lengths)
+
+    def slice(self, start: int, stop: int) -> Jagged:
+        """Samples [start, stop) as views: no copy of the values."""
+        first, last = self.offsets[torch.tensor([start, stop], device=self.lengths.device)].tolist()
+        return Jagged(self.values[first:last], self.lengths[start:stop])
+
+    @staticmethod
+    def concat(parts: Sequence[Jagged]) -> Jagged:
+        return Jagged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Jagged:
+        return Jagged(function(self.values), function(self.lengths))
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Two-level jagged: each sample has candidates, each candidate has values."""
+
+    values: Tensor  # [tokens, ...]
+    lengths: Tensor  # [candidates] int64: values per candidate
+    counts: Tensor  # [samples] int64: candidates per sample
+
+    @cached_property
+    def inner(self) -> Jagged:
+        return Jagged(self.values, self.lengths)
+
+    @cached_property
+    def outer(self) -> Jagged:
+        return Jagged(self.lengths, self.counts)
+
+    def __len__(self) -> int:
+        return self.counts.numel()
+
+    def check(self, name: str) -> None:
+        self.outer.check(f"{name} (candidates per sample)")
+        self.inner.check(f"{name} (values per candidate)")
+
+    def select(self, index: Tensor) -> Nested:
+        counts = self.counts[index]
+        inner = self.inner.select(ranges(self.outer.offsets[:-1][index], counts))
+        return Nested(inner.values, inner.lengths, counts)
+
+    def slice(self, start: int, stop: int) -> Nested:
+        first, last = self.outer.offsets[torch.tensor([start, stop], device=self.counts.device)].tolist()
+        inner = self.inner.slice(first, last)
+        return Nested(inner.values, inner.lengths, self.counts[start:stop])
+
+    @staticmethod
+    def concat(parts: Sequence[Nested]) -> Nested:
+        inner = Jagged.concat([p.inner for p in parts])
+        return Nested(inner.values, inner.lengths, torch.cat([p.counts for p in parts]))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Nested:
+        return Nested(function(self.values), function(self.lengths), function(self.counts))
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """Some samples, feature by feature. Every feature has the same number of samples.
+
+    `weights` holds the supervised weight of each sample, per task: what a task's summed loss is divided by, once it is
+    added up over all ranks. `keys` are the samples' random keys, a function of (seed, step, sample): whatever is random
+    about a sample (dropout, negatives) is drawn from its key, so that it does not matter where it is computed.
+    """
+
+    sequences: Mapping[str, Jagged] = field(default_factory=dict)
+    candidates: Mapping[str, Nested] = field(default_factory=dict)
+    dense: Mapping[str, Tensor] = field(default_factory=dict)  # each [samples, ...]
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # each [samples]
+    keys: Tensor | None = None  # [samples] int64
+    number: int = 0  # of the global batch, counted from the start of the run
+
+    def __post_init__(self) -> None:
+        sizes = {name: len(part) for name, part in self._parts().items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"features differ in their number of samples: {sizes}")
+
+    def _parts(self) -> dict[str, Jagged | Nested | Tensor]:
+        """Every column under a unique name, in an order that all ranks share."""
+        parts: dict[str, Jagged | Nested | Tensor] = {}
+        for kind, columns in (("s", self.sequences), ("c", self.candidates), ("d", self.dense), ("w", self.weights)):
+            parts |= {f"{kind}/{name}": columns[name] for name in sorted(columns)}
+        if self.keys is not None:
+            parts["k/"] = self.keys
+        return parts
+
+    def _with_parts(self, parts: Mapping[str, Jagged | Nested | Tensor]) -> SequenceBatch:
+        columns: dict[str, dict] = {"s": {}, "c": {}, "d": {}, "w": {}, "k": {}}
+        for name, part in parts.items():
+            columns[name[0]][name[2:]] = part
+        return replace(
+            self,
+            sequences=columns["s"],
+            candidates=columns["c"],
+            dense=columns["d"],
+            weights=columns["w"],
+            keys=columns["k"].get(""),
+        )
+
+    def __len__(self) -> int:
+        return next((len(part) for part in self._parts().values()), 0)
+
+    @property
+    def device(self) -> torch.device:
+        for part in self._parts().values():
+            return part.device if isinstance(part, Tensor) else part.values.device
+        return torch.device("cpu")
+
+    def check(self) -> SequenceBatch:
+        for name, part in self._parts().items():
+            if not isinstance(part, Tensor):
+                part.check(name[2:])
+        return self
+
+    def values(self, name: str) -> Tensor:
+        """All values of one feature, flat: what an embedding table reads."""
+        for columns in (self.sequences, self.candidates):
+            if name in columns:
+                return columns[name].values
+        if name in self.dense:
+            return self.dense[name]
+        known = sorted([*self.sequences, *self.candidates, *self.dense])
+        raise ValueError(f"the batch has no feature {name!r}; it has {', '.join(known) or 'none'}")
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a feature of this name."""
+        return name in self.sequences or name in self.candidates or name in self.dense
+
+    def select(self, index: Tensor) -> SequenceBatch:
+        """The samples at `index` ([n] int64), in that order; repeats allowed."""
+        parts = self._parts().items()
+        return self._with_parts({n: p[index] if isinstance(p, Tensor) else p.select(index) for n, p in parts})
+
+    def slice(self, start: int, stop: int) -> SequenceBatch:
+        parts = self._parts().items()
+        return self._with_parts({n: p[start:stop] if isinstance(p, Tensor) else p.slice(start, stop) for n, p in parts})
+
+    def split(self, sizes: Sequence[int]) -> list[SequenceBatch]:
+        if sum(sizes) != len(self):
+            raise ValueError(f"split sizes {list(sizes)} add up to {sum(sizes)}, the batch has {len(self)} samples")
+        edges = [0]
+        for size in sizes:
+            edges.append(edges[-1] + size)
+        return [self.slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+
+    @staticmethod
+    def concat(batches: Sequence[SequenceBatch]) -> SequenceBatch:
+        if not batches:
+            raise ValueError("concat needs at least one batch")
+        columns = [b._parts() for b in batches]
+        if any(c.keys() != columns[0].keys() for c in columns):
+            raise ValueError(f"batches differ in their features: {sorted({k[2:] for c in columns for k in c})}")
+
+        def join(name: str) -> Jagged | Nested | Tensor:
+            parts = [c[name] for c in columns]
+            if isinstance(parts[0], Tensor):
+                return torch.cat(parts)  # type: ignore[arg-type]
+            return type(parts[0]).concat(parts)  # type: ignore[arg-type]
+
+        return batches[0]._with_parts({name: join(name) for name in columns[0]})
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> SequenceBatch:
+        parts = self._parts().items()
+        return self._with_parts({n: function(p) if isinstance(p, Tensor) else p.map(function) for n, p in parts})
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceBatch:
+        return self.map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> SequenceBatch:
+        return self.map(lambda t: t.pin_memory())
+
+    def _tensors(self) -> list[Tensor]:
+        """Flat list of all tensors, sizes before what they size: the order of the wire form."""
+        tensors: list[Tensor] = []
+        for part in self._parts().values():
+            if isinstance(part, Tensor):
+                tensors.append(part)
+            elif isinstance(part, Jagged):
+                tensors += [part.lengths, part.values]
+            else:
+                tensors += [part.counts, part.lengths, part.values]
+        return tensors
+
+    def to_wire(self) -> Tensor:
+        """One uint8 tensor: a header of int64 leading sizes, then each tensor's bytes, padded to 8.
+
+        Names, dtypes and trailing shapes are not sent: every rank has the same features, `from_wire` takes them from any
+        batch of its own (an empty one will do).
+        """
+        tensors = self._tensors()
+        header = torch.tensor([t.shape[0] for t in tensors], dtype=torch.int64, device=self.device)
+        return torch.cat([_padded_bytes(t) for t in (header, *tensors)]) if tensors else header.view(torch.uint8)
+
+    def from_wire(self, wire: Tensor) -> SequenceBatch:
+        """A batch with this batch's features and the samples in `wire`; the inverse of `to_wire`."""
+        like = self._tensors()
+        position = 8 * len(like)
+        if wire.dtype != torch.uint8 or wire.numel() < position:
+            raise ValueError(f"not a wire form of this batch: {wire.numel()} bytes of {wire.dtype}")
+        sizes = wire[:position].clone().view(torch.int64).tolist()
+        rebuilt: list[Tensor] = []
+        for tensor, size in zip(like, sizes, strict=True):
+            shape = (size, *tensor.shape[1:])
+            length = torch.Size(shape).numel() * tensor.element_size()
+            if size < 0 or position + length > wire.numel():
+                raise ValueError(f"wire form is cut short: {wire.numel()} bytes, at least {position + length} expected")
+            rebuilt.append(wire[position : position + length].clone().view(tensor.dtype).view(shape))
+            position += -(-length // 8) * 8
+        queue = iter(rebuilt)
+        parts: dict[str, Jagged | Nested | Tensor] = {}
+        for name, part in self._parts().items():
+            if isinstance(part, Tensor):
+                parts[name] = next(queue)
+            elif isinstance(part, Jagged):
+                lengths = next(queue)
+                parts[name] = Jagged(next(queue), lengths)
+            else:
+                counts, lengths = next(queue), next(queue)
+                parts[name] = Nested(next(queue), lengths, counts)
+        return self._with_parts(parts)
+
+
+def _padded_bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % 8))

@@ -1,0 +1,240 @@
+"""The command line. Heavy imports happen inside the commands, so that --help answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from freescale import __version__
+from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+
+_PARTS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
+_TYPES = {"int": int, "float": float, "str": str, "bool": bool}
+
+
+def _config_options(function: Callable) -> Callable:
+    """One option per setting of config.py, defaults and help included."""
+    for kind in reversed(_PARTS.values()):
+        for entry in reversed(fields(kind)):
+            base = str(entry.type).removesuffix(" | None")
+            flag = entry.name.replace("_", "-")
+            name = f"--{flag}/--no-{flag}" if base == "bool" else f"--{flag}"
+            choices = entry.metadata.get("choices")
+            function = click.option(
+                name,
+                entry.name,
+                type=None if base == "bool" else click.Choice(choices) if choices else _TYPES[base],
+                default=None,
+                help=_help(entry),
+            )(function)
+    return function
+
+
+def _help(entry: Any) -> str:
+    text = entry.metadata["help"]
+    default = entry.default if entry.default is not MISSING else None
+    return text if default in (None, "") else f"{text}  [default: {default}]"
+
+
+def _configured(given: dict[str, Any], base: RunConfig | None = None) -> RunConfig:
+    """The configuration: what was given on the command line, over `base` (a run's config.json), over the defaults."""
+    parts = {}
+    for part, kind in _PARTS.items():
+        names = [entry.name for entry in fields(kind)]
+        values = {name: getattr(getattr(base, part), name) for name in names} if base else {}
+        values |= {name: given[name] for name in names if given.get(name) is not None}
+        parts[part] = kind(**values)
+    return RunConfig(**parts)
+
+
+def _is_rank() -> bool:
+    """Whether torchrun, Slurm through it, or our own launcher started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _guarded(action: Callable[[], int | None]) -> None:
+    """Errors that a user can mend are one line; others keep their traceback. The exit status is never 0 after one."""
+    rank = os.environ.get("RANK")
+    prefix = "freescale: " if rank in (None, "0") else f"freescale: rank {rank}: "
+    try:
+        status = action()
+    except KeyboardInterrupt:
+        print(f"{prefix}interrupted", file=sys.stderr)
+        status = 130
+    except (ValueError, OSError, RuntimeError) as error:
+        from freescale.pipeline.agreement import RemoteError
+        from freescale.transport.api import TransportError
+
+        if isinstance(error, RuntimeError) and not isinstance(error, (RemoteError, TransportError)):
+            raise
+        # The same words on every rank, so that the launcher can say them once.
+        own = isinstance(error, (ValueError, OSError))
+        print(f"{'freescale: error: ' if own else prefix}{error}", file=sys.stderr)
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if rank is not None:
+        # A failed rank must not wait for peers in the destructors of its process groups.
+        os._exit(status or 0)
+    sys.exit(status or 0)
+
+
+def _prepared(config: RunConfig) -> Path:
+    """The histories file of the data, made if need be. Local rank 0 makes it, the others find it."""
+    from freescale.data.prepare import prepare
+
+    cache = Path(config.data.cache) if config.data.cache else Path.home() / ".cache" / "freescale"
+    return prepare(config.data.data, cache, config.data.format, config.data.num_items)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__)
+def main() -> None:
+    """Distributed training of sequence recommendation models with minimal scaling cost."""
+
+
+@main.command()
+@_config_options
+@click.option("--nproc", type=click.IntRange(1), default=1, show_default=True, help="ranks to start on this machine")
+@click.option("--run", "run_folder", type=click.Path(path_type=Path), help="folder of the run  [default: runs/DATE-TIME]")
+@click.option("--resume", is_flag=True, help="go on from the run's last checkpoint (--run names it)")
+@click.option("--port", type=click.IntRange(1, 65535), help="port where local ranks meet  [default: a free one]")
+def train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, **given: Any) -> None:
+    """Train a model on histories.
+
+    Starts its own local ranks (--nproc), or joins those that torchrun started.
+    """
+    _guarded(lambda: _train(nproc, run_folder, resume, port, given))
+
+
+def _train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, given: dict[str, Any]) -> int:
+    base = None
+    if resume:
+        if run_folder is None or not (run_folder / "config.json").exists():
+            raise ValueError(f"--resume needs --run with the folder of an earlier run, not {run_folder}")
+        base = RunConfig.from_json((run_folder / "config.json").read_text(encoding="utf-8"))
+    config = _configured(given, base)
+    folder = run_folder or Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    if not _is_rank():
+        _refuse_existing(folder, resume)
+        if nproc > 1:
+            _refuse_missing_gpus(config.train.device, nproc)
+        _prepared(config)
+        if nproc > 1:
+            from freescale.train.launch import launch
+
+            arguments = ["train", *_as_arguments(given), "--run", str(folder), *(["--resume"] if resume else [])]
+            return launch(arguments, nproc, port)
+    from freescale.train.run import run_training
+
+    run_training(config, folder, resume, lambda: _prepared(config))
+    return 0
+
+
+def _refuse_existing(folder: Path, resume: bool) -> None:
+    if not resume and (folder / "config.json").exists():
+        raise ValueError(f"{folder} already holds a run: name another folder, or pass --resume to go on with it")
+
+
+def _refuse_missing_gpus(device: str, nproc: int) -> None:
+    if device == "cpu":
+        return
+    from freescale.transport.connect import choose_device
+
+    choose_device(device, 0, nproc)
+
+
+def _as_arguments(given: dict[str, Any]) -> list[str]:
+    arguments: list[str] = []
+    for name, value in given.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            arguments += [f"--{flag}", str(value)]
+    return arguments
+
+
+@main.command("eval")
+@click.argument("run_folder", type=click.Path(path_type=Path))
+@click.option("--data", help="another data file than the run's own")
+@click.option("--part", type=click.Choice(("validation", "test")), default="test", show_default=True, help="part of the split")
+@click.option("--nproc", type=click.IntRange(1), default=1, show_default=True, help="ranks to start on this machine")
+@click.option("--port", type=click.IntRange(1, 65535), help="port where local ranks meet  [default: a free one]")
+def evaluate(run_folder: Path, data: str | None, part: str, nproc: int, port: int | None) -> None:
+    """Evaluate a run's last checkpoint over the full catalogue, with the popularity baseline beside it."""
+    _guarded(lambda: _evaluate(run_folder, data, part, nproc, port))
+
+
+def _evaluate(run_folder: Path, data: str | None, part: str, nproc: int, port: int | None) -> int:
+    if not (run_folder / "config.json").exists():
+        raise ValueError(f"{run_folder} is not the folder of a run: it has no config.json")
+    config = RunConfig.from_json((run_folder / "config.json").read_text(encoding="utf-8"))
+    config = _configured({"data": data}, config)
+    if not _is_rank():
+        _prepared(config)
+        if nproc > 1:
+            from freescale.train.launch import launch
+
+            arguments = ["eval", str(run_folder), "--part", part, *(["--data", data] if data else [])]
+            return launch(arguments, nproc, port)
+    from freescale.train.run import run_evaluation
+
+    run_evaluation(config, run_folder, part, lambda: _prepared(config))
+    return 0
+
+
+@main.command()
+@click.option("--nproc", type=click.IntRange(1), default=2, show_default=True, help="ranks")
+@click.option("--run", "run_folder", type=click.Path(path_type=Path), help="folder of the run  [default: runs/demo-DATE-TIME]")
+def demo(nproc: int, run_folder: Path | None) -> None:
+    """Train a small model on generated histories and show where the time went."""
+    _guarded(lambda: _demo(nproc, run_folder))
+
+
+def _demo(nproc: int, run_folder: Path | None) -> int:
+    from freescale.train.demo import DEMO_SETTINGS, demo_data
+
+    folder = run_folder or Path("runs") / datetime.now().strftime("demo-%Y-%m-%d-%H%M%S")
+    path = demo_data(Path("runs") / "demo-data.parquet")
+    return _train(nproc, folder, False, None, {**DEMO_SETTINGS, "data": str(path)})
+
+
+@main.command()
+@click.argument("run_folder", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="folder for the safetensors files")
+def export(run_folder: Path, out: Path) -> None:
+    """Write a run's last checkpoint as safetensors: dense weights, and each table whole in the order of its ids."""
+
+    def action() -> None:
+        from freescale.train.export import export_run
+
+        for path in export_run(run_folder, out):
+            click.echo(path)
+
+    _guarded(action)
+
+
+@main.command()
+def doctor() -> None:
+    """Show what this machine has (torch, devices, backends, RDMA, UCX, Triton) and what would run."""
+
+    def action() -> None:
+        from rich.console import Console
+        from rich.table import Table
+
+        from freescale.doctor import examine
+
+        table = Table("what", "found", "what follows")
+        for row in examine():
+            table.add_row(*row)
+        Console().print(table)
+
+    _guarded(action)

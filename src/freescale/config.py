@@ -1,0 +1,136 @@
+"""Settings of a run, with their defaults, help and limits. Imports nothing heavy: `--help` is made from here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+def option(default: Any, help: str, **checks: Any) -> Any:
+    """A field with its help text and checks (`minimum`, `maximum`, `choices`, `above`)."""
+    return field(default=default, metadata={"help": help, **checks})
+
+
+class _Checked:
+    def __post_init__(self) -> None:
+        for entry in fields(self):  # type: ignore[arg-type]
+            value, rules = getattr(self, entry.name), entry.metadata
+            flag = "--" + entry.name.replace("_", "-")
+            if value is None:
+                continue
+            if "choices" in rules and value not in rules["choices"]:
+                raise ValueError(f"{flag} must be one of {', '.join(rules['choices'])}, not {value!r}")
+            if "minimum" in rules and not value >= rules["minimum"]:
+                raise ValueError(f"{flag} must be at least {rules['minimum']}, got {value}")
+            if "maximum" in rules and not value <= rules["maximum"]:
+                raise ValueError(f"{flag} must be at most {rules['maximum']}, got {value}")
+            if "above" in rules and not value > rules["above"]:
+                raise ValueError(f"{flag} must be above {rules['above']}, got {value}")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class DataConfig(_Checked):
+    data: str = option("", "histories or interactions: Parquet, MovieLens, Amazon or KuaiRand file")
+    format: str = option("auto", "file format", choices=("auto", "parquet", "movielens", "amazon", "kuairand"))
+    cache: str | None = option(None, "folder for prepared histories (default: a folder of the user's cache)")
+    num_items: int | None = option(None, "size of the catalogue (default: the largest item id in the data, plus one)", minimum=1)
+    max_length: int = option(200, "history events that a sample holds at most", minimum=1, maximum=21000)
+    split: str = option("leave-one-out", "what is held out", choices=("leave-one-out", "time", "none"))
+    split_time: int | None = option(None, "first timestamp of the test part, with --split time")
+    negatives: int = option(128, "negatives of each sample (retrieval)", minimum=1)
+    in_batch_share: float = option(0.5, "share of negatives that come from the batch", minimum=0.0, maximum=1.0)
+    candidates: int = option(8, "candidates of each sample (ranking)", minimum=1)
+    shuffle: bool = option(True, "shuffle users, by the seed and the epoch")
+
+
+@dataclass(frozen=True)
+class ModelConfig(_Checked):
+    task: str = option("retrieval", "what to train", choices=("retrieval", "ranking"))
+    labels: str = option("", "label columns of the ranking tasks, comma-separated")
+    width: int = option(64, "width of embeddings and layers", minimum=1)
+    layers: int = option(2, "HSTU layers", minimum=1)
+    heads: int = option(2, "attention heads", minimum=1)
+    dropout: float = option(0.2, "dropout, keyed by the sample", minimum=0.0, maximum=0.99)
+    position_bias: bool = option(True, "relative position bias in attention")
+    time_bias: bool = option(True, "relative time bias in attention")
+    temperature: float = option(0.05, "softmax temperature (retrieval)", above=0.0)
+    recompute: bool = option(False, "activation checkpointing: recompute layers in backward to save memory")
+
+
+@dataclass(frozen=True)
+class TrainConfig(_Checked):
+    global_batch: int = option(128, "samples of a step, over all ranks", minimum=1)
+    epochs: int = option(10, "passes over the users", minimum=1)
+    steps: int | None = option(None, "stop after this many steps", minimum=1)
+    lr: float = option(1e-3, "learning rate of the dense parameters (AdamW)", minimum=0.0)
+    weight_decay: float = option(0.0, "weight decay of the dense parameters", minimum=0.0)
+    row_optimizer: str = option(
+        "adam", "optimizer of table rows", choices=("sgd", "adagrad", "rowwise_adagrad", "adam")
+    )
+    row_lr: float = option(1e-3, "learning rate of table rows", minimum=0.0)
+    warmup: int = option(0, "steps of linear learning-rate warm-up", minimum=0)
+    decay: str = option("constant", "learning rate after warm-up", choices=("constant", "linear", "cosine"))
+    clip: float | None = option(None, "global norm limit of the dense gradients", above=0.0)
+    row_clip: float | None = option(None, "norm limit of each table row's gradient", above=0.0)
+    accumulate: int = option(1, "micro-batches of a rank's batch", minimum=1)
+    precision: str = option("fp32", "compute precision", choices=("fp32", "bf16"))
+    schedule: str = option("serial", "how communication and compute are ordered", choices=("serial",))
+    placement: str = option("auto", "auto, sharded or replicated; or table=choice, comma-separated")
+    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    seed: int = option(0, "of everything random")
+    timeout: float = option(120.0, "seconds after which a silent collective is an error", above=0.0)
+    evaluate_every: int | None = option(None, "epochs between evaluations on the validation part (default: only at the end)", minimum=1)
+    eval_batch: int = option(256, "samples of an evaluation batch, over all ranks", minimum=1)
+    checkpoint_every: int = option(1000, "steps between checkpoints (the end is always one)", minimum=1)
+    keep_checkpoints: int = option(2, "checkpoints to keep", minimum=1)
+    log_every: int = option(10, "steps between log lines", minimum=1)
+    trace_steps: int = option(100, "steps in the trace", minimum=0)
+    tensorboard: bool = option(False, "write TensorBoard events too")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that makes a run; `config.json` of its folder."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        if not self.data.data:
+            raise ValueError("--data is missing: name a file of histories or interactions")
+        if self.data.split == "time" and self.data.split_time is None:
+            raise ValueError("--split time needs --split-time, the first timestamp of the test part")
+        if self.model.task == "ranking" and not self.label_names:
+            raise ValueError("--task ranking needs --labels, the label columns (e.g. is_click,is_like)")
+        if self.model.width % self.model.heads:
+            raise ValueError(f"--width {self.model.width} is not a multiple of --heads {self.model.heads}")
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.model.labels.split(",") if name.strip())
+
+    @property
+    def placements(self) -> str | dict[str, str]:
+        """--placement as parallelize takes it: `auto`, or `item=sharded,action=replicated` as a mapping."""
+        if "=" not in self.train.placement:
+            return self.train.placement
+        return dict(part.split("=", 1) for part in self.train.placement.replace(" ", "").split(","))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> RunConfig:
+        raw: Mapping[str, Mapping] = json.loads(text)
+        parts = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
+        for part, kind in parts.items():
+            unknown = set(raw.get(part, {})) - {entry.name for entry in fields(kind)}
+            if unknown:
+                raise ValueError(f"config.json has unknown settings in {part!r}: {', '.join(sorted(unknown))}")
+        return RunConfig(**{part: kind(**raw.get(part, {})) for part, kind in parts.items()})  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+"""Where a row lives. Pure integer arithmetic: id -> position -> (owner, local row), and back.
+
+Popular items often have small or neighbouring ids, and one rank would own them all if ids were cut into blocks. So a table is kept
+in a *spread* order that does not depend on the number of ranks, position = id * stride mod rows, and that order is cut into equal
+blocks. Neighbouring ids land on different ranks, and a checkpoint is one plain array whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freescale.batch import SequenceBatch
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    name: str
+    rows: int
+    width: int
+    dtype: torch.dtype
+    features: tuple[str, ...]  # batch features that read this table
+    padding: int | None = None
+
+    @property
+    def bytes_per_row(self) -> int:
+        return self.width * self.dtype.itemsize
+
+
+def announced_ids(batch: SequenceBatch, spec: TableSpec, *, strict: bool = False) -> list[tuple[str, Tensor]]:
+    """(feature, its ids) for each of the table's features that the batch has. `strict` refuses a batch that lacks one: a training
+    batch must have them all, one for evaluation brings no negatives."""
+    if not len(batch):
+        return []
+    present = [f for f in spec.features if strict or f in batch]
+    return [(feature, batch.values(feature)) for feature in present]
+
+
+def stride_of(rows: int) -> int:
+    """A multiplier coprime with `rows`, near the golden section, whose products fit in int64."""
+    limit = max(1, min(rows, (1 << 62) // max(rows, 1)))
+    stride = max(1, int(limit * 0.6180339887498949))
+    while math.gcd(stride, rows) != 1:
+        stride += 1
+    return stride
+
+
+def positions(ids: Tensor, rows: int) -> Tensor:
+    return ids * stride_of(rows) % rows
+
+
+def ids_at(position: Tensor, rows: int) -> Tensor:
+    """The inverse of `positions`. The inverse stride may be as large as rows, hence the product in two halves."""
+    inverse = pow(stride_of(rows), -1, rows) if rows > 1 else 0
+    if rows <= 1 << 31:
+        return position * inverse % rows
+    high, low = inverse >> 20, inverse & ((1 << 20) - 1)
+    return (position * (high % rows) % rows * (1 << 20) + position * low) % rows
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tables of one group over `world` ranks. Every rank holds `size` local rows; a key is owner * size + local row."""
+
+    specs: tuple[TableSpec, ...]
+    world: int
+
+    def block(self, table: int) -> int:
+        """Rows of one table on each rank (the last ranks may own fewer)."""
+        return -(-self.specs[table].rows // self.world)
+
+    def base(self, table: int) -> int:
+        """First local row of a table."""
+        return sum(self.block(t) for t in range(table))
+
+    @property
+    def size(self) -> int:
+        return self.base(len(self.specs))
+
+    def keys(self, table: int, ids: Tensor) -> Tensor:
+        """ids [n] -> keys [n]. Sorted keys are grouped by owner."""
+        position = positions(ids, self.specs[table].rows)
+        block = self.block(table)
+        owner = position // block
+        return owner * (self.size - block) + position + self.base(table)
+
+    def owned(self, table: int, rank: int) -> tuple[int, int]:
+        """[first, last) positions of a table that a rank owns."""
+        block, rows = self.block(table), self.specs[table].rows
+        return min(rank * block, rows), min((rank + 1) * block, rows)

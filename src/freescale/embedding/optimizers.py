@@ -1,0 +1,109 @@
+"""Row optimizers: lazy (only rows read in the step change), each row once per step.
+
+Each is a small value object: what state a row needs, and how a set of unique rows is updated. `step` is the global step
+that made the gradients, counted from 1; `factor` scales the learning rate (its schedule).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from freescale.kernels import rows as kernels
+
+
+class RowOptimizer(Protocol):
+    lr: float
+
+    @property
+    def name(self) -> str: ...
+
+    def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        """Trailing shape of each state tensor, by name."""
+
+    def update(
+        self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, gradients: Tensor, *, step: int, factor: float
+    ) -> None:
+        """Updates unique rows [u] of weight [n, width] and of the state, in place."""
+
+
+@dataclass(frozen=True)
+class _Named:
+    lr: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0:
+            raise ValueError(f"{self.name}: lr must not be negative, got {self.lr}")
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    def settings(self) -> dict:
+        return {"name": self.name, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class SGD(_Named):
+    def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def update(
+        self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, gradients: Tensor, *, step: int, factor: float
+    ) -> None:
+        kernels.sgd(weight, rows, gradients, lr=self.lr * factor)
+
+
+@dataclass(frozen=True)
+class Adagrad(_Named):
+    eps: float = 1e-10
+
+    def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        return {"sum": (width,)}
+
+    def update(
+        self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, gradients: Tensor, *, step: int, factor: float
+    ) -> None:
+        kernels.adagrad(weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps)
+
+
+@dataclass(frozen=True)
+class RowWiseAdagrad(_Named):
+    eps: float = 1e-10
+
+    def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        return {"sum": ()}
+
+    def update(
+        self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, gradients: Tensor, *, step: int, factor: float
+    ) -> None:
+        kernels.rowwise_adagrad(weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps)
+
+
+@dataclass(frozen=True)
+class Adam(_Named):
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        return {"first": (width,), "second": (width,)}
+
+    def update(
+        self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, gradients: Tensor, *, step: int, factor: float
+    ) -> None:
+        kernels.adam(
+            weight,
+            state["first"],
+            state["second"],
+            rows,
+            gradients,
+            lr=self.lr * factor,
+            betas=self.betas,
+            eps=self.eps,
+            step=step,
+        )
+
+
+ROW_OPTIMIZERS = {"sgd": SGD, "adagrad": Adagrad, "rowwise_adagrad": RowWiseAdagrad, "adam": Adam}

@@ -1,0 +1,73 @@
+"""Counter-based random numbers: a value is a pure function of its key, never of who computes it or in which order.
+
+Keys are int64 tensors. `mix` is splitmix64's finalizer; int64 arithmetic wraps, which is what it needs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
+_FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_SECOND = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift: torch's >> keeps the sign."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """Scrambles each int64 of x, bijectively."""
+    x = (x ^ _shifted(x, 30)).mul_(_FIRST)
+    x = (x ^ _shifted(x, 27)).mul_(_SECOND)
+    return x.bitwise_xor_(_shifted(x, 31))
+
+
+def derive(key: Tensor | int, *counters: Tensor | int) -> Tensor:
+    """A new key from a key and counters, in order; arguments broadcast."""
+    result = torch.as_tensor(key, dtype=torch.int64)
+    for counter in counters:
+        counter = torch.as_tensor(counter, dtype=torch.int64, device=result.device) if isinstance(counter, int) else counter
+        result = mix(result * _GOLDEN + counter + 1)
+    return result
+
+
+def key_of(text: str) -> int:
+    """A stable int64 for a name (Python's hash() changes from process to process)."""
+    value = 0xCBF29CE484222325
+    for byte in text.encode():
+        value = (value ^ byte) * 0x100000001B3 % (1 << 64)
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def uniform(keys: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """In [0, 1)."""
+    return _shifted(keys, 11).to(torch.float64).mul_(2.0**-53).to(dtype)
+
+
+def integers(keys: Tensor, bound: Tensor | int) -> Tensor:
+    """In [0, bound). The bias of the remainder is below bound / 2^63."""
+    return _shifted(keys, 1) % bound
+
+
+def normal(keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal by Box-Muller: one key, one number."""
+    inner = torch.float64 if dtype == torch.float64 else torch.float32
+    first = _shifted(keys, 40).to(inner).add_(0.5).mul_(2.0**-24)  # 24 bits: exact in float32, never 0
+    second = keys.bitwise_and(0xFFFFFFFF).to(inner).mul_(2.0**-32)
+    return first.log_().mul_(-2).sqrt_().mul_(second.mul_(2 * math.pi).cos_()).to(dtype)
+
+
+def keep_mask(keys: Tensor, width: int, probability: float) -> Tensor:
+    """Bool [tokens, width], True with the given probability (to 1/65536), for token keys [tokens].
+
+    Each hash yields four 16-bit draws: dropout would otherwise cost more than the layer it follows.
+    """
+    quads = -(-width // 4)
+    draws = derive(keys[:, None], torch.arange(quads, device=keys.device))  # [tokens, quads]
+    threshold = round(probability * 65536) - 32768
+    return draws.view(torch.int16)[:, :width] < threshold

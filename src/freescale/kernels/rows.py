@@ -1,0 +1,101 @@
+"""Table rows in plain torch: gather, sum of duplicates, and row optimizers that touch only the rows they are given.
+
+Optimizers work in blocks of rows that fit a core's cache: a step is bound by memory traffic, and each of the several
+passes over a block then costs one trip to memory instead of one each. Rows of a call are unique.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+_BLOCK_BYTES = 1 << 19  # half an L2 cache slice of a server core
+
+
+def gather_rows(weight: Tensor, rows: Tensor) -> Tensor:
+    """weight [n, width], rows [r] -> [r, width]."""
+    return weight.index_select(0, rows)
+
+
+def sum_duplicates(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums gradients [r, width] of equal rows [r], in order of appearance -> sorted unique rows [u], sums [u, width].
+
+    index_add_ adds source rows one after another, so a row's sum does not depend on the other rows of the call.
+    """
+    unique, inverse = torch.unique(rows, return_inverse=True)
+    if unique.numel() == rows.numel():
+        # No duplicate: a permutation moves the same bits that adding to zero would give, for half the traffic.
+        order = torch.empty_like(inverse)
+        order[inverse] = torch.arange(inverse.numel(), device=rows.device)
+        return unique, gradients.index_select(0, order)
+    summed = gradients.new_zeros(unique.numel(), gradients.shape[1])
+    return unique, summed.index_add_(0, inverse, gradients)
+
+
+def clip_rows(gradients: Tensor, limit: float) -> Tensor:
+    """Scales each row of gradients [r, width] to a norm of at most `limit`, in place."""
+    norms = gradients.norm(dim=1, keepdim=True)
+    return gradients.mul_((limit / norms.clamp(min=1e-30)).clamp(max=1.0))
+
+
+def _blocks(rows: Tensor, gradients: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    size = max(1, _BLOCK_BYTES // max(1, gradients.shape[1] * gradients.element_size()))
+    if rows.device.type != "cpu":
+        size = max(1, rows.numel())
+    yield from zip(rows.split(size), gradients.split(size), strict=True)
+
+
+def _update(state: Tensor, rows: Tensor, change: Callable[[Tensor], object]) -> Tensor:
+    """Reads state rows, changes them in place, writes them back, returns them."""
+    block = state.index_select(0, rows)
+    change(block)
+    state.index_copy_(0, rows, block)
+    return block
+
+
+def sgd(weight: Tensor, rows: Tensor, gradients: Tensor, *, lr: float) -> None:
+    for block, gradient in _blocks(rows, gradients):
+        _update(weight, block, lambda w, g=gradient: w.add_(g, alpha=-lr))  # type: ignore[misc]
+
+
+def adagrad(weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float) -> None:
+    """total [n, width]: running sum of squared gradients."""
+    for block, gradient in _blocks(rows, gradients):
+        squares = _update(total, block, lambda s, g=gradient: s.addcmul_(g, g))  # type: ignore[misc]
+        scale = squares.sqrt_().add_(eps)
+        _update(weight, block, lambda w, g=gradient, d=scale: w.addcdiv_(g, d, value=-lr))  # type: ignore[misc]
+
+
+def rowwise_adagrad(weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float) -> None:
+    """total [n]: running sum of each row's mean squared gradient."""
+    for block, gradient in _blocks(rows, gradients):
+        mean = gradient.square().mean(dim=1)
+        squares = _update(total, block, lambda s, m=mean: s.add_(m))  # type: ignore[misc]
+        scale = squares.sqrt_().add_(eps)[:, None]
+        _update(weight, block, lambda w, g=gradient, d=scale: w.addcdiv_(g, d, value=-lr))  # type: ignore[misc]
+
+
+def adam(
+    weight: Tensor,
+    first: Tensor,
+    second: Tensor,
+    rows: Tensor,
+    gradients: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+) -> None:
+    """first, second [n, width]: moments of the rows' gradients. Bias correction by the global step, counted from 1."""
+    correction = 1 - betas[0] ** step
+    root = (1 - betas[1] ** step) ** 0.5
+    for block, gradient in _blocks(rows, gradients):
+        mean = _update(first, block, lambda m, g=gradient: m.lerp_(g, 1 - betas[0]))  # type: ignore[misc]
+        square = _update(  # type: ignore[misc]
+            second, block, lambda v, g=gradient: v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+        )
+        scale = square.sqrt_().div_(root).add_(eps)
+        _update(weight, block, lambda w, m=mean, d=scale: w.addcdiv_(m, d, value=-lr / correction))  # type: ignore[misc]

@@ -1,0 +1,58 @@
+"""Clocks for the ledger: the host's monotonic clock, or CUDA events that are read later and never waited for."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    def stamp(self) -> Any:
+        """Marks now: on the host, or at this point of the current stream."""
+
+    def read(self, stamp: Any) -> int | None:
+        """Nanoseconds on the host's monotonic clock, or None while the device has not reached the stamp."""
+
+
+class HostClock:
+    def stamp(self) -> int:
+        return time.perf_counter_ns()
+
+    def read(self, stamp: int) -> int:
+        return stamp
+
+
+class CudaClock:
+    """Stamps are events on the current stream. One synchronization when it is made, none afterwards.
+
+    Event differences are single-precision milliseconds, which lose microseconds after some seconds; the base therefore
+    moves along to a stamp that was read, every few seconds.
+    """
+
+    _REBASE_NS = 4_000_000_000
+
+    def __init__(self) -> None:
+        self._base = torch.cuda.Event(enable_timing=True)
+        self._base.record()
+        torch.cuda.synchronize()
+        self._base_ns = time.perf_counter_ns()
+
+    def stamp(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, stamp: torch.cuda.Event) -> int | None:
+        if not stamp.query():
+            return None
+        elapsed = int(self._base.elapsed_time(stamp) * 1e6)
+        moment = self._base_ns + elapsed
+        if elapsed > self._REBASE_NS:
+            self._base, self._base_ns = stamp, moment
+        return moment
+
+
+def clock_for(device: torch.device) -> Clock:
+    return CudaClock() if device.type == "cuda" else HostClock()

@@ -1,0 +1,133 @@
+"""From the records of all ranks to the figures of a step and of a run. Pure functions over plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from freescale.observe.ledger import KINDS
+
+# Spans that are this rank's own work: what imbalance compares.
+COMPUTE = ("forward", "backward")
+
+
+def shifted(record: Mapping, offset: int) -> dict:
+    """A rank's record with its times moved to the clock of rank 0."""
+    return {
+        **record,
+        "begin": record["begin"] + offset,
+        "end": record["end"] + offset,
+        "spans": [[name, a + offset, b + offset] for name, a, b in record["spans"]],
+        "collectives": [[k, s, r, *(t + offset for t in times)] for k, s, r, *times in record["collectives"]],
+    }
+
+
+def merge_step(records: Sequence[Mapping]) -> dict:
+    """Figures of one step from the records of all ranks (rank order, one clock). Times in milliseconds."""
+    ranks = len(records)
+    sequence = [[c[0] for c in record["collectives"]] for record in records]
+    if any(kinds != sequence[0] for kinds in sequence):
+        raise ValueError(f"ranks recorded different collectives in step {records[0]['step']}: {sequence}")
+    straggler = [0.0] * ranks
+    exposed = {kind: [0.0] * ranks for kind in KINDS}
+    moved = dict.fromkeys(KINDS, 0)
+    for entries in zip(*(record["collectives"] for record in records), strict=True):
+        last = max(entry[3] for entry in entries)
+        for rank, (kind, sent, _received, _issued, waited, done) in enumerate(entries):
+            straggler[rank] += max(0, min(done, last) - waited) / 1e6
+            exposed[kind][rank] += max(0, done - max(waited, last)) / 1e6
+            moved[kind] += sent
+    durations = [(record["end"] - record["begin"]) / 1e6 for record in records]
+    mean = sum(durations) / ranks
+    compute = [sum(b - a for name, a, b in record["spans"] if name in COMPUTE) / 1e6 for record in records]
+    spans: dict[str, float] = {}
+    for record in records:
+        for name, a, b in record["spans"]:
+            spans[name] = spans.get(name, 0.0) + (b - a) / 1e6 / ranks
+    counters: dict[str, float] = {}
+    for record in records:
+        for name, value in record["counters"].items():
+            counters[name] = max(counters.get(name, value), value) if name.startswith("max_") else counters.get(name, 0) + value
+    figures = {
+        "step": records[0]["step"],
+        "step_ms": mean,
+        "straggler_percent": 100 * sum(straggler) / ranks / mean,
+        "straggler_ms": straggler,
+        "exposed_ms": {kind: sum(times) / ranks for kind, times in exposed.items()},
+        "bytes": moved,
+        "compute_ms": compute,
+        "imbalance": max(compute) * ranks / sum(compute) if sum(compute) else 1.0,
+        "spans_ms": spans,
+        "samples": counters.get("samples", 0),
+        "tokens": counters.get("tokens", 0),
+    }
+    if counters.get("max_length"):
+        figures["sparsity"] = 1 - counters["tokens"] / (counters["samples"] * counters["max_length"])
+    if counters.get("requests"):
+        figures["collision_percent"] = 100 * counters["collisions"] / counters["requests"]
+    return figures
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+class Summary:
+    """Figures of a run, step by step in constant memory but for one number a step (the median of the step time)."""
+
+    def __init__(self, ranks: int, warmup: int = 2) -> None:
+        self.ranks = ranks
+        self.warmup = warmup  # first steps allocate and connect: they are counted, not averaged
+        self._seen = 0
+        self._step_ms: list[float] = []
+        self._sums: dict[str, float] = {}
+        self._rank_ms = {"compute_ms": [0.0] * ranks, "straggler_ms": [0.0] * ranks}
+        self._counts: dict[str, int] = {}
+
+    def add(self, figures: Mapping) -> None:
+        self._seen += 1
+        if self._seen <= self.warmup:
+            return
+        self._step_ms.append(figures["step_ms"])
+        flat = {k: figures[k] for k in ("straggler_percent", "imbalance", "samples", "tokens")}
+        flat |= {k: figures[k] for k in ("sparsity", "collision_percent") if k in figures}
+        for group in ("exposed_ms", "bytes", "spans_ms"):
+            flat |= {f"{group}/{name}": value for name, value in figures[group].items()}
+        for name, value in flat.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+            self._counts[name] = self._counts.get(name, 0) + 1
+        for name, totals in self._rank_ms.items():
+            for rank, value in enumerate(figures[name]):
+                totals[rank] += value
+
+    def result(self) -> dict:
+        """Means over the measured steps; step time as a median too."""
+        measured = len(self._step_ms)
+        if not measured:
+            return {"ranks": self.ranks, "steps": self._seen, "measured_steps": 0}
+        means = {name: total / self._counts[name] for name, total in self._sums.items()}
+        seconds = sum(self._step_ms) / 1e3
+
+        def group(prefix: str) -> dict[str, float]:
+            return {n.split("/", 1)[1]: v for n, v in means.items() if n.startswith(f"{prefix}/")}
+
+        exposed = group("exposed_ms")
+        return {
+            "ranks": self.ranks,
+            "steps": self._seen,
+            "measured_steps": measured,
+            "step_ms": {"mean": seconds * 1e3 / measured, "median": _median(self._step_ms)},
+            "samples_per_second": self._sums["samples"] / seconds,
+            "tokens_per_second": self._sums["tokens"] / seconds,
+            "straggler_percent": means["straggler_percent"],
+            "exposed_percent": 100 * sum(exposed.values()) * measured / (seconds * 1e3),
+            "exposed_ms": exposed,
+            "bytes_per_step": group("bytes"),
+            "collision_percent": means.get("collision_percent"),
+            "sparsity": means.get("sparsity"),
+            "imbalance": means["imbalance"],
+            "spans_ms": group("spans_ms"),
+            "compute_ms_per_rank": [total / measured for total in self._rank_ms["compute_ms"]],
+            "straggler_ms_per_rank": [total / measured for total in self._rank_ms["straggler_ms"]],
+        }

@@ -1,0 +1,17 @@
+"""Peak memory of this rank."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+
+
+def peak_memory(device: object = "cpu") -> dict[str, int]:
+    """Peak bytes of this process: resident on the host, and allocated on its GPU if it has one."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if torch.device(device).type == "cuda":  # type: ignore[arg-type]
+        peaks["gpu"] = torch.cuda.max_memory_allocated(device)  # type: ignore[arg-type]
+    return peaks

@@ -1,0 +1,42 @@
+"""Records of all ranks as a Chrome/Perfetto trace: one process per rank, one lane for compute, one for communication."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+COMPUTE_LANE, COMMUNICATION_LANE = 0, 1
+
+
+def header(ranks: int) -> list[dict]:
+    events: list[dict] = []
+    for rank in range(ranks):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for lane, name in ((COMPUTE_LANE, "compute"), (COMMUNICATION_LANE, "communication")):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}})
+    return events
+
+
+def step_events(records: Sequence[Mapping], origin: int) -> list[dict]:
+    """Events of one step. A collective lasts from its arrival to its end; `wait_us` is how long compute stood still."""
+    events: list[dict] = []
+
+    def add(rank: int, lane: int, name: str, begin: int, end: int, args: dict) -> None:
+        timing = {"ts": (begin - origin) / 1e3, "dur": (end - begin) / 1e3}
+        events.append({"ph": "X", "name": name, "pid": rank, "tid": lane, **timing, "args": args})
+
+    for rank, record in enumerate(records):
+        add(rank, COMPUTE_LANE, f"step {record['step']}", record["begin"], record["end"], {})
+        for name, begin, end in record["spans"]:
+            add(rank, COMPUTE_LANE, name, begin, end, {})
+        for kind, sent, received, issued, waited, done in record["collectives"]:
+            args = {"sent_bytes": sent, "received_bytes": received, "wait_us": (done - waited) / 1e3}
+            add(rank, COMMUNICATION_LANE, kind, issued, done, args)
+    return events
+
+
+def write_trace(path: Path, events: Sequence[Mapping]) -> None:
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        json.dump({"traceEvents": list(events), "displayTimeUnit": "ms"}, file)

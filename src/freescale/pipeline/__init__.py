@@ -1,0 +1,1 @@
+"""Schedules of a training step. `serial` overlaps nothing: it is the oracle of the others."""

@@ -1,0 +1,19 @@
+"""`Pipeline`: picks a schedule by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from freescale.embedding.swap import Parallel
+from freescale.pipeline.serial import Serial
+
+SCHEDULES = {"serial": Serial}
+
+
+def Pipeline(parallel: Parallel, optimizer: torch.optim.Optimizer, *, schedule: str = "serial", **options: Any) -> Serial:
+    """A schedule over a parallelized model and the optimizer of its dense parameters; `options` are the schedule's."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"unknown schedule {schedule!r}; there is {', '.join(SCHEDULES)}")
+    return SCHEDULES[schedule](parallel, optimizer, **options)

@@ -1,0 +1,185 @@
+"""The serial schedule: nothing overlaps. The oracle of every test and the baseline of every benchmark.
+
+    batch -> counts -> ids -> rows -> forward, backward -> row gradients -> row update
+                                              \\-> dense gradients -> dense optimizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freescale.batch import SequenceBatch
+from freescale.embedding.swap import Parallel
+from freescale.pipeline.agreement import MAX_TASKS, Agreement, agree
+from freescale.pipeline.buckets import GradientBuckets
+
+_COLLISIONS_EVERY = 10  # steps between two looks at what consecutive batches share
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did. Losses stay tensors until someone reads them: reading waits for the device."""
+
+    number: int  # of the global batch
+    step: int  # optimizer steps made so far, this one included
+    losses: Mapping[str, Tensor]  # global mean per task
+    gradient_norm: Tensor | None
+
+    @property
+    def loss(self) -> float:
+        return float(sum(value.double() for value in self.losses.values()))
+
+
+class Serial:
+    def __init__(
+        self,
+        parallel: Parallel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        accumulate: int = 1,
+        clip: float | None = None,
+        precision: str = "fp32",
+        learning_rate: Callable[[int], float] | None = None,
+        task_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """`learning_rate(step)` scales the learning rates of the dense optimizer and of the rows; steps count from 1.
+
+        `accumulate` cuts a rank's batch into that many micro-batches; the step stays one step. `precision` is fp32 (whatever the
+        model's parameters are) or bf16 (autocast; no loss scaling).
+        """
+        if accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1, got {accumulate}")
+        if precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision must be fp32 or bf16, not {precision!r}")
+        self.parallel, self.optimizer = parallel, optimizer
+        self.tables, self.transport = parallel.tables, parallel.transport
+        self.ledger = self.transport.ledger
+        self.accumulate, self.clip, self.precision = accumulate, clip, precision
+        self.task_weights = dict(task_weights or {})
+        self.steps = 0  # made so far
+        self._factor = learning_rate or (lambda step: 1.0)
+        self._base_lr = [group["lr"] for group in optimizer.param_groups]
+        self.buckets = GradientBuckets(parallel.dense_parameters(), self.transport.device)
+
+    # ---- the schedule
+
+    def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
+        """Trains until every rank's data has ended; a rank that runs out joins with empty batches. The data of a rank may fail:
+        then all ranks raise."""
+        batches = iter(data)
+        while True:
+            self.ledger.begin_step(self.steps)
+            batch, error = self._next(batches)
+            agreement = agree(batch, error, self.transport)
+            if not agreement.ready:
+                self.ledger.cancel_step()
+                return
+            result = self._step(batch if batch is not None else SequenceBatch(), agreement)
+            self.ledger.end_step()
+            yield result
+
+    def _next(self, batches: Iterator[SequenceBatch]) -> tuple[SequenceBatch | None, Exception | None]:
+        with self.ledger.span("data"):
+            try:
+                batch = next(batches, None)
+                if batch is not None:
+                    self.tables.check(batch)
+                    self._count(batch)
+                    batch = batch.to(self.transport.device, non_blocking=True)
+            except Exception as error:  # noqa: BLE001 - it is raised on all ranks, by agree()
+                return None, error
+        return batch, None
+
+    def _step(self, batch: SequenceBatch, agreement: Agreement) -> StepResult:
+        if not self.tables.placed:
+            self.tables.place(batch)
+        micro = self._micro_batches(batch)
+        requests = self.tables.request(micro)
+        self._count_collisions(requests)
+        self.tables.fetch(requests)
+        losses = self._compute(micro, agreement)
+        self.steps += 1
+        factor = self._factor(self.steps)
+        self.tables.apply(requests, step=self.steps, factor=factor)
+        losses = self.buckets.reduce(self.transport, losses)
+        norm = self._update_dense(factor)
+        names = sorted(agreement.counts)
+        return StepResult(batch.number, self.steps, dict(zip(names, losses.unbind(), strict=False)), norm)
+
+    # ---- its verbs
+
+    def _micro_batches(self, batch: SequenceBatch) -> list[SequenceBatch]:
+        if self.accumulate == 1 or len(batch) <= 1:
+            return [batch]
+        parts = min(self.accumulate, len(batch))
+        edges = [len(batch) * part // parts for part in range(parts + 1)]
+        return batch.split([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)])
+
+    def _compute(self, micro: list[SequenceBatch], agreement: Agreement) -> Tensor:
+        """Forward and backward of every micro-batch. Returns this rank's part of the global mean losses [tasks]."""
+        device = self.transport.device
+        self.buckets.clear()
+        # Sized for any number of tasks, so that a rank without a batch (which knows none) reduces the same vector.
+        losses = torch.zeros(MAX_TASKS, dtype=torch.float64, device=device)
+        for batch in micro:
+            if not len(batch):
+                continue
+            with self.ledger.span("forward"), self._autocast():
+                sums = self.parallel.module(batch)
+                total = self._total(sums, agreement, losses)
+            with self.ledger.span("backward"):
+                total.backward()
+        return losses
+
+    def _total(self, sums: Mapping[str, Tensor], agreement: Agreement, losses: Tensor) -> Tensor:
+        """The scalar to differentiate: sums over samples / global counts. Adds the task's means to `losses`."""
+        if set(sums) != set(agreement.counts):
+            raise ValueError(f"the model returned tasks {sorted(sums)}, the batch has weights for {sorted(agreement.counts)}")
+        parts: list[Tensor] = []
+        for position, (task, count) in enumerate(sorted(agreement.counts.items())):
+            mean = sums[task] / count if count else sums[task] * 0
+            losses[position] += mean.detach().double()
+            parts.append(mean * self.task_weights.get(task, 1.0))
+        return torch.stack(parts).sum()
+
+    def _autocast(self):
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.transport.device.type, dtype=torch.bfloat16)
+
+    def _update_dense(self, factor: float) -> Tensor | None:
+        with self.ledger.span("optimizer"):
+            norm = self.buckets.clip(self.clip) if self.clip is not None and self.buckets.flat else None
+            for group, base in zip(self.optimizer.param_groups, self._base_lr, strict=True):
+                group["lr"] = base * factor
+            self.optimizer.step()
+        return norm
+
+    def _count(self, batch: SequenceBatch) -> None:
+        """Sizes of the batch as it came, before it goes to the device: nothing is waited for."""
+        self.ledger.count("samples", len(batch))
+        if "history" in batch.sequences and len(batch):
+            history = batch.sequences["history"]
+            self.ledger.count("tokens", history.values.shape[0])
+            if history.lengths.device.type == "cpu":
+                self.ledger.count("max_length", int(history.lengths.max()))
+
+    def _count_collisions(self, requests: list) -> None:
+        if self.steps and self.steps % _COLLISIONS_EVERY == 0:
+            with self.ledger.span("count collisions"):
+                asked, colliding = self.tables.collisions(requests)
+            self.ledger.count("requests", asked)
+            self.ledger.count("collisions", colliding)
+
+    # ---- state
+
+    def state_dict(self) -> dict:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        self.steps = int(state["steps"])

@@ -1,0 +1,1 @@
+"""The training loop and what goes with it: checkpoints, evaluation, local ranks."""

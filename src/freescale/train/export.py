@@ -1,0 +1,46 @@
+"""A checkpoint as safetensors, for whoever serves the model: dense weights in one file, each table whole in its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from freescale.embedding.layout import positions
+from freescale.train.checkpoint import Checkpoints, SafeReader
+from freescale.transport.local import Local
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def export_checkpoint(path: Path, out: Path) -> Iterator[Path]:
+    """Writes `dense.safetensors` and `table.NAME.safetensors` (tensor `weight` [rows, width] in the order of ids)."""
+    from safetensors.torch import save_file
+
+    state = Checkpoints.read_state(path)
+    out.mkdir(parents=True, exist_ok=True)
+    dense = {f"dense/{name}": torch.empty(shape, dtype=_DTYPES[kind]) for name, (shape, kind) in state["dense"].items()}
+    if dense:
+        dcp.load(dense, storage_reader=SafeReader(path), no_dist=True)
+    yield _written(save_file, {name.removeprefix("dense/"): value for name, value in dense.items()}, out / "dense.safetensors")
+    for name, (rows, width, kind, _) in state["tables"].items():
+        stored = {f"table/{name}/rows": torch.empty(rows, width, dtype=_DTYPES[kind])}
+        dcp.load(stored, storage_reader=SafeReader(path), no_dist=True)
+        weight = stored[f"table/{name}/rows"].index_select(0, positions(torch.arange(rows), rows))
+        yield _written(save_file, {"weight": weight}, out / f"table.{name}.safetensors")
+
+
+def _written(save_file, tensors: dict[str, torch.Tensor], path: Path) -> Path:  # type: ignore[no-untyped-def]
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, str(temporary))
+    temporary.replace(path)
+    return path
+
+
+def export_run(folder: Path, out: Path) -> Iterator[Path]:
+    latest = Checkpoints(folder / "checkpoints", Local()).latest()
+    if latest is None:
+        raise ValueError(f"{folder} holds no checkpoint: name the folder of a run")
+    yield from export_checkpoint(latest, out)

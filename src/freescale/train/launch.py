@@ -1,0 +1,145 @@
+"""Starts this machine's ranks and stays with them: if one fails, all stop, and the run's exit status says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+_GRACE = 20.0  # seconds that the other ranks have to notice a failure by themselves
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            raise ValueError(f"port {port} is in use: choose another --port, or leave it out for a free one") from None
+
+
+def launch(arguments: Sequence[str], ranks: int, port: int | None = None) -> int:
+    """Runs `python -m freescale ARGUMENTS` as `ranks` local ranks. Returns 0 if all succeeded, else 1."""
+    if port is not None:
+        check_port(port)
+    port = port or free_port()
+    said: set[str] = set()
+    lock = threading.Lock()
+    processes: list[subprocess.Popen] = []
+    readers: list[threading.Thread] = []
+    restore = _forward_signals(processes)
+    try:
+        for rank in range(ranks):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "freescale", *arguments],
+                env=_environment(rank, ranks, port),
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
+            processes.append(process)
+            assert process.stderr is not None
+            readers.append(threading.Thread(target=_relay, args=(process.stderr, rank, said, lock), daemon=True))
+            readers[-1].start()
+        failed = _watch(processes)
+        for reader in readers:
+            reader.join(timeout=5)
+    finally:
+        restore()
+        _stop(processes)
+    if failed is not None:
+        rank, status = failed
+        how = f"was killed by signal {-status}" if status < 0 else f"stopped with status {status}"
+        print(f"freescale: rank {rank} {how}; the run has ended on all ranks", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    joined = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    # Ranks that each take all cores would only get in each other's way; a value that the user set stays.
+    return {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo", **os.environ, **joined}
+
+
+def _relay(stream: IO[str], rank: int, said: set[str], lock: threading.Lock) -> None:
+    """Passes on what a rank writes to standard error; an error that all ranks report is said once."""
+    for line in stream:
+        with lock:
+            if line.startswith("freescale: ") and line in said:
+                continue
+            said.add(line)
+            sys.stderr.write(line if line.startswith("freescale: ") else f"[rank {rank}] {line}")
+            sys.stderr.flush()
+
+
+def _watch(processes: Sequence[subprocess.Popen]) -> tuple[int, int] | None:
+    """Waits for all. On the first failure the others get a grace, then are stopped. Returns (rank, status) of the failure."""
+    failed: tuple[int, int] | None = None
+    deadline = 0.0
+    while True:
+        running = False
+        for rank, process in enumerate(processes):
+            status = process.poll()
+            running = running or status is None
+            if status not in (None, 0) and failed is None:
+                failed = (rank, int(status))
+                deadline = time.monotonic() + _GRACE
+        if not running:
+            return failed
+        if failed is not None and time.monotonic() > deadline:
+            _stop(processes)
+            return failed
+        time.sleep(0.05)
+
+
+def _stop(processes: Sequence[subprocess.Popen]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    end = time.monotonic() + 5
+    for process in processes:
+        try:
+            process.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _forward_signals(processes: Sequence[subprocess.Popen]):
+    """Ctrl-C and SIGTERM end the ranks too. Returns a function that puts the old handlers back."""
+    old: dict[int, object] = {}
+
+    def handler(number: int, _frame: object) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, previous in old.items():
+            signal.signal(number, previous)  # type: ignore[arg-type]
+
+    return restore

@@ -1,0 +1,89 @@
+"""A run from the inside of one rank: joins the others, trains or evaluates, shows the result on rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from freescale.config import RunConfig
+from freescale.train.checkpoint import Checkpoints
+from freescale.train.trainer import Trainer, build_parallel, evaluate, histories
+from freescale.transport.api import Transport
+from freescale.transport.connect import connect
+
+
+def _shared_path(prepared: Callable[[], Path], transport: Transport) -> Path:
+    """Each machine's first rank prepares the data, the others wait and then find it. An error reaches all ranks."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    problem = ""
+    path: Path | None = None
+    if first:
+        try:
+            path = prepared()
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    problems = [part.decode() for part in transport.gather_bytes(problem.encode())]
+    if any(problems):
+        raise ValueError(next(text for text in problems if text))
+    return path if path is not None else prepared()
+
+
+def run_training(config: RunConfig, folder: Path, resume: bool, prepared: Callable[[], Path]) -> None:
+    transport = connect(config.train.device, config.train.timeout)
+    path = _shared_path(prepared, transport)
+    watcher = None
+    if transport.rank == 0:
+        from freescale.observe.console import RunView
+
+        folder.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            (folder / "config.json").write_text(config.to_json(), encoding="utf-8")
+        watcher = RunView(folder, config.train.tensorboard)
+    transport.gather_bytes(b"")  # the folder is there
+    results = Trainer(config, path, folder, transport, watcher, resume).train()
+    if transport.rank == 0:
+        _show(results, folder)
+    transport.close()
+
+
+def _show(results: dict, folder: Path) -> None:
+    from rich.console import Console
+
+    from freescale.observe.console import print_ledger, print_quality
+
+    console = Console()
+    if results.get("test"):
+        print_quality(console, results["test"])
+    print_ledger(console, results["ledger"])
+    if "loss" in results:
+        quality = results.get("test", {}).get("model", {})
+        hit = f"  HR@10 {quality['hr@10']:.4f}" if "hr@10" in quality else ""
+        console.print(f"loss {results['loss']:.4f}{hit}", highlight=False)
+    console.print(f"everything is in {folder}: config.json, metrics.jsonl, ledger.json, trace.json.gz, checkpoints", highlight=False)
+
+
+def run_evaluation(config: RunConfig, folder: Path, part: str, prepared: Callable[[], Path]) -> None:
+    transport = connect(config.train.device, config.train.timeout)
+    path = _shared_path(prepared, transport)
+    checkpoints = Checkpoints(folder / "checkpoints", transport)
+    latest = checkpoints.latest()
+    if latest is None:
+        raise ValueError(f"{folder} holds no checkpoint")
+    parallel = build_parallel(config, histories(config, path, transport), transport)
+    progress = checkpoints.load(latest, parallel)
+    quality = evaluate(config, parallel, path, part, baseline=True)
+    if transport.rank == 0:
+        from rich.console import Console
+
+        from freescale.observe.console import print_quality
+
+        console = Console()
+        console.print(f"{latest}, step {progress['step']}, {part} part", highlight=False)
+        print_quality(console, quality)
+        result = {"checkpoint": latest.name, "part": part, "torch": torch.__version__, "quality": quality}
+        (folder / f"eval-{part}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    transport.close()

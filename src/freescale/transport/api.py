@@ -1,0 +1,48 @@
+"""The protocol that the exchange, the pipeline and the tests use, whatever carries the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from freescale.observe.ledger import Ledger
+
+
+class TransportError(RuntimeError):
+    """A collective failed: a peer died, the network broke or the time ran out."""
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Tensor:
+        """The result. Blocks the host on CPU tensors, the current stream on CUDA tensors."""
+
+
+class Transport(Protocol):
+    """All ranks call the same methods in the same order. `kind` is one of the ledger's kinds of traffic."""
+
+    rank: int
+    world: int
+    device: torch.device
+    ledger: Ledger
+
+    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Handle:
+        """Rows of tensor [sum(send), ...] to the ranks, in rank order -> [sum(receive), ...], in rank order."""
+
+    def all_gather(self, tensor: Tensor, kind: str) -> Handle:
+        """tensor [...] of one shape on every rank -> [world, ...]."""
+
+    def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
+        """The sum over ranks, in place."""
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, of any length, in rank order. Blocking; for control, not for the step."""
+
+    def clock_offsets(self) -> tuple[list[int], list[int]]:
+        """Each rank's clock offset to rank 0 and its uncertainty, in nanoseconds."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,133 @@
+"""Transport over torch's process groups: gloo on CPU tensors, NCCL on CUDA tensors, control traffic always over gloo."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from freescale.observe.ledger import Arrival, Ledger
+from freescale.transport.api import TransportError
+
+_PINGS = 8
+
+
+class _Pending:
+    def __init__(self, start: Callable[[], tuple[dist.Work, Tensor]], arrival: Arrival, describe: str) -> None:
+        self._arrival, self._describe = arrival, describe
+        self._work, self._result = self._guard(start)
+
+    def wait(self) -> Tensor:
+        with self._arrival.wait():
+            self._guard(self._work.wait)
+        return self._result
+
+    def _guard(self, call: Callable):
+        try:
+            return call()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TransportError(f"{self._describe} failed: a rank died or fell silent ({reason})") from error
+
+
+class Collective:
+    """`group` carries the tensors; `control` is a gloo group of the same ranks."""
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        ledger: Ledger | None = None,
+        group: dist.ProcessGroup | None = None,
+        control: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.group = group if group is not None else dist.group.WORLD
+        assert self.group is not None, "initialise the process group first (transport.connect does)"
+        self.control = control if control is not None else self.group
+        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.ledger = ledger or Ledger(self.device)
+
+    def _start(self, kind: str, sent: int, received: int, start: Callable[[], tuple[dist.Work, Tensor]]) -> _Pending:
+        arrival = self.ledger.arrive(kind, sent, received)
+        return _Pending(start, arrival, f"rank {self.rank}: exchange of {kind} ({sent:,} bytes out, {received:,} in)")
+
+    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> _Pending:
+        assert tensor.is_contiguous() and sum(send) == tensor.shape[0], (send, tensor.shape)
+        output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+        size = tensor.element_size() * (tensor[0].numel() if tensor.shape[0] else output[:1].numel())
+        sent, received = (size * (sum(part) - part[self.rank]) for part in (list(send), list(receive)))
+
+        def start() -> tuple[dist.Work, Tensor]:
+            work = dist.all_to_all_single(
+                output, tensor, list(receive), list(send), group=self.group, async_op=True
+            )
+            return work, output
+
+        return self._start(kind, sent, received, start)
+
+    def all_gather(self, tensor: Tensor, kind: str) -> _Pending:
+        output = tensor.new_empty((self.world, *tensor.shape))
+        size = tensor.numel() * tensor.element_size() * (self.world - 1)
+
+        def start() -> tuple[dist.Work, Tensor]:
+            parts = list(output.unbind(0))
+            return dist.all_gather(parts, tensor.contiguous(), group=self.group, async_op=True), output
+
+        return self._start(kind, size, size, start)
+
+    def all_reduce(self, tensor: Tensor, kind: str) -> _Pending:
+        # What a ring moves per rank: each of reduce-scatter and all-gather passes (world - 1) / world of the tensor.
+        size = 2 * tensor.numel() * tensor.element_size() * (self.world - 1) // self.world
+        return self._start(
+            kind, size, size, lambda: (dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+        )
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(payload)]), group=self.control)
+        longest = max(int(size) for size in sizes)
+        mine = torch.zeros(max(1, longest), dtype=torch.uint8)
+        if payload:
+            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(parts, mine, group=self.control)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    def clock_offsets(self) -> tuple[list[int], list[int]]:
+        """Ranks of one machine share its monotonic clock; others ping rank 0 in turn and keep the quickest answer."""
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        machines = self.gather_bytes(boot.read_bytes() if boot.exists() else b"?%d" % self.rank)
+        offsets, residuals = [0] * self.world, [0] * self.world
+        for rank in range(1, self.world):
+            if machines[rank] == machines[0]:
+                continue
+            measured = self._ping(rank)
+            shared = torch.tensor(measured, dtype=torch.int64)
+            dist.broadcast(shared, group_src=rank, group=self.control)
+            offsets[rank], residuals[rank] = shared.tolist()
+        return offsets, residuals
+
+    def _ping(self, rank: int) -> tuple[int, int]:
+        """On `rank`: (its offset to rank 0, half the round trip). Rank 0 answers, the others do nothing."""
+        clock = torch.zeros(1, dtype=torch.int64)
+        best = (0, 1 << 62)
+        for _ in range(_PINGS):
+            if self.rank == 0:
+                dist.recv(clock, group_src=rank, group=self.control)
+                clock[0] = time.perf_counter_ns()
+                dist.send(clock, group_dst=rank, group=self.control)
+            elif self.rank == rank:
+                begin = time.perf_counter_ns()
+                dist.send(clock, group_dst=0, group=self.control)
+                dist.recv(clock, group_src=0, group=self.control)
+                end = time.perf_counter_ns()
+                best = min(best, (int(clock) - (begin + end) // 2, (end - begin) // 2), key=lambda pair: pair[1])
+        return best
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,57 @@
+"""Joins the ranks: from torchrun's environment, or as a single process when there is none."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from freescale.observe.ledger import Ledger
+from freescale.transport.api import Transport, TransportError
+from freescale.transport.collective import Collective
+from freescale.transport.local import Local
+
+
+def choose_device(device: str, local_rank: int, local_world: int) -> torch.device:
+    """`auto` takes a GPU per local rank if there are enough of them, the CPU if there is none."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or (device == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if device not in ("auto", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, not {device!r}")
+    if gpus < local_world:
+        raise ValueError(f"{local_world} ranks on this machine but {gpus} GPUs: start {max(gpus, 1)} ranks, or pass --device cpu")
+    return torch.device("cuda", local_rank)
+
+
+def connect(device: str | torch.device = "auto", timeout: float = 120.0) -> Transport:
+    """A transport over all ranks. Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ... are set) it joins them; alone it is
+    `Local`. A process group that exists already is used as it is. `timeout` bounds every collective, in seconds."""
+    if dist.is_initialized():
+        chosen = torch.device(device) if device != "auto" else choose_device("auto", dist.get_rank(), 1)
+        return Collective(chosen, Ledger(chosen), control=_control_group(chosen, timeout))
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        chosen = device if isinstance(device, torch.device) else choose_device(device, 0, 1)
+        return Local(chosen, Ledger(chosen))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    chosen = device if isinstance(device, torch.device) else choose_device(device, local_rank, local_world)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend, timeout=timedelta(seconds=timeout), device_id=chosen if chosen.type == "cuda" else None
+        )
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).splitlines()[0]
+        raise TransportError(f"rank {os.environ['RANK']} could not join the others at {where}: {reason}") from error
+    return Collective(chosen, Ledger(chosen), control=_control_group(chosen, timeout))
+
+
+def _control_group(device: torch.device, timeout: float) -> dist.ProcessGroup | None:
+    """Control traffic has a gloo group of its own, so that it never mixes with the step's collectives."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))

@@ -1,0 +1,81 @@
+"""Runs a function on several gloo ranks and returns what each returned. Nothing hangs: every wait has an end."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "freescale.train.trainer", "freescale.train.checkpoint"])
+
+
+def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
+    """`function(transport, *args)` on `world` ranks, a process each (one too: it has a process group then). The first error is
+    raised here."""
+    results = gather_ranks(world, function, *args, timeout=timeout)
+    for rank, (error, _) in enumerate(results):
+        if error is not None:
+            raise AssertionError(f"rank {rank} of {world} failed:\n{error}")
+    return [value for _, value in results]
+
+
+def gather_ranks(world: int, function: Callable, *args: Any, timeout: float = 120) -> list[tuple[str | None, Any]]:
+    """(error or None, result) of each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        queue = _CONTEXT.Queue()
+        store = str(Path(folder) / "store")
+        processes = [
+            _CONTEXT.Process(target=_rank, args=(rank, world, store, function, args, queue, timeout), daemon=True)
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        results: dict[int, tuple[str | None, Any]] = {}
+        try:
+            for _ in range(world):
+                rank, error, value = queue.get(timeout=timeout)
+                results[rank] = (error, None if value is None else torch.load(io.BytesIO(value), weights_only=False))
+        finally:
+            for process in processes:
+                process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+        return [results[rank] for rank in range(world)]
+
+
+def _packed(value: Any) -> bytes:
+    """By value: tensors in a queue would travel as handles that die with their process."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _rank(rank: int, world: int, store: str, function: Callable, args: tuple, queue: Any, timeout: float) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch.distributed as dist
+
+    from freescale.transport.connect import connect
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout / 2)
+        )
+        value = function(connect("cpu"), *args)
+        queue.put((rank, None, _packed(value)))
+    except BaseException:
+        queue.put((rank, traceback.format_exc(), None))
+    finally:
+        queue.close()
+        queue.join_thread()
+        os._exit(0)
