@@ -23,7 +23,20 @@ _EXPORTS = {
     "data": "freescale.data",
 }
 
-__all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Jagged",
+    "Nested",
+    "Parallel",
+    "Pipeline",
+    "RowWiseAdagrad",
+    "SequenceBatch",
+    "connect",
+    "data",
+    "parallelize",
+]
 
 if TYPE_CHECKING:
     from freescale import data

@@ -103,8 +103,8 @@ def main() -> None:
 @main.command()
 @_config_options
 @click.option("--nproc", type=click.IntRange(1), default=1, show_default=True, help="ranks to start on this machine")
-@click.option("--run", "run_folder", type=click.Path(path_type=Path), help="folder of the run  [default: runs/DATE-TIME]")
-@click.option("--resume", is_flag=True, help="go on from the run's last checkpoint (--run names it)")
+@click.option("--folder", "run_folder", type=click.Path(path_type=Path), help="folder of the run  [default: runs/DATE-TIME]")
+@click.option("--resume", is_flag=True, help="go on from the run's last checkpoint (--folder names it)")
 @click.option("--port", type=click.IntRange(1, 65535), help="port where local ranks meet  [default: a free one]")
 def train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, **given: Any) -> None:
     """Train a model on histories.
@@ -118,7 +118,7 @@ def _train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, 
     base = None
     if resume:
         if run_folder is None or not (run_folder / "config.json").exists():
-            raise ValueError(f"--resume needs --run with the folder of an earlier run, not {run_folder}")
+            raise ValueError(f"--resume needs --folder with the folder of an earlier run, not {run_folder}")
         base = RunConfig.from_json((run_folder / "config.json").read_text(encoding="utf-8"))
     config = _configured(given, base)
     folder = run_folder or Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
@@ -130,7 +130,7 @@ def _train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, 
         if nproc > 1:
             from freescale.train.launch import launch
 
-            arguments = ["train", *_as_arguments(given), "--run", str(folder), *(["--resume"] if resume else [])]
+            arguments = ["train", *_as_arguments(given), "--folder", str(folder), *(["--resume"] if resume else [])]
             return launch(arguments, nproc, port)
     from freescale.train.run import run_training
 
@@ -193,7 +193,7 @@ def _evaluate(run_folder: Path, data: str | None, part: str, nproc: int, port: i
 
 @main.command()
 @click.option("--nproc", type=click.IntRange(1), default=2, show_default=True, help="ranks")
-@click.option("--run", "run_folder", type=click.Path(path_type=Path), help="folder of the run  [default: runs/demo-DATE-TIME]")
+@click.option("--folder", "run_folder", type=click.Path(path_type=Path), help="folder of the run  [default: runs/demo-DATE-TIME]")
 def demo(nproc: int, run_folder: Path | None) -> None:
     """Train a small model on generated histories and show where the time went."""
     _guarded(lambda: _demo(nproc, run_folder))

@@ -69,9 +69,7 @@ class TrainConfig(_Checked):
     steps: int | None = option(None, "stop after this many steps", minimum=1)
     lr: float = option(1e-3, "learning rate of the dense parameters (AdamW)", minimum=0.0)
     weight_decay: float = option(0.0, "weight decay of the dense parameters", minimum=0.0)
-    row_optimizer: str = option(
-        "adam", "optimizer of table rows", choices=("sgd", "adagrad", "rowwise_adagrad", "adam")
-    )
+    row_optimizer: str = option("adam", "optimizer of table rows", choices=("sgd", "adagrad", "rowwise_adagrad", "adam"))
     row_lr: float = option(1e-3, "learning rate of table rows", minimum=0.0)
     warmup: int = option(0, "steps of linear learning-rate warm-up", minimum=0)
     decay: str = option("constant", "learning rate after warm-up", choices=("constant", "linear", "cosine"))
@@ -84,7 +82,9 @@ class TrainConfig(_Checked):
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     seed: int = option(0, "of everything random")
     timeout: float = option(120.0, "seconds after which a silent collective is an error", above=0.0)
-    evaluate_every: int | None = option(None, "epochs between evaluations on the validation part (default: only at the end)", minimum=1)
+    evaluate_every: int | None = option(
+        None, "epochs between evaluations on the validation part (default: only at the end)", minimum=1
+    )
     eval_batch: int = option(256, "samples of an evaluation batch, over all ranks", minimum=1)
     checkpoint_every: int = option(1000, "steps between checkpoints (the end is always one)", minimum=1)
     keep_checkpoints: int = option(2, "checkpoints to keep", minimum=1)

@@ -23,7 +23,7 @@ def examine() -> list[tuple[str, str, str]]:
     import torch.distributed as dist
 
     rows: list[tuple[str, str, str]] = []
-    supported = (3, 11) <= sys.version_info[:2]
+    supported = sys.version_info[:2] >= (3, 11)
     rows.append(("python", platform.python_version(), "ok" if supported else "3.11 or newer is needed"))
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     tested = (2, 11) <= version <= (2, 13)
@@ -37,7 +37,9 @@ def examine() -> list[tuple[str, str, str]]:
     rows.append(_rdma())
     rows.append(_ucx())
     triton = _package("triton")
-    use = "plain torch kernels run" if triton is None or not torch.cuda.is_available() else "plain torch kernels run; Triton is there"
+    use = (
+        "plain torch kernels run" if triton is None or not torch.cuda.is_available() else "plain torch kernels run; Triton is there"
+    )
     rows.append(("triton", triton or "no", use))
     for name, purpose in (
         ("pyarrow", "data files"),
@@ -64,7 +66,9 @@ def _gpus(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
     rows = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        rows.append((f"gpu {index}", properties.name, f"{properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}"))
+        rows.append(
+            (f"gpu {index}", properties.name, f"{properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}")
+        )
     return rows
 
 

@@ -75,8 +75,7 @@ class Sharded:
         self.transport = transport
         self.names = [spec.name for spec in specs]
         segments = [
-            Segment(spec, self.layout.base(table), *self.layout.owned(table, transport.rank))
-            for table, spec in enumerate(specs)
+            Segment(spec, self.layout.base(table), *self.layout.owned(table, transport.rank)) for table, spec in enumerate(specs)
         ]
         self.rows = Rows(segments, self.layout.size, optimizer, transport.device)
         self._wire = torch.int32 if self.layout.size < 1 << 31 else torch.int64
@@ -87,11 +86,7 @@ class Sharded:
     def request(self, batches: Sequence[SequenceBatch]) -> Request:
         ledger, transport = self.transport.ledger, self.transport
         with ledger.span("deduplicate"):
-            announced = [
-                (table, ids)
-                for table, spec in enumerate(self.layout.specs)
-                for ids in _ids(batches, spec)
-            ]
+            announced = [(table, ids) for table, spec in enumerate(self.layout.specs) for ids in _ids(batches, spec)]
             parts = [self.layout.keys(table, ids.reshape(-1)) for table, ids in announced]
             keys = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=transport.device)
             unique, inverse = torch.unique(keys, return_inverse=True)

@@ -15,7 +15,8 @@ from freescale.kernels import rows as kernels
 
 
 class RowOptimizer(Protocol):
-    lr: float
+    @property
+    def lr(self) -> float: ...
 
     @property
     def name(self) -> str: ...

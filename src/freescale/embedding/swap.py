@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class TableReader(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, table={self.table!r}"
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise RuntimeError(
                 f"module {self.table!r} is a sharded table and has no whole weight: call the module with ids instead"
@@ -85,16 +86,14 @@ def parallelize(
         for name, m in modules.items()
     ]
     names = [spec.name for spec in specs]
-    optimizer = row_optimizer if row_optimizer is not None else RowWiseAdagrad()
+    optimizer: RowOptimizer | Mapping[str, RowOptimizer] = row_optimizer if row_optimizer is not None else RowWiseAdagrad()
     optimizers = optimizer if isinstance(optimizer, Mapping) else dict.fromkeys(names, optimizer)
     stds = init_std if isinstance(init_std, Mapping) else dict.fromkeys(names, init_std)
     for what, mapping in (("row_optimizer", optimizers), ("init_std", stds)):
         if set(mapping) != set(names):
             raise ValueError(f"{what} names {sorted(mapping)}, the tables are {sorted(names)}")
     weights = {name: m.weight.detach() for name, m in modules.items()} if init == "weights" else None
-    tables = Tables(
-        specs, optimizers, transport, placement=placement, seed=seed, std=stds, weights=weights, row_clip=row_clip
-    )
+    tables = Tables(specs, optimizers, transport, placement=placement, seed=seed, std=stds, weights=weights, row_clip=row_clip)
     readers = {id(modules[spec.name]): TableReader(tables, spec) for spec in specs}
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in readers:

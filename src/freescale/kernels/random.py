@@ -45,8 +45,9 @@ def key_of(text: str) -> int:
 
 
 def uniform(keys: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """In [0, 1)."""
-    return _shifted(keys, 11).to(torch.float64).mul_(2.0**-53).to(dtype)
+    """In [0, 1): as many bits as the type holds exactly, so that nothing is rounded up to 1."""
+    bits = {torch.float64: 53, torch.float32: 24}[dtype]
+    return _shifted(keys, 64 - bits).to(dtype).mul_(2.0**-bits)
 
 
 def integers(keys: Tensor, bound: Tensor | int) -> Tensor:
@@ -69,5 +70,5 @@ def keep_mask(keys: Tensor, width: int, probability: float) -> Tensor:
     """
     quads = -(-width // 4)
     draws = derive(keys[:, None], torch.arange(quads, device=keys.device))  # [tokens, quads]
-    threshold = round(probability * 65536) - 32768
+    threshold = min(round(probability * 65536) - 32768, 32767)  # what int16 can be compared with
     return draws.view(torch.int16)[:, :width] < threshold

@@ -6,7 +6,7 @@ passes over a block then costs one trip to memory instead of one each. Rows of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -47,34 +47,27 @@ def _blocks(rows: Tensor, gradients: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     yield from zip(rows.split(size), gradients.split(size), strict=True)
 
 
-def _update(state: Tensor, rows: Tensor, change: Callable[[Tensor], object]) -> Tensor:
-    """Reads state rows, changes them in place, writes them back, returns them."""
-    block = state.index_select(0, rows)
-    change(block)
-    state.index_copy_(0, rows, block)
-    return block
-
-
 def sgd(weight: Tensor, rows: Tensor, gradients: Tensor, *, lr: float) -> None:
     for block, gradient in _blocks(rows, gradients):
-        _update(weight, block, lambda w, g=gradient: w.add_(g, alpha=-lr))  # type: ignore[misc]
+        weight.index_copy_(0, block, weight.index_select(0, block).add_(gradient, alpha=-lr))
 
 
 def adagrad(weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float) -> None:
     """total [n, width]: running sum of squared gradients."""
     for block, gradient in _blocks(rows, gradients):
-        squares = _update(total, block, lambda s, g=gradient: s.addcmul_(g, g))  # type: ignore[misc]
+        squares = total.index_select(0, block).addcmul_(gradient, gradient)
+        total.index_copy_(0, block, squares)
         scale = squares.sqrt_().add_(eps)
-        _update(weight, block, lambda w, g=gradient, d=scale: w.addcdiv_(g, d, value=-lr))  # type: ignore[misc]
+        weight.index_copy_(0, block, weight.index_select(0, block).addcdiv_(gradient, scale, value=-lr))
 
 
 def rowwise_adagrad(weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float) -> None:
     """total [n]: running sum of each row's mean squared gradient."""
     for block, gradient in _blocks(rows, gradients):
-        mean = gradient.square().mean(dim=1)
-        squares = _update(total, block, lambda s, m=mean: s.add_(m))  # type: ignore[misc]
+        squares = total.index_select(0, block).add_(gradient.square().mean(dim=1))
+        total.index_copy_(0, block, squares)
         scale = squares.sqrt_().add_(eps)[:, None]
-        _update(weight, block, lambda w, g=gradient, d=scale: w.addcdiv_(g, d, value=-lr))  # type: ignore[misc]
+        weight.index_copy_(0, block, weight.index_select(0, block).addcdiv_(gradient, scale, value=-lr))
 
 
 def adam(
@@ -93,9 +86,9 @@ def adam(
     correction = 1 - betas[0] ** step
     root = (1 - betas[1] ** step) ** 0.5
     for block, gradient in _blocks(rows, gradients):
-        mean = _update(first, block, lambda m, g=gradient: m.lerp_(g, 1 - betas[0]))  # type: ignore[misc]
-        square = _update(  # type: ignore[misc]
-            second, block, lambda v, g=gradient: v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
-        )
+        mean = first.index_select(0, block).lerp_(gradient, 1 - betas[0])
+        first.index_copy_(0, block, mean)
+        square = second.index_select(0, block).mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+        second.index_copy_(0, block, square)
         scale = square.sqrt_().div_(root).add_(eps)
-        _update(weight, block, lambda w, m=mean, d=scale: w.addcdiv_(m, d, value=-lr / correction))  # type: ignore[misc]
+        weight.index_copy_(0, block, weight.index_select(0, block).addcdiv_(mean, scale, value=-lr / correction))

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from freescale.observe.figures import Summary, merge_step, shifted
 from freescale.observe.ledger import Ledger
 from freescale.observe.memory import peak_memory
@@ -72,7 +74,7 @@ class Collector:
             self._origin = min(record["begin"] for record in records)
         self._trace += step_events(records, self._origin)
 
-    def close(self, device: object = "cpu") -> dict | None:
+    def close(self, device: torch.device | str = "cpu") -> dict | None:
         """The last collection; writes the run's figures. Returns them on rank 0."""
         self.collect()
         if self._measure:

@@ -19,18 +19,25 @@ class RunView:
         self._folder = folder
         self._progress: Progress | None = None
         self._task: Any = None
+        self._tensorboard = tensorboard
         self._writer: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(folder / "tensorboard"))
 
     def started(self, lines: list[str], total: int, done: int) -> None:
-        self.console.print(f"run folder {self._folder}", highlight=False)
+        if self._tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder / "tensorboard"))
+        self.console.print(f"run folder {self._folder}", highlight=False, soft_wrap=True)
         for line in lines:
-            self.console.print(line, highlight=False)
+            self.console.print(line, highlight=False, soft_wrap=True)
         if self.console.is_terminal:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
             self._progress = Progress(*columns, console=self.console)
             self._task = self._progress.add_task("train", total=total, completed=done, note="")
             self._progress.start()
@@ -44,7 +51,7 @@ class RunView:
         if self._progress:
             self._progress.update(self._task, note=note)
         else:
-            self.console.print(f"step {entry['step']}  epoch {entry['epoch']}  {note}", highlight=False)
+            self.console.print(f"step {entry['step']}  epoch {entry['epoch']}  {note}", highlight=False, soft_wrap=True)
         if self._writer:
             self._writer.add_scalar("loss", entry["loss"], entry["step"])
             self._writer.add_scalar("samples_per_second", entry["samples_per_second"], entry["step"])
@@ -53,7 +60,7 @@ class RunView:
         part = "test" if "test" in entry else "validation"
         if part == "validation":
             values = "  ".join(f"{name} {value:.4f}" for name, value in entry[part]["model"].items())
-            self.console.print(f"step {entry['step']}  validation  {values}", highlight=False)
+            self.console.print(f"step {entry['step']}  validation  {values}", highlight=False, soft_wrap=True)
         if self._writer:
             for name, value in entry[part]["model"].items():
                 self._writer.add_scalar(f"{part}/{name}", value, entry["step"])
@@ -85,7 +92,7 @@ def print_quality(console: Console, quality: Mapping[str, Mapping[str, float]]) 
 def print_ledger(console: Console, ledger: Mapping[str, Any]) -> None:
     """Where the time went."""
     if not ledger.get("measured_steps"):
-        console.print("ledger: too few steps to measure (the first two are warm-up)", highlight=False)
+        console.print("ledger: too few steps to measure (the first two are warm-up)", highlight=False, soft_wrap=True)
         return
     table = Table(title=f"where a step's time went (mean of {ledger['measured_steps']} steps, {ledger['ranks']} ranks)")
     table.add_column("figure")

@@ -8,10 +8,10 @@ import sys
 import torch
 
 
-def peak_memory(device: object = "cpu") -> dict[str, int]:
+def peak_memory(device: torch.device | str = "cpu") -> dict[str, int]:
     """Peak bytes of this process: resident on the host, and allocated on its GPU if it has one."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-    if torch.device(device).type == "cuda":  # type: ignore[arg-type]
-        peaks["gpu"] = torch.cuda.max_memory_allocated(device)  # type: ignore[arg-type]
+    if torch.device(device).type == "cuda":
+        peaks["gpu"] = torch.cuda.max_memory_allocated(device)
     return peaks

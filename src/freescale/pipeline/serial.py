@@ -1,7 +1,7 @@
 """The serial schedule: nothing overlaps. The oracle of every test and the baseline of every benchmark.
 
-    batch -> counts -> ids -> rows -> forward, backward -> row gradients -> row update
-                                              \\-> dense gradients -> dense optimizer
+batch -> counts -> ids -> rows -> forward, backward -> row gradients -> row update
+                                          \\-> dense gradients -> dense optimizer
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Checkpoints with torch.distributed.checkpoint: independent of the number of ranks and of placement, atomic, free of pickled code.
+"""Checkpoints with torch.distributed.checkpoint: independent of ranks and placement, atomic, free of pickled code.
 
-A checkpoint is a folder `step-00000100` with torch's sharded tensor files and `state.json`. It is written under a temporary name and
-renamed when every rank has finished, so that a killed save never spoils an earlier one. Tables are stored whole in spread order
-(embedding/layout.py), dense parameters and optimizer state by parameter name.
+A checkpoint is a folder `step-00000100` with torch's sharded tensor files and `state.json`. It is written under a temporary
+name and renamed when every rank has finished, so that a killed save never spoils an earlier one. Tables are stored whole in
+spread order (embedding/layout.py), dense parameters and optimizer state by parameter name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -110,7 +112,8 @@ class Checkpoints:
         self._barrier()
         tensors = _tensors(parallel, optimizer, self.transport)
         writer = dcp.FileSystemWriter(temporary, overwrite=True)
-        dcp.save(tensors, storage_writer=writer, **self._coordination())
+        with quietly():
+            dcp.save(tensors, storage_writer=writer, **self._coordination())
         if self.transport.rank == 0:
             state = _description(parallel, optimizer) | {"progress": dict(progress), "ranks": self.transport.world}
             with open(temporary / "state.json", "w", encoding="utf-8") as file:
@@ -151,7 +154,8 @@ class Checkpoints:
         if not same_ranks:  # another number of ranks has other random states; each rank keeps its own
             tensors = {name: value for name, value in tensors.items() if not name.startswith("random/")}
         try:
-            dcp.load(tensors, storage_reader=SafeReader(path), **self._coordination())
+            with quietly():
+                dcp.load(tensors, storage_reader=SafeReader(path), **self._coordination())
         except dcp.api.CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
             raise ValueError(f"checkpoint {path} could not be read: {first}") from error
@@ -170,6 +174,14 @@ class Checkpoints:
 
     def _barrier(self) -> None:
         self.transport.gather_bytes(b"")
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """A single process is no accident here: torch need not warn about it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _sync_folder(folder: Path) -> None:
@@ -206,7 +218,8 @@ def _whole(local: Tensor, name: str, tables: Tables, transport: Transport) -> Te
     if tables.placements[name].kind == "replicated" or not isinstance(transport, Collective):
         return local
     device = transport.device.type
-    mesh = DeviceMesh.from_group(transport.group if device == "cuda" else transport.control, device)
+    group = transport.group if device == "cuda" else transport.control
+    mesh = DeviceMesh.from_group(group, device)
     shape = torch.Size((tables.specs[name].rows, *local.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
@@ -267,8 +280,7 @@ def _description(parallel: Parallel, optimizer: torch.optim.Optimizer | None) ->
         "format": _FORMAT,
         "dense": {n: [list(v.shape), str(v.dtype)] for n, v in parallel.module.state_dict().items()},
         "tables": {
-            name: [spec.rows, spec.width, str(spec.dtype), tables.optimizers[name].name]
-            for name, spec in tables.specs.items()
+            name: [spec.rows, spec.width, str(spec.dtype), tables.optimizers[name].name] for name, spec in tables.specs.items()
         },
         "placement": {name: placement.kind for name, placement in tables.placements.items()},
         "optimizer": type(optimizer).__name__ if optimizer is not None else None,

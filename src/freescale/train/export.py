@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from freescale.embedding.layout import positions
-from freescale.train.checkpoint import Checkpoints, SafeReader
+from freescale.train.checkpoint import Checkpoints, SafeReader, quietly
 from freescale.transport.local import Local
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -22,14 +22,19 @@ def export_checkpoint(path: Path, out: Path) -> Iterator[Path]:
     state = Checkpoints.read_state(path)
     out.mkdir(parents=True, exist_ok=True)
     dense = {f"dense/{name}": torch.empty(shape, dtype=_DTYPES[kind]) for name, (shape, kind) in state["dense"].items()}
-    if dense:
-        dcp.load(dense, storage_reader=SafeReader(path), no_dist=True)
+    _filled(dense, path)
     yield _written(save_file, {name.removeprefix("dense/"): value for name, value in dense.items()}, out / "dense.safetensors")
     for name, (rows, width, kind, _) in state["tables"].items():
         stored = {f"table/{name}/rows": torch.empty(rows, width, dtype=_DTYPES[kind])}
-        dcp.load(stored, storage_reader=SafeReader(path), no_dist=True)
+        _filled(stored, path)
         weight = stored[f"table/{name}/rows"].index_select(0, positions(torch.arange(rows), rows))
         yield _written(save_file, {"weight": weight}, out / f"table.{name}.safetensors")
+
+
+def _filled(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    if tensors:
+        with quietly():
+            dcp.load(tensors, storage_reader=SafeReader(path), no_dist=True)
 
 
 def _written(save_file, tensors: dict[str, torch.Tensor], path: Path) -> Path:  # type: ignore[no-untyped-def]

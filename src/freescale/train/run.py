@@ -39,11 +39,7 @@ def run_training(config: RunConfig, folder: Path, resume: bool, prepared: Callab
     if transport.rank == 0:
         from freescale.observe.console import RunView
 
-        folder.mkdir(parents=True, exist_ok=True)
-        if not resume:
-            (folder / "config.json").write_text(config.to_json(), encoding="utf-8")
         watcher = RunView(folder, config.train.tensorboard)
-    transport.gather_bytes(b"")  # the folder is there
     results = Trainer(config, path, folder, transport, watcher, resume).train()
     if transport.rank == 0:
         _show(results, folder)
@@ -62,8 +58,12 @@ def _show(results: dict, folder: Path) -> None:
     if "loss" in results:
         quality = results.get("test", {}).get("model", {})
         hit = f"  HR@10 {quality['hr@10']:.4f}" if "hr@10" in quality else ""
-        console.print(f"loss {results['loss']:.4f}{hit}", highlight=False)
-    console.print(f"everything is in {folder}: config.json, metrics.jsonl, ledger.json, trace.json.gz, checkpoints", highlight=False)
+        console.print(f"loss {results['loss']:.4f}{hit}", highlight=False, soft_wrap=True)
+    console.print(
+        f"everything is in {folder}: config.json, metrics.jsonl, ledger.json, trace.json.gz, checkpoints",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def run_evaluation(config: RunConfig, folder: Path, part: str, prepared: Callable[[], Path]) -> None:
@@ -82,7 +82,7 @@ def run_evaluation(config: RunConfig, folder: Path, part: str, prepared: Callabl
         from freescale.observe.console import print_quality
 
         console = Console()
-        console.print(f"{latest}, step {progress['step']}, {part} part", highlight=False)
+        console.print(f"{latest}, step {progress['step']}, {part} part", highlight=False, soft_wrap=True)
         print_quality(console, quality)
         result = {"checkpoint": latest.name, "part": part, "torch": torch.__version__, "quality": quality}
         (folder / f"eval-{part}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

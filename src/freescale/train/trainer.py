@@ -79,7 +79,7 @@ def build_model(config: RunConfig, num_items: int, num_actions: int) -> nn.Modul
         time_bias=model.time_bias,
         checkpoint=model.recompute,
     )
-    sizes = {"num_items": num_items, "num_actions": num_actions, "table_device": "meta"}
+    sizes: dict[str, Any] = {"num_items": num_items, "num_actions": num_actions, "table_device": "meta"}
     if model.task == "ranking":
         return Ranking(encoder, tasks=config.label_names, **sizes)
     return Retrieval(encoder, temperature=model.temperature, **sizes)
@@ -100,9 +100,7 @@ def build_parallel(config: RunConfig, data: Histories, transport: Transport) -> 
     )
 
 
-def evaluate(
-    config: RunConfig, parallel: Parallel, path: Path, part: str, baseline: bool = False
-) -> dict[str, dict[str, float]]:
+def evaluate(config: RunConfig, parallel: Parallel, path: Path, part: str, baseline: bool = False) -> dict[str, dict[str, float]]:
     """Metrics of the model on a part, the same on all ranks; with the popularity baseline beside it if asked."""
     data = histories(config, path, parallel.transport, part)
     if config.model.task == "ranking":
@@ -152,6 +150,7 @@ class Trainer:
             self._forget_after(progress["step"])
         elif not parallel.tables.placed:
             parallel.tables.place(data.batch(0))
+        self._open_folder()
         if transport.rank == 0 and self.watcher:
             self.watcher.started(self._describe(parallel, data), total, pipeline.steps)
         collector = Collector(
@@ -174,11 +173,11 @@ class Trainer:
         if pipeline.steps < total:
             for result in pipeline.run(batches):
                 last, step = result.number, pipeline.steps
-                seen += 1
+                seen += data.batch_size(last)
                 if step % config.train.log_every == 0 or step == total:
                     loss = result.loss
                     now = time.perf_counter()
-                    rate = seen * config.train.global_batch / (now - clock)
+                    rate = seen / (now - clock)
                     clock, seen = now, 0
                     self._write({"step": step, "epoch": last // data.batches_per_epoch, "loss": loss, "samples_per_second": rate})
                 if transport.rank == 0 and self.watcher:
@@ -201,6 +200,13 @@ class Trainer:
         if transport.rank == 0 and self.watcher:
             self.watcher.finished()
         return self.results
+
+    def _open_folder(self) -> None:
+        """Once nothing can be refused any more: a run that never began leaves no folder."""
+        if self.transport.rank == 0 and not self.resume:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.json").write_text(self.config.to_json(), encoding="utf-8")
+        self.transport.gather_bytes(b"")
 
     def _validate(self, parallel: Parallel, data: Histories, number: int, step: int) -> None:
         every = self.config.train.evaluate_every

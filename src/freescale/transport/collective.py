@@ -45,9 +45,10 @@ class Collective:
         control: dist.ProcessGroup | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self.group = group if group is not None else dist.group.WORLD
-        assert self.group is not None, "initialise the process group first (transport.connect does)"
-        self.control = control if control is not None else self.group
+        world = group if group is not None else dist.group.WORLD
+        assert world is not None, "initialise the process group first (transport.connect does)"
+        self.group: dist.ProcessGroup = world
+        self.control: dist.ProcessGroup = control if control is not None else world
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.ledger = ledger or Ledger(self.device)
 
@@ -62,9 +63,7 @@ class Collective:
         sent, received = (size * (sum(part) - part[self.rank]) for part in (list(send), list(receive)))
 
         def start() -> tuple[dist.Work, Tensor]:
-            work = dist.all_to_all_single(
-                output, tensor, list(receive), list(send), group=self.group, async_op=True
-            )
+            work = dist.all_to_all_single(output, tensor, list(receive), list(send), group=self.group, async_op=True)
             return work, output
 
         return self._start(kind, sent, received, start)
@@ -82,9 +81,7 @@ class Collective:
     def all_reduce(self, tensor: Tensor, kind: str) -> _Pending:
         # What a ring moves per rank: each of reduce-scatter and all-gather passes (world - 1) / world of the tensor.
         size = 2 * tensor.numel() * tensor.element_size() * (self.world - 1) // self.world
-        return self._start(
-            kind, size, size, lambda: (dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
-        )
+        return self._start(kind, size, size, lambda: (dist.all_reduce(tensor, group=self.group, async_op=True), tensor))
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]

@@ -42,9 +42,7 @@ def connect(device: str | torch.device = "auto", timeout: float = 120.0) -> Tran
         torch.cuda.set_device(chosen)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(
-            backend, timeout=timedelta(seconds=timeout), device_id=chosen if chosen.type == "cuda" else None
-        )
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=chosen if chosen.type == "cuda" else None)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]

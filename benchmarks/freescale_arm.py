@@ -1,0 +1,77 @@
+"""FreeScale on the shared workload (peer/workload.py), with the same verbs as the peer's arms."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import freescale
+from freescale.batch import Jagged, SequenceBatch
+from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
+from freescale.transport.collective import Collective
+
+sys.path.insert(0, str(Path(__file__).parent / "peer"))
+
+from workload import Dense, Workload, batches, dense_optimizer, table_rows  # noqa: E402
+
+
+def row_optimizer(workload: Workload) -> SGD | Adagrad | RowWiseAdagrad:
+    lr, eps = workload.row_learning_rate, workload.row_epsilon
+    if workload.row_optimizer == "sgd":
+        return SGD(lr=lr)
+    return (Adagrad if workload.row_optimizer == "adagrad" else RowWiseAdagrad)(lr=lr, eps=eps)
+
+
+class Model(nn.Module):
+    """A user's plain module."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.item = nn.Embedding(workload.rows, workload.width, device="meta")
+        self.dense = Dense(workload)
+
+    def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
+        history = batch.sequences["history"]
+        return {"click": self.dense(self.item(history.values), history.lengths, batch.dense["labels"])}
+
+
+def feed(workload: Workload, rank: int, world: int) -> Iterator[SequenceBatch]:
+    ones = torch.ones(workload.samples)
+    for ids, lengths, labels in itertools.cycle(batches(workload, rank, world)):
+        yield SequenceBatch(sequences={"history": Jagged(ids, lengths)}, dense={"labels": labels}, weights={"click": ones})
+
+
+class Arm:
+    """One rank at work. `step` trains on the next batch; it is a collective call."""
+
+    def __init__(self, workload: Workload, rank: int, world: int, schedule: str = "serial") -> None:
+        self.transport = Collective("cpu")
+        model = Model(workload)
+        self.parallel = freescale.parallelize(
+            model, {"item": ["history"]}, row_optimizer(workload), transport=self.transport, placement="sharded"
+        )
+        tables = self.parallel.tables
+        tables.place()
+        ids, rows = tables.share("item")
+        for chunk, part in zip(ids.split(1 << 15), rows.split(1 << 15), strict=True):
+            part.copy_(table_rows(workload, chunk))
+        self.dense: Dense = model.dense
+        optimizer = dense_optimizer(workload, self.parallel.dense_parameters())
+        self.pipeline = freescale.Pipeline(self.parallel, optimizer, schedule=schedule)
+        self._steps = self.pipeline.run(feed(workload, rank, world))
+
+    def step(self) -> float:
+        """The loss of this step: the mean over the samples of all ranks."""
+        return next(self._steps).loss
+
+    def close(self) -> None:
+        self.transport.gather_bytes(b"")
+
+
+def build(workload: Workload, rank: int, world: int, schedule: str = "serial") -> Arm:
+    return Arm(workload, rank, world, schedule)

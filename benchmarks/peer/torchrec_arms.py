@@ -1,0 +1,165 @@
+"""TorchRec on CPU as benchmark arms: the shared workload under TrainPipelineBase and TrainPipelineSparseDist.
+
+The table is one row-wise sharded EmbeddingCollection with its optimizer fused into the backward pass, the dense layers
+are what DistributedModelParallel makes of them (DistributedDataParallel), the process group is whatever the caller has
+initialised (gloo). Both TorchRec's row gradients and DDP's dense gradients come out divided by the number of ranks, so
+a rank's loss is its sum over samples times ranks / global count: the update is then the one that `workload` defines.
+
+Settings are TorchRec's own defaults. Tried and left: 32-bit ids (no difference). Not settled, because measured only
+beside other work on the same cores: TrainPipelineSparseDist's `enqueue_batch_after_forward` and undivided row gradients
+(`set_gradient_division`), each between 1 and 5 % less CPU time with a single 128-128 layer; to be tried again, idle.
+Not there on CPU: any kernel but the fused one (fbgemm's dense CPU kernel pools, whatever it is told), and TorchRec's
+own index deduplication. `deduplicate` is what a user could do before TorchRec instead: send each id of a rank's batch
+once, and spread the rows over the tokens in the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# TorchRec warns about CUDA parts that a CPU build lacks, and logs every plan.
+warnings.filterwarnings("ignore", module=r"(torchrec|fbgemm_gpu|torch\.jit)(\..*)?")
+logging.getLogger("torchrec").setLevel(logging.ERROR)
+
+from fbgemm_gpu.split_embedding_configs import EmbOptimType  # noqa: E402
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor  # noqa: E402
+from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
+from torchrec.distributed.model_parallel import DistributedModelParallel  # noqa: E402
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise  # noqa: E402
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist  # noqa: E402
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan  # noqa: E402
+from torchrec.streamable import Pipelineable  # noqa: E402
+from workload import Dense, Workload, batches, dense_optimizer, fill_table  # noqa: E402
+
+PIPELINES = {"base": TrainPipelineBase, "sparse_dist": TrainPipelineSparseDist}
+_OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
+
+
+@dataclass
+class Batch(Pipelineable):
+    features: KeyedJaggedTensor
+    places: Tensor  # [tokens] int64: row of each token among the features' values; empty where that is the token's own
+    lengths: Tensor  # [samples] int64
+    labels: Tensor  # [samples] float32
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        return Batch(
+            self.features.to(device, non_blocking),
+            self.places.to(device, non_blocking=non_blocking),
+            self.lengths.to(device, non_blocking=non_blocking),
+            self.labels.to(device, non_blocking=non_blocking),
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        for part in (self.features, self.places, self.lengths, self.labels):
+            part.record_stream(stream)
+
+    def pin_memory(self) -> Batch:
+        return Batch(self.features.pin_memory(), self.places.pin_memory(), self.lengths.pin_memory(), self.labels.pin_memory())
+
+
+class Model(nn.Module):
+    def __init__(self, workload: Workload, world: int, deduplicate: bool) -> None:
+        super().__init__()
+        table = EmbeddingConfig(name="item", num_embeddings=workload.rows, embedding_dim=workload.width, feature_names=["history"])
+        self.embedding = EmbeddingCollection(tables=[table], device=torch.device("meta"))
+        self.dense = Dense(workload)
+        self.scale = 1.0 / workload.samples  # ranks / global count: every rank has the same number of samples
+        self.share = 1.0 / (workload.samples * world)
+        self.deduplicate = deduplicate
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Loss to differentiate, and this rank's share of the global mean."""
+        rows = self.embedding(batch.features)["history"].values()
+        if self.deduplicate:
+            rows = rows.index_select(0, batch.places)
+        loss = self.dense(rows, batch.lengths, batch.labels)
+        return loss * self.scale, loss.detach() * self.share
+
+
+def _feed(workload: Workload, rank: int, world: int, deduplicate: bool) -> Iterator[Batch]:
+    """The workload's batches over and over: a pipeline that fetches ahead never sees an end."""
+    none = torch.empty(0, dtype=torch.int64)
+    for ids, lengths, labels in itertools.cycle(batches(workload, rank, world)):
+        if deduplicate:
+            values, places = torch.unique(ids, return_inverse=True)
+            per_sample = torch.tensor([values.numel()])
+        else:
+            values, places, per_sample = ids, none, lengths
+        features = KeyedJaggedTensor(keys=["history"], values=values, lengths=per_sample)
+        yield Batch(features, places, lengths, labels)
+
+
+class Arm:
+    """One rank of TorchRec at work. `step` trains on the next batch; it is a collective call."""
+
+    def __init__(
+        self, workload: Workload, rank: int, world: int, pipeline: Literal["base", "sparse_dist"], deduplicate: bool
+    ) -> None:
+        if pipeline not in PIPELINES:
+            raise ValueError(f"pipeline {pipeline!r} is not one of {', '.join(PIPELINES)}")
+        device = torch.device("cpu")
+        model = Model(workload, world, deduplicate)
+        fused = {
+            "optimizer": _OPTIMIZERS[workload.row_optimizer],
+            "learning_rate": workload.row_learning_rate,
+            "eps": workload.row_epsilon,
+        }
+        sharder: ModuleSharder = EmbeddingCollectionSharder(fused_params=fused)  # type: ignore[assignment]
+        plan = construct_module_sharding_plan(
+            model.embedding,
+            per_param_sharding={"item": row_wise(compute_kernel="fused")},
+            sharder=sharder,
+            local_size=world,
+            world_size=world,
+            device_type="cpu",
+        )
+        self._sharded = DistributedModelParallel(
+            model,
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=device,
+            plan=ShardingPlan(plan={"embedding": plan}),
+            sharders=[sharder],
+        )
+        self.dense: Dense = self._sharded.module.dense
+        weight = self._sharded.module.embedding.state_dict()["embeddings.item.weight"]
+        (shard,) = weight.local_shards()
+        self.first_row = shard.metadata.shard_offsets[0]
+        self.shard: Tensor = shard.tensor  # [rows of this rank, width], the table itself and not a copy
+        fill_table(workload, self.shard, self.first_row)
+        self._feed = _feed(workload, rank, world, deduplicate)
+        self._pipeline = PIPELINES[pipeline](self._sharded, dense_optimizer(workload, self.dense.parameters()), device)
+
+    def step(self) -> float:
+        """The loss of this step: the mean over the samples of all ranks."""
+        loss = self._pipeline.progress(self._feed)
+        dist.all_reduce(loss)
+        return float(loss)
+
+    def close(self) -> None:
+        """All ranks leave together: what a pipeline has fetched ahead is still on the wire before."""
+        dist.barrier()
+
+
+def build(
+    workload: Workload,
+    rank: int,
+    world: int,
+    pipeline: Literal["base", "sparse_dist"] = "base",
+    deduplicate: bool = False,
+) -> Arm:
+    """Needs an initialised default process group of `world` ranks."""
+    return Arm(workload, rank, world, pipeline, deduplicate)

@@ -1,0 +1,141 @@
+"""The work that every arm of a benchmark does: batches, the table's first values, and the dense layers.
+
+Imports torch and numpy alone, so that it runs in the peer's environment as well as in ours. Everything here is a
+function of the workload, the rank and the number of ranks: two arms that are given the same workload see the same ids,
+start from the same weights and are asked for the same update,
+
+    loss = sum over the samples of all ranks / number of samples of all ranks
+
+with dense gradients summed over ranks and row gradients summed at the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+RowOptimizer = Literal["sgd", "adagrad", "rowwise_adagrad"]
+ROW_OPTIMIZERS: tuple[RowOptimizer, ...] = ("sgd", "adagrad", "rowwise_adagrad")
+
+_BATCH, _PERMUTATION, _DENSE = 1, 2, 3  # what a random stream is for: streams of different uses never coincide
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One table, log-normal history lengths, a token-wise MLP. Sizes are per rank unless they say otherwise."""
+
+    rows: int = 1_000_000  # of the whole table
+    width: int = 128
+    samples: int = 64
+    median_length: float = 200.0
+    sigma: float = 1.0  # of the logarithm of the lengths
+    maximum_length: int = 2000
+    popularity: float | Literal["unique"] = "unique"  # Zipf's exponent, or every id once within a rank's batch
+    hidden: tuple[int, ...] = (256,)  # the MLP is width - hidden... - width
+    steps: int = 20
+    seed: int = 0
+    row_optimizer: RowOptimizer = "adagrad"
+    row_learning_rate: float = 0.05
+    row_epsilon: float = 1e-8  # Adagrad: row -= rate * gradient / (sqrt(accumulator) + epsilon), accumulator from 0
+    dense_learning_rate: float = 0.05  # of plain SGD
+
+    def __post_init__(self) -> None:
+        if self.row_optimizer not in ROW_OPTIMIZERS:
+            raise ValueError(f"row_optimizer {self.row_optimizer!r} is not one of {', '.join(ROW_OPTIMIZERS)}")
+        if isinstance(self.popularity, str) and self.popularity != "unique":
+            raise ValueError(f"popularity {self.popularity!r} is neither a Zipf exponent nor 'unique'")
+        if self.popularity == "unique" and self.rows < self.samples * self.maximum_length:
+            raise ValueError(
+                f"{self.rows} rows cannot give {self.samples} x {self.maximum_length} different ids; ask for more rows"
+            )
+        if min(self.rows, self.width, self.samples, self.maximum_length, self.steps) < 1:
+            raise ValueError(f"rows, width, samples, maximum_length and steps are at least 1, not as in {self}")
+
+
+def _stream(workload: Workload, *key: int) -> np.random.Generator:
+    return np.random.default_rng((workload.seed, *key))
+
+
+def batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """This rank's batches: (ids int64 [tokens], lengths int64 [samples], labels float32 [samples]) for each step."""
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} is not one of {world} ranks")
+    cumulative = permutation = None
+    if workload.popularity != "unique":
+        weights = np.arange(1, workload.rows + 1, dtype=np.float64) ** -float(workload.popularity)
+        cumulative = np.cumsum(weights) / weights.sum()
+        # Popular rows lie anywhere in the table, so that row-wise shards have equal loads.
+        permutation = _stream(workload, _PERMUTATION).permutation(workload.rows)
+    result = []
+    for step in range(workload.steps):
+        random = _stream(workload, _BATCH, step, rank)
+        lengths = np.exp(random.normal(np.log(workload.median_length), workload.sigma, workload.samples))
+        lengths = np.clip(np.rint(lengths), 1, workload.maximum_length).astype(np.int64)
+        tokens = int(lengths.sum())
+        if cumulative is None or permutation is None:
+            ids = random.choice(workload.rows, tokens, replace=False, shuffle=True).astype(np.int64)
+        else:
+            places = np.searchsorted(cumulative, random.random(tokens), side="right")
+            ids = permutation[np.minimum(places, workload.rows - 1)].astype(np.int64)
+        labels = (random.random(workload.samples) < 0.5).astype(np.float32)
+        result.append((torch.from_numpy(ids), torch.from_numpy(lengths), torch.from_numpy(labels)))
+    return result
+
+
+def table_rows(workload: Workload, rows: Tensor) -> Tensor:
+    """First values of the given rows, [n] int64 -> [n, width] float32 in [-0.1, 0.1): a function of row and column."""
+    columns = torch.arange(workload.width)
+    bits = (rows[:, None] * workload.width + columns + workload.seed * 1_000_003) * 6364136223846793005
+    bits = (bits ^ (bits >> 29)) * 1442695040888963407
+    # 24 bits are what a float32 holds exactly, so the value does not depend on how it is converted.
+    return ((bits >> 40) & 0xFFFFFF).to(torch.float32).mul_(0.2 / 2**24).sub_(0.1)
+
+
+def fill_table(workload: Workload, shard: Tensor, first_row: int) -> None:
+    """Writes the first values of rows [first_row, first_row + shard.shape[0]) into `shard`, in pieces."""
+    with torch.no_grad():
+        for start in range(0, shard.shape[0], 1 << 15):
+            piece = shard[start : start + (1 << 15)]
+            piece.copy_(table_rows(workload, torch.arange(first_row + start, first_row + start + piece.shape[0])))
+
+
+class Dense(nn.Module):
+    """Everything after the table: token-wise MLP, sum over each sample's tokens, one logit, binary cross-entropy.
+
+    Returns the SUM of the loss over this rank's samples; whoever trains divides by the global count.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        sizes = (workload.width, *workload.hidden, workload.width)
+        layers: list[nn.Module] = []
+        for place, (inputs, outputs) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+            layers += [nn.ReLU()] if place else []
+            layers += [nn.Linear(inputs, outputs)]
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(workload.width, 1)
+        # The sum over a history would otherwise start the logits in the hundreds, where the loss is flat.
+        self.scale = workload.median_length**-0.5
+        random = _stream(workload, _DENSE)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                bound = parameter.shape[-1] ** -0.5
+                parameter.copy_(torch.from_numpy(random.uniform(-bound, bound, tuple(parameter.shape))))
+
+    def forward(self, rows: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+        """rows [tokens, width], lengths [samples] int64, labels [samples] -> scalar."""
+        tokens = self.layers(rows)  # [tokens, width]
+        # On CPU index_add takes a third of the time of segment_reduce, forward and backward together.
+        owner = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths, output_size=rows.shape[0])  # [tokens]
+        pooled = tokens.new_zeros(lengths.shape[0], tokens.shape[1]).index_add(0, owner, tokens)  # [samples, width]
+        logits = self.head(pooled * self.scale).squeeze(-1)  # [samples]
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+
+
+def dense_optimizer(workload: Workload, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=workload.dense_learning_rate)

@@ -1,0 +1,188 @@
+"""Reads interaction files (one event per row) as a stream of record batches with the same columns for every format.
+
+| format    | files                                                         | action                         |
+|-----------|---------------------------------------------------------------|--------------------------------|
+| parquet   | user_id, item_id, timestamp, further numeric columns          | the column `action`, if there  |
+| movielens | ratings.dat (`::`), u.data (tabs), ratings.csv                | round(2 * rating)              |
+| amazon    | ratings csv with or without header, reviews as json lines     | round(2 * rating)              |
+| kuairand  | log csv; the 0/1 feedback columns are kept as side columns    | bit mask of feedback, in order |
+
+Timestamps keep the unit of the file (KuaiRand and the newer Amazon files count milliseconds): rounding to seconds
+would lose the order of events. Memory is one block of the file; the ids of Amazon files are strings, and their codes
+(dense, in order of first appearance) need memory for the catalogue and the users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from freescale.data.layouts import FEEDBACK, FORMATS, Layout, blocks, detect_format, layout_of, line_of, parsed, require
+
+IDS = ("user_id", "item_id")
+REQUIRED = (*IDS, "timestamp")
+_ROWS = 1 << 18  # rows of Parquet
+
+
+class Interactions(Iterator[pa.RecordBatch]):
+    """The batches of one or several files; `vocabulary` and `fraction` grow while it is read."""
+
+    def __init__(self, paths: Sequence[Path], format: str):
+        if format not in ("auto", *FORMATS):
+            raise ValueError(f"unknown format {format!r}: choose auto, {', '.join(FORMATS)}")
+        if not paths:
+            raise ValueError("no interaction file given: name at least one")
+        self.paths = list(paths)
+        for path in self.paths:
+            if not path.is_file():
+                raise ValueError(f"{path}: no such file; give the path of an interaction file")
+            if path.stat().st_size == 0:
+                raise ValueError(f"{path}: the file is empty (0 bytes); give a file with events")
+        self.formats = [detect_format(path) if format == "auto" else format for path in self.paths]
+        self.vocabulary: dict[str, dict[str, int]] = {}  # column -> string id -> code
+        self.fraction = 0.0  # of the bytes or rows read so far
+        self._done, self._total = 0, sum(path.stat().st_size for path in self.paths)
+        self._batches = self._read()
+
+    def __next__(self) -> pa.RecordBatch:
+        return next(self._batches)
+
+    def _read(self) -> Iterator[pa.RecordBatch]:
+        schema: pa.Schema | None = None
+        for path, format in zip(self.paths, self.formats, strict=True):
+            events = 0
+            for batch in self._parquet(path) if format == "parquet" else self._text(path, layout_of(path, format)):
+                if schema is not None and batch.schema != schema:
+                    raise ValueError(
+                        f"{path}: columns {_describe(batch.schema)} differ from those of {self.paths[0]}: "
+                        f"{_describe(schema)}; give files of one kind"
+                    )
+                schema = batch.schema
+                _check(batch, path)
+                events += batch.num_rows
+                if batch.num_rows:
+                    yield batch
+            if not events:
+                raise ValueError(f"{path}: the file has no events (0 rows); give a file with events")
+            self._done += path.stat().st_size
+        self.fraction = 1.0
+
+    def _advance(self, share: float, path: Path) -> None:
+        self.fraction = min((self._done + share * path.stat().st_size) / self._total, 1.0)
+
+    def _parquet(self, path: Path) -> Iterator[pa.RecordBatch]:
+        try:
+            file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)  # not a whole column chunk at once
+        except pa.ArrowException as error:
+            raise ValueError(f"{path}: not a readable Parquet file ({line_of(error)}); write it again") from error
+        with file:
+            schema = file.schema_arrow
+            require(path, REQUIRED, schema.names)
+            for name in REQUIRED:
+                kind = schema.field(name).type
+                whole = pa.types.is_integer(kind) or (name == "timestamp" and pa.types.is_timestamp(kind))
+                if not whole:
+                    hint = "give `prepare` or `Histories` this file" if _is_list(kind) else "cast it to int64"
+                    raise ValueError(f"{path}: column {name!r} holds {kind}, not integers; {hint}")
+            sides = [f.name for f in schema if f.name not in REQUIRED and _is_number(f.type) and f.name != "action"]
+            actions = ["action"] if "action" in schema.names else []
+            if actions and not pa.types.is_integer(schema.field("action").type):
+                raise ValueError(f"{path}: column 'action' holds {schema.field('action').type}; cast it to int64")
+            columns, rows = [*REQUIRED, *actions, *sides], 0
+            for batch in file.iter_batches(_ROWS, columns=columns):
+                rows += batch.num_rows
+                self._advance(rows / file.metadata.num_rows, path)
+                arrays = [_whole(batch.column(n), n, path) for n in [*REQUIRED, *actions]]
+                flags = [batch.column(n) for n in sides]
+                arrays += [a.cast(pa.int8()) if pa.types.is_boolean(a.type) else a for a in flags]
+                yield pa.RecordBatch.from_arrays(arrays, names=columns)
+
+    def _text(self, path: Path, layout: Layout) -> Iterator[pa.RecordBatch]:
+        first = True
+        for share, block in blocks(path):
+            self._advance(share, path)
+            if first:
+                block = block.removeprefix(b"\xef\xbb\xbf")
+                block = block.partition(b"\n")[2] if layout.header else block
+                first = False
+            if block.strip():
+                yield self._normalised(parsed(block, layout, path), layout, path)
+
+    def _normalised(self, table: pa.Table, layout: Layout, path: Path) -> pa.RecordBatch:
+        columns: dict[str, pa.Array] = {}
+        for name, source in zip(IDS, (layout.user, layout.item), strict=True):
+            array = _filled(table, source, path)
+            columns[name] = self._codes(name, array) if layout.text_ids else array
+        columns["timestamp"] = _filled(table, layout.time, path)
+        if layout.rating is not None:
+            doubled = pc.round(pc.multiply(_filled(table, layout.rating, path), 2.0), round_mode="half_up")
+            columns["action"] = doubled.cast(pa.int64())
+        if layout.feedback:
+            action = pa.repeat(pa.scalar(0, pa.int64()), table.num_rows)
+            for name in layout.feedback:
+                flag = _filled(table, name, path)
+                low, high = pc.min_max(flag).as_py().values()
+                if low < 0 or high > 1:
+                    wrong = high if high > 1 else low
+                    raise ValueError(f"{path}: column {name!r} holds {wrong}, not 0 or 1; mend or drop those rows")
+                action = pc.bit_wise_or(action, pc.shift_left(flag, FEEDBACK.index(name)))
+                columns[name] = flag.cast(pa.int8())
+            columns = {n: columns[n] for n in REQUIRED} | {"action": action} | {n: columns[n] for n in layout.feedback}
+        return pa.RecordBatch.from_pydict(columns)
+
+    def _codes(self, name: str, array: pa.Array) -> pa.Array:
+        """Dense codes in order of first appearance. The loop is over the block's distinct strings, not its events."""
+        table = self.vocabulary.setdefault(name, {})
+        encoded = array.dictionary_encode()  # its dictionary is in order of first appearance, too
+        codes = pa.array([table.setdefault(text, len(table)) for text in encoded.dictionary.to_pylist()], pa.int64())
+        return codes.take(encoded.indices)
+
+
+def read_interactions(path: str | Path | Sequence[str | Path], format: str = "auto") -> Interactions:
+    """Record batches with int64 columns user_id, item_id, timestamp, optional action, and further numeric columns."""
+    paths = [path] if isinstance(path, str | Path) else path
+    return Interactions([Path(p) for p in paths], format)
+
+
+def _filled(table: pa.Table, name: str, path: Path) -> pa.Array:
+    chunks = table.column(name)
+    if chunks.null_count:
+        raise _nulls(path, name, chunks.null_count)
+    return pa.concat_arrays(chunks.chunks) if chunks.num_chunks != 1 else chunks.chunk(0)
+
+
+def _whole(array: pa.Array, name: str, path: Path) -> pa.Array:
+    try:
+        return array.cast(pa.int64())
+    except pa.ArrowException as error:
+        raise ValueError(f"{path}: column {name!r}: {line_of(error)}; ids must fit int64") from error
+
+
+def _check(batch: pa.RecordBatch, path: Path) -> None:
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if column.null_count:
+            raise _nulls(path, name, column.null_count)
+        if name in IDS and batch.num_rows:
+            low = pc.min(column).as_py()
+            if low < 0:
+                raise ValueError(f"{path}: column {name!r} holds {low}, not 0 or more; renumber or drop such rows")
+
+
+def _nulls(path: Path, name: str, count: int) -> ValueError:
+    return ValueError(f"{path}: column {name!r} has {count} null (missing) values; fill or drop those rows")
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _describe(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name}:{field.type}" for field in schema)

@@ -1,0 +1,64 @@
+"""Runs an iterable ahead of its consumer, in a thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def prefetched(iterable: Iterable[T], depth: int = 2) -> Iterator[T]:
+    """Yields what `iterable` yields, up to `depth` items ahead of the consumer.
+
+    The iterable runs in a thread of its own. What it raises is raised here; when the consumer stops early (break,
+    close, an exception), the thread ends before this generator does.
+    """
+    if depth < 1:
+        raise ValueError(f"depth is {depth}; it must be 1 or more")
+    return _consume(iterable, depth)
+
+
+def _consume(iterable: Iterable[T], depth: int) -> Iterator[T]:
+    items: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    slots = threading.Semaphore(depth)
+    stopped = threading.Event()
+
+    def produce() -> None:
+        try:
+            source = iter(iterable)
+            try:
+                while True:
+                    slots.acquire()
+                    if stopped.is_set():
+                        return
+                    try:
+                        item = next(source)
+                    except StopIteration:
+                        break
+                    items.put(("item", item))
+            finally:
+                close = getattr(source, "close", None)
+                if close is not None:
+                    close()
+            items.put(("end", None))
+        except BaseException as error:
+            items.put(("error", error))
+
+    thread = threading.Thread(target=produce, name="freescale-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            kind, value = items.get()
+            if kind == "error":
+                raise value
+            if kind == "end":
+                return
+            slots.release()
+            yield value
+    finally:
+        stopped.set()
+        slots.release()
+        thread.join()

@@ -1,0 +1,235 @@
+"""Production-like histories with a chosen length distribution, popularity and collision rate between batches.
+
+Items of adjacent popularity are paired. An event that is *bound* takes the even item of its pair in even batches and
+the odd one in odd batches, and can collide with no bound event of the neighbouring batches. Binding every event gives
+0 % collisions, binding none what the popularity gives by itself; beyond that, events are *hot*: drawn from the most
+popular items only. One number from 0 to 2 goes through all of it; it is found by bisection on the rate as measured.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from freescale.batch import offsets_of
+from freescale.data.draws import SHORTEST, TASTES, Draws, Source, length_distribution
+from freescale.data.histories import HistoriesWriter, Summary, fingerprint_of, schema_of
+from freescale.kernels.random import derive, integers, key_of, normal, uniform
+
+_EPOCH = 1_600_000_000  # seconds: last event of the first user
+_SAMPLE_EVENTS = 2_000_000  # on which the collision rate is calibrated first
+_CLOSE = 0.002  # to the target: good enough to stop looking
+
+
+@dataclass(frozen=True)
+class SyntheticReport:
+    path: Path
+    users: int
+    items: int
+    tokens: int
+    lengths: dict[str, int]  # quantiles: p50, p90, p99, max
+    batches: int
+    measured_collision: float | None  # over all pairs of consecutive global batches; None with one batch only
+
+
+class _Collisions:
+    """Counts the requests of each batch that the batch before also made."""
+
+    def __init__(self, items: int):
+        self._seen = np.zeros(items, bool)
+        self._last = np.zeros(0, np.int64)
+        self.hits = self.total = 0
+
+    def count(self, requests: np.ndarray) -> int:
+        return int(self._seen[requests].sum())
+
+    def add(self, requests: np.ndarray, first: bool) -> None:
+        if not first:
+            self.hits += self.count(requests)
+            self.total += len(requests)
+        self._seen[self._last] = False
+        self._seen[requests] = True
+        self._last = requests
+
+    @property
+    def rate(self) -> float | None:
+        return self.hits / self.total if self.total else None
+
+
+def generate(
+    path: str | Path,
+    *,
+    users: int,
+    items: int,
+    lengths: str = "lognormal",
+    median: float = 64.0,
+    sigma: float = 1.0,
+    zipf_exponent: float = 1.2,
+    cap: int = 21_000,
+    popularity: float = 1.0,
+    collision: float | None = None,
+    global_batch: int = 1024,
+    ranks: int = 1,
+    seed: int = 0,
+    actions: bool = False,
+    labels: Sequence[str] = (),
+    progress: Callable[[str, float], None] | None = None,
+) -> SyntheticReport:
+    """Writes a histories file of `users` users in the order of their last event, one global batch at a time.
+
+    lengths: "lognormal" (median, sigma) or "zipf" (zipf_exponent), between 2 and `cap` events.
+    popularity: Zipf exponent of the items; 0 is uniform.
+    collision: share of a global batch's requests (distinct item ids of each of `ranks` ranks, added up) that the batch
+    before also makes, in file order, over all events of the histories (negatives come on top; a loader sees it with
+    shuffle=False, split="none" and a max_length that cuts nothing). Met to a percentage point, or ValueError.
+    actions: a column `action`: 1 inside a run, plus 2 << i where label i is 1. labels: 0/1 columns that depend on the
+    item, the taste of the user and chance.
+    """
+    path = Path(path)
+    _check(users, items, cap, sigma, popularity, collision, global_batch, ranks, labels)
+    sizes = length_distribution(lengths, median, sigma, zipf_exponent, cap)
+    source = Source(users, items, sizes, popularity, global_batch, ranks, seed)
+    mixing = None if collision is None else _calibrate(source, collision)
+    columns = {"item_id": pa.int64(), "timestamp": pa.int64()} | ({"action": pa.int64()} if actions else {})
+    schema = schema_of(columns | {name: pa.int8() for name in labels})
+    collisions, histogram = _Collisions(items), np.zeros(len(sizes), np.int64)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+        made = Path(folder) / path.name
+        writer, summary = HistoriesWriter(made, schema), None
+        try:
+            for number in range(source.batches):
+                batch = source.batch(number)
+                ids = source.items_of(batch, mixing)
+                collisions.add(source.requests(batch, ids), first=number == 0)
+                histogram += np.bincount(batch.lengths.numpy(), minlength=len(histogram))
+                writer.write(_table(source, batch, ids, schema, labels))
+                if progress is not None:
+                    progress("generate", (number + 1) / source.batches)
+            rate, tokens = collisions.rate, int((histogram * np.arange(len(histogram))).sum())
+            assert collision is None or (rate is not None and abs(rate - collision) <= 0.01)
+            options = (users, items, lengths, median, sigma, zipf_exponent, cap, popularity, collision)
+            fingerprint = fingerprint_of("synthetic", options, global_batch, ranks, seed, actions, list(labels))
+            summary = Summary(items, users, tokens, 0, tuple(schema.names[1:]), fingerprint)
+        finally:
+            writer.close(summary)
+        os.replace(made, path)
+    ends = np.cumsum(histogram)
+    quantiles = {f"p{q}": int(np.searchsorted(ends, q / 100 * users)) for q in (50, 90, 99)}
+    quantiles["max"] = int(np.flatnonzero(histogram)[-1])
+    return SyntheticReport(path, users, items, tokens, quantiles, source.batches, rate)
+
+
+def _check(
+    users: int,
+    items: int,
+    cap: int,
+    sigma: float,
+    popularity: float,
+    collision: float | None,
+    global_batch: int,
+    ranks: int,
+    labels: Sequence[str],
+) -> None:
+    for name, value, least in (
+        ("users", users, 1),
+        ("items", items, 1),
+        ("cap", cap, SHORTEST),
+        ("global_batch", global_batch, 1),
+        ("ranks", ranks, 1),
+        ("sigma", sigma, 0),
+        ("popularity", popularity, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be {least} or more")
+    taken = {"user_id", "item_id", "timestamp", "action"} & set(labels)
+    if taken or len(set(labels)) < len(labels):
+        raise ValueError(f"labels {', '.join(labels)}: each needs a name of its own, other than user_id, item_id, ...")
+    if collision is None:
+        return
+    if not 0 <= collision <= 1:
+        raise ValueError(f"collision is {collision}; it is a share, in [0, 1]")
+    if users <= global_batch:
+        raise ValueError(f"collision needs two global batches, {users} users are one of {global_batch}; give more")
+    if items < 2 and collision < 0.99:
+        raise ValueError(f"collision {collision} is out of reach with {items} item: only 1.0 is; give 2 items or more")
+
+
+def _rate(source: Source, batches: Iterable[Draws], mixing: float) -> float:
+    """Collision rate over consecutive batches."""
+    collisions = _Collisions(source.items)
+    for number, batch in enumerate(batches):
+        collisions.add(source.requests(batch, source.items_of(batch, mixing)), first=number == 0)
+    return collisions.rate or 0.0
+
+
+def _bisect(measure: Callable[[float], float], target: float) -> tuple[float, float]:
+    """Where an increasing function of [0, 2] comes closest to the target, of the points tried, and its value there."""
+    low, high = 0.0, 2.0
+    best = (0.0, measure(0.0))
+    for _ in range(26):
+        if abs(best[1] - target) <= _CLOSE:
+            break
+        middle = (low + high) / 2
+        value = measure(middle)
+        best = min(best, (middle, value), key=lambda point: abs(point[1] - target))
+        low, high = (middle, high) if value < target else (low, middle)
+    return best
+
+
+def _calibrate(source: Source, target: float) -> float:
+    """The mixing that meets the target: chosen on the first batches, checked on all, chosen on all where that fails.
+
+    Batches are drawn again for each try, never kept beyond the first few: memory does not grow with the file.
+    """
+    sample: list[Draws] = []
+    while len(sample) < min(2, source.batches) or (
+        len(sample) < source.batches and sum(len(batch.ranks) for batch in sample) < _SAMPLE_EVENTS
+    ):
+        sample.append(source.batch(len(sample)))
+
+    def of_file(mixing: float) -> float:
+        return _rate(source, map(source.batch, range(source.batches)), mixing)
+
+    mixing, rate = _bisect(lambda mixing: _rate(source, sample, mixing), target)
+    if len(sample) < source.batches:
+        rate = of_file(mixing)
+        if abs(rate - target) > 2 * _CLOSE:
+            mixing, rate = _bisect(of_file, target)
+    if abs(rate - target) > 0.01:
+        raise ValueError(
+            f"collision {target} is out of reach: with {source.items} items and global batches of "
+            f"{source.global_batch} users the nearest is {rate:.4f}; ask for that, or change those two"
+        )
+    return mixing
+
+
+def _table(source: Source, batch: Draws, items: np.ndarray, schema: pa.Schema, labels: Sequence[str]) -> pa.Table:
+    offsets = offsets_of(batch.lengths)
+    lists = pa.array(offsets.numpy(), pa.int32())
+    owner = torch.repeat_interleave(torch.arange(len(batch.users)), batch.lengths)
+    # Gaps before each event: seconds inside a run, up to a day between runs (log-uniform).
+    spread = uniform(derive(batch.keys, 5))
+    gap = torch.where(batch.inside_run, 1 + 59 * spread, 60 * (1440**spread)).to(torch.int64)
+    clock = torch.cumsum(gap, 0)
+    end = clock[offsets[1:] - 1]
+    times = _EPOCH + 60 * batch.users[owner] - (end[owner] - clock)
+    columns = {"item_id": torch.from_numpy(items), "timestamp": times}
+    taste = integers(derive(source.seed, key_of("taste"), batch.users), TASTES)[owner]
+    action = batch.inside_run.to(torch.int64)
+    for number, name in enumerate(labels):
+        appeal = normal(derive(source.seed, key_of("appeal"), key_of(name), columns["item_id"])) * 2
+        appeal += normal(derive(source.seed, key_of("taste's appeal"), key_of(name), taste, columns["item_id"]))
+        flag = uniform(derive(batch.keys, 6 + number)) < torch.sigmoid(appeal.to(torch.float64))
+        columns[name] = flag.to(torch.int8)
+        action += flag.to(torch.int64) * (2 << number)
+    columns["action"] = action
+    arrays = [pa.ListArray.from_arrays(lists, pa.array(columns[n].numpy())) for n in schema.names[1:]]
+    return pa.table([pa.array(batch.users.numpy()), *arrays], schema=schema)

@@ -1,0 +1,310 @@
+"""Jagged SiLU attention of HSTU (arXiv 2402.17152), the reference in plain torch.
+
+    out_i = sum over j that i may see of SiLU(alpha * q_i . k_j + bias_ij) * v_j / scale_length
+
+A token sees itself and what is before it in its sample. The last `candidate_counts[s]` tokens of sample s are
+candidates: they see the history and themselves, not each other. The divisor is fixed, never a length of the batch.
+
+Scores exist one tile at a time, in forward and in backward, which computes them again: memory grows with the tokens,
+not with the square of the lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from freescale.kernels.groups import Group, Groups
+
+TILE_BUDGET = 1 << 20  # scores (samples * heads * queries * keys) at a time
+TILE_ROWS = 128  # queries at a time: fewer skip more of the upper triangle, in more operations
+RELATION_BUDGET = 1 << 24  # pairs of tokens whose time buckets and masks are kept for all layers of a step
+BUCKET_WIDTH = 0.301
+
+
+@dataclass(frozen=True)
+class Relation:
+    """How the queries [start, stop) of a group stand to its keys [0, stop). Axis n is 1 where samples do not differ."""
+
+    start: int
+    stop: int
+    distance: Tensor | None  # [n, queries, keys] int32: difference of positions
+    bucket: Tensor | None  # [n, queries, keys] int32: of the difference in time
+    blocked: Tensor | None  # [n, 1, queries, keys] bool; None: blocked above the diagonal only
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What the layers of one step share. Made once from a batch's lengths: the only place that reads the device."""
+
+    groups: Groups
+    heads: int
+    rows: int
+    budget: int
+    candidate_counts: Tensor | None
+    timestamps: Tensor | None
+    buckets: int
+    distances: bool
+    longest_history: int
+    longest_distance: int  # between two positions
+    kept: dict[int, list[Relation]]  # by group; empty where it would take too much memory
+
+    def tiles(self, number: int) -> Iterator[Relation]:
+        """The tiles of a group, from the bottom up: the first has all keys."""
+        if number in self.kept:
+            yield from self.kept[number]
+            return
+        group = self.groups.groups[number]
+        positions, times = self._coordinates(group)
+        per_row = len(group) * self.heads * group.length
+        rows = max(1, min(self.rows, self.budget // per_row))
+        for stop in range(group.length, 0, -rows):
+            yield self._relation(group, max(0, stop - rows), stop, positions, times)
+
+    def _coordinates(self, group: Group) -> tuple[Tensor, Tensor | None]:
+        """Positions [n or 1, length] and times [n, length] of a group's slots."""
+        positions = torch.arange(group.length, device=group.slots.device)[None]
+        if self.candidate_counts is not None:  # every candidate stands right after the history
+            history = self.groups.lengths[group.samples] - self.candidate_counts[group.samples]
+            positions = torch.minimum(positions, history[:, None])
+        return positions, None if self.timestamps is None else group.pad(self.timestamps)
+
+    def _relation(self, group: Group, start: int, stop: int, positions: Tensor, times: Tensor | None) -> Relation:
+        distance, bucket, blocked = None, None, None
+        if self.distances:
+            distance = (positions[:, start:stop, None] - positions[:, None, :stop]).clamp_(min=0).to(torch.int32)
+        if times is not None:
+            # float64: integers next to a bucket's edge fall on the same side wherever they are computed
+            elapsed = (times[:, start:stop, None] - times[:, None, :stop]).clamp_(min=1).to(torch.float64)
+            bucket = elapsed.log_().div_(BUCKET_WIDTH).clamp_(max=self.buckets).to(torch.int32)
+        if self.candidate_counts is not None:
+            slots = torch.arange(stop, device=positions.device)
+            history = self.groups.lengths[group.samples] - self.candidate_counts[group.samples]
+            after = slots[None, :] > slots[start:stop, None]  # [queries, keys]
+            other = slots[None, :] != slots[start:stop, None]
+            candidate = slots[None, :] >= history[:, None]  # [n, keys]
+            blocked = (after | (other & candidate[:, None]))[:, None]
+        return Relation(start, stop, distance, bucket, blocked)
+
+
+def plan_attention(
+    lengths: Tensor,
+    heads: int,
+    *,
+    candidate_counts: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    buckets: int = 0,
+    distances: bool = False,
+    budget: int = TILE_BUDGET,
+    rows: int = TILE_ROWS,
+) -> AttentionPlan:
+    """Groups and tiles for these lengths. A time bias needs `timestamps` and `buckets`, a position bias `distances`."""
+    if heads < 1 or rows < 1:
+        raise ValueError(f"heads and rows must be at least 1, not {heads} and {rows}")
+    groups = Groups.of(lengths, lambda length: heads * length * length, budget)
+    history, positions = groups.host, groups.host
+    if candidate_counts is not None:
+        if candidate_counts.dtype != torch.int64 or candidate_counts.shape != lengths.shape:
+            raise ValueError(
+                f"candidate_counts must be int64 {list(lengths.shape)} like lengths, "
+                f"not {candidate_counts.dtype} {list(candidate_counts.shape)}"
+            )
+        _same_device(lengths=lengths, candidate_counts=candidate_counts)
+        counts = candidate_counts.cpu().numpy()
+        wrong = np.flatnonzero((counts < 0) | (counts > groups.host))
+        if wrong.size:
+            raise ValueError(
+                f"sample {wrong[0]} has {counts[wrong[0]]} candidates among {groups.host[wrong[0]]} tokens; "
+                "lengths count history and candidates together"
+            )
+        history = groups.host - counts
+        positions = history + (counts > 0)  # candidates share one
+    if timestamps is not None:
+        if timestamps.dtype != torch.int64 or timestamps.shape != (groups.tokens,):
+            raise ValueError(
+                f"timestamps must be int64 [{groups.tokens}], one per token, not {timestamps.dtype} {list(timestamps.shape)}"
+            )
+        _same_device(lengths=lengths, timestamps=timestamps)
+    longest = int(history.max(initial=0))
+    distance = max(0, int(positions.max(initial=0)) - 1)
+    kept: dict[int, list[Relation]] = {}
+    plan = AttentionPlan(groups, heads, rows, budget, candidate_counts, timestamps, buckets, distances, longest, distance, kept)
+    pairs = sum(len(group) * group.length**2 for group in groups.groups)
+    if pairs <= RELATION_BUDGET:
+        kept |= {number: list(plan.tiles(number)) for number in range(len(groups.groups))}
+    return plan
+
+
+def hstu_attention(
+    q: Tensor,  # [tokens, heads, d_qk]
+    k: Tensor,  # [tokens, heads, d_qk]
+    v: Tensor,  # [tokens, heads, d_v]
+    lengths: Tensor,  # [samples] int64, candidates included
+    *,
+    scale_length: int,
+    alpha: float,
+    candidate_counts: Tensor | None = None,  # [samples] int64
+    position_bias: Tensor | None = None,  # [N], by the distance of two positions; N above the longest distance
+    time_bias: Tensor | None = None,  # [buckets + 1], by the logarithm of the time between two tokens
+    timestamps: Tensor | None = None,  # [tokens] int64
+    plan: AttentionPlan | None = None,  # of the same lengths, candidates and timestamps: saves making it per layer
+) -> Tensor:  # [tokens, heads, d_v]
+    """SiLU attention over jagged samples, in the inputs' dtype (SiLU itself in at least float32)."""
+    if q.ndim != 3 or v.ndim != 3 or k.shape != q.shape or v.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            f"q, k [tokens, heads, d_qk] and v [tokens, heads, d_v] do not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
+    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k and v must share one floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
+    if scale_length < 1:
+        raise ValueError(f"scale_length must be at least 1 (the configured maximum length), not {scale_length}")
+    _same_device(q=q, k=k, v=v, lengths=lengths, position_bias=position_bias, time_bias=time_bias, timestamps=timestamps)
+    for name, bias in (("position_bias", position_bias), ("time_bias", time_bias)):
+        if bias is not None and (bias.ndim != 1 or bias.numel() < 1 or not bias.is_floating_point()):
+            raise ValueError(f"{name} must be a floating 1-d tensor, not {bias.dtype} {list(bias.shape)}")
+    if time_bias is not None and timestamps is None:
+        raise ValueError("time_bias needs timestamps, one per token")
+    if plan is None:
+        plan = plan_attention(
+            lengths,
+            q.shape[1],
+            candidate_counts=candidate_counts,
+            timestamps=None if time_bias is None else timestamps,
+            buckets=0 if time_bias is None else time_bias.numel() - 1,
+            distances=position_bias is not None,
+        )
+    if plan.groups.tokens != q.shape[0]:
+        raise ValueError(f"lengths add up to {plan.groups.tokens}, but there are {q.shape[0]} tokens")
+    if plan.heads != q.shape[1] or plan.groups.lengths.shape != lengths.shape:
+        raise ValueError(
+            f"the plan is for {plan.heads} heads and {len(plan.groups.host)} samples, not {q.shape[1]} and {lengths.numel()}"
+        )
+    if (plan.candidate_counts is None) != (candidate_counts is None):
+        raise ValueError("the plan and the call must both have candidate_counts, or neither")
+    if time_bias is not None and (plan.timestamps is None or plan.buckets != time_bias.numel() - 1):
+        raise ValueError(f"the plan has {plan.buckets} time buckets, time_bias {time_bias.numel() - 1}; make it for these")
+    if position_bias is not None and not plan.distances:
+        raise ValueError("position_bias needs a plan made with distances=True")
+    if position_bias is not None and plan.longest_distance >= position_bias.numel():
+        raise ValueError(
+            f"position_bias has {position_bias.numel()} entries, but positions lie up to "
+            f"{plan.longest_distance} apart; cut the samples or raise its size"
+        )
+    return _Attention.apply(q, k, v, position_bias, time_bias, plan, float(alpha), float(scale_length))
+
+
+def _same_device(**tensors: Tensor | None) -> None:
+    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"tensors lie on different devices: { {n: str(d) for n, d in devices.items()} }")
+
+
+def _by_head(group: Group, values: Tensor) -> Tensor:
+    """[tokens, heads, d] -> [n * heads, length, d]."""
+    return group.pad(values).transpose(1, 2).reshape(-1, group.length, values.shape[2])
+
+
+def _by_head_transposed(group: Group, values: Tensor) -> Tensor:
+    """[tokens, heads, d] -> [n * heads, d, length], laid out so: products with a transposed right side are up to three
+    times slower on some processors."""
+    return group.pad(values).permute(0, 2, 3, 1).reshape(-1, values.shape[2], group.length)
+
+
+def _put(target: Tensor, group: Group, values: Tensor) -> None:
+    """[n * heads, length, d] into [tokens, heads, d]."""
+    heads, width = target.shape[1:]
+    rows = values.view(len(group), heads, group.length, width).transpose(1, 2)
+    target.index_copy_(0, group.tokens, group.unpad(rows).to(target.dtype))
+
+
+def _scores(q: Tensor, k_t: Tensor, tile: Relation, count: int, biases: tuple[Tensor | None, Tensor | None]) -> Tensor:
+    """[n * heads, queries, keys] in at least float32. q is scaled."""
+    scores = torch.bmm(q[:, tile.start : tile.stop], k_t[:, :, : tile.stop])
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    for bias, index in zip(biases, (tile.distance, tile.bucket), strict=True):
+        if bias is not None:
+            assert index is not None
+            pairs = bias.to(scores.dtype).index_select(0, index.flatten()).view(-1, 1, *scores.shape[1:])
+            scores.view(count, -1, *scores.shape[1:]).add_(pairs)
+    return scores
+
+
+def _mask(scores: Tensor, tile: Relation, count: int) -> Tensor:
+    """Zeroes, in place, what a query may not see. Padded keys come after every real query: no mask of their own."""
+    if tile.blocked is None:
+        return scores.tril_(tile.start)
+    scores.view(count, -1, *scores.shape[1:]).masked_fill_(tile.blocked, 0)
+    return scores
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Adds left @ right to the leading rows of the total; the first product, which has all rows, starts it."""
+    if total is None:
+        return torch.bmm(left, right).to(dtype)
+    target = total[:, : left.shape[1]]
+    if dtype == left.dtype:
+        target.baddbmm_(left, right)
+    else:
+        target.add_(torch.bmm(left, right))
+    return total
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, position_bias, time_bias, plan, alpha, scale):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(q, k, v, position_bias, time_bias)
+        ctx.plan, ctx.alpha, ctx.scale = plan, alpha, scale
+        out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+        with torch.autocast(q.device.type, enabled=False):
+            for number, group in enumerate(plan.groups.groups):
+                q_g, k_t, v_g = _by_head(group, q) * alpha, _by_head_transposed(group, k), _by_head(group, v)
+                out_g = torch.empty_like(v_g)
+                for tile in plan.tiles(number):
+                    scores = _scores(q_g, k_t, tile, len(group), (position_bias, time_bias))
+                    weights = _mask(torch.nn.functional.silu(scores, inplace=True), tile, len(group))
+                    out_g[:, tile.start : tile.stop] = torch.bmm(weights.to(v.dtype), v_g[:, : tile.stop])
+                _put(out, group, out_g.div_(scale))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        q, k, v, *biases = ctx.saved_tensors
+        plan, alpha = ctx.plan, ctx.alpha
+        wide = torch.promote_types(q.dtype, torch.float32)
+        grad_q, grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        grad_biases = [None if b is None else torch.zeros_like(b, dtype=torch.promote_types(b.dtype, wide)) for b in biases]
+        with torch.autocast(q.device.type, enabled=False):
+            for number, group in enumerate(plan.groups.groups):
+                q_g, k_t, v_t = _by_head(group, q) * alpha, _by_head_transposed(group, k), _by_head_transposed(group, v)
+                k_g = k_t.transpose(1, 2).contiguous()
+                grad_g = _by_head(group, grad) / ctx.scale
+                grad_q_g, grad_k_g, grad_v_g = torch.empty_like(q_g), None, None
+                for tile in plan.tiles(number):
+                    rows, keys = slice(tile.start, tile.stop), slice(0, tile.stop)
+                    scores = _scores(q_g, k_t, tile, len(group), biases)
+                    sigmoid = torch.sigmoid(scores)
+                    weights = _mask(scores.mul_(sigmoid), tile, len(group))
+                    grad_v_g = _add_product(grad_v_g, weights.to(v.dtype).transpose(1, 2), grad_g[:, rows], wide)
+                    # the slope of SiLU: sigmoid * (1 + score * (1 - sigmoid)) = sigmoid + weight - weight * sigmoid;
+                    # where the mask zeroed the weight, it zeroes the product below as well
+                    slope = weights.addcmul_(weights, sigmoid, value=-1).add_(sigmoid)
+                    change = torch.bmm(grad_g[:, rows], v_t[:, :, keys])
+                    change = _mask(slope.mul_(change), tile, len(group))  # [n * heads, queries, keys]
+                    for total, index in zip(grad_biases, (tile.distance, tile.bucket), strict=True):
+                        if total is not None:
+                            pairs = change.view(len(group), -1, *change.shape[1:]).sum(1)
+                            pairs = pairs.sum(0, keepdim=True) if len(index) == 1 else pairs
+                            total.index_add_(0, index.flatten(), pairs.flatten().to(total.dtype))
+                    change = change.to(q.dtype)
+                    grad_q_g[:, rows] = torch.bmm(change, k_g[:, keys])
+                    grad_k_g = _add_product(grad_k_g, change.transpose(1, 2), q_g[:, rows], wide)
+                assert grad_k_g is not None and grad_v_g is not None  # a group has at least one tile
+                _put(grad_q, group, grad_q_g.mul_(alpha))
+                _put(grad_k, group, grad_k_g)
+                _put(grad_v, group, grad_v_g)
+        totals = [None if g is None else g.to(b.dtype) for g, b in zip(grad_biases, biases, strict=True)]
+        return grad_q, grad_k, grad_v, *totals, None, None, None

@@ -1,0 +1,129 @@
+"""Jagged samples in padded groups of similar length.
+
+Batched matrix products want rectangles. Padding a whole batch to its longest sample costs samples * max(length)^2 in
+attention; padding groups of similar length costs about sum(length^2), which is also what the load balancer counts on.
+The plan is a pure function of the lengths on the host; moving values in and out is index arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from freescale.batch import offsets_of, ranges
+
+# What one more group costs (a few dozen small operations), in elements of its padded tensor: padding up to this much
+# is cheaper than another group.
+GROUP_OVERHEAD = 65536
+
+
+def plan_groups(
+    lengths: Sequence[int] | np.ndarray,
+    cost: Callable[[np.ndarray], np.ndarray],
+    budget: int,
+    overhead: int = GROUP_OVERHEAD,
+) -> list[np.ndarray]:
+    """Sample indices of each group, longest group first; samples without tokens are in none.
+
+    `cost` says how many elements a sample padded to some length takes. A group's padded total stays within `budget`
+    (a single sample may exceed it), and its padding within `overhead`. Equal lengths keep their order.
+    """
+    host = np.asarray(lengths, dtype=np.int64)
+    if host.ndim != 1 or (host < 0).any():
+        raise ValueError(f"lengths must be a flat list of numbers from 0 up, not {lengths!r}")
+    if budget < 1:
+        raise ValueError(f"the budget of a group must be at least 1 element, not {budget}")
+    order = np.argsort(-host, kind="stable")
+    order = order[: np.count_nonzero(host)]
+    costs = np.asarray(cost(host[order]), dtype=np.int64)  # falling
+    total = np.concatenate([[0], np.cumsum(costs)])
+    groups = []
+    start = 0
+    while start < len(order):  # once per group, not per sample
+        longest = int(costs[start])
+        stop = min(len(order), start + max(1, budget // max(1, longest)))
+        # padding of the group [start, start + n) for every n, rising with n
+        padding = np.arange(1, stop - start + 1) * longest - (total[start + 1 : stop + 1] - total[start])
+        stop = start + max(1, int(np.searchsorted(padding, overhead, side="right")))
+        groups.append(order[start:stop])
+        start = stop
+    return groups
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some samples, padded to the longest of them."""
+
+    samples: Tensor  # [n] int64
+    length: int
+    tokens: Tensor  # [t] int64: index of their tokens in the jagged values, sample after sample
+    slots: Tensor  # [t] int64: where each goes in [n * length]
+    host: np.ndarray  # [n] lengths, on the host
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def pad(self, values: Tensor) -> Tensor:
+        """[tokens of the batch, ...] -> [n, length, ...], zero where there is no token."""
+        return self.pad_own(values.index_select(0, self.tokens))
+
+    def pad_own(self, values: Tensor) -> Tensor:
+        """[tokens of the group, ...] -> [n, length, ...], zero where there is no token."""
+        shape = (len(self), self.length, *values.shape[1:])
+        if values.shape[0] == len(self) * self.length:  # all equally long
+            return values.reshape(shape)
+        padded = values.new_zeros(len(self) * self.length, *values.shape[1:])
+        return padded.index_copy(0, self.slots, values).view(shape)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """[n, length, ...] -> [tokens of the group, ...]."""
+        flat = padded.reshape(len(self) * self.length, *padded.shape[2:])
+        return flat if self.tokens.numel() == flat.shape[0] else flat.index_select(0, self.slots)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All groups of a batch."""
+
+    groups: tuple[Group, ...]
+    lengths: Tensor  # [samples] int64
+    host: np.ndarray  # the same, on the host
+    tokens: int
+
+    @staticmethod
+    def of(lengths: Tensor, cost: Callable[[np.ndarray], np.ndarray], budget: int, host: np.ndarray | None = None) -> Groups:
+        """Reads the lengths from the device, unless `host` already holds them."""
+        if lengths.dtype != torch.int64 or lengths.ndim != 1:
+            raise ValueError(f"lengths must be a 1-d int64 tensor, not {lengths.dtype} with {lengths.ndim} axes")
+        host = lengths.detach().cpu().numpy() if host is None else host
+        starts = offsets_of(lengths)[:-1]
+        groups = []
+        for index in plan_groups(host, cost, budget):
+            own = host[index]
+            samples = torch.from_numpy(index).to(lengths.device)
+            count = lengths[samples]
+            longest = int(own[0])
+            slots = ranges(torch.arange(len(index), device=lengths.device) * longest, count)
+            groups.append(Group(samples, longest, ranges(starts[samples], count), slots, own))
+        return Groups(tuple(groups), lengths, host, int(host.sum()))
+
+    def pad(self, values: Tensor) -> list[Tensor]:
+        """[tokens, ...] -> one [n, length, ...] per group. One gather for all, so that backward is one as well."""
+        if not self.groups:
+            return []
+        order = torch.cat([group.tokens for group in self.groups])
+        parts = values.index_select(0, order).split([group.tokens.numel() for group in self.groups])
+        return [group.pad_own(part) for group, part in zip(self.groups, parts, strict=True)]
+
+    def unpad(self, padded: Sequence[Tensor], like: Tensor) -> Tensor:
+        """The inverse of `pad`; `like` gives trailing shape, dtype and device where there is no group."""
+        values = like.new_zeros(self.tokens, *like.shape[1:])
+        if not self.groups:
+            return values
+        order = torch.cat([group.tokens for group in self.groups])
+        parts = [group.unpad(part) for group, part in zip(self.groups, padded, strict=True)]
+        return values.index_copy(0, order, torch.cat(parts))

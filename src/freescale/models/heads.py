@@ -1,0 +1,260 @@
+"""What a model is trained for: Retrieval (which item is next) and Ranking (what becomes of these candidates).
+
+Both return sums per task; who trains them divides by the weight of the global batch. Their embeddings are plain
+modules called with the batch's own id tensors, once per feature, and may be swapped for any module that maps ids to
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from freescale.batch import Jagged, Nested, SequenceBatch, offsets_of, ranges
+from freescale.kernels.groups import Groups
+from freescale.models.hstu import HSTU
+
+LOGIT_BUDGET = 1 << 18  # logits at a time: about a core's cache
+
+
+class _Sequential(nn.Module):
+    """Item and action tables in front of the encoder. Tables on the meta device need no memory until somebody shards them."""
+
+    def __init__(self, encoder: HSTU, num_items: int, num_actions: int, table_device: str | None) -> None:
+        super().__init__()
+        if num_items < 1 or num_actions < 0:
+            raise ValueError(f"num_items must be at least 1 and num_actions at least 0, not {num_items} and {num_actions}")
+        self.item = nn.Embedding(num_items, encoder.width, device=table_device)
+        self.action = nn.Embedding(num_actions, encoder.width, device=table_device) if num_actions else None
+        self.encoder = encoder
+        for table in (self.item, self.action):
+            if table is not None:
+                nn.init.normal_(table.weight, std=encoder.width**-0.5)
+
+    def _history(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+        """Events of the histories before the encoder [tokens, width], and their lengths."""
+        history = _sequence(batch, "history")
+        x = self.item(history.values)
+        if self.action is not None:
+            x = x + self.action(_sequence(batch, "actions", history).values)
+        return x, history.lengths
+
+
+class Retrieval(_Sequential):
+    """Next item by sampled softmax over the target and the sample's own negatives.
+
+    Reads sequences "history", "targets" (the item after each), "actions" with num_actions, "timestamps" with a time
+    bias, optionally "target_weights" (0 leaves a position out); dense "negatives" [samples, K], shared by the positions
+    of a sample. A negative that is the target counts as absent.
+    """
+
+    def __init__(
+        self,
+        encoder: HSTU,
+        *,
+        num_items: int,
+        num_actions: int = 0,
+        temperature: float = 0.05,
+        normalize: bool = True,
+        table_device: str | None = None,
+    ) -> None:
+        super().__init__(encoder, num_items, num_actions, table_device)
+        if not temperature > 0:
+            raise ValueError(f"temperature must be above 0, not {temperature}")
+        self.temperature = temperature
+        self.normalize = normalize
+
+    @property
+    def features(self) -> dict[str, list[str]]:
+        """Which batch features each table reads."""
+        actions = {} if self.action is None else {"action": ["actions"]}
+        return {"item": ["history", "targets", "negatives"]} | actions
+
+    def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
+        history = _sequence(batch, "history")
+        targets = _sequence(batch, "targets", history).values
+        weights = _sequence(batch, "target_weights", history).values if "target_weights" in batch.sequences else None
+        negatives = batch.values("negatives")
+        if negatives.ndim != 2 or negatives.shape[1] < 1:
+            raise ValueError(f"'negatives' must be [samples, K] with K at least 1, not {list(negatives.shape)}")
+        outputs = self._directed(self._encoded(batch)) / self.temperature  # [tokens, width]
+        positive = (outputs * self._directed(self.item(targets)).to(outputs.dtype)).sum(1)  # [tokens]
+        rows = self._directed(self.item(negatives)).to(outputs.dtype)  # [samples, K, width]
+        need_grad = torch.is_grad_enabled()
+        total = _SampledSoftmax.apply(outputs, positive, rows, targets, negatives, weights, history.lengths, need_grad)
+        return {"next_item": total}
+
+    def queries(self, batch: SequenceBatch) -> Tensor:
+        """[samples, width]: each history's last output, to be multiplied with `catalogue`; zero without a history."""
+        outputs = self._directed(self._encoded(batch))
+        lengths = batch.sequences["history"].lengths
+        some = lengths > 0
+        found = outputs.new_zeros(lengths.numel(), outputs.shape[1])
+        found[some] = outputs[offsets_of(lengths)[1:][some] - 1]
+        return found
+
+    def catalogue(self, rows: Tensor) -> Tensor:
+        """Item rows [n, width] as the loss sees them."""
+        return self._directed(rows)
+
+    def _encoded(self, batch: SequenceBatch) -> Tensor:
+        x, lengths = self._history(batch)
+        timestamps = None
+        if self.encoder.has_time_bias:
+            timestamps = _sequence(batch, "timestamps", batch.sequences["history"]).values
+        return self.encoder(x, lengths, batch.keys, timestamps)
+
+    def _directed(self, rows: Tensor) -> Tensor:
+        rows = _at_least_float32(rows)
+        return F.normalize(rows, dim=-1) if self.normalize else rows
+
+
+class Ranking(_Sequential):
+    """Several binary tasks on candidates: each is judged against the history alone, not against the others.
+
+    Reads sequences "history", "actions" with num_actions, "timestamps" with a time bias (and "candidate_timestamps";
+    without them a candidate has the time of the last event), "labels" [candidates, tasks]; candidates "candidates",
+    whose items are summed.
+    """
+
+    def __init__(
+        self,
+        encoder: HSTU,
+        *,
+        num_items: int,
+        tasks: Sequence[str],
+        num_actions: int = 0,
+        table_device: str | None = None,
+    ) -> None:
+        super().__init__(encoder, num_items, num_actions, table_device)
+        if not tasks or len(set(tasks)) != len(tasks):
+            raise ValueError(f"tasks must be different names, at least one, not {list(tasks)}")
+        self.tasks = tuple(tasks)
+        self.judge = nn.Linear(encoder.width, len(self.tasks))
+
+    @property
+    def features(self) -> dict[str, list[str]]:
+        """Which batch features each table reads."""
+        actions = {} if self.action is None else {"action": ["actions"]}
+        return {"item": ["history", "candidates"]} | actions
+
+    def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
+        candidates = _candidates(batch).outer
+        labels = _sequence(batch, "labels", candidates).values
+        if labels.shape != (candidates.values.shape[0], len(self.tasks)):
+            raise ValueError(f"'labels' must be [{candidates.values.shape[0]}, {len(self.tasks)}], not {list(labels.shape)}")
+        logits = self._logits(batch)
+        losses = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").sum(0)
+        return dict(zip(self.tasks, losses.unbind(), strict=True))
+
+    def predictions(self, batch: SequenceBatch) -> Tensor:
+        """[candidates, tasks] probabilities."""
+        return self._logits(batch).sigmoid()
+
+    def _logits(self, batch: SequenceBatch) -> Tensor:
+        x, history = self._history(batch)
+        candidates = _candidates(batch)
+        rows = _at_least_float32(self.item(candidates.values))
+        if rows.shape[0]:  # its order of addition is fixed, on every device
+            rows = torch.segment_reduce(rows, "sum", lengths=candidates.lengths, axis=0, initial=0.0)
+        else:
+            rows = torch.cat([rows, rows.new_zeros(candidates.lengths.numel(), rows.shape[1])])
+        counts = candidates.counts
+        starts = offsets_of(history + counts)[:-1]
+        places = ranges(starts + history, counts)  # [candidates]: after the sample's history
+        order = torch.cat([ranges(starts, history), places])
+        x = torch.cat([x.to(rows.dtype), rows])
+        x = torch.empty_like(x).index_copy(0, order, x)
+        timestamps = self._timestamps(batch, candidates, order) if self.encoder.has_time_bias else None
+        outputs = self.encoder(x, history + counts, batch.keys, timestamps, counts)
+        return _at_least_float32(self.judge(outputs.index_select(0, places)))
+
+    def _timestamps(self, batch: SequenceBatch, candidates: Nested, order: Tensor) -> Tensor:
+        past = _sequence(batch, "timestamps", batch.sequences["history"])
+        if "candidate_timestamps" in batch.sequences:
+            times = _sequence(batch, "candidate_timestamps", candidates.outer).values
+        elif past.values.shape[0]:
+            # without a history a candidate sees itself only: any time will do
+            last = past.values[(past.offsets[1:] - 1).clamp(min=0)]
+            times = torch.repeat_interleave(last, candidates.counts)
+        else:
+            times = past.values.new_zeros(candidates.lengths.numel())
+        both = torch.cat([past.values, times])
+        return torch.empty_like(both).index_copy(0, order, both)
+
+
+class _SampledSoftmax(torch.autograd.Function):
+    """Sum over tokens of weight * -log(softmax of the target among target and negatives).
+
+    Gradients are made together with the loss, a tile of logits at a time, so that no [tokens, K] is ever kept.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx,
+        outputs,  # [tokens, width], divided by the temperature
+        positive,  # [tokens]: the targets' logits
+        rows,  # [samples, K, width]
+        targets,  # [tokens] ids
+        negatives,  # [samples, K] ids
+        weights,  # [tokens] or None
+        lengths,  # [samples]
+        need_grad,
+    ):
+        if need_grad:
+            grad_outputs, grad_positive, grad_rows = (torch.zeros_like(t) for t in (outputs, positive, rows))
+        loss = torch.zeros_like(positive)
+        groups = Groups.of(lengths, lambda length: length * negatives.shape[1], LOGIT_BUDGET)
+        with torch.autocast(outputs.device.type, enabled=False):
+            for group in groups.groups:
+                x = group.pad(outputs)  # [n, length, width]
+                others = rows[group.samples]  # [n, K, width]
+                hit = group.pad(targets)[:, :, None] == negatives[group.samples][:, None, :]
+                own = group.pad(positive)[:, :, None]
+                logits = torch.bmm(x, others.transpose(1, 2).contiguous())  # [n, length, K]
+                logits.masked_fill_(hit, -torch.inf)
+                top = torch.maximum(logits.amax(2, keepdim=True), own)
+                logits.sub_(top).exp_()
+                total = (own - top).exp_().add_(logits.sum(2, keepdim=True))  # [n, length, 1]
+                loss[group.tokens] = group.unpad((total.log() + top - own)[:, :, 0])
+                if need_grad:
+                    shares = logits.div_(total)  # softmax without the target; where padding has some, its x is 0
+                    if weights is not None:
+                        shares.mul_(group.pad(weights)[:, :, None])
+                    grad_outputs[group.tokens] = group.unpad(torch.bmm(shares, others))
+                    grad_positive[group.tokens] = -group.unpad(shares.sum(2))
+                    grad_rows[group.samples] = torch.bmm(shares.transpose(1, 2), x)
+        if need_grad:
+            ctx.save_for_backward(grad_outputs, grad_positive, grad_rows)
+        return loss.sum() if weights is None else (loss * weights).sum()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return *(part * grad for part in ctx.saved_tensors), None, None, None, None, None
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _sequence(batch: SequenceBatch, name: str, like: Jagged | None = None) -> Jagged:
+    """A sequence of the batch, with the lengths of `like`."""
+    if name not in batch.sequences:
+        raise ValueError(f"the batch has no sequence {name!r}; it has {', '.join(sorted(batch.sequences)) or 'none'}")
+    part = batch.sequences[name]
+    if like is not None and not (part.lengths is like.lengths or torch.equal(part.lengths, like.lengths)):
+        sample = int((part.lengths != like.lengths).nonzero()[0])
+        raise ValueError(
+            f"{name!r} has {int(part.lengths[sample])} values in sample {sample}, "
+            f"what it goes with has {int(like.lengths[sample])}; they must be equal"
+        )
+    return part
+
+
+def _candidates(batch: SequenceBatch) -> Nested:
+    if "candidates" not in batch.candidates:
+        raise ValueError(f"the batch has no 'candidates'; it has {', '.join(sorted(batch.candidates)) or 'none'}")
+    return batch.candidates["candidates"]

@@ -1,0 +1,205 @@
+"""HSTU (arXiv 2402.17152): the encoder that both heads share.
+
+A sample's outputs depend on that sample alone: the attention is divided by the configured maximum length, dropout is
+drawn from the sample's own key, and nothing is normalised over the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as recompute
+
+from freescale.batch import offsets_of
+from freescale.kernels.attention import AttentionPlan, hstu_attention, plan_attention
+from freescale.kernels.random import derive, keep_mask
+
+
+def positions_in_sample(lengths: Tensor, tokens: int) -> Tensor:
+    """[samples] lengths -> [tokens]: 0, 1, 2, ... within each sample."""
+    starts = torch.repeat_interleave(offsets_of(lengths)[:-1], lengths, output_size=tokens)
+    return torch.arange(tokens, device=lengths.device) - starts
+
+
+class HSTULayer(nn.Module):
+    """LayerNorm, projection to u, v, q, k, attention, gate by u, dropout, projection back, residual."""
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        width: int,
+        heads: int,
+        d_qk: int,
+        d_v: int,
+        max_length: int,
+        dropout: float,
+        position_bias: bool,
+        time_bias: bool,
+        num_time_buckets: int,
+    ) -> None:
+        super().__init__()
+        self.number = number
+        self.heads = heads
+        self.d_qk = d_qk
+        self.d_v = d_v
+        self.max_length = max_length
+        self.dropout = dropout
+        self.input_norm = nn.LayerNorm(width, eps=1e-6)
+        self.projection = nn.Linear(width, 2 * heads * (d_qk + d_v))
+        self.attention_norm = nn.LayerNorm(heads * d_v, eps=1e-6)
+        self.output = nn.Linear(heads * d_v, width)
+        self.position_bias = nn.Parameter(torch.empty(max_length + 1)) if position_bias else None
+        self.time_bias = nn.Parameter(torch.empty(num_time_buckets + 1)) if time_bias else None
+        nn.init.xavier_uniform_(self.projection.weight)
+        nn.init.zeros_(self.projection.bias)
+        nn.init.xavier_uniform_(self.output.weight)
+        nn.init.zeros_(self.output.bias)
+        for bias in (self.position_bias, self.time_bias):
+            if bias is not None:
+                nn.init.normal_(bias, std=0.02)
+
+    def forward(
+        self,
+        x: Tensor,  # [tokens, width]
+        lengths: Tensor,
+        token_keys: Tensor | None,  # [tokens] int64
+        timestamps: Tensor | None,
+        candidate_counts: Tensor | None,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        sizes = [self.heads * self.d_v] * 2 + [self.heads * self.d_qk] * 2
+        u, v, q, k = F.silu(self.projection(self.input_norm(x))).split(sizes, dim=1)
+        attended = hstu_attention(
+            q.unflatten(1, (self.heads, self.d_qk)),
+            k.unflatten(1, (self.heads, self.d_qk)),
+            v.unflatten(1, (self.heads, self.d_v)),
+            lengths,
+            scale_length=self.max_length,
+            alpha=self.d_qk**-0.5,
+            candidate_counts=candidate_counts,
+            position_bias=self.position_bias,
+            time_bias=self.time_bias,
+            timestamps=timestamps,
+            plan=plan,
+        )
+        gated = self.attention_norm(attended.flatten(1)) * u  # [tokens, heads * d_v]
+        if token_keys is not None:
+            keep = 1 - self.dropout
+            mask = keep_mask(derive(token_keys, self.number), gated.shape[1], keep)
+            gated = gated * mask.to(gated.dtype).mul_(1 / keep)
+        return x + self.output(gated)
+
+
+class HSTU(nn.Module):
+    """[tokens, width] -> [tokens, width] over jagged samples, each with its history first and then its candidates.
+
+    Histories go up to `max_length`. `checkpoint` recomputes each layer's activations in backward; gradients are the
+    same to the bit. Dropout applies in training mode and needs the samples' keys.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        layers: int,
+        heads: int,
+        max_length: int,
+        d_qk: int | None = None,
+        d_v: int | None = None,
+        dropout: float = 0.0,
+        position_bias: bool = False,
+        time_bias: bool = False,
+        num_time_buckets: int = 128,
+        checkpoint: bool = False,
+    ) -> None:
+        super().__init__()
+        d_qk = width // heads if d_qk is None and heads > 0 else d_qk
+        d_v = width // heads if d_v is None and heads > 0 else d_v
+        named = dict(width=width, layers=layers, heads=heads, max_length=max_length, num_time_buckets=num_time_buckets)
+        for name, value in (named | dict(d_qk=d_qk, d_v=d_v)).items():
+            if value is None or value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), not {dropout}")
+        assert d_qk is not None and d_v is not None
+        self.width = width
+        self.heads = heads
+        self.max_length = max_length
+        self.dropout = dropout
+        self.checkpoint = checkpoint
+        self.num_time_buckets = num_time_buckets
+        self.has_position_bias = position_bias
+        self.has_time_bias = time_bias
+        # a parameter and no nn.Embedding: it is dense, every step touches most of it
+        self.position = nn.Parameter(torch.empty(max_length + 1, width))
+        nn.init.normal_(self.position, std=width**-0.5)
+        self.layers = nn.ModuleList(
+            HSTULayer(
+                number=number,
+                width=width,
+                heads=heads,
+                d_qk=d_qk,
+                d_v=d_v,
+                max_length=max_length,
+                dropout=dropout,
+                position_bias=position_bias,
+                time_bias=time_bias,
+                num_time_buckets=num_time_buckets,
+            )
+            for number in range(layers)
+        )
+
+    def forward(
+        self,
+        x: Tensor,  # [tokens, width]
+        lengths: Tensor,  # [samples] int64, candidates included
+        keys: Tensor | None = None,  # [samples] int64
+        timestamps: Tensor | None = None,  # [tokens] int64
+        candidate_counts: Tensor | None = None,  # [samples] int64
+    ) -> Tensor:  # [tokens, width]
+        if x.ndim != 2 or x.shape[1] != self.width:
+            raise ValueError(f"the encoder takes [tokens, {self.width}], not {list(x.shape)}")
+        if self.has_time_bias and timestamps is None:
+            raise ValueError("the time bias needs timestamps; add them or build the model with time_bias=False")
+        timestamps = timestamps if self.has_time_bias else None
+        plan = plan_attention(
+            lengths,
+            self.heads,
+            candidate_counts=candidate_counts,
+            timestamps=timestamps,
+            buckets=self.num_time_buckets if self.has_time_bias else 0,
+            distances=self.has_position_bias,
+        )
+        if plan.longest_history > self.max_length:
+            raise ValueError(
+                f"a history has {plan.longest_history} events, the model was built for max_length={self.max_length}; "
+                "cut the histories or raise max_length"
+            )
+        if plan.groups.tokens != x.shape[0]:
+            raise ValueError(f"lengths add up to {plan.groups.tokens}, but there are {x.shape[0]} tokens")
+        slots = positions_in_sample(lengths, x.shape[0])
+        positions = slots
+        if candidate_counts is not None:  # all candidates of a sample stand right after its history
+            history = torch.repeat_interleave(lengths - candidate_counts, lengths, output_size=x.shape[0])
+            positions = torch.minimum(slots, history)
+        token_keys = None
+        if self.training and self.dropout > 0:
+            if keys is None or keys.shape != lengths.shape:
+                raise ValueError(f"dropout needs keys, one per sample ({lengths.numel()}); got {_described(keys)}")
+            token_keys = derive(torch.repeat_interleave(keys, lengths, output_size=x.shape[0]), slots)
+        # the encoder's own dtype, whatever the tables hold
+        x = x.to(self.position.dtype) + self.position[positions]
+        for layer in self.layers:
+            inputs = (x, lengths, token_keys, timestamps, candidate_counts, plan)
+            if self.checkpoint and torch.is_grad_enabled():
+                # dropout is a function of keys: there is no generator state to keep
+                x = recompute(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(*inputs)
+        return x
+
+
+def _described(keys: Tensor | None) -> str:
+    return "none" if keys is None else f"{keys.dtype} {list(keys.shape)}"

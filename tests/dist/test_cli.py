@@ -1,0 +1,264 @@
+"""The command line as a user meets it: real processes, real files, every bad input."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+SMALL = ["--global-batch", "16", "--width", "8", "--negatives", "8", "--max-length", "20", "--log-every", "2", "--layers", "1"]
+
+
+def interactions(path: Path, users: int = 40, **changes) -> Path:
+    """Events of a few users, in the order of time, as a service would log them."""
+    random = np.random.default_rng(0)
+    events = users * 12
+    columns = {
+        "user_id": random.integers(0, users, events),
+        "item_id": random.integers(0, 60, events),
+        "timestamp": np.arange(events) * 10,
+    }
+    table = pa.table({name: column for name, column in (columns | changes).items() if column is not None})
+    pq.write_table(table, path)
+    return path
+
+
+def freescale(*arguments: object, timeout: float = 100, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "freescale", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **environment},
+    )
+
+
+def train(folder: Path, data: Path, *more: object, **options) -> subprocess.CompletedProcess:
+    return freescale("train", "--data", data, "--folder", folder / "run", "--cache", folder / "cache", *SMALL, *more, **options)
+
+
+def metrics(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "samples_per_second"} for line in lines]
+
+
+def test_train_resume_eval_export(tmp_path):
+    """A run of two ranks, stopped in the middle and resumed, writes what an uninterrupted one writes, to the bit."""
+    data = interactions(tmp_path / "events.parquet")
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    whole = train(tmp_path / "a", data, "--nproc", 2, "--epochs", 4)
+    assert whole.returncode == 0, whole.stderr
+    run = tmp_path / "a" / "run"
+    assert {p.name for p in run.iterdir()} >= {"config.json", "metrics.jsonl", "ledger.json", "ledger.jsonl", "trace.json.gz", "checkpoints"}
+    ledger = json.loads((run / "ledger.json").read_text())
+    assert ledger["ranks"] == 2 and ledger["steps"] == 12 and ledger["samples_per_second"] > 0
+    assert len(ledger["peak_memory_bytes_per_rank"]) == 2 and "straggler_percent" in ledger
+    with gzip.open(run / "trace.json.gz", "rt") as file:
+        assert {e["pid"] for e in json.load(file)["traceEvents"]} == {0, 1}
+    assert "HR@10" in whole.stdout and "straggler" in whole.stdout and "popularity" in whole.stdout
+
+    first = train(tmp_path / "b", data, "--nproc", 2, "--epochs", 4, "--steps", 6, "--checkpoint-every", 4)
+    assert first.returncode == 0, first.stderr
+    again = freescale("train", "--folder", tmp_path / "b" / "run", "--resume", "--nproc", 2, "--steps", 12)
+    assert again.returncode == 0, again.stderr
+    expected = metrics(tmp_path / "a")
+    assert [m for m in metrics(tmp_path / "b") if m.get("step") != 6 or "test" not in m] == expected
+
+    evaluated = freescale("eval", run, "--nproc", 2)
+    assert evaluated.returncode == 0, evaluated.stderr
+    quality = json.loads((run / "eval-test.json").read_text())["quality"]
+    assert quality == expected[-1]["test"] and "popularity" in evaluated.stdout
+    exported = freescale("export", run, "--out", tmp_path / "out")
+    assert exported.returncode == 0, exported.stderr
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"dense.safetensors", "table.item.safetensors"}
+
+
+def test_joins_ranks_that_torchrun_started(tmp_path):
+    data = interactions(tmp_path / "events.parquet")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "freescale"]
+    good = ["train", "--data", data, "--folder", tmp_path / "run", "--cache", tmp_path / "cache", *SMALL, "--steps", "2"]
+    done = subprocess.run([*command, *map(str, good)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "ledger.json").read_text())["ranks"] == 2
+    bad = ["train", "--data", tmp_path / "nowhere.parquet", "--folder", tmp_path / "run2", *SMALL]
+    done = subprocess.run([*command, *map(str, bad)], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "nowhere.parquet" in done.stderr
+    assert not (tmp_path / "run2").exists()
+
+
+def test_ranking(tmp_path):
+    random = np.random.default_rng(1)
+    labels = {"is_click": random.integers(0, 2, 480), "is_like": random.integers(0, 2, 480), "action": random.integers(0, 4, 480)}
+    data = interactions(tmp_path / "events.parquet", **labels)
+    done = train(tmp_path, data, "--task", "ranking", "--labels", "is_click,is_like", "--nproc", 2, "--epochs", 2)
+    assert done.returncode == 0, done.stderr
+    assert set(metrics(tmp_path)[-1]["test"]["model"]) == {"ne/is_click", "auc/is_click", "ne/is_like", "auc/is_like"}
+    (tmp_path / "b").mkdir()
+    check_refused(train(tmp_path / "b", data, "--task", "ranking", "--labels", "is_gold"), "'is_gold'", tmp_path / "b", prepared=True)
+
+
+BAD_FILES = {
+    "missing column": ({"item_id": None}, "item_id"),
+    "negative id": ({"item_id": np.full(480, -3)}, "-3"),
+    "no user with two events": ({"user_id": np.arange(480)}, "no user has 2 or more events"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_are_one_line(name, tmp_path):
+    changes, word = BAD_FILES[name]
+    check_refused(train(tmp_path, interactions(tmp_path / "events.parquet", **changes), "--nproc", 2), word, tmp_path)
+
+
+def check_refused(done: subprocess.CompletedProcess, word: str, folder: Path, prepared: bool = False) -> None:
+    assert done.returncode not in (0, None)
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("freescale: error: ") and word in lines[0], done.stderr
+    assert not (folder / "run").exists()
+    cache = folder / "cache"
+    assert prepared or not cache.exists() or not list(cache.rglob("*.parquet")), "something half-written stayed"
+
+
+def test_other_bad_input_is_one_line(tmp_path):
+    good = interactions(tmp_path / "events.parquet")
+    empty = tmp_path / "empty.parquet"
+    empty.touch()
+    check_refused(train(tmp_path, empty), "empty.parquet", tmp_path)
+    no_rows = interactions(tmp_path / "none.parquet", user_id=np.zeros(0, int), item_id=np.zeros(0, int), timestamp=np.zeros(0, int))
+    check_refused(train(tmp_path, no_rows), "none.parquet", tmp_path)
+    check_refused(train(tmp_path, tmp_path / "nowhere.parquet"), "nowhere.parquet", tmp_path)
+    check_refused(train(tmp_path, good, "--num-items", 50), "num_items", tmp_path)
+    check_refused(train(tmp_path, good, "--heads", 3), "--heads 3", tmp_path)
+    check_refused(train(tmp_path, good, "--split", "time"), "--split-time", tmp_path)
+    check_refused(train(tmp_path, good, "--temperature", 0), "--temperature must be above 0.0", tmp_path)
+    check_refused(train(tmp_path, good, "--device", "cuda", "--nproc", 2), "2 ranks on this machine but 0 GPUs", tmp_path)
+    check_refused(freescale("train", "--resume"), "--resume needs --folder", tmp_path)
+    check_refused(freescale("eval", tmp_path), "config.json", tmp_path)
+    check_refused(freescale("export", tmp_path, "--out", tmp_path / "out"), "no checkpoint", tmp_path)
+
+
+def test_a_port_in_use(tmp_path):
+    data = interactions(tmp_path / "events.parquet")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = train(tmp_path, data, "--nproc", 2, "--port", port)
+    assert done.returncode != 0 and f"port {port} is in use" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_errors_that_only_the_ranks_can_see(tmp_path):
+    """A table larger than memory, and a run folder whose checkpoint is another model's: one line, from all ranks together."""
+    data = interactions(tmp_path / "events.parquet")
+    huge = train(tmp_path, data, "--nproc", 2, "--num-items", 10**11)
+    errors = [line for line in huge.stderr.splitlines() if line.startswith("freescale: error:")]
+    assert huge.returncode == 1 and len(errors) == 1 and "GiB free" in errors[0], huge.stderr
+    assert not (tmp_path / "run").exists()
+    second = tmp_path / "second"
+    second.mkdir()
+    assert train(second, data, "--steps", 1).returncode == 0
+    other = freescale("train", "--folder", second / "run", "--resume", "--nproc", 2, "--width", 16, "--steps", 3)
+    errors = [line for line in other.stderr.splitlines() if line.startswith("freescale: error:")]
+    assert other.returncode == 1 and len(errors) == 1 and "checkpoint of another model" in errors[0], other.stderr
+
+
+def test_unsorted_and_duplicate_timestamps_are_handled(tmp_path):
+    """Documented: histories are sorted by time, equal times keep the order of the file."""
+    random = np.random.default_rng(2)
+    times = random.integers(0, 50, 480)
+    done = train(tmp_path, interactions(tmp_path / "events.parquet", timestamp=times), "--steps", 2)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_is_not_overwritten(tmp_path):
+    data = interactions(tmp_path / "events.parquet")
+    assert train(tmp_path, data, "--steps", 1).returncode == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    done = train(tmp_path, data, "--steps", 1)
+    assert done.returncode != 0 and "already holds a run" in done.stderr
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def _wait_for(condition, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _stepped(folder: Path) -> bool:
+    path = folder / "run" / "metrics.jsonl"
+    return path.exists() and path.read_text().count("\n") >= 2
+
+
+ENDLESS = ["--epochs", "100000", "--checkpoint-every", "100000"]
+
+
+def test_killed_rank_ends_the_run(tmp_path):
+    data = interactions(tmp_path / "events.parquet")
+    arguments = ["train", "--data", data, "--folder", tmp_path / "run", "--cache", tmp_path / "cache", "--nproc", 2, *SMALL, *ENDLESS]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "freescale", *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert _wait_for(lambda: _stepped(tmp_path), 60)
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        assert len(children) == 2
+        os.kill(int(children[1]), signal.SIGKILL)
+        _, error = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 1
+    assert "killed by signal 9" in error and "a rank died" in error
+    assert all(not Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_killed_rank_is_noticed_without_a_launcher(tmp_path):
+    """Ranks that nobody watches: the one that is left stops by itself, with an error, within a minute."""
+    data = interactions(tmp_path / "events.parquet")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = ["train", "--data", data, "--folder", tmp_path / "run", "--cache", tmp_path / "cache", *SMALL, *ENDLESS]
+    ranks = []
+    for rank in range(2):
+        joined = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        joined |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "freescale", *map(str, arguments)],
+                env={**os.environ, **joined},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        assert _wait_for(lambda: _stepped(tmp_path), 60)
+        ranks[1].kill()
+        _, error = ranks[0].communicate(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[0].returncode == 1 and "a rank died or fell silent" in error
+
+
+def test_doctor():
+    done = freescale("doctor")
+    assert done.returncode == 0, done.stderr
+    for word in ("torch", "gloo", "nccl", "rdma", "ucx", "triton", "would run"):
+        assert word in done.stdout

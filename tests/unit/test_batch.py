@@ -1,0 +1,128 @@
+"""Batches against plain Python lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freescale.batch import Jagged, Nested, SequenceBatch
+
+
+def made(samples: list[dict]) -> SequenceBatch:
+    """A batch from a list of plain samples."""
+    ints = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
+    histories = [s["history"] for s in samples]
+    candidates = [s["candidates"] for s in samples]
+    flat = [c for group in candidates for c in group]
+    return SequenceBatch(
+        sequences={
+            "history": Jagged(ints([v for h in histories for v in h]), ints([len(h) for h in histories])),
+            "scores": Jagged(
+                torch.tensor([[v / 2, -v] for h in histories for v in h], dtype=torch.float32).view(-1, 2),
+                ints([len(h) for h in histories]),
+            ),
+        },
+        candidates={
+            "candidates": Nested(
+                ints([v for c in flat for v in c]), ints([len(c) for c in flat]), ints([len(g) for g in candidates])
+            )
+        },
+        dense={"label": torch.tensor([s["label"] for s in samples], dtype=torch.bool)},
+        weights={"click": torch.tensor([float(len(s["history"])) for s in samples])},
+        keys=ints([s["key"] for s in samples]),
+        number=7,
+    )
+
+
+def plain(batch: SequenceBatch) -> list[dict]:
+    """The inverse of `made`, by loops."""
+    samples, history, outer, inner = [], 0, 0, 0
+    nested = batch.candidates["candidates"]
+    for i in range(len(batch)):
+        length = int(batch.sequences["history"].lengths[i])
+        tokens = batch.sequences["history"].values[history : history + length].tolist()
+        scores = batch.sequences["scores"].values[history : history + length].tolist()
+        assert scores == [[v / 2, -v] for v in tokens]
+        history += length
+        candidates = []
+        for size in nested.lengths[outer : outer + int(nested.counts[i])].tolist():
+            candidates.append(nested.values[inner : inner + size].tolist())
+            inner += size
+        outer += int(nested.counts[i])
+        assert float(batch.weights["click"][i]) == length
+        samples.append(
+            {"history": tokens, "candidates": candidates, "label": bool(batch.dense["label"][i]), "key": int(batch.keys[i])}
+        )
+    assert history == batch.sequences["history"].values.numel() and inner == nested.values.numel()
+    return samples
+
+
+ids = st.integers(0, 1000)
+sample = st.fixed_dictionaries(
+    {
+        "history": st.lists(ids, max_size=6),
+        "candidates": st.lists(st.lists(ids, max_size=3), max_size=4),
+        "label": st.booleans(),
+        "key": st.integers(-(2**63), 2**63 - 1),
+    }
+)
+samples = st.lists(sample, max_size=7)
+
+
+@settings(deadline=None)
+@given(samples, st.data())
+def test_select(items, data):
+    index = data.draw(st.lists(st.integers(0, len(items) - 1), max_size=9)) if items else []
+    chosen = made(items).select(torch.tensor(index, dtype=torch.int64))
+    assert plain(chosen) == [items[i] for i in index]
+    assert chosen.number == 7
+
+
+@settings(deadline=None)
+@given(samples, st.data())
+def test_split_and_concat(items, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(items)), max_size=3)))
+    edges = [0, *cuts, len(items)]
+    parts = made(items).split([b - a for a, b in zip(edges, edges[1:])])
+    assert [plain(part) for part in parts] == [items[a:b] for a, b in zip(edges, edges[1:])]
+    assert plain(SequenceBatch.concat(parts)) == items
+
+
+@settings(deadline=None)
+@given(samples, samples)
+def test_wire(items, others):
+    """Any batch of the same features can read the wire form, an empty one too."""
+    wire = made(items).to_wire()
+    assert wire.dtype == torch.uint8 and wire.numel() % 8 == 0
+    assert plain(made(others).from_wire(wire)) == items
+    assert plain(made([]).from_wire(wire)) == items
+
+
+def test_damaged_wire_is_refused():
+    batch = made([{"history": [1, 2], "candidates": [[3]], "label": True, "key": 1}])
+    wire = batch.to_wire()
+    with pytest.raises(ValueError, match="cut short"):
+        batch.from_wire(wire[:-8])
+    with pytest.raises(ValueError, match="not a wire form"):
+        batch.from_wire(wire[:8])
+    with pytest.raises(ValueError, match="not a wire form"):
+        batch.from_wire(wire.float())
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="differ in their number of samples"):
+        SequenceBatch(dense={"a": torch.zeros(2), "b": torch.zeros(3)})
+    with pytest.raises(ValueError, match="lengths add up to 3, but there are 2 values"):
+        SequenceBatch(sequences={"h": Jagged(torch.zeros(2), torch.tensor([1, 2]))}).check()
+    with pytest.raises(ValueError, match="negative length"):
+        SequenceBatch(sequences={"h": Jagged(torch.zeros(2), torch.tensor([3, -1]))}).check()
+    with pytest.raises(ValueError, match="1-d int64"):
+        Jagged(torch.zeros(2), torch.tensor([1.0]))
+    with pytest.raises(ValueError, match="no feature 'x'; it has h"):
+        SequenceBatch(sequences={"h": Jagged(torch.zeros(2), torch.tensor([2]))}).values("x")
+    with pytest.raises(ValueError, match="split sizes"):
+        made([]).split([1])
+    with pytest.raises(ValueError, match="differ in their features"):
+        SequenceBatch.concat([made([]), SequenceBatch(dense={"a": torch.zeros(0)})])

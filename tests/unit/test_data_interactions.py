@@ -1,0 +1,194 @@
+"""Every reader against small files whose events are known, and every bad file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from freescale.data import interactions, layouts
+from freescale.data.interactions import read_interactions
+
+
+def rows(path: Path | list[Path], format: str = "auto") -> list[dict]:
+    batches = list(read_interactions(path, format))
+    assert all(b.schema.names[:3] == ["user_id", "item_id", "timestamp"] for b in batches)
+    assert all(b.schema.field(n).type == pa.int64() for b in batches for n in ("user_id", "item_id", "timestamp"))
+    return [row for batch in batches for row in batch.to_pylist()]
+
+
+def event(user: int, item: int, time: int, **more: float) -> dict:
+    return {"user_id": user, "item_id": item, "timestamp": time, **more}
+
+
+def text(folder: Path, name: str, content: str) -> Path:
+    path = folder / name
+    path.write_text(content)
+    return path
+
+
+def table(folder: Path, **columns: list) -> Path:
+    pq.write_table(pa.table(columns), folder / "events.parquet")
+    return folder / "events.parquet"
+
+
+def test_parquet_keeps_numbers_and_drops_text(tmp_path):
+    path = tmp_path / "events.parquet"
+    columns = {
+        "note": ["a", "b"],
+        "score": [0.5, 1.5],
+        "timestamp": pa.array([7, 9], pa.timestamp("ms")),
+        "item_id": pa.array([3, 4], pa.int32()),
+        "user_id": pa.array([1, 2], pa.uint64()),
+        "liked": [True, False],
+        "action": pa.array([5, 6], pa.int16()),
+    }
+    pq.write_table(pa.table(columns), path)
+    expected = [event(1, 3, 7, action=5, score=0.5, liked=1), event(2, 4, 9, action=6, score=1.5, liked=0)]
+    assert rows(path) == expected
+
+
+def test_parquet_streams(tmp_path, monkeypatch):
+    monkeypatch.setattr(interactions, "_ROWS", 10)
+    path = table(tmp_path, user_id=list(range(25)), item_id=list(range(25)), timestamp=list(range(25)))
+    batches = list(read_interactions(path))
+    assert [b.num_rows for b in batches] == [10, 10, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("ratings.dat", "1::1193::4.5::978300760\n1::661::3::978302109\r\n2::7::0.5::5\n"),
+        ("u.data", "1\t1193\t4.5\t978300760\n1\t661\t3\t978302109\n2\t7\t0.5\t5"),
+        ("ratings.csv", "userId,movieId,rating,timestamp\n1,1193,4.5,978300760\n1,661,3.0,978302109\n2,7,0.5,5\n"),
+    ],
+)
+def test_movielens(tmp_path, name, content):
+    expected = [event(1, 1193, 978300760, action=9), event(1, 661, 978302109, action=6), event(2, 7, 5, action=1)]
+    assert rows(text(tmp_path, name, content)) == expected
+    with gzip.open(tmp_path / (name + ".gz"), "wt") as file:
+        file.write("\ufeff" * name.endswith("csv") + content)
+    assert rows(tmp_path / (name + ".gz")) == expected
+
+
+AMAZON = [("A2CX7LUOHB2NDG", "0000013714", 5.0, 100), ("AXY", "B00", 2.5, 90), ("A2CX7LUOHB2NDG", "B00", 1.0, 80)]
+AMAZON_EVENTS = [event(0, 0, 100, action=10), event(1, 1, 90, action=5), event(0, 1, 80, action=2)]
+
+
+@pytest.mark.parametrize("header", ["", "user,item,rating,timestamp\n", "user_id,parent_asin,rating,timestamp\n"])
+def test_amazon_csv(tmp_path, header):
+    content = header + "".join(",".join(map(str, row)) + "\n" for row in AMAZON)
+    assert rows(text(tmp_path, "ratings.csv", content)) == AMAZON_EVENTS
+
+
+def test_amazon_csv_with_item_first(tmp_path):
+    content = "".join(f"{item},{user},{rating},{time}\n" for user, item, rating, time in AMAZON)
+    assert rows(text(tmp_path, "Books.csv", content)) == AMAZON_EVENTS
+
+
+@pytest.mark.parametrize(
+    "names", [("reviewerID", "asin", "overall", "unixReviewTime"), ("user_id", "parent_asin", "rating", "timestamp")]
+)
+def test_amazon_json(tmp_path, names):
+    lines = [json.dumps({**dict(zip(names, row, strict=True)), "text": "a\nb", "helpful": [1, 2]}) for row in AMAZON]
+    path = text(tmp_path, "reviews.jsonl", "\n".join(lines))
+    assert rows(path) == AMAZON_EVENTS
+
+
+def test_codes_go_on_over_blocks_and_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(layouts, "_BLOCK", 16)  # less than a line
+    content = "".join(",".join(map(str, row)) + "\n" for row in AMAZON)
+    first, second = text(tmp_path, "a.csv", content), text(tmp_path, "b.csv", "AXY,NEW,3.0,7\n")
+    reader = read_interactions([first, second])
+    got = [row for batch in reader for row in batch.to_pylist()]
+    assert got == [*AMAZON_EVENTS, event(1, 2, 7, action=6)]
+    assert list(reader.vocabulary["item_id"]) == ["0000013714", "B00", "NEW"]
+    assert list(reader.vocabulary["user_id"]) == ["A2CX7LUOHB2NDG", "AXY"]
+    assert reader.fraction == 1.0
+
+
+def test_kuairand(tmp_path):
+    header = "user_id,video_id,date,time_ms,is_click,is_like,long_view,tab\n"
+    content = header + "0,8,20220408,1649,1,0,1,1\n5,2,1,3,0,1,0,2\n"
+    assert rows(text(tmp_path, "log_standard.csv", content)) == [
+        event(0, 8, 1649, action=1 + 64, is_click=1, is_like=0, long_view=1),
+        event(5, 2, 3, action=2, is_click=0, is_like=1, long_view=0),
+    ]
+
+
+def bad_parquet(**columns):
+    return lambda folder: table(folder, **columns)
+
+
+def bad_text(name, content):
+    return lambda folder: text(folder, name, content)
+
+
+NULL, HUGE = pa.array([None], pa.int64()), pa.array([1 << 63], pa.uint64())
+FLAGS = "user_id,video_id,time_ms,is_click\n"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda folder: folder / "nowhere.parquet", ["nowhere.parquet", "no such file"]),
+        (bad_text("x.parquet", ""), ["x.parquet", "0 bytes"]),
+        (bad_text("x.parquet", "not parquet at all"), ["x.parquet", "not a readable Parquet file"]),
+        (bad_parquet(user_id=[1], timestamp=[2]), ["'item_id'", "missing", "user_id, timestamp"]),
+        (bad_parquet(user_id=[1], item_id=[1.5], timestamp=[2]), ["'item_id'", "double", "int64"]),
+        (bad_parquet(user_id=["a"], item_id=[1], timestamp=[2]), ["'user_id'", "string", "int64"]),
+        (bad_parquet(user_id=[1], item_id=[-3], timestamp=[2]), ["'item_id'", "-3", "renumber"]),
+        (bad_parquet(user_id=[-1], item_id=[3], timestamp=[2]), ["'user_id'", "-1", "renumber"]),
+        (bad_parquet(user_id=[1], item_id=NULL, timestamp=[2]), ["'item_id'", "1 null", "drop"]),
+        (bad_parquet(user_id=[1], item_id=[1], timestamp=[2], x=NULL), ["'x'", "1 null"]),
+        (bad_parquet(user_id=[1], item_id=[1], timestamp=[2], action=[0.5]), ["'action'", "double", "int64"]),
+        (bad_parquet(user_id=HUGE, item_id=[1], timestamp=[2]), ["'user_id'", str(1 << 63)]),
+        (
+            bad_parquet(**{n: pa.array([], pa.int64()) for n in ("user_id", "item_id", "timestamp")}),
+            ["no events", "events.parquet"],
+        ),
+        (bad_text("ratings.csv", "userId,movieId,timestamp\n1,2,3\n"), ["'rating'", "missing", "userId"]),
+        (bad_text("ratings.csv", "userId,movieId,rating,timestamp\n"), ["no events"]),
+        (bad_text("ratings.csv", "userId,movieId,rating,timestamp\n1,x7,3,3\n"), ["'movieId'", "'x7'", "int64"]),
+        (bad_text("ratings.csv", "userId,movieId,rating,timestamp\n1,,3,3\n"), ["'movieId'", "1 null"]),
+        (bad_text("ratings.csv", "userId,movieId,rating,timestamp\n1,2,3\n"), ["Expected 4 columns, got 3"]),
+        (bad_text("ratings.dat", "1::2::3\n"), ["3 columns", "user::item::rating::timestamp"]),
+        (bad_text("ratings.dat", "1::2::3::4\n-7::2::3::4\n"), ["'user_id'", "-7"]),
+        (bad_text("ratings.csv", "user_id,item,timestamp,x\na,b,3,4\n"), ["overall|rating", "missing"]),
+        (bad_text("a.jsonl", '{"reviewerID": "a", "asin": "b", "overall": 5}\n'), ["unixReviewTime|timestamp"]),
+        (bad_text("a.jsonl", '{"reviewerID": "a"\n'), ["not a JSON object"]),
+        (
+            bad_text("a.jsonl", '{"user_id":"a","asin":"b","rating":5,"timestamp":1}\n{"user_id":"a"}\n'),
+            ["'asin'", "1 null"],
+        ),
+        (
+            bad_text("a.jsonl", '{"user_id":"a","asin":"b","rating":"five","timestamp":1}\n'),
+            ["a.jsonl", "rating", "mend or drop"],
+        ),
+        (bad_text("log.csv", FLAGS + "1,2,3,2\n"), ["'is_click'", "2, not 0 or 1"]),
+        (bad_text("log.csv", "a,b\n1,2\n"), ["cannot tell the format", "a,b", "kuairand"]),
+        (bad_text("x.csv.gz", "not gzip"), ["x.csv.gz", "broken gzip"]),
+    ],
+)
+def test_bad_files_get_one_line(tmp_path, make, words):
+    with pytest.raises(ValueError) as error:
+        rows(make(tmp_path))
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+def test_unknown_format_and_mixed_files(tmp_path):
+    path = text(tmp_path, "ratings.dat", "1::2::3::4\n")
+    with pytest.raises(ValueError, match="unknown format 'csv'.*movielens"):
+        read_interactions(path, "csv")
+    other = text(tmp_path, "log.csv", FLAGS + "1,2,3,1\n")
+    with pytest.raises(ValueError, match="log.csv.*is_click.*differ"):
+        rows([path, other])
+    with pytest.raises(ValueError, match="no interaction file"):
+        read_interactions([])

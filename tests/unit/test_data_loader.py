@@ -1,0 +1,428 @@
+"""`Histories` against a plain Python oracle: order, splits, slices, negatives, resume, and the prefetching thread."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freescale.batch import SequenceBatch
+from freescale.data import Histories, prefetched
+from freescale.kernels.random import derive
+
+USERS, GROUP = 53, 6  # 9 row groups, the last one short
+
+
+def make(path: Path, users: int = USERS, seed: int = 0, group: int = GROUP) -> list[dict]:
+    """A histories file with lengths from 0 up and equal timestamps; returns its rows."""
+    draw = random.Random(seed)
+    rows = []
+    for user in range(users):
+        length = draw.choice([0, 1, 2, 3, 4, 5, 9, 17, 40])
+        rows.append(
+            {
+                "user_id": 1000 + user,
+                "item_id": [draw.randrange(300) for _ in range(length)],
+                "timestamp": sorted(draw.randrange(60) for _ in range(length)),
+                "action": [draw.randrange(4) for _ in range(length)],
+                "like": [draw.randrange(2) for _ in range(length)],
+                "score": [draw.random() for _ in range(length)],
+            }
+        )
+    lists = {n: pa.list_(pa.int64()) for n in ("item_id", "timestamp", "action", "like")}
+    schema = pa.schema({"user_id": pa.int64(), **lists, "score": pa.list_(pa.float64())})
+    pq.write_table(pa.Table.from_pylist(rows, schema), path, row_group_size=group)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "histories.parquet"
+    return path, make(path)
+
+
+def samples_of(batch: SequenceBatch, seed: int = 0) -> list[int]:
+    """Which sample each row is, by its key."""
+    keys = {key: s for s, key in enumerate(derive(seed, batch.number, torch.arange(USERS)).tolist())}
+    return [keys[key] for key in batch.keys.tolist()]
+
+
+def as_ints(feature) -> list[list[int]]:
+    return [part.tolist() for part in feature.values.split(feature.lengths.tolist())]
+
+
+def same(a: SequenceBatch, b: SequenceBatch) -> bool:
+    ours, theirs = a._parts(), b._parts()
+    return a.number == b.number and ours.keys() == theirs.keys() and torch.equal(a.to_wire(), b.to_wire())
+
+
+def part_of(row: dict, part: str, split: str, split_time: int | None) -> tuple[int, int | None]:
+    """Plain oracle of the splits: (events of the history, place of the target or None)."""
+    count = len(row["item_id"])
+    if split == "none":
+        return count, None
+    if split == "leave-one-out":
+        train = (max(count - 2, 0), None)
+        return {"train": train, "validation": (count - 2, count - 2), "test": (count - 1, count - 1)}[part]
+    cut = sum(t < split_time for t in row["timestamp"])
+    if part == "train":
+        return max(cut - 1, 0), None
+    if part == "validation":
+        return cut - 1, cut - 1
+    return (cut, cut) if cut < count else (0, 0)
+
+
+SPLITS = [("leave-one-out", None), ("time", 30), ("time", -1), ("time", 1000), ("none", None)]
+CASES = [(p, s, t) for s, t in SPLITS for p in ("train", "validation", "test") if s != "none" or p == "train"]
+
+
+@pytest.mark.parametrize(("part", "split", "split_time"), CASES)
+@pytest.mark.parametrize("max_length", [1, 7, 200])
+def test_retrieval_samples(data, part, split, split_time, max_length):
+    path, rows = data
+    loader = Histories(path, 8, max_length=max_length, part=part, split=split, split_time=split_time, negatives=4)
+    seen = []
+    for batch in loader:
+        batch.check()
+        names = ["history", "timestamps", "actions"] + (["targets"] if part == "train" else [])
+        assert list(batch.sequences) == names and list(batch.dense) == ["negatives" if part == "train" else "target"]
+        columns = {name: as_ints(batch.sequences[name]) for name in batch.sequences}
+        for place, sample in enumerate(samples_of(batch)):
+            seen.append(sample)
+            row = rows[sample]
+            history, target = part_of(row, part, split, split_time)
+            if target is None:
+                window = {n: row[n][:history][-(max_length + 1) :] for n in ("item_id", "timestamp", "action")}
+                expected = {n: values[:-1] for n, values in window.items()}
+                assert columns["targets"][place] == window["item_id"][1:]
+                assert batch.weights["next_item"][place] == max(len(window["item_id"]) - 1, 0)
+            else:
+                usable = history >= 1
+                cut = slice(max(history - max_length, 0), history) if usable else slice(0, 0)
+                expected = {n: row[n][cut] for n in ("item_id", "timestamp", "action")}
+                assert batch.weights["next_item"][place] == usable
+                assert batch.dense["target"][place] == (row["item_id"][target] if usable else 0)
+            assert columns["history"][place] == expected["item_id"]
+            assert columns["timestamps"][place] == expected["timestamp"]
+            assert columns["actions"][place] == expected["action"]
+    assert sorted(seen) == list(range(USERS))
+
+
+@pytest.mark.parametrize(("part", "split", "split_time"), CASES)
+def test_ranking_samples(data, part, split, split_time):
+    path, rows = data
+    tasks = ("like", "score")
+    options = {"task": "ranking", "tasks": tasks, "candidates": 3, "max_length": 5}
+    for batch in Histories(path, 8, part=part, split=split, split_time=split_time, **options):
+        batch.check()
+        found = batch.candidates["candidates"]
+        assert found.lengths.eq(1).all() and not batch.dense
+        items = as_ints(type(batch.sequences["history"])(found.values, found.counts))
+        labels = batch.sequences["labels"]
+        assert labels.values.dtype == torch.float32 and labels.values.shape[1:] == (2,)
+        for place, sample in enumerate(samples_of(batch)):
+            row = rows[sample]
+            history, target = part_of(row, part, split, split_time)
+            stop = history if target is None else target + 1
+            count = min(3, stop - 1) if target is None else 1
+            if stop < 2 or (target is not None and history < 1):
+                stop = count = 0
+            before = slice(max(stop - count - 5, 0), stop - count)
+            after = slice(stop - count, stop)
+            assert as_ints(batch.sequences["history"])[place] == row["item_id"][before]
+            assert as_ints(batch.sequences["actions"])[place] == row["action"][before]
+            assert items[place] == row["item_id"][after]
+            assert as_ints(batch.sequences["candidate_timestamps"])[place] == row["timestamp"][after]
+            expected = torch.tensor([row["like"][after], row["score"][after]]).T.reshape(-1, 2)
+            assert torch.equal(labels.values.split(labels.lengths.tolist())[place], expected)
+            assert [batch.weights[t][place].item() for t in tasks] == [count, count]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 70),
+    world=st.integers(1, 5),
+    halo=st.integers(0, 70),
+    share=st.sampled_from([0.0, 0.4, 1.0]),
+    shuffle=st.booleans(),
+    part=st.sampled_from(["train", "test"]),
+    task=st.sampled_from(["retrieval", "ranking"]),
+)
+def test_ranks_together_are_the_global_batch(data, batch, world, halo, share, shuffle, part, task):
+    options = {"halo": halo, "in_batch_share": share, "shuffle": shuffle, "part": part, "task": task, "epochs": 2}
+    options |= {"negatives": 6, "tasks": ("like",), "max_length": 9, "shuffle_groups": 2, "seed": 5}
+    whole = Histories(data[0], batch, **options)
+    ranks = [Histories(data[0], batch, rank=r, world=world, **options) for r in range(world)]
+    epoch = -(-USERS // batch)
+    assert {len(r) for r in ranks} == {len(whole)} == {2 * epoch}
+    for number in sorted({0, epoch // 2, epoch - 1, epoch, 2 * epoch - 1}):
+        one, slices = whole.batch(number), [r.batch(number) for r in ranks]
+        assert same(SequenceBatch.concat(slices), one)
+        edges = [len(one) * r // world for r in range(world + 1)]
+        assert [len(s) for s in slices] == [b - a for a, b in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def test_an_empty_rank_has_every_feature(data):
+    first, last = (Histories(data[0], 2, rank=r, world=5).batch(0) for r in (0, 4))
+    assert len(first) == 0 and len(last) == 1
+    assert first._parts().keys() == last._parts().keys()
+    assert first.dense["negatives"].shape == (0, 128)
+    assert [t.dtype for t in first._tensors()] == [t.dtype for t in last._tensors()]
+
+
+def test_order(data):
+    def order(**options) -> list[int]:
+        loader = Histories(data[0], 7, negatives=0, **options)
+        return [s for batch in loader for s in samples_of(batch, options.get("seed", 0))]
+
+    assert order(shuffle=False) == list(range(USERS))
+    two = order(epochs=2, shuffle_groups=3)
+    first, second = two[:USERS], two[USERS:]
+    assert sorted(first) == sorted(second) == list(range(USERS))
+    assert first != second and first != list(range(USERS))
+    assert first == order(shuffle_groups=3) and first != order(shuffle_groups=3, seed=1)
+    # Windows of three permuted row groups, each window shuffled inside: groups never mix over a window's edge.
+    groups = [s // GROUP for s in first]
+    place, windows = 0, []
+    while place < USERS:
+        members: list[int] = []
+        while place < USERS and (groups[place] in members or len(members) < 3):
+            members += [groups[place]] if groups[place] not in members else []
+            place += 1
+        windows.append(members)
+    assert sorted(g for w in windows for g in w) == list(range(9)) and len(windows) == 3
+    assert [sorted(w) for w in windows] != [[0, 1, 2], [3, 4, 5], [6, 7, 8]]  # the groups are permuted too
+    one_window = order(epochs=2, shuffle_groups=9)
+    assert one_window[:USERS] != one_window[USERS:]  # rows are shuffled anew in each epoch
+    inside = [s for s in first if s // GROUP in windows[0]]
+    assert any(a // GROUP != b // GROUP for a, b in zip(inside[:2], inside[1:3], strict=True))
+
+
+def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkeypatch):
+    make(tmp_path / "h.parquet", users=96, group=4)
+    # Windows of 4 groups are 16 samples; batches of 12 span two windows, and their last samples' negatives come from
+    # the first ones.
+    loader = Histories(tmp_path / "h.parquet", 12, shuffle_groups=4, halo=3, rank=1, world=2, epochs=3)
+    reads: list[int] = []
+    read = loader.file.read
+    monkeypatch.setattr(loader.file, "read", lambda group, columns: (reads.append(group), read(group, columns))[1])
+    held = [len(loader._groups) for _ in loader]
+    assert max(held) <= 6
+    assert len(reads) <= 3 * 24, len(reads)
+    assert set(reads) == set(range(24))
+
+
+def test_negatives_come_from_the_halo_or_from_everywhere(data):
+    path, rows = data
+    loader = Histories(path, 16, negatives=40, in_batch_share=0.25, halo=5, num_items=1 << 40, shuffle=False)
+    fallbacks = 0
+    for batch in loader:
+        targets = as_ints(batch.sequences["targets"])
+        for place, negatives in enumerate(batch.dense["negatives"].tolist()):
+            following = [targets[(place + step) % len(batch)] for step in range(1, 6)]
+            pool = {item for some in following for item in some}
+            drawn = negatives[:10]
+            assert all(0 <= item < 1 << 40 for item in negatives)
+            assert all(item in pool or item > 300 for item in drawn)
+            fallbacks += sum(item > 300 for item in drawn)
+            if all(following):
+                assert all(item in pool for item in drawn)
+            if not pool:
+                assert all(item > 300 for item in drawn)
+            assert all(item > 300 for item in negatives[10:])  # uniform over 2^40: none of the file's 300
+            assert len(set(negatives[10:])) == 30
+    empty = sum(len(row["item_id"]) < 4 for row in rows) / USERS
+    assert 0 < fallbacks < 10 * USERS * (empty + 0.2)
+
+
+def test_negatives_cover_sample_and_catalogue_evenly(tmp_path):
+    path = tmp_path / "even.parquet"
+    table = {"user_id": list(range(6)), "item_id": [[u] * 4 for u in range(6)], "timestamp": [[1, 2, 3, 4]] * 6}
+    pq.write_table(pa.table(table), path)
+    options = {"negatives": 4000, "in_batch_share": 0.5, "split": "none", "shuffle": False}
+    batch = Histories(path, 6, halo=3, **options).batch(0)
+    for user in range(6):
+        counts = torch.bincount(batch.dense["negatives"][user, :2000], minlength=6)
+        near = {(user + step) % 6 for step in (1, 2, 3)}
+        assert all((560 < int(c) < 780) if item in near else int(c) == 0 for item, c in enumerate(counts))
+        everywhere = torch.bincount(batch.dense["negatives"][user, 2000:], minlength=6)
+        assert int(everywhere.min()) > 250 and int(everywhere.max()) < 420
+    again = Histories(path, 6, halo=3, epochs=2, **options)
+    assert not torch.equal(again.batch(0).dense["negatives"], again.batch(1).dense["negatives"])
+
+
+def test_resume_from_any_batch_is_the_tail(data):
+    options = {"epochs": 2, "rank": 1, "world": 3, "negatives": 5, "shuffle_groups": 2}
+    whole = list(Histories(data[0], 11, **options))
+    for start in range(len(whole) + 1):
+        loader = Histories(data[0], 11, start=start, **options)
+        assert len(loader) == len(whole) - start
+        tail = list(loader)
+        assert len(tail) == len(loader) and all(same(a, b) for a, b in zip(tail, whole[start:], strict=True))
+    loader = Histories(data[0], 11, **options)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    state = loader.state_dict()
+    assert state["next"] == 3 and loader.state_dict(next=1)["next"] == 1
+    other = Histories(data[0], 11, **(options | {"rank": 0, "world": 1}))  # another number of ranks
+    other.load_state_dict(state)
+    full = Histories(data[0], 11, **(options | {"rank": 0, "world": 1}))
+    assert all(same(a, b) for a, b in zip(other, list(full)[3:], strict=True))
+
+
+def test_state_of_other_data_or_options_is_refused(data, tmp_path):
+    state = Histories(data[0], 11).state_dict()
+    make(tmp_path / "other.parquet", seed=1)
+    for loader, words in (
+        (Histories(data[0], 12), "global_batch 11, .* 12"),
+        (Histories(data[0], 11, seed=4), "seed 0, .* 4"),
+        (Histories(data[0], 11, shuffle=False), "shuffle True, .* False"),
+        (Histories(tmp_path / "other.parquet", 11), f"fingerprint '{state['fingerprint']}', .* '"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            loader.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"start is 99; the run has 5 batches"):
+        Histories(data[0], 11).load_state_dict(state | {"next": 99})
+
+
+@pytest.mark.parametrize(("split", "split_time"), SPLITS)
+def test_item_counts(data, split, split_time):
+    path, rows = data
+    part = "train" if split == "none" else "test"
+    counts = Histories(path, 4, split=split, split_time=split_time, part=part, num_items=400).item_counts()
+    expected = torch.zeros(400, dtype=torch.int64)
+    for row in rows:
+        for item in row["item_id"][: part_of(row, "train", split, split_time)[0]]:
+            expected[item] += 1
+    assert torch.equal(counts, expected)
+
+
+def test_sizes(data):
+    path, rows = data
+    loader = Histories(path, 10, epochs=3, start=4)
+    assert loader.num_samples == USERS and loader.batches_per_epoch == 6 and len(loader) == 14
+    assert loader.num_items == max(item for row in rows for item in row["item_id"]) + 1
+    assert len(list(loader)) == 14 and len(list(loader)) == 14  # may be gone through again
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"global_batch": 0}, "global_batch is 0; it must be 1 or more"),
+        ({"rank": 2, "world": 2}, "rank is 2; with 2 ranks"),
+        ({"max_length": 0}, "max_length is 0"),
+        ({"task": "ranks"}, "task is 'ranks'; choose one of retrieval, ranking"),
+        ({"part": "dev"}, "part is 'dev'"),
+        ({"split": "random"}, "split is 'random'"),
+        ({"split": "time"}, "split 'time' with split_time None"),
+        ({"split_time": 4}, "split 'leave-one-out' with split_time 4"),
+        ({"split": "none", "part": "test"}, "nothing is held out"),
+        ({"in_batch_share": 1.5}, "in_batch_share is 1.5"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"start": 7}, r"start is 7; the run has 6 batches"),
+        ({"task": "ranking"}, "label columns not named; the file has 'action', 'like', 'score'"),
+        ({"task": "ranking", "tasks": ("like", "share")}, "label columns 'share'; the file has 'action', 'like'"),
+        ({"num_items": 100}, r"item id 29\d is not below num_items 100"),
+    ],
+)
+def test_bad_options(data, options, words):
+    with pytest.raises(ValueError, match=words):
+        Histories(data[0], **({"global_batch": 10} | options))
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"user_id": [7, 8], "item_id": [[1, 2], [3, -4]], "timestamp": [[1, 2], [3, 4]]}, "user 8 has item id -4"),
+        ({"user_id": [7, 8], "item_id": [[], [3, 4, 5]], "timestamp": [[], [3, 9, 4]]}, "user 8 .*timestamp 4 after 9"),
+        ({"user_id": [7, 8], "item_id": [[1], [3, 4]], "timestamp": [[1], [3]]}, "user 8 .* different lengths"),
+        ({"user_id": [7], "item_id": [[1, None]], "timestamp": [[1, 3]]}, "'item_id' has null"),
+        ({"user_id": [7, 8], "item_id": [[1, 2], None], "timestamp": [[1, 3], None]}, "'item_id' has null"),
+        ({"user_id": [7], "item_id": [1], "timestamp": [1]}, "not a histories file; make one"),
+        ({"user_id": ["a"], "item_id": [[1]], "timestamp": [[1]]}, "'user_id' holds string"),
+        ({"item_id": [[1]], "timestamp": [[1]]}, "'user_id' is missing"),
+        ({"user_id": pa.array([], pa.int64()), "item_id": pa.array([], pa.list_(pa.int64())),
+          "timestamp": pa.array([], pa.list_(pa.int64()))}, "no users"),
+    ],
+)  # fmt: skip
+def test_files_made_elsewhere_are_checked(tmp_path, columns, words):
+    path = tmp_path / "histories.parquet"
+    pq.write_table(pa.table(columns), path)
+    with pytest.raises(ValueError, match=words):
+        list(Histories(path, 4))
+
+
+def test_ids_beyond_what_the_metadata_say(tmp_path):
+    path = tmp_path / "histories.parquet"
+    about = '{"version": 1, "num_items": 5, "fingerprint": "x"}'
+    table = pa.table({"user_id": [7, 8], "item_id": [[1, 2, 3], [3, 9, 4]], "timestamp": [[1, 2, 3], [3, 4, 5]]})
+    pq.write_table(table.replace_schema_metadata({"freescale": about}), path)
+    with pytest.raises(ValueError, match=r"user 8 has item id 9, not in \[0, 5\); raise num_items"):
+        list(Histories(path, 4))
+    with pytest.raises(ValueError, match="no such file"):
+        Histories(tmp_path / "none.parquet", 4)
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    peaks = []
+    for users in (2_000, 16_000):
+        table = pa.table({"user_id": range(users), "item_id": [[1] * 50] * users, "timestamp": [[1] * 50] * users})
+        pq.write_table(table, tmp_path / "h.parquet", row_group_size=100)
+        del table
+        usual = pa.default_memory_pool()
+        pool = pa.proxy_memory_pool(usual)
+        pa.set_memory_pool(pool)
+        try:
+            loader = Histories(tmp_path / "h.parquet", 64, negatives=2)
+            assert sum(len(batch) for batch in loader) == users
+            assert len(loader._groups) <= 10
+            peaks.append(pool.max_memory())
+        finally:
+            pa.set_memory_pool(usual)
+    assert peaks[1] < 1.5 * peaks[0] and peaks[1] < 16_000 * 50 * 8, peaks
+
+
+def test_prefetched_yields_all_and_stops():
+    before = threading.active_count()
+    assert list(prefetched(range(100), depth=3)) == list(range(100))
+    closed, made = [], []
+
+    def source():
+        try:
+            for number in range(1000):
+                made.append(number)
+                yield number
+        finally:
+            closed.append(threading.current_thread().name)
+
+    some = prefetched(source(), depth=2)
+    assert [next(some), next(some)] == [0, 1]
+    some.close()
+    assert closed == ["freescale-prefetch"] and len(made) <= 5
+    assert threading.active_count() == before
+    with pytest.raises(ValueError, match="depth is 0"):
+        prefetched([], depth=0)
+
+
+def test_prefetched_raises_in_the_consumer():
+    def source():
+        yield 1
+        raise OSError("the disk is gone")
+
+    some = prefetched(source())
+    assert next(some) == 1
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(some)
+
+
+def test_prefetched_batches_are_the_batches(data):
+    loader = Histories(data[0], 9, epochs=2)
+    assert all(same(a, b) for a, b in zip(prefetched(loader), list(Histories(data[0], 9, epochs=2)), strict=True))

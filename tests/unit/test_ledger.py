@@ -1,0 +1,153 @@
+"""The ledger's figures, on records whose answer is known by hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+import torch
+
+from freescale.observe.collect import Collector
+from freescale.observe.figures import Summary, merge_step, shifted
+from freescale.observe.ledger import Ledger
+
+MS = 1_000_000
+
+
+def record(step, begin, end, spans=(), collectives=(), **counters):
+    return {
+        "step": step,
+        "begin": begin * MS,
+        "end": end * MS,
+        "spans": [[name, a * MS, b * MS] for name, a, b in spans],
+        "collectives": [[k, s, r, *(t * MS for t in times)] for k, s, r, *times in collectives],
+        "counters": counters,
+    }
+
+
+def test_wait_is_split_at_the_last_arrival():
+    """Rank 0 arrives at 10 and waits until 35; rank 1 arrives at 30: 20 ms straggler time, then 5 ms exposed for each."""
+    fast = record(0, 0, 50, [("forward", 0, 10)], [("rows", 100, 80, 10, 10, 35)], samples=4, tokens=20, max_length=10)
+    slow = record(0, 0, 50, [("forward", 0, 30)], [("rows", 80, 100, 30, 30, 35)], samples=6, tokens=40, max_length=12)
+    figures = merge_step([fast, slow])
+    assert figures["straggler_ms"] == [20, 0]
+    assert figures["straggler_percent"] == pytest.approx(100 * 10 / 50)
+    assert figures["exposed_ms"]["rows"] == pytest.approx(5)
+    assert sum(figures["exposed_ms"].values()) == pytest.approx(5)
+    assert figures["bytes"]["rows"] == 180
+    assert figures["imbalance"] == pytest.approx(30 / 20)
+    assert figures["sparsity"] == pytest.approx(1 - 60 / (10 * 12))
+    assert figures["samples"] == 10 and figures["tokens"] == 60
+
+
+def test_an_overlapped_collective_exposes_only_what_stops_compute():
+    """Issued at 0 and 5, waited for at 20: rank 0's result was there (no wait), rank 1 stood still for 2 ms."""
+    early = record(0, 0, 30, [], [("ids", 8, 8, 0, 20, 20)])
+    late = record(0, 0, 30, [], [("ids", 8, 8, 5, 20, 22)])
+    figures = merge_step([early, late])
+    assert figures["straggler_percent"] == 0
+    assert figures["exposed_ms"]["ids"] == pytest.approx(1)
+
+
+def test_clock_offsets_are_taken_out():
+    here = record(0, 0, 50, [], [("rows", 1, 1, 10, 10, 35)])
+    there = shifted(record(0, 1000, 1050, [], [("rows", 1, 1, 1030, 1030, 1035)]), -1000 * MS)
+    assert merge_step([here, there])["straggler_ms"] == [20, 0]
+
+
+def test_ranks_that_differ_in_their_collectives_are_reported():
+    with pytest.raises(ValueError, match="different collectives in step 3"):
+        merge_step([record(3, 0, 1, [], [("ids", 1, 1, 0, 0, 1)]), record(3, 0, 1, [], [("rows", 1, 1, 0, 0, 1)])])
+
+
+def test_collisions():
+    figures = merge_step([record(1, 0, 1, requests=30, collisions=3), record(1, 0, 1, requests=10, collisions=5)])
+    assert figures["collision_percent"] == pytest.approx(20)
+    assert "collision_percent" not in merge_step([record(1, 0, 1)])
+
+
+def test_summary_leaves_the_warm_up_out():
+    summary = Summary(1, warmup=2)
+    for step, end in enumerate((1000, 1000, 10, 20, 60)):
+        summary.add(merge_step([record(step, 0, end, samples=3, tokens=6)]))
+    result = summary.result()
+    assert result["steps"] == 5 and result["measured_steps"] == 3
+    assert result["step_ms"] == {"mean": 30, "median": 20}
+    assert result["samples_per_second"] == pytest.approx(9 / 0.09)
+    assert Summary(1).result()["measured_steps"] == 0
+
+
+def test_a_ledger_records_inside_steps_only():
+    ledger = Ledger()
+    with ledger.span("outside"), ledger.arrive("rows", 1, 1).wait():
+        pass
+    ledger.begin_step(4)
+    with ledger.span("forward"), ledger.arrive("ids", 5, 6).wait():
+        pass
+    ledger.count("samples", torch.tensor(2))
+    ledger.count("samples", 3)
+    ledger.end_step()
+    ledger.begin_step(5)
+    ledger.cancel_step()
+    (drained,) = ledger.drain()
+    assert ledger.drain() == []
+    assert drained["step"] == 4 and drained["counters"] == {"samples": 5}
+    assert [s[0] for s in drained["spans"]] == ["forward"]
+    ((kind, sent, received, issued, waited, done),) = drained["collectives"]
+    assert (kind, sent, received) == ("ids", 5, 6)
+    assert drained["begin"] <= issued <= waited <= done <= drained["end"]
+
+
+class _LateClock:
+    """Stamps become readable when `now` has passed them, as a GPU's events do."""
+
+    def __init__(self):
+        self.now = 0
+        self.next = 0
+
+    def stamp(self):
+        self.next += 1
+        return self.next
+
+    def read(self, stamp):
+        return stamp if stamp <= self.now else None
+
+
+def test_steps_that_the_device_has_not_finished_stay():
+    ledger = Ledger()
+    ledger.clock = clock = _LateClock()
+    for number in range(2):
+        ledger.begin_step(number)
+        with ledger.span("forward"):
+            pass
+        ledger.end_step()
+    assert ledger.drain() == []
+    clock.now = 5  # the first step's four stamps, not the second's
+    assert [r["step"] for r in ledger.drain()] == [0]
+    clock.now = 99
+    assert [r["step"] for r in ledger.drain()] == [1]
+
+
+def test_files_of_a_run(tmp_path):
+    ledger = Ledger()
+    collector = Collector(ledger, 0, 1, lambda payload: [payload], tmp_path, trace_steps=3)
+    for number in range(5):
+        ledger.begin_step(number)
+        with ledger.span("forward"), ledger.arrive("rows", 10, 10).wait():
+            pass
+        ledger.end_step()
+        if number == 2:
+            collector.collect()
+    result = collector.close()
+    lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert json.loads((tmp_path / "ledger.json").read_text()) == result
+    assert result["bytes_per_step"]["rows"] == 10
+    assert result["peak_memory_bytes_per_rank"][0]["host"] > 10 << 20
+    with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    steps = [e for e in events if e["name"].startswith("step ")]
+    assert [e["name"] for e in steps] == ["step 0", "step 1", "step 2"]
+    assert {e["name"] for e in events if e["ph"] == "X"} >= {"forward", "rows"}
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in events if e["ph"] == "X")

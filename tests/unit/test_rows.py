@@ -1,0 +1,75 @@
+"""Row optimizers against torch.optim on a dense parameter, and the sum of duplicates against a loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
+from freescale.kernels import rows as kernels
+
+torch_twins = [
+    (SGD(lr=0.3), lambda p: torch.optim.SGD(p, lr=0.3)),
+    (Adagrad(lr=0.3, eps=1e-6), lambda p: torch.optim.Adagrad(p, lr=0.3, eps=1e-6)),
+    (Adam(lr=0.3, betas=(0.8, 0.95)), lambda p: torch.optim.Adam(p, lr=0.3, betas=(0.8, 0.95))),
+]
+
+
+@pytest.mark.parametrize(("ours", "twin"), torch_twins, ids=lambda v: getattr(v, "name", ""))
+@pytest.mark.parametrize("block_bytes", [64, 1 << 19])
+def test_equals_torch_where_all_rows_are_read(ours, twin, block_bytes, monkeypatch):
+    monkeypatch.setattr(kernels, "_BLOCK_BYTES", block_bytes)  # many blocks, or one
+    torch.manual_seed(0)
+    weight = torch.randn(9, 4, dtype=torch.float64)
+    parameter = torch.nn.Parameter(weight.clone())
+    optimizer = twin([parameter])
+    state = {name: torch.zeros(9, *shape, dtype=torch.float64) for name, shape in ours.state_shapes(4).items()}
+    for step in range(1, 6):
+        gradient = torch.randn(9, 4, dtype=torch.float64)
+        order = torch.randperm(9)
+        ours.update(weight, state, order, gradient[order], step=step, factor=1.0)
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        torch.testing.assert_close(weight, parameter.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_rowwise_adagrad_against_its_formula():
+    torch.manual_seed(0)
+    weight, total = torch.randn(6, 4, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
+    expected, sums = weight.clone(), [0.0] * 6
+    for rows in ([0, 3, 5], [3], [5, 1]):
+        gradient = torch.randn(len(rows), 4, dtype=torch.float64)
+        for row, g in zip(rows, gradient):
+            sums[row] += float((g * g).mean())
+            expected[row] -= 0.5 * g / (sums[row] ** 0.5 + 1e-3)
+        RowWiseAdagrad(lr=0.25, eps=1e-3).update(weight, {"sum": total}, torch.tensor(rows), gradient, step=1, factor=2.0)
+    torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_sum_of_duplicates_is_in_order_and_independent_of_other_rows():
+    torch.manual_seed(0)
+    rows = torch.randint(0, 50, (400,))
+    gradients = torch.randn(400, 8) * torch.logspace(-6, 6, 400)[:, None]
+    unique, sums = kernels.sum_duplicates(rows, gradients)
+    for row, total in zip(unique.tolist(), sums):
+        mine = gradients[rows == row]
+        expected = mine[0].clone()
+        for gradient in mine[1:]:
+            expected += gradient
+        assert torch.equal(total, expected)
+    few = rows < 10
+    unique_few, sums_few = kernels.sum_duplicates(rows[few], gradients[few])
+    assert torch.equal(sums_few, sums[: unique_few.numel()])
+    order = torch.randperm(30)
+    unique, sums = kernels.sum_duplicates(order, gradients[:30])
+    assert torch.equal(unique, torch.arange(30)) and torch.equal(sums[order], gradients[:30])
+
+
+def test_rows_are_clipped_one_by_one():
+    clipped = kernels.clip_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]]), 1.0)
+    torch.testing.assert_close(clipped, torch.tensor([[0.6, 0.8], [0.3, 0.4], [0.0, 0.0]]))
+
+
+def test_negative_learning_rate_is_refused():
+    with pytest.raises(ValueError, match="Adam: lr must not be negative, got -1"):
+        Adam(lr=-1)
