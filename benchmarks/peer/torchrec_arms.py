@@ -5,9 +5,8 @@ are what DistributedModelParallel makes of them (DistributedDataParallel), the p
 initialised (gloo). Both TorchRec's row gradients and DDP's dense gradients come out divided by the number of ranks, so
 a rank's loss is its sum over samples times ranks / global count: the update is then the one that `workload` defines.
 
-Settings are TorchRec's own defaults. Tried and left: 32-bit ids (no difference). Not settled, because measured only
-beside other work on the same cores: TrainPipelineSparseDist's `enqueue_batch_after_forward` and undivided row gradients
-(`set_gradient_division`), each between 1 and 5 % less CPU time with a single 128-128 layer; to be tried again, idle.
+Settings are TorchRec's own defaults; `sparse_dist_late` is TrainPipelineSparseDist with `enqueue_batch_after_forward`. Tried
+and left: 32-bit ids (no difference).
 Not there on CPU: any kernel but the fused one (fbgemm's dense CPU kernel pools, whatever it is told), and TorchRec's
 own index deduplication. `deduplicate` is what a user could do before TorchRec instead: send each id of a rank's batch
 once, and spread the rows over the tokens in the model.
@@ -20,6 +19,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -40,7 +40,11 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan 
 from torchrec.streamable import Pipelineable  # noqa: E402
 from workload import Dense, Workload, batches, dense_optimizer, fill_table  # noqa: E402
 
-PIPELINES = {"base": TrainPipelineBase, "sparse_dist": TrainPipelineSparseDist}
+PIPELINES = {
+    "base": TrainPipelineBase,
+    "sparse_dist": TrainPipelineSparseDist,
+    "sparse_dist_late": partial(TrainPipelineSparseDist, enqueue_batch_after_forward=True),
+}
 _OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -107,7 +111,12 @@ class Arm:
     """One rank of TorchRec at work. `step` trains on the next batch; it is a collective call."""
 
     def __init__(
-        self, workload: Workload, rank: int, world: int, pipeline: Literal["base", "sparse_dist"], deduplicate: bool
+        self,
+        workload: Workload,
+        rank: int,
+        world: int,
+        pipeline: Literal["base", "sparse_dist", "sparse_dist_late"],
+        deduplicate: bool,
     ) -> None:
         if pipeline not in PIPELINES:
             raise ValueError(f"pipeline {pipeline!r} is not one of {', '.join(PIPELINES)}")
@@ -158,7 +167,7 @@ def build(
     workload: Workload,
     rank: int,
     world: int,
-    pipeline: Literal["base", "sparse_dist"] = "base",
+    pipeline: Literal["base", "sparse_dist", "sparse_dist_late"] = "base",
     deduplicate: bool = False,
 ) -> Arm:
     """Needs an initialised default process group of `world` ranks."""

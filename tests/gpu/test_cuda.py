@@ -153,7 +153,8 @@ import freescale
 from test_cuda import CudaClicks, Clicks, clicks_batch, rank_slice
 transport = freescale.connect(torch.device("cuda:0"))
 torch.manual_seed(3)
-parallel = freescale.parallelize(CudaClicks(), Clicks.ids, freescale.Adagrad(lr=0.1), transport=transport, placement="sharded", init_std=0.3)
+rows = freescale.Adagrad(lr=0.1)
+parallel = freescale.parallelize(CudaClicks(), Clicks.ids, rows, transport=transport, placement="sharded", init_std=0.3)
 pipeline = freescale.Pipeline(parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2), clip=0.5)
 batches = [rank_slice(clicks_batch(13, seed), transport.rank, transport.world) for seed in range(4)]
 losses = [r.loss for r in pipeline.run(batches)]
@@ -163,7 +164,8 @@ folder = Path(sys.argv[1])
 Checkpoints(folder / "checkpoints", transport).save(parallel, pipeline.optimizer, {{"step": 4}})
 from freescale.observe.collect import Collector
 torch.cuda.synchronize()
-collector = Collector(transport.ledger, transport.rank, transport.world, transport.gather_bytes, None, offsets=transport.clock_offsets)
+gather, offsets = transport.gather_bytes, transport.clock_offsets
+collector = Collector(transport.ledger, transport.rank, transport.world, gather, None, offsets=offsets)
 result = collector.close(transport.device)
 if transport.rank == 0:
     (folder / "result.json").write_text(json.dumps({{"losses": losses, "ledger": result}}))
