@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from datetime import datetime
 from pathlib import Path
@@ -87,11 +88,31 @@ def _guarded(action: Callable[[], int | None]) -> None:
 
 
 def _prepared(config: RunConfig) -> Path:
-    """The histories file of the data, made if need be. Local rank 0 makes it, the others find it."""
+    """The histories file of the data, made if need be: by one process of a machine, the others wait for it."""
     from freescale.data.prepare import prepare
 
     cache = Path(config.data.cache) if config.data.cache else Path.home() / ".cache" / "freescale"
-    return prepare(config.data.data, cache, config.data.format, config.data.num_items)
+    with _shown_progress() as progress:
+        return prepare(config.data.data, cache, config.data.format, config.data.num_items, progress)
+
+
+@contextmanager
+def _shown_progress() -> Iterator[Callable[[str, float], None] | None]:
+    """A progress bar for long work on files, where a person is looking."""
+    if not sys.stdout.isatty() or os.environ.get("RANK", "0") != "0":
+        yield None
+        return
+    from rich.progress import Progress
+
+    with Progress(transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(stage: str, share: float) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=1.0)
+            bar.update(tasks[stage], completed=share)
+
+        yield show
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -205,6 +226,36 @@ def _demo(nproc: int, run_folder: Path | None) -> int:
     folder = run_folder or Path("runs") / datetime.now().strftime("demo-%Y-%m-%d-%H%M%S")
     path = demo_data(Path("runs") / "demo-data.parquet")
     return _train(nproc, folder, False, None, {**DEMO_SETTINGS, "data": str(path)})
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--users", type=click.IntRange(1), default=10_000, show_default=True, help="histories")
+@click.option("--items", type=click.IntRange(1), default=100_000, show_default=True, help="size of the catalogue")
+@click.option("--lengths", type=click.Choice(("lognormal", "zipf")), default="lognormal", show_default=True, help="of histories")
+@click.option("--median", type=float, default=200.0, show_default=True, help="median length (lognormal)")
+@click.option("--sigma", type=float, default=1.0, show_default=True, help="spread of the logarithm (lognormal)")
+@click.option("--zipf-exponent", type=float, default=1.5, show_default=True, help="of lengths (zipf)")
+@click.option("--cap", type=click.IntRange(1, 21000), default=21000, show_default=True, help="longest history")
+@click.option("--popularity", type=float, default=1.0, show_default=True, help="Zipf exponent of item popularity")
+@click.option("--collision", type=float, help="share of a batch's requests whose row the batch before reads too, 0 to 1")
+@click.option("--global-batch", type=click.IntRange(1), default=64, show_default=True, help="batch that --collision speaks of")
+@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="ranks that --collision speaks of")
+@click.option("--labels", default="", help="label columns to make, comma-separated (for ranking)")
+@click.option("--seed", type=int, default=0, show_default=True)
+def generate(path: Path, labels: str, **options: Any) -> None:
+    """Write production-like histories: heavy-tailed lengths, popular items, a chosen collision rate."""
+
+    def action() -> None:
+        from freescale.data.synthetic import generate as write
+
+        names = [name.strip() for name in labels.split(",") if name.strip()]
+        with _shown_progress() as progress:
+            report = write(path, labels=names, actions=bool(names), progress=progress, **options)
+        met = "" if report.measured_collision is None else f", {report.measured_collision:.1%} collisions"
+        click.echo(f"{report.path}: {report.users:,} users, {report.tokens:,} events, lengths {report.lengths}{met}")
+
+    _guarded(action)
 
 
 @main.command()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def prefetched(iterable: Iterable[T], depth: int = 2) -> Iterator[T]:
+def prefetched(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     """Yields what `iterable` yields, up to `depth` items ahead of the consumer.
 
     The iterable runs in a thread of its own. What it raises is raised here; when the consumer stops early (break,
@@ -21,7 +21,7 @@ def prefetched(iterable: Iterable[T], depth: int = 2) -> Iterator[T]:
     return _consume(iterable, depth)
 
 
-def _consume(iterable: Iterable[T], depth: int) -> Iterator[T]:
+def _consume(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
     items: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
     slots = threading.Semaphore(depth)
     stopped = threading.Event()

@@ -7,10 +7,11 @@ order the users.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -56,12 +57,22 @@ def prepare(
         return target
     target.parent.parent.mkdir(parents=True, exist_ok=True)
     report = progress or (lambda stage, share: None)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=f".{fingerprint}-") as folder:
+    with _alone(Path(cache)), tempfile.TemporaryDirectory(dir=cache, prefix=f".{fingerprint}-") as folder:
+        if target.is_file():  # another rank made it while this one waited
+            return target
         made = _build(interactions, Path(folder), num_items, fingerprint, report, bucket_events)
         target.parent.mkdir(exist_ok=True)
         for path in made:  # the histories last: their presence says that all is there
             os.replace(path, target.parent / path.name)
     return target
+
+
+@contextmanager
+def _alone(cache: Path) -> Iterator[None]:
+    """One process at a time: the ranks of a machine all ask for the same file. The lock ends with its holder, however it ends."""
+    with open(cache / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _build(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,29 +11,12 @@ import torch
 from freescale.config import RunConfig
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.trainer import Trainer, build_parallel, evaluate, histories
-from freescale.transport.api import Transport
 from freescale.transport.connect import connect
 
 
-def _shared_path(prepared: Callable[[], Path], transport: Transport) -> Path:
-    """Each machine's first rank prepares the data, the others wait and then find it. An error reaches all ranks."""
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    problem = ""
-    path: Path | None = None
-    if first:
-        try:
-            path = prepared()
-        except (ValueError, OSError) as error:
-            problem = str(error)
-    problems = [part.decode() for part in transport.gather_bytes(problem.encode())]
-    if any(problems):
-        raise ValueError(next(text for text in problems if text))
-    return path if path is not None else prepared()
-
-
 def run_training(config: RunConfig, folder: Path, resume: bool, prepared: Callable[[], Path]) -> None:
+    path = prepared()  # before the ranks meet: it may take long, and its errors are the same on every rank
     transport = connect(config.train.device, config.train.timeout)
-    path = _shared_path(prepared, transport)
     watcher = None
     if transport.rank == 0:
         from freescale.observe.console import RunView
@@ -67,8 +49,8 @@ def _show(results: dict, folder: Path) -> None:
 
 
 def run_evaluation(config: RunConfig, folder: Path, part: str, prepared: Callable[[], Path]) -> None:
+    path = prepared()
     transport = connect(config.train.device, config.train.timeout)
-    path = _shared_path(prepared, transport)
     checkpoints = Checkpoints(folder / "checkpoints", transport)
     latest = checkpoints.latest()
     if latest is None:

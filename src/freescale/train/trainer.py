@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -111,95 +111,113 @@ def evaluate(config: RunConfig, parallel: Parallel, path: Path, part: str, basel
     return evaluate_retrieval(parallel, data, popularity=popularity)
 
 
-@dataclass
 class Trainer:
-    """A run in a folder. Every rank makes one; `train` is a collective."""
+    """A run in a folder. Every rank makes one; `train` is a collective. `watcher` is rank 0's."""
 
-    config: RunConfig
-    path: Path  # of the prepared histories
-    folder: Path
-    transport: Transport
-    watcher: Watcher | None = None  # rank 0's
-    resume: bool = False
-    results: dict[str, Any] = field(default_factory=dict)
+    def __init__(
+        self,
+        config: RunConfig,
+        path: Path,
+        folder: Path,
+        transport: Transport,
+        watcher: Watcher | None = None,
+        resume: bool = False,
+    ) -> None:
+        """`path`: the prepared histories. Builds everything and, with `resume`, loads the folder's last checkpoint."""
+        self.config, self.path, self.folder, self.transport, self.resume = config, path, folder, transport, resume
+        self.watcher = watcher if transport.rank == 0 else None
+        settings = config.train
+        self.data = histories(config, path, transport)
+        self.total = min(len(self.data), settings.steps or len(self.data))
+        self.parallel = build_parallel(config, self.data, transport)
+        self.optimizer = torch.optim.AdamW(self.parallel.dense_parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+        self.pipeline = Pipeline(
+            self.parallel,
+            self.optimizer,
+            schedule=settings.schedule,
+            accumulate=settings.accumulate,
+            clip=settings.clip,
+            precision=settings.precision,
+            learning_rate=learning_rate(settings.warmup, settings.decay, self.total),
+        )
+        self.checkpoints = Checkpoints(folder / "checkpoints", transport, settings.keep_checkpoints)
+        if resume:
+            self._load()
+        else:
+            self.parallel.tables.place(self.data.batch(0))
 
     def train(self) -> dict[str, Any]:
-        """Trains to the end of the configuration; returns the last loss, the evaluation and the ledger (rank 0)."""
-        config, transport = self.config, self.transport
-        data = histories(config, self.path, transport)
-        total = min(len(data), config.train.steps or len(data))
-        parallel = build_parallel(config, data, transport)
-        optimizer = torch.optim.AdamW(parallel.dense_parameters(), lr=config.train.lr, weight_decay=config.train.weight_decay)
-        pipeline = Pipeline(
-            parallel,
-            optimizer,
-            schedule=config.train.schedule,
-            accumulate=config.train.accumulate,
-            clip=config.train.clip,
-            precision=config.train.precision,
-            learning_rate=learning_rate(config.train.warmup, config.train.decay, total),
-        )
-        checkpoints = Checkpoints(self.folder / "checkpoints", transport, config.train.keep_checkpoints)
-        if self.resume:
-            latest = checkpoints.latest()
-            if latest is None:
-                raise ValueError(f"nothing to resume: {checkpoints.folder} holds no checkpoint")
-            progress = checkpoints.load(latest, parallel, optimizer)
-            pipeline.load_state_dict(progress["pipeline"])
-            data.load_state_dict(progress["data"])
-            self._forget_after(progress["step"])
-        elif not parallel.tables.placed:
-            parallel.tables.place(data.batch(0))
+        """Trains to the end of the configuration; returns the last loss, the test quality and the ledger (rank 0)."""
         self._open_folder()
-        if transport.rank == 0 and self.watcher:
-            self.watcher.started(self._describe(parallel, data), total, pipeline.steps)
+        if self.watcher:
+            self.watcher.started(self._describe(), self.total, self.pipeline.steps)
+        ledger, gather = self.transport.ledger, self.transport.gather_bytes
         collector = Collector(
-            transport.ledger,
-            transport.rank,
-            transport.world,
-            transport.gather_bytes,
-            self.folder if transport.rank == 0 else None,
-            offsets=transport.clock_offsets,
-            trace_steps=config.train.trace_steps,
+            ledger,
+            self.transport.rank,
+            self.transport.world,
+            gather,
+            self.folder if self.transport.rank == 0 else None,
+            offsets=self.transport.clock_offsets,
+            trace_steps=self.config.train.trace_steps,
         )
+        results: dict[str, Any] = {}
+        last = self._loop(collector)
+        if last is not None:
+            results["loss"] = last.loss
+            self._save(last.number)
+        results["ledger"] = collector.close(self.transport.device)
+        if self.config.data.split != "none":
+            results["test"] = evaluate(self.config, self.parallel, self.path, "test", baseline=True)
+            self._write({"step": self.pipeline.steps, "test": results["test"]})
+        if self.watcher:
+            self.watcher.finished()
+        return results
 
-        def save(result_number: int) -> None:
-            progress = {"step": pipeline.steps, "pipeline": pipeline.state_dict(), "data": data.state_dict(result_number + 1)}
-            checkpoints.save(parallel, optimizer, progress)
-
-        clock, seen, last = time.perf_counter(), 0, data.start - 1
-        result: StepResult | None = None
-        batches = prefetched(data)
-        if pipeline.steps < total:
-            for result in pipeline.run(batches):
-                last, step = result.number, pipeline.steps
-                seen += data.batch_size(last)
-                if step % config.train.log_every == 0 or step == total:
-                    loss = result.loss
-                    now = time.perf_counter()
-                    rate = seen / (now - clock)
-                    clock, seen = now, 0
-                    self._write({"step": step, "epoch": last // data.batches_per_epoch, "loss": loss, "samples_per_second": rate})
-                if transport.rank == 0 and self.watcher:
+    def _loop(self, collector: Collector) -> StepResult | None:
+        """Steps until the data or --steps ends; the last step's result."""
+        if self.pipeline.steps >= self.total:
+            return None
+        settings, result = self.config.train, None
+        clock, seen = time.perf_counter(), 0
+        with closing(prefetched(self.data)) as batches:
+            for result in self.pipeline.run(batches):
+                step = result.step
+                seen += self.data.batch_size(result.number)
+                if step % settings.log_every == 0 or step == self.total:
+                    loss = result.loss  # waits for the device, hence not every step
+                    rate = seen / (time.perf_counter() - clock)
+                    clock, seen = time.perf_counter(), 0
+                    epoch = result.number // self.data.batches_per_epoch
+                    self._write({"step": step, "epoch": epoch, "loss": loss, "samples_per_second": rate})
+                if self.watcher:
                     self.watcher.advanced(step)
                 if step % _COLLECT_EVERY == 0:
                     collector.collect()
-                if step >= total:
+                if step >= self.total:
                     break
-                if step % config.train.checkpoint_every == 0:
-                    save(last)
-                self._validate(parallel, data, last, step)
-        batches.close()  # type: ignore[attr-defined]
-        save(last)
-        self.results["ledger"] = collector.close(transport.device)
-        if result is not None:
-            self.results["loss"] = result.loss
-        if config.data.split != "none":
-            self.results["test"] = evaluate(config, parallel, self.path, "test", baseline=True)
-            self._write({"step": pipeline.steps, "test": self.results["test"]})
-        if transport.rank == 0 and self.watcher:
-            self.watcher.finished()
-        return self.results
+                if step % settings.checkpoint_every == 0:
+                    self._save(result.number)
+                self._validate(result.number, step)
+        return result
+
+    def _save(self, number: int) -> None:
+        """The data position is that of the last batch applied; prefetching may have read further."""
+        progress = {
+            "step": self.pipeline.steps,
+            "pipeline": self.pipeline.state_dict(),
+            "data": self.data.state_dict(number + 1),
+        }
+        self.checkpoints.save(self.parallel, self.optimizer, progress)
+
+    def _load(self) -> None:
+        latest = self.checkpoints.latest()
+        if latest is None:
+            raise ValueError(f"nothing to resume: {self.checkpoints.folder} holds no checkpoint")
+        progress = self.checkpoints.load(latest, self.parallel, self.optimizer)
+        self.pipeline.load_state_dict(progress["pipeline"])
+        self.data.load_state_dict(progress["data"])
+        self._forget_after(progress["step"])
 
     def _open_folder(self) -> None:
         """Once nothing can be refused any more: a run that never began leaves no folder."""
@@ -208,21 +226,22 @@ class Trainer:
             (self.folder / "config.json").write_text(self.config.to_json(), encoding="utf-8")
         self.transport.gather_bytes(b"")
 
-    def _validate(self, parallel: Parallel, data: Histories, number: int, step: int) -> None:
+    def _validate(self, number: int, step: int) -> None:
         every = self.config.train.evaluate_every
-        epochs, inside = divmod(number + 1, data.batches_per_epoch)
+        epochs, inside = divmod(number + 1, self.data.batches_per_epoch)
         if every and not inside and epochs % every == 0 and self.config.data.split != "none":
-            quality = evaluate(self.config, parallel, self.path, "validation")
+            quality = evaluate(self.config, self.parallel, self.path, "validation")
             self._write({"step": step, "epoch": epochs, "validation": quality})
 
-    def _describe(self, parallel: Parallel, data: Histories) -> list[str]:
-        parameters = sum(p.numel() for p in parallel.dense_parameters())
+    def _describe(self) -> list[str]:
+        data = self.data
+        parameters = sum(p.numel() for p in self.parallel.dense_parameters())
         device = self.transport.device.type
         return [
             f"{data.num_samples:,} users, {data.num_items:,} items; {self.transport.world} ranks on {device}, "
             f"global batch {data.global_batch}, schedule {self.config.train.schedule}",
             f"{parameters:,} dense parameters",
-            *parallel.tables.describe(),
+            *self.parallel.tables.describe(),
         ]
 
     def _write(self, entry: dict[str, Any]) -> None:

@@ -13,6 +13,8 @@ from freescale.transport.api import Transport, TransportError
 from freescale.transport.collective import Collective
 from freescale.transport.local import Local
 
+_MEETING = 600.0  # seconds that the first rank waits for the last: machines prepare their data at different speeds
+
 
 def choose_device(device: str, local_rank: int, local_world: int) -> torch.device:
     """`auto` takes a GPU per local rank if there are enough of them, the CPU if there is none."""
@@ -31,7 +33,7 @@ def connect(device: str | torch.device = "auto", timeout: float = 120.0) -> Tran
     `Local`. A process group that exists already is used as it is. `timeout` bounds every collective, in seconds."""
     if dist.is_initialized():
         chosen = torch.device(device) if device != "auto" else choose_device("auto", dist.get_rank(), 1)
-        return Collective(chosen, Ledger(chosen), control=_control_group(chosen, timeout))
+        return _joined(chosen, timeout)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         chosen = device if isinstance(device, torch.device) else choose_device(device, 0, 1)
         return Local(chosen, Ledger(chosen))
@@ -42,14 +44,18 @@ def connect(device: str | torch.device = "auto", timeout: float = 120.0) -> Tran
         torch.cuda.set_device(chosen)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=chosen if chosen.type == "cuda" else None)
+        meeting = timedelta(seconds=max(timeout, _MEETING))
+        dist.init_process_group(backend, timeout=meeting, device_id=chosen if chosen.type == "cuda" else None)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
         raise TransportError(f"rank {os.environ['RANK']} could not join the others at {where}: {reason}") from error
-    return Collective(chosen, Ledger(chosen), control=_control_group(chosen, timeout))
+    return _joined(chosen, timeout)
 
 
-def _control_group(device: torch.device, timeout: float) -> dist.ProcessGroup | None:
-    """Control traffic has a gloo group of its own, so that it never mixes with the step's collectives."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+def _joined(device: torch.device, timeout: float) -> Collective:
+    """Groups of our own for the step's tensors and for control traffic: the two never mix, and `timeout` holds for both."""
+    limit = timedelta(seconds=timeout)
+    group = dist.new_group(timeout=limit)
+    control = dist.new_group(timeout=limit, backend="gloo")
+    return Collective(device, Ledger(device), group=group, control=control)

@@ -1,0 +1,46 @@
+"""Examples and commands that the documentation shows: they run as written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: object, timeout: float = 120) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+
+
+def test_own_model_on_two_ranks():
+    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/own_model.py")
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert "table item: 100,000 x 32, RowWiseAdagrad, sharded" in done.stdout
+
+
+def test_generate_and_train_on_it(tmp_path):
+    data, folder = tmp_path / "histories.parquet", tmp_path / "run"
+    arguments = ["--users", "160", "--items", "4000", "--median", "20", "--cap", "60", "--collision", "0.12", "--global-batch", "16"]
+    made = run("-m", "freescale", "generate", data, *arguments)
+    assert made.returncode == 0, made.stderr
+    assert "160 users" in made.stdout
+    options = ["--global-batch", "16", "--steps", "6", "--width", "8", "--no-shuffle", "--split", "none", "--tensorboard"]
+    done = run("-m", "freescale", "train", "--data", data, "--folder", folder, *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "ledger.json").read_text())["steps"] == 6
+    assert list((folder / "tensorboard").glob("events.*"))
+
+
+def test_picture_of_a_run(tmp_path):
+    data, folder = tmp_path / "histories.parquet", tmp_path / "run"
+    assert run("-m", "freescale", "generate", data, "--users", 64, "--items", 300, "--median", 10, "--cap", 30).returncode == 0
+    options = ["--global-batch", "16", "--steps", "4", "--width", "8"]
+    assert run("-m", "freescale", "train", "--data", data, "--folder", folder, *options).returncode == 0
+    done = run("benchmarks/figure_step.py", folder, tmp_path / "step.svg", "--first", 1)
+    assert done.returncode == 0, done.stderr
+    picture = (tmp_path / "step.svg").read_text()
+    assert picture.startswith("<svg") and "forward" in picture and "rank 0: network" in picture
