@@ -38,6 +38,7 @@ class Index:
     def known(self, table: int, ids: Tensor) -> Tensor | None:
         for owner, tensor, version, part in self._known:
             same = tensor is ids or (tensor.data_ptr() == ids.data_ptr() and tensor.numel() == ids.numel() > 0)
+            same = same and tensor.is_contiguous()
             if same and owner == table and ids._version == version and ids.is_contiguous() and ids.dtype == tensor.dtype:
                 return part.view(ids.shape)
         return None

@@ -26,9 +26,15 @@ class Agreement:
     counts: dict[str, float]  # global supervised weight per task
 
 
-def agree(batch: SequenceBatch | None, error: Exception | None, transport: Transport) -> Agreement:
-    """One AllGather of a fixed-size vector [state, digest of the task names, weights...]. Raises on all ranks if one failed."""
-    names = sorted(batch.weights) if batch is not None else []
+def agree(
+    batch: SequenceBatch | None, error: Exception | None, transport: Transport, like: SequenceBatch | None = None
+) -> Agreement:
+    """One AllGather of a fixed-size vector [state, digest of the task names, weights...]. Raises on all ranks if one failed.
+
+    A rank whose data has ended (`batch` None) knows the tasks from a batch that it had before (`like`), if it had any.
+    """
+    known = batch if batch is not None else like
+    names = sorted(known.weights) if known is not None else []
     if error is None and len(names) > MAX_TASKS:
         error = ValueError(f"{len(names)} tasks ({', '.join(names)}); at most {MAX_TASKS} are supported")
     if error is None and batch is not None and not names:
@@ -49,8 +55,6 @@ def agree(batch: SequenceBatch | None, error: Exception | None, transport: Trans
     digests = gathered[ready, 1].unique()
     if digests.numel() > 1:
         raise ValueError(f"ranks have different tasks in one step; rank {transport.rank} has {', '.join(names)}")
-    if batch is None and bool(ready.any()):
-        return Agreement(True, {})
     totals = gathered[:, 2 : 2 + len(names)].sum(dim=0).tolist()
     return Agreement(bool(ready.any()), dict(zip(names, totals, strict=True)))
 

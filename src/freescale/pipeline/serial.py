@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,14 +72,16 @@ class Serial:
         """Trains until every rank's data has ended; a rank that runs out joins with empty batches. The data of a rank may fail:
         then all ranks raise."""
         batches = iter(data)
+        like = SequenceBatch(number=-1)  # the last batch that this rank had: without data it takes part with an empty one
         while True:
             self.ledger.begin_step(self.steps)
             batch, error = self._next(batches)
-            agreement = agree(batch, error, self.transport)
+            agreement = agree(batch, error, self.transport, like)
             if not agreement.ready:
                 self.ledger.cancel_step()
                 return
-            result = self._step(batch if batch is not None else SequenceBatch(), agreement)
+            like = batch if batch is not None else replace(like.slice(0, 0), number=like.number + 1)
+            result = self._step(like, agreement)
             self.ledger.end_step()
             yield result
 
@@ -109,7 +111,7 @@ class Serial:
         losses = self.buckets.reduce(self.transport, losses)
         norm = self._update_dense(factor)
         names = sorted(agreement.counts)
-        return StepResult(batch.number, self.steps, dict(zip(names, losses.unbind(), strict=False)), norm)
+        return StepResult(batch.number, self.steps, dict(zip(names, losses.unbind())), norm)
 
     # ---- its verbs
 
