@@ -57,9 +57,8 @@ class Arm:
         )
         tables = self.parallel.tables
         tables.place()
-        ids, rows = tables.share("item")
-        for chunk, part in zip(ids.split(1 << 15), rows.split(1 << 15), strict=True):
-            part.copy_(table_rows(workload, chunk))
+        for ids, part in tables.group("item").rows.chunks("item"):
+            part.copy_(table_rows(workload, ids))
         self.dense: Dense = model.dense
         optimizer = dense_optimizer(workload, self.parallel.dense_parameters())
         self.pipeline = freescale.Pipeline(self.parallel, optimizer, schedule=schedule)

@@ -28,7 +28,7 @@ def test_generate_and_train_on_it(tmp_path):
     made = run("-m", "freescale", "generate", data, *arguments)
     assert made.returncode == 0, made.stderr
     assert "160 users" in made.stdout
-    options = ["--global-batch", "16", "--steps", "6", "--width", "8", "--no-shuffle", "--split", "none", "--tensorboard"]
+    options = ["--global-batch", "16", "--steps", "6", "--width", "8", "--no-shuffle", "--split", "none", "--tensorboard", "--device", "cpu"]
     done = run("-m", "freescale", "train", "--data", data, "--folder", folder, *options)
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "ledger.json").read_text())["steps"] == 6
@@ -38,7 +38,7 @@ def test_generate_and_train_on_it(tmp_path):
 def test_picture_of_a_run(tmp_path):
     data, folder = tmp_path / "histories.parquet", tmp_path / "run"
     assert run("-m", "freescale", "generate", data, "--users", 64, "--items", 300, "--median", 10, "--cap", 30).returncode == 0
-    options = ["--global-batch", "16", "--steps", "4", "--width", "8"]
+    options = ["--global-batch", "16", "--steps", "4", "--width", "8", "--device", "cpu"]
     assert run("-m", "freescale", "train", "--data", data, "--folder", folder, *options).returncode == 0
     done = run("benchmarks/figure_step.py", folder, tmp_path / "step.svg", "--first", 1)
     assert done.returncode == 0, done.stderr

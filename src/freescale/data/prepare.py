@@ -70,9 +70,12 @@ def prepare(
 @contextmanager
 def _alone(cache: Path) -> Iterator[None]:
     """One process at a time: the ranks of a machine all ask for the same file. The lock ends with its holder, however it ends."""
-    with open(cache / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = os.open(cache, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(folder)
 
 
 def _build(

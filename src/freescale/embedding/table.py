@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from freescale.embedding.optimizers import RowOptimizer
 from freescale.kernels.random import derive, key_of, normal
 from freescale.kernels.rows import clip_rows
 
-_INIT_ROWS = 4096
+_CHUNK_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,23 @@ class Rows:
         return ids_at(position, segment.spec.rows)
 
     def initialise(self, name: str, seed: int, std: float) -> None:
-        segment = self.segments[name]
-        ids, target = self.ids(name), self.weight[segment.slice]
-        for chunk, part in zip(ids.split(_INIT_ROWS), target.split(_INIT_ROWS), strict=True):
-            part.copy_(initial_rows(segment.spec, chunk, seed, std))
+        spec = self.segments[name].spec
+        for ids, part in self.chunks(name):
+            part.copy_(initial_rows(spec, ids, seed, std))
 
     def copy_from(self, name: str, weight: Tensor) -> None:
         """Takes the rows of a whole table [rows, width]."""
+        for ids, part in self.chunks(name):
+            part.copy_(weight.detach()[ids.to(weight.device)])
+
+    def chunks(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """(ids, view of their rows), some rows at a time: what is made of a whole table must not need its memory again."""
         segment = self.segments[name]
-        self.weight[segment.slice] = weight.detach().to(self.weight.device)[self.ids(name)]
+        for start in range(segment.first, segment.last, _CHUNK_ROWS):
+            stop = min(start + _CHUNK_ROWS, segment.last)
+            ids = ids_at(torch.arange(start, stop, device=self.weight.device), segment.spec.rows)
+            place = segment.base + start - segment.first
+            yield ids, self.weight[place : place + stop - start]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Views of a table's part: `rows` and its state, for checkpoints."""

@@ -15,6 +15,7 @@ DEMO_SETTINGS: dict[str, Any] = {
     "lr": 1e-2,
     "row_lr": 1e-2,
     "log_every": 40,
+    "device": "cpu",  # two processes on any machine, also one with a single GPU
     "eval_batch": 512,
     # The rule would replicate so small a table; sharded, the ledger has all kinds of traffic to show.
     "placement": "item=sharded",
