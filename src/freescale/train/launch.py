@@ -93,22 +93,19 @@ def _relay(stream: IO[str], rank: int, said: set[str], lock: threading.Lock) -> 
 
 
 def _watch(processes: Sequence[subprocess.Popen]) -> tuple[int, int] | None:
-    """Waits for all. On the first failure the others get a grace, then are stopped. Returns (rank, status) of the failure."""
-    failed: tuple[int, int] | None = None
-    deadline = 0.0
+    """Waits for all. On the first failure the others get a grace, then are stopped. Returns (rank, status) of the failure.
+
+    A rank that a signal killed is the cause of what the others report, also when they were quicker to end.
+    """
+    deadline = None
     while True:
-        running = False
-        for rank, process in enumerate(processes):
-            status = process.poll()
-            running = running or status is None
-            if status not in (None, 0) and failed is None:
-                failed = (rank, int(status))
-                deadline = time.monotonic() + _GRACE
-        if not running:
-            return failed
-        if failed is not None and time.monotonic() > deadline:
+        ended = {rank: process.poll() for rank, process in enumerate(processes)}
+        failures = [(rank, status) for rank, status in ended.items() if status]
+        if failures and deadline is None:
+            deadline = time.monotonic() + _GRACE
+        if None not in ended.values() or (deadline is not None and time.monotonic() > deadline):
             _stop(processes)
-            return failed
+            return min(failures, key=lambda failure: failure[1] >= 0) if failures else None
         time.sleep(0.05)
 
 

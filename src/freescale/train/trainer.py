@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -186,6 +187,10 @@ class Trainer:
                 seen += self.data.batch_size(result.number)
                 if step % settings.log_every == 0 or step == self.total:
                     loss = result.loss  # waits for the device, hence not every step
+                    if not math.isfinite(loss):  # the same on every rank: all stop here
+                        raise ValueError(
+                            f"the loss is {loss} at step {step}: lower --lr and --row-lr, or set --clip and --row-clip"
+                        )
                     rate = seen / (time.perf_counter() - clock)
                     clock, seen = time.perf_counter(), 0
                     epoch = result.number // self.data.batches_per_epoch

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,22 +18,25 @@ from freescale.transport.api import TransportError
 _PINGS = 8
 
 
+def guarded(call: Callable[[], Any], what: str) -> Any:
+    """Calls; a failure of torch's groups becomes one line that says what failed."""
+    try:
+        return call()
+    except RuntimeError as error:
+        # gloo and NCCL begin with the file they were built from and go on with advice: keep what happened.
+        reason = re.sub(r"^\[[^\]]*\]\s*", "", f"{error}\n".splitlines()[0])[:120] or type(error).__name__
+        raise TransportError(f"{what} failed: a rank died or fell silent ({reason})") from error
+
+
 class _Pending:
     def __init__(self, start: Callable[[], tuple[dist.Work, Tensor]], arrival: Arrival, describe: str) -> None:
         self._arrival, self._describe = arrival, describe
-        self._work, self._result = self._guard(start)
+        self._work, self._result = guarded(start, describe)
 
     def wait(self) -> Tensor:
         with self._arrival.wait():
-            self._guard(self._work.wait)
+            guarded(self._work.wait, self._describe)
         return self._result
-
-    def _guard(self, call: Callable):
-        try:
-            return call()
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise TransportError(f"{self._describe} failed: a rank died or fell silent ({reason})") from error
 
 
 class Collective:
@@ -84,6 +89,9 @@ class Collective:
         return self._start(kind, size, size, lambda: (dist.all_reduce(tensor, group=self.group, async_op=True), tensor))
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
+        return guarded(lambda: self._gather_bytes(payload), f"rank {self.rank}: exchange of control messages")
+
+    def _gather_bytes(self, payload: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(payload)]), group=self.control)
         longest = max(int(size) for size in sizes)
@@ -96,6 +104,9 @@ class Collective:
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
         """Ranks of one machine share its monotonic clock; others ping rank 0 in turn and keep the quickest answer."""
+        return guarded(self._clock_offsets, f"rank {self.rank}: comparison of clocks")
+
+    def _clock_offsets(self) -> tuple[list[int], list[int]]:
         boot = Path("/proc/sys/kernel/random/boot_id")
         machines = self.gather_bytes(boot.read_bytes() if boot.exists() else b"?%d" % self.rank)
         offsets, residuals = [0] * self.world, [0] * self.world
