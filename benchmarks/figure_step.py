@@ -43,13 +43,27 @@ def load(run: Path, first: int, steps: int) -> tuple[list[dict], float, float]:
     return inside + frames, begin, end
 
 
+def straggler_parts(events: list[dict]) -> dict[int, float]:
+    """By event: microseconds of a collective before its last rank arrived. All ranks have the same collectives in the same order."""
+    lanes: dict[int, list[dict]] = {}
+    for event in sorted(events, key=lambda e: e["ts"]):
+        if event["tid"] == 1:
+            lanes.setdefault(event["pid"], []).append(event)
+    parts: dict[int, float] = {}
+    for same in zip(*lanes.values()):
+        last = max(event["ts"] for event in same)
+        parts |= {id(event): min(event["dur"], last - event["ts"]) for event in same}
+    return parts
+
+
 def draw(events: list[dict], begin: float, end: float, title: str) -> str:
     ranks = 1 + max(event["pid"] for event in events)
     scale = WIDTH / (end - begin)
     names = [name for name in COLOURS if any(event["name"] == name for event in events)]
-    height = 60 + ranks * (2 * LANE + 2 * GAP + 10) + 24 * (1 + len(names) // 7) + 20
+    height = 60 + ranks * (2 * LANE + 2 * GAP + 10) + 24 * (1 + (len(names) - 1) // 7) + 46
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 20} {height}" role="img">']
     parts.append(f'<rect width="100%" height="100%" fill="#fff"/><text x="10" y="22" {TEXT}>{title}</text>')
+    waits = straggler_parts(events)
     for event in sorted(events, key=lambda e: -e["dur"]):
         top = 40 + event["pid"] * (2 * LANE + 2 * GAP + 10)
         x = LEFT + (event["ts"] - begin) * scale
@@ -61,7 +75,10 @@ def draw(events: list[dict], begin: float, end: float, title: str) -> str:
         width = max(0.6, event["dur"] * scale)
         tip = f"{event['name']} {event['dur'] / 1e3:.2f} ms"
         fill = COLOURS.get(event["name"], "#999")
-        parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE}" fill="{fill}"><title>{tip}</title></rect>')
+        waited = min(width, waits.get(id(event), 0.0) * scale)
+        for left, wide, opacity in ((x, waited, 0.3), (x + waited, width - waited, 1.0)):
+            box = f'x="{left:.1f}" y="{y}" width="{wide:.1f}" height="{LANE}"'
+            parts.append(f'<rect {box} fill="{fill}" fill-opacity="{opacity}"><title>{tip}</title></rect>')
     for rank in range(ranks):
         top = 40 + rank * (2 * LANE + 2 * GAP + 10)
         parts.append(f'<text x="10" y="{top + 17}" {TEXT}>rank {rank}: compute</text>')
@@ -73,6 +90,8 @@ def draw(events: list[dict], begin: float, end: float, title: str) -> str:
         x, y = LEFT + 128 * (place % 7), base + 16 + 24 * (place // 7)
         parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{COLOURS[name]}"/>')
         parts.append(f'<text x="{x + 20}" y="{y + 12}" {TEXT}>{name}</text>')
+    note = "Pale: waiting for the slower rank (straggler time). Full colour: the exchange itself, compute stopped (exposed)."
+    parts.append(f'<text x="{LEFT}" y="{height - 12}" {TEXT}>{note}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
