@@ -44,7 +44,7 @@ def load(run: Path, first: int, steps: int) -> tuple[list[dict], float, float]:
 
 
 def straggler_parts(events: list[dict]) -> dict[int, float]:
-    """By event: microseconds of a collective before its last rank arrived. All ranks have the same collectives in the same order."""
+    """By event: microseconds of a collective before its last rank arrived. All ranks have the same ones in the same order."""
     lanes: dict[int, list[dict]] = {}
     for event in sorted(events, key=lambda e: e["ts"]):
         if event["tid"] == 1:

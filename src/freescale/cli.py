@@ -144,7 +144,6 @@ def _train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, 
     config = _configured(given, base)
     folder = run_folder or Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
     if not _is_rank():
-        _refuse_existing(folder, resume)
         if nproc > 1:
             _refuse_missing_gpus(config.train.device, nproc)
         _prepared(config)
@@ -157,11 +156,6 @@ def _train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, 
 
     run_training(config, folder, resume, lambda: _prepared(config))
     return 0
-
-
-def _refuse_existing(folder: Path, resume: bool) -> None:
-    if not resume and (folder / "config.json").exists():
-        raise ValueError(f"{folder} already holds a run: name another folder, or pass --resume to go on with it")
 
 
 def _refuse_missing_gpus(device: str, nproc: int) -> None:
@@ -186,25 +180,26 @@ def _as_arguments(given: dict[str, Any]) -> list[str]:
 @main.command("eval")
 @click.argument("run_folder", type=click.Path(path_type=Path))
 @click.option("--data", help="another data file than the run's own")
+@click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), help="another device than the run's own")
 @click.option("--part", type=click.Choice(("validation", "test")), default="test", show_default=True, help="part of the split")
 @click.option("--nproc", type=click.IntRange(1), default=1, show_default=True, help="ranks to start on this machine")
 @click.option("--port", type=click.IntRange(1, 65535), help="port where local ranks meet  [default: a free one]")
-def evaluate(run_folder: Path, data: str | None, part: str, nproc: int, port: int | None) -> None:
+def evaluate(run_folder: Path, data: str | None, device: str | None, part: str, nproc: int, port: int | None) -> None:
     """Evaluate a run's last checkpoint over the full catalogue, with the popularity baseline beside it."""
-    _guarded(lambda: _evaluate(run_folder, data, part, nproc, port))
+    _guarded(lambda: _evaluate(run_folder, {"data": data, "device": device}, part, nproc, port))
 
 
-def _evaluate(run_folder: Path, data: str | None, part: str, nproc: int, port: int | None) -> int:
+def _evaluate(run_folder: Path, given: dict[str, Any], part: str, nproc: int, port: int | None) -> int:
     if not (run_folder / "config.json").exists():
         raise ValueError(f"{run_folder} is not the folder of a run: it has no config.json")
     config = RunConfig.from_json((run_folder / "config.json").read_text(encoding="utf-8"))
-    config = _configured({"data": data}, config)
+    config = _configured(given, config)
     if not _is_rank():
         _prepared(config)
         if nproc > 1:
             from freescale.train.launch import launch
 
-            arguments = ["eval", str(run_folder), "--part", part, *(["--data", data] if data else [])]
+            arguments = ["eval", str(run_folder), "--part", part, *_as_arguments(given)]
             return launch(arguments, nproc, port)
     from freescale.train.run import run_evaluation
 

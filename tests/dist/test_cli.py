@@ -75,7 +75,15 @@ def test_train_resume_eval_export(tmp_path):
     expected = metrics(tmp_path / "a")
     assert [m for m in metrics(tmp_path / "b") if m.get("step") != 6 or "test" not in m] == expected
 
-    evaluated = freescale("eval", run, "--nproc", 2)
+    before = (run / "ledger.json").read_text()
+    finished = freescale("train", "--folder", run, "--resume")
+    assert finished.returncode == 1 and "is at step 12 of 12: ask for more" in finished.stderr
+    assert (run / "ledger.json").read_text() == before and metrics(tmp_path / "a") == expected
+    resumed = json.loads((tmp_path / "b" / "run" / "ledger.json").read_text())
+    assert resumed["steps"] == 12, "the ledger of a resumed run covers all its steps"
+    assert json.loads((tmp_path / "b" / "run" / "config.json").read_text())["train"]["steps"] == 12
+
+    evaluated = freescale("eval", run, "--nproc", 2, "--device", "cpu")
     assert evaluated.returncode == 0, evaluated.stderr
     quality = json.loads((run / "eval-test.json").read_text())["quality"]
     assert quality == expected[-1]["test"] and "popularity" in evaluated.stdout
@@ -91,6 +99,8 @@ def test_joins_ranks_that_torchrun_started(tmp_path):
     done = subprocess.run([*command, *map(str, good)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "ledger.json").read_text())["ranks"] == 2
+    again = subprocess.run([*command, *map(str, good)], capture_output=True, text=True, timeout=120)
+    assert again.returncode != 0 and "already holds a run" in again.stderr
     bad = ["train", "--data", tmp_path / "nowhere.parquet", "--folder", tmp_path / "run2", *SMALL]
     done = subprocess.run([*command, *map(str, bad)], capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and "nowhere.parquet" in done.stderr
@@ -105,7 +115,9 @@ def test_ranking(tmp_path):
     assert done.returncode == 0, done.stderr
     assert set(metrics(tmp_path)[-1]["test"]["model"]) == {"ne/is_click", "auc/is_click", "ne/is_like", "auc/is_like"}
     (tmp_path / "b").mkdir()
-    check_refused(train(tmp_path / "b", data, "--task", "ranking", "--labels", "is_gold"), "'is_gold'", tmp_path / "b", prepared=True)
+    for column, word in (("is_gold", "'is_gold'"), ("action", "'action' holds 3; labels are 0 or 1")):
+        done = train(tmp_path / "b", data, "--task", "ranking", "--labels", column)
+        check_refused(done, word, tmp_path / "b", prepared=True)
 
 
 BAD_FILES = {
@@ -176,10 +188,38 @@ def test_errors_that_only_the_ranks_can_see(tmp_path):
 
 def test_unsorted_and_duplicate_timestamps_are_handled(tmp_path):
     """Documented: histories are sorted by time, equal times keep the order of the file."""
-    random = np.random.default_rng(2)
-    times = random.integers(0, 50, 480)
-    done = train(tmp_path, interactions(tmp_path / "events.parquet", timestamp=times), "--steps", 2)
+    times = np.random.default_rng(2).integers(0, 50, 480)
+    path = interactions(tmp_path / "events.parquet", timestamp=times)
+    done = train(tmp_path, path, "--steps", 2)
     assert done.returncode == 0, done.stderr
+    (prepared,) = (tmp_path / "cache").rglob("histories.parquet")
+    events = pq.read_table(path).to_pylist()
+    for history in pq.read_table(prepared).to_pylist():
+        mine = sorted((e for e in events if e["user_id"] == history["user_id"]), key=lambda e: e["timestamp"])  # stable
+        assert history["item_id"] == [e["item_id"] for e in mine]
+
+
+def test_a_default_folder_is_the_same_on_all_ranks(tmp_path):
+    """Ranks that start in different seconds would otherwise write their parts of a checkpoint to different folders."""
+    data = interactions(tmp_path / "events.parquet")
+    command = [sys.executable, "-m", "freescale", "train", "--data", str(data), "--cache", str(tmp_path / "cache"), *SMALL, "--steps", "1"]
+    ranks = []
+    port = _free_port()
+    for rank in range(2):
+        ranks.append(subprocess.Popen(command, env=_joined(rank, port), stderr=subprocess.PIPE, text=True, cwd=tmp_path))
+        time.sleep(1.5)
+    for rank in ranks:
+        _, error = rank.communicate(timeout=60)
+        assert rank.returncode == 0, error
+    (run,) = (tmp_path / "runs").iterdir()
+    assert freescale("eval", run, "--device", "cpu").returncode == 0
+
+
+def test_users_with_too_few_events_are_an_error(tmp_path):
+    events = 30
+    few = {"user_id": np.arange(events) // 3, "item_id": np.arange(events) % 7, "timestamp": np.arange(events)}
+    done = train(tmp_path, interactions(tmp_path / "events.parquet", **few))
+    assert done.returncode == 1 and "needs 4 or more events" in done.stderr
 
 
 def test_a_run_is_not_overwritten(tmp_path):
@@ -189,6 +229,19 @@ def test_a_run_is_not_overwritten(tmp_path):
     done = train(tmp_path, data, "--steps", 1)
     assert done.returncode != 0 and "already holds a run" in done.stderr
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _joined(rank: int, port: int) -> dict[str, str]:
+    """The environment of one of two ranks, as a cluster's launcher would set it."""
+    joined = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    joined |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **joined}
 
 
 def _wait_for(condition, seconds: float) -> bool:
@@ -230,23 +283,13 @@ def test_killed_rank_ends_the_run(tmp_path):
 def test_killed_rank_is_noticed_without_a_launcher(tmp_path):
     """Ranks that nobody watches: the one that is left stops by itself, with an error, within a minute."""
     data = interactions(tmp_path / "events.parquet")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     arguments = ["train", "--data", data, "--folder", tmp_path / "run", "--cache", tmp_path / "cache", *SMALL, *ENDLESS]
-    ranks = []
-    for rank in range(2):
-        joined = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        joined |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "freescale", *map(str, arguments)],
-                env={**os.environ, **joined},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+    command = [sys.executable, "-m", "freescale", *map(str, arguments)]
+    ranks = [
+        subprocess.Popen(command, env=_joined(rank, port), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
     try:
         assert _wait_for(lambda: _stepped(tmp_path), 60)
         ranks[1].kill()

@@ -99,6 +99,15 @@ def test_a_ledger_records_inside_steps_only():
     assert drained["begin"] <= issued <= waited <= done <= drained["end"]
 
 
+def test_a_ledger_that_nobody_drains_stays_small():
+    ledger = Ledger()
+    for number in range(3000):
+        ledger.begin_step(number)
+        ledger.end_step()
+    kept = [record["step"] for record in ledger.drain()]
+    assert len(kept) == 1024 and kept[-1] == 2999
+
+
 class _LateClock:
     """Stamps become readable when `now` has passed them, as a GPU's events do."""
 

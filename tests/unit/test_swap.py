@@ -146,6 +146,31 @@ def test_ids_that_were_not_announced_raise_and_name_the_module(placement):
         list(pipeline.run([batch(4, 5)]))
 
 
+@pytest.mark.parametrize("placement", ["sharded", "replicated"])
+def test_ids_beyond_the_table_are_refused_in_forward_too(placement):
+    class Wrapping(Pair):
+        def forward(self, batch):
+            return {"sum": self.first(batch.values("history") + 10).sum() * self.second.weight.sum()}
+
+    parallel = freescale.parallelize(Wrapping(nn.Embedding(10, 4)), {"first": ["history"]}, placement=placement)
+    pipeline = freescale.Pipeline(parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="module 'first' was asked for id 14"):
+        list(pipeline.run([batch(4, 5)]))
+
+
+@pytest.mark.parametrize("placement", ["sharded", "replicated"])
+def test_int32_ids_read_the_same_rows(placement):
+    table = nn.Embedding(100_000, 4)
+    expected = table.weight.detach().clone()
+    parallel = freescale.parallelize(Pair(table), {"first": ["history"]}, init="weights", placement=placement)
+    parallel.tables.place()
+    ids = torch.randint(0, 100_000, (500,), dtype=torch.int32)
+    wanted = SequenceBatch(sequences={"history": Jagged(ids, torch.tensor([500]))})
+    parallel.tables.fetch(parallel.tables.request([wanted]), train=False)
+    assert torch.equal(parallel.module.first(ids), expected[ids.long()])
+    assert torch.equal(parallel.module.first(ids.flip(0).clone()), expected[ids.long()].flip(0))
+
+
 def test_reading_in_other_shapes_than_announced():
     """Ids that were announced may be asked for in any order and shape; gradients add up."""
 

@@ -116,6 +116,9 @@ class Histories:
                 f"{self.file.path}: label columns {', '.join(map(repr, missing)) or 'not named'}; "
                 f"the file has {', '.join(map(repr, labels)) or 'none'}; name some of these as tasks"
             )
+        for name in self.tasks:
+            if self.file.largest(name) > 1:
+                raise ValueError(f"{self.file.path}: label column {name!r} holds {self.file.largest(name)}; labels are 0 or 1")
 
     def _seek(self, start: int) -> None:
         total = self.epochs * self.batches_per_epoch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -102,8 +103,9 @@ class Tables:
         for name, spec in self.specs.items():
             parts = self.transport.world if self.placements[name].kind == "sharded" else 1
             need += Layout((spec,), parts).size * (spec.bytes_per_row + self._state_bytes(spec))
+        # Containers of one host have limits of their own, and names of their own.
         boot = Path("/proc/sys/kernel/random/boot_id")
-        machine = boot.read_text().strip() if boot.exists() else str(self.transport.rank)
+        machine = f"{boot.read_text().strip() if boot.exists() else self.transport.rank}/{platform.node()}"
         device = self.transport.device
         mine = {"machine": f"{machine}/{device}", "need": need, "free": available_memory(device)}
         everyone = [json.loads(part) for part in self.transport.gather_bytes(json.dumps(mine).encode())]
@@ -175,6 +177,8 @@ class Tables:
         spec = self.specs[name]
         group, table = self._where[name]
         rows, index, found = self.groups[group].read(self._requests[group], table, ids)
+        if found is not None and ids.numel():
+            found = found & (ids >= 0) & (ids < spec.rows)
         if found is not None and ids.numel() and not bool(found.all()):
             missing = int(ids[~found].reshape(-1)[0])
             raise ValueError(

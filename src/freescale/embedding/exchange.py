@@ -69,12 +69,9 @@ def _ids(batches: Sequence[SequenceBatch], spec: TableSpec) -> list[Tensor]:
 class Sharded:
     """A group of tables, sharded by row over the ranks."""
 
-    kind = "sharded"
-
     def __init__(self, specs: Sequence[TableSpec], optimizer: RowOptimizer, transport: Transport) -> None:
         self.layout = Layout(tuple(specs), transport.world)
         self.transport = transport
-        self.names = [spec.name for spec in specs]
         segments = [
             Segment(spec, self.layout.base(table), *self.layout.owned(table, transport.rank)) for table, spec in enumerate(specs)
         ]
@@ -138,12 +135,9 @@ class Sharded:
 class Replicated:
     """A group of tables that every rank holds whole. Lazy like the sharded ones: only rows that some rank read change."""
 
-    kind = "replicated"
-
     def __init__(self, specs: Sequence[TableSpec], optimizer: RowOptimizer, transport: Transport) -> None:
         self.layout = Layout(tuple(specs), 1)
         self.transport = transport
-        self.names = [spec.name for spec in specs]
         segments = [Segment(spec, self.layout.base(table), 0, spec.rows) for table, spec in enumerate(specs)]
         self.rows = Rows(segments, self.layout.size, optimizer, transport.device)
 

@@ -49,7 +49,7 @@ def stride_of(rows: int) -> int:
 
 
 def positions(ids: Tensor, rows: int) -> Tensor:
-    return ids * stride_of(rows) % rows
+    return ids.long() * stride_of(rows) % rows  # int32 ids would overflow
 
 
 def ids_at(position: Tensor, rows: int) -> Tensor:

@@ -6,7 +6,7 @@ that made the gradients, counted from 1; `factor` scales the learning rate (its 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -41,9 +41,6 @@ class _Named:
     @property
     def name(self) -> str:
         return type(self).__name__
-
-    def settings(self) -> dict:
-        return {"name": self.name, **asdict(self)}
 
 
 @dataclass(frozen=True)

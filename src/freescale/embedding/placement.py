@@ -3,7 +3,7 @@
 The rule. A table is replicated when its rows and optimizer state take at most `BUDGET` bytes on every rank and either they take at
 most `TINY` bytes or a rank's first batch reads at least `SHARE` of its rows (mean over the ranks). Otherwise it is sharded.
 
-Why. A replicated table costs one AllReduce of the whole table, which joins the dense gradients; a sharded one costs four dependent
+Why. A replicated table costs one AllReduce of the whole table; a sharded one costs four dependent
 exchanges of what is read. Where a quarter of a small table is read anyhow, the four waits are the larger price.
 """
 

@@ -78,9 +78,10 @@ def parallelize(
     Dense parameters are taken from rank 0.
     """
     transport = transport or Local()
-    modules = _chosen(model, ids)
+    given = _given_names(model, ids)
+    modules: dict[str, nn.Embedding] = {name: model.get_submodule(name) for name in given}  # type: ignore[misc]
     _refuse(model, modules, init)
-    features = {name: tuple(ids[given]) for name, given in _given_names(model, ids).items()}
+    features = {name: tuple(ids[short]) for name, short in given.items()}
     specs = [
         TableSpec(name, m.num_embeddings, m.embedding_dim, m.weight.dtype, features[name], m.padding_idx)
         for name, m in modules.items()
@@ -121,10 +122,6 @@ def _given_names(model: nn.Module, ids: Mapping[str, Sequence[str]]) -> dict[str
     if not found:
         raise ValueError("ids is empty: name the model's embeddings and the batch features that they read")
     return found
-
-
-def _chosen(model: nn.Module, ids: Mapping[str, Sequence[str]]) -> dict[str, nn.Embedding]:
-    return {name: model.get_submodule(name) for name in _given_names(model, ids)}  # type: ignore[misc]
 
 
 def _refuse(model: nn.Module, modules: Mapping[str, nn.Embedding], init: str) -> None:

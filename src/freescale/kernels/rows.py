@@ -22,8 +22,13 @@ def gather_rows(weight: Tensor, rows: Tensor) -> Tensor:
 def sum_duplicates(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Sums gradients [r, width] of equal rows [r], in order of appearance -> sorted unique rows [u], sums [u, width].
 
-    index_add_ adds source rows one after another, so a row's sum does not depend on the other rows of the call.
+    On the CPU index_add_ adds source rows one after another, on CUDA each segment is added up by itself (index_add_ would use
+    atomics there): a row's sum depends neither on chance nor on the other rows of the call.
     """
+    if rows.device.type == "cuda":
+        ordered, order = rows.sort(stable=True)
+        unique, counts = torch.unique_consecutive(ordered, return_counts=True)
+        return unique, torch.segment_reduce(gradients.index_select(0, order), "sum", lengths=counts, axis=0, unsafe=True)
     unique, inverse = torch.unique(rows, return_inverse=True)
     if unique.numel() == rows.numel():
         # No duplicate: a permutation moves the same bits that adding to zero would give, for half the traffic.

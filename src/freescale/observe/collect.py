@@ -30,10 +30,12 @@ class Collector:
         *,
         offsets: Callable[[], tuple[list[int], list[int]]] | None = None,
         trace_steps: int = 100,
+        resumed: bool = False,
     ) -> None:
         """`offsets` measures (clock offset to rank 0, its uncertainty) of every rank in ns; called now and at the end.
 
-        `folder` None keeps the figures in memory only. The trace holds the first `trace_steps` steps.
+        `folder` None keeps the figures in memory only. The trace holds the first `trace_steps` steps from here on. `resumed` goes
+        on with the figures of the steps that `ledger.jsonl` holds.
         """
         self._ledger, self._rank, self._world = ledger, rank, world
         self._gather, self._folder = gather, folder
@@ -46,7 +48,10 @@ class Collector:
         self._traced = 0
         self._origin: int | None = None
         self.summary = Summary(world)
-        self.last: dict | None = None
+        if resumed and folder and (folder / "ledger.jsonl").exists():
+            with open(folder / "ledger.jsonl", encoding="utf-8") as file:
+                for line in file:
+                    self.summary.add(json.loads(line))
 
     def collect(self) -> None:
         payload = json.dumps(self._ledger.drain()).encode()
@@ -58,9 +63,9 @@ class Collector:
         lines: list[str] = []
         while all(self._queues):
             records = [queue.popleft() for queue in self._queues]
-            self.last = merge_step(records)
-            self.summary.add(self.last)
-            lines.append(json.dumps(self.last) + "\n")
+            figures = merge_step(records)
+            self.summary.add(figures)
+            lines.append(json.dumps(figures) + "\n")
             self._add_to_trace(records)
         if lines and self._folder:
             with open(self._folder / "ledger.jsonl", "a", encoding="utf-8") as file:

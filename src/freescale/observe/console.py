@@ -72,9 +72,9 @@ class RunView:
             self._writer.close()
 
 
-def print_quality(console: Console, quality: Mapping[str, Mapping[str, float]]) -> None:
+def print_quality(console: Console, quality: Mapping[str, Mapping[str, float]], part: str = "test") -> None:
     """Metrics of the model, and of the baselines beside it."""
-    table = Table(title="test part, full catalogue" if "hr@10" in quality["model"] else "test part")
+    table = Table(title=f"{part} part, full catalogue" if "hr@10" in quality["model"] else f"{part} part")
     table.add_column("metric")
     for name in quality:
         table.add_column(name, justify="right")

@@ -98,7 +98,7 @@ class Summary:
             self._sums[name] = self._sums.get(name, 0.0) + value
             self._counts[name] = self._counts.get(name, 0) + 1
         for name, totals in self._rank_ms.items():
-            for rank, value in enumerate(figures[name]):
+            for rank, value in enumerate(figures[name][: self.ranks]):  # a resumed run may have had more ranks before
                 totals[rank] += value
 
     def result(self) -> dict:

@@ -7,6 +7,7 @@ the wait at the moment the last rank arrived: straggler time before it, exposed 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,9 @@ import torch
 from freescale.observe.clock import Clock, clock_for
 
 KINDS = ("counts", "ids", "rows", "gradients", "samples", "dense")
+
+
+_KEPT = 1024  # finished steps that wait to be drained; who never drains keeps the last ones
 
 
 class Arrival:
@@ -51,7 +55,7 @@ class Ledger:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.clock = clock_for(torch.device(device))
         self._step: _Step | None = None
-        self._finished: list[_Step] = []
+        self._finished: deque[_Step] = deque(maxlen=_KEPT)
 
     def begin_step(self, number: int) -> None:
         self._step = _Step(number, self.clock.stamp())
@@ -102,7 +106,7 @@ class Ledger:
             if record is None:
                 break
             records.append(record)
-            del self._finished[0]
+            self._finished.popleft()
         return records
 
     def _plain(self, step: _Step) -> dict | None:

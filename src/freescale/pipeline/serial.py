@@ -27,12 +27,14 @@ class StepResult:
 
     number: int  # of the global batch
     step: int  # optimizer steps made so far, this one included
-    losses: Mapping[str, Tensor]  # global mean per task
+    losses: Mapping[str, Tensor]  # global mean per task (empty on a rank that never had a batch: it knows no task)
+    counts: Mapping[str, float]  # global weight per task
+    total: Tensor  # what was differentiated: the weighted sum of the losses, over all ranks
     gradient_norm: Tensor | None
 
     @property
     def loss(self) -> float:
-        return float(sum(value.double() for value in self.losses.values()))
+        return float(self.total)
 
 
 class Serial:
@@ -92,10 +94,15 @@ class Serial:
                 if batch is not None:
                     self.tables.check(batch)
                     self._count(batch)
-                    batch = batch.to(self.transport.device, non_blocking=True)
+                    batch = self._moved(batch)
             except Exception as error:  # noqa: BLE001 - it is raised on all ranks, by agree()
                 return None, error
         return batch, None
+
+    def _moved(self, batch: SequenceBatch) -> SequenceBatch:
+        if self.transport.device.type == "cuda" and batch.device.type == "cpu":
+            batch = batch.pin_memory()  # from pageable memory the copy would block the host
+        return batch.to(self.transport.device, non_blocking=True)
 
     def _step(self, batch: SequenceBatch, agreement: Agreement) -> StepResult:
         if not self.tables.placed:
@@ -110,8 +117,8 @@ class Serial:
         self.tables.apply(requests, step=self.steps, factor=factor)
         losses = self.buckets.reduce(self.transport, losses)
         norm = self._update_dense(factor)
-        names = sorted(agreement.counts)
-        return StepResult(batch.number, self.steps, dict(zip(names, losses.unbind())), norm)
+        by_task = dict(zip(sorted(agreement.counts), losses.unbind()))
+        return StepResult(batch.number, self.steps, by_task, agreement.counts, losses[-1], norm)
 
     # ---- its verbs
 
@@ -123,17 +130,18 @@ class Serial:
         return batch.split([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)])
 
     def _compute(self, micro: list[SequenceBatch], agreement: Agreement) -> Tensor:
-        """Forward and backward of every micro-batch. Returns this rank's part of the global mean losses [tasks]."""
+        """Forward and backward of every micro-batch. Returns this rank's part of the global losses [tasks + total]."""
         device = self.transport.device
         self.buckets.clear()
-        # Sized for any number of tasks, so that a rank without a batch (which knows none) reduces the same vector.
-        losses = torch.zeros(MAX_TASKS, dtype=torch.float64, device=device)
+        # Sized for any number of tasks, so that a rank without a batch (which knows none) reduces the same vector; the total last.
+        losses = torch.zeros(MAX_TASKS + 1, dtype=torch.float64, device=device)
         for batch in micro:
             if not len(batch):
                 continue
             with self.ledger.span("forward"), self._autocast():
                 sums = self.parallel.module(batch)
                 total = self._total(sums, agreement, losses)
+                losses[-1] += total.detach().double()
             with self.ledger.span("backward"):
                 total.backward()
         return losses

@@ -112,10 +112,11 @@ class Checkpoints:
         self._barrier()
         tensors = _tensors(parallel, optimizer, self.transport)
         writer = dcp.FileSystemWriter(temporary, overwrite=True)
-        with quietly():
+        with checkpointing(f"checkpoint {final} could not be written"):
             dcp.save(tensors, storage_writer=writer, **self._coordination())
         if self.transport.rank == 0:
-            state = _description(parallel, optimizer) | {"progress": dict(progress), "ranks": self.transport.world}
+            state = _description(parallel, optimizer) | {"progress": dict(progress)}
+            state |= {"ranks": self.transport.world, "device": self.transport.device.type}
             with open(temporary / "state.json", "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
                 file.flush()
@@ -144,27 +145,20 @@ class Checkpoints:
         return state
 
     def load(self, path: Path, parallel: Parallel, optimizer: torch.optim.Optimizer | None = None) -> dict:
-        """Restores tables, dense weights and (if given) optimizer state and random state; returns the progress."""
+        """Restores tables, dense weights and (if given) optimizer state and random state; returns the progress. An optimizer's
+        settings (learning rate, weight decay, ...) stay the caller's: they may have changed on purpose."""
         state = self.read_state(path)
         if not parallel.tables.placed:
             parallel.tables.place(recorded=state["placement"])
         _refuse_other_model(path, state, _description(parallel, optimizer))
         tensors = _tensors(parallel, optimizer, self.transport, random=optimizer is not None)
-        same_ranks = state["ranks"] == self.transport.world
-        if not same_ranks:  # another number of ranks has other random states; each rank keeps its own
+        same_ranks = state["ranks"] == self.transport.world and state["device"] == self.transport.device.type
+        if not same_ranks:  # other ranks or devices have other random states; each rank keeps its own
             tensors = {name: value for name, value in tensors.items() if not name.startswith("random/")}
-        try:
-            with quietly():
-                dcp.load(tensors, storage_reader=SafeReader(path), **self._coordination())
-        except dcp.api.CheckpointException as error:
-            first = next(iter(error.failures.values()))[0]
-            raise ValueError(f"checkpoint {path} could not be read: {first}") from error
-        if optimizer is not None:
-            # State tensors were filled in place; what is left are the groups' settings.
-            for group, saved in zip(optimizer.param_groups, state["parameter_groups"], strict=True):
-                group.update(saved)
-            if same_ranks:
-                _restore_random(tensors, self.transport)
+        with checkpointing(f"checkpoint {path} could not be read"):
+            dcp.load(tensors, storage_reader=SafeReader(path), **self._coordination())
+        if optimizer is not None and same_ranks:
+            _restore_random(tensors, self.transport)
         return state["progress"]
 
     def _coordination(self) -> dict[str, Any]:
@@ -177,11 +171,16 @@ class Checkpoints:
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """A single process is no accident here: torch need not warn about it."""
+def checkpointing(failure: str) -> Iterator[None]:
+    """Around torch's save and load: what fails on any rank is one line on all. A single process is no accident here, so that
+    torch need not warn about it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        try:
+            yield
+        except dcp.api.CheckpointException as error:
+            first = next(iter(error.failures.values()))[0]
+            raise ValueError(f"{failure}: {first}") from error
 
 
 def _sync_folder(folder: Path) -> None:
@@ -270,12 +269,6 @@ def _restore_random(tensors: Mapping[str, Tensor], transport: Transport) -> None
 def _description(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> dict:
     """What a checkpoint says of the model, so that another model is refused before anything is read."""
     tables = parallel.tables
-    names = _names(parallel)
-    groups = []
-    for group in optimizer.param_groups if optimizer is not None else []:
-        # Not the learning rate: it is a function of the step and the settings, and the settings may have changed on purpose.
-        plain = {k: v for k, v in group.items() if isinstance(v, int | float | str | list | tuple | None)}
-        groups.append({k: v for k, v in plain.items() if k not in ("params", "lr")})
     return {
         "format": _FORMAT,
         "dense": {n: [list(v.shape), str(v.dtype)] for n, v in parallel.module.state_dict().items()},
@@ -284,8 +277,6 @@ def _description(parallel: Parallel, optimizer: torch.optim.Optimizer | None) ->
         },
         "placement": {name: placement.kind for name, placement in tables.placements.items()},
         "optimizer": type(optimizer).__name__ if optimizer is not None else None,
-        "parameters": [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups] if optimizer is not None else [],
-        "parameter_groups": groups,
     }
 
 

@@ -62,7 +62,6 @@ def evaluate_retrieval(
     *,
     table: str = "item",
     popularity: Tensor | None = None,
-    progress: Callable[[], None] | None = None,
 ) -> dict[str, dict[str, float]]:
     """{"model": metrics, "popularity": metrics}: ranks of dense["target"] in the full catalogue. The same on every rank.
 
@@ -93,8 +92,6 @@ def evaluate_retrieval(
             ranks.append(_ranks(part @ catalogue.T, ids, goal, transport))
             if counts is not None:
                 popular.append(_ranks(counts.expand(goal.numel(), -1), ids, goal, transport))
-        if progress:
-            progress()
 
     _evaluated(parallel, data, visit)
     results = {"model": ranking_quality(torch.cat(ranks).cpu())} if ranks else {"model": {}}
@@ -115,13 +112,7 @@ def _ranks(scores: Tensor, ids: Tensor, targets: Tensor, transport: Transport) -
     return transport.all_reduce(better_items(scores, ids, goal, targets), "counts").wait() + 1
 
 
-def evaluate_ranking(
-    parallel: Parallel,
-    data: Iterable[SequenceBatch],
-    tasks: tuple[str, ...],
-    *,
-    progress: Callable[[], None] | None = None,
-) -> dict[str, dict[str, float]]:
+def evaluate_ranking(parallel: Parallel, data: Iterable[SequenceBatch], tasks: tuple[str, ...]) -> dict[str, dict[str, float]]:
     """{"model": {"ne/task": ..., "auc/task": ...}} over all candidates of all ranks."""
     transport = parallel.transport
     predictions: list[Tensor] = []
@@ -134,8 +125,6 @@ def evaluate_ranking(
             guess = truth = torch.zeros(0, len(tasks), device=transport.device)
         predictions.append(_gather_rows(guess, transport)[0].cpu())
         labels.append(_gather_rows(truth, transport)[0].cpu())
-        if progress:
-            progress()
 
     _evaluated(parallel, data, visit)
     if not predictions:

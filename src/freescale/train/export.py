@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from freescale.embedding.layout import positions
-from freescale.train.checkpoint import Checkpoints, SafeReader, quietly
+from freescale.train.checkpoint import Checkpoints, SafeReader, checkpointing
 from freescale.transport.local import Local
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -33,7 +33,7 @@ def export_checkpoint(path: Path, out: Path) -> Iterator[Path]:
 
 def _filled(tensors: dict[str, torch.Tensor], path: Path) -> None:
     if tensors:
-        with quietly():
+        with checkpointing(f"checkpoint {path} could not be read"):
             dcp.load(tensors, storage_reader=SafeReader(path), no_dist=True)
 
 

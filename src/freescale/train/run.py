@@ -10,13 +10,24 @@ import torch
 
 from freescale.config import RunConfig
 from freescale.train.checkpoint import Checkpoints
-from freescale.train.trainer import Trainer, build_parallel, evaluate, histories
+from freescale.train.trainer import Trainer, build_parallel, evaluate, histories, plain_json
+from freescale.transport.api import Transport
 from freescale.transport.connect import connect
+
+
+def _agreed_folder(folder: Path, resume: bool, transport: Transport) -> Path:
+    """Rank 0's folder on all ranks: a default name has the time in it, which differs. A run that is there is not overwritten."""
+    mine = json.dumps([str(folder), not resume and (folder / "config.json").exists()]).encode()
+    name, taken = json.loads(transport.gather_bytes(mine)[0])
+    if taken:
+        raise ValueError(f"{name} already holds a run: name another folder, or pass --resume to go on with it")
+    return Path(name)
 
 
 def run_training(config: RunConfig, folder: Path, resume: bool, prepared: Callable[[], Path]) -> None:
     path = prepared()  # before the ranks meet: it may take long, and its errors are the same on every rank
     transport = connect(config.train.device, config.train.timeout)
+    folder = _agreed_folder(folder, resume, transport)
     watcher = None
     if transport.rank == 0:
         from freescale.observe.console import RunView
@@ -65,7 +76,7 @@ def run_evaluation(config: RunConfig, folder: Path, part: str, prepared: Callabl
 
         console = Console()
         console.print(f"{latest}, step {progress['step']}, {part} part", highlight=False, soft_wrap=True)
-        print_quality(console, quality)
+        print_quality(console, quality, part)
         result = {"checkpoint": latest.name, "part": part, "torch": torch.__version__, "quality": quality}
-        (folder / f"eval-{part}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (folder / f"eval-{part}.json").write_text(plain_json(result) + "\n", encoding="utf-8")
     transport.close()

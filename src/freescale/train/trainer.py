@@ -28,6 +28,10 @@ from freescale.train.evaluate import evaluate_ranking, evaluate_retrieval
 from freescale.train.schedules import learning_rate
 from freescale.transport.api import Transport
 
+_NOTHING_SUPERVISED = (
+    "no user of {data.data} has events enough for --split {data.split}: leave-one-out needs 4 or more events of a user, "
+    "--split none needs 2"
+)
 _COLLECT_EVERY = 50  # steps between two collections of the ranks' ledgers
 
 
@@ -149,6 +153,10 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Trains to the end of the configuration; returns the last loss, the test quality and the ledger (rank 0)."""
+        if self.pipeline.steps >= self.total:
+            raise ValueError(
+                f"{self.folder} is at step {self.pipeline.steps} of {self.total}: ask for more --epochs or --steps to go on"
+            )
         self._open_folder()
         if self.watcher:
             self.watcher.started(self._describe(), self.total, self.pipeline.steps)
@@ -161,12 +169,12 @@ class Trainer:
             self.folder if self.transport.rank == 0 else None,
             offsets=self.transport.clock_offsets,
             trace_steps=self.config.train.trace_steps,
+            resumed=self.resume,
         )
         results: dict[str, Any] = {}
         last = self._loop(collector)
-        if last is not None:
-            results["loss"] = last.loss
-            self._save(last.number)
+        results["loss"] = last.loss
+        self._save(last.number)
         results["ledger"] = collector.close(self.transport.device)
         if self.config.data.split != "none":
             results["test"] = evaluate(self.config, self.parallel, self.path, "test", baseline=True)
@@ -175,12 +183,10 @@ class Trainer:
             self.watcher.finished()
         return results
 
-    def _loop(self, collector: Collector) -> StepResult | None:
+    def _loop(self, collector: Collector) -> StepResult:
         """Steps until the data or --steps ends; the last step's result."""
-        if self.pipeline.steps >= self.total:
-            return None
         settings, result = self.config.train, None
-        clock, seen = time.perf_counter(), 0
+        clock, seen, supervised = time.perf_counter(), 0, 0.0
         with closing(prefetched(self.data)) as batches:
             for result in self.pipeline.run(batches):
                 step = result.step
@@ -199,11 +205,15 @@ class Trainer:
                     self.watcher.advanced(step)
                 if step % _COLLECT_EVERY == 0:
                     collector.collect()
+                supervised += sum(result.counts.values())
+                if not supervised and (step == self.total or (result.number + 1) % self.data.batches_per_epoch == 0):
+                    raise ValueError(_NOTHING_SUPERVISED.format(data=self.config.data))
+                self._validate(result.number, step)
                 if step >= self.total:
                     break
                 if step % settings.checkpoint_every == 0:
                     self._save(result.number)
-                self._validate(result.number, step)
+        assert result is not None
         return result
 
     def _save(self, number: int) -> None:
@@ -226,9 +236,11 @@ class Trainer:
 
     def _open_folder(self) -> None:
         """Once nothing can be refused any more: a run that never began leaves no folder."""
-        if self.transport.rank == 0 and not self.resume:
+        if self.transport.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.json").write_text(self.config.to_json(), encoding="utf-8")
+            temporary = self.folder / "config.json.tmp"
+            temporary.write_text(self.config.to_json(), encoding="utf-8")
+            temporary.replace(self.folder / "config.json")
         self.transport.gather_bytes(b"")
 
     def _validate(self, number: int, step: int) -> None:
@@ -254,7 +266,7 @@ class Trainer:
         if self.transport.rank != 0:
             return
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(plain_json(entry) + "\n")
         if self.watcher:
             (self.watcher.stepped if "loss" in entry else self.watcher.evaluated)(entry)
 
@@ -269,6 +281,17 @@ class Trainer:
                 temporary = path.with_suffix(".tmp")
                 temporary.write_text("".join(lines), encoding="utf-8")
                 temporary.replace(path)
+
+
+def plain_json(entry: Any) -> str:
+    """JSON in which a metric that is not defined (AUC of one class) is null: NaN is no JSON."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(entry))
 
 
 def _step_of(line: str) -> float:

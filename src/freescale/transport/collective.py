@@ -48,7 +48,10 @@ class Collective:
         ledger: Ledger | None = None,
         group: dist.ProcessGroup | None = None,
         control: dist.ProcessGroup | None = None,
+        owner: bool = False,
     ) -> None:
+        """`owner`: torch's default group was made for this transport and ends with it."""
+        self._owner = owner
         self.device = torch.device(device)
         world = group if group is not None else dist.group.WORLD
         assert world is not None, "initialise the process group first (transport.connect does)"
@@ -137,5 +140,5 @@ class Collective:
         return best
 
     def close(self) -> None:
-        if dist.is_initialized():
+        if self._owner and dist.is_initialized():
             dist.destroy_process_group()

@@ -31,17 +31,15 @@ def choose_device(device: str, local_rank: int, local_world: int) -> torch.devic
 def connect(device: str | torch.device = "auto", timeout: float = 120.0) -> Transport:
     """A transport over all ranks. Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ... are set) it joins them; alone it is
     `Local`. A process group that exists already is used as it is. `timeout` bounds every collective, in seconds."""
-    if dist.is_initialized():
-        chosen = torch.device(device) if device != "auto" else choose_device("auto", dist.get_rank(), 1)
-        return _joined(chosen, timeout)
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        chosen = device if isinstance(device, torch.device) else choose_device(device, 0, 1)
-        return Local(chosen, Ledger(chosen))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     chosen = device if isinstance(device, torch.device) else choose_device(device, local_rank, local_world)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    if dist.is_initialized():
+        return _joined(chosen, timeout, owner=False)
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return Local(chosen, Ledger(chosen))
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     try:
         meeting = timedelta(seconds=max(timeout, _MEETING))
@@ -50,12 +48,12 @@ def connect(device: str | torch.device = "auto", timeout: float = 120.0) -> Tran
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
         raise TransportError(f"rank {os.environ['RANK']} could not join the others at {where}: {reason}") from error
-    return _joined(chosen, timeout)
+    return _joined(chosen, timeout, owner=True)
 
 
-def _joined(device: torch.device, timeout: float) -> Collective:
+def _joined(device: torch.device, timeout: float, owner: bool) -> Collective:
     """Groups of our own for the step's tensors and for control traffic: the two never mix, and `timeout` holds for both."""
     limit = timedelta(seconds=timeout)
     group = dist.new_group(timeout=limit)
     control = dist.new_group(timeout=limit, backend="gloo")
-    return Collective(device, Ledger(device), group=group, control=control)
+    return Collective(device, Ledger(device), group=group, control=control, owner=owner)
