@@ -73,8 +73,9 @@ def measure(rank: int, world: int, workload: Workload, repetitions: int, steps: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=3, help="steps of one repetition")
+    parser.add_argument("--steps", type=int, default=2, help="steps of one repetition")
     options = parser.parse_args()
+    given = f"--repetitions {options.repetitions} --steps {options.steps}"
     world = 2
     rows, claims = [], []
     for name, workload in WORKLOADS.items():
@@ -109,7 +110,7 @@ def main() -> None:
     write(
         "serial",
         "cpu",
-        "bash benchmarks/peer/setup.sh && .venv-peer/bin/python benchmarks/bench_serial.py",
+        f"bash benchmarks/peer/setup.sh && .venv-peer/bin/python benchmarks/bench_serial.py {given}",
         rows,
         claims,
         ("torchrec", "fbgemm-gpu-cpu"),

@@ -68,6 +68,19 @@ def test_training_equals_the_cpu(placement, optimizer):
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-7, atol=1e-9)
 
 
+def test_sums_of_duplicates_are_in_order():
+    """Hundreds of contributions of very different size to a row: the bits of the CPU, every time."""
+    from freescale.kernels.rows import sum_duplicates
+
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 40, (8000,), generator=generator)
+    gradients = torch.randn(8000, 64, generator=generator) * torch.logspace(-6, 6, 8000)[:, None]
+    unique, expected = sum_duplicates(rows, gradients)
+    for _ in range(5):
+        found, sums = sum_duplicates(rows.cuda(), gradients.cuda())
+        assert torch.equal(found.cpu(), unique) and torch.equal(sums.cpu(), expected)
+
+
 def retrieval_batch(seed):
     from freescale.batch import Jagged
 
