@@ -1,0 +1,35 @@
+"""Partitioners by name, and a user's own by `module:function`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from freescale.balance.movement import local
+from freescale.balance.partition import Partitioner, fixed, greedy, greedy_equal, stay
+from freescale.balance.published import karmarkar_karp, variable
+
+PARTITIONERS: dict[str, Partitioner] = {
+    "none": stay,
+    "fixed": fixed,
+    "variable": variable,
+    "greedy": greedy,
+    "greedy_equal": greedy_equal,
+    "local": local,
+    "karmarkar_karp": karmarkar_karp,
+}
+
+
+def find_partitioner(name: str) -> Partitioner:
+    """One of PARTITIONERS, or `module:function` of the user's."""
+    if name in PARTITIONERS:
+        return PARTITIONERS[name]
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise ValueError(f"unknown partitioner {name!r}; there is {', '.join(PARTITIONERS)}, or module:function of your own")
+    try:
+        found = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"partitioner {name!r} cannot be found: {error}") from error
+    if not callable(found):
+        raise ValueError(f"partitioner {name!r} is not a function")
+    return found
