@@ -78,6 +78,11 @@ class TrainConfig(_Checked):
     accumulate: int = option(1, "micro-batches of a rank's batch", minimum=1)
     precision: str = option("fp32", "compute precision", choices=("fp32", "bf16"))
     schedule: str = option("serial", "how communication and compute are ordered", choices=("serial",))
+    balance: str = option(
+        "greedy",
+        "which rank computes which sample: none, fixed, variable, greedy, greedy_equal, local, karmarkar_karp or module:function",
+    )
+    balance_cap: int | None = option(None, "tokens that a rank may hold at most (default: mean plus largest sample)", minimum=1)
     placement: str = option("auto", "auto, sharded or replicated; or table=choice, comma-separated")
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     seed: int = option(0, "of everything random")

@@ -8,6 +8,7 @@ from freescale.observe.ledger import KINDS
 
 # Spans that are this rank's own work: what imbalance compares.
 COMPUTE = ("forward", "backward")
+_SOMETIMES = ("collision_percent", "sparsity", "predicted_imbalance", "moved_tokens_percent")  # figures not of every step
 
 
 def shifted(record: Mapping, offset: int) -> dict:
@@ -62,6 +63,9 @@ def merge_step(records: Sequence[Mapping]) -> dict:
     }
     if counters.get("max_length"):
         figures["sparsity"] = 1 - counters["tokens"] / (counters["samples"] * counters["max_length"])
+    if "max_predicted_imbalance" in counters:
+        figures["predicted_imbalance"] = counters["max_predicted_imbalance"]
+        figures["moved_tokens_percent"] = 100 * counters["max_moved_tokens"] / max(1, counters.get("tokens", 0))
     if counters.get("requests"):
         figures["collision_percent"] = 100 * counters["collisions"] / counters["requests"]
     return figures
@@ -91,7 +95,7 @@ class Summary:
             return
         self._step_ms.append(figures["step_ms"])
         flat = {k: figures[k] for k in ("straggler_percent", "imbalance", "samples", "tokens")}
-        flat |= {k: figures[k] for k in ("sparsity", "collision_percent") if k in figures}
+        flat |= {k: figures[k] for k in _SOMETIMES if k in figures}
         for group in ("exposed_ms", "bytes", "spans_ms"):
             flat |= {f"{group}/{name}": value for name, value in figures[group].items()}
         for name, value in flat.items():
@@ -124,8 +128,7 @@ class Summary:
             "exposed_percent": 100 * sum(exposed.values()) * measured / (seconds * 1e3),
             "exposed_ms": exposed,
             "bytes_per_step": group("bytes"),
-            "collision_percent": means.get("collision_percent"),
-            "sparsity": means.get("sparsity"),
+            **{name: means.get(name) for name in _SOMETIMES},
             "imbalance": means["imbalance"],
             "spans_ms": group("spans_ms"),
             "compute_ms_per_rank": [total / measured for total in self._rank_ms["compute_ms"]],

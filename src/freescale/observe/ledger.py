@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from freescale.observe.clock import Clock, clock_for
+from freescale.observe.clock import clock_for
 
 KINDS = ("counts", "ids", "rows", "gradients", "samples", "dense")
 
@@ -25,15 +25,17 @@ _KEPT = 1024  # finished steps that wait to be drained; who never drains keeps t
 class Arrival:
     """One collective under way."""
 
-    def __init__(self, clock: Clock, kind: str, sent: int, received: int) -> None:
-        self._clock = clock
+    def __init__(self, ledger: Ledger, kind: str, sent: int, received: int) -> None:
+        self._ledger, self._clock = ledger, ledger.clock
         self.kind, self.sent, self.received = kind, sent, received
-        self.issued = clock.stamp()
+        self.issued = self._clock.stamp()
         self.waited: Any = None
         self.done: Any = None
 
     @contextmanager
     def wait(self) -> Iterator[None]:
+        """Around the blocking part. The collective is recorded in the step that waits for it, which may be a later one."""
+        self._ledger.record(self)
         self.waited = self._clock.stamp()
         try:
             yield
@@ -87,10 +89,11 @@ class Ledger:
     def arrive(self, kind: str, sent: int, received: int) -> Arrival:
         """This rank has arrived at a collective; call `wait()` on the result around the blocking part."""
         assert kind in KINDS, kind
-        arrival = Arrival(self.clock, kind, sent, received)
+        return Arrival(self, kind, sent, received)
+
+    def record(self, arrival: Arrival) -> None:
         if self._step is not None:
             self._step.arrivals.append(arrival)
-        return arrival
 
     def count(self, name: str, value: float | torch.Tensor) -> None:
         """Adds to a counter of the step. A tensor is read when the step is drained, not now."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from freescale.balance.shuffle import Balancer
 from freescale.batch import SequenceBatch
 from freescale.embedding.swap import Parallel
-from freescale.pipeline.agreement import MAX_TASKS, Agreement, agree
+from freescale.pipeline.agreement import MAX_TASKS, Agreement
 from freescale.pipeline.buckets import GradientBuckets
+from freescale.pipeline.upcoming import Upcoming
 
 _COLLISIONS_EVERY = 10  # steps between two looks at what consecutive batches share
 
@@ -48,11 +50,13 @@ class Serial:
         precision: str = "fp32",
         learning_rate: Callable[[int], float] | None = None,
         task_weights: Mapping[str, float] | None = None,
+        balancer: Balancer | None = None,
     ) -> None:
         """`learning_rate(step)` scales the learning rates of the dense optimizer and of the rows; steps count from 1.
 
         `accumulate` cuts a rank's batch into that many micro-batches; the step stays one step. `precision` is fp32 (whatever the
-        model's parameters are) or bf16 (autocast; no loss scaling).
+        model's parameters are) or bf16 (autocast; no loss scaling). `balancer` moves the samples of the next batch while this one
+        computes.
         """
         if accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {accumulate}")
@@ -63,6 +67,7 @@ class Serial:
         self.ledger = self.transport.ledger
         self.accumulate, self.clip, self.precision = accumulate, clip, precision
         self.task_weights = dict(task_weights or {})
+        self.balancer = balancer
         self.steps = 0  # made so far
         self._factor = learning_rate or (lambda step: 1.0)
         self._base_lr = [group["lr"] for group in optimizer.param_groups]
@@ -74,44 +79,32 @@ class Serial:
         """Trains until every rank's data has ended; a rank that runs out joins with empty batches. The data of a rank may fail:
         then all ranks raise."""
         batches = iter(data)
-        like = SequenceBatch(number=-1)  # the last batch that this rank had: without data it takes part with an empty one
+        coming = self._upcoming(batches, SequenceBatch(number=-1))
         while True:
             self.ledger.begin_step(self.steps)
-            batch, error = self._next(batches)
-            agreement = agree(batch, error, self.transport, like)
+            batch, agreement = coming.complete()
             if not agreement.ready:
                 self.ledger.cancel_step()
                 return
-            like = batch if batch is not None else replace(like.slice(0, 0), number=like.number + 1)
-            result = self._step(like, agreement)
+            following = self._upcoming(batches, coming.like)
+            result = self._step(batch, agreement, following)
             self.ledger.end_step()
             yield result
+            coming = following
 
-    def _next(self, batches: Iterator[SequenceBatch]) -> tuple[SequenceBatch | None, Exception | None]:
-        with self.ledger.span("data"):
-            try:
-                batch = next(batches, None)
-                if batch is not None:
-                    self.tables.check(batch)
-                    self._count(batch)
-                    batch = self._moved(batch)
-            except Exception as error:  # noqa: BLE001 - it is raised on all ranks, by agree()
-                return None, error
-        return batch, None
+    def _upcoming(self, batches: Iterator[SequenceBatch], like: SequenceBatch) -> Upcoming:
+        return Upcoming(batches, like, self.tables, self.transport, self.balancer)
 
-    def _moved(self, batch: SequenceBatch) -> SequenceBatch:
-        if self.transport.device.type == "cuda" and batch.device.type == "cpu":
-            batch = batch.pin_memory()  # from pageable memory the copy would block the host
-        return batch.to(self.transport.device, non_blocking=True)
-
-    def _step(self, batch: SequenceBatch, agreement: Agreement) -> StepResult:
+    def _step(self, batch: SequenceBatch, agreement: Agreement, following: Upcoming) -> StepResult:
         if not self.tables.placed:
             self.tables.place(batch)
         micro = self._micro_batches(batch)
         requests = self.tables.request(micro)
         self._count_collisions(requests)
         self.tables.fetch(requests)
-        losses = self._compute(micro, agreement)
+        following.exchanged()
+        losses = self._compute(micro, agreement, following)
+        following.differentiated()
         self.steps += 1
         factor = self._factor(self.steps)
         self.tables.apply(requests, step=self.steps, factor=factor)
@@ -129,22 +122,26 @@ class Serial:
         edges = [len(batch) * part // parts for part in range(parts + 1)]
         return batch.split([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)])
 
-    def _compute(self, micro: list[SequenceBatch], agreement: Agreement) -> Tensor:
+    def _compute(self, micro: list[SequenceBatch], agreement: Agreement, following: Upcoming) -> Tensor:
         """Forward and backward of every micro-batch. Returns this rank's part of the global losses [tasks + total]."""
         device = self.transport.device
         self.buckets.clear()
         # Sized for any number of tasks, so that a rank without a batch (which knows none) reduces the same vector; the total last.
         losses = torch.zeros(MAX_TASKS + 1, dtype=torch.float64, device=device)
         for batch in micro:
-            if not len(batch):
-                continue
-            with self.ledger.span("forward"), self._autocast():
-                sums = self.parallel.module(batch)
-                total = self._total(sums, agreement, losses)
-                losses[-1] += total.detach().double()
-            with self.ledger.span("backward"):
-                total.backward()
+            total = self._forward(batch, agreement, losses) if len(batch) else None
+            if batch is micro[-1]:
+                following.forwarded()
+            if total is not None:
+                with self.ledger.span("backward"):
+                    total.backward()
         return losses
+
+    def _forward(self, batch: SequenceBatch, agreement: Agreement, losses: Tensor) -> Tensor:
+        with self.ledger.span("forward"), self._autocast():
+            total = self._total(self.parallel.module(batch), agreement, losses)
+            losses[-1] += total.detach().double()
+        return total
 
     def _total(self, sums: Mapping[str, Tensor], agreement: Agreement, losses: Tensor) -> Tensor:
         """The scalar to differentiate: sums over samples / global counts. Adds the task's means to `losses`."""
@@ -169,15 +166,6 @@ class Serial:
                 group["lr"] = base * factor
             self.optimizer.step()
         return norm
-
-    def _count(self, batch: SequenceBatch) -> None:
-        """Sizes of the batch as it came, before it goes to the device: nothing is waited for."""
-        self.ledger.count("samples", len(batch))
-        if "history" in batch.sequences and len(batch):
-            history = batch.sequences["history"]
-            self.ledger.count("tokens", history.values.shape[0])
-            if history.lengths.device.type == "cpu":
-                self.ledger.count("max_length", int(history.lengths.max()))
 
     def _count_collisions(self, requests: list) -> None:
         if self.steps and self.steps % _COLLISIONS_EVERY == 0:

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from freescale.balance.cost import CostModel
+from freescale.balance.registry import find_partitioner
+from freescale.balance.shuffle import Balancer
 from freescale.config import RunConfig
 from freescale.data.loader import Histories
 from freescale.data.prefetch import prefetched
@@ -90,6 +93,23 @@ def build_model(config: RunConfig, num_items: int, num_actions: int) -> nn.Modul
     return Retrieval(encoder, temperature=model.temperature, **sizes)
 
 
+def build_balancer(config: RunConfig) -> Balancer | None:
+    """Costs come from the model's shapes and stay as they are: assignments depend on the data alone."""
+    if config.train.balance == "none":
+        return None
+    model = config.model
+    cost = CostModel.of_hstu(
+        width=model.width,
+        layers=model.layers,
+        heads=model.heads,
+        d_qk=model.width // model.heads,
+        d_v=model.width // model.heads,
+        negatives=config.data.negatives if model.task == "retrieval" else 0,
+        tasks=len(config.label_names),
+    )
+    return Balancer(find_partitioner(config.train.balance), cost, config.train.balance_cap)
+
+
 def build_parallel(config: RunConfig, data: Histories, transport: Transport) -> Parallel:
     train = config.train
     model = build_model(config, data.num_items, data.num_actions)
@@ -144,6 +164,7 @@ class Trainer:
             clip=settings.clip,
             precision=settings.precision,
             learning_rate=learning_rate(settings.warmup, settings.decay, self.total),
+            balancer=build_balancer(config),
         )
         self.checkpoints = Checkpoints(folder / "checkpoints", transport, settings.keep_checkpoints)
         if resume:
@@ -256,7 +277,7 @@ class Trainer:
         device = self.transport.device.type
         return [
             f"{data.num_samples:,} users, {data.num_items:,} items; {self.transport.world} ranks on {device}, "
-            f"global batch {data.global_batch}, schedule {self.config.train.schedule}",
+            f"global batch {data.global_batch}, schedule {self.config.train.schedule}, balance {self.config.train.balance}",
             f"{parameters:,} dense parameters",
             *self.parallel.tables.describe(),
         ]
