@@ -4,9 +4,9 @@
     II   AllToAll    of the sizes of what will be sent, with a digest of the assignment
     III  AllToAll    of the samples, whole: histories, two-level candidates, side features, labels, keys
 
-A stage is issued at one juncture of the step before and waited for at the next; the last one when the batch is needed. All samples
-of a dtype-free wire form travel in one AllToAll. Candidate lengths travel with their samples: planning needs their sum alone, which
-is in stage I.
+A stage is issued at one juncture of the step before and waited for at the next; the last one when the batch is needed. Samples
+travel in their wire form, all features and dtypes in one AllToAll. Candidate lengths travel with their samples: planning needs
+their sum alone, which is in stage I.
 """
 
 from __future__ import annotations
@@ -53,15 +53,14 @@ class Shuffle:
     in `samples`.
     """
 
-    def __init__(
-        self, batch: SequenceBatch, like: SequenceBatch, counts: list[int], balancer: Balancer, transport: Transport
-    ) -> None:
+    def __init__(self, batch: SequenceBatch, counts: list[int], balancer: Balancer, transport: Transport) -> None:
         self.assignment: Assignment | None = None
-        self._batch, self._like, self._counts = batch, like, counts
+        self._batch, self._counts = batch, counts
         self._balancer, self._transport = balancer, transport
         self._error: Exception | None = None
         self._pending: Any = None
-        self._parts: list[Tensor] = []
+        self._parts: list[Tensor] = []  # what goes to each rank, as bytes
+        self._received: list[int] = []  # bytes that come from each rank
 
     def lengths(self) -> None:
         """Stage I starts."""
@@ -104,8 +103,8 @@ class Shuffle:
     def finish(self) -> SequenceBatch:
         """Waits for stage III; this rank's samples, in the order of the global batch."""
         wires = self._pending.wait().split(self._received)
-        parts = [self._like.from_wire(wire) for wire in wires if wire.numel()]
-        return SequenceBatch.concat(parts) if parts else self._like.slice(0, 0)
+        parts = [self._batch.from_wire(wire) for wire in wires if wire.numel()]
+        return SequenceBatch.concat(parts) if parts else self._batch.slice(0, 0)
 
     def _plan(self, table: np.ndarray) -> int:
         """Sets the assignment and what goes to each rank; returns a digest of the assignment."""

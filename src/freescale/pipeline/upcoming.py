@@ -87,7 +87,7 @@ class Upcoming:
         self.agreement = agree(batch, error, self._transport, self.like)
         self.like = batch if batch is not None else replace(self.like.slice(0, 0), number=self.like.number + 1)
         if self._balancer and self.agreement.ready and self._transport.world > 1:
-            self._shuffle = Shuffle(self.like, self.like, self.agreement.samples, self._balancer, self._transport)
+            self._shuffle = Shuffle(self.like, self.agreement.samples, self._balancer, self._transport)
 
     def _moved(self, batch: SequenceBatch) -> SequenceBatch:
         device = self._transport.device
