@@ -7,6 +7,7 @@ when the batch is needed is done then (the first batch: everything). Unbalanced,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from freescale.balance.shuffle import Balancer, Shuffle
@@ -58,7 +59,8 @@ class Upcoming:
         assert self.agreement is not None
         batch = self.like
         if self._shuffle is not None:
-            batch = replace(self._shuffle.finish(), number=batch.number)
+            with self._balancing():
+                batch = replace(self._shuffle.finish(), number=batch.number)
             assert self._shuffle.assignment is not None
             self._counters["max_predicted_imbalance"] = self._shuffle.assignment.imbalance
             self._counters["max_moved_tokens"] = self._shuffle.assignment.moved_tokens
@@ -104,14 +106,21 @@ class Upcoming:
             if history.lengths.device.type == "cpu":
                 self._counters["max_length"] = int(history.lengths.max())
 
+    def _balancing(self) -> AbstractContextManager[None]:
+        """All that balancing keeps this rank from computing: planning, packing and rebuilding as well as waits."""
+        return self._transport.ledger.span("balance")
+
     def _lengths(self) -> None:
         if self._shuffle is not None:
-            self._shuffle.lengths()
+            with self._balancing():
+                self._shuffle.lengths()
 
     def _sizes(self) -> None:
         if self._shuffle is not None:
-            self._shuffle.sizes()
+            with self._balancing():
+                self._shuffle.sizes()
 
     def _samples(self) -> None:
         if self._shuffle is not None:
-            self._shuffle.samples()
+            with self._balancing():
+                self._shuffle.samples()
