@@ -1,10 +1,11 @@
-"""Balancing as measured, not predicted: straggler %, peak memory and the balancing's own exposed time, with and without.
+"""Balancing as measured, not predicted: straggler %, peak memory, the balancing's own exposed time and the adapted cost's error.
 
     .venv/bin/python benchmarks/bench_balance_measured.py                                   # 2 CPU ranks, each pinned to a core
     torchrun --nproc-per-node 4 benchmarks/bench_balance_measured.py --device cuda          # GPU ranks sharing one GPU through MPS
 
-HSTU (retrieval) on log-normal lengths; the arms `none`, `greedy` and `local` take turns, each with a model of its own, over the
-same batches and from the same weights.
+HSTU (retrieval) on log-normal lengths; the arms (`none`, `greedy`, `local`, and `adapted`: greedy with --balance-adapt) take turns,
+each with a model of its own, over the same batches and from the same weights. On the CPU each arm's peak memory is that of a run in
+processes of its own; on a GPU it is what the arm keeps plus what its steps need beside that.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from results import claim, write  # noqa: E402
+from results import claim, spread, write  # noqa: E402
 
 import freescale  # noqa: E402
+from freescale.balance.balancer import Balancer  # noqa: E402
 from freescale.balance.cost import CostModel  # noqa: E402
 from freescale.balance.registry import PARTITIONERS  # noqa: E402
-from freescale.balance.shuffle import Balancer  # noqa: E402
 from freescale.batch import Jagged, SequenceBatch  # noqa: E402
 from freescale.models.heads import Retrieval  # noqa: E402
 from freescale.models.hstu import HSTU  # noqa: E402
@@ -33,7 +34,8 @@ from freescale.observe.collect import Collector  # noqa: E402
 from freescale.observe.ledger import Ledger  # noqa: E402
 from freescale.transport.collective import Collective  # noqa: E402
 
-ARMS = ("none", "greedy", "local")
+ARMS = ("none", "greedy", "local", "adapted")
+LEARNED = 50  # steps after which the adapted cost must predict
 SHAPES: dict[str, dict[str, int]] = {
     "cpu": {"samples": 12, "median": 150, "cap": 1500, "width": 64, "layers": 2, "heads": 2, "items": 20_000},
     "cuda": {"samples": 16, "median": 1500, "cap": 12_000, "width": 256, "layers": 4, "heads": 4, "items": 200_000},
@@ -72,29 +74,45 @@ class Arm:
         width = shape["width"] // shape["heads"]
         sizes = {"width": shape["width"], "layers": shape["layers"], "heads": shape["heads"], "d_qk": width, "d_v": width}
         cost = CostModel.of_hstu(**sizes, negatives=64)
+        partitioner = PARTITIONERS["greedy" if name == "adapted" else name]
+        self.balancer = None if name == "none" else Balancer(partitioner, cost, adapt=name == "adapted")
         self.pipeline = freescale.Pipeline(
             parallel,
             torch.optim.AdamW(parallel.dense_parameters(), lr=1e-3),
             precision="bf16" if device.type == "cuda" else "fp32",
-            balancer=None if name == "none" else Balancer(PARTITIONERS[name], cost),
+            balancer=self.balancer,
         )
         self.steps = self.pipeline.run(data)
-        self.peak = 0
+        self.kept, self.needed = 0, 0  # bytes on the GPU: between steps, and at most beside that in a step
         self.losses: list[float] = []
+        self.errors: list[float] = []  # of the predicted compute times, every rank of every step past LEARNED
 
     def step(self, device: torch.device) -> None:
+        before = _allocated(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         self.losses.append(next(self.steps).loss)
         if device.type == "cuda":
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+            self.needed = max(self.needed, torch.cuda.max_memory_allocated() - before)
+        if self.balancer is not None and len(self.losses) > LEARNED:
+            self.errors += self.balancer.errors.tolist()
 
 
-def measure(rank: int, world: int, device: torch.device, steps: int) -> dict[str, Any] | None:
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def measure(rank: int, world: int, device: torch.device, steps: int, arms: tuple[str, ...] = ARMS) -> dict[str, Any] | None:
     shape = SHAPES[device.type]
     data = batches(shape, rank, steps)
-    built = {name: Arm(name, shape, device, data) for name in ARMS}
-    for _ in range(steps):
+    built: dict[str, Arm] = {}
+    for name in arms:
+        before = _allocated(device)
+        built[name] = Arm(name, shape, device, data)
+        built[name].step(device)
+        built[name].kept = _allocated(device) - before
+        built[name].needed = 0
+    for _ in range(steps - 1):
         for arm in built.values():
             arm.step(device)
     figures: dict[str, Any] = {}
@@ -102,14 +120,15 @@ def measure(rank: int, world: int, device: torch.device, steps: int) -> dict[str
         transport = arm.transport
         collector = Collector(transport.ledger, rank, world, transport.gather_bytes, None)
         result = collector.close(device)
-        peaks = [int(part) for part in transport.gather_bytes(str(arm.peak).encode())]
+        peaks = [int(part) for part in transport.gather_bytes(str(arm.kept + arm.needed).encode())]
         if result is not None:
-            figures[name] = result | {"gpu_peak_bytes_above_all_arms": peaks, "losses": arm.losses}
+            memory = {"gpu_peak_bytes_per_rank": peaks} if device.type == "cuda" else {}
+            figures[name] = result | memory | {"losses": arm.losses, "errors": arm.errors}
     return figures or None
 
 
-def cpu_rank(rank: int, world: int, steps: int) -> dict[str, Any] | None:
-    return measure(rank, world, torch.device("cpu"), steps)
+def cpu_rank(rank: int, world: int, steps: int, arms: tuple[str, ...] = ARMS) -> dict[str, Any] | None:
+    return measure(rank, world, torch.device("cpu"), steps, arms)
 
 
 def report(figures: dict[str, Any], world: int, device: str, steps: int, command: str, commit: str | None = None) -> None:
@@ -118,15 +137,23 @@ def report(figures: dict[str, Any], world: int, device: str, steps: int, command
     for name, result in figures.items():
         drift = max(abs(a - b) / abs(b) for a, b in zip(result["losses"], before["losses"], strict=True))
         # Everything that balancing keeps compute from: planning, packing, rebuilding, and its waits (for slower ranks too).
-        own = 100 * result["spans_ms"].get("balance", 0.0) / result["step_ms"]["mean"]
+        # The lengths travel in the message by which ranks agree on a step anyway: what that takes longer is balancing's as well.
+        agreeing = max(0.0, result["spans_ms"]["agree"] - before["spans_ms"]["agree"])
+        own = 100 * (result["spans_ms"].get("balance", 0.0) + agreeing) / result["step_ms"]["mean"]
         wire = 100 * result["exposed_ms"]["samples"] / result["step_ms"]["mean"]
         rows.append({"arm": name, "ranks": world, "largest_relative_loss_difference_to_none": drift})
         rows[-1] |= {"balancing_percent": own, "balancing_communication_percent": wire}
-        rows[-1] |= {key: value for key, value in result.items() if key != "losses"}
+        rows[-1] |= {key: value for key, value in result.items() if key not in ("losses", "errors")}
         print(
             f"{name:8s} step {result['step_ms']['median']:8.1f} ms  straggler {result['straggler_percent']:5.1f} %  "
             f"imbalance {result['imbalance']:.3f}  balancing {own:.2f} % (communication {wire:.2f} %)  loss differs {drift:.1e}"
         )
+        if result["errors"]:
+            rows[-1]["cost_error_percent_after_50_steps"] = spread([100 * error for error in result["errors"]])
+        if name == "adapted" and result["errors"]:
+            error = rows[-1]["cost_error_percent_after_50_steps"]["median"]
+            text = "adapted: predicted against measured time of a rank, after 50 steps, median"
+            claims.append(claim(text, 5.0, error, "%", at_least=False))
         if name != "none":
             claims.append(claim(f"{name}: balancing's own exposed time, of the step", 1.0, own, "%", at_least=False))
     testbed = "h200" if device == "cuda" else "cpu"
@@ -137,13 +164,16 @@ def report(figures: dict[str, Any], world: int, device: str, steps: int, command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--commit", help="of the tree that is measured, where it was copied without its history")
     options = parser.parse_args()
     if options.device == "cpu":
         from pinned import pinned_ranks
 
         figures = pinned_ranks(2, cpu_rank, options.steps)[0]
+        for name in ARMS:
+            alone = pinned_ranks(2, cpu_rank, 12, (name,))[0]
+            figures[name]["peak_memory_bytes_per_rank"] = alone[name]["peak_memory_bytes_per_rank"]
         report(figures, 2, "cpu", options.steps, f".venv/bin/python benchmarks/bench_balance_measured.py --steps {options.steps}")
         return
     os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"  # NCCL takes several ranks on one GPU if each names a host of its own

@@ -1,6 +1,6 @@
 """Batches of sequences: jagged features, two-level candidates, per-sample columns.
 
-A sample is one user's history with everything that belongs to it. All moves (select, split, concat, wire form) work on
+A sample is one user's history with everything that belongs to it. All moves (select, split, concat) work on
 whole samples, by index arithmetic and without a Python loop over samples, on any device.
 """
 
@@ -132,11 +132,11 @@ class SequenceBatch:
     number: int = 0  # of the global batch, counted from the start of the run
 
     def __post_init__(self) -> None:
-        sizes = {name: len(part) for name, part in self._parts().items()}
+        sizes = {name: len(part) for name, part in self.parts().items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"features differ in their number of samples: {sizes}")
 
-    def _parts(self) -> dict[str, Jagged | Nested | Tensor]:
+    def parts(self) -> dict[str, Jagged | Nested | Tensor]:
         """Every column under a unique name, in an order that all ranks share."""
         parts: dict[str, Jagged | Nested | Tensor] = {}
         for kind, columns in (("s", self.sequences), ("c", self.candidates), ("d", self.dense), ("w", self.weights)):
@@ -145,7 +145,7 @@ class SequenceBatch:
             parts["k/"] = self.keys
         return parts
 
-    def _with_parts(self, parts: Mapping[str, Jagged | Nested | Tensor]) -> SequenceBatch:
+    def with_parts(self, parts: Mapping[str, Jagged | Nested | Tensor]) -> SequenceBatch:
         columns: dict[str, dict] = {"s": {}, "c": {}, "d": {}, "w": {}, "k": {}}
         for name, part in parts.items():
             columns[name[0]][name[2:]] = part
@@ -159,16 +159,16 @@ class SequenceBatch:
         )
 
     def __len__(self) -> int:
-        return next((len(part) for part in self._parts().values()), 0)
+        return next((len(part) for part in self.parts().values()), 0)
 
     @property
     def device(self) -> torch.device:
-        for part in self._parts().values():
+        for part in self.parts().values():
             return part.device if isinstance(part, Tensor) else part.values.device
         return torch.device("cpu")
 
     def check(self) -> SequenceBatch:
-        for name, part in self._parts().items():
+        for name, part in self.parts().items():
             if not isinstance(part, Tensor):
                 part.check(name[2:])
         return self
@@ -189,12 +189,12 @@ class SequenceBatch:
 
     def select(self, index: Tensor) -> SequenceBatch:
         """The samples at `index` ([n] int64), in that order; repeats allowed."""
-        parts = self._parts().items()
-        return self._with_parts({n: p[index] if isinstance(p, Tensor) else p.select(index) for n, p in parts})
+        parts = self.parts().items()
+        return self.with_parts({n: p[index] if isinstance(p, Tensor) else p.select(index) for n, p in parts})
 
     def slice(self, start: int, stop: int) -> SequenceBatch:
-        parts = self._parts().items()
-        return self._with_parts({n: p[start:stop] if isinstance(p, Tensor) else p.slice(start, stop) for n, p in parts})
+        parts = self.parts().items()
+        return self.with_parts({n: p[start:stop] if isinstance(p, Tensor) else p.slice(start, stop) for n, p in parts})
 
     def split(self, sizes: Sequence[int]) -> list[SequenceBatch]:
         if sum(sizes) != len(self):
@@ -208,7 +208,7 @@ class SequenceBatch:
     def concat(batches: Sequence[SequenceBatch]) -> SequenceBatch:
         if not batches:
             raise ValueError("concat needs at least one batch")
-        columns = [b._parts() for b in batches]
+        columns = [b.parts() for b in batches]
         if any(c.keys() != columns[0].keys() for c in columns):
             raise ValueError(f"batches differ in their features: {sorted({k[2:] for c in columns for k in c})}")
 
@@ -218,11 +218,11 @@ class SequenceBatch:
                 return torch.cat(parts)  # type: ignore[arg-type]
             return type(parts[0]).concat(parts)  # type: ignore[arg-type]
 
-        return batches[0]._with_parts({name: join(name) for name in columns[0]})
+        return batches[0].with_parts({name: join(name) for name in columns[0]})
 
     def map(self, function: Callable[[Tensor], Tensor]) -> SequenceBatch:
-        parts = self._parts().items()
-        return self._with_parts({n: function(p) if isinstance(p, Tensor) else p.map(function) for n, p in parts})
+        parts = self.parts().items()
+        return self.with_parts({n: function(p) if isinstance(p, Tensor) else p.map(function) for n, p in parts})
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceBatch:
         return self.map(lambda t: t.to(device, non_blocking=non_blocking))
@@ -230,10 +230,10 @@ class SequenceBatch:
     def pin_memory(self) -> SequenceBatch:
         return self.map(lambda t: t.pin_memory())
 
-    def _tensors(self) -> list[Tensor]:
-        """Flat list of all tensors, sizes before what they size: the order of the wire form."""
+    def tensors(self) -> list[Tensor]:
+        """Flat list of all tensors, sizes before what they size."""
         tensors: list[Tensor] = []
-        for part in self._parts().values():
+        for part in self.parts().values():
             if isinstance(part, Tensor):
                 tensors.append(part)
             elif isinstance(part, Jagged):
@@ -242,34 +242,11 @@ class SequenceBatch:
                 tensors += [part.counts, part.lengths, part.values]
         return tensors
 
-    def to_wire(self) -> Tensor:
-        """One uint8 tensor: a header of int64 leading sizes, then each tensor's bytes, padded to 8.
-
-        Names, dtypes and trailing shapes are not sent: every rank has the same features, `from_wire` takes them from any
-        batch of its own (an empty one will do).
-        """
-        tensors = self._tensors()
-        header = torch.tensor([t.shape[0] for t in tensors], dtype=torch.int64, device=self.device)
-        return torch.cat([_padded_bytes(t) for t in (header, *tensors)]) if tensors else header.view(torch.uint8)
-
-    def from_wire(self, wire: Tensor) -> SequenceBatch:
-        """A batch with this batch's features and the samples in `wire`; the inverse of `to_wire`."""
-        like = self._tensors()
-        position = 8 * len(like)
-        if wire.dtype != torch.uint8 or wire.numel() < position:
-            raise ValueError(f"not a wire form of this batch: {wire.numel()} bytes of {wire.dtype}")
-        sizes = wire[:position].clone().view(torch.int64).tolist()
-        rebuilt: list[Tensor] = []
-        for tensor, size in zip(like, sizes, strict=True):
-            shape = (size, *tensor.shape[1:])
-            length = torch.Size(shape).numel() * tensor.element_size()
-            if size < 0 or position + length > wire.numel():
-                raise ValueError(f"wire form is cut short: {wire.numel()} bytes, at least {position + length} expected")
-            rebuilt.append(wire[position : position + length].clone().view(tensor.dtype).view(shape))
-            position += -(-length // 8) * 8
-        queue = iter(rebuilt)
+    def with_tensors(self, tensors: Sequence[Tensor]) -> SequenceBatch:
+        """This batch's features with other values: the inverse of `tensors`."""
+        queue = iter(tensors)
         parts: dict[str, Jagged | Nested | Tensor] = {}
-        for name, part in self._parts().items():
+        for name, part in self.parts().items():
             if isinstance(part, Tensor):
                 parts[name] = next(queue)
             elif isinstance(part, Jagged):
@@ -278,9 +255,4 @@ class SequenceBatch:
             else:
                 counts, lengths = next(queue), next(queue)
                 parts[name] = Nested(next(queue), lengths, counts)
-        return self._with_parts(parts)
-
-
-def _padded_bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
+        return self.with_parts(parts)

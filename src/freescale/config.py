@@ -83,6 +83,7 @@ class TrainConfig(_Checked):
         "which rank computes which sample: none, fixed, variable, greedy, greedy_equal, local, karmarkar_karp or module:function",
     )
     balance_cap: int | None = option(None, "tokens that a rank may hold at most (default: mean plus largest sample)", minimum=1)
+    balance_adapt: bool = option(False, "correct the cost model by measured times (assignments then depend on them, too)")
     placement: str = option("auto", "auto, sharded or replicated; or table=choice, comma-separated")
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     seed: int = option(0, "of everything random")

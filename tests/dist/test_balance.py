@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from ranks import gather_ranks, run_ranks
 
 import freescale
+from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.registry import PARTITIONERS
-from freescale.balance.shuffle import Balancer
 from freescale.data.loader import Histories
 from freescale.data.synthetic import generate
 from freescale.models.heads import Ranking, Retrieval
@@ -137,17 +139,82 @@ def _capped(transport, path):
     list(pipeline.run(data))
 
 
-def _uneven(transport):
+def _uneven(transport, counts, balanced=True):
     from test_serial import build
     from toys import clicks_batch
 
-    _, pipeline = build(transport, balancer=Balancer(PARTITIONERS["greedy"], COST))
-    batches = [clicks_batch(4, seed) for seed in range((3, 5, 2)[transport.rank])]
+    _, pipeline = build(transport, balancer=Balancer(PARTITIONERS["greedy"], COST) if balanced else None)
+    batches = [clicks_batch(4, seed) for seed in range(counts[transport.rank])]
     return [(r.number, r.loss) for r in pipeline.run(batches)]
 
 
-def test_ranks_whose_data_ends_early_get_samples_of_the_others():
-    steps = run_ranks(3, _uneven)
+@pytest.mark.parametrize("counts", [(3, 5, 2), (0, 5, 2), (5, 0, 0)])
+def test_ranks_whose_data_ends_early_get_samples_of_the_others(counts):
+    """A rank that never had a batch learns its features from the others: whatever is given to it is computed, nothing is lost."""
+    unbalanced = run_ranks(3, _uneven, counts, False)
+    steps = run_ranks(3, _uneven, counts)
     assert [len(s) for s in steps] == [5, 5, 5]
     losses = [[loss for _, loss in s] for s in steps]
     assert losses[0] == losses[1] == losses[2]
+    assert losses[0] == pytest.approx([loss for _, loss in unbalanced[0]], rel=1e-9)
+
+
+class Logged:
+    """greedy, with a record of what it decided."""
+
+    def __init__(self):
+        self.decided, self.times = [], []
+
+    def __call__(self, problem):
+        result = PARTITIONERS["greedy"](problem)
+        self.decided.append(result.tolist())
+        self.times.append(problem.times)
+        return result
+
+
+def _adapting(transport, steps, state=None):
+    from test_serial import build
+    from toys import clicks_batch
+
+    logged = Logged()
+    balancer = Balancer(logged, COST, adapt=True)
+    _, pipeline = build(transport, balancer=balancer)
+    if state is not None:
+        pipeline.load_state_dict(state)
+    first = pipeline.steps
+    batches = [clicks_batch(6, 10 * seed + transport.rank) for seed in range(first, first + steps)]
+    for _ in pipeline.run(batches):
+        if pipeline.steps == first + steps - 1:
+            saved = json.loads(json.dumps(pipeline.state_dict()))  # the last batch is planned, not computed
+    return logged.decided, logged.times, balancer.error, balancer.adaptive.model.coefficients, saved
+
+
+def test_adapting_learns_the_same_on_all_ranks_and_a_checkpoint_keeps_what_is_in_flight():
+    ranks = run_ranks(2, _adapting, 12)
+    decided, times, error, coefficients, saved = ranks[0]
+    assert ranks[1][0] == decided and ranks[1][3] == coefficients, "ranks learned different things"
+    assert coefficients != COST.coefficients and error is not None
+    assert times[0] is None and all((t > 0).all() for t in times[3:]), "no times reached the partitioner"
+    assert list(saved["balancer"]["assignments"]) == ["12"] and saved["balancer"]["assignments"]["12"] == decided[11]
+    resumed = run_ranks(2, _adapting, 3, saved)
+    assert len(resumed[0][0]) == 2, "the batch in flight was planned again"
+    assert resumed[0][4]["balancer"]["cost"] != saved["balancer"]["cost"]
+    elsewhere = run_ranks(3, _adapting, 3, saved)
+    assert len(elsewhere[0][0]) == 3
+
+
+def _frozen(transport):
+    from test_serial import build
+    from toys import clicks_batch
+
+    logged = Logged()
+    balancer = Balancer(logged, COST)
+    _, pipeline = build(transport, balancer=balancer)
+    list(pipeline.run([clicks_batch(6, seed) for seed in range(5)]))
+    return logged.times, balancer.error, pipeline.state_dict()["balancer"]
+
+
+def test_frozen_assignments_see_no_times():
+    times, error, state = run_ranks(2, _frozen)[0]
+    assert times == [None] * 5 and state == {}
+    assert error is not None, "the prediction error is measured all the same"

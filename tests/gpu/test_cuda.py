@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from toys import Clicks, clicks_batch, rank_slice
@@ -23,6 +24,7 @@ from freescale.models.hstu import HSTU
 from freescale.observe.figures import merge_step
 from freescale.observe.ledger import Ledger
 from freescale.transport.local import Local
+from freescale.wire import pack, unpack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -33,11 +35,17 @@ def test_batches_move_and_stay_the_same():
     there = batch.to("cuda")
     expected, actual = batch.select(index), there.select(index.cuda())
     assert actual.device.type == "cuda"
-    assert torch.equal(actual.to("cpu").to_wire(), expected.to_wire())
-    wire = there.to_wire()
-    assert wire.device.type == "cuda" and torch.equal(there.from_wire(wire).to_wire(), wire)
-    joined = SequenceBatch.concat(there.split([2, 0, 7]))
-    assert torch.equal(joined.to_wire(), wire)
+    same(actual, expected)
+    same(SequenceBatch.concat(there.split([2, 0, 7])), batch)
+    message, sizes, _ = pack(batch, np.arange(9), [4, 5])
+    unpacked = unpack(there, message.cuda(), sizes)
+    assert unpacked.device.type == "cuda"
+    same(unpacked, batch)
+
+
+def same(actual, expected):
+    for ours, theirs in zip(actual.tensors(), expected.tensors(), strict=True):
+        assert torch.equal(ours.cpu(), theirs)
 
 
 class CudaClicks(Clicks):

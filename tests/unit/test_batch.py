@@ -90,27 +90,6 @@ def test_split_and_concat(items, data):
     assert plain(SequenceBatch.concat(parts)) == items
 
 
-@settings(deadline=None)
-@given(samples, samples)
-def test_wire(items, others):
-    """Any batch of the same features can read the wire form, an empty one too."""
-    wire = made(items).to_wire()
-    assert wire.dtype == torch.uint8 and wire.numel() % 8 == 0
-    assert plain(made(others).from_wire(wire)) == items
-    assert plain(made([]).from_wire(wire)) == items
-
-
-def test_damaged_wire_is_refused():
-    batch = made([{"history": [1, 2], "candidates": [[3]], "label": True, "key": 1}])
-    wire = batch.to_wire()
-    with pytest.raises(ValueError, match="cut short"):
-        batch.from_wire(wire[:-8])
-    with pytest.raises(ValueError, match="not a wire form"):
-        batch.from_wire(wire[:8])
-    with pytest.raises(ValueError, match="not a wire form"):
-        batch.from_wire(wire.float())
-
-
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="differ in their number of samples"):
         SequenceBatch(dense={"a": torch.zeros(2), "b": torch.zeros(3)})

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import heapq
+import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.balance.cost import CostModel
-from freescale.balance.partition import Problem, assign, descending, fixed, greedy, longest_first, stay
+from freescale.balance.device import FixedOnDevice
+from freescale.balance.partition import Problem, _many_at_a_time, _one_at_a_time, assign, descending, fixed, greedy, stay
 from freescale.balance.published import Variable, karmarkar_karp
 from freescale.balance.registry import PARTITIONERS, find_partitioner
 
@@ -114,8 +118,9 @@ def test_rounds_place_samples_as_one_at_a_time_would(problem):
         expected[sample] = rank
         heapq.heappush(heap, (load + problem.costs[sample], rank))
     # Between equally loaded ranks either may be chosen: the loads are the same up to their order.
-    loads = [np.sort(np.bincount(ranks, problem.costs, problem.ranks)) for ranks in (longest_first(problem), expected)]
-    assert loads[0] == pytest.approx(loads[1], rel=1e-12)
+    found = [expected, _one_at_a_time(problem), _many_at_a_time(problem)]
+    loads = [np.sort(np.bincount(ranks, problem.costs, problem.ranks)) for ranks in found]
+    assert loads[1] == pytest.approx(loads[0], rel=1e-12) and loads[2] == pytest.approx(loads[0], rel=1e-12)
 
 
 def heavy(samples, ranks, seed=0, cap=21_000):
@@ -152,17 +157,33 @@ def test_karmarkar_karp_by_hand():
     assert loads in ([14.0, 16.0], [15.0, 15.0])
 
 
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.5, 7.0, 1e6]), max_size=40), st.integers(1, 7))
+def test_fixed_on_a_device_is_fixed(costs, ranks):
+    """Ties included."""
+    n = len(costs)
+    problem = Problem(np.array(costs, np.float64), np.ones(n, np.int64), np.zeros(n, np.int64), ranks)
+    assert (FixedOnDevice(torch.device("cpu"))(problem) == fixed(problem)).all()
+
+
 def test_variable_follows_the_measured_times():
     """A rank that is twice as slow ends with about half the work."""
     problem, tuner, speed = heavy(64, 4), Variable(), np.array([1.0, 1.0, 2.0, 1.0])
+    measured = [None, None]  # a measurement is two batches old when it is used
     for _ in range(60):
-        times = np.bincount(tuner(problem), problem.costs, 4) * speed
-        tuner.tune(times)
-    spread = times.max() / times.mean()
+        rank_of = tuner(replace(problem, times=measured.pop(0)))
+        measured.append(np.bincount(rank_of, problem.costs, 4) * speed)
+    spread = measured[-1].max() / measured[-1].mean()
     first = np.bincount(Variable()(problem), problem.costs, 4) * speed
     assert spread < 1.1 < first.max() / first.mean()
-    with pytest.raises(ValueError, match="step times must be positive"):
-        tuner.tune(np.array([1.0, 0.0, 1.0, 1.0]))
+    again = Variable()
+    again.load_state_dict(json.loads(json.dumps(tuner.state_dict())))
+    assert (again(problem) == tuner(problem)).all()
+    shares = tuner.shares.copy()
+    tuner(replace(problem, times=np.array([1.0, 0.0, 1.0, 1.0])))  # one is not known
+    assert (tuner.shares == shares).all()
+    with pytest.raises(ValueError, match="step times must be finite"):
+        tuner(replace(problem, times=np.array([1.0, -1.0, 1.0, 1.0])))
 
 
 def test_bad_functions_are_named():

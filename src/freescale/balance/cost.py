@@ -31,7 +31,11 @@ class CostModel:
 
     def __call__(self, lengths: np.ndarray, candidates: np.ndarray | None = None) -> np.ndarray:
         """lengths [n], candidates [n] -> costs [n] float64."""
-        return features(lengths, candidates) @ np.array(self.coefficients)
+        return self.of(features(lengths, candidates))
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """rows [n, 4] of `features` -> costs [n] float64."""
+        return _product(rows, np.array(self.coefficients))
 
     @staticmethod
     def balanced_at(length: float) -> CostModel:
@@ -58,38 +62,60 @@ def features(lengths: np.ndarray, candidates: np.ndarray | None = None) -> np.nd
     return np.stack([length * length, length, count, np.ones_like(length)], axis=1)
 
 
+def _product(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """rows [n, k] times weights [k], term by term from the left. A matrix product may round differently on another processor,
+    and ranks that round differently may assign differently."""
+    total = rows[:, 0] * weights[0]
+    for column in range(1, rows.shape[1]):
+        total = total + rows[:, column] * weights[column]
+    return total
+
+
+_START = 1e-3  # weight of the proportions that it starts from, against one measurement of one rank: a guess, soon outweighed
+_HELD = 1e-6
+
+
 class AdaptiveCost:
     """Recursive least squares of step times on the summed features of what each rank computed.
 
     Everything that enters `update` is gathered from all ranks, so that all of them keep the same coefficients. Times are compared
-    after scaling each feature by its size at the start: the terms differ by many orders of magnitude.
+    after scaling each feature by its size at the start: the terms differ by many orders of magnitude. Beside the four features of
+    samples there is one of the rank, 1 for each that computed anything: what a step costs whatever is in it. It does not enter an
+    assignment. The recursion is kept in its information form, so that a step costs the same however many ranks measured it.
     """
 
-    def __init__(self, start: CostModel, forgetting: float = 0.98) -> None:
+    def __init__(self, start: CostModel, forgetting: float = 0.96) -> None:
+        """`forgetting`: what is left of a step's weight one step later."""
         if not 0 < forgetting <= 1:
             raise ValueError(f"forgetting must be above 0 and at most 1, got {forgetting}")
         self.start, self.forgetting = start, forgetting
-        self._scale: np.ndarray | None = None  # [4]: feature sizes at the first update
-        self._weights = np.zeros(4)  # of the scaled features: seconds
-        self._covariance = np.eye(4)
-        self.error: float | None = None  # of the last prediction: median over ranks of |predicted - measured| / measured
+        self._scale: np.ndarray | None = None  # [5]: feature sizes at the first update
+        self._weights = np.zeros(5)  # of the scaled features: seconds
+        self._information = np.zeros((5, 5))  # sum of x x^T over what was measured, fading
+        self._moment = np.zeros(5)  # sum of x * seconds
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether predictions are seconds: something was measured."""
+        return self._scale is not None
 
     @property
     def model(self) -> CostModel:
         """The present coefficients. Negative ones (noise) count as zero; before the first update, what it started from."""
         if self._scale is None:
             return self.start
-        coefficients = np.maximum(self._weights, 0.0) / self._scale
-        return CostModel(*coefficients) if coefficients.any() else self.start
+        coefficients = np.maximum(self._weights, 0.0)[:4] / self._scale[:4]
+        return CostModel(*coefficients.tolist()) if coefficients.any() else self.start
 
     def predict(self, summed: np.ndarray) -> np.ndarray:
-        """summed [ranks, 4]: features added up over each rank's samples -> seconds [ranks]. The constant counts samples."""
+        """summed [ranks, 4]: features added up over each rank's samples -> seconds [ranks]; before the first update, the start's
+        costs."""
         if self._scale is None:
-            return summed @ np.array(self.start.coefficients)
-        return summed / self._scale @ self._weights
+            return _product(summed, np.array(self.start.coefficients))
+        return _product(_with_constant(summed) / self._scale, self._weights)
 
     def update(self, summed: np.ndarray, seconds: np.ndarray) -> None:
-        """summed [ranks, 4] and measured seconds [ranks] of the last step, in rank order."""
+        """summed [ranks, 4] and measured seconds [ranks] of a step, in rank order. Ranks with nothing measured (0) are left out."""
         summed, seconds = np.asarray(summed, np.float64), np.asarray(seconds, np.float64)
         if not np.isfinite(summed).all() or not np.isfinite(seconds).all() or (seconds < 0).any():
             raise ValueError(f"step times must be finite and not negative, got {seconds.tolist()}")
@@ -100,25 +126,48 @@ class AdaptiveCost:
         if self._scale is None:
             self._begin(summed, seconds)
         assert self._scale is not None
-        self.error = float(np.median(np.abs(self.predict(summed) - seconds) / seconds))
-        for features_of_rank, time in zip(summed / self._scale, seconds, strict=True):
-            gain = self._covariance @ features_of_rank
-            gain /= self.forgetting + features_of_rank @ gain
-            self._weights = self._weights + gain * (time - features_of_rank @ self._weights)
-            self._covariance = (self._covariance - np.outer(gain, features_of_rank @ self._covariance)) / self.forgetting
+        rows = _with_constant(summed) / self._scale
+        # Sums along the first axis add row by row, in the same order on every machine.
+        self._information = self.forgetting * self._information + (rows[:, :, None] * rows[:, None, :]).sum(axis=0)
+        self._moment = self.forgetting * self._moment + (rows * seconds[:, None]).sum(axis=0)
+        # What the measurements say nothing about (a feature that is always zero) stays where it is.
+        held = _HELD * np.eye(5)
+        self._weights = np.array(_solve((self._information + held).tolist(), (self._moment + _HELD * self._weights).tolist()))
 
     def _begin(self, summed: np.ndarray, seconds: np.ndarray) -> None:
         """The unit of time is unknown before the first measurement: the start's proportions, scaled to it."""
-        self._scale = np.maximum(summed.mean(axis=0), 1e-30)
-        weights = np.array(self.start.coefficients) * self._scale
-        self._weights = weights * seconds.sum() / (summed / self._scale @ weights).sum()
-        self._covariance = np.eye(4) * 10.0
+        self._scale = np.maximum(_with_constant(summed).mean(axis=0), 1e-30)
+        weights = np.append(self.start.coefficients, 0.0) * self._scale
+        self._weights = weights * (seconds.sum() / _product(_with_constant(summed) / self._scale, weights).sum())
+        self._information = np.eye(5) * _START
+        self._moment = _START * self._weights
 
     def state_dict(self) -> dict:
         """Plain data, for a checkpoint."""
         scale = None if self._scale is None else self._scale.tolist()
-        return {"scale": scale, "weights": self._weights.tolist(), "covariance": self._covariance.tolist()}
+        known = {"weights": self._weights, "information": self._information, "moment": self._moment}
+        return {"scale": scale} | {name: value.tolist() for name, value in known.items()}
 
     def load_state_dict(self, state: dict) -> None:
         self._scale = None if state["scale"] is None else np.array(state["scale"])
-        self._weights, self._covariance = np.array(state["weights"]), np.array(state["covariance"])
+        self._weights, self._information, self._moment = (np.array(state[n]) for n in ("weights", "information", "moment"))
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """matrix [k][k], symmetric and positive, by Gaussian elimination in Python's floats: the same bits on every machine."""
+    size = len(right)
+    for pivot in range(size):
+        for row in range(pivot + 1, size):
+            factor = matrix[row][pivot] / matrix[pivot][pivot]
+            matrix[row] = [below - factor * above for below, above in zip(matrix[row], matrix[pivot], strict=True)]
+            right[row] -= factor * right[pivot]
+    solution = [0.0] * size
+    for row in reversed(range(size)):
+        rest = sum(matrix[row][column] * solution[column] for column in range(row + 1, size))
+        solution[row] = (right[row] - rest) / matrix[row][row]
+    return solution
+
+
+def _with_constant(summed: np.ndarray) -> np.ndarray:
+    """[ranks, 4] -> [ranks, 5]."""
+    return np.concatenate([summed, (summed[:, 3:] > 0).astype(np.float64)], axis=1)

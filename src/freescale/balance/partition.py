@@ -7,6 +7,7 @@ checks what came back and says how good it is.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ class Problem:
     ranks: int
     cap: int | None = None  # tokens that a rank may hold at most
     nodes: np.ndarray | None = None  # [ranks]: the machine of each rank; None: all in one
+    times: np.ndarray | None = None  # [ranks]: measured seconds of a recent step; only where assignments may depend on them
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -137,11 +139,40 @@ def descending(costs: np.ndarray) -> np.ndarray:
     return np.argsort(-costs, kind="stable")
 
 
+_NO_ROOM = "greedy: sample {sample} with {tokens} tokens fits on no rank under the cap of {cap}: raise the cap by a tenth"
+_FEW = 256  # samples: below, one at a time is quicker than rounds of array operations
+
+
 def longest_first(problem: Problem) -> np.ndarray:
-    """Longest-processing-time-first, exactly, but many samples at a time.
+    """Longest-processing-time-first: the most expensive sample onto the least loaded rank that has room."""
+    return _one_at_a_time(problem) if len(problem.costs) <= _FEW else _many_at_a_time(problem)
+
+
+def _one_at_a_time(problem: Problem) -> np.ndarray:
+    order = descending(problem.costs)
+    costs, tokens = problem.costs.tolist(), problem.tokens.tolist()
+    cap = problem.cap
+    heap = [(0.0, rank, 0) for rank in range(problem.ranks)]  # load, rank, tokens held
+    rank_of = np.empty(len(order), np.int64)
+    for sample in order.tolist():
+        full = []
+        while cap is not None and heap and heap[0][2] + tokens[sample] > cap:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            raise ValueError(_NO_ROOM.format(sample=sample, tokens=tokens[sample], cap=cap))
+        load, rank, held = heap[0]
+        rank_of[sample] = rank
+        heapq.heapreplace(heap, (load + costs[sample], rank, held + tokens[sample]))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return rank_of
+
+
+def _many_at_a_time(problem: Problem) -> np.ndarray:
+    """The same assignment by array operations.
 
     With ranks sorted by load l_0 <= l_1 <= ... and the next samples s_0 >= s_1 >= ..., sample j goes to rank j as long as rank j is
-    still the least loaded, that is while l_j <= min(l_i + s_i) over i < j. One round of array operations places all of those.
+    still the least loaded, that is while l_j <= min(l_i + s_i) over i < j. One round places all of those.
     """
     order = descending(problem.costs)
     costs, tokens = problem.costs[order], problem.tokens[order]
@@ -179,9 +210,7 @@ def _least_loaded_with_room(loads: np.ndarray, held: np.ndarray, tokens: int, pr
     assert problem.cap is not None
     room = np.flatnonzero(held + tokens <= problem.cap)
     if not room.size:
-        raise ValueError(
-            f"greedy: sample {sample} with {tokens} tokens fits on no rank under the cap of {problem.cap}: raise the cap by a tenth"
-        )
+        raise ValueError(_NO_ROOM.format(sample=sample, tokens=tokens, cap=problem.cap))
     return int(room[loads[room].argmin()])
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from importlib import import_module
 
+import torch
+
+from freescale.balance.device import FixedOnDevice
 from freescale.balance.movement import local
 from freescale.balance.partition import Partitioner, fixed, greedy, greedy_equal, stay
-from freescale.balance.published import karmarkar_karp, variable
+from freescale.balance.published import Variable, karmarkar_karp, variable
 
 PARTITIONERS: dict[str, Partitioner] = {
     "none": stay,
@@ -19,8 +22,13 @@ PARTITIONERS: dict[str, Partitioner] = {
 }
 
 
-def find_partitioner(name: str) -> Partitioner:
-    """One of PARTITIONERS, or `module:function` of the user's."""
+def find_partitioner(name: str, device: torch.device | str = "cpu") -> Partitioner:
+    """One of PARTITIONERS, or `module:function` of the user's. `variable` comes with a tuner of its own, which learns only where
+    problems bring measured times; `fixed` is planned on the device if that is a GPU."""
+    if name == "fixed" and torch.device(device).type == "cuda":
+        return FixedOnDevice(torch.device(device))
+    if name == "variable":
+        return Variable()
     if name in PARTITIONERS:
         return PARTITIONERS[name]
     module, colon, function = name.partition(":")

@@ -205,13 +205,13 @@ def _same_device(**tensors: Tensor | None) -> None:
 
 def _by_head(group: Group, values: Tensor) -> Tensor:
     """[tokens, heads, d] -> [n * heads, length, d]."""
-    return group.pad(values).transpose(1, 2).reshape(-1, group.length, values.shape[2])
+    return group.pad(values).transpose(1, 2).reshape(-1, group.length, values.shape[2]).contiguous()
 
 
 def _by_head_transposed(group: Group, values: Tensor) -> Tensor:
-    """[tokens, heads, d] -> [n * heads, d, length], laid out so: products with a transposed right side are up to three
-    times slower on some processors."""
-    return group.pad(values).permute(0, 2, 3, 1).reshape(-1, values.shape[2], group.length)
+    """[tokens, heads, d] -> [n * heads, d, length], laid out so (of a single sample, reshape would give a view): products with a
+    transposed right side are several times slower on some processors."""
+    return group.pad(values).permute(0, 2, 3, 1).reshape(-1, values.shape[2], group.length).contiguous()
 
 
 def _put(target: Tensor, group: Group, values: Tensor) -> None:

@@ -113,6 +113,8 @@ def print_ledger(console: Console, ledger: Mapping[str, Any]) -> None:
     if ledger.get("sparsity") is not None:
         table.add_row("sparsity (padded share)", f"{100 * ledger['sparsity']:.1f} %")
     table.add_row("imbalance of compute", f"{ledger['imbalance']:.3f}")
+    if ledger.get("cost_error_percent") is not None:
+        table.add_row("error of the cost model", f"{ledger['cost_error_percent']:.1f} %")
     for rank, peak in enumerate(ledger.get("peak_memory_bytes_per_rank", [])):
         table.add_row(f"peak memory, rank {rank}", "  ".join(f"{where} {size / 2**20:,.0f} MiB" for where, size in peak.items()))
     console.print(table)

@@ -8,7 +8,8 @@ from freescale.observe.ledger import KINDS
 
 # Spans that are this rank's own work: what imbalance compares.
 COMPUTE = ("forward", "backward")
-_SOMETIMES = ("collision_percent", "sparsity", "predicted_imbalance", "moved_tokens_percent")  # figures not of every step
+# Figures not of every step.
+_SOMETIMES = ("collision_percent", "sparsity", "predicted_imbalance", "moved_tokens_percent", "cost_error_percent")
 
 
 def shifted(record: Mapping, offset: int) -> dict:
@@ -66,6 +67,8 @@ def merge_step(records: Sequence[Mapping]) -> dict:
     if "max_predicted_imbalance" in counters:
         figures["predicted_imbalance"] = counters["max_predicted_imbalance"]
         figures["moved_tokens_percent"] = 100 * counters["max_moved_tokens"] / max(1, counters.get("tokens", 0))
+    if "max_cost_error" in counters:
+        figures["cost_error_percent"] = 100 * counters["max_cost_error"]
     if counters.get("requests"):
         figures["collision_percent"] = 100 * counters["collisions"] / counters["requests"]
     return figures

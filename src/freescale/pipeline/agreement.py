@@ -1,17 +1,25 @@
-"""What the ranks tell each other before a step: who has data, who failed, and the global counts that losses are divided by."""
+"""What the ranks tell each other before a step: who has data, who failed, the global counts that losses are divided by and, for
+balancing, how long every sample is (its stage I)."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from freescale.balance.shuffle import COLUMNS, measured
 from freescale.batch import SequenceBatch
 from freescale.transport.api import Transport
+from freescale.wire import empty_batch, schema_of
 
 MAX_TASKS = 16
-_EXHAUSTED, _READY, _FAILED = 0.0, 1.0, 2.0
+_EXHAUSTED, _READY, _FAILED = 0, 1, 2
+# Columns of what each rank says; behind the weights (float64), a row of COLUMNS for each sample that there is room for.
+_STATE, _NUMBER, _SAMPLES, _FEATURES, _COMPUTED_STEP, _COMPUTED, _WEIGHTS = range(7)
+_ROWS = _WEIGHTS + MAX_TASKS
 
 
 class RemoteError(RuntimeError):
@@ -25,40 +33,93 @@ class Agreement:
     ready: bool  # at least one rank has a batch
     counts: dict[str, float]  # global supervised weight per task
     samples: list[int]  # of each rank
+    number: int  # of the global batch
+    schema: str  # of its features, for ranks that never saw one; empty if there is no such rank
+    lengths: np.ndarray  # [n, COLUMNS] of the global batch, in rank order; empty if not asked for
+    computed_step: int  # a past step
+    computed: np.ndarray  # [ranks] seconds that each computed in it; 0 where it is not known
 
 
-def agree(
-    batch: SequenceBatch | None, error: Exception | None, transport: Transport, like: SequenceBatch | None = None
-) -> Agreement:
-    """One AllGather of a vector [state, digest of the task names, samples, weights...]. Raises on all ranks if one failed.
+@dataclass(frozen=True)
+class Question:
+    """What a rank brings."""
 
-    A rank whose data has ended (`batch` None) knows the tasks from a batch that it had before (`like`), if it had any.
-    """
-    known = batch if batch is not None else like
-    names = sorted(known.weights) if known is not None else []
+    batch: SequenceBatch | None  # the next one, on the host; None without data
+    error: Exception | None  # what went wrong instead
+    like: SequenceBatch  # has the features of earlier batches
+    room: int | None = None  # samples to leave room for, the same on every rank; None: lengths are not needed
+    computed: tuple[int, int] = (0, 0)  # the last step that was measured and its nanoseconds of compute
+
+
+def agree(question: Question, transport: Transport) -> Agreement:
+    """One AllGather on the host: no device is waited for. (A second one if a rank has more samples than there was room for.)
+    Raises on all ranks if one failed or if they disagree."""
+    batch, error = question.batch, question.error
+    present = batch if batch is not None else question.like
+    names, schema = sorted(present.weights), schema_of(present)
     if error is None and len(names) > MAX_TASKS:
         error = ValueError(f"{len(names)} tasks ({', '.join(names)}); at most {MAX_TASKS} are supported")
     if error is None and batch is not None and not names:
         error = ValueError("the batch has no weights: give it the supervised weight of each sample, per task")
-    vector = torch.zeros(3 + MAX_TASKS, dtype=torch.float64)
+    room = question.room or 0
+    message = np.zeros(_ROWS + room * COLUMNS, np.int64)
+    message[_FEATURES] = _digest(schema)
+    message[_COMPUTED_STEP], message[_COMPUTED] = question.computed
+    rows = np.zeros((0, COLUMNS), np.int64)
     if error is not None:
-        vector[0] = _FAILED
+        message[_STATE] = _FAILED
     elif batch is not None:
-        vector[0] = _READY
-        vector[1] = int.from_bytes(hashlib.sha256("\0".join(names).encode()).digest()[:6], "big")
-        vector[2] = len(batch)
-        for position, name in enumerate(names):
-            vector[3 + position] = batch.weights[name].double().sum()
-    gathered = transport.all_gather(vector.to(transport.device), "counts").wait().cpu()  # [world, 3 + tasks]
-    states = gathered[:, 0]
-    if bool((states == _FAILED).any()):
+        message[:_FEATURES] = _READY, batch.number, len(batch)
+        weights = message[_WEIGHTS:_ROWS].view(np.float64)
+        weights[: len(names)] = [float(batch.weights[name].double().sum()) for name in names]
+        if question.room is not None:
+            rows = measured(batch)
+            message[_ROWS:].reshape(room, COLUMNS)[: len(rows)] = rows[:room]
+    gathered = _gather(message, transport)
+    if (gathered[:, _STATE] == _FAILED).any():
         _raise_everywhere(error, transport)
-    ready = states == _READY
-    digests = gathered[ready, 1].unique()
-    if digests.numel() > 1:
-        raise ValueError(f"ranks have different tasks in one step; rank {transport.rank} has {', '.join(names)}")
-    totals = gathered[:, 3 : 3 + len(names)].sum(dim=0).tolist()
-    return Agreement(bool(ready.any()), dict(zip(names, totals, strict=True)), gathered[:, 2].long().tolist())
+    ready = gathered[:, _STATE] == _READY
+    names, schema = _features(gathered[:, _FEATURES], ready, names, schema, transport)
+    samples = gathered[:, _SAMPLES].tolist()
+    table = gathered[:, _ROWS:].reshape(transport.world, room, COLUMNS)
+    if question.room is not None and max(samples) > room:
+        padded = np.zeros((max(samples), COLUMNS), np.int64)
+        padded[: len(rows)] = rows
+        table = _gather(padded, transport)
+    totals = np.ascontiguousarray(gathered[:, _WEIGHTS:_ROWS]).view(np.float64).sum(axis=0)
+    return Agreement(
+        ready=bool(ready.any()),
+        counts=dict(zip(names, totals.tolist(), strict=False)),
+        samples=samples,
+        number=int(gathered[ready, _NUMBER].max()) if ready.any() else question.like.number,
+        schema=schema,
+        lengths=np.concatenate([table[rank, :count] for rank, count in enumerate(samples)]),
+        computed_step=int(gathered[0, _COMPUTED_STEP]),
+        computed=gathered[:, _COMPUTED] / 1e9,
+    )
+
+
+def _gather(message: np.ndarray, transport: Transport) -> np.ndarray:
+    return transport.all_gather(torch.from_numpy(message), "counts").wait().numpy()
+
+
+def _features(digests: np.ndarray, ready: np.ndarray, names: list[str], schema: str, transport: Transport) -> tuple[list[str], str]:
+    """Checks that all ranks have the same features. Tasks, and the schema if a rank has to learn it."""
+    agreed = np.unique(digests[ready])
+    if agreed.size > 1:
+        columns = [f"{name[2:] or 'keys'} ({kind}, {dtype} {shape})" for name, kind, dtype, shape in json.loads(schema or "[]")]
+        raise ValueError(
+            f"ranks have different features or tasks in one step; rank {transport.rank} has {', '.join(columns) or 'none yet'}"
+        )
+    if not agreed.size or (digests == agreed[0]).all():
+        return names, ""
+    schemas = transport.gather_bytes(schema.encode())
+    schema = schemas[int(ready.argmax())].decode()
+    return sorted(empty_batch(schema).weights), schema
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def _raise_everywhere(error: Exception | None, transport: Transport) -> None:

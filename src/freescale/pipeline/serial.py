@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from freescale.balance.shuffle import Balancer
+from freescale.balance.balancer import Balancer
 from freescale.batch import SequenceBatch
 from freescale.embedding.swap import Parallel
 from freescale.pipeline.agreement import MAX_TASKS, Agreement
 from freescale.pipeline.buckets import GradientBuckets
+from freescale.pipeline.stopwatch import Stopwatch
 from freescale.pipeline.upcoming import Upcoming
 
 _COLLISIONS_EVERY = 10  # steps between two looks at what consecutive batches share
@@ -68,6 +69,7 @@ class Serial:
         self.accumulate, self.clip, self.precision = accumulate, clip, precision
         self.task_weights = dict(task_weights or {})
         self.balancer = balancer
+        self.stopwatch = Stopwatch(self.ledger.clock)
         self.steps = 0  # made so far
         self._factor = learning_rate or (lambda step: 1.0)
         self._base_lr = [group["lr"] for group in optimizer.param_groups]
@@ -79,21 +81,21 @@ class Serial:
         """Trains until every rank's data has ended; a rank that runs out joins with empty batches. The data of a rank may fail:
         then all ranks raise."""
         batches = iter(data)
-        coming = self._upcoming(batches, SequenceBatch(number=-1))
+        coming = self._upcoming(self.steps + 1, batches, None)
         while True:
             self.ledger.begin_step(self.steps)
             batch, agreement = coming.complete()
             if not agreement.ready:
                 self.ledger.cancel_step()
                 return
-            following = self._upcoming(batches, coming.like)
+            following = self._upcoming(self.steps + 2, batches, coming)
             result = self._step(batch, agreement, following)
             self.ledger.end_step()
             yield result
             coming = following
 
-    def _upcoming(self, batches: Iterator[SequenceBatch], like: SequenceBatch) -> Upcoming:
-        return Upcoming(batches, like, self.tables, self.transport, self.balancer)
+    def _upcoming(self, step: int, batches: Iterator[SequenceBatch], before: Upcoming | None) -> Upcoming:
+        return Upcoming(step, batches, before, self.tables, self.transport, self.balancer, self.stopwatch)
 
     def _step(self, batch: SequenceBatch, agreement: Agreement, following: Upcoming) -> StepResult:
         if not self.tables.placed:
@@ -106,6 +108,7 @@ class Serial:
         losses = self._compute(micro, agreement, following)
         following.differentiated()
         self.steps += 1
+        self.stopwatch.finish(self.steps)
         factor = self._factor(self.steps)
         self.tables.apply(requests, step=self.steps, factor=factor)
         losses = self.buckets.reduce(self.transport, losses)
@@ -133,12 +136,12 @@ class Serial:
             if batch is micro[-1]:
                 following.forwarded()
             if total is not None:
-                with self.ledger.span("backward"):
+                with self.ledger.span("backward"), self.stopwatch.computing():
                     total.backward()
         return losses
 
     def _forward(self, batch: SequenceBatch, agreement: Agreement, losses: Tensor) -> Tensor:
-        with self.ledger.span("forward"), self._autocast():
+        with self.ledger.span("forward"), self.stopwatch.computing(), self._autocast():
             total = self._total(self.parallel.module(batch), agreement, losses)
             losses[-1] += total.detach().double()
         return total
@@ -177,7 +180,9 @@ class Serial:
     # ---- state
 
     def state_dict(self) -> dict:
-        return {"steps": self.steps}
+        return {"steps": self.steps, "balancer": self.balancer.state_dict(self.steps) if self.balancer else {}}
 
     def load_state_dict(self, state: Mapping) -> None:
         self.steps = int(state["steps"])
+        if self.balancer:
+            self.balancer.load_state_dict(state.get("balancer", {}), self.transport.world)

@@ -6,15 +6,18 @@ when the batch is needed is done then (the first batch: everything). Unbalanced,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from freescale.balance.shuffle import Balancer, Shuffle
+from freescale.balance.balancer import Balancer
+from freescale.balance.shuffle import Shuffle, host
 from freescale.batch import SequenceBatch
 from freescale.embedding.collection import Tables
-from freescale.pipeline.agreement import Agreement, agree
+from freescale.pipeline.agreement import Agreement, Question, agree
+from freescale.pipeline.stopwatch import Stopwatch
 from freescale.transport.api import Transport
+from freescale.wire import empty_batch
 
 
 class Upcoming:
@@ -22,18 +25,25 @@ class Upcoming:
 
     def __init__(
         self,
+        step: int,
         batches: Iterator[SequenceBatch],
-        like: SequenceBatch,
+        before: Upcoming | None,
         tables: Tables,
         transport: Transport,
         balancer: Balancer | None,
+        stopwatch: Stopwatch,
     ) -> None:
-        """`like`: the last batch that this rank had; without data it takes part with an empty one of the same features."""
-        self._batches, self._tables, self._transport, self._balancer = batches, tables, transport, balancer
-        self._stages = [self._take, self._lengths, self._sizes, self._samples]
+        """`step` will compute it. `before`: the batch of the step before; without data this rank takes part with an empty one of
+        the same features."""
+        self._step, self._batches, self._tables, self._transport = step, batches, tables, transport
+        self._balancer, self._stopwatch = balancer, stopwatch
+        self._stages: list[Callable[[], None]] = [self._take, self._sizes, self._samples]
         self._shuffle: Shuffle | None = None
         self._counters: dict[str, float] = {}
-        self.like = like
+        self._room = max(before.agreement.samples) if before is not None and before.agreement is not None else 0
+        self.like: SequenceBatch = (
+            before.like if before is not None else SequenceBatch(number=-1)
+        )  # this batch, once it is taken; on the host
         self.agreement: Agreement | None = None
 
     # ---- the junctures of the step before
@@ -41,7 +51,7 @@ class Upcoming:
     def exchanged(self) -> None:
         """Its embedding exchange is over."""
         if self._balancer:
-            self._advance(2)
+            self._advance(1)
 
     def forwarded(self) -> None:
         if self._balancer:
@@ -57,13 +67,16 @@ class Upcoming:
         """The batch, where it is to be computed. Nothing is in it if the data has ended everywhere (`agreement.ready`)."""
         self._advance(len(self._stages))
         assert self.agreement is not None
-        batch = self.like
         if self._shuffle is not None:
+            assert self._balancer is not None and self._shuffle.assignment is not None
             with self._balancing():
-                batch = replace(self._shuffle.finish(), number=batch.number)
-            assert self._shuffle.assignment is not None
+                batch = self._shuffle.finish()
             self._counters["max_predicted_imbalance"] = self._shuffle.assignment.imbalance
             self._counters["max_moved_tokens"] = self._shuffle.assignment.moved_tokens
+            if self._balancer.error is not None:
+                self._counters["max_cost_error"] = self._balancer.error
+        else:
+            batch = self._moved(self.like)
         for name, value in self._counters.items():
             self._transport.ledger.count(name, value)
         return batch, self.agreement
@@ -81,44 +94,48 @@ class Upcoming:
             try:
                 batch = next(self._batches, None)
                 if batch is not None:
+                    batch = host(batch)
                     self._tables.check(batch)
                     self._count(batch)
-                    batch = self._moved(batch)
             except Exception as caught:  # noqa: BLE001 - raised on all ranks, by agree()
                 batch, error = None, caught
-        self.agreement = agree(batch, error, self._transport, self.like)
-        self.like = batch if batch is not None else replace(self.like.slice(0, 0), number=self.like.number + 1)
-        if self._balancer and self.agreement.ready and self._transport.world > 1:
-            self._shuffle = Shuffle(self.like, self.agreement.samples, self._balancer, self._transport)
+        balanced = self._balancer is not None and self._transport.world > 1
+        question = Question(batch, error, self.like, self._room if balanced else None, self._stopwatch.last())
+        with self._transport.ledger.span("agree"):
+            self.agreement = agree(question, self._transport)
+        if batch is None:
+            empty = empty_batch(self.agreement.schema) if self.agreement.schema else self.like.slice(0, 0)
+            batch = replace(empty, number=self.agreement.number)
+        self.like = batch
+        if balanced and self.agreement.ready:
+            assert self._balancer is not None
+            with self._balancing():
+                self._balancer.learn(self.agreement.computed_step, self.agreement.computed)
+            self._shuffle = Shuffle(self._step, batch, self.agreement.samples, self._balancer, self._transport)
 
     def _moved(self, batch: SequenceBatch) -> SequenceBatch:
         device = self._transport.device
-        if device.type == "cuda" and batch.device.type == "cpu":
-            batch = batch.pin_memory()  # from pageable memory the copy would block the host
-        return batch.to(device, non_blocking=True)
+        if device.type == "cpu":
+            return batch
+        return batch.pin_memory().to(device, non_blocking=True)  # from pageable memory the copy would block the host
 
     def _count(self, batch: SequenceBatch) -> None:
-        """Sizes of the batch as it came, while it is on the host: nothing is waited for. Their sums do not change by balancing."""
+        """Sizes of the batch as it came. Their sums do not change by balancing."""
         self._counters["samples"] = len(batch)
         if "history" in batch.sequences and len(batch):
             history = batch.sequences["history"]
             self._counters["tokens"] = history.values.shape[0]
-            if history.lengths.device.type == "cpu":
-                self._counters["max_length"] = int(history.lengths.max())
+            self._counters["max_length"] = int(history.lengths.max())
 
     def _balancing(self) -> AbstractContextManager[None]:
         """All that balancing keeps this rank from computing: planning, packing and rebuilding as well as waits."""
         return self._transport.ledger.span("balance")
 
-    def _lengths(self) -> None:
-        if self._shuffle is not None:
-            with self._balancing():
-                self._shuffle.lengths()
-
     def _sizes(self) -> None:
         if self._shuffle is not None:
+            assert self.agreement is not None
             with self._balancing():
-                self._shuffle.sizes()
+                self._shuffle.sizes(self.agreement.lengths)
 
     def _samples(self) -> None:
         if self._shuffle is not None:

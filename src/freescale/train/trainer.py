@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.registry import find_partitioner
-from freescale.balance.shuffle import Balancer
 from freescale.config import RunConfig
 from freescale.data.loader import Histories
 from freescale.data.prefetch import prefetched
@@ -93,8 +93,8 @@ def build_model(config: RunConfig, num_items: int, num_actions: int) -> nn.Modul
     return Retrieval(encoder, temperature=model.temperature, **sizes)
 
 
-def build_balancer(config: RunConfig) -> Balancer | None:
-    """Costs come from the model's shapes and stay as they are: assignments depend on the data alone."""
+def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
+    """Costs come from the model's shapes. They stay as they are, so that assignments depend on the data alone, or are adapted."""
     if config.train.balance == "none":
         return None
     model = config.model
@@ -107,7 +107,8 @@ def build_balancer(config: RunConfig) -> Balancer | None:
         negatives=config.data.negatives if model.task == "retrieval" else 0,
         tasks=len(config.label_names),
     )
-    return Balancer(find_partitioner(config.train.balance), cost, config.train.balance_cap)
+    partitioner = find_partitioner(config.train.balance, device)
+    return Balancer(partitioner, cost, config.train.balance_cap, adapt=config.train.balance_adapt)
 
 
 def build_parallel(config: RunConfig, data: Histories, transport: Transport) -> Parallel:
@@ -164,7 +165,7 @@ class Trainer:
             clip=settings.clip,
             precision=settings.precision,
             learning_rate=learning_rate(settings.warmup, settings.decay, self.total),
-            balancer=build_balancer(config),
+            balancer=build_balancer(config, transport.device),
         )
         self.checkpoints = Checkpoints(folder / "checkpoints", transport, settings.keep_checkpoints)
         if resume:

@@ -40,7 +40,7 @@ class _Pending:
 
 
 class Collective:
-    """`group` carries the tensors; `control` is a gloo group of the same ranks."""
+    """`group` carries the tensors; `control` is a gloo group of the same ranks, for what is planned on the host as well."""
 
     def __init__(
         self,
@@ -60,6 +60,10 @@ class Collective:
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.ledger = ledger or Ledger(self.device)
 
+    def _group(self, tensor: Tensor, kind: str) -> dist.ProcessGroup:
+        """What is planned on the host travels beside the rows, not behind them, and never waits for a GPU."""
+        return self.control if kind in ("counts", "samples") and tensor.device.type == "cpu" else self.group
+
     def _start(self, kind: str, sent: int, received: int, start: Callable[[], tuple[dist.Work, Tensor]]) -> _Pending:
         arrival = self.ledger.arrive(kind, sent, received)
         return _Pending(start, arrival, f"rank {self.rank}: exchange of {kind} ({sent:,} bytes out, {received:,} in)")
@@ -69,9 +73,10 @@ class Collective:
         output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
         size = tensor.element_size() * (tensor[0].numel() if tensor.shape[0] else output[:1].numel())
         sent, received = (size * (sum(part) - part[self.rank]) for part in (list(send), list(receive)))
+        group = self._group(tensor, kind)
 
         def start() -> tuple[dist.Work, Tensor]:
-            work = dist.all_to_all_single(output, tensor, list(receive), list(send), group=self.group, async_op=True)
+            work = dist.all_to_all_single(output, tensor, list(receive), list(send), group=group, async_op=True)
             return work, output
 
         return self._start(kind, sent, received, start)
@@ -79,10 +84,11 @@ class Collective:
     def all_gather(self, tensor: Tensor, kind: str) -> _Pending:
         output = tensor.new_empty((self.world, *tensor.shape))
         size = tensor.numel() * tensor.element_size() * (self.world - 1)
+        group = self._group(tensor, kind)
 
         def start() -> tuple[dist.Work, Tensor]:
             parts = list(output.unbind(0))
-            return dist.all_gather(parts, tensor.contiguous(), group=self.group, async_op=True), output
+            return dist.all_gather(parts, tensor.contiguous(), group=group, async_op=True), output
 
         return self._start(kind, size, size, start)
 

@@ -1,0 +1,117 @@
+"""How the batches of a run are balanced: a partitioner, a cost model and what they learn from measured times.
+
+Frozen (the default), an assignment is a function of the batch alone. Adapting, it also depends on times that were gathered from all
+ranks; these, and the assignments of batches not yet computed, are then part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from freescale.balance.cost import AdaptiveCost, CostModel, features
+from freescale.balance.movement import local
+from freescale.balance.partition import Assignment, Partitioner, Problem, assign, greedy
+
+_CAPPED = (greedy, local)  # partitioners that keep a cap
+_REMEMBERED = 8  # steps whose measurement may still come
+
+
+@dataclass(frozen=True)
+class _Planned:
+    rank_of: np.ndarray  # [n]
+    summed: np.ndarray  # [ranks, 4]: features of each rank's samples
+    predicted: np.ndarray  # [ranks]
+    in_seconds: bool
+
+
+class Balancer:
+    """The same calls with the same gathered arguments on every rank."""
+
+    def __init__(
+        self,
+        partitioner: Partitioner,
+        cost: CostModel,
+        cap: int | None = None,
+        nodes: np.ndarray | None = None,
+        adapt: bool = False,
+    ) -> None:
+        """`cap` is the tokens a rank may hold; partitioners that keep one have a default, mean + largest sample, which always can
+        be met. `adapt` corrects the cost model and gives partitioners the measured times."""
+        self.partitioner, self.cost, self.cap, self.nodes = partitioner, cost, cap, nodes
+        self.adaptive = AdaptiveCost(cost) if adapt else None
+        self.errors = np.zeros(0)
+        """Of the last prediction that was measured: |predicted - measured| / measured of each rank. A frozen model predicts no
+        seconds: its costs are scaled to the measured total first."""
+        self._times: np.ndarray | None = None  # [ranks], of the last step measured
+        self._planned: dict[int, _Planned] = {}  # by step
+        self._restored: dict[int, np.ndarray] = {}  # by step: assignments that a checkpoint had in flight
+
+    def plan(self, step: int, table: np.ndarray, home: np.ndarray, ranks: int) -> Assignment:
+        """table [n, 3]: history length, candidates and tokens of every sample of a step's global batch; home [n]: its rank now."""
+        rows, tokens = features(table[:, 0], table[:, 1]), table[:, 2]
+        cap = self.cap
+        if cap is None and self.partitioner in _CAPPED:
+            cap = -(-int(tokens.sum()) // ranks) + int(tokens.max(initial=0))
+        cost = self.adaptive.model if self.adaptive else self.cost
+        problem = Problem(cost.of(rows), tokens, home, ranks, cap, self.nodes, self._times if self.adaptive else None)
+        restored = self._restored.pop(step, None)
+        if restored is not None and len(restored) == len(table):
+            assignment = assign(problem, lambda _: restored)
+        else:
+            assignment = assign(problem, self.partitioner)
+        self._remember(step, assignment, rows, ranks)
+        return assignment
+
+    def _remember(self, step: int, assignment: Assignment, of_sample: np.ndarray, ranks: int) -> None:
+        summed = np.stack([np.bincount(assignment.rank_of, column, ranks) for column in of_sample.T], axis=1)
+        in_seconds = self.adaptive is not None and self.adaptive.calibrated
+        predicted = self.adaptive.predict(summed) if self.adaptive is not None and in_seconds else assignment.loads
+        self._planned[step] = _Planned(assignment.rank_of, summed, predicted, in_seconds)
+        for old in [number for number in self._planned if number <= step - _REMEMBERED]:
+            del self._planned[old]
+
+    def learn(self, step: int, seconds: np.ndarray) -> None:
+        """seconds [ranks] that each rank computed in a step, gathered; 0 where it is not known."""
+        planned = self._planned.get(step)
+        if planned is None or len(planned.summed) != len(seconds):
+            return
+        known = (seconds > 0) & (planned.summed[:, 3] > 0)
+        if known.any() and planned.predicted[known].sum() > 0:
+            predicted, measured = planned.predicted[known], seconds[known]
+            if not planned.in_seconds:
+                predicted = predicted * (measured.sum() / predicted.sum())
+            self.errors = np.abs(predicted - measured) / measured
+        self._times = seconds
+        if self.adaptive is not None:
+            self.adaptive.update(planned.summed, seconds)
+
+    @property
+    def error(self) -> float | None:
+        """Median of `errors`; None before anything was measured."""
+        return float(np.median(self.errors)) if self.errors.size else None
+
+    # ---- state: nothing to keep while the cost is frozen
+
+    def state_dict(self, applied: int) -> dict[str, Any]:
+        """After `applied` steps. Assignments of later ones are in flight."""
+        if self.adaptive is None:
+            return {}
+        later = {str(step): one.rank_of.tolist() for step, one in self._planned.items() if step > applied}
+        ranks = next((len(one.summed) for one in self._planned.values()), 0)
+        state = {"cost": self.adaptive.state_dict(), "ranks": ranks, "assignments": later}
+        if hasattr(self.partitioner, "state_dict"):
+            state["partitioner"] = self.partitioner.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], ranks: int) -> None:
+        """On another number of ranks, batches in flight are assigned anew."""
+        if self.adaptive is None or not state:
+            return
+        self.adaptive.load_state_dict(state["cost"])
+        if "partitioner" in state and hasattr(self.partitioner, "load_state_dict"):
+            self.partitioner.load_state_dict(state["partitioner"])
+        if state["ranks"] == ranks:
+            self._restored = {int(step): np.array(rank_of, np.int64) for step, rank_of in state["assignments"].items()}

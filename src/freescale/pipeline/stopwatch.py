@@ -1,0 +1,37 @@
+"""How long this rank computed in a step: what adaptive balancing learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from freescale.observe.clock import Clock
+
+
+class Stopwatch:
+    """Stamps on the device's clock, read once the device has passed them and never waited for."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._running: list[tuple[Any, Any]] = []
+        self._last: tuple[int, list[tuple[Any, Any]]] = (0, [])
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around a part of a step's compute."""
+        begin = self._clock.stamp()
+        yield
+        self._running.append((begin, self._clock.stamp()))
+
+    def finish(self, step: int) -> None:
+        """The compute of a step is issued."""
+        self._last, self._running = (step, self._running), []
+
+    def last(self) -> tuple[int, int]:
+        """(the last step that was finished, nanoseconds of its compute; 0 if the device is not there yet or had nothing to do)."""
+        step, stamps = self._last
+        read = [(self._clock.read(begin), self._clock.read(end)) for begin, end in stamps]
+        if any(end is None for _, end in read):
+            return step, 0
+        return step, sum(end - begin for begin, end in read if begin is not None and end is not None)
