@@ -1,6 +1,7 @@
 """Partitioners on heavy-tailed lengths: predicted straggler time, distance to the lower bound, tokens moved, planning time.
 
     .venv/bin/python benchmarks/bench_balance.py
+    python3 benchmarks/bench_balance.py --device cuda        # planning `fixed` on a GPU: copies and the wait for the result included
 
 Lengths are log-normal (median 3,000 and 800, sigma 1) with caps of 4,096, 8,192 and 21,000; costs have L^2 and L terms that are
 equal at L = 3,072. Everything here is predicted from these costs but the planning time, which is measured on one core.
@@ -20,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from results import claim, spread, write  # noqa: E402
 
 from freescale.balance.cost import CostModel  # noqa: E402
-from freescale.balance.partition import Assignment, Problem, assign  # noqa: E402
-from freescale.balance.registry import PARTITIONERS  # noqa: E402
+from freescale.balance.partition import Assignment, Partitioner, Problem, assign  # noqa: E402
+from freescale.balance.registry import PARTITIONERS, find_partitioner  # noqa: E402
 
 MEDIANS, CAPS = (3000, 800), (4096, 8192, 21_000)
 BATCHES, RANKS = (8, 32, 128), (16, 64, 256, 1024)
@@ -35,11 +36,11 @@ def problem_of(median: int, cap: int, batch: int, ranks: int, seed: int) -> Prob
     return Problem(COST(lengths), lengths, home, ranks, nodes=np.arange(ranks) // 8)
 
 
-def measured(problem: Problem, name: str, repetitions: int) -> tuple[Assignment, list[float]]:
+def measured(problem: Problem, partitioner: Partitioner, repetitions: int) -> tuple[Assignment, list[float]]:
     times = []
     for _ in range(repetitions):
         begin = time.perf_counter()
-        found = assign(problem, PARTITIONERS[name])
+        found = assign(problem, partitioner)
         times.append((time.perf_counter() - begin) * 1e3)
     return found, times
 
@@ -48,7 +49,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="batches per configuration")
     parser.add_argument("--repetitions", type=int, default=5, help="planning times per batch")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--commit", help="of the tree that is measured, where it was copied without its history")
     options = parser.parse_args()
+    if options.device == "cuda":
+        planning_on_a_gpu(options.seeds, options.repetitions, options.commit)
+        return
     rows = []
     for median in MEDIANS:
         for cap in CAPS:
@@ -60,12 +66,35 @@ def main() -> None:
     write("balance", "cpu", command, rows, claims_of(rows), cost={"equal_at": 3072}, predicted="all but planning_ms")
 
 
+def planning_on_a_gpu(seeds: int, repetitions: int, commit: str | None) -> None:
+    rows, claims = [], []
+    for ranks, asked in ((256, 1.0), (1024, 10.0)):
+        on_host, on_device = [], []
+        partitioner = find_partitioner("fixed", "cuda")
+        for seed in range(seeds):
+            problem = problem_of(3000, 21_000, 128, ranks, seed)
+            measured(problem, partitioner, 3)  # the first calls load kernels and pin memory
+            expected, host_times = measured(problem, PARTITIONERS["fixed"], repetitions)
+            found, times = measured(problem, partitioner, repetitions)
+            if not (found.rank_of == expected.rank_of).all():
+                raise SystemExit("fixed on the GPU differs from fixed on the host")
+            on_host += host_times
+            on_device += times
+        for where, taken in (("host", on_host), ("gpu", on_device)):
+            rows.append({"arm": f"fixed on the {where}", "ranks": ranks, "batch": 128, "planning_ms": spread(taken)})
+        median = spread(on_device)["median"]
+        claims.append(claim(f"fixed: planning {ranks} ranks x 128 on a GPU", asked, median, "ms", at_least=False))
+    copied = {"commit": commit} if commit else {}
+    command = f"python3 benchmarks/bench_balance.py --device cuda --seeds {seeds} --repetitions {repetitions}"
+    write("balance", "h200", command, rows, claims, **copied)
+
+
 def configuration(median: int, cap: int, batch: int, ranks: int, seeds: int, repetitions: int) -> list[dict]:
     rows = []
     problems = [problem_of(median, cap, batch, ranks, seed) for seed in range(seeds)]
     alone = [float(p.costs.max()) >= float(p.costs.mean()) * batch for p in problems]
     for name in PARTITIONERS:
-        found, times = zip(*(measured(problem, name, repetitions) for problem in problems), strict=True)
+        found, times = zip(*(measured(problem, PARTITIONERS[name], repetitions) for problem in problems), strict=True)
         rows.append(
             {
                 "median": median,

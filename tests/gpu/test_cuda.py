@@ -176,7 +176,12 @@ transport = freescale.connect(torch.device("cuda:0"))
 torch.manual_seed(3)
 rows = freescale.Adagrad(lr=0.1)
 parallel = freescale.parallelize(CudaClicks(), Clicks.ids, rows, transport=transport, placement="sharded", init_std=0.3)
-pipeline = freescale.Pipeline(parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2), clip=0.5)
+from freescale.balance.balancer import Balancer
+from freescale.balance.cost import CostModel
+from freescale.balance.registry import find_partitioner
+partitioner = sys.argv[2]
+balancer = None if partitioner == "none" else Balancer(find_partitioner(partitioner, "cuda"), CostModel.balanced_at(5), adapt=True)
+pipeline = freescale.Pipeline(parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2), clip=0.5, balancer=balancer)
 batches = [rank_slice(clicks_batch(13, seed), transport.rank, transport.world) for seed in range(4)]
 losses = [r.loss for r in pipeline.run(batches)]
 from freescale.train.checkpoint import Checkpoints
@@ -194,12 +199,23 @@ transport.close()
 """
 
 
-def test_ranks_over_nccl_on_one_gpu(tmp_path):
-    """Two ranks, one GPU: losses as on the CPU, and the ledger has the arrivals of both."""
+@pytest.mark.parametrize("partitioner", ["none", "greedy", "fixed"])
+def test_ranks_over_nccl_on_one_gpu(tmp_path, partitioner):
+    """Two ranks, one GPU: losses as on the CPU wherever samples are computed, and the ledger has the arrivals of both."""
     here = str(Path(__file__).parent)
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT.format(path=[here, str(Path(here).parent)]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        str(tmp_path),
+        partitioner,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "result.json").read_text())
@@ -210,4 +226,5 @@ def test_ranks_over_nccl_on_one_gpu(tmp_path):
     assert result["losses"] == pytest.approx(expected, rel=1e-9)
     ledger = result["ledger"]
     assert ledger["ranks"] == 2 and ledger["measured_steps"] == 2 and ledger["bytes_per_step"]["rows"] > 0
+    assert (ledger["moved_tokens_percent"] or 0) > 0 or partitioner == "none"
     assert (tmp_path / "checkpoints" / "step-00000004" / "state.json").exists()
