@@ -1,7 +1,7 @@
 """Partitioners on heavy-tailed lengths: predicted straggler time, distance to the lower bound, tokens moved, planning time.
 
     .venv/bin/python benchmarks/bench_balance.py
-    python3 benchmarks/bench_balance.py --device cuda        # planning `fixed` on a GPU: copies and the wait for the result included
+    python3 benchmarks/bench_balance.py --device cuda    # planning `fixed` on a GPU: copies and the wait for the result included
 
 Lengths are log-normal (median 3,000 and 800, sigma 1) with caps of 4,096, 8,192 and 21,000; costs have L^2 and L terms that are
 equal at L = 3,072. Everything here is predicted from these costs but the planning time, which is measured on one core.
