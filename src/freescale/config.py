@@ -77,7 +77,7 @@ class TrainConfig(_Checked):
     row_clip: float | None = option(None, "norm limit of each table row's gradient", above=0.0)
     accumulate: int = option(1, "micro-batches of a rank's batch", minimum=1)
     precision: str = option("fp32", "compute precision", choices=("fp32", "bf16"))
-    schedule: str = option("serial", "how communication and compute are ordered", choices=("serial",))
+    schedule: str = option("staged", "how communication and compute are ordered", choices=("staged", "serial"))
     balance: str = option(
         "greedy",
         "which rank computes which sample: none, fixed, variable, greedy, greedy_equal, local, karmarkar_karp or module:function",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -47,6 +47,7 @@ class Tables:
         self._seed, self._std, self._weights = seed, dict(std), dict(weights or {})
         self._where: dict[str, tuple[int, int]] = {}  # table -> (group, table within the group)
         self._requests: list[Request] | None = None
+        self.settle: Callable[[], None] = lambda: None  # applies what a schedule has deferred; a collective
 
     @property
     def placed(self) -> bool:
@@ -145,21 +146,25 @@ class Tables:
                     bad = low if low < 0 else high
                     raise ValueError(f"feature {feature!r} holds id {bad}, but table {name!r} has rows 0 to {spec.rows - 1}")
 
-    def request(self, batches: Sequence[SequenceBatch]) -> list[Request]:
-        """Deduplicates and exchanges the ids of some (micro-)batches. A collective."""
-        return [group.request(batches) for group in self.groups]
+    def request(self, batches: Sequence[SequenceBatch], transport: Transport | None = None) -> list[Request]:
+        """Deduplicates and exchanges the ids of some (micro-)batches. A collective, over another transport if one is given."""
+        return [group.request(batches, transport or self.transport) for group in self.groups]
 
     def fetch(self, requests: list[Request], train: bool = True) -> None:
         """Brings the requested rows here; from now on the model can read them. A collective."""
         for group, request in zip(self.groups, requests, strict=True):
-            group.fetch(request, train)
+            group.fetch(request, self.transport, train)
         self._requests = requests
 
     def apply(self, requests: list[Request], *, step: int, factor: float = 1.0) -> None:
         """Sends the gradients to the owners and updates the rows. A collective."""
         self._requests = None
         for group, request in zip(self.groups, requests, strict=True):
-            group.apply(request, step=step, factor=factor, clip=self.row_clip)
+            group.apply(request, self.transport, step=step, factor=factor, clip=self.row_clip)
+
+    def open(self, requests: list[Request]) -> None:
+        """From now on the model can read these rows, which are here."""
+        self._requests = requests
 
     def release(self) -> None:
         """Forgets the fetched rows without an update (evaluation)."""

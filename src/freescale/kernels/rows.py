@@ -31,11 +31,12 @@ def sum_duplicates(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
         return unique, torch.segment_reduce(gradients.index_select(0, order), "sum", lengths=counts, axis=0, unsafe=True)
     unique, inverse = torch.unique(rows, return_inverse=True)
     if unique.numel() == rows.numel():
-        # No duplicate: a permutation moves the same bits that adding to zero would give, for half the traffic.
+        # No duplicate: a permutation moves the same bits that the sum below would give, for half the traffic.
         order = torch.empty_like(inverse)
         order[inverse] = torch.arange(inverse.numel(), device=rows.device)
         return unique, gradients.index_select(0, order)
-    summed = gradients.new_zeros(unique.numel(), gradients.shape[1])
+    # From negative zero: adding to it changes no bit, not even the sign of a zero.
+    summed = gradients.new_full((unique.numel(), gradients.shape[1]), -0.0)
     return unique, summed.index_add_(0, inverse, gradients)
 
 

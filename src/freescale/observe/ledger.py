@@ -3,13 +3,16 @@
 A collective has three stamps. `issued`: this rank arrived and asked for it. `waited`: its compute stopped for the
 result. `done`: the result was there. A blocking collective has issued == waited. Merging the ranks (figures.py) splits
 the wait at the moment the last rank arrived: straggler time before it, exposed communication after it.
+
+Another thread of the rank that communicates for it has a `Side` of the ledger. Its collectives stop nobody until the main thread
+waits for that thread: what counts as waiting is then the part of each that falls into this window.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -25,12 +28,13 @@ _KEPT = 1024  # finished steps that wait to be drained; who never drains keeps t
 class Arrival:
     """One collective under way."""
 
-    def __init__(self, ledger: Ledger, kind: str, sent: int, received: int) -> None:
+    def __init__(self, ledger: Ledger | Side, kind: str, sent: int, received: int) -> None:
         self._ledger, self._clock = ledger, ledger.clock
         self.kind, self.sent, self.received = kind, sent, received
         self.issued = self._clock.stamp()
         self.waited: Any = None
         self.done: Any = None
+        self.window: tuple[Any, Any] | None = None  # begin and end of the main thread's wait, if another thread waited
 
     @contextmanager
     def wait(self) -> Iterator[None]:
@@ -95,6 +99,13 @@ class Ledger:
         if self._step is not None:
             self._step.arrivals.append(arrival)
 
+    def waited_for(self, arrivals: list[Arrival], begin: Any) -> None:
+        """The compute stopped from `begin` until now for what another thread did."""
+        end = self.clock.stamp()
+        for arrival in arrivals:
+            arrival.window = (begin, end)
+            self.record(arrival)
+
     def count(self, name: str, value: float | torch.Tensor) -> None:
         """Adds to a counter of the step. A tensor is read when the step is drained, not now."""
         if self._step is not None:
@@ -121,11 +132,46 @@ class Ledger:
             "step": step.number,
             "begin": read(step.begin),
             "end": end,
-            "spans": [[name, read(a), read(b)] for name, a, b in step.spans],
-            "collectives": [
-                [a.kind, a.sent, a.received, read(a.issued), read(a.waited), read(a.done)]
-                for a in step.arrivals
-                if a.done is not None
-            ],
+            # What another thread's stream has not reached yet is left out.
+            "spans": [[name, *times] for name, *stamps in step.spans if None not in (times := [read(s) for s in stamps])],
+            "collectives": [self._times(a) for a in step.arrivals if a.done is not None],
             "counters": {name: float(value) for name, value in step.counters.items()},
         }
+
+    def _times(self, arrival: Arrival) -> list:
+        read = self.clock.read
+        waited, done = read(arrival.waited), read(arrival.done)
+        if arrival.window is not None:
+            begin, end = (read(stamp) for stamp in arrival.window)
+            assert waited is not None and done is not None and begin is not None and end is not None
+            done = min(done, end)
+            waited = min(max(waited, begin), done)
+        return [arrival.kind, arrival.sent, arrival.received, read(arrival.issued), waited, done]
+
+
+class Side:
+    """The ledger of another thread: its spans carry its name, its collectives wait until the main thread takes them over."""
+
+    def __init__(self, ledger: Ledger | Side, name: str) -> None:
+        self._ledger: Ledger = ledger if isinstance(ledger, Ledger) else ledger._ledger
+        self._name = name
+        self._arrivals: list[Arrival] = []
+        self.clock = self._ledger.clock
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return self._ledger.span(f"{self._name}/{name}")
+
+    def arrive(self, kind: str, sent: int, received: int) -> Arrival:
+        assert kind in KINDS, kind
+        return Arrival(self, kind, sent, received)
+
+    def record(self, arrival: Arrival) -> None:
+        self._arrivals.append(arrival)
+
+    def count(self, name: str, value: float | torch.Tensor) -> None:
+        self._ledger.count(name, value)
+
+    def take(self) -> list[Arrival]:
+        """What was recorded since the last call."""
+        taken, self._arrivals = self._arrivals, []
+        return taken

@@ -8,11 +8,12 @@ import torch
 
 from freescale.embedding.swap import Parallel
 from freescale.pipeline.serial import Serial
+from freescale.pipeline.staged import Staged
 
-SCHEDULES = {"serial": Serial}
+SCHEDULES = {"staged": Staged, "serial": Serial}
 
 
-def Pipeline(parallel: Parallel, optimizer: torch.optim.Optimizer, *, schedule: str = "serial", **options: Any) -> Serial:
+def Pipeline(parallel: Parallel, optimizer: torch.optim.Optimizer, *, schedule: str = "staged", **options: Any) -> Serial | Staged:
     """A schedule over a parallelized model and the optimizer of its dense parameters; `options` are the schedule's."""
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}; there is {', '.join(SCHEDULES)}")

@@ -6,76 +6,18 @@ batch -> counts -> ids -> rows -> forward, backward -> row gradients -> row upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
-import torch
-from torch import Tensor
-
-from freescale.balance.balancer import Balancer
 from freescale.batch import SequenceBatch
-from freescale.embedding.swap import Parallel
-from freescale.pipeline.agreement import MAX_TASKS, Agreement
-from freescale.pipeline.buckets import GradientBuckets
-from freescale.pipeline.stopwatch import Stopwatch
+from freescale.pipeline.agreement import Agreement
+from freescale.pipeline.schedule import Schedule, StepResult
 from freescale.pipeline.upcoming import Upcoming
 
 _COLLISIONS_EVERY = 10  # steps between two looks at what consecutive batches share
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did. Losses stay tensors until someone reads them: reading waits for the device."""
-
-    number: int  # of the global batch
-    step: int  # optimizer steps made so far, this one included
-    losses: Mapping[str, Tensor]  # global mean per task (empty on a rank that never had a batch: it knows no task)
-    counts: Mapping[str, float]  # global weight per task
-    total: Tensor  # what was differentiated: the weighted sum of the losses, over all ranks
-    gradient_norm: Tensor | None
-
-    @property
-    def loss(self) -> float:
-        return float(self.total)
-
-
-class Serial:
-    def __init__(
-        self,
-        parallel: Parallel,
-        optimizer: torch.optim.Optimizer,
-        *,
-        accumulate: int = 1,
-        clip: float | None = None,
-        precision: str = "fp32",
-        learning_rate: Callable[[int], float] | None = None,
-        task_weights: Mapping[str, float] | None = None,
-        balancer: Balancer | None = None,
-    ) -> None:
-        """`learning_rate(step)` scales the learning rates of the dense optimizer and of the rows; steps count from 1.
-
-        `accumulate` cuts a rank's batch into that many micro-batches; the step stays one step. `precision` is fp32 (whatever the
-        model's parameters are) or bf16 (autocast; no loss scaling). `balancer` moves the samples of the next batch while this one
-        computes.
-        """
-        if accumulate < 1:
-            raise ValueError(f"accumulate must be at least 1, got {accumulate}")
-        if precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision must be fp32 or bf16, not {precision!r}")
-        self.parallel, self.optimizer = parallel, optimizer
-        self.tables, self.transport = parallel.tables, parallel.transport
-        self.ledger = self.transport.ledger
-        self.accumulate, self.clip, self.precision = accumulate, clip, precision
-        self.task_weights = dict(task_weights or {})
-        self.balancer = balancer
-        self.stopwatch = Stopwatch(self.ledger.clock)
-        self.steps = 0  # made so far
-        self._factor = learning_rate or (lambda step: 1.0)
-        self._base_lr = [group["lr"] for group in optimizer.param_groups]
-        self.buckets = GradientBuckets(parallel.dense_parameters(), self.transport.device)
-
-    # ---- the schedule
+class Serial(Schedule):
+    """A step, from its batch to its update."""
 
     def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
         """Trains until every rank's data has ended; a rank that runs out joins with empty batches. The data of a rank may fail:
@@ -88,14 +30,12 @@ class Serial:
             if not agreement.ready:
                 self.ledger.cancel_step()
                 return
+            coming.count()
             following = self._upcoming(self.steps + 2, batches, coming)
             result = self._step(batch, agreement, following)
             self.ledger.end_step()
             yield result
             coming = following
-
-    def _upcoming(self, step: int, batches: Iterator[SequenceBatch], before: Upcoming | None) -> Upcoming:
-        return Upcoming(step, batches, before, self.tables, self.transport, self.balancer, self.stopwatch)
 
     def _step(self, batch: SequenceBatch, agreement: Agreement, following: Upcoming) -> StepResult:
         if not self.tables.placed:
@@ -105,7 +45,7 @@ class Serial:
         self._count_collisions(requests)
         self.tables.fetch(requests)
         following.exchanged()
-        losses = self._compute(micro, agreement, following)
+        losses = self._compute(micro, agreement, following.forwarded)
         following.differentiated()
         self.steps += 1
         self.stopwatch.finish(self.steps)
@@ -113,62 +53,7 @@ class Serial:
         self.tables.apply(requests, step=self.steps, factor=factor)
         losses = self.buckets.reduce(self.transport, losses)
         norm = self._update_dense(factor)
-        by_task = dict(zip(sorted(agreement.counts), losses.unbind()))
-        return StepResult(batch.number, self.steps, by_task, agreement.counts, losses[-1], norm)
-
-    # ---- its verbs
-
-    def _micro_batches(self, batch: SequenceBatch) -> list[SequenceBatch]:
-        if self.accumulate == 1 or len(batch) <= 1:
-            return [batch]
-        parts = min(self.accumulate, len(batch))
-        edges = [len(batch) * part // parts for part in range(parts + 1)]
-        return batch.split([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)])
-
-    def _compute(self, micro: list[SequenceBatch], agreement: Agreement, following: Upcoming) -> Tensor:
-        """Forward and backward of every micro-batch. Returns this rank's part of the global losses [tasks + total]."""
-        device = self.transport.device
-        self.buckets.clear()
-        # Sized for any number of tasks, so that a rank without a batch (which knows none) reduces the same vector; the total last.
-        losses = torch.zeros(MAX_TASKS + 1, dtype=torch.float64, device=device)
-        for batch in micro:
-            total = self._forward(batch, agreement, losses) if len(batch) else None
-            if batch is micro[-1]:
-                following.forwarded()
-            if total is not None:
-                with self.ledger.span("backward"), self.stopwatch.computing():
-                    total.backward()
-        return losses
-
-    def _forward(self, batch: SequenceBatch, agreement: Agreement, losses: Tensor) -> Tensor:
-        with self.ledger.span("forward"), self.stopwatch.computing(), self._autocast():
-            total = self._total(self.parallel.module(batch), agreement, losses)
-            losses[-1] += total.detach().double()
-        return total
-
-    def _total(self, sums: Mapping[str, Tensor], agreement: Agreement, losses: Tensor) -> Tensor:
-        """The scalar to differentiate: sums over samples / global counts. Adds the task's means to `losses`."""
-        if set(sums) != set(agreement.counts):
-            raise ValueError(f"the model returned tasks {sorted(sums)}, the batch has weights for {sorted(agreement.counts)}")
-        parts: list[Tensor] = []
-        for position, (task, count) in enumerate(sorted(agreement.counts.items())):
-            mean = sums[task] / count if count else sums[task] * 0
-            losses[position] += mean.detach().double()
-            parts.append(mean * self.task_weights.get(task, 1.0))
-        return torch.stack(parts).sum()
-
-    def _autocast(self):
-        if self.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.transport.device.type, dtype=torch.bfloat16)
-
-    def _update_dense(self, factor: float) -> Tensor | None:
-        with self.ledger.span("optimizer"):
-            norm = self.buckets.clip(self.clip) if self.clip is not None and self.buckets.flat else None
-            for group, base in zip(self.optimizer.param_groups, self._base_lr, strict=True):
-                group["lr"] = base * factor
-            self.optimizer.step()
-        return norm
+        return self._result(batch, agreement, losses, norm)
 
     def _count_collisions(self, requests: list) -> None:
         if self.steps and self.steps % _COLLISIONS_EVERY == 0:
@@ -176,13 +61,3 @@ class Serial:
                 asked, colliding = self.tables.collisions(requests)
             self.ledger.count("requests", asked)
             self.ledger.count("collisions", colliding)
-
-    # ---- state
-
-    def state_dict(self) -> dict:
-        return {"steps": self.steps, "balancer": self.balancer.state_dict(self.steps) if self.balancer else {}}
-
-    def load_state_dict(self, state: Mapping) -> None:
-        self.steps = int(state["steps"])
-        if self.balancer:
-            self.balancer.load_state_dict(state.get("balancer", {}), self.transport.world)

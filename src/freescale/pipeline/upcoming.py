@@ -77,9 +77,12 @@ class Upcoming:
                 self._counters["max_cost_error"] = self._balancer.error
         else:
             batch = self._moved(self.like)
+        return batch, self.agreement
+
+    def count(self) -> None:
+        """Its figures, into the ledger of the step that computes it."""
         for name, value in self._counters.items():
             self._transport.ledger.count(name, value)
-        return batch, self.agreement
 
     # ---- stages
 

@@ -110,6 +110,7 @@ class Checkpoints:
                 shutil.rmtree(leftover)
             temporary.mkdir()
         self._barrier()
+        parallel.tables.settle()
         tensors = _tensors(parallel, optimizer, self.transport)
         writer = dcp.FileSystemWriter(temporary, overwrite=True)
         with checkpointing(f"checkpoint {final} could not be written"):

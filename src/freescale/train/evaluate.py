@@ -22,6 +22,7 @@ _SCORE_ELEMENTS = 1 << 24  # scores held at a time
 def _evaluated(parallel: Parallel, data: Iterable[SequenceBatch], visit: Callable[[SequenceBatch], None]) -> None:
     """Visits batches with the model in evaluation mode and the batch's rows fetched. All ranks have equally many batches."""
     tables, module = parallel.tables, parallel.module
+    tables.settle()
     training = module.training
     module.eval()
     try:
@@ -68,6 +69,7 @@ def evaluate_retrieval(
     `popularity` [rows]: how often the training part holds each item; the baseline that recommends the most popular to all.
     """
     transport = parallel.transport
+    parallel.tables.settle()
     ids, rows = parallel.tables.share(table)
     module = parallel.module
     with torch.no_grad():

@@ -182,7 +182,7 @@ class Trainer:
         self._open_folder()
         if self.watcher:
             self.watcher.started(self._describe(), self.total, self.pipeline.steps)
-        ledger, gather = self.transport.ledger, self.transport.gather_bytes
+        ledger, gather = self.pipeline.ledger, self.transport.gather_bytes
         collector = Collector(
             ledger,
             self.transport.rank,

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from freescale.observe.ledger import Ledger
+from freescale.observe.ledger import Ledger, Side
 
 
 class TransportError(RuntimeError):
@@ -28,7 +28,7 @@ class Transport(Protocol):
     rank: int
     world: int
     device: torch.device
-    ledger: Ledger
+    ledger: Ledger | Side
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Handle:
         """Rows of tensor [sum(send), ...] to the ranks, in rank order -> [sum(receive), ...], in rank order."""
@@ -41,6 +41,10 @@ class Transport(Protocol):
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's bytes, of any length, in rank order. Blocking; for control, not for the step."""
+
+    def channel(self, ledger: Side, urgent: bool = False) -> Transport:
+        """Another transport over the same ranks, for another thread: its traffic neither waits for this one's nor holds it up.
+        `urgent` runs ahead of the rest where the network or the device can tell. A collective."""
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
         """Each rank's clock offset to rank 0 and its uncertainty, in nanoseconds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from freescale.observe.ledger import Arrival, Ledger
+from freescale.observe.ledger import Arrival, Ledger, Side
 from freescale.transport.api import TransportError
 
 _PINGS = 8
@@ -45,20 +46,21 @@ class Collective:
     def __init__(
         self,
         device: torch.device | str = "cpu",
-        ledger: Ledger | None = None,
+        ledger: Ledger | Side | None = None,
         group: dist.ProcessGroup | None = None,
         control: dist.ProcessGroup | None = None,
         owner: bool = False,
+        timeout: timedelta | None = None,
     ) -> None:
-        """`owner`: torch's default group was made for this transport and ends with it."""
-        self._owner = owner
+        """`owner`: torch's default group was made for this transport and ends with it. `timeout` is that of further channels."""
+        self._owner, self._timeout = owner, timeout
         self.device = torch.device(device)
         world = group if group is not None else dist.group.WORLD
         assert world is not None, "initialise the process group first (transport.connect does)"
         self.group: dist.ProcessGroup = world
         self.control: dist.ProcessGroup = control if control is not None else world
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.ledger = ledger or Ledger(self.device)
+        self.ledger: Ledger | Side = ledger or Ledger(self.device)
 
     def _group(self, tensor: Tensor, kind: str) -> dist.ProcessGroup:
         """What is planned on the host travels beside the rows, not behind them, and never waits for a GPU."""
@@ -110,6 +112,17 @@ class Collective:
         parts = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(parts, mine, group=self.control)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    def channel(self, ledger: Side, urgent: bool = False) -> Collective:
+        """A process group of its own (gloo: connections and threads of its own; NCCL: a communicator and a stream, ahead of the
+        others' in the device's eyes if it is urgent)."""
+        options = None
+        if self.device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+        ranks = dist.get_process_group_ranks(self.group)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        group = dist.new_group(ranks, timeout=self._timeout, backend=backend, pg_options=options)
+        return Collective(self.device, ledger, group=group, control=self.control, timeout=self._timeout)
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
         """Ranks of one machine share its monotonic clock; others ping rank 0 in turn and keep the quickest answer."""

@@ -56,4 +56,4 @@ def _joined(device: torch.device, timeout: float, owner: bool) -> Collective:
     limit = timedelta(seconds=timeout)
     group = dist.new_group(timeout=limit)
     control = dist.new_group(timeout=limit, backend="gloo")
-    return Collective(device, Ledger(device), group=group, control=control, owner=owner)
+    return Collective(device, Ledger(device), group=group, control=control, owner=owner, timeout=limit)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from freescale.observe.ledger import Ledger
+from freescale.observe.ledger import Ledger, Side
 
 
 class _Done:
@@ -22,9 +22,9 @@ class Local:
     rank = 0
     world = 1
 
-    def __init__(self, device: torch.device | str = "cpu", ledger: Ledger | None = None) -> None:
+    def __init__(self, device: torch.device | str = "cpu", ledger: Ledger | Side | None = None) -> None:
         self.device = torch.device(device)
-        self.ledger = ledger or Ledger(self.device)
+        self.ledger: Ledger | Side = ledger or Ledger(self.device)
 
     def _through(self, tensor: Tensor, kind: str) -> _Done:
         with self.ledger.arrive(kind, 0, 0).wait():
@@ -42,6 +42,9 @@ class Local:
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload]
+
+    def channel(self, ledger: Side, urgent: bool = False) -> Local:
+        return Local(self.device, ledger)
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
         return [0], [0]

@@ -1,0 +1,107 @@
+"""A lane: a thread that communicates while the main thread computes, with a channel and, on a GPU, a stream of its own.
+
+Jobs of a lane run one after another, in the order in which they were submitted; the main thread submits them in the same order on
+every rank, so that the collectives of the lane's channel are in the same order everywhere. Streams follow the host: a job begins
+after what the submitter had issued, and whoever waits for a job continues after what it issued.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from freescale.observe.ledger import Side
+from freescale.transport.api import Transport
+
+
+class Moment:
+    """A point that one thread reaches and others wait for, on the host and on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._reached = threading.Event()
+        self._event: torch.cuda.Event | None = None
+        self._error: BaseException | None = None
+
+    def reach(self) -> None:
+        if self._device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+        self._reached.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._reached.set()
+
+    def wait(self) -> None:
+        """What this thread issues from now on happens after the moment. Raises what happened instead of it."""
+        self._reached.wait()
+        if self._error is not None:
+            raise self._error
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class Job(Moment):
+    """Reached when its function has returned."""
+
+    def __init__(self, device: torch.device, function: Callable[[], None]) -> None:
+        super().__init__(device)
+        self.function = function
+        self.begin = Moment(device)
+        self.begin.reach()
+
+
+class Lane:
+    def __init__(self, name: str, transport: Transport, urgent: bool = False) -> None:
+        """Opens a channel: a collective."""
+        self.name, self.device = name, transport.device
+        self.side = Side(transport.ledger, name)
+        self.transport = transport.channel(self.side, urgent)
+        cuda = self.device.type == "cuda"
+        self.stream = torch.cuda.Stream(self.device, priority=-1 if urgent else 0) if cuda else None
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, function: Callable[[], None]) -> Job:
+        job = Job(self.device, function)
+        if self._thread is None:
+            # A daemon: a lane that waits for a dead rank must not keep the process from ending.
+            self._thread = threading.Thread(target=self._work, name=f"freescale {self.name}", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+        return job
+
+    def close(self) -> None:
+        """Ends the thread once its jobs are done; the next job starts another."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread = None
+
+    def borrow(self, *tensors: Tensor | None) -> None:
+        """Tensors of another stream that this lane's stream uses: their memory is not given to others before it has."""
+        if self.stream is not None:
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor.record_stream(self.stream)
+
+    def _work(self) -> None:
+        if self.stream is not None:
+            torch.cuda.set_device(self.device)
+        with torch.no_grad(), torch.cuda.stream(self.stream):
+            while (job := self._jobs.get()) is not None:
+                self._run(job)
+
+    def _run(self, job: Job) -> None:
+        try:
+            job.begin.wait()
+            job.function()
+        except BaseException as error:  # noqa: BLE001 - raised where the job is waited for
+            job.fail(error)
+        else:
+            job.reach()
+        job.function = lambda: None  # what it held is free

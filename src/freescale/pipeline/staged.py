@@ -1,0 +1,235 @@
+"""The staged schedule: rows of the next batch come while this one computes, except those that this one updates. Nothing is stale.
+
+    lane `ahead`, while batch i computes                       lane `urgent`, after its backward
+      a. gradients of i-1 that i did not need: send, update      e. gradients of rows that i+1 reads too: send, update
+      b. ids of batch i+1                                        f. these rows, to their requesters
+      c. owners compare i and i+1, and say what they share
+      d. rows of i+1 that i does not read
+                               forward of i+1 waits for d and f
+
+Every row is updated once per step, with the step number and learning rate of the step that made its gradient; the tables are those
+of the serial schedule, bit for bit, once `flush` has applied what is deferred. a before d keeps rows exact that i-1 and i+1 read,
+but not i. The lanes are threads with channels of their own: what is urgent does not queue behind the bulk, and the main thread
+waits at the next forward only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from freescale.batch import SequenceBatch
+from freescale.embedding.collision import collision_masks
+from freescale.embedding.exchange import Masks, Part, Replicated, Request, Sharded
+from freescale.pipeline.agreement import Agreement
+from freescale.pipeline.lane import Job, Lane, Moment
+from freescale.pipeline.schedule import Schedule, StepResult
+from freescale.pipeline.upcoming import Upcoming
+from freescale.transport.api import Handle, Transport
+
+
+@dataclass
+class Turn:
+    """A batch on its way through the schedule. Lists of tensors have one entry for each sharded group."""
+
+    batch: SequenceBatch
+    agreement: Agreement
+    micro: list[SequenceBatch]
+    upcoming: Upcoming
+    compared: Moment  # what it shares with the next batch is known
+    requests: list[Request] = field(default_factory=list)
+    early: list[Tensor] = field(default_factory=list)  # rows that came by d
+    late: list[Tensor] = field(default_factory=list)  # rows that came by f
+    deferred: list[Tensor] = field(default_factory=list)  # gradients that wait for a
+    step: int = 0
+    factor: float = 1.0
+
+
+class Staged(Schedule):
+    def __init__(self, *arguments: Any, masks: Masks = collision_masks, **options: Any) -> None:
+        """As `Schedule`. `masks` finds the collisions (benchmarks show what happens without). A collective: opens two channels."""
+        super().__init__(*arguments, **options)
+        self.ahead = Lane("ahead", self.transport)
+        self.urgent = Lane("urgent", self.transport, urgent=True)
+        self._masks = masks
+        self._jobs: list[Job] = []  # of the last step
+        self._unsettled: Turn | None = None  # the last step, as long as some of its gradients are deferred
+        self.tables.settle = self.flush
+
+    def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
+        """Trains until every rank's data has ended; a rank that runs out joins with empty batches. The data of a rank may fail:
+        then all ranks raise. Who leaves the loop early calls `flush` before reading the tables (checkpoints and evaluation do)."""
+        batches = iter(data)
+        self.flush()
+        self.ahead.side.take(), self.urgent.side.take()
+        self.ledger.begin_step(self.steps)
+        turn = self._taken(self._upcoming(self.steps + 1, batches, None))
+        if turn is None:
+            self.ledger.cancel_step()
+            return
+        self._fetch_first(turn)
+        first: Turn | None = turn
+        following = self._upcoming(self.steps + 2, batches, turn.upcoming)
+        while True:
+            coming = self._taken(following)
+            if turn is not first:
+                self._arrive(turn)
+            first = None  # what it holds is free after its step
+            following = self._upcoming(self.steps + 3, batches, following)
+            result = self._step(turn, coming, following)
+            self.ledger.end_step()
+            yield result
+            if coming is None:
+                break
+            turn = coming
+            self.ledger.begin_step(self.steps)
+        self.flush()
+        self.ahead.close()
+        self.urgent.close()
+
+    def _step(self, turn: Turn, coming: Turn | None, following: Upcoming) -> StepResult:
+        last, self._unsettled = self._unsettled, None
+        self._jobs = [self.ahead.submit(lambda: self._while_computing(last, turn, coming))]
+        if coming is not None:
+            following.exchanged()
+        turn.upcoming.count()
+        losses = self._compute(turn.micro, turn.agreement, following.forwarded if coming is not None else _nothing)
+        if coming is not None:
+            following.differentiated()
+        self.steps += 1
+        self.stopwatch.finish(self.steps)
+        turn.step, turn.factor = self.steps, self._factor(self.steps)
+        gradients = [request.gradient() for _, request in self._sharded(turn)]
+        self.urgent.borrow(*gradients)
+        self._jobs.append(self.urgent.submit(lambda: self._after_backward(turn, coming, gradients)))
+        self._unsettled = turn
+        self._apply_replicated(turn)
+        losses = self.buckets.reduce(self.transport, losses)
+        norm = self._update_dense(turn.factor)
+        return self._result(turn.batch, turn.agreement, losses, norm)
+
+    # ---- the lanes
+
+    def _while_computing(self, last: Turn | None, turn: Turn, coming: Turn | None) -> None:
+        """a to d, on the lane `ahead`, while `turn` computes."""
+        transport = self.ahead.transport
+        try:
+            sent = self._send_deferred(last, transport)  # a
+            if coming is not None:
+                coming.requests = self.tables.request(coming.micro, transport)  # b
+                for (group, now), (_, then) in zip(self._sharded(turn), self._sharded(coming), strict=True):
+                    group.compare(now, then, transport, self._masks)  # c
+        except BaseException as error:
+            turn.compared.fail(error)
+            raise
+        turn.compared.reach()
+        self._update_deferred(last, sent, transport)  # a
+        if coming is not None:
+            handles = [group.look_up(request, _known(request.early), transport) for group, request in self._sharded(coming)]
+            coming.early = [handle.wait() for handle in handles]  # d
+
+    def _after_backward(self, turn: Turn, coming: Turn | None, gradients: list[Tensor]) -> None:
+        """e and f, on the lane `urgent`."""
+        transport = self.urgent.transport
+        turn.compared.wait()
+        if coming is None:
+            turn.deferred = list(gradients)
+            gradients.clear()
+            return
+        handles = []
+        for group, request in self._sharded(turn):
+            gradient = gradients.pop(0)
+            shared, rest = _known(request.shared), _known(request.rest)
+            assert shared.mine is not None and rest.mine is not None
+            handles.append(group.send(gradient.index_select(0, shared.mine), shared, transport))  # e
+            turn.deferred.append(gradient.index_select(0, rest.mine))
+        for (group, request), handle in zip(self._sharded(turn), handles, strict=True):
+            self._update(group, request, _known(request.shared), handle, turn, transport)  # e
+        handles = [group.look_up(request, _known(request.late), transport) for group, request in self._sharded(coming)]
+        coming.late = [handle.wait() for handle in handles]  # f
+
+    # ---- verbs of the main thread
+
+    def _taken(self, upcoming: Upcoming) -> Turn | None:
+        """The next batch; None if the data has ended on every rank."""
+        batch, agreement = upcoming.complete()
+        if not agreement.ready:
+            return None
+        return Turn(batch, agreement, self._micro_batches(batch), upcoming, Moment(self.transport.device))
+
+    def _fetch_first(self, turn: Turn) -> None:
+        """The first batch: everything, blocking."""
+        if not self.tables.placed:
+            self.tables.place(turn.batch)
+        turn.requests = self.tables.request(turn.micro)
+        self.tables.fetch(turn.requests)
+
+    def _arrive(self, turn: Turn) -> None:
+        """Waits for d and f; from now on the model can read the rows of the turn."""
+        begin = self.ledger.clock.stamp()
+        for job in self._jobs:
+            job.wait()
+        self.ledger.waited_for(self.ahead.side.take() + self.urgent.side.take(), begin)
+        with self.ledger.span("merge"):
+            for sharded, request in self._sharded(turn):
+                sharded.merge(request, turn.early.pop(0), turn.late.pop(0))
+            for replicated, request in self._replicated(turn):
+                replicated.fetch(request, self.transport, train=True)
+        self.tables.open(turn.requests)
+        self._count_collisions(turn)
+
+    def _apply_replicated(self, turn: Turn) -> None:
+        for group, request in self._replicated(turn):
+            group.apply(request, self.transport, step=turn.step, factor=turn.factor, clip=self.tables.row_clip)
+
+    def flush(self) -> None:
+        """Applies the gradients that are deferred; afterwards the tables are those of the serial schedule. A collective."""
+        for job in self._jobs:
+            job.wait()
+        last, self._unsettled = self._unsettled, None
+        self._update_deferred(last, self._send_deferred(last, self.transport), self.transport)
+
+    # ---- verbs of both
+
+    def _sharded(self, turn: Turn) -> list[tuple[Sharded, Request]]:
+        pairs = zip(self.tables.groups, turn.requests, strict=True)
+        return [(group, request) for group, request in pairs if isinstance(group, Sharded)]
+
+    def _replicated(self, turn: Turn) -> list[tuple[Replicated, Request]]:
+        pairs = zip(self.tables.groups, turn.requests, strict=True)
+        return [(group, request) for group, request in pairs if isinstance(group, Replicated)]
+
+    def _send_deferred(self, last: Turn | None, transport: Transport) -> list[Handle]:
+        if last is None:
+            return []
+        gradients, last.deferred = last.deferred, []
+        self.ahead.borrow(*gradients)
+        pairs = zip(self._sharded(last), gradients, strict=True)
+        return [group.send(gradient, request.rest or request.whole, transport) for (group, request), gradient in pairs]
+
+    def _update_deferred(self, last: Turn | None, sent: list[Handle], transport: Transport) -> None:
+        if last is None:
+            return
+        for (group, request), handle in zip(self._sharded(last), sent, strict=True):
+            self._update(group, request, request.rest or request.whole, handle, last, transport)
+
+    def _update(self, group: Sharded, request: Request, part: Part, sent: Handle, turn: Turn, transport: Transport) -> None:
+        clip = self.tables.row_clip
+        group.update(request, part, sent.wait(), transport, step=turn.step, factor=turn.factor, clip=clip)
+
+    def _count_collisions(self, turn: Turn) -> None:
+        for _, request in self._sharded(turn):
+            self.ledger.count("requests", request.owned.numel())
+            self.ledger.count("collisions", sum(_known(request.late).receive))
+
+
+def _known(part: Part | None) -> Part:
+    assert part is not None, "the requests were not compared"
+    return part
+
+
+def _nothing() -> None:
+    pass
