@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 import freescale
 from freescale.batch import Jagged, SequenceBatch
 from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
+from freescale.observe.ledger import Arrival, Ledger
+from freescale.pipeline.staged import Staged
 from freescale.transport.collective import Collective
 
 sys.path.insert(0, str(Path(__file__).parent / "peer"))
@@ -46,11 +50,21 @@ def feed(workload: Workload, rank: int, world: int) -> Iterator[SequenceBatch]:
         yield SequenceBatch(sequences={"history": Jagged(ids, lengths)}, dense={"labels": labels}, weights={"click": ones})
 
 
+class WaitLedger(Ledger):
+    """Counts how long the main thread stood still for other threads, whatever they were doing: sending, looking up, updating."""
+
+    def waited_for(self, arrivals: list[Arrival], begin: Any) -> None:
+        super().waited_for(arrivals, begin)
+        self.count("lanes_ns", self.clock.stamp() - begin)
+
+
 class Arm:
     """One rank at work. `step` trains on the next batch; it is a collective call."""
 
-    def __init__(self, workload: Workload, rank: int, world: int, schedule: str = "serial") -> None:
-        self.transport = Collective("cpu")
+    def __init__(self, workload: Workload, rank: int, world: int, schedule: str = "serial", **options: Any) -> None:
+        """`options` are the schedule's."""
+        self.ledger = WaitLedger("cpu")
+        self.transport = Collective("cpu", self.ledger)
         model = Model(workload)
         self.parallel = freescale.parallelize(
             model, {"item": ["history"]}, row_optimizer(workload), transport=self.transport, placement="sharded"
@@ -61,16 +75,28 @@ class Arm:
             part.copy_(table_rows(workload, ids))
         self.dense: Dense = model.dense
         optimizer = dense_optimizer(workload, self.parallel.dense_parameters())
-        self.pipeline = freescale.Pipeline(self.parallel, optimizer, schedule=schedule)
+        self.pipeline = freescale.Pipeline(self.parallel, optimizer, schedule=schedule, **options)
         self._steps = self.pipeline.run(feed(workload, rank, world))
 
     def step(self) -> float:
         """The loss of this step: the mean over the samples of all ranks."""
         return next(self._steps).loss
 
+    def quiet(self) -> None:
+        """Returns when nothing is under way any more; what the schedule has deferred stays so."""
+        if isinstance(self.pipeline, Staged):
+            for lane in (self.pipeline.ahead, self.pipeline.urgent):
+                lane.submit(lambda: None).wait()  # jobs of a lane run one after another
+
+    def checksum(self) -> str:
+        """Of this rank's rows, their optimizer's state and the dense weights, once what is deferred has been applied. A collective."""
+        self.pipeline.flush()
+        tensors = [*self.parallel.tables.local("item").values(), *self.dense.state_dict().values()]
+        return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
     def close(self) -> None:
         self.transport.gather_bytes(b"")
 
 
-def build(workload: Workload, rank: int, world: int, schedule: str = "serial") -> Arm:
-    return Arm(workload, rank, world, schedule)
+def build(workload: Workload, rank: int, world: int, schedule: str = "serial", **options: Any) -> Arm:
+    return Arm(workload, rank, world, schedule, **options)

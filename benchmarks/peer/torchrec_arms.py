@@ -152,9 +152,13 @@ class Arm:
         self._feed = _feed(workload, rank, world, deduplicate)
         self._pipeline = PIPELINES[pipeline](self._sharded, dense_optimizer(workload, self.dense.parameters()), device)
 
+    def progress(self) -> Tensor:
+        """Trains on the next batch -> this rank's share of the loss."""
+        return self._pipeline.progress(self._feed)
+
     def step(self) -> float:
         """The loss of this step: the mean over the samples of all ranks."""
-        loss = self._pipeline.progress(self._feed)
+        loss = self.progress()
         dist.all_reduce(loss)
         return float(loss)
 

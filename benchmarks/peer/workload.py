@@ -36,7 +36,9 @@ class Workload:
     sigma: float = 1.0  # of the logarithm of the lengths
     maximum_length: int = 2000
     popularity: float | Literal["unique"] = "unique"  # Zipf's exponent, or every id once within a rank's batch
+    collisions: float | None = None  # instead of a popularity: every id once in a global batch, this share also in the one before
     hidden: tuple[int, ...] = (256,)  # the MLP is width - hidden... - width
+    passes: int = 1  # times that the MLP is applied; all but the last are residual, and share its weights
     steps: int = 20
     seed: int = 0
     row_optimizer: RowOptimizer = "adagrad"
@@ -53,8 +55,10 @@ class Workload:
             raise ValueError(
                 f"{self.rows} rows cannot give {self.samples} x {self.maximum_length} different ids; ask for more rows"
             )
-        if min(self.rows, self.width, self.samples, self.maximum_length, self.steps) < 1:
-            raise ValueError(f"rows, width, samples, maximum_length and steps are at least 1, not as in {self}")
+        if self.collisions is not None and (self.popularity != "unique" or self.sigma or not 0 <= self.collisions <= 1):
+            raise ValueError(f"collisions is a share of unique ids in histories of equal length (sigma 0), not as in {self}")
+        if min(self.rows, self.width, self.samples, self.maximum_length, self.steps, self.passes) < 1:
+            raise ValueError(f"rows, width, samples, maximum_length, steps and passes are at least 1, not as in {self}")
 
 
 def _stream(workload: Workload, *key: int) -> np.random.Generator:
@@ -77,7 +81,9 @@ def batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor, Ten
         lengths = np.exp(random.normal(np.log(workload.median_length), workload.sigma, workload.samples))
         lengths = np.clip(np.rint(lengths), 1, workload.maximum_length).astype(np.int64)
         tokens = int(lengths.sum())
-        if cumulative is None or permutation is None:
+        if workload.collisions is not None:
+            ids = _colliding(workload, step, rank, world, tokens)
+        elif cumulative is None or permutation is None:
             ids = random.choice(workload.rows, tokens, replace=False, shuffle=True).astype(np.int64)
         else:
             places = np.searchsorted(cumulative, random.random(tokens), side="right")
@@ -85,6 +91,25 @@ def batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor, Ten
         labels = (random.random(workload.samples) < 0.5).astype(np.float32)
         result.append((torch.from_numpy(ids), torch.from_numpy(lengths), torch.from_numpy(labels)))
     return result
+
+
+def _colliding(workload: Workload, step: int, rank: int, world: int, tokens: int) -> np.ndarray:
+    """This rank's ids of a step whose global batch shares `workload.collisions` of its rows with the one before and the one after.
+
+    Rows lie on a circle, each once; a global batch is an arc of it, and the next one's arc begins (1 - share) of its length later. So
+    the last step of the workload is followed by its first like any other, and up to a share of 1/2 only neighbours have rows in common.
+    Which rank asks for which row of the arc is drawn anew in every step.
+    """
+    assert workload.collisions is not None
+    arc = tokens * world
+    shift = round(arc * (1 - workload.collisions))
+    circle = max(arc, shift * workload.steps)
+    if circle > workload.rows or (shift and workload.steps < 2 * arc / shift):
+        raise ValueError(f"{workload.rows} rows and {workload.steps} steps are too few for a circle of {circle} rows")
+    order = _stream(workload, _PERMUTATION).permutation(workload.rows)[:circle]
+    whole = order[(step * shift + np.arange(arc)) % circle]
+    _stream(workload, _BATCH, step).shuffle(whole)
+    return whole[rank * tokens : (rank + 1) * tokens].astype(np.int64)
 
 
 def table_rows(workload: Workload, rows: Tensor) -> Tensor:
@@ -118,6 +143,7 @@ class Dense(nn.Module):
             layers += [nn.ReLU()] if place else []
             layers += [nn.Linear(inputs, outputs)]
         self.layers = nn.Sequential(*layers)
+        self.passes = workload.passes
         self.head = nn.Linear(workload.width, 1)
         # The sum over a history would otherwise start the logits in the hundreds, where the loss is flat.
         self.scale = workload.median_length**-0.5
@@ -129,6 +155,8 @@ class Dense(nn.Module):
 
     def forward(self, rows: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
         """rows [tokens, width], lengths [samples] int64, labels [samples] -> scalar."""
+        for _ in range(self.passes - 1):
+            rows = rows + self.layers(rows) / self.passes
         tokens = self.layers(rows)  # [tokens, width]
         # On CPU index_add takes a third of the time of segment_reduce, forward and backward together.
         owner = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths, output_size=rows.shape[0])  # [tokens]

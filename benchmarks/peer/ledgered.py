@@ -1,0 +1,89 @@
+"""TorchRec's collectives and waits in FreeScale's ledger: the stamps that our own collectives have.
+
+TorchRec starts its AllToAlls through `torch.distributed.all_to_all_single` and waits for what that returns. During a step both are
+wrapped: issued when it starts one, waited when it first waits for it, done when that wait returns. Integers are ids; floats are rows
+when an autograd function's forward sends them and gradients when its backward does. DistributedDataParallel reduces the dense
+gradients in C++ beside the backward pass: they count in the step's time, not as exposed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torchrec_arms import Arm
+
+from freescale.observe.ledger import Arrival, Ledger
+
+
+class _Waited:
+    """A collective under way, as TorchRec sees it."""
+
+    def __init__(self, work: Any, arrival: Arrival) -> None:
+        self._work, self._arrival = work, arrival
+
+    def wait(self, *arguments: Any) -> Any:
+        if self._arrival.waited is not None:  # once more, to be sure
+            return self._work.wait(*arguments)
+        with self._arrival.wait():
+            return self._work.wait(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+@contextmanager
+def recorded(ledger: Ledger, rank: int) -> Iterator[None]:
+    """Until it is left, every AllToAll of this process goes through the ledger."""
+    plain = dist.all_to_all_single
+
+    def all_to_all_single(
+        output: Tensor,
+        input: Tensor,  # noqa: A002 - torch's name
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        backward = sys._getframe(1).f_code.co_name == "backward"
+        kind = ("gradients" if backward else "rows") if input.is_floating_point() else "ids"
+        sent, received = _remote(input, input_split_sizes, rank), _remote(output, output_split_sizes, rank)
+        arrival = ledger.arrive(kind, sent, received)
+        work = _Waited(plain(output, input, output_split_sizes, input_split_sizes, group, async_op=True), arrival)
+        return work if async_op else work.wait()
+
+    dist.all_to_all_single = all_to_all_single
+    try:
+        yield
+    finally:
+        dist.all_to_all_single = plain
+
+
+def _remote(tensor: Tensor, splits: list[int] | None, rank: int) -> int:
+    """Bytes that go to or come from other ranks."""
+    share = splits[rank] / max(1, sum(splits)) if splits is not None else 1 / dist.get_world_size()
+    return round(tensor.numel() * tensor.element_size() * (1 - share))
+
+
+class Ledgered:
+    """A TorchRec arm with a ledger."""
+
+    def __init__(self, arm: Arm, rank: int) -> None:
+        self.arm, self.ledger, self._rank, self._steps = arm, Ledger("cpu"), rank, 0
+
+    def step(self) -> float:
+        """Trains on the next batch. The loss is reduced after the step's time: TorchRec's pipeline itself does not reduce it."""
+        with recorded(self.ledger, self._rank):
+            self.ledger.begin_step(self._steps)
+            loss = self.arm.progress()
+            self.ledger.end_step()
+        self._steps += 1
+        dist.all_reduce(loss)
+        return float(loss)
+
+    def quiet(self) -> None:
+        self.arm.close()
