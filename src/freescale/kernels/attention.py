@@ -53,6 +53,10 @@ class AttentionPlan:
     longest_distance: int  # between two positions
     kept: dict[int, list[Relation]]  # by group; empty where it would take too much memory
 
+    @property
+    def tokens(self) -> int:
+        return self.groups.tokens
+
     def tiles(self, number: int) -> Iterator[Relation]:
         """The tiles of a group, from the bottom up: the first has all keys."""
         if number in self.kept:

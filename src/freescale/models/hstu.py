@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
 from freescale.batch import offsets_of
-from freescale.kernels.attention import AttentionPlan, hstu_attention, plan_attention
+from freescale.kernels.attention import AttentionPlan
+from freescale.kernels.dispatch import hstu_attention, plan_attention
 from freescale.kernels.random import derive, keep_mask
+from freescale.kernels.triton_attention import TilePlan
 
 
 def positions_in_sample(lengths: Tensor, tokens: int) -> Tensor:
@@ -67,7 +69,7 @@ class HSTULayer(nn.Module):
         token_keys: Tensor | None,  # [tokens] int64
         timestamps: Tensor | None,
         candidate_counts: Tensor | None,
-        plan: AttentionPlan,
+        plan: AttentionPlan | TilePlan,
     ) -> Tensor:
         sizes = [self.heads * self.d_v] * 2 + [self.heads * self.d_qk] * 2
         u, v, q, k = F.silu(self.projection(self.input_norm(x))).split(sizes, dim=1)
@@ -125,6 +127,7 @@ class HSTU(nn.Module):
             raise ValueError(f"dropout must be in [0, 1), not {dropout}")
         assert d_qk is not None and d_v is not None
         self.width = width
+        self.widths = (d_qk, d_v)
         self.heads = heads
         self.max_length = max_length
         self.dropout = dropout
@@ -171,14 +174,16 @@ class HSTU(nn.Module):
             timestamps=timestamps,
             buckets=self.num_time_buckets if self.has_time_bias else 0,
             distances=self.has_position_bias,
+            widths=self.widths,
+            dtype=torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else self.position.dtype,
         )
         if plan.longest_history > self.max_length:
             raise ValueError(
                 f"a history has {plan.longest_history} events, the model was built for max_length={self.max_length}; "
                 "cut the histories or raise max_length"
             )
-        if plan.groups.tokens != x.shape[0]:
-            raise ValueError(f"lengths add up to {plan.groups.tokens}, but there are {x.shape[0]} tokens")
+        if plan.tokens != x.shape[0]:
+            raise ValueError(f"lengths add up to {plan.tokens}, but there are {x.shape[0]} tokens")
         slots = positions_in_sample(lengths, x.shape[0])
         positions = slots
         if candidate_counts is not None:  # all candidates of a sample stand right after its history

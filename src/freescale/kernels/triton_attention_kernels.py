@@ -1,0 +1,361 @@
+"""The Triton kernels of `triton_attention`: forward, backward, and the gradients of the biases.
+
+One program works on one tile of one head: queries in forward, keys in backward. Tiles without a mask run in a loop of their
+own. TMA descriptors span the whole batch, so a tile at a sample's end also reads the next sample's tokens: the mask drops
+their scores, and their rows are zeroed where a product would meet them (0 * inf is not 0).
+
+SiLU is computed from h = score / 2 and t = tanh(h), one instruction of the special function unit instead of two:
+    SiLU(score) = h * (1 + t)        2 * SiLU'(score) = (1 + t) * (1 + h * (1 - t))
+The factor 1/2 of the slope, alpha and 1 / scale_length are applied once, to the finished sums.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED: bool = triton.knobs.runtime.interpret  # as it was when the kernels below were made
+BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / 0.301)
+
+
+@triton.jit
+def _tanh(x, FAST: tl.constexpr):
+    if FAST:
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def _allowed(i, j, length, history, CANDIDATES: tl.constexpr):
+    """Whether query i sees key j; rows past the sample's end see nothing."""
+    seen = (j <= i) & (i < length)
+    if CANDIDATES:
+        seen = seen & ((j < history) | (j == i))
+    return seen
+
+
+@triton.jit
+def _look_up(table, index, INLINE: tl.constexpr):
+    """Entries of a float32 table. As assembly it is arithmetic to the compiler, done in the layout of the scores; a load
+    would go through shared memory."""
+    if INLINE:
+        return tl.inline_asm_elementwise(
+            "{ .reg .u64 a; mad.wide.s32 a, $1, 4, $2; ld.global.nc.f32 $0, [a]; }",
+            "=f,r,l", [index, table.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.load(table + index)
+
+
+@triton.jit
+def _edge(edges, low, high, INLINE: tl.constexpr):
+    """The shortest time of bucket `high`, read only where the estimate leaves two buckets open."""
+    if INLINE and edges.dtype.element_ty == tl.int32:
+        return tl.inline_asm_elementwise(
+            "{ .reg .u64 a; .reg .pred p; setp.ne.s32 p, $1, $2; mad.wide.s32 a, $2, 4, $3; mov.s32 $0, 0;"
+            " @p ld.global.nc.s32 $0, [a]; }",
+            "=r,r,r,l", [low, high, edges.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.load(edges + high, mask=low != high, other=0)
+
+
+@triton.jit
+def _distance(i, j, history, farthest):
+    """Between the positions of queries i and keys j; candidates all stand right after the history."""
+    return tl.minimum(tl.maximum(tl.minimum(i, history) - tl.minimum(j, history), 0), farthest)
+
+
+@triton.jit
+def _bucket(i, j, start, length, times, edges, buckets, INLINE: tl.constexpr):
+    """floor(log(time between) / 0.301), exact: where the estimate in float32 is too close to call, the edge decides."""
+    later = tl.load(times + start + i, mask=i < length, other=0)
+    earlier = tl.load(times + start + j, mask=j < length, other=0)
+    elapsed = tl.maximum(later - earlier, 1)
+    rounded = elapsed.to(tl.float32)
+    if INLINE:  # tl.log2 is a polynomial, exact to bits that do not matter here
+        octaves = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [rounded], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        octaves = tl.log2(rounded)
+    estimate = octaves * BUCKETS_PER_OCTAVE
+    low = tl.minimum(tl.maximum(estimate - 1e-3, 0.0).to(tl.int32), buckets)
+    high = tl.minimum((estimate + 1e-3).to(tl.int32), buckets)
+    return tl.where(elapsed >= _edge(edges, low, high, INLINE), high, low)
+
+
+@triton.jit
+def _half(scores, half_alpha, i, j, start, length, history, position_bias, farthest, time_bias, edges, times, buckets,
+          INLINE: tl.constexpr):  # fmt: skip
+    """Half of alpha * scores + bias. One of i, j is a column, the other a row."""
+    half = scores * half_alpha
+    if position_bias is not None:
+        half += 0.5 * _look_up(position_bias, _distance(i, j, history, farthest), INLINE)
+    if time_bias is not None:
+        half += 0.5 * _look_up(time_bias, _bucket(i, j, start, length, times, edges, buckets, INLINE), INLINE)
+    return half
+
+
+@triton.jit
+def _double_slope(half, t):
+    inner = (half + 1) - half * t
+    return inner * t + inner
+
+
+@triton.jit
+def _store(pointer, stride, start, rows, length, column, values, WIDTH: tl.constexpr):
+    offsets = (start + rows).to(tl.int64)[:, None] * stride + column + tl.arange(0, WIDTH)[None, :]
+    tl.store(pointer + offsets, values.to(pointer.dtype.element_ty), mask=(rows < length)[:, None])
+
+
+@triton.jit
+def _masked_keys(row, length, history, M: tl.constexpr, N: tl.constexpr, CANDIDATES: tl.constexpr):
+    """Queries [row, row + M) see the keys [0, full) without a mask, then `edge` tiles from `full`, then the diagonal."""
+    full = row
+    edge = 0
+    if CANDIDATES:
+        full = tl.minimum(row, history) // N * N
+        edge = tl.where(row > full, tl.cdiv(history - full, N), 0)  # else the diagonal starts at full
+    return full, edge, edge + tl.cdiv(tl.minimum(M, length - row), N)
+
+
+@triton.jit(do_not_specialize=["farthest", "buckets"])
+def forward_kernel(
+    q_desc, k_desc, v_desc, out, tiles, position_bias, farthest, time_bias, edges, times, buckets, half_alpha, inverse_scale,
+    HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr,
+    STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    head = program % HEADS
+    tile = tiles + program // HEADS * 4
+    start, length, history, row = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    i = row + tl.arange(0, M)
+    columns = tl.arange(0, N)
+    full, edge, masked = _masked_keys(row, length, history, M, N, CANDIDATES)
+    q = q_desc.load([start + row, head * D_QK])
+    total = tl.zeros([M, D_V], tl.float32)
+    for key in tl.range(0, full, N, num_stages=STAGES):
+        k = k_desc.load([start + key, head * D_QK])
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        j = key + columns
+        half = _half(scores, half_alpha, i[:, None], j[None, :], start, length, history,
+                     position_bias, farthest, time_bias, edges, times, buckets, INLINE)  # fmt: skip
+        weights = half * _tanh(half, FAST) + half
+        v = v_desc.load([start + key, head * D_V])
+        total = tl.dot(weights.to(v.dtype), v, total, input_precision=PRECISION)
+    for number in tl.range(0, masked, num_stages=MASKED_STAGES):
+        key = tl.where(number < edge, full + number * N, row + (number - edge) * N)
+        k = k_desc.load([start + key, head * D_QK])
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        j = key + columns
+        half = _half(scores, half_alpha, i[:, None], j[None, :], start, length, history,
+                     position_bias, farthest, time_bias, edges, times, buckets, INLINE)  # fmt: skip
+        weights = half * _tanh(half, FAST) + half
+        weights = tl.where(_allowed(i[:, None], j[None, :], length, history, CANDIDATES), weights, 0.0)
+        v = v_desc.load([start + key, head * D_V])
+        v = tl.where((j < length)[:, None], v, 0.0)
+        total = tl.dot(weights.to(v.dtype), v, total, input_precision=PRECISION)
+    _store(out, HEADS * D_V, start, i, length, head * D_V, total * inverse_scale, D_V)
+
+
+@triton.jit(do_not_specialize=["farthest", "buckets"])
+def backward_kv_kernel(
+    q_desc, k_desc, v_desc, grad_desc, grad_k, grad_v, tiles,
+    position_bias, farthest, time_bias, edges, times, buckets, half_alpha, factor, inverse_scale,
+    HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr,
+    STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the keys [row, row + N) and of their values, summed over the queries in their order."""
+    program = tl.program_id(0)
+    head = program % HEADS
+    tile = tiles + program // HEADS * 4
+    start, length, history, row = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    j = row + tl.arange(0, N)
+    rows = tl.arange(0, M)
+    # masked tiles: the diagonal, then what is left of the sample after the full tiles
+    diagonal = tl.cdiv(tl.minimum(N, length - row), M)
+    first = row + N
+    last = first + tl.maximum(length - first, 0) // M * M
+    rest = tl.cdiv(tl.maximum(length - last, 0), M)
+    if CANDIDATES:
+        mixed = row + N > history  # candidates among these keys: no query sees all of them
+        last = tl.where(mixed, first, last)
+        rest = tl.where(mixed, tl.where(row < history, tl.cdiv(tl.maximum(length - first, 0), M), 0), rest)
+    k = k_desc.load([start + row, head * D_QK])
+    v = v_desc.load([start + row, head * D_V])
+    total_k = tl.zeros([N, D_QK], tl.float32)
+    total_v = tl.zeros([N, D_V], tl.float32)
+    for number in tl.range(0, diagonal + rest, num_stages=MASKED_STAGES):
+        query = tl.where(number < diagonal, row + number * M, last + (number - diagonal) * M)
+        i = query + rows
+        q = q_desc.load([start + query, head * D_QK])
+        grad = grad_desc.load([start + query, head * D_V])
+        q = tl.where((i < length)[:, None], q, 0.0)
+        grad = tl.where((i < length)[:, None], grad, 0.0)
+        seen = _allowed(i[None, :], j[:, None], length, history, CANDIDATES)
+        scores = tl.dot(k, q.T, input_precision=PRECISION)  # [N, M]
+        half = _half(scores, half_alpha, i[None, :], j[:, None], start, length, history,
+                     position_bias, farthest, time_bias, edges, times, buckets, INLINE)  # fmt: skip
+        t = _tanh(half, FAST)
+        weights = tl.where(seen, half * t + half, 0.0)
+        total_v = tl.dot(weights.to(grad.dtype), grad, total_v, input_precision=PRECISION)
+        change = tl.dot(v, grad.T, input_precision=PRECISION)
+        change = tl.where(seen, change * _double_slope(half, t), 0.0).to(q.dtype)
+        total_k = tl.dot(change, q, total_k, input_precision=PRECISION)
+    for query in tl.range(first, last, M, num_stages=STAGES):
+        i = query + rows
+        q = q_desc.load([start + query, head * D_QK])
+        scores = tl.dot(k, q.T, input_precision=PRECISION)
+        half = _half(scores, half_alpha, i[None, :], j[:, None], start, length, history,
+                     position_bias, farthest, time_bias, edges, times, buckets, INLINE)  # fmt: skip
+        grad = grad_desc.load([start + query, head * D_V])
+        change = tl.dot(v, grad.T, input_precision=PRECISION)
+        t = _tanh(half, FAST)
+        weights = half * t + half
+        total_v = tl.dot(weights.to(grad.dtype), grad, total_v, input_precision=PRECISION)
+        change = (change * _double_slope(half, t)).to(q.dtype)
+        total_k = tl.dot(change, q, total_k, input_precision=PRECISION)
+    _store(grad_k, HEADS * D_QK, start, j, length, head * D_QK, total_k * factor, D_QK)
+    _store(grad_v, HEADS * D_V, start, j, length, head * D_V, total_v * inverse_scale, D_V)
+
+
+@triton.jit(do_not_specialize=["farthest", "buckets"])
+def backward_q_kernel(
+    q_desc, k_desc, v_desc, grad_desc, grad_q, tiles,
+    position_bias, farthest, time_bias, edges, times, buckets, half_alpha, factor,
+    HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr,
+    STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the queries [row, row + M), summed over the keys in their order."""
+    program = tl.program_id(0)
+    head = program % HEADS
+    tile = tiles + program // HEADS * 4
+    start, length, history, row = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    i = row + tl.arange(0, M)
+    columns = tl.arange(0, N)
+    full, edge, masked = _masked_keys(row, length, history, M, N, CANDIDATES)
+    q = q_desc.load([start + row, head * D_QK])
+    grad = grad_desc.load([start + row, head * D_V])
+    total = tl.zeros([M, D_QK], tl.float32)
+    for key in tl.range(0, full, N, num_stages=STAGES):
+        k = k_desc.load([start + key, head * D_QK])
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        j = key + columns
+        half = _half(scores, half_alpha, i[:, None], j[None, :], start, length, history,
+                     position_bias, farthest, time_bias, edges, times, buckets, INLINE)  # fmt: skip
+        change = tl.dot(grad, v_desc.load([start + key, head * D_V]).T, input_precision=PRECISION)
+        change = (change * _double_slope(half, _tanh(half, FAST))).to(k.dtype)
+        total = tl.dot(change, k, total, input_precision=PRECISION)
+    for number in tl.range(0, masked, num_stages=MASKED_STAGES):
+        key = tl.where(number < edge, full + number * N, row + (number - edge) * N)
+        j = key + columns
+        k = k_desc.load([start + key, head * D_QK])
+        k = tl.where((j < length)[:, None], k, 0.0)
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        half = _half(scores, half_alpha, i[:, None], j[None, :], start, length, history,
+                     position_bias, farthest, time_bias, edges, times, buckets, INLINE)  # fmt: skip
+        change = tl.dot(grad, v_desc.load([start + key, head * D_V]).T, input_precision=PRECISION)
+        change = change * _double_slope(half, _tanh(half, FAST))
+        change = tl.where(_allowed(i[:, None], j[None, :], length, history, CANDIDATES), change, 0.0).to(k.dtype)
+        total = tl.dot(change, k, total, input_precision=PRECISION)
+    _store(grad_q, HEADS * D_QK, start, i, length, head * D_QK, total * factor, D_QK)
+
+
+@triton.jit(do_not_specialize=["farthest", "buckets"])
+def backward_bias_kernel(
+    q_desc, k_desc, v_desc, grad_desc, walks, by_distance, by_key, by_self, by_bucket,
+    position_bias, farthest, time_bias, edges, times, buckets, half_alpha, factor,
+    HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, B: tl.constexpr, BUCKETS: tl.constexpr,
+    FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Partial sums of the biases' gradients, without atomics; all heads share the biases.
+
+    Distances repeat along diagonals, so a program walks the tiles whose queries stand `row` behind their keys [key, stop) and
+    adds them up element by element, for the queries of the history. Candidates share one position, so their distances repeat
+    along columns: there (stop is -1) the program walks all queries of one tile of keys.
+    """
+    walk = walks + tl.program_id(0) * 7
+    start, length, history, row = tl.load(walk), tl.load(walk + 1), tl.load(walk + 2), tl.load(walk + 3)
+    slot, key, stop = tl.load(walk + 4), tl.load(walk + 5), tl.load(walk + 6)
+    candidates = stop < 0
+    query, end, step = row + key, tl.minimum(row + stop, history), B
+    if CANDIDATES:
+        step = tl.where(candidates, 0, B)
+        query = tl.where(candidates, tl.maximum(history // B * B, key), query)
+        end = tl.where(candidates, tl.where(key < history, length, tl.minimum(key + B, length)), end)
+    lanes = tl.arange(0, B)
+    total = tl.zeros([B, B], tl.float32)
+    bins = tl.arange(0, BUCKETS)
+    histogram = tl.zeros([BUCKETS], tl.float32)
+    for number in tl.range(0, tl.cdiv(tl.maximum(end - query, 0), B), num_stages=1):
+        i = query + number * B + lanes
+        j = key + number * step + lanes
+        seen = _allowed(i[:, None], j[None, :], length, history, CANDIDATES)
+        if CANDIDATES:
+            seen = seen & ((i >= history)[:, None] == candidates)
+        change = tl.zeros([B, B], tl.float32)
+        bias = tl.zeros([B, B], tl.float32)
+        if position_bias is not None:
+            bias += 0.5 * _look_up(position_bias, _distance(i[:, None], j[None, :], history, farthest), INLINE)
+        if time_bias is not None:
+            bucket = _bucket(i[:, None], j[None, :], start, length, times, edges, buckets, INLINE)
+            bias += 0.5 * _look_up(time_bias, bucket, INLINE)
+        for head in tl.range(0, HEADS, num_stages=STAGES):
+            q = q_desc.load([start + query + number * B, head * D_QK])
+            k = k_desc.load([start + key + number * step, head * D_QK])
+            scores = tl.dot(q, k.T, input_precision=PRECISION)
+            half = scores * half_alpha + bias
+            grad = grad_desc.load([start + query + number * B, head * D_V])
+            v = v_desc.load([start + key + number * step, head * D_V])
+            slope = _double_slope(half, _tanh(half, FAST))
+            change += tl.where(seen, tl.dot(grad, v.T, input_precision=PRECISION) * slope, 0.0)
+        total += change
+        if by_bucket is not None:
+            lowest = tl.min(tl.min(tl.where(seen, bucket, BUCKETS), 1), 0)
+            highest = tl.max(tl.max(tl.where(seen, bucket, -1), 1), 0)
+            for number_of in range(lowest, highest + 1):  # few: times rise along a sample
+                part = tl.sum(tl.sum(tl.where(bucket == number_of, change, 0.0), 1), 0)
+                histogram += tl.where(bins == number_of, part, 0.0)
+    if by_bucket is not None:
+        tl.store(by_bucket + tl.program_id(0).to(tl.int64) * BUCKETS + bins, histogram * factor)
+    if by_distance is not None:
+        if by_key is not None and candidates:
+            of_key = tl.sum(total, 0) * factor
+            own = key + lanes
+            tl.store(by_key + start + own, tl.where(own < history, of_key, 0.0), mask=own < length)
+            tl.store(by_self + slot, tl.sum(tl.where(own < history, 0.0, of_key), 0))
+        else:
+            # [a, c] takes the key (a - c) mod B: distance c above, c - B below the diagonal a = c
+            turned = tl.gather(total, (lanes[:, None] - lanes[None, :] + B) % B, 1)
+            inside = lanes[:, None] >= lanes[None, :]
+            sums = by_distance + slot.to(tl.int64) * 2 * B + lanes
+            tl.store(sums, tl.sum(tl.where(inside, turned, 0.0), 0) * factor)
+            tl.store(sums + B, tl.sum(tl.where(inside, 0.0, turned), 0) * factor)
+
+
+@triton.jit(do_not_specialize=["size"])
+def sum_distances_kernel(by_distance, by_key, pieces, counts, grad_position, size, B: tl.constexpr, S: tl.constexpr):
+    """Adds up the partial sums of B distances over the pieces, in a fixed order."""
+    block = tl.program_id(0)
+    lanes = tl.arange(0, B)
+    distance = block * B + lanes
+    total = tl.zeros([B], tl.float32)
+    for first in range(0, tl.load(counts + block), S):  # pieces this long
+        number = first + tl.arange(0, S)
+        present = number < tl.load(counts + block)
+        piece = pieces + number * 4
+        slot = tl.load(piece, mask=present, other=0).to(tl.int64) + block
+        tiles = tl.load(piece + 1, mask=present, other=0)
+        offsets = slot[:, None] * 2 * B + lanes[None, :]
+        total += tl.sum(tl.load(by_distance + offsets, mask=(block < tiles)[:, None], other=0.0), 0)
+        total += tl.sum(tl.load(by_distance + offsets + 3 * B, mask=(block + 1 < tiles)[:, None], other=0.0), 0)
+        if by_key is not None:
+            start = tl.load(piece + 2, mask=present, other=0)
+            history = tl.load(piece + 3, mask=present, other=0)
+            key = history[:, None] - distance[None, :]
+            total += tl.sum(tl.load(by_key + start[:, None] + key, mask=(key >= 0) & (key < history[:, None]), other=0.0), 0)
+    tl.store(grad_position + distance, total, mask=distance < size)
