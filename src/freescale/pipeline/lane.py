@@ -51,7 +51,7 @@ class Job(Moment):
 
     def __init__(self, device: torch.device, function: Callable[[], None]) -> None:
         super().__init__(device)
-        self.function = function
+        self.function: Callable[[], None] | None = function
         self.begin = Moment(device)
         self.begin.reach()
 
@@ -90,18 +90,17 @@ class Lane:
                     tensor.record_stream(self.stream)
 
     def _work(self) -> None:
-        if self.stream is not None:
-            torch.cuda.set_device(self.device)
-        with torch.no_grad(), torch.cuda.stream(self.stream):
-            while (job := self._jobs.get()) is not None:
-                self._run(job)
+        while (job := self._jobs.get()) is not None:
+            self._run(job)
 
     def _run(self, job: Job) -> None:
         try:
-            job.begin.wait()
-            job.function()
+            # The stream brings its device along, which a new thread does not know.
+            with torch.no_grad(), torch.cuda.stream(self.stream):
+                job.begin.wait()
+                function, job.function = job.function, None  # what it holds is free once it has run
+                assert function is not None
+                function()
+                job.reach()
         except BaseException as error:  # noqa: BLE001 - raised where the job is waited for
             job.fail(error)
-        else:
-            job.reach()
-        job.function = lambda: None  # what it held is free

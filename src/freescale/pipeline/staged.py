@@ -170,8 +170,9 @@ class Staged(Schedule):
     def _arrive(self, turn: Turn) -> None:
         """Waits for d and f; from now on the model can read the rows of the turn."""
         begin = self.ledger.clock.stamp()
-        for job in self._jobs:
-            job.wait()
+        with self.ledger.span("arrive"):
+            for job in self._jobs:
+                job.wait()
         self.ledger.waited_for(self.ahead.side.take() + self.urgent.side.take(), begin)
         with self.ledger.span("merge"):
             for sharded, request in self._sharded(turn):

@@ -1,0 +1,183 @@
+"""The staged schedule on GPU ranks that share one GPU through MPS: serial, staged and the stale control, in turns.
+
+    torchrun --nproc-per-node 4 benchmarks/bench_priority_gpu.py
+
+One row-wise sharded table of 4 million x 128 with Adagrad, ids unique per rank, about 10 % of a batch's requests are rows that the
+batch before reads, six 128-2048-128 layers in bf16. NCCL runs over loopback sockets here: its speed says nothing about NVLink.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from results import claim, spread, write  # noqa: E402
+from stale import no_collisions  # noqa: E402
+
+import freescale  # noqa: E402
+from freescale.batch import Jagged, SequenceBatch  # noqa: E402
+from freescale.observe.figures import merge_step  # noqa: E402
+from freescale.observe.ledger import Ledger  # noqa: E402
+from freescale.transport.collective import Collective  # noqa: E402
+
+SHAPES = {
+    "cuda": {"rows": 4_000_000, "width": 128, "tokens": 53_000, "samples": 128, "hidden": 2048, "layers": 6},
+    "cpu": {"rows": 20_000, "width": 16, "tokens": 600, "samples": 12, "hidden": 32, "layers": 2},  # to try it out
+}
+COLLISIONS = 0.1
+EMBEDDING = ("ids", "rows", "gradients")
+
+
+class Model(nn.Module):
+    def __init__(self, shape: dict[str, int]) -> None:
+        super().__init__()
+        self.item = nn.Embedding(shape["rows"], shape["width"], device="meta")
+        width, hidden = shape["width"], shape["hidden"]
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, width)) for _ in range(shape["layers"])
+        )
+
+    def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
+        x = self.item(batch.values("history"))
+        for layer in self.layers:
+            x = x + layer(x)
+        return {"click": x.float().square().mean(1).sum() / 100}
+
+
+def batches(shape: dict[str, int], rank: int, world: int) -> Iterator[SequenceBatch]:
+    """Unique ids per rank, disjoint between ranks; a share of them were the neighbour rank's in the batch before."""
+    tokens, again = shape["tokens"], round(COLLISIONS * shape["tokens"])
+    fresh = tokens - again
+    lengths = torch.full((shape["samples"],), tokens // shape["samples"])
+    lengths[-1] += tokens - int(lengths.sum())
+    number = 0
+    while True:
+        new = (torch.arange(fresh) + fresh * (number * world + rank)) * 7919 % shape["rows"]
+        neighbour = (rank + 1) % world
+        old = (torch.arange(fresh - again, fresh) + fresh * ((number - 1) * world + neighbour)) * 7919 % shape["rows"]
+        ids = torch.cat([old, new])
+        weights = {"click": torch.ones(shape["samples"])}
+        yield SequenceBatch(sequences={"history": Jagged(ids, lengths)}, weights=weights, number=number)
+        number += 1
+
+
+class Arm:
+    def __init__(self, name: str, shape: dict[str, int], device: torch.device, rank: int, world: int) -> None:
+        torch.manual_seed(0)
+        self.transport = Collective(device, Ledger(device))
+        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        parallel = freescale.parallelize(
+            Model(shape),
+            {"item": ["history"]},
+            freescale.Adagrad(lr=0.01),
+            transport=self.transport,
+            placement="sharded",
+            init_std=0.1,
+        )
+        options: dict[str, Any] = {"masks": no_collisions} if name == "stale" else {}
+        self.pipeline = freescale.Pipeline(
+            parallel,
+            torch.optim.AdamW(parallel.dense_parameters(), lr=1e-3),
+            schedule="serial" if name == "serial" else "staged",
+            precision="bf16" if device.type == "cuda" else "fp32",
+            **options,
+        )
+        self._steps = self.pipeline.run(batches(shape, rank, world))
+        self.results: list[Any] = []
+        self.before, self.peak = before, 0
+
+    def steps(self, count: int, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            others = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        self.results += [next(self._steps).total for _ in range(count)]  # read at the end: reading waits for the device
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated() - others)
+
+
+def measure(transport: Collective, device: torch.device, turns: int, each: int) -> dict[str, Any] | None:
+    shape = SHAPES[device.type]
+    arms = {name: Arm(name, shape, device, transport.rank, transport.world) for name in ("serial", "staged", "stale")}
+    for _ in range(turns + 1):
+        for arm in arms.values():
+            arm.steps(each, device)
+    found: dict[str, Any] = {}
+    for name, arm in arms.items():
+        records = arm.pipeline.ledger.drain()
+        everyone = [json.loads(part) for part in transport.gather_bytes(json.dumps([records, arm.peak]).encode())]
+        merged = [merge_step(step) for step in zip(*(records for records, _ in everyone), strict=True)]
+        # The first turn warms up; the first step of a turn had its communication done while the other arms ran.
+        kept = [figures for position, figures in enumerate(merged) if position >= each and position % each]
+        losses = [float(total) for total in arm.results]
+        found[name] = {"steps": kept, "losses": losses, "peaks": [peak for _, peak in everyone]}
+    return found if transport.rank == 0 else None
+
+
+def report(found: dict[str, Any], world: int, testbed: str, command: str, commit: str | None) -> None:
+    rows = []
+    for name, arm in found.items():
+        steps = arm["steps"]
+        exposed = [sum(figures["exposed_ms"][kind] for kind in EMBEDDING) for figures in steps]
+        rows.append(
+            {
+                "arm": name,
+                "ranks": world,
+                "step_ms": spread([figures["step_ms"] for figures in steps]),
+                "exposed_embedding_ms": spread(exposed),
+                "waited_for_lanes_ms": spread([figures["spans_ms"].get("arrive", 0.0) for figures in steps]),
+                "exposed_ms": {kind: spread([figures["exposed_ms"][kind] for figures in steps]) for kind in steps[0]["exposed_ms"]},
+                "straggler_percent": spread([figures["straggler_percent"] for figures in steps]),
+                "compute_ms": spread([sum(figures["compute_ms"]) / world for figures in steps]),
+                "collision_percent": spread([f["collision_percent"] for f in steps if "collision_percent" in f] or [0.0]),
+                "bytes": steps[-1]["bytes"],
+                "peak_bytes_in_a_step_per_rank": arm["peaks"],
+                "losses_equal_serial": arm["losses"] == found["serial"]["losses"],
+            }
+        )
+        print(
+            f"{name:7s} step {rows[-1]['step_ms']['median']:7.1f} ms  exposed {rows[-1]['exposed_embedding_ms']['median']:6.2f} ms  "
+            f"waited for lanes {rows[-1]['waited_for_lanes_ms']['median']:6.2f} ms  "
+            f"compute {rows[-1]['compute_ms']['median']:6.1f} ms  collisions {rows[-1]['collision_percent']['median']:.1f} %  "
+            f"losses as serial's: {rows[-1]['losses_equal_serial']}"
+        )
+    serial, staged = rows[0], rows[1]
+    # Whatever the main thread waits for its lanes counts, communication or not.
+    ours = max(staged["exposed_embedding_ms"]["median"], staged["waited_for_lanes_ms"]["median"])
+    ratio = 100 * ours / serial["exposed_embedding_ms"]["median"]
+    claims = [claim("staged: exposed embedding communication of serial's, 10 % collisions", 12.0, ratio, "%", at_least=False)]
+    copied = {"commit": commit} if commit else {}
+    write(f"priority-{world}ranks", testbed, command, rows, claims, collisions=COLLISIONS, **copied)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--each", type=int, default=6, help="steps of a turn")
+    parser.add_argument("--commit", help="of the tree that is measured, where it was copied without its history")
+    options = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"  # NCCL takes several ranks on one GPU if each names a host of its own
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    transport = freescale.connect(torch.device("cuda:0" if cuda else "cpu"))
+    assert isinstance(transport, Collective)
+    found = measure(transport, transport.device, options.turns, options.each)
+    if found is not None:
+        command = f"torchrun --nproc-per-node {transport.world} benchmarks/bench_priority_gpu.py --turns {options.turns}"
+        report(found, transport.world, "h200" if cuda else "cpu-trial", command, options.commit)
+    transport.close()
+
+
+if __name__ == "__main__":
+    main()
