@@ -79,6 +79,7 @@ class Arm:
         self.pipeline = freescale.Pipeline(
             parallel,
             torch.optim.AdamW(parallel.dense_parameters(), lr=1e-3),
+            schedule="serial",
             precision="bf16" if device.type == "cuda" else "fp32",
             balancer=self.balancer,
         )

@@ -147,8 +147,8 @@ def report(found: dict[str, Any], world: int, testbed: str, command: str, commit
             }
         )
         print(
-            f"{name:7s} step {rows[-1]['step_ms']['median']:7.1f} ms  exposed {rows[-1]['exposed_embedding_ms']['median']:6.2f} ms  "
-            f"waited for lanes {rows[-1]['waited_for_lanes_ms']['median']:6.2f} ms  "
+            f"{name:7s} step {rows[-1]['step_ms']['median']:7.1f} ms  "
+            f"exposed {rows[-1]['exposed_embedding_ms']['median']:6.2f} ms  waited for lanes {rows[-1]['waited_for_lanes_ms']['median']:6.2f} ms  "
             f"compute {rows[-1]['compute_ms']['median']:6.1f} ms  collisions {rows[-1]['collision_percent']['median']:.1f} %  "
             f"losses as serial's: {rows[-1]['losses_equal_serial']}"
         )
