@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,12 @@ def measure(rank: int, world: int, device: torch.device, steps: int, arms: tuple
         built[name].step(device)
         built[name].kept = _allocated(device) - before
         built[name].needed = 0
-    for _ in range(steps - 1):
+    begin = time.perf_counter()
+    for number in range(1, steps):
         for arm in built.values():
             arm.step(device)
+        if rank == 0 and number % 10 == 0:
+            print(f"{number} of {steps} steps of each arm, {time.perf_counter() - begin:.0f} s", flush=True)
     figures: dict[str, Any] = {}
     for name, arm in built.items():
         transport = arm.transport

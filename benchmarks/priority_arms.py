@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from freescale_arm import build
 from stale import no_collisions
@@ -47,14 +46,16 @@ def measure(rank: int, world: int, workload: Workload, names: list[str], repetit
     return measured
 
 
-def train(rank: int, world: int, workload: Workload, name: str) -> dict[str, Any]:
-    """One of our arms by itself: losses, a checksum of what it trained, peak memory."""
-    torch.zeros(1)
-    running = arm(name, workload, rank, world)
-    losses = [running.step() for _ in range(workload.steps)]
-    running.quiet()
-    peak = _peak()
-    return {"losses": losses, "checksum": running.checksum(), "peak": peak}
+def train(rank: int, world: int, workload: Workload, names: list[str], steps: int) -> dict[str, dict[str, Any]]:
+    """Arms of ours one after another: losses, a checksum of what was trained, and the peak memory of the process until then."""
+    trained = {}
+    for name in names:
+        running = arm(name, workload, rank, world)
+        losses = [running.step() for _ in range(steps)]
+        running.quiet()
+        peak = _peak()
+        trained[name] = {"losses": losses, "checksum": running.checksum(), "peak": peak}
+    return trained
 
 
 def _peak() -> int:
