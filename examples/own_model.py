@@ -45,7 +45,7 @@ def main() -> None:
         ClickModel(), ids={"item": ["history"]}, row_optimizer=freescale.RowWiseAdagrad(lr=0.05), transport=transport, init_std=0.1
     )
     optimizer = torch.optim.AdamW(sharded.dense_parameters(), lr=1e-3)
-    pipeline = freescale.Pipeline(sharded, optimizer, schedule="serial")
+    pipeline = freescale.Pipeline(sharded, optimizer, schedule="staged")
     for step in pipeline.run(batches(transport.rank, steps=20)):
         if transport.rank == 0 and step.step % 5 == 0:
             print(f"step {step.step}  loss {step.loss:.4f}")

@@ -20,10 +20,11 @@ from torchrec_arms import Arm
 from freescale.observe.ledger import Arrival, Ledger
 
 
-class _Waited:
-    """A collective under way, as TorchRec sees it."""
+class _Waited(dist.Work):
+    """A collective under way, as TorchRec sees it. (It waits only for what is a `dist.Work`, in places.)"""
 
-    def __init__(self, work: Any, arrival: Arrival) -> None:
+    def __init__(self, work: dist.Work, arrival: Arrival) -> None:
+        super().__init__()
         self._work, self._arrival = work, arrival
 
     def wait(self, *arguments: Any) -> Any:
@@ -31,9 +32,6 @@ class _Waited:
             return self._work.wait(*arguments)
         with self._arrival.wait():
             return self._work.wait(*arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Records of all ranks as a Chrome/Perfetto trace: one process per rank, one lane for compute, one for communication."""
+"""Records of all ranks as a Chrome/Perfetto trace: one process per rank; lanes for compute, for communication and for each thread
+that communicates beside the compute."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 COMPUTE_LANE, COMMUNICATION_LANE = 0, 1
+LANES = ("compute", "communication", "ahead", "urgent")
 
 
 def header(ranks: int) -> list[dict]:
     events: list[dict] = []
     for rank in range(ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        for lane, name in ((COMPUTE_LANE, "compute"), (COMMUNICATION_LANE, "communication")):
+        for lane, name in enumerate(LANES):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}})
     return events
 
@@ -30,7 +32,8 @@ def step_events(records: Sequence[Mapping], origin: int) -> list[dict]:
     for rank, record in enumerate(records):
         add(rank, COMPUTE_LANE, f"step {record['step']}", record["begin"], record["end"], {})
         for name, begin, end in record["spans"]:
-            add(rank, COMPUTE_LANE, name, begin, end, {})
+            thread, slash, short = name.partition("/")
+            add(rank, LANES.index(thread) if slash else COMPUTE_LANE, short if slash else name, begin, end, {})
         for kind, sent, received, issued, waited, done in record["collectives"]:
             args = {"sent_bytes": sent, "received_bytes": received, "wait_us": (done - waited) / 1e3}
             add(rank, COMMUNICATION_LANE, kind, issued, done, args)
