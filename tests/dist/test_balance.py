@@ -1,4 +1,4 @@
-"""Balanced steps against unbalanced ones: the same loss, gradients and tables; every sample in its step, once; errors on all ranks."""
+"""Balanced steps against unbalanced ones: same loss, gradients and tables; every sample in its step, once; errors on all ranks."""
 
 from __future__ import annotations
 
@@ -172,35 +172,36 @@ class Logged:
         return result
 
 
-def _adapting(transport, steps, state=None):
+def _adapting(transport, schedule, steps, state=None):
     from test_serial import build
     from toys import clicks_batch
 
     logged = Logged()
     balancer = Balancer(logged, COST, adapt=True)
-    _, pipeline = build(transport, balancer=balancer)
+    _, pipeline = build(transport, balancer=balancer, schedule=schedule)
     if state is not None:
         pipeline.load_state_dict(state)
     first = pipeline.steps
     batches = [clicks_batch(6, 10 * seed + transport.rank) for seed in range(first, first + steps)]
     for _ in pipeline.run(batches):
-        if pipeline.steps == first + steps - 1:
-            saved = json.loads(json.dumps(pipeline.state_dict()))  # the last batch is planned, not computed
+        if pipeline.steps == first + steps - 1:  # the data has one batch more
+            saved = json.loads(json.dumps(pipeline.state_dict()))  # one batch is planned, not computed
     return logged.decided, logged.times, balancer.error, balancer.adaptive.model.coefficients, saved
 
 
-def test_adapting_learns_the_same_on_all_ranks_and_a_checkpoint_keeps_what_is_in_flight():
-    ranks = run_ranks(2, _adapting, 12)
+@pytest.mark.parametrize("schedule", ["serial", "staged"])
+def test_adapting_learns_the_same_on_all_ranks_and_a_checkpoint_keeps_what_is_in_flight(schedule):
+    ranks = run_ranks(2, _adapting, schedule, 12)
     decided, times, error, coefficients, saved = ranks[0]
     assert ranks[1][0] == decided and ranks[1][3] == coefficients, "ranks learned different things"
     assert coefficients != COST.coefficients and error is not None
     assert times[0] is None and all((t > 0).all() for t in times[3:]), "no times reached the partitioner"
     assert list(saved["balancer"]["assignments"]) == ["12"] and saved["balancer"]["assignments"]["12"] == decided[11]
-    resumed = run_ranks(2, _adapting, 3, saved)
-    assert len(resumed[0][0]) == 2, "the batch in flight was planned again"
+    resumed = run_ranks(2, _adapting, schedule, 5, saved)
+    assert len(resumed[0][0]) == 4, "the batch in flight was planned again"
     assert resumed[0][4]["balancer"]["cost"] != saved["balancer"]["cost"]
-    elsewhere = run_ranks(3, _adapting, 3, saved)
-    assert len(elsewhere[0][0]) == 3
+    elsewhere = run_ranks(3, _adapting, schedule, 5, saved)
+    assert len(elsewhere[0][0]) == 5
 
 
 def _frozen(transport):

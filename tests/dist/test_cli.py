@@ -17,7 +17,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-SMALL = ["--device", "cpu", "--global-batch", "16", "--width", "8", "--negatives", "8", "--max-length", "20", "--log-every", "2", "--layers", "1"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--global-batch",
+    "16",
+    "--width",
+    "8",
+    "--negatives",
+    "8",
+    "--max-length",
+    "20",
+    "--log-every",
+    "2",
+    "--layers",
+    "1",
+]
 
 
 def interactions(path: Path, users: int = 40, **changes) -> Path:
@@ -60,7 +75,14 @@ def test_train_resume_eval_export(tmp_path):
     whole = train(tmp_path / "a", data, "--nproc", 2, "--epochs", 4)
     assert whole.returncode == 0, whole.stderr
     run = tmp_path / "a" / "run"
-    assert {p.name for p in run.iterdir()} >= {"config.json", "metrics.jsonl", "ledger.json", "ledger.jsonl", "trace.json.gz", "checkpoints"}
+    assert {p.name for p in run.iterdir()} >= {
+        "config.json",
+        "metrics.jsonl",
+        "ledger.json",
+        "ledger.jsonl",
+        "trace.json.gz",
+        "checkpoints",
+    }
     ledger = json.loads((run / "ledger.json").read_text())
     assert ledger["ranks"] == 2 and ledger["steps"] == 12 and ledger["samples_per_second"] > 0
     assert len(ledger["peak_memory_bytes_per_rank"]) == 2 and "straggler_percent" in ledger
@@ -92,6 +114,20 @@ def test_train_resume_eval_export(tmp_path):
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"dense.safetensors", "table.item.safetensors"}
 
 
+def test_schedules_write_the_same(tmp_path):
+    """Staged (the default), stopped and resumed, and serial differ in time only."""
+    data = interactions(tmp_path / "events.parquet")
+    (tmp_path / "staged").mkdir(), (tmp_path / "serial").mkdir()
+    options = ["--nproc", 2, "--epochs", 4, "--placement", "sharded", "--row-lr", 0.1]
+    first = train(tmp_path / "staged", data, *options, "--steps", 7)
+    again = freescale("train", "--folder", tmp_path / "staged" / "run", "--resume", "--nproc", 2, "--steps", 12)
+    serial = train(tmp_path / "serial", data, *options, "--schedule", "serial")
+    assert [done.returncode for done in (first, again, serial)] == [0, 0, 0], first.stderr + again.stderr + serial.stderr
+    assert "schedule staged" in first.stdout and "schedule serial" in serial.stdout
+    expected = metrics(tmp_path / "serial")
+    assert [m for m in metrics(tmp_path / "staged") if m.get("step") != 7] == expected and expected[-1]["step"] == 12
+
+
 def test_joins_ranks_that_torchrun_started(tmp_path):
     data = interactions(tmp_path / "events.parquet")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "freescale"]
@@ -111,8 +147,10 @@ def test_ranking(tmp_path):
     random = np.random.default_rng(1)
     labels = {"is_click": random.integers(0, 2, 480), "is_like": random.integers(0, 2, 480), "action": random.integers(0, 4, 480)}
     data = interactions(tmp_path / "events.parquet", **labels)
-    done = train(tmp_path, data, "--task", "ranking", "--labels", "is_click,is_like", "--nproc", 2, "--epochs", 2)
+    balance = ["--balance", "variable", "--balance-adapt"]
+    done = train(tmp_path, data, "--task", "ranking", "--labels", "is_click,is_like", "--nproc", 2, "--epochs", 2, *balance)
     assert done.returncode == 0, done.stderr
+    assert "error of the cost model" in done.stdout
     assert set(metrics(tmp_path)[-1]["test"]["model"]) == {"ne/is_click", "auc/is_click", "ne/is_like", "auc/is_like"}
     (tmp_path / "b").mkdir()
     for column, word in (("is_gold", "'is_gold'"), ("action", "'action' holds 3; labels are 0 or 1")):
@@ -147,7 +185,9 @@ def test_other_bad_input_is_one_line(tmp_path):
     empty = tmp_path / "empty.parquet"
     empty.touch()
     check_refused(train(tmp_path, empty), "empty.parquet", tmp_path)
-    no_rows = interactions(tmp_path / "none.parquet", user_id=np.zeros(0, int), item_id=np.zeros(0, int), timestamp=np.zeros(0, int))
+    no_rows = interactions(
+        tmp_path / "none.parquet", user_id=np.zeros(0, int), item_id=np.zeros(0, int), timestamp=np.zeros(0, int)
+    )
     check_refused(train(tmp_path, no_rows), "none.parquet", tmp_path)
     check_refused(train(tmp_path, tmp_path / "nowhere.parquet"), "nowhere.parquet", tmp_path)
     check_refused(train(tmp_path, good, "--num-items", 50), "num_items", tmp_path)
@@ -202,7 +242,19 @@ def test_unsorted_and_duplicate_timestamps_are_handled(tmp_path):
 def test_a_default_folder_is_the_same_on_all_ranks(tmp_path):
     """Ranks that start in different seconds would otherwise write their parts of a checkpoint to different folders."""
     data = interactions(tmp_path / "events.parquet")
-    command = [sys.executable, "-m", "freescale", "train", "--data", str(data), "--cache", str(tmp_path / "cache"), *SMALL, "--steps", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "freescale",
+        "train",
+        "--data",
+        str(data),
+        "--cache",
+        str(tmp_path / "cache"),
+        *SMALL,
+        "--steps",
+        "1",
+    ]
     ranks = []
     port = _free_port()
     for rank in range(2):
@@ -263,7 +315,19 @@ ENDLESS = ["--epochs", "100000", "--checkpoint-every", "100000"]
 
 def test_killed_rank_ends_the_run(tmp_path):
     data = interactions(tmp_path / "events.parquet")
-    arguments = ["train", "--data", data, "--folder", tmp_path / "run", "--cache", tmp_path / "cache", "--nproc", 2, *SMALL, *ENDLESS]
+    arguments = [
+        "train",
+        "--data",
+        data,
+        "--folder",
+        tmp_path / "run",
+        "--cache",
+        tmp_path / "cache",
+        "--nproc",
+        2,
+        *SMALL,
+        *ENDLESS,
+    ]
     launcher = subprocess.Popen(
         [sys.executable, "-m", "freescale", *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )

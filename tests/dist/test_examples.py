@@ -24,11 +24,37 @@ def test_own_model_on_two_ranks():
 
 def test_generate_and_train_on_it(tmp_path):
     data, folder = tmp_path / "histories.parquet", tmp_path / "run"
-    arguments = ["--users", "160", "--items", "4000", "--median", "20", "--cap", "60", "--collision", "0.12", "--global-batch", "16"]
+    arguments = [
+        "--users",
+        "160",
+        "--items",
+        "4000",
+        "--median",
+        "20",
+        "--cap",
+        "60",
+        "--collision",
+        "0.12",
+        "--global-batch",
+        "16",
+    ]
     made = run("-m", "freescale", "generate", data, *arguments)
     assert made.returncode == 0, made.stderr
     assert "160 users" in made.stdout
-    options = ["--global-batch", "16", "--steps", "6", "--width", "8", "--no-shuffle", "--split", "none", "--tensorboard", "--device", "cpu"]
+    options = [
+        "--global-batch",
+        "16",
+        "--steps",
+        "6",
+        "--width",
+        "8",
+        "--no-shuffle",
+        "--split",
+        "none",
+        "--tensorboard",
+        "--device",
+        "cpu",
+    ]
     done = run("-m", "freescale", "train", "--data", data, "--folder", folder, *options)
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "ledger.json").read_text())["steps"] == 6

@@ -15,13 +15,13 @@ OPTIMIZERS = list(ROW_OPTIMIZERS)
 STATES = (0, 3, 7)  # steps made before the step that is compared
 
 
-def build(transport, optimizer="adagrad", placement="sharded", lr=0.1, **options):
+def build(transport, optimizer="adagrad", placement="sharded", lr=0.1, schedule="serial", **options):
     torch.manual_seed(3)
     parallel = freescale.parallelize(
         Clicks(), Clicks.ids, ROW_OPTIMIZERS[optimizer](lr=lr), transport=transport, placement=placement, init_std=0.3, seed=5
     )
     dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
-    return parallel, freescale.Pipeline(parallel, dense, **options)
+    return parallel, freescale.Pipeline(parallel, dense, schedule=schedule, **options)
 
 
 def whole_tables(parallel):
