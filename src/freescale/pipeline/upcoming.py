@@ -112,8 +112,6 @@ class Upcoming:
         self.like = batch
         if balanced and self.agreement.ready:
             assert self._balancer is not None
-            with self._balancing():
-                self._balancer.learn(self.agreement.computed_step, self.agreement.computed)
             self._shuffle = Shuffle(self._step, batch, self.agreement.samples, self._balancer, self._transport)
 
     def _moved(self, batch: SequenceBatch) -> SequenceBatch:
@@ -136,8 +134,9 @@ class Upcoming:
 
     def _sizes(self) -> None:
         if self._shuffle is not None:
-            assert self.agreement is not None
+            assert self.agreement is not None and self._balancer is not None
             with self._balancing():
+                self._balancer.learn(self.agreement.computed_step, self.agreement.computed)
                 self._shuffle.sizes(self.agreement.lengths)
 
     def _samples(self) -> None:
