@@ -89,7 +89,7 @@ class Arm:
                 lane.submit(lambda: None).wait()  # jobs of a lane run one after another
 
     def checksum(self) -> str:
-        """Of this rank's rows, their optimizer's state and the dense weights, once what is deferred has been applied. A collective."""
+        """Of this rank's rows, their optimizer's state and the dense weights, once what is deferred is applied. A collective."""
         self.pipeline.flush()
         tensors = [*self.parallel.tables.local("item").values(), *self.dense.state_dict().values()]
         return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()

@@ -30,7 +30,7 @@ def arm(name: str, workload: Workload, rank: int, world: int) -> Any:
 
 def measure(rank: int, world: int, workload: Workload, names: list[str], repetitions: int, steps: int) -> dict[str, dict]:
     """Arms in turn, `steps` steps each time, the first time not counted. The first step of a turn is not counted either: what it
-    would have to wait for was done before, while the arms changed. Per arm: all losses, and the ledger's records of counted steps."""
+    would have to wait for was done before, while the arms changed. Per arm: all losses, and the ledger's records of the others."""
     arms = {name: arm(name, workload, rank, world) for name in names}
     measured: dict[str, dict] = {name: {"losses": [], "records": []} for name in names}
     for repetition in range(repetitions + 1):

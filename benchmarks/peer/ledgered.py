@@ -1,9 +1,9 @@
 """TorchRec's collectives and waits in FreeScale's ledger: the stamps that our own collectives have.
 
 TorchRec starts its AllToAlls through `torch.distributed.all_to_all_single` and waits for what that returns. During a step both are
-wrapped: issued when it starts one, waited when it first waits for it, done when that wait returns. Integers are ids; floats are rows
-when an autograd function's forward sends them and gradients when its backward does. DistributedDataParallel reduces the dense
-gradients in C++ beside the backward pass: they count in the step's time, not as exposed.
+wrapped: issued when it starts one, waited when it first waits for it, done when that wait returns. Integers are ids; floats are
+rows when an autograd function's forward sends them and gradients when its backward does. DistributedDataParallel reduces the
+dense gradients in C++ beside the backward pass: they count in the step's time, not as exposed.
 """
 
 from __future__ import annotations

@@ -96,9 +96,9 @@ def batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor, Ten
 def _colliding(workload: Workload, step: int, rank: int, world: int, tokens: int) -> np.ndarray:
     """This rank's ids of a step whose global batch shares `workload.collisions` of its rows with the one before and the one after.
 
-    Rows lie on a circle, each once; a global batch is an arc of it, and the next one's arc begins (1 - share) of its length later. So
-    the last step of the workload is followed by its first like any other, and up to a share of 1/2 only neighbours have rows in common.
-    Which rank asks for which row of the arc is drawn anew in every step.
+    Rows lie on a circle, each once; a global batch is an arc of it, and the next one's arc begins (1 - share) of its length later.
+    So the last step of the workload is followed by its first like any other, and up to a share of 1/2 only neighbours have rows in
+    common. Which rank asks for which row of the arc is drawn anew in every step.
     """
     assert workload.collisions is not None
     arc = tokens * world
