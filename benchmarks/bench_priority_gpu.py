@@ -146,12 +146,9 @@ def report(found: dict[str, Any], world: int, testbed: str, command: str, commit
                 "losses_equal_serial": arm["losses"] == found["serial"]["losses"],
             }
         )
-        print(
-            f"{name:7s} step {rows[-1]['step_ms']['median']:7.1f} ms  "
-            f"exposed {rows[-1]['exposed_embedding_ms']['median']:6.2f} ms  waited for lanes {rows[-1]['waited_for_lanes_ms']['median']:6.2f} ms  "
-            f"compute {rows[-1]['compute_ms']['median']:6.1f} ms  collisions {rows[-1]['collision_percent']['median']:.1f} %  "
-            f"losses as serial's: {rows[-1]['losses_equal_serial']}"
-        )
+        shown = {key: rows[-1][key]["median"] for key in ("step_ms", "exposed_embedding_ms", "waited_for_lanes_ms", "compute_ms")}
+        print(f"{name:7s}", "  ".join(f"{key} {value:.2f}" for key, value in shown.items()), end="  ")
+        print(f"{rows[-1]['collision_percent']['median']:.1f} % collide, losses as serial's: {rows[-1]['losses_equal_serial']}")
     serial, staged = rows[0], rows[1]
     # Whatever the main thread waits for its lanes counts, communication or not.
     ours = max(staged["exposed_embedding_ms"]["median"], staged["waited_for_lanes_ms"]["median"])

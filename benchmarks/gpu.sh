@@ -19,7 +19,7 @@ part() { # name seconds ranks script arguments...
   CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / ranks)) timeout -k 5 "$seconds" \
     torchrun --nproc-per-node "$ranks" "$@" --commit "$commit" >"$folder/$name.log" 2>&1
   echo "$name: exit $? after $SECONDS s"
-  grep -E "steps of each|step  |holds|FAILS|Error" "$folder/$name.log" | tail -12
+  grep -E "steps of each|step |step_ms|holds|FAILS|Error" "$folder/$name.log" | tail -12
   echo quit | timeout 5 nvidia-cuda-mps-control
 }
 
