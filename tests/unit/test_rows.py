@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
+from freescale.embedding.optimizers import ROW_OPTIMIZERS, SGD, Adagrad, Adam, RowWiseAdagrad
 from freescale.kernels import rows as kernels
 
 torch_twins = [
@@ -73,3 +73,26 @@ def test_rows_are_clipped_one_by_one():
 def test_negative_learning_rate_is_refused():
     with pytest.raises(ValueError, match="Adam: lr must not be negative, got -1"):
         Adam(lr=-1)
+
+
+@pytest.mark.parametrize("width", [1, 3, 7, 8, 33, 128])
+@pytest.mark.parametrize("name", ROW_OPTIMIZERS)
+def test_a_row_does_not_depend_on_the_others_of_the_call(name, width):
+    """The staged schedule updates the rows of a step in two calls: float32 bits must be those of one call, clipping included."""
+    generator = torch.Generator().manual_seed(width)
+    rows, steps = 700, 3
+    split = torch.rand(rows, generator=generator) < 0.1
+    results = []
+    for parts in ([torch.arange(rows)], [split.nonzero().squeeze(1), (~split).nonzero().squeeze(1)]):
+        generator.manual_seed(width + 1)
+        optimizer = ROW_OPTIMIZERS[name](lr=0.3)
+        weight = torch.randn(rows, width, generator=generator)
+        state = {key: torch.zeros(rows, *shape) for key, shape in optimizer.state_shapes(width).items()}
+        for step in range(1, steps + 1):
+            gradients = torch.randn(rows, width, generator=generator)
+            for part in parts:
+                clipped = kernels.clip_rows(gradients.index_select(0, part), 0.7 * width**0.5)
+                optimizer.update(weight, state, part, clipped, step=step, factor=0.5)
+        results.append([weight, *state.values()])
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one.view(torch.int32), two.view(torch.int32))

@@ -146,6 +146,7 @@ class Staged(Schedule):
             assert shared.mine is not None and rest.mine is not None
             handles.append(group.send(gradient.index_select(0, shared.mine), shared, transport))  # e
             turn.deferred.append(gradient.index_select(0, rest.mine))
+            del gradient  # its memory is free for what comes in
         for (group, request), handle in zip(self._sharded(turn), handles, strict=True):
             self._update(group, request, _known(request.shared), handle, turn, transport)  # e
         handles = [group.look_up(request, _known(request.late), transport) for group, request in self._sharded(coming)]

@@ -32,12 +32,15 @@ def guarded(call: Callable[[], Any], what: str) -> Any:
 class _Pending:
     def __init__(self, start: Callable[[], tuple[dist.Work, Tensor]], arrival: Arrival, describe: str) -> None:
         self._arrival, self._describe = arrival, describe
-        self._work, self._result = guarded(start, describe)
+        self._under_way: tuple[dist.Work, Tensor] | None = guarded(start, describe)
 
     def wait(self) -> Tensor:
+        """Once: what was sent, and the result but for the caller, are free afterwards."""
+        assert self._under_way is not None, "a collective is waited for once"
+        (work, result), self._under_way = self._under_way, None
         with self._arrival.wait():
-            guarded(self._work.wait, self._describe)
-        return self._result
+            guarded(work.wait, self._describe)
+        return result
 
 
 class Collective:
