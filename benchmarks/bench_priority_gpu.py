@@ -75,7 +75,6 @@ class Arm:
     def __init__(self, name: str, shape: dict[str, int], device: torch.device, rank: int, world: int) -> None:
         torch.manual_seed(0)
         self.transport = Collective(device, Ledger(device))
-        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         parallel = freescale.parallelize(
             Model(shape),
             {"item": ["history"]},
@@ -94,7 +93,7 @@ class Arm:
         )
         self._steps = self.pipeline.run(batches(shape, rank, world))
         self.results: list[Any] = []
-        self.before, self.peak = before, 0
+        self.peak = 0
 
     def steps(self, count: int, device: torch.device) -> None:
         if device.type == "cuda":

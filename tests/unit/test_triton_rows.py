@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
 import sys
 
+import interpreter
 import kernel_cases
 import pytest
 import torch
@@ -20,13 +17,7 @@ from freescale.kernels import triton_rows, triton_unique, unique
 
 @pytest.fixture(scope="module")
 def interpreted():
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, kernel_cases.__file__, "rows"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return interpreter.interpreted(kernel_cases.__file__, "rows")
 
 
 @pytest.mark.parametrize("case", kernel_cases.ROWS)
@@ -90,7 +81,7 @@ class TestBadInput:
         self.refused("weight must be .*float32, not torch.bfloat16", triton_rows.sgd, self.weight.bfloat16(), self.numbers,
                      self.gradients, lr=1.0)  # fmt: skip
 
-    @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+    @pytest.mark.skipif(sys.platform != "linux", reason="triton exists for Linux alone")
     def test_no_gpu(self):
         self.refused("on a GPU", triton_rows.gather_rows, self.weight, self.numbers)
         self.refused("on a GPU", triton_unique.members, self.numbers, self.numbers)

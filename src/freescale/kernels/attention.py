@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from freescale.kernels.attention_checks import check_inputs, check_plan, same_device
 from freescale.kernels.groups import Group, Groups
 
 TILE_BUDGET = 1 << 20  # scores (samples * heads * queries * keys) at a time
@@ -56,6 +57,14 @@ class AttentionPlan:
     @property
     def tokens(self) -> int:
         return self.groups.tokens
+
+    @property
+    def lengths(self) -> Tensor:  # [samples] int64
+        return self.groups.lengths
+
+    @property
+    def timed(self) -> bool:
+        return self.timestamps is not None
 
     def tiles(self, number: int) -> Iterator[Relation]:
         """The tiles of a group, from the bottom up: the first has all keys."""
@@ -117,7 +126,7 @@ def plan_attention(
                 f"candidate_counts must be int64 {list(lengths.shape)} like lengths, "
                 f"not {candidate_counts.dtype} {list(candidate_counts.shape)}"
             )
-        _same_device(lengths=lengths, candidate_counts=candidate_counts)
+        same_device(lengths=lengths, candidate_counts=candidate_counts)
         counts = candidate_counts.cpu().numpy()
         wrong = np.flatnonzero((counts < 0) | (counts > groups.host))
         if wrong.size:
@@ -132,7 +141,7 @@ def plan_attention(
             raise ValueError(
                 f"timestamps must be int64 [{groups.tokens}], one per token, not {timestamps.dtype} {list(timestamps.shape)}"
             )
-        _same_device(lengths=lengths, timestamps=timestamps)
+        same_device(lengths=lengths, timestamps=timestamps)
     longest = int(history.max(initial=0))
     distance = max(0, int(positions.max(initial=0)) - 1)
     kept: dict[int, list[Relation]] = {}
@@ -158,20 +167,7 @@ def hstu_attention(
     plan: AttentionPlan | None = None,  # of the same lengths, candidates and timestamps: saves making it per layer
 ) -> Tensor:  # [tokens, heads, d_v]
     """SiLU attention over jagged samples, in the inputs' dtype (SiLU itself in at least float32)."""
-    if q.ndim != 3 or v.ndim != 3 or k.shape != q.shape or v.shape[:2] != q.shape[:2]:
-        raise ValueError(
-            f"q, k [tokens, heads, d_qk] and v [tokens, heads, d_v] do not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
-        )
-    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k and v must share one floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
-    if scale_length < 1:
-        raise ValueError(f"scale_length must be at least 1 (the configured maximum length), not {scale_length}")
-    _same_device(q=q, k=k, v=v, lengths=lengths, position_bias=position_bias, time_bias=time_bias, timestamps=timestamps)
-    for name, bias in (("position_bias", position_bias), ("time_bias", time_bias)):
-        if bias is not None and (bias.ndim != 1 or bias.numel() < 1 or not bias.is_floating_point()):
-            raise ValueError(f"{name} must be a floating 1-d tensor, not {bias.dtype} {list(bias.shape)}")
-    if time_bias is not None and timestamps is None:
-        raise ValueError("time_bias needs timestamps, one per token")
+    check_inputs(q, k, v, lengths, position_bias, time_bias, timestamps, scale_length)
     if plan is None:
         plan = plan_attention(
             lengths,
@@ -181,30 +177,8 @@ def hstu_attention(
             buckets=0 if time_bias is None else time_bias.numel() - 1,
             distances=position_bias is not None,
         )
-    if plan.groups.tokens != q.shape[0]:
-        raise ValueError(f"lengths add up to {plan.groups.tokens}, but there are {q.shape[0]} tokens")
-    if plan.heads != q.shape[1] or plan.groups.lengths.shape != lengths.shape:
-        raise ValueError(
-            f"the plan is for {plan.heads} heads and {len(plan.groups.host)} samples, not {q.shape[1]} and {lengths.numel()}"
-        )
-    if (plan.candidate_counts is None) != (candidate_counts is None):
-        raise ValueError("the plan and the call must both have candidate_counts, or neither")
-    if time_bias is not None and (plan.timestamps is None or plan.buckets != time_bias.numel() - 1):
-        raise ValueError(f"the plan has {plan.buckets} time buckets, time_bias {time_bias.numel() - 1}; make it for these")
-    if position_bias is not None and not plan.distances:
-        raise ValueError("position_bias needs a plan made with distances=True")
-    if position_bias is not None and plan.longest_distance >= position_bias.numel():
-        raise ValueError(
-            f"position_bias has {position_bias.numel()} entries, but positions lie up to "
-            f"{plan.longest_distance} apart; cut the samples or raise its size"
-        )
+    check_plan(plan, q, lengths, candidate_counts, position_bias, time_bias)
     return _Attention.apply(q, k, v, position_bias, time_bias, plan, float(alpha), float(scale_length))
-
-
-def _same_device(**tensors: Tensor | None) -> None:
-    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    if len(set(devices.values())) > 1:
-        raise ValueError(f"tensors lie on different devices: { {n: str(d) for n, d in devices.items()} }")
 
 
 def _by_head(group: Group, values: Tensor) -> Tensor:

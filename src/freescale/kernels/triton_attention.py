@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from freescale.batch import offsets_of
-from freescale.kernels.attention import BUCKET_WIDTH, _same_device
+from freescale.kernels.attention import BUCKET_WIDTH
+from freescale.kernels.attention_checks import check_inputs, check_plan, same_device
 
 WIDTHS = (32, 64, 128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,6 +69,10 @@ class TilePlan:
     longest_history: int
     longest_distance: int
     kept: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def timed(self) -> bool:
+        return self.times is not None
 
     def query_tiles(self, size: int) -> Tensor:
         """[tiles, 4] int32: start and length of the sample, its history, first row; most keys first."""
@@ -178,7 +183,7 @@ def plan_attention(
         raise ValueError(f"heads must be at least 1, not {heads}")
     if lengths.dtype != torch.int64 or lengths.ndim != 1:
         raise ValueError(f"lengths must be a 1-d int64 tensor, not {lengths.dtype} with {lengths.ndim} axes")
-    _same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
+    same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
     if not 0 <= buckets <= MAX_BUCKETS:
         raise ValueError(f"there may be 0 to {MAX_BUCKETS} time buckets, not {buckets}")
     host = lengths.detach().cpu().numpy()
@@ -237,22 +242,11 @@ def hstu_attention(
     plan: TilePlan | None = None,  # of the same lengths, candidates and timestamps: saves making it per layer
 ) -> Tensor:  # [tokens, heads, d_v]
     """SiLU attention over jagged samples, in the inputs' dtype; scores, SiLU and sums in float32."""
-    if q.ndim != 3 or v.ndim != 3 or k.shape != q.shape or v.shape[:2] != q.shape[:2]:
-        raise ValueError(
-            f"q, k [tokens, heads, d_qk] and v [tokens, heads, d_v] do not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
-        )
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"q, k and v must share one dtype of {DTYPES}, not {q.dtype}, {k.dtype}, {v.dtype}")
+    check_inputs(q, k, v, lengths, position_bias, time_bias, timestamps, scale_length)
     if q.shape[2] not in WIDTHS or v.shape[2] not in WIDTHS:
         raise ValueError(f"the kernels are for heads {WIDTHS} wide, not {q.shape[2]} and {v.shape[2]}; use kernels.attention")
-    if scale_length < 1:
-        raise ValueError(f"scale_length must be at least 1 (the configured maximum length), not {scale_length}")
-    _same_device(q=q, k=k, v=v, lengths=lengths, position_bias=position_bias, time_bias=time_bias, timestamps=timestamps)
-    for name, bias in (("position_bias", position_bias), ("time_bias", time_bias)):
-        if bias is not None and (bias.ndim != 1 or bias.numel() < 1 or not bias.is_floating_point()):
-            raise ValueError(f"{name} must be a floating 1-d tensor, not {bias.dtype} {list(bias.shape)}")
-    if time_bias is not None and timestamps is None:
-        raise ValueError("time_bias needs timestamps, one per token")
     if plan is None:
         plan = plan_attention(
             lengths,
@@ -262,22 +256,7 @@ def hstu_attention(
             buckets=0 if time_bias is None else time_bias.numel() - 1,
             distances=position_bias is not None,
         )
-    if plan.tokens != q.shape[0]:
-        raise ValueError(f"lengths add up to {plan.tokens}, but there are {q.shape[0]} tokens")
-    if plan.heads != q.shape[1] or plan.lengths.shape != lengths.shape:
-        raise ValueError(f"the plan is for {plan.heads} heads and {len(plan.host)} samples, not {q.shape[1]} and {lengths.numel()}")
-    _same_device(q=q, plan=plan.lengths)
-    if (plan.candidate_counts is None) != (candidate_counts is None):
-        raise ValueError("the plan and the call must both have candidate_counts, or neither")
-    if time_bias is not None and (plan.times is None or plan.buckets != time_bias.numel() - 1):
-        raise ValueError(f"the plan has {plan.buckets} time buckets, time_bias {time_bias.numel() - 1}; make it for these")
-    if position_bias is not None and not plan.distances:
-        raise ValueError("position_bias needs a plan made with distances=True")
-    if position_bias is not None and plan.longest_distance >= position_bias.numel():
-        raise ValueError(
-            f"position_bias has {position_bias.numel()} entries, but positions lie up to "
-            f"{plan.longest_distance} apart; cut the samples or raise its size"
-        )
+    check_plan(plan, q, lengths, candidate_counts, position_bias, time_bias)
     if not q.is_cuda and not _interpreted():
         raise ValueError(f"the Triton kernels need tensors on a GPU, not {q.device}; use kernels.attention")
     return _Attention.apply(q, k, v, position_bias, time_bias, plan, float(alpha), float(scale_length))

@@ -1,0 +1,88 @@
+"""What both twins of the attention refuse: inputs that do not fit each other, and a plan that was made for others."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Plan(Protocol):
+    """What the checks read of a plan."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def lengths(self) -> Tensor: ...
+    @property
+    def candidate_counts(self) -> Tensor | None: ...
+    @property
+    def timed(self) -> bool: ...
+    @property
+    def buckets(self) -> int: ...
+    @property
+    def distances(self) -> bool: ...
+    @property
+    def longest_distance(self) -> int: ...
+
+
+def same_device(**tensors: Tensor | None) -> None:
+    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"tensors lie on different devices: { {n: str(d) for n, d in devices.items()} }")
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    position_bias: Tensor | None,
+    time_bias: Tensor | None,
+    timestamps: Tensor | None,
+    scale_length: int,
+) -> None:
+    if q.ndim != 3 or v.ndim != 3 or k.shape != q.shape or v.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            f"q, k [tokens, heads, d_qk] and v [tokens, heads, d_v] do not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
+    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k and v must share one floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
+    if scale_length < 1:
+        raise ValueError(f"scale_length must be at least 1 (the configured maximum length), not {scale_length}")
+    same_device(q=q, k=k, v=v, lengths=lengths, position_bias=position_bias, time_bias=time_bias, timestamps=timestamps)
+    for name, bias in (("position_bias", position_bias), ("time_bias", time_bias)):
+        if bias is not None and (bias.ndim != 1 or bias.numel() < 1 or not bias.is_floating_point()):
+            raise ValueError(f"{name} must be a floating 1-d tensor, not {bias.dtype} {list(bias.shape)}")
+    if time_bias is not None and timestamps is None:
+        raise ValueError("time_bias needs timestamps, one per token")
+
+
+def check_plan(
+    plan: Plan,
+    q: Tensor,
+    lengths: Tensor,
+    candidate_counts: Tensor | None,
+    position_bias: Tensor | None,
+    time_bias: Tensor | None,
+) -> None:
+    if plan.tokens != q.shape[0]:
+        raise ValueError(f"lengths add up to {plan.tokens}, but there are {q.shape[0]} tokens")
+    if plan.heads != q.shape[1] or plan.lengths.shape != lengths.shape:
+        raise ValueError(
+            f"the plan is for {plan.heads} heads and {plan.lengths.numel()} samples, not {q.shape[1]} and {lengths.numel()}"
+        )
+    same_device(q=q, plan=plan.lengths)
+    if (plan.candidate_counts is None) != (candidate_counts is None):
+        raise ValueError("the plan and the call must both have candidate_counts, or neither")
+    if time_bias is not None and (not plan.timed or plan.buckets != time_bias.numel() - 1):
+        raise ValueError(f"the plan has {plan.buckets} time buckets, time_bias {time_bias.numel() - 1}; make it for these")
+    if position_bias is not None and not plan.distances:
+        raise ValueError("position_bias needs a plan made with distances=True")
+    if position_bias is not None and plan.longest_distance >= position_bias.numel():
+        raise ValueError(
+            f"position_bias has {position_bias.numel()} entries, but positions lie up to "
+            f"{plan.longest_distance} apart; cut the samples or raise its size"
+        )
