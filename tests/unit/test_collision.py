@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.embedding.collision import collision_masks, counts_per_rank
+from freescale.embedding.collision import collision_masks, divided, pieces_for
 
 rows = st.lists(st.integers(0, 12), max_size=20)
 
@@ -19,11 +19,29 @@ def test_masks(current, coming):
     assert colliding.tolist() == [row in set(current) for row in coming]
 
 
+requests = st.lists(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=6), min_size=1, max_size=5)
+
+
 @settings(deadline=None)
-@given(st.lists(st.lists(st.booleans(), max_size=6), min_size=1, max_size=5))
-def test_counts(parts):
-    mask = torch.tensor([value for part in parts for value in part], dtype=torch.bool)
-    assert counts_per_rank(mask, [len(part) for part in parts]).tolist() == [sum(part) for part in parts]
+@given(requests, st.sampled_from([1, 2, 8]))
+def test_requests_are_divided_into_the_marked_and_pieces_of_the_others(ranks, pieces):
+    flat = [(row, mark, rank) for rank, asked in enumerate(ranks) for row, mark in asked]
+    rows, marked = (torch.tensor([one[field] for one in flat], dtype=dtype) for field, dtype in ((0, torch.int64), (1, torch.bool)))
+    order, counts = divided(marked, rows, [len(asked) for asked in ranks], pieces)
+    expected = []
+    for piece in range(1 + pieces):
+        for rank in range(len(ranks)):
+            expected.append([])
+            for position, (row, mark, of) in enumerate(flat):
+                if of == rank and (piece == 0 if mark else piece == row % pieces + 1):
+                    expected[-1].append(position)
+    assert [positions.tolist() for positions in order.split(counts.tolist())] == expected
+
+
+def test_pieces_are_not_too_small():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [pieces_for(size << 20, cpu) for size in (0, 1, 3, 8, 9999)] == [1, 1, 2, 8, 32]
+    assert [pieces_for(size << 20, cuda) for size in (0, 8, 63, 64, 9999)] == [1, 1, 4, 8, 32]
 
 
 def test_the_size_of_the_table_does_not_matter():

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.embedding import collision
 from freescale.kernels import triton_rows, triton_unique, unique
 
 
@@ -34,31 +33,8 @@ def test_unique_keys(values):
     found = unique.deduplicate(torch.tensor(values, dtype=torch.int64), torch.tensor([4, 4, 13]))
     different = sorted(set(values))
     assert found.counts.tolist() == [sum(k < 4 for k in different), 0, sum(k >= 4 for k in different)]
-    assert found.cut(len(different)).keys.tolist() == different
-    assert found.keys[len(different) :].tolist() == [-1] * (len(values) - len(different))
+    assert found.keys.tolist() == different
     assert [different[i] for i in found.inverse.tolist()] == values
-    starts, order = found.starts.tolist(), found.order.tolist()
-    assert [order[a:b] for a, b in zip(starts, starts[1:])][: len(different)] == [
-        [i for i, value in enumerate(values) if value == key] for key in different
-    ]
-
-
-@settings(deadline=None)
-@given(keys, keys)
-def test_collisions_are_those_of_the_exchange(current, coming):
-    rows = torch.tensor(current, dtype=torch.int64), torch.tensor(coming, dtype=torch.int64)
-    for ours, theirs in zip(unique.collision_masks(*rows), collision.collision_masks(*rows), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@settings(deadline=None)
-@given(st.lists(st.lists(st.booleans(), max_size=6), min_size=1, max_size=5))
-def test_parts(pieces):
-    flat = [value for piece in pieces for value in piece]
-    (half,) = unique.part([torch.tensor(flat, dtype=torch.bool)], [[len(piece) for piece in pieces]])
-    assert half.counts == [sum(piece) for piece in pieces]
-    assert half.chosen.tolist() == [i for i, value in enumerate(flat) if value]
-    assert half.rest.tolist() == [i for i, value in enumerate(flat) if not value]
 
 
 class TestBadInput:
@@ -85,7 +61,6 @@ class TestBadInput:
     def test_no_gpu(self):
         self.refused("on a GPU", triton_rows.gather_rows, self.weight, self.numbers)
         self.refused("on a GPU", triton_unique.members, self.numbers, self.numbers)
-        self.refused("on a GPU", triton_unique.part, [self.numbers > 1], [[2]])
 
     def test_devices(self):
         there = self.weight.to("meta")
@@ -94,11 +69,8 @@ class TestBadInput:
                      lr=1.0, eps=1.0)  # fmt: skip
         self.refused("different devices", triton_unique.deduplicate, self.numbers, self.numbers.to("meta"))
 
-    def test_masks(self):
-        mask = torch.tensor([True, False])
+    def test_keys(self):
+        self.refused("keys must be", triton_unique.members, torch.tensor([True]), self.numbers)
         for module in (unique, triton_unique):
-            self.refused("add up to 3, it has 2", module.part, [mask], [[1, 2]])
-            self.refused("bool", module.part, [mask.int()], [[2]])
-            self.refused("as many lists", module.part, [mask], [])
-            self.refused("keys must be", module.members, mask, self.numbers)
+            self.refused("int64 tensor", module.collision_masks, self.numbers, self.numbers.int())
             self.refused("edges must be", module.deduplicate, self.numbers, self.numbers.int())

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.exchange import Replicated, Request, Sharded
+from freescale.embedding.exchange import Replicated, Sharded
 from freescale.embedding.layout import Layout, TableSpec, announced_ids
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.placement import Placement, choose, overridden
+from freescale.embedding.request import Request
 from freescale.embedding.table import available_memory
+from freescale.kernels.dispatch import read_rows
 from freescale.transport.api import Transport
 
 
@@ -190,7 +191,7 @@ class Tables:
                 f"module {name!r} was asked for id {missing}, which none of its announced features "
                 f"({', '.join(spec.features)}) holds: add the feature to `ids` of parallelize"
             )
-        result = functional.embedding(index, rows)
+        result = read_rows(rows, index)
         if spec.padding is not None:
             result = torch.where((ids == spec.padding)[..., None], result.detach(), result)
         return result

@@ -1,5 +1,5 @@
-"""Which rows two consecutive batches share, found by their owner. Pure functions of the rows asked for: the size of the table does
-not matter.
+"""Which rows two consecutive batches share, found by their owner, and how requests are divided by it. Pure functions of the rows
+asked for: the size of the table does not matter.
 
 A row of batch i+1 that batch i reads too must wait for i's update (it collides). A row of batch i that batch i+1 reads too must be
 updated first (it is shared). Whether a row is one or the other is the same for every rank that asked for it.
@@ -7,28 +7,40 @@ updated first (it is shared). Whether a row is one or the other is the same for 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from freescale.kernels.dispatch import collision_masks
+from freescale.kernels.launch import uploaded
+from freescale.kernels.unique import grouped
 
-def collision_masks(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows asked of this owner by batch i [r] and by batch i+1 [s], repeats included.
+# (rows asked by the current batch, by the coming one) -> (which of the current ones are shared, which of the coming ones collide)
+Masks = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-    -> (shared [r]: which of i's requests batch i+1 makes too, colliding [s]: which of i+1's requests batch i makes too), bool.
+__all__ = ["Masks", "collision_masks", "divided", "pieces_for"]
+
+# What is not urgent travels in pieces, so that the buffers of both ends stay small beside the batch. A piece has at least so many
+# bytes: an AllToAll of less is all latency.
+_LEAST_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
+_MOST_PIECES = 32
+
+
+def pieces_for(bytes_per_rank: int, device: torch.device) -> int:
+    """A power of two, the same on every rank if the bytes (a mean over ranks) are."""
+    wanted = min(_MOST_PIECES, bytes_per_rank // _LEAST_BYTES[device.type])
+    return 1 << max(0, int(wanted).bit_length() - 1)
+
+
+def divided(marked: Tensor, rows: Tensor, sizes: Sequence[int], pieces: int) -> tuple[Tensor, Tensor]:
+    """Requests for the owners' rows, in the order of the ranks they go to or come from (sizes) -> (their positions, how many).
+
+    First come those that are marked, then the others piece by piece, each of these rank by rank, in their order; the counts are
+    [(1 + pieces) * ranks]. A row is always in the same piece, whoever asks for it, so that a piece has all that there is of a row.
     """
-    if not current.numel() or not coming.numel():
-        return torch.zeros_like(current, dtype=torch.bool), torch.zeros_like(coming, dtype=torch.bool)
-    now, now_of = torch.unique(current, return_inverse=True)
-    next_, next_of = torch.unique(coming, return_inverse=True)
-    place = torch.searchsorted(now, next_).clamp_(max=now.numel() - 1)
-    both = now[place] == next_  # [unique rows of i+1]
-    shared = torch.zeros_like(now, dtype=torch.bool)
-    shared[place[both]] = True
-    return shared[now_of], both[next_of]
-
-
-def counts_per_rank(mask: Tensor, sizes: list[int]) -> Tensor:
-    """mask [sum(sizes)] in rank order -> how many are set in each rank's part [ranks]."""
-    ends = torch.cumsum(torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.long()]), 0)
-    edges = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], device=mask.device)
-    return torch.diff(ends[edges])
+    ranks = len(sizes)
+    rank = torch.repeat_interleave(uploaded(np.array(sizes, np.int64), rows.device), output_size=rows.numel())
+    piece = torch.where(marked, 0, (rows & (pieces - 1)) + 1)
+    return grouped(piece * ranks + rank, (1 + pieces) * ranks)

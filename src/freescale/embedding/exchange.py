@@ -5,97 +5,43 @@
     look_up    owners look up some of the rows, AllToAll them                                (kind: rows)
     send       AllToAll some of the gradients                                                (kind: gradients)
     update     sum duplicates in rank order, update the rows
+    bring, give    look_up, or send and update, of several parts
 
+What is not urgent travels in pieces, a part of the rows each: `bring` and `give` send one while they work on the one before.
 `fetch` and `apply` are the blocking forms, over all rows: the serial schedule needs no others. A replicated group has these two;
 its only traffic is one AllReduce in `apply`. Everything runs on the caller's thread and stream, over the transport it passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.collision import collision_masks, counts_per_rank
-from freescale.embedding.layout import Layout, TableSpec, announced_ids, positions
+from freescale.embedding.collision import Masks, collision_masks, divided, pieces_for
+from freescale.embedding.layout import Layout, TableSpec, positions
 from freescale.embedding.optimizers import RowOptimizer
+from freescale.embedding.request import Index, Part, Request, announced, parts_of
 from freescale.embedding.table import Rows, Segment
-from freescale.kernels.rows import gather_rows, sum_duplicates
+from freescale.kernels.dispatch import deduplicate, gather_rows, marked_rows, sum_duplicates
 from freescale.transport.api import Handle, Transport
 
-# A batch's ids of one group: (table index within the group, the batch's own tensor of ids).
-Announced = Sequence[tuple[int, Tensor]]
-# (rows asked by the current batch, by the coming one) -> (which of the current ones are shared, which of the coming ones collide)
-Masks = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Piece = TypeVar("Piece")
 
 
-class Index:
-    """Finds the fetched row of an id: by identity for the tensors that were announced, else by search."""
-
-    def __init__(self, keys: Tensor, announced: Announced, inverse: Tensor) -> None:
-        self.keys = keys  # [u] sorted
-        parts = inverse.split([ids.numel() for _, ids in announced])
-        self._known = [(table, ids, ids._version, part) for (table, ids), part in zip(announced, parts, strict=True)]
-
-    def known(self, table: int, ids: Tensor) -> Tensor | None:
-        for owner, tensor, version, part in self._known:
-            same = tensor is ids or (tensor.data_ptr() == ids.data_ptr() and tensor.numel() == ids.numel() > 0)
-            same = same and tensor.is_contiguous()
-            if same and owner == table and ids._version == version and ids.is_contiguous() and ids.dtype == tensor.dtype:
-                return part.view(ids.shape)
-        return None
-
-    def search(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """keys [...] -> (index of the fetched row, whether it was fetched)."""
-        if not self.keys.numel():
-            return torch.zeros_like(keys), torch.zeros_like(keys, dtype=torch.bool)
-        found = torch.searchsorted(self.keys, keys).clamp_(max=self.keys.numel() - 1)
-        return found, self.keys[found] == keys
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some of a request's rows, and where they travel."""
-
-    mine: Tensor | None  # [sum(send)] positions among this rank's rows, by owner; None: all
-    theirs: Tensor | None  # [sum(receive)] positions among the rows asked of this rank, in rank order; None: all
-    send: list[int]  # of `mine`, owned by each rank
-    receive: list[int]  # of `theirs`, asked by each rank
-
-
-@dataclass
-class Request:
-    """What one rank reads of a group in one step."""
-
-    index: Index
-    whole: Part
-    owned: Tensor  # [sum(receive)] local rows asked of this rank, in rank order
-    rows: Tensor | None = None  # [u, width], a leaf of autograd
-    early: Part | None = None  # rows that the batch before does not read
-    late: Part | None = None  # rows that it does: they collide, and come after its update
-    shared: Part | None = None  # rows that the batch after reads too: their gradients go first
-    rest: Part | None = None  # rows that it does not: their gradients can wait
-
-    def gradient(self) -> Tensor:
-        """Of the rows [u, width]. Gives the rows and their gradient away: their memory is the caller's."""
-        assert self.rows is not None
-        gradient = self.rows.grad if self.rows.grad is not None else torch.zeros_like(self.rows)
-        self.rows = None
-        return gradient
-
-
-def _ids(batches: Sequence[SequenceBatch], spec: TableSpec) -> list[Tensor]:
-    return [ids for batch in batches for _, ids in announced_ids(batch, spec)]
-
-
-def _split(mine: Tensor, theirs: Tensor, send: list[int], receive: list[int], whole: Part) -> tuple[Part, Part]:
-    """(the part that the masks select, the rest)."""
-    chosen = Part(mine.nonzero().squeeze(1), theirs.nonzero().squeeze(1), send, receive)
-    left = [[a - b for a, b in zip(all_of, some, strict=True)] for all_of, some in ((whole.send, send), (whole.receive, receive))]
-    return chosen, Part((~mine).nonzero().squeeze(1), (~theirs).nonzero().squeeze(1), *left)
+def in_turn(pieces: Iterable[Piece], start: Callable[[Piece], Handle], finish: Callable[[Piece, Tensor], None]) -> None:
+    """Each piece is under way before the one before it is finished: the network does not wait for the host."""
+    before: tuple[Piece, Handle] | None = None
+    for piece in pieces:
+        begun = (piece, start(piece))
+        if before is not None:
+            finish(before[0], before[1].wait())
+        before = begun
+    if before is not None:
+        finish(before[0], before[1].wait())
 
 
 class Sharded:
@@ -114,21 +60,23 @@ class Sharded:
 
     def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Request:
         with transport.ledger.span("deduplicate"):
-            announced = [(table, ids) for table, spec in enumerate(self.layout.specs) for ids in _ids(batches, spec)]
-            parts = [self.layout.keys(table, ids.reshape(-1)) for table, ids in announced]
+            given = announced(batches, self.layout.specs)
+            parts = [self.layout.keys(table, ids.reshape(-1)) for table, ids in given]
             keys = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=transport.device)
-            unique, inverse = torch.unique(keys, return_inverse=True)
-            bounds = torch.searchsorted(unique, self._edges)  # [world]: end of each owner's part
-            counts = torch.diff(bounds, prepend=bounds.new_zeros(1))
+            found = deduplicate(keys, self._edges)
+            # To each owner, how many of its rows; to everybody, how many rows in all.
+            counts = torch.stack([found.counts, found.counts.sum().expand(transport.world)], dim=1)
         ones = [1] * transport.world
         asked = transport.all_to_all(counts, ones, ones, "ids").wait()
-        send, receive = torch.stack([counts, asked]).tolist()
+        (send, _), (receive, totals) = torch.stack([counts, asked]).transpose(1, 2).tolist()
+        unique = found.keys[: sum(send)]
         local = (unique % self.layout.size).to(self._wire)
         owned = transport.all_to_all(local, send, receive, "ids").wait().long()
-        return Request(Index(unique, announced, inverse), Part(None, None, send, receive), owned)
+        pieces = pieces_for(sum(totals) * self.layout.specs[0].bytes_per_row // transport.world, transport.device)
+        return Request(Index(unique, given, found.inverse), Part(None, None, send, receive), owned, pieces)
 
     def compare(self, current: Request, coming: Request, transport: Transport, masks: Masks) -> None:
-        """Splits both requests by what they share: `shared` and `rest` of the current one, `early` and `late` of the coming."""
+        """Divides both requests by what they share: `shared` and `rest` of the current one, `late` and `early` of the coming."""
         with transport.ledger.span("compare"):
             shared, colliding = masks(current.owned, coming.owned)
             # One message to each requester: its own requests' marks, first of the current batch, then of the coming one.
@@ -142,13 +90,20 @@ class Sharded:
         with transport.ledger.span("compare"):
             pairs = [n for pair in zip(current.whole.send, coming.whole.send, strict=True) for n in pair]
             parts = answer.split(pairs)
-            mine_now, mine_then = torch.cat(parts[0::2]), torch.cat(parts[1::2])
-            lists = [(mine_now, current.whole.send), (shared, current.whole.receive)]
-            lists += [(mine_then, coming.whole.send), (colliding, coming.whole.receive)]
+            sides = (current, torch.cat(parts[0::2]), shared), (coming, torch.cat(parts[1::2]), colliding)
+            divisions = []
+            for request, mine, theirs in sides:
+                local = request.index.keys % self.layout.size
+                divisions.append(divided(mine, local, request.whole.send, request.pieces))
+                divisions.append(divided(theirs, request.owned, request.whole.receive, request.pieces))
             # One trip to the host for all split sizes.
-            counts = torch.stack([counts_per_rank(mask, part) for mask, part in lists]).tolist()
-            current.shared, current.rest = _split(mine_now, shared, counts[0], counts[1], current.whole)
-            coming.late, coming.early = _split(mine_then, colliding, counts[2], counts[3], coming.whole)
+            numbers = iter(torch.cat([counts for _, counts in divisions]).tolist())
+            sizes = [[next(numbers) for _ in range(counts.numel())] for _, counts in divisions]
+            places, world = [order for order, _ in divisions], transport.world
+            current.shared, *current.rest = parts_of(*places[:2], *sizes[:2], world)
+            coming.late, *coming.early = parts_of(*places[2:], *sizes[2:], world)
+            # Every row of the coming batch gets its place now, to be filled as it comes.
+            coming.rows = self.rows.weight.new_empty(coming.index.keys.numel(), self.rows.weight.shape[1])
 
     def look_up(self, request: Request, part: Part, transport: Transport) -> Handle:
         """The rows of a part, on their way to the requesters."""
@@ -157,27 +112,33 @@ class Sharded:
             found = gather_rows(self.rows.weight, asked)
         return transport.all_to_all(found, part.receive, part.send, "rows")
 
-    def send(self, gradient: Tensor, part: Part, transport: Transport) -> Handle:
-        """A part's gradients [sum(part.send), width], on their way to the owners."""
-        return transport.all_to_all(gradient, part.send, part.receive, "gradients")
+    def bring(self, request: Request, parts: Sequence[Part], transport: Transport) -> None:
+        """Looks up the parts and puts the rows where they belong."""
 
-    def update(
-        self, request: Request, part: Part, received: Tensor, transport: Transport, *, step: int, factor: float, clip: float | None
-    ) -> None:
-        """received [sum(part.receive), width]: gradients of the part, as `send` brought them."""
+        def put(part: Part, rows: Tensor) -> None:
+            assert request.rows is not None and part.mine is not None
+            request.rows.index_copy_(0, part.mine, rows)
+
+        in_turn(parts, lambda part: self.look_up(request, part, transport), put)
+
+    def send(self, gradient: Tensor, part: Part, transport: Transport) -> Handle:
+        """A part of the gradient [u, width], on its way to the owners."""
+        chosen = gradient if part.mine is None else gradient.index_select(0, part.mine)
+        return transport.all_to_all(chosen, part.send, part.receive, "gradients")
+
+    def update(self, request: Request, part: Part, received: Tensor, transport: Transport, **how: Any) -> None:
+        """received [sum(part.receive), width]: gradients of the part, as `send` brought them. `how`: of `Rows.update`."""
         with transport.ledger.span("update rows"):
             asked = request.owned if part.theirs is None else request.owned.index_select(0, part.theirs)
-            rows, summed = sum_duplicates(asked, received)
-            self.rows.update(rows, summed, step=step, factor=factor, clip=clip)
+            self.rows.update(*sum_duplicates(asked, received), **how)
 
-    def merge(self, request: Request, early: Tensor, late: Tensor) -> None:
-        """Early and late rows become the rows of the request, to be read and differentiated."""
-        assert request.early is not None and request.late is not None
-        assert request.early.mine is not None and request.late.mine is not None
-        rows = early.new_empty(early.shape[0] + late.shape[0], early.shape[1])
-        rows.index_copy_(0, request.early.mine, early)
-        rows.index_copy_(0, request.late.mine, late)
-        request.rows = rows.requires_grad_(True)
+    def give(self, request: Request, gradient: Tensor, parts: Sequence[Part], transport: Transport, **how: Any) -> None:
+        """Sends the parts of the gradient to the owners, who update the rows."""
+        in_turn(
+            parts,
+            lambda part: self.send(gradient, part, transport),
+            lambda part, received: self.update(request, part, received, transport, **how),
+        )
 
     # ---- the blocking forms
 
@@ -218,11 +179,14 @@ class Replicated:
         """Marks the rows that this rank reads. `owned` holds the marks [size]."""
         with transport.ledger.span("deduplicate"):
             marks = self.rows.weight.new_zeros(self.layout.size)
-            for table, spec in enumerate(self.layout.specs):
-                for ids in _ids(batches, spec):
-                    marks[self.layout.keys(table, ids.reshape(-1))] = 1
-        empty = torch.zeros(0, dtype=torch.int64, device=marks.device)
-        return Request(Index(empty, [], empty), Part(None, None, [], []), marks)
+            given = announced(batches, self.layout.specs)
+            parts = [self._places(table, ids.reshape(-1)) for table, ids in given]
+            places = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=marks.device)
+            marks[places] = 1
+        return Request(Index(places[:0], given, places), Part(None, None, [], []), marks)
+
+    def _places(self, table: int, ids: Tensor) -> Tensor:
+        return positions(ids, self.layout.specs[table].rows) + self.layout.base(table)
 
     def fetch(self, request: Request, transport: Transport, train: bool) -> None:
         request.rows = self.rows.weight.detach().requires_grad_(train)
@@ -233,8 +197,7 @@ class Replicated:
         joined = torch.cat([gradient.view(-1), request.owned])
         summed = transport.all_reduce(joined, "gradients").wait()
         with transport.ledger.span("update rows"):
-            rows = summed[gradient.numel() :].nonzero().squeeze(1)
-            gradients = summed[: gradient.numel()].view_as(gradient).index_select(0, rows)
+            rows, gradients = marked_rows(summed[gradient.numel() :], summed[: gradient.numel()].view_as(gradient))
             self.rows.update(rows, gradients, step=step, factor=factor, clip=clip)
 
     def collisions(self, request: Request) -> tuple[int, int]:
@@ -243,5 +206,8 @@ class Replicated:
 
     def read(self, request: Request, table: int, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         assert request.rows is not None
-        index = positions(ids, self.layout.specs[table].rows) + self.layout.base(table)
+        index = request.index.known(table, ids)
+        if index is not None:
+            return request.rows, index, None
+        index = self._places(table, ids)
         return request.rows, index, request.owned[index] > 0

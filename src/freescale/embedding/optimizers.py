@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from freescale.kernels import rows as kernels
+from freescale.kernels.dispatch import optimizers_for
 
 
 class RowOptimizer(Protocol):
@@ -51,7 +51,7 @@ class SGD(_Named):
     def update(
         self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, gradients: Tensor, *, step: int, factor: float
     ) -> None:
-        kernels.sgd(weight, rows, gradients, lr=self.lr * factor)
+        optimizers_for(weight).sgd(weight, rows, gradients, lr=self.lr * factor)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Adagrad(_Named):
     def update(
         self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, gradients: Tensor, *, step: int, factor: float
     ) -> None:
-        kernels.adagrad(weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps)
+        optimizers_for(weight).adagrad(weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RowWiseAdagrad(_Named):
     def update(
         self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, gradients: Tensor, *, step: int, factor: float
     ) -> None:
-        kernels.rowwise_adagrad(weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps)
+        optimizers_for(weight).rowwise_adagrad(weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Adam(_Named):
     def update(
         self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, gradients: Tensor, *, step: int, factor: float
     ) -> None:
-        kernels.adam(
+        optimizers_for(weight).adam(
             weight,
             state["first"],
             state["second"],

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from freescale.embedding.layout import TableSpec, ids_at
 from freescale.embedding.optimizers import RowOptimizer
+from freescale.kernels.dispatch import optimizers_for
 from freescale.kernels.random import derive, key_of, normal
-from freescale.kernels.rows import clip_rows
 
 _CHUNK_ROWS = 2048
 
@@ -85,9 +85,9 @@ class Rows:
         return {"rows": self.weight[part]} | {key: value[part] for key, value in self.state.items()}
 
     def update(self, rows: Tensor, gradients: Tensor, *, step: int, factor: float, clip: float | None) -> None:
-        """Unique local rows [u] and their summed gradients [u, width]."""
+        """Unique local rows [u] and their summed gradients [u, width]; on a GPU a row of -1 is none."""
         if clip is not None:
-            gradients = clip_rows(gradients, clip)
+            gradients = optimizers_for(self.weight).clip_rows(gradients, clip)
         self.optimizer.update(self.weight, self.state, rows, gradients, step=step, factor=factor)
 
 

@@ -1,4 +1,5 @@
-"""Which of two twins runs: the Triton kernel where it can, the plain-torch reference elsewhere. Decided once per batch."""
+"""Which of two twins runs: the Triton kernel where it can, the plain-torch reference elsewhere. Decided by device, dtype and widths, so always
+the same way for the same table or model."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.kernels import attention, triton_attention
+from freescale.kernels import attention, rows, triton_attention, triton_rows, triton_unique, unique
 from freescale.kernels.attention import AttentionPlan
 from freescale.kernels.triton_attention import TilePlan
 
@@ -34,3 +35,47 @@ def hstu_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, plan: At
     if isinstance(plan, TilePlan):
         return triton_attention.hstu_attention(q, k, v, lengths, plan=plan, **options)
     return attention.hstu_attention(q, k, v, lengths, plan=plan, **options)
+
+
+# ---- table rows
+
+
+def deduplicate(keys: Tensor, edges: Tensor) -> unique.Unique:
+    return (triton_unique if keys.is_cuda and has_triton() else unique).deduplicate(keys, edges)
+
+
+def collision_masks(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
+    return (triton_unique if current.is_cuda and has_triton() else unique).collision_masks(current, coming)
+
+
+def _fits(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton_rows.DTYPES) -> bool:
+    return table.is_cuda and has_triton() and table.dtype in dtypes and 1 <= table.shape[1] <= triton_rows.MAX_WIDTH
+
+
+def optimizers_for(weight: Tensor) -> Any:
+    """The module whose sgd, adagrad, rowwise_adagrad, adam and clip_rows update this table."""
+    return triton_rows if _fits(weight, (torch.float32,)) else rows
+
+
+def gather_rows(weight: Tensor, numbers: Tensor) -> Tensor:
+    return (triton_rows if _fits(weight) else rows).gather_rows(weight, numbers)
+
+
+def read_rows(table: Tensor, index: Tensor) -> Tensor:
+    """table [u, width], index [...] into it -> [..., width]."""
+    return triton_rows.read_rows(table, index) if _fits(table) else torch.nn.functional.embedding(index, table)
+
+
+def sum_duplicates(numbers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """As `rows.sum_duplicates`. Where the optimizers pass over rows of -1, these fill the end: nothing is read from the device."""
+    if optimizers_for(gradients) is triton_rows:
+        return triton_rows.sum_duplicates(numbers, gradients, cut=False)
+    return rows.sum_duplicates(numbers, gradients)
+
+
+def marked_rows(marks: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """marks [n] and gradients [n, width] of all rows -> rows that are marked, and theirs; others are -1 where that saves a read."""
+    if optimizers_for(gradients) is triton_rows:
+        return torch.where(marks > 0, torch.arange(marks.numel(), device=marks.device), -1), gradients
+    numbers = marks.nonzero().squeeze(1)
+    return numbers, gradients.index_select(0, numbers)

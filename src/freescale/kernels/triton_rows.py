@@ -99,11 +99,12 @@ def sum_duplicates(rows: Tensor, gradients: Tensor, *, cut: bool = True) -> tupl
 
     last = torch.full((1,), torch.iinfo(torch.int64).max, device=rows.device)
     found = deduplicate(rows.long(), last)
+    keys, starts = found.keys, found.starts
     count: int | Tensor = found.counts
     if cut:
         count = int(found.counts)
-        found = found.cut(count)
-    return found.keys, _segment_sums(gradients.contiguous(), found.order, found.starts, count, gradients.dtype, chunked=False)
+        keys, starts = keys[:count], starts[: count + 1]
+    return keys, _segment_sums(gradients.contiguous(), found.order, starts, count, gradients.dtype, chunked=False)
 
 
 def _segment_sums(

@@ -1,20 +1,17 @@
 """Deduplication and masks of row requests on a GPU, without a host round trip: the twin of `unique`.
 
-torch sorts and adds up, Triton does what is in between; results of unknown size fill buffers of a known one. `part` alone reads the
-device, once for the sizes of all parts of all masks.
+torch sorts and adds up, Triton does what is in between; results of unknown size fill buffers of a known one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.kernels.launch import blocks, on, require_gpu, uploaded
-from freescale.kernels.unique import Parted, Unique, check_keys, check_masks
+from freescale.kernels.launch import blocks, on, require_gpu
+from freescale.kernels.unique import Unique, check_keys
 
 # Entries of a program: 8 a thread with 4 warps. A few loads and stores each; searches are bound by latency, and want many warps.
 BLOCK = 1024
@@ -24,14 +21,22 @@ WARPS = 4
 _LIMIT = 2**31 - 1
 
 
-def deduplicate(keys: Tensor, edges: Tensor) -> Unique:
+@dataclass(frozen=True)
+class Segments(Unique):
+    """Unique keys, and which inputs have each."""
+
+    order: Tensor  # [n] inputs by key, equal ones in order of appearance
+    starts: Tensor  # [n + 1]: key j stands at order[starts[j]:starts[j + 1]]; behind the last one: n
+
+
+def deduplicate(keys: Tensor, edges: Tensor) -> Segments:
     """keys [n] int64, none negative; edges [e] int64, rising, the last above every key."""
     check_keys(keys=keys, edges=edges)
     _check_size(keys)
     n = keys.numel()
     if not n:
         none = keys.new_zeros(0)
-        return Unique(none, none, none, keys.new_zeros(1), torch.zeros_like(edges))
+        return Segments(none, none, torch.zeros_like(edges), none, keys.new_zeros(1))
     from freescale.kernels.triton_unique_kernels import edges_kernel, unique_kernel
 
     ordered, order, ranks = sorted_ranks(keys)
@@ -43,7 +48,7 @@ def deduplicate(keys: Tensor, edges: Tensor) -> Unique:
             edges_kernel[(blocks(edges.numel(), EDGES),)](
                 ordered, ranks, edges.contiguous(), counts, n, (n + 1).bit_length(), edges.numel(), BLOCK=EDGES, num_warps=WARPS
             )
-    return Unique(unique, inverse, order, starts, counts)
+    return Segments(unique, inverse, counts, order, starts)
 
 
 def sorted_ranks(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,36 +84,6 @@ def members(keys: Tensor, among: Tensor) -> Tensor:
 def collision_masks(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
     """Rows asked of an owner by batch i [r] and by batch i+1 [s] -> (which of i's batch i+1 asks too, and the other way round)."""
     return members(current, coming), members(coming, current)
-
-
-def part(masks: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Parted]:
-    """masks, each [sum of its sizes] bool: positions that are set and that are not, and how many are set in each part."""
-    check_masks(masks, sizes)
-    device, lengths = masks[0].device, [mask.numel() for mask in masks]
-    n = sum(lengths)
-    if n > _LIMIT:
-        raise ValueError(f"masks may have up to {_LIMIT} entries together, not {n}")
-    require_gpu(device, "kernels.unique")
-    if not n:
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        return [Parted(none, none, [0] * len(parts)) for parts in sizes]
-    from freescale.kernels.triton_unique_kernels import part_kernel
-
-    joined = torch.cat(list(masks)).view(torch.int8)
-    ranks = torch.zeros(n + 1, dtype=torch.int32, device=device)
-    torch.cumsum(joined, 0, dtype=torch.int32, out=ranks[1:])
-    # One upload: where the masks begin, then where their parts end.
-    ends = list(accumulate(size for parts in sizes for size in parts))
-    table = uploaded(np.array([0, *list(accumulate(lengths))[:-1], 0, *ends], np.int64), device)
-    counts = ranks[table[len(masks) :]].diff()
-    places = torch.empty(n, dtype=torch.int64, device=device)
-    with on(device):
-        part_kernel[(blocks(n, BLOCK),)](joined, ranks[1:], table, places, n, len(masks), BLOCK=BLOCK, num_warps=WARPS)
-    numbers = iter(counts.tolist())  # the one read
-    found = [[next(numbers) for _ in parts] for parts in sizes]
-    chosen = [sum(parts) for parts in found]
-    pieces = places.split([*chosen, *(length - count for length, count in zip(lengths, chosen, strict=True))])
-    return [Parted(pieces[k], pieces[len(masks) + k], found[k]) for k in range(len(masks))]
 
 
 def _check_size(keys: Tensor) -> None:

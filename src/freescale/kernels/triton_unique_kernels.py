@@ -66,19 +66,3 @@ def members_kernel(keys, among, out, n, m, steps, BLOCK: tl.constexpr):
     place = _below(among, key, m, steps, BLOCK)
     found = (place < m) & (tl.load(among + place, mask=place < m, other=0) == key)
     tl.store(out + i, found.to(tl.int8), mask=i < n)
-
-
-@triton.jit
-def part_kernel(mask, ranks, firsts, out, n, masks, BLOCK: tl.constexpr):
-    """Several masks, one after another, and their entries added up -> positions, each within its mask: all that are set, then
-    all that are not. firsts [masks]: where each mask begins."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < n
-    rank = tl.load(ranks + i, mask=inside, other=0).to(tl.int64)
-    count = tl.load(ranks + n - 1)
-    first = tl.zeros([BLOCK], tl.int64)
-    for number in range(1, masks):
-        begin = tl.load(firsts + number)
-        first = tl.where(i >= begin, begin, first)
-    chosen = tl.load(mask + i, mask=inside, other=0) != 0
-    tl.store(out + tl.where(chosen, rank - 1, count + i - rank), i - first, mask=inside)

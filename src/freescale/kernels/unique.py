@@ -1,4 +1,4 @@
-"""Deduplication and masks of row requests, in plain torch.
+"""Deduplication, masks and groups of row requests, in plain torch.
 
 On a device, results whose size only the device knows come in buffers of the size of the input, so that nothing has to be read to
 go on: whoever has to know a size (an AllToAll its splits) reads all of them at once, and cuts the buffers by it.
@@ -6,9 +6,9 @@ go on: whoever has to know a size (an AllToAll its splits) reads all of them at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,58 +17,50 @@ from torch import Tensor
 class Unique:
     """Keys, each once, and where they stood among n."""
 
-    keys: Tensor  # [n] sorted; behind the last one: -1
+    keys: Tensor  # sorted, in the front of up to n; behind the last one: -1
     inverse: Tensor  # [n]: input i is keys[inverse[i]]
-    order: Tensor  # [n] inputs by key, equal ones in order of appearance
-    starts: Tensor  # [n + 1]: key j stands at order[starts[j]:starts[j + 1]]; behind the last one: n
     counts: Tensor  # [edges]: keys from the edge before (or the lowest) up to each edge
-
-    def cut(self, count: int) -> Unique:
-        """Without what is behind the last key. The count is the sum of the counts, on the host."""
-        return replace(self, keys=self.keys[:count], starts=self.starts[: count + 1])
-
-
-@dataclass(frozen=True)
-class Parted:
-    """The two halves of a mask."""
-
-    chosen: Tensor  # [sum(counts)] positions where it is set, rising
-    rest: Tensor  # [n - sum(counts)] positions where it is not, rising
-    counts: list[int]  # of the chosen, in each part
 
 
 def deduplicate(keys: Tensor, edges: Tensor) -> Unique:
     """keys [n] int64, none negative; edges [e] int64, rising, the last above every key."""
     check_keys(keys=keys, edges=edges)
-    n = keys.numel()
-    unique, inverse, sizes = torch.unique(keys, return_inverse=True, return_counts=True)
-    starts = keys.new_full((n + 1,), n)
-    torch.cumsum(sizes, 0, out=starts[1 : unique.numel() + 1])
-    starts[0] = 0
-    padded = torch.cat([unique, unique.new_full((n - unique.numel(),), -1)])
-    counts = torch.searchsorted(unique, edges).diff(prepend=edges.new_zeros(1))
-    return Unique(padded, inverse, keys.argsort(stable=True), starts, counts)
-
-
-def members(keys: Tensor, among: Tensor) -> Tensor:
-    """keys [n], among [m], int64 -> [n] bool: which of the keys are there."""
-    check_keys(keys=keys, among=among)
-    return torch.isin(keys, among)
+    unique, inverse = torch.unique(keys, return_inverse=True)
+    return Unique(unique, inverse, torch.searchsorted(unique, edges).diff(prepend=edges.new_zeros(1)))
 
 
 def collision_masks(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
     """Rows asked of an owner by batch i [r] and by batch i+1 [s] -> (which of i's batch i+1 asks too, and the other way round)."""
-    return members(current, coming), members(coming, current)
+    check_keys(current=current, coming=coming)
+    joined = torch.cat([current, coming])
+    order = stable_order(joined)
+    ordered = joined[order]
+    # Equal rows stand together, those of batch i first: both batches ask if one of i begins them and one of i+1 ends them.
+    edges = torch.ones(joined.numel() + 1, dtype=torch.bool, device=joined.device)
+    torch.ne(ordered[1:], ordered[:-1], out=edges[1:-1])
+    now = order < current.numel()
+    begins = edges.nonzero().squeeze(1)
+    both = now[begins[:-1]] & ~now[begins[1:] - 1]
+    marks = torch.empty_like(now)
+    marks[order] = both.repeat_interleave(begins.diff(), output_size=joined.numel())
+    return marks[: current.numel()], marks[current.numel() :]
 
 
-def part(masks: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Parted]:
-    """masks, each [sum of its sizes] bool: positions that are set and that are not, and how many are set in each part."""
-    check_masks(masks, sizes)
-    halves = []
-    for mask, parts in zip(masks, sizes, strict=True):
-        counts = [int(piece.sum()) for piece in mask.split(list(parts))] if parts else []
-        halves.append(Parted(mask.nonzero().squeeze(1), (~mask).nonzero().squeeze(1), counts))
-    return halves
+def grouped(tags: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+    """tags [n] of 0 to bins - 1 -> (positions [n] by tag, in order within each; how many have each tag [bins])."""
+    if tags.is_cuda:
+        ordered, order = tags.to(torch.int32).sort(stable=True)
+        return order, torch.searchsorted(ordered, torch.arange(bins + 1, dtype=torch.int32, device=tags.device)).diff()
+    small = tags.to(torch.uint16) if bins <= 1 << 16 else tags  # numpy sorts 16 bits by counting
+    return stable_order(small), torch.bincount(tags, minlength=bins)
+
+
+def stable_order(values: Tensor) -> Tensor:
+    """Positions [n] by value, equal ones in order of appearance. On the CPU by numpy, which merges runs that are sorted already:
+    what one rank asks for is."""
+    if values.is_cuda:
+        return values.sort(stable=True).indices
+    return torch.from_numpy(np.argsort(values.numpy(), kind="stable"))
 
 
 def check_keys(**keys: Tensor) -> None:
@@ -77,15 +69,3 @@ def check_keys(**keys: Tensor) -> None:
             raise ValueError(f"{name} must be a 1-d int64 tensor, not {tensor.dtype} with {tensor.ndim} axes")
     if len({tensor.device for tensor in keys.values()}) > 1:
         raise ValueError(f"tensors lie on different devices: { {name: str(t.device) for name, t in keys.items()} }")
-
-
-def check_masks(masks: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> None:
-    if len(masks) != len(sizes) or not masks:
-        raise ValueError(f"{len(masks)} masks need as many lists of sizes, and at least one, not {len(sizes)}")
-    for number, (mask, parts) in enumerate(zip(masks, sizes, strict=True)):
-        if mask.dtype != torch.bool or mask.ndim != 1:
-            raise ValueError(f"mask {number} must be a 1-d bool tensor, not {mask.dtype} with {mask.ndim} axes")
-        if min(parts, default=0) < 0 or sum(parts) != mask.numel():
-            raise ValueError(f"sizes of mask {number} add up to {sum(parts)}, it has {mask.numel()} entries")
-    if len({mask.device for mask in masks}) > 1:
-        raise ValueError(f"masks lie on different devices: {[str(mask.device) for mask in masks]}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -67,7 +67,9 @@ class Lane:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, function: Callable[[], None]) -> Job:
+    def submit(self, function: Callable[[], None], tensors: Sequence[Tensor] = ()) -> Job:
+        """`tensors`: those of another stream that the function uses."""
+        self.borrow(*tensors)
         job = Job(self.device, function)
         if self._thread is None:
             # A daemon: a lane that waits for a dead rank must not keep the process from ending.
@@ -88,6 +90,11 @@ class Lane:
             for tensor in tensors:
                 if tensor is not None:
                     tensor.record_stream(self.stream)
+
+    def lend(self, tensor: Tensor) -> None:
+        """A tensor that this lane made, to the caller's stream."""
+        if self.stream is not None:
+            tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

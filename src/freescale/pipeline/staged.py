@@ -1,16 +1,16 @@
 """The staged schedule: rows of the next batch come while this one computes, except those that this one updates. Nothing is stale.
 
     lane `ahead`, while batch i computes                       lane `urgent`, after its backward
-      a. gradients of i-1 that i did not need: send, update      e. gradients of rows that i+1 reads too: send, update
-      b. ids of batch i+1                                        f. these rows, to their requesters
-      c. owners compare i and i+1, and say what they share
+      b. ids of batch i+1                                        e. gradients of rows that i+1 reads too: send, update
+      c. owners compare i and i+1, and say what they share       f. these rows, to their requesters
+      a. gradients of i-1 that i did not need: send, update
       d. rows of i+1 that i does not read
                                forward of i+1 waits for d and f
 
 Every row is updated once per step, with the step number and learning rate of the step that made its gradient; the tables are those
 of the serial schedule, bit for bit, once `flush` has applied what is deferred. a before d keeps rows exact that i-1 and i+1 read,
-but not i. The lanes are threads with channels of their own: what is urgent does not queue behind the bulk, and the main thread
-waits at the next forward only.
+but not i; b and c do not touch the rows, and go first because e needs what they find. The lanes are threads with channels of their
+own: what is urgent does not queue behind the bulk, and the main thread waits at the next forward only.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from typing import Any
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.collision import collision_masks
-from freescale.embedding.exchange import Masks, Part, Replicated, Request, Sharded
+from freescale.embedding.collision import Masks, collision_masks
+from freescale.embedding.exchange import Replicated, Sharded
+from freescale.embedding.request import Part, Request
 from freescale.pipeline.agreement import Agreement
 from freescale.pipeline.lane import Job, Lane, Moment
 from freescale.pipeline.schedule import Schedule, StepResult
 from freescale.pipeline.upcoming import Upcoming
-from freescale.transport.api import Handle, Transport
+from freescale.transport.api import Transport
 
 
 @dataclass
 class Turn:
-    """A batch on its way through the schedule. Lists of tensors have one entry for each sharded group."""
+    """A batch on its way through the schedule."""
 
     batch: SequenceBatch
     agreement: Agreement
@@ -41,9 +42,7 @@ class Turn:
     upcoming: Upcoming
     compared: Moment  # what it shares with the next batch is known
     requests: list[Request] = field(default_factory=list)
-    early: list[Tensor] = field(default_factory=list)  # rows that came by d
-    late: list[Tensor] = field(default_factory=list)  # rows that came by f
-    deferred: list[Tensor] = field(default_factory=list)  # gradients that wait for a
+    gradients: list[Tensor] = field(default_factory=list)  # of each sharded group, until a
     step: int = 0
     factor: float = 1.0
 
@@ -92,7 +91,7 @@ class Staged(Schedule):
 
     def _step(self, turn: Turn, coming: Turn | None, following: Upcoming) -> StepResult:
         last, self._unsettled = self._unsettled, None
-        self._jobs = [self.ahead.submit(lambda: self._while_computing(last, turn, coming))]
+        self._jobs = [self.ahead.submit(lambda: self._while_computing(last, turn, coming), last.gradients if last else ())]
         if coming is not None:
             following.exchanged()
         turn.upcoming.count()
@@ -102,9 +101,8 @@ class Staged(Schedule):
         self.steps += 1
         self.stopwatch.finish(self.steps)
         turn.step, turn.factor = self.steps, self._factor(self.steps)
-        gradients = [request.gradient() for _, request in self._sharded(turn)]
-        self.urgent.borrow(*gradients)
-        self._jobs.append(self.urgent.submit(lambda: self._after_backward(turn, coming, gradients)))
+        turn.gradients = [request.gradient() for _, request in self._sharded(turn)]
+        self._jobs.append(self.urgent.submit(lambda: self._after_backward(turn, coming), turn.gradients))
         self._unsettled = turn
         self._apply_replicated(turn)
         losses = self.buckets.reduce(self.transport, losses)
@@ -117,40 +115,30 @@ class Staged(Schedule):
         """a to d, on the lane `ahead`, while `turn` computes."""
         transport = self.ahead.transport
         try:
-            sent = self._send_deferred(last, transport)  # a
             if coming is not None:
                 coming.requests = self.tables.request(coming.micro, transport)  # b
                 for (group, now), (_, then) in zip(self._sharded(turn), self._sharded(coming), strict=True):
                     group.compare(now, then, transport, self._masks)  # c
+                    self.urgent.borrow(then.rows)
         except BaseException as error:
             turn.compared.fail(error)
             raise
         turn.compared.reach()
-        self._update_deferred(last, sent, transport)  # a
+        self._settle(last, transport)  # a
         if coming is not None:
-            handles = [group.look_up(request, _known(request.early), transport) for group, request in self._sharded(coming)]
-            coming.early = [handle.wait() for handle in handles]  # d
+            for group, request in self._sharded(coming):
+                group.bring(request, request.early, transport)  # d
 
-    def _after_backward(self, turn: Turn, coming: Turn | None, gradients: list[Tensor]) -> None:
+    def _after_backward(self, turn: Turn, coming: Turn | None) -> None:
         """e and f, on the lane `urgent`."""
         transport = self.urgent.transport
         turn.compared.wait()
         if coming is None:
-            turn.deferred = list(gradients)
-            gradients.clear()
             return
-        handles = []
-        for group, request in self._sharded(turn):
-            gradient = gradients.pop(0)
-            shared, rest = _known(request.shared), _known(request.rest)
-            assert shared.mine is not None and rest.mine is not None
-            handles.append(group.send(gradient.index_select(0, shared.mine), shared, transport))  # e
-            turn.deferred.append(gradient.index_select(0, rest.mine))
-            del gradient  # its memory is free for what comes in
-        for (group, request), handle in zip(self._sharded(turn), handles, strict=True):
-            self._update(group, request, _known(request.shared), handle, turn, transport)  # e
-        handles = [group.look_up(request, _known(request.late), transport) for group, request in self._sharded(coming)]
-        coming.late = [handle.wait() for handle in handles]  # f
+        for (group, request), gradient in zip(self._sharded(turn), turn.gradients, strict=True):
+            group.give(request, gradient, [_known(request.shared)], transport, **self._how(turn))  # e
+        for group, request in self._sharded(coming):
+            group.bring(request, [_known(request.late)], transport)  # f
 
     # ---- verbs of the main thread
 
@@ -175,24 +163,25 @@ class Staged(Schedule):
             for job in self._jobs:
                 job.wait()
         self.ledger.waited_for(self.ahead.side.take() + self.urgent.side.take(), begin)
-        with self.ledger.span("merge"):
-            for sharded, request in self._sharded(turn):
-                sharded.merge(request, turn.early.pop(0), turn.late.pop(0))
-            for replicated, request in self._replicated(turn):
-                replicated.fetch(request, self.transport, train=True)
+        for _, request in self._sharded(turn):
+            assert request.rows is not None
+            self.ahead.lend(request.rows)
+            request.rows.requires_grad_(True)
+        for replicated, request in self._replicated(turn):
+            replicated.fetch(request, self.transport, train=True)
         self.tables.open(turn.requests)
         self._count_collisions(turn)
 
     def _apply_replicated(self, turn: Turn) -> None:
         for group, request in self._replicated(turn):
-            group.apply(request, self.transport, step=turn.step, factor=turn.factor, clip=self.tables.row_clip)
+            group.apply(request, self.transport, **self._how(turn))
 
     def flush(self) -> None:
         """Applies the gradients that are deferred; afterwards the tables are those of the serial schedule. A collective."""
         for job in self._jobs:
             job.wait()
         last, self._unsettled = self._unsettled, None
-        self._update_deferred(last, self._send_deferred(last, self.transport), self.transport)
+        self._settle(last, self.transport)
 
     # ---- verbs of both
 
@@ -204,23 +193,17 @@ class Staged(Schedule):
         pairs = zip(self.tables.groups, turn.requests, strict=True)
         return [(group, request) for group, request in pairs if isinstance(group, Replicated)]
 
-    def _send_deferred(self, last: Turn | None, transport: Transport) -> list[Handle]:
-        if last is None:
-            return []
-        gradients, last.deferred = last.deferred, []
-        self.ahead.borrow(*gradients)
-        pairs = zip(self._sharded(last), gradients, strict=True)
-        return [group.send(gradient, request.rest or request.whole, transport) for (group, request), gradient in pairs]
-
-    def _update_deferred(self, last: Turn | None, sent: list[Handle], transport: Transport) -> None:
+    def _settle(self, last: Turn | None, transport: Transport) -> None:
+        """Gradients that were deferred go to the owners, who update their rows."""
         if last is None:
             return
-        for (group, request), handle in zip(self._sharded(last), sent, strict=True):
-            self._update(group, request, request.rest or request.whole, handle, last, transport)
+        gradients, last.gradients = last.gradients, []
+        for (group, request), gradient in zip(self._sharded(last), gradients, strict=True):
+            group.give(request, gradient, request.rest or [request.whole], transport, **self._how(last))
 
-    def _update(self, group: Sharded, request: Request, part: Part, sent: Handle, turn: Turn, transport: Transport) -> None:
-        clip = self.tables.row_clip
-        group.update(request, part, sent.wait(), transport, step=turn.step, factor=turn.factor, clip=clip)
+    def _how(self, turn: Turn) -> dict[str, Any]:
+        """The update of the step that made the gradients, whenever it happens."""
+        return {"step": turn.step, "factor": turn.factor, "clip": self.tables.row_clip}
 
     def _count_collisions(self, turn: Turn) -> None:
         for _, request in self._sharded(turn):

@@ -30,9 +30,9 @@ def guarded(call: Callable[[], Any], what: str) -> Any:
 
 
 class _Pending:
-    def __init__(self, start: Callable[[], tuple[dist.Work, Tensor]], arrival: Arrival, describe: str) -> None:
+    def __init__(self, start: Callable[[], tuple[dist.Work | _Pairs, Tensor]], arrival: Arrival, describe: str) -> None:
         self._arrival, self._describe = arrival, describe
-        self._under_way: tuple[dist.Work, Tensor] | None = guarded(start, describe)
+        self._under_way: tuple[dist.Work | _Pairs, Tensor] | None = guarded(start, describe)
 
     def wait(self) -> Tensor:
         """Once: what was sent, and the result but for the caller, are free afterwards."""
@@ -41,6 +41,32 @@ class _Pending:
         with self._arrival.wait():
             guarded(work.wait, self._describe)
         return result
+
+
+class _Pairs:
+    """AllToAll over gloo, pair by pair: every receive is posted before any send. gloo's own posts its sends first, so that the
+    message which lets the other side begin queues behind them: one direction after the other, unless all ranks arrive at once."""
+
+    def __init__(self, output: Tensor, tensor: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> None:
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        into, out = output.split(receive), tensor.split(send)
+        self._works: list[dist.Work] = []
+        for distance in range(1, world):
+            if receive[peer := (rank - distance) % world]:
+                self._works.append(_there(dist.irecv(into[peer], group=group, group_src=peer)))
+        for distance in range(1, world):
+            if send[peer := (rank + distance) % world]:
+                self._works.append(_there(dist.isend(out[peer], group=group, group_dst=peer)))
+        into[rank].copy_(out[rank])
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _there(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is in the group"
+    return work
 
 
 class Collective:
@@ -69,7 +95,7 @@ class Collective:
         """What is planned on the host travels beside the rows, not behind them, and never waits for a GPU."""
         return self.control if kind in ("counts", "samples") and tensor.device.type == "cpu" else self.group
 
-    def _start(self, kind: str, sent: int, received: int, start: Callable[[], tuple[dist.Work, Tensor]]) -> _Pending:
+    def _start(self, kind: str, sent: int, received: int, start: Callable[[], tuple[dist.Work | _Pairs, Tensor]]) -> _Pending:
         arrival = self.ledger.arrive(kind, sent, received)
         return _Pending(start, arrival, f"rank {self.rank}: exchange of {kind} ({sent:,} bytes out, {received:,} in)")
 
@@ -80,7 +106,9 @@ class Collective:
         sent, received = (size * (sum(part) - part[self.rank]) for part in (list(send), list(receive)))
         group = self._group(tensor, kind)
 
-        def start() -> tuple[dist.Work, Tensor]:
+        def start() -> tuple[dist.Work | _Pairs, Tensor]:
+            if tensor.device.type == "cpu":
+                return _Pairs(output, tensor, list(receive), list(send), group), output
             work = dist.all_to_all_single(output, tensor, list(receive), list(send), group=group, async_op=True)
             return work, output
 
