@@ -5,6 +5,7 @@
     look_up    owners look up some of the rows, AllToAll them                                (kind: rows)
     send       AllToAll some of the gradients                                                (kind: gradients)
     update     sum duplicates in rank order, update the rows
+    place      memory for the rows that come
     bring, give    look_up, or send and update, of several parts
 
 What is not urgent travels in pieces, a part of the rows each: `bring` and `give` send one while they work on the one before.
@@ -102,8 +103,15 @@ class Sharded:
             places, world = [order for order, _ in divisions], transport.world
             current.shared, *current.rest = parts_of(*places[:2], *sizes[:2], world)
             coming.late, *coming.early = parts_of(*places[2:], *sizes[2:], world)
-            # Every row of the coming batch gets its place now, to be filled as it comes.
-            coming.rows = self.rows.weight.new_empty(coming.index.keys.numel(), self.rows.weight.shape[1])
+
+    def place(self, request: Request, spent: Tensor | None) -> None:
+        """Memory for the rows of the request, to be filled as they come: that of gradients which were sent, if it is enough. Fresh
+        memory beside it would cost a batch more, and the time to map it."""
+        count, width = request.index.keys.numel(), self.rows.weight.shape[1]
+        if spent is not None and spent.numel() >= count * width:
+            request.rows = spent.detach().view(-1)[: count * width].view(count, width)
+        else:
+            request.rows = self.rows.weight.new_empty(count, width)
 
     def look_up(self, request: Request, part: Part, transport: Transport) -> Handle:
         """The rows of a part, on their way to the requesters."""

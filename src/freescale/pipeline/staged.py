@@ -40,6 +40,7 @@ class Turn:
     agreement: Agreement
     micro: list[SequenceBatch]
     upcoming: Upcoming
+    placed: Moment  # there is memory for its rows
     compared: Moment  # what it shares with the next batch is known
     requests: list[Request] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)  # of each sharded group, until a
@@ -119,15 +120,20 @@ class Staged(Schedule):
                 coming.requests = self.tables.request(coming.micro, transport)  # b
                 for (group, now), (_, then) in zip(self._sharded(turn), self._sharded(coming), strict=True):
                     group.compare(now, then, transport, self._masks)  # c
-                    self.urgent.borrow(then.rows)
-        except BaseException as error:
-            turn.compared.fail(error)
-            raise
-        turn.compared.reach()
-        self._settle(last, transport)  # a
-        if coming is not None:
+            turn.compared.reach()
+            spent = self._settle(last, transport)  # a
+            if coming is None:
+                return
             for group, request in self._sharded(coming):
-                group.bring(request, request.early, transport)  # d
+                group.place(request, spent.pop(0) if spent else None)
+                self.urgent.borrow(request.rows)
+            coming.placed.reach()
+        except BaseException as error:
+            for moment in (turn.compared, *([coming.placed] if coming else [])):
+                moment.fail(error)
+            raise
+        for group, request in self._sharded(coming):
+            group.bring(request, request.early, transport)  # d
 
     def _after_backward(self, turn: Turn, coming: Turn | None) -> None:
         """e and f, on the lane `urgent`."""
@@ -137,6 +143,7 @@ class Staged(Schedule):
             return
         for (group, request), gradient in zip(self._sharded(turn), turn.gradients, strict=True):
             group.give(request, gradient, [_known(request.shared)], transport, **self._how(turn))  # e
+        coming.placed.wait()
         for group, request in self._sharded(coming):
             group.bring(request, [_known(request.late)], transport)  # f
 
@@ -147,7 +154,7 @@ class Staged(Schedule):
         batch, agreement = upcoming.complete()
         if not agreement.ready:
             return None
-        return Turn(batch, agreement, self._micro_batches(batch), upcoming, Moment(self.transport.device))
+        return Turn(batch, agreement, self._micro_batches(batch), upcoming, *(Moment(self.transport.device) for _ in range(2)))
 
     def _fetch_first(self, turn: Turn) -> None:
         """The first batch: everything, blocking."""
@@ -193,13 +200,15 @@ class Staged(Schedule):
         pairs = zip(self.tables.groups, turn.requests, strict=True)
         return [(group, request) for group, request in pairs if isinstance(group, Replicated)]
 
-    def _settle(self, last: Turn | None, transport: Transport) -> None:
-        """Gradients that were deferred go to the owners, who update their rows."""
+    def _settle(self, last: Turn | None, transport: Transport) -> list[Tensor]:
+        """Gradients that were deferred go to the owners, who update their rows. -> the gradients: their memory is free."""
         if last is None:
-            return
+            return []
         gradients, last.gradients = last.gradients, []
         for (group, request), gradient in zip(self._sharded(last), gradients, strict=True):
             group.give(request, gradient, request.rest or [request.whole], transport, **self._how(last))
+        last.requests = []  # done: several numbers for each row
+        return gradients
 
     def _how(self, turn: Turn) -> dict[str, Any]:
         """The update of the step that made the gradients, whenever it happens."""
