@@ -21,12 +21,22 @@ def offsets_of(lengths: Tensor) -> Tensor:
     return offsets
 
 
-def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Concatenated index ranges [starts[i], starts[i] + lengths[i]) -> [sum(lengths)]."""
+def ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
+    """Concatenated index ranges [starts[i], starts[i] + lengths[i]) -> [sum(lengths)]. Reads the device for their sum if no `total`
+    is given."""
     offsets = offsets_of(lengths)
-    total = int(offsets[-1])
+    total = int(offsets[-1]) if total is None else total
     shift = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
     return torch.arange(total, device=lengths.device) + shift
+
+
+@dataclass(frozen=True)
+class HostSizes:
+    """What the host knows of tokens that lie on a device, so that nobody has to read it there. Tensors are on the CPU."""
+
+    lengths: Tensor  # [samples] int64, candidates included
+    candidate_counts: Tensor | None = None  # [samples] int64
+    time_span: int | None = None  # between the first and the last timestamp; None: not known
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class Jagged:
 
     values: Tensor  # [tokens, ...]
     lengths: Tensor  # [samples] int64
+    host: Jagged | None = field(default=None, repr=False, compare=False)  # the same on the CPU, where it moved from
 
     def __post_init__(self) -> None:
         if self.lengths.dtype != torch.int64 or self.lengths.ndim != 1:
@@ -44,16 +55,21 @@ class Jagged:
     def offsets(self) -> Tensor:  # [samples + 1]
         return offsets_of(self.lengths)
 
+    @cached_property
+    def host_lengths(self) -> Tensor:  # [samples], on the CPU
+        """What they were before they moved; read from the device if that is not known."""
+        return self.lengths.cpu() if self.host is None else self.host.lengths
+
     def __len__(self) -> int:
         return self.lengths.numel()
 
     def check(self, name: str) -> None:
-        """Reads the device: for input that came from outside, not for the step."""
-        if bool((self.lengths < 0).any()):
-            raise ValueError(f"feature {name!r}: a negative length ({int(self.lengths.min())})")
-        if int(self.lengths.sum()) != self.values.shape[0]:
+        """Refuses lengths that do not fit the values. Reads the device if the host does not know them."""
+        if bool((self.host_lengths < 0).any()):
+            raise ValueError(f"feature {name!r}: a negative length ({int(self.host_lengths.min())})")
+        if int(self.host_lengths.sum()) != self.values.shape[0]:
             raise ValueError(
-                f"feature {name!r}: lengths add up to {int(self.lengths.sum())}, but there are {self.values.shape[0]} values"
+                f"feature {name!r}: lengths add up to {int(self.host_lengths.sum())}, but there are {self.values.shape[0]} values"
             )
 
     def select(self, index: Tensor) -> Jagged:
@@ -62,8 +78,9 @@ class Jagged:
 
     def slice(self, start: int, stop: int) -> Jagged:
         """Samples [start, stop) as views: no copy of the values."""
-        first, last = self.offsets[torch.tensor([start, stop], device=self.lengths.device)].tolist()
-        return Jagged(self.values[first:last], self.lengths[start:stop])
+        first, last = (int(self.host_lengths[:edge].sum()) for edge in (start, stop))
+        host = None if self.host is None else self.host.slice(start, stop)
+        return Jagged(self.values[first:last], self.lengths[start:stop], host)
 
     @staticmethod
     def concat(parts: Sequence[Jagged]) -> Jagged:
@@ -71,6 +88,10 @@ class Jagged:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Jagged:
         return Jagged(function(self.values), function(self.lengths))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Jagged:
+        values, lengths = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.values, self.lengths))
+        return Jagged(values, lengths, self if self.lengths.device.type == "cpu" else self.host)
 
 
 @dataclass(frozen=True)
@@ -80,14 +101,15 @@ class Nested:
     values: Tensor  # [tokens, ...]
     lengths: Tensor  # [candidates] int64: values per candidate
     counts: Tensor  # [samples] int64: candidates per sample
+    host: Nested | None = field(default=None, repr=False, compare=False)  # the same on the CPU, where it moved from
 
     @cached_property
     def inner(self) -> Jagged:
-        return Jagged(self.values, self.lengths)
+        return Jagged(self.values, self.lengths, None if self.host is None else self.host.inner)
 
     @cached_property
     def outer(self) -> Jagged:
-        return Jagged(self.lengths, self.counts)
+        return Jagged(self.lengths, self.counts, None if self.host is None else self.host.outer)
 
     def __len__(self) -> int:
         return self.counts.numel()
@@ -102,9 +124,10 @@ class Nested:
         return Nested(inner.values, inner.lengths, counts)
 
     def slice(self, start: int, stop: int) -> Nested:
-        first, last = self.outer.offsets[torch.tensor([start, stop], device=self.counts.device)].tolist()
+        first, last = (int(self.outer.host_lengths[:edge].sum()) for edge in (start, stop))
         inner = self.inner.slice(first, last)
-        return Nested(inner.values, inner.lengths, self.counts[start:stop])
+        host = None if self.host is None else self.host.slice(start, stop)
+        return Nested(inner.values, inner.lengths, self.counts[start:stop], host)
 
     @staticmethod
     def concat(parts: Sequence[Nested]) -> Nested:
@@ -113,6 +136,10 @@ class Nested:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Nested:
         return Nested(function(self.values), function(self.lengths), function(self.counts))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Nested:
+        values, lengths, counts = (t.to(device, non_blocking=non_blocking) for t in (self.values, self.lengths, self.counts))
+        return Nested(values, lengths, counts, self if self.counts.device.type == "cpu" else self.host)
 
 
 @dataclass(frozen=True)
@@ -225,7 +252,8 @@ class SequenceBatch:
         return self.with_parts({n: function(p) if isinstance(p, Tensor) else p.map(function) for n, p in parts})
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceBatch:
-        return self.map(lambda t: t.to(device, non_blocking=non_blocking))
+        """Its features remember what they were on the CPU: nobody has to read their sizes from the device."""
+        return self.with_parts({n: p.to(device, non_blocking=non_blocking) for n, p in self.parts().items()})
 
     def pin_memory(self) -> SequenceBatch:
         return self.map(lambda t: t.pin_memory())

@@ -268,6 +268,26 @@ def export(run_folder: Path, out: Path) -> None:
     _guarded(action)
 
 
+@main.group()
+def bench() -> None:
+    """Measure what this machine does."""
+
+
+@bench.command()
+@click.option("--device", type=click.Choice(("cuda", "cpu")), default="cuda", show_default=True, help="cpu: tiny, interpreted")
+@click.option("--only", multiple=True, type=click.Choice(("moves", "rows", "attention", "pieces", "layer")), help="some parts")
+@click.option("--output", type=click.Path(path_type=Path), default="kernels.json", show_default=True, help="JSON file to write")
+def kernels(device: str, only: tuple[str, ...], output: Path) -> None:
+    """Time, rate, share of the measured ceiling and speed-up over plain torch of each Triton kernel."""
+
+    def action() -> None:
+        from freescale.bench.kernels import bench_kernels
+
+        bench_kernels(device, only, output)
+
+    _guarded(action)
+
+
 @main.command()
 def doctor() -> None:
     """Show what this machine has (torch, devices, backends, RDMA, UCX, Triton) and what would run."""

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 SMALL = [
     "--device",
@@ -362,6 +363,27 @@ def test_killed_rank_is_noticed_without_a_launcher(tmp_path):
         for rank in ranks:
             rank.kill()
     assert ranks[0].returncode == 1 and "a rank died or fell silent" in error
+
+
+def test_bench_kernels(tmp_path):
+    """Tiny, through the interpreter: every column of the table has something in it, and so has the file."""
+    pytest.importorskip("triton", reason="exists for Linux alone")
+    output = tmp_path / "kernels.json"
+    done = freescale("bench", "kernels", "--device", "cpu", "--only", "pieces", "--output", output)
+    assert done.returncode == 0, done.stderr
+    assert "gated norm" in done.stdout and "TB/s" in done.stdout and str(output) in done.stdout
+    result = json.loads(output.read_text())
+    assert {"machine", "versions", "ceilings", "rows", "date"} <= set(result)
+    for row in result["rows"]:
+        assert row["ms"]["median"] > 0 and row["rate"] > 0 and row["ceiling_percent"] > 0 and row["faster"] > 0, row
+    nowhere = freescale("bench", "kernels", "--device", "cpu", "--output", tmp_path / "no" / "file.json")
+    assert nowhere.returncode == 1 and "no folder" in nowhere.stderr and "Traceback" not in nowhere.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_bench_kernels_without_a_gpu():
+    done = freescale("bench", "kernels")
+    assert done.returncode == 1 and "--device cpu" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_doctor():

@@ -6,7 +6,8 @@ import pytest
 import torch
 from attention_cases import compare, isolation
 
-from freescale.kernels.triton_attention import hstu_attention, plan_attention
+from freescale.kernels.triton_attention import hstu_attention
+from freescale.kernels.triton_attention_plan import plan_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -105,3 +105,22 @@ def test_what_does_not_fit_is_refused():
         made([]).split([1])
     with pytest.raises(ValueError, match="differ in their features"):
         SequenceBatch.concat([made([]), SequenceBatch(dense={"a": torch.zeros(0)})])
+
+
+def test_features_that_moved_remember_the_host():
+    """On the meta device nothing can be read: sizes must come from where the batch was."""
+    batch = made(
+        [
+            {"history": [1, 2], "candidates": [[1], []], "label": 1, "key": 1},
+            {"history": [], "candidates": [[2, 3]], "label": 0, "key": 2},
+        ]
+    )
+    there = batch.to("meta")
+    history, nested = there.sequences["history"], there.candidates["candidates"]
+    assert history.host is batch.sequences["history"] and history.host_lengths.tolist() == [2, 0]
+    assert nested.outer.host_lengths.tolist() == [2, 1] and nested.inner.host_lengths.tolist() == [1, 0, 2]
+    assert there.to("meta").sequences["history"].host is history.host
+    last = there.slice(1, 2)
+    assert last.sequences["history"].host_lengths.tolist() == [0] and last.sequences["history"].values.shape == (0,)
+    assert last.candidates["candidates"].inner.host_lengths.tolist() == [2] and last.device.type == "meta"
+    assert batch.sequences["history"].host is None and batch.sequences["history"].host_lengths is batch.sequences["history"].lengths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -151,6 +152,17 @@ class TestNeighbours:
             error = (value.double() - exact[name]).norm() / exact[name].norm()
             assert error < (1e-4 if how == "float32" else 0.01 if parameter is None else 0.3), name
 
+    def test_a_step_reads_no_device(self, kind, monkeypatch):
+        """On the meta device there is nothing to read: all sizes must be known on the host, where the batch came from."""
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # not known of this device
+        monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+        model, batch = model_of(kind).to("meta"), batch_of()
+        there = batch.to("meta")
+        for part in (there, without(there, "candidate_timestamps"), there.slice(1, 4)):
+            sum(model(part).values()).backward()
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            model(batch.map(lambda tensor: tensor.to("meta")))  # forgot where it came from
+
     def test_bad_batches(self, kind):
         model, batch = model_of(kind), batch_of()
         with pytest.raises(ValueError, match="no sequence 'actions'"):
@@ -212,7 +224,7 @@ class TestRetrieval:
         leaves = [torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((6, 3), (6,), (3, 5, 3))]
         targets, negatives = torch.arange(6) % 4, torch.arange(15).view(3, 5) % 4
         weights = torch.tensor([1.0, 0, 2, 0.5, 0, 3]) if weighted else None
-        call = lambda *x: _SampledSoftmax.apply(*x, targets, negatives, weights, lengths, True)  # noqa: E731
+        call = lambda *x: _SampledSoftmax.apply(*x, Jagged(targets, lengths), negatives, weights, True)  # noqa: E731
         assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in leaves])
 
     def test_queries_are_the_last_outputs(self):

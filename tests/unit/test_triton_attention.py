@@ -15,8 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.kernels import attention, triton_attention
-from freescale.kernels.triton_attention import hstu_attention, plan_attention
+from freescale.kernels import attention, triton_attention_plan
+from freescale.kernels.triton_attention import hstu_attention
+from freescale.kernels.triton_attention_plan import plan_attention
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_walks_cross_every_pair_of_tiles_once(lengths):
     assert sorted(crossed) == sorted(
         (s, q, k) for s, n in zip(np.cumsum([0, *lengths]), tiles) for q in range(n) for k in range(q + 1)
     )
-    assert len(walks) <= triton_attention.MAX_PIECES * sum(tiles)
+    assert len(walks) <= triton_attention_plan.MAX_PIECES * sum(tiles)
     assert all(count == (pieces[:, 1] > block).sum() for block, count in enumerate(counts))
 
 
@@ -67,13 +68,13 @@ def test_long_tiles_first():
     lengths = torch.tensor([300, 20000, 9000, 0, 20000])
     plan = plan_attention(lengths, 1)
     for table, cost in ((plan.query_tiles(128), lambda t: t[:, 3] + 128), (plan.key_tiles(128), lambda t: t[:, 1] - t[:, 3])):
-        bands = cost(table.numpy()) // triton_attention.BAND
-        assert (np.diff(bands) <= 0).all() and bands[0] == 20000 // triton_attention.BAND
+        bands = cost(table.numpy()) // triton_attention_plan.BAND
+        assert (np.diff(bands) <= 0).all() and bands[0] == 20000 // triton_attention_plan.BAND
     assert plan.query_tiles(128) is plan.query_tiles(128)  # made once
 
 
 def test_bucket_edges_are_those_of_the_reference():
-    edges = triton_attention._bucket_edges(128)
+    edges = triton_attention_plan._bucket_edges(128)
     bucket = lambda x: x.double().log().div(attention.BUCKET_WIDTH).to(torch.int64)  # noqa: E731
     number = torch.arange(1, 129)
     assert (bucket(edges[1:]) >= number).all() and (bucket(edges[1:] - 1) < number).all()

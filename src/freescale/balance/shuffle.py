@@ -70,14 +70,12 @@ class Shuffle:
         if (message[:, -2] != message[0, -2]).any():
             raise ValueError(f"partitioner {name!r} decided differently on different ranks: it must depend on its argument alone")
         self._coming = message[:, :-3]
-        device = self._transport.device
-        if device.type == "cuda":
-            self._message = self._message.pin_memory().to(device, non_blocking=True)
+        # From host to host: samples come from there, their sizes are needed there, and no multiprocessor has to move them.
         self._pending = self._transport.all_to_all(self._message, self._bytes, message[:, -3].tolist(), "samples")
         del self._message
 
     def finish(self) -> SequenceBatch:
-        """Waits for stage III; this rank's samples, on the transport's device, in the order of the global batch."""
+        """Waits for stage III; this rank's samples, on the host, in the order of the global batch."""
         return unpack(self._batch, self._pending.wait(), self._coming)
 
     def _plan(self, lengths: np.ndarray) -> int:

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.kernels.attention_checks import check_inputs, check_plan, same_device
+from freescale.batch import HostSizes
+from freescale.kernels.attention_checks import check_inputs, check_plan, read_sizes, same_device
 from freescale.kernels.groups import Group, Groups
 
 TILE_BUDGET = 1 << 20  # scores (samples * heads * queries * keys) at a time
@@ -114,38 +114,24 @@ def plan_attention(
     distances: bool = False,
     budget: int = TILE_BUDGET,
     rows: int = TILE_ROWS,
+    host: HostSizes | None = None,
 ) -> AttentionPlan:
-    """Groups and tiles for these lengths. A time bias needs `timestamps` and `buckets`, a position bias `distances`."""
+    """Groups and tiles for these lengths. A time bias needs `timestamps` and `buckets`, a position bias `distances`. Reads from the
+    device what `host` does not know."""
     if heads < 1 or rows < 1:
         raise ValueError(f"heads and rows must be at least 1, not {heads} and {rows}")
-    groups = Groups.of(lengths, lambda length: heads * length * length, budget)
-    history, positions = groups.host, groups.host
-    if candidate_counts is not None:
-        if candidate_counts.dtype != torch.int64 or candidate_counts.shape != lengths.shape:
-            raise ValueError(
-                f"candidate_counts must be int64 {list(lengths.shape)} like lengths, "
-                f"not {candidate_counts.dtype} {list(candidate_counts.shape)}"
-            )
-        same_device(lengths=lengths, candidate_counts=candidate_counts)
-        counts = candidate_counts.cpu().numpy()
-        wrong = np.flatnonzero((counts < 0) | (counts > groups.host))
-        if wrong.size:
-            raise ValueError(
-                f"sample {wrong[0]} has {counts[wrong[0]]} candidates among {groups.host[wrong[0]]} tokens; "
-                "lengths count history and candidates together"
-            )
-        history = groups.host - counts
-        positions = history + (counts > 0)  # candidates share one
-    if timestamps is not None:
-        if timestamps.dtype != torch.int64 or timestamps.shape != (groups.tokens,):
-            raise ValueError(
-                f"timestamps must be int64 [{groups.tokens}], one per token, not {timestamps.dtype} {list(timestamps.shape)}"
-            )
-        same_device(lengths=lengths, timestamps=timestamps)
-    longest = int(history.max(initial=0))
-    distance = max(0, int(positions.max(initial=0)) - 1)
+    same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
+    sizes = read_sizes(lengths, candidate_counts, host)
+    groups = Groups.of(lengths, lambda length: heads * length * length, budget, sizes.lengths)
+    if timestamps is not None and (timestamps.dtype != torch.int64 or timestamps.shape != (groups.tokens,)):
+        raise ValueError(
+            f"timestamps must be int64 [{groups.tokens}], one per token, not {timestamps.dtype} {list(timestamps.shape)}"
+        )
     kept: dict[int, list[Relation]] = {}
-    plan = AttentionPlan(groups, heads, rows, budget, candidate_counts, timestamps, buckets, distances, longest, distance, kept)
+    plan = AttentionPlan(
+        groups, heads, rows, budget, candidate_counts, timestamps, buckets, distances,
+        sizes.longest_history, sizes.longest_distance, kept,
+    )  # fmt: skip
     pairs = sum(len(group) * group.length**2 for group in groups.groups)
     if pairs <= RELATION_BUDGET:
         kept |= {number: list(plan.tiles(number)) for number in range(len(groups.groups))}

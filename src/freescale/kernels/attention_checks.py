@@ -1,10 +1,16 @@
-"""What both twins of the attention refuse: inputs that do not fit each other, and a plan that was made for others."""
+"""What both twins of the attention refuse: inputs that do not fit each other, and a plan that was made for others.
+
+And what both plans know of a batch's sizes."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
+
+from freescale.batch import HostSizes
 
 
 class Plan(Protocol):
@@ -32,6 +38,45 @@ def same_device(**tensors: Tensor | None) -> None:
     devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     if len(set(devices.values())) > 1:
         raise ValueError(f"tensors lie on different devices: { {n: str(d) for n, d in devices.items()} }")
+
+
+class Sizes(NamedTuple):
+    """Of a batch's samples, on the host."""
+
+    lengths: np.ndarray  # [samples] tokens, candidates included
+    history: np.ndarray  # [samples] tokens before the candidates
+    longest_history: int
+    longest_distance: int  # between two positions
+
+
+def read_sizes(lengths: Tensor, candidate_counts: Tensor | None, host: HostSizes | None) -> Sizes:
+    """Checked. Reads the device, unless `host` already holds them."""
+    if lengths.dtype != torch.int64 or lengths.ndim != 1:
+        raise ValueError(f"lengths must be a 1-d int64 tensor, not {lengths.dtype} with {lengths.ndim} axes")
+    if candidate_counts is not None and (candidate_counts.dtype != torch.int64 or candidate_counts.shape != lengths.shape):
+        raise ValueError(
+            f"candidate_counts must be int64 {list(lengths.shape)} like lengths, "
+            f"not {candidate_counts.dtype} {list(candidate_counts.shape)}"
+        )
+    host = host or HostSizes(lengths.detach().cpu(), None if candidate_counts is None else candidate_counts.cpu())
+    for name, there, here in (("lengths", lengths, host.lengths), ("candidate counts", candidate_counts, host.candidate_counts)):
+        if (None if there is None else there.shape) != (None if here is None else here.shape):
+            raise ValueError(f"the {name} that the host knows are not those of this batch: they differ in their shape")
+    own = host.lengths.numpy()
+    if (own < 0).any():
+        raise ValueError(f"lengths must be 0 or more, not {own.min()}")
+    history, positions = own, own
+    if host.candidate_counts is not None:
+        counts = host.candidate_counts.numpy()
+        wrong = np.flatnonzero((counts < 0) | (counts > own))
+        if wrong.size:
+            raise ValueError(
+                f"sample {wrong[0]} has {counts[wrong[0]]} candidates among {own[wrong[0]]} tokens; "
+                "lengths count history and candidates together"
+            )
+        history = own - counts
+        positions = history + (counts > 0)  # candidates share one
+    return Sizes(own, history, int(history.max(initial=0)), max(0, int(positions.max(initial=0)) - 1))
 
 
 def check_inputs(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import offsets_of, ranges
+from freescale.kernels.launch import uploaded
 
 # What one more group costs (a few dozen small operations), in elements of its padded tensor: padding up to this much
 # is cheaper than another group.
@@ -104,11 +105,11 @@ class Groups:
         groups = []
         for index in plan_groups(host, cost, budget):
             own = host[index]
-            samples = torch.from_numpy(index).to(lengths.device)
-            count = lengths[samples]
+            samples = uploaded(index, lengths.device)
+            count, tokens = lengths[samples], int(own.sum())
             longest = int(own[0])
-            slots = ranges(torch.arange(len(index), device=lengths.device) * longest, count)
-            groups.append(Group(samples, longest, ranges(starts[samples], count), slots, own))
+            slots = ranges(torch.arange(len(index), device=lengths.device) * longest, count, tokens)
+            groups.append(Group(samples, longest, ranges(starts[samples], count, tokens), slots, own))
         return Groups(tuple(groups), lengths, host, int(host.sum()))
 
     def pad(self, values: Tensor) -> list[Tensor]:

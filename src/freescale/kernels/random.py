@@ -30,8 +30,7 @@ def mix(x: Tensor) -> Tensor:
 def derive(key: Tensor | int, *counters: Tensor | int) -> Tensor:
     """A new key from a key and counters, in order; arguments broadcast."""
     result = torch.as_tensor(key, dtype=torch.int64)
-    for counter in counters:
-        counter = torch.as_tensor(counter, dtype=torch.int64, device=result.device) if isinstance(counter, int) else counter
+    for counter in counters:  # an int stays one: as a tensor it would have to be copied to the device
         result = mix(result * _GOLDEN + counter + 1)
     return result
 
@@ -70,5 +69,9 @@ def keep_mask(keys: Tensor, width: int, probability: float) -> Tensor:
     """
     quads = -(-width // 4)
     draws = derive(keys[:, None], torch.arange(quads, device=keys.device))  # [tokens, quads]
-    threshold = min(round(probability * 65536) - 32768, 32767)  # what int16 can be compared with
-    return draws.view(torch.int16)[:, :width] < threshold
+    return draws.view(torch.int16)[:, :width] < keep_threshold(probability)
+
+
+def keep_threshold(probability: float) -> int:
+    """The 16-bit draws of `keep_mask`, signed, below this are kept."""
+    return min(round(probability * 65536) - 32768, 32767)  # what int16 can be compared with

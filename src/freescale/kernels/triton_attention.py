@@ -1,31 +1,25 @@
 """Jagged SiLU attention of HSTU as Triton kernels: the twin of `attention.hstu_attention`, for NVIDIA GPUs.
 
 Same arguments, same function, memory linear in the tokens. float32, bfloat16 and float16, sums in float32; head widths 32, 64
-and 128. The kernels read the lengths from tables of tiles that `plan_attention` makes once per batch; nothing synchronizes
+and 128. The kernels read the lengths from tables of tiles that `triton_attention_plan` makes once per batch; nothing synchronizes
 after that. No sum depends on an order that may change: the same inputs give the same bits, gradients too. Adding the queries'
 gradients with atomics from the kernel for keys was slower than a kernel of their own.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.batch import offsets_of
-from freescale.kernels.attention import BUCKET_WIDTH
-from freescale.kernels.attention_checks import check_inputs, check_plan, same_device
+from freescale.kernels.attention_checks import check_inputs, check_plan
+from freescale.kernels.launch import interpreted, on, require_gpu
+from freescale.kernels.triton_attention_plan import TilePlan, plan_attention
 
 WIDTHS = (32, 64, 128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_BUCKETS = 4095
-BAND = 4096  # keys; see TilePlan.query_tiles
-MIN_WALK, MAX_PIECES = 32, 8  # see TilePlan.walks
 
 
 @dataclass(frozen=True)
@@ -51,180 +45,6 @@ BIAS_SUMS, TIMED_SUMS = Launch(64, 64, 4, 1, registers=168), Launch(64, 64, 4, 1
 # float32 operands are split in three bfloat16 each: six products on the tensor cores, exact to 24 bits.
 FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q = Launch(64, 64, 4, 1), Launch(64, 32, 4, 1), Launch(64, 64, 4, 1)
 FLOAT32_PRECISION = "bf16x6"
-
-
-@dataclass(frozen=True)
-class TilePlan:
-    """What the layers of one step share. Made once from a batch's lengths: the only place that reads the device."""
-
-    lengths: Tensor  # [samples] int64
-    heads: int
-    tokens: int
-    host: np.ndarray  # [samples] lengths
-    history: np.ndarray  # [samples] tokens before the candidates
-    candidate_counts: Tensor | None
-    times: Tensor | None  # [tokens] since the sample's first token: int32 if they fit, else int64
-    buckets: int
-    distances: bool
-    longest_history: int
-    longest_distance: int
-    kept: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def timed(self) -> bool:
-        return self.times is not None
-
-    def query_tiles(self, size: int) -> Tensor:
-        """[tiles, 4] int32: start and length of the sample, its history, first row; most keys first."""
-        return self._tiles(size, "queries")
-
-    def key_tiles(self, size: int) -> Tensor:
-        """The same, most queries first."""
-        return self._tiles(size, "keys")
-
-    def _tiles(self, size: int, of: str) -> Tensor:
-        if (of, size) not in self.kept:
-            table, _ = self._rows(size)
-            start, length, history, row = table.T
-            cost = np.minimum(row, history) + size if of == "queries" else np.where(row < history, length - row, size)
-            # Longest first: the last programs to start are the shortest, so that no multiprocessor works on alone. In
-            # bands: within one, tiles of the same sample run together and find each other's keys in the cache.
-            self.kept[of, size] = self._moved(table[np.lexsort((-cost, start, -(cost // BAND)))])
-        return self.kept[of, size]
-
-    def walks(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For the biases' gradients: [programs, 7] walks over tiles; [pieces, 4] where the sums lie, by falling number of
-        tiles; [blocks] how many pieces have more tiles than that.
-
-        A walk along a whole diagonal would keep one multiprocessor waiting for: samples are cut in pieces by their keys, in a
-        number that does not grow with the length.
-        """
-        if ("walks", size) not in self.kept:
-            table, tiles = self._rows(size)
-            start = np.cumsum(self.host) - self.host
-            span = np.maximum(MIN_WALK, -(-tiles // MAX_PIECES))  # tiles of keys in a piece
-            per_sample = -(-tiles // span)
-            sample = np.repeat(np.arange(len(tiles)), per_sample)
-            piece = np.arange(len(sample)) - (np.cumsum(per_sample) - per_sample)[sample]
-            left = tiles[sample] - piece * span[sample]  # diagonals that cross the piece
-            slots = np.cumsum(left) - left
-            owner = np.repeat(np.arange(len(sample)), left)  # of every walk, its piece
-            slot = np.arange(len(owner))
-            diagonal = (slot - slots[owner]) * size
-            of, key = sample[owner], piece[owner] * span[sample[owner]] * size
-            columns = [
-                start[of],
-                self.host[of],
-                self.history[of],
-                diagonal,
-                slot,
-                key,
-                np.minimum(key + span[of] * size, self.host[of]),
-            ]
-            walks = np.column_stack(columns)
-            cost = np.maximum(np.minimum(walks[:, 6], walks[:, 2] - diagonal) - key, 0)
-            cost *= np.where(diagonal <= size, 4, 1)  # short times fall in many buckets
-            if self.candidate_counts is not None:
-                column = np.column_stack([table, np.arange(len(table)), table[:, 3], np.full(len(table), -1)])
-                several = np.where(table[:, 3] < table[:, 2], table[:, 1] - table[:, 2], size) * (table[:, 1] > table[:, 2])
-                walks, cost = np.concatenate([walks, column]), np.concatenate([cost, several])
-            order = np.argsort(-left, kind="stable")
-            pieces = np.column_stack([slots, left, start[sample], np.where(piece == 0, self.history[sample], 0)])[order]
-            counts = np.searchsorted(-left[order], -np.arange(left.max(initial=0)), side="left")
-            self.kept["walks", size] = tuple(map(self._moved, (walks[np.argsort(-cost, kind="stable")], pieces, counts)))
-        return self.kept["walks", size]
-
-    def edges(self) -> Tensor:
-        """[buckets + 1]: the shortest time of each bucket, in the dtype of the times."""
-        if "edges" not in self.kept:
-            assert self.times is not None
-            edges = _bucket_edges(self.buckets).clamp(max=torch.iinfo(self.times.dtype).max)
-            self.kept["edges"] = self._moved(edges.numpy(), self.times.dtype)
-        return self.kept["edges"]
-
-    def _rows(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        per_sample = -(-self.host // size)
-        sample = np.repeat(np.arange(len(self.host)), per_sample)
-        first = np.cumsum(per_sample) - per_sample
-        row = (np.arange(len(sample)) - first[sample]) * size
-        start = np.cumsum(self.host) - self.host
-        return np.column_stack([start[sample], self.host[sample], self.history[sample], row]), per_sample
-
-    def _moved(self, table: np.ndarray, dtype: torch.dtype = torch.int32) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(table)).to(dtype)
-        if self.lengths.device.type == "cuda":  # from pinned memory the copy waits for nothing
-            return tensor.pin_memory().to(self.lengths.device, non_blocking=True)
-        return tensor.to(self.lengths.device)
-
-
-@cache
-def _bucket_edges(buckets: int) -> Tensor:
-    """[buckets + 1] int64: the smallest time between two tokens that falls in each bucket, by the reference's arithmetic."""
-    number = torch.arange(buckets + 1)
-    low, high = torch.zeros_like(number), torch.full_like(number, torch.iinfo(torch.int64).max)
-    while (high - low > 1).any():  # low: below the bucket; high: in it or the largest there is
-        middle = low + (high - low) // 2
-        inside = middle.clamp(min=1).to(torch.float64).log().div(BUCKET_WIDTH).to(torch.int64) >= number
-        low, high = torch.where(inside, low, middle), torch.where(inside, middle, high)
-    return high
-
-
-def plan_attention(
-    lengths: Tensor,
-    heads: int,
-    *,
-    candidate_counts: Tensor | None = None,
-    timestamps: Tensor | None = None,
-    buckets: int = 0,
-    distances: bool = False,
-) -> TilePlan:
-    """Tiles for these lengths. A time bias needs `timestamps` and `buckets`, a position bias `distances`."""
-    if heads < 1:
-        raise ValueError(f"heads must be at least 1, not {heads}")
-    if lengths.dtype != torch.int64 or lengths.ndim != 1:
-        raise ValueError(f"lengths must be a 1-d int64 tensor, not {lengths.dtype} with {lengths.ndim} axes")
-    same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
-    if not 0 <= buckets <= MAX_BUCKETS:
-        raise ValueError(f"there may be 0 to {MAX_BUCKETS} time buckets, not {buckets}")
-    host = lengths.detach().cpu().numpy()
-    if (host < 0).any():
-        raise ValueError(f"lengths must be 0 or more, not {host.min()}")
-    tokens = int(host.sum())
-    if tokens >= 2**31:
-        raise ValueError(f"a batch may have fewer than 2^31 tokens, not {tokens}")
-    history, positions = host, host
-    if candidate_counts is not None:
-        if candidate_counts.dtype != torch.int64 or candidate_counts.shape != lengths.shape:
-            raise ValueError(
-                f"candidate_counts must be int64 {list(lengths.shape)} like lengths, "
-                f"not {candidate_counts.dtype} {list(candidate_counts.shape)}"
-            )
-        counts = candidate_counts.cpu().numpy()
-        wrong = np.flatnonzero((counts < 0) | (counts > host))
-        if wrong.size:
-            raise ValueError(
-                f"sample {wrong[0]} has {counts[wrong[0]]} candidates among {host[wrong[0]]} tokens; "
-                "lengths count history and candidates together"
-            )
-        history = host - counts
-        positions = history + (counts > 0)  # candidates share one
-    if timestamps is not None and (timestamps.dtype != torch.int64 or timestamps.shape != (tokens,)):
-        raise ValueError(f"timestamps must be int64 [{tokens}], one per token, not {timestamps.dtype} {list(timestamps.shape)}")
-    times = None if timestamps is None else _relative(timestamps, lengths)
-    longest = int(history.max(initial=0))
-    distance = max(0, int(positions.max(initial=0)) - 1)
-    return TilePlan(lengths, heads, tokens, host, history, candidate_counts, times, buckets, distances, longest, distance)
-
-
-def _relative(timestamps: Tensor, lengths: Tensor) -> Tensor:
-    """[tokens] times since the sample's first token; in 32 bits, which the kernels are faster with, if differences fit."""
-    tokens = timestamps.numel()
-    if not tokens:
-        return timestamps.to(torch.int32)
-    first = timestamps[offsets_of(lengths)[:-1].clamp(max=tokens - 1)]
-    relative = timestamps - torch.repeat_interleave(first, lengths, output_size=tokens)
-    fits = bool(torch.logical_and(relative.min() > -(2**30), relative.max() < 2**30))
-    return relative.to(torch.int32) if fits else relative
 
 
 def hstu_attention(
@@ -257,15 +77,8 @@ def hstu_attention(
             distances=position_bias is not None,
         )
     check_plan(plan, q, lengths, candidate_counts, position_bias, time_bias)
-    if not q.is_cuda and not _interpreted():
-        raise ValueError(f"the Triton kernels need tensors on a GPU, not {q.device}; use kernels.attention")
+    require_gpu(q.device, "kernels.attention")
     return _Attention.apply(q, k, v, position_bias, time_bias, plan, float(alpha), float(scale_length))
-
-
-def _interpreted() -> bool:
-    from freescale.kernels.triton_attention_kernels import INTERPRETED
-
-    return INTERPRETED
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -291,7 +104,7 @@ class _Call:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, biases: tuple[Tensor | None, Tensor | None], plan: TilePlan, alpha: float):
         self.q, self.k, self.v, self.plan = q, k, v, plan
         position, time = (None if bias is None else bias.float().contiguous() for bias in biases)
-        narrow, interpreted = q.dtype != torch.float32, _interpreted()
+        narrow, compiled = q.dtype != torch.float32, not interpreted()
         self.half_alpha = alpha / 2
         self.bias: dict[str, Any] = {
             "position_bias": position,
@@ -305,9 +118,9 @@ class _Call:
             "HEADS": q.shape[1],
             "D_QK": q.shape[2],
             "D_V": v.shape[2],
-            "FAST": narrow and not interpreted,
-            "INLINE": not interpreted,  # assembly
-            "PRECISION": "ieee" if narrow or interpreted else FLOAT32_PRECISION,  # of float32 operands alone
+            "FAST": narrow and compiled,
+            "INLINE": compiled,  # assembly
+            "PRECISION": FLOAT32_PRECISION if compiled and not narrow else "ieee",  # of float32 operands alone
             "CANDIDATES": plan.candidate_counts is not None,
         }
         width = max(q.shape[2], v.shape[2])
@@ -397,7 +210,7 @@ class _Attention(torch.autograd.Function):
         ctx.plan, ctx.alpha, ctx.scale = plan, alpha, scale
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         if plan.tokens:
-            with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+            with on(q.device):
                 _Call(q, k, v, (position_bias, time_bias), plan, alpha).forward(out, scale)
         return out
 
@@ -409,7 +222,7 @@ class _Attention(torch.autograd.Function):
         grad_position, grad_time = (None if b is None else torch.zeros_like(b) for b in (position_bias, time_bias))
         if not ctx.plan.tokens:
             return grad_q, grad_k, grad_v, grad_position, grad_time, None, None, None
-        with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        with on(q.device):
             call = _Call(q, k, v, (position_bias, time_bias), ctx.plan, ctx.alpha)
             call.backward_kv(grad, grad_k, grad_v, ctx.scale)
             call.backward_q(grad, grad_q, ctx.scale)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INTERPRETED: bool = triton.knobs.runtime.interpret  # as it was when the kernels below were made
 BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / 0.301)
 
 

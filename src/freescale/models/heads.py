@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from freescale.batch import Jagged, Nested, SequenceBatch, offsets_of, ranges
+from freescale.batch import HostSizes, Jagged, Nested, SequenceBatch, offsets_of, ranges
 from freescale.kernels.groups import Groups
 from freescale.models.hstu import HSTU
 
@@ -34,13 +34,12 @@ class _Sequential(nn.Module):
             if table is not None:
                 nn.init.normal_(table.weight, std=encoder.width**-0.5)
 
-    def _history(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-        """Events of the histories before the encoder [tokens, width], and their lengths."""
-        history = _sequence(batch, "history")
+    def _events(self, batch: SequenceBatch, history: Jagged) -> Tensor:
+        """Events of the histories before the encoder [tokens, width]."""
         x = self.item(history.values)
         if self.action is not None:
             x = x + self.action(_sequence(batch, "actions", history).values)
-        return x, history.lengths
+        return x
 
 
 class Retrieval(_Sequential):
@@ -75,37 +74,39 @@ class Retrieval(_Sequential):
 
     def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
         history = _sequence(batch, "history")
-        targets = _sequence(batch, "targets", history).values
+        targets = _sequence(batch, "targets", history)
         weights = _sequence(batch, "target_weights", history).values if "target_weights" in batch.sequences else None
         negatives = batch.values("negatives")
         if negatives.ndim != 2 or negatives.shape[1] < 1:
             raise ValueError(f"'negatives' must be [samples, K] with K at least 1, not {list(negatives.shape)}")
         outputs = self._directed(self._encoded(batch)) / self.temperature  # [tokens, width]
-        positive = (outputs * self._directed(self.item(targets)).to(outputs.dtype)).sum(1)  # [tokens]
+        positive = (outputs * self._directed(self.item(targets.values)).to(outputs.dtype)).sum(1)  # [tokens]
         rows = self._directed(self.item(negatives)).to(outputs.dtype)  # [samples, K, width]
         need_grad = torch.is_grad_enabled()
-        total = _SampledSoftmax.apply(outputs, positive, rows, targets, negatives, weights, history.lengths, need_grad)
+        total = _SampledSoftmax.apply(outputs, positive, rows, targets, negatives, weights, need_grad)
         return {"next_item": total}
 
     def queries(self, batch: SequenceBatch) -> Tensor:
         """[samples, width]: each history's last output, to be multiplied with `catalogue`; zero without a history."""
         outputs = self._directed(self._encoded(batch))
-        lengths = batch.sequences["history"].lengths
-        some = lengths > 0
-        found = outputs.new_zeros(lengths.numel(), outputs.shape[1])
-        found[some] = outputs[offsets_of(lengths)[1:][some] - 1]
-        return found
+        history = batch.sequences["history"]
+        if not outputs.shape[0]:
+            return outputs.new_zeros(len(history), outputs.shape[1])
+        last = outputs[(history.offsets[1:] - 1).clamp(min=0)]
+        return last.masked_fill((history.lengths == 0)[:, None], 0)
 
     def catalogue(self, rows: Tensor) -> Tensor:
         """Item rows [n, width] as the loss sees them."""
         return self._directed(rows)
 
     def _encoded(self, batch: SequenceBatch) -> Tensor:
-        x, lengths = self._history(batch)
-        timestamps = None
+        history = _sequence(batch, "history")
+        x, timestamps, span = self._events(batch, history), None, None
         if self.encoder.has_time_bias:
-            timestamps = _sequence(batch, "timestamps", batch.sequences["history"]).values
-        return self.encoder(x, lengths, batch.keys, timestamps)
+            times = _sequence(batch, "timestamps", history)
+            timestamps, span = times.values, _time_span(times)
+        host = HostSizes(history.host_lengths, time_span=span)
+        return self.encoder(x, history.lengths, batch.keys, timestamps, host=host)
 
     def _directed(self, rows: Tensor) -> Tensor:
         rows = _at_least_float32(rows)
@@ -155,35 +156,35 @@ class Ranking(_Sequential):
         return self._logits(batch).sigmoid()
 
     def _logits(self, batch: SequenceBatch) -> Tensor:
-        x, history = self._history(batch)
-        candidates = _candidates(batch)
-        rows = _at_least_float32(self.item(candidates.values))
-        if rows.shape[0]:  # its order of addition is fixed, on every device
-            rows = torch.segment_reduce(rows, "sum", lengths=candidates.lengths, axis=0, initial=0.0)
-        else:
-            rows = torch.cat([rows, rows.new_zeros(candidates.lengths.numel(), rows.shape[1])])
-        counts = candidates.counts
-        starts = offsets_of(history + counts)[:-1]
-        places = ranges(starts + history, counts)  # [candidates]: after the sample's history
-        order = torch.cat([ranges(starts, history), places])
+        history, candidates = _sequence(batch, "history"), _candidates(batch)
+        x, rows = self._events(batch, history), _summed(_at_least_float32(self.item(candidates.values)), candidates.inner)
+        lengths, counts = history.lengths + candidates.counts, candidates.counts
+        starts = offsets_of(lengths)[:-1]
+        places = ranges(starts + history.lengths, counts, rows.shape[0])  # [candidates]: after the sample's history
+        order = torch.cat([ranges(starts, history.lengths, x.shape[0]), places])
         x = torch.cat([x.to(rows.dtype), rows])
         x = torch.empty_like(x).index_copy(0, order, x)
-        timestamps = self._timestamps(batch, candidates, order) if self.encoder.has_time_bias else None
-        outputs = self.encoder(x, history + counts, batch.keys, timestamps, counts)
+        timestamps, span = self._timestamps(batch, history, candidates, order) if self.encoder.has_time_bias else (None, None)
+        host_counts = candidates.outer.host_lengths
+        host = HostSizes(history.host_lengths + host_counts, host_counts, span)
+        outputs = self.encoder(x, lengths, batch.keys, timestamps, counts, host)
         return _at_least_float32(self.judge(outputs.index_select(0, places)))
 
-    def _timestamps(self, batch: SequenceBatch, candidates: Nested, order: Tensor) -> Tensor:
-        past = _sequence(batch, "timestamps", batch.sequences["history"])
+    def _timestamps(self, batch: SequenceBatch, history: Jagged, candidates: Nested, order: Tensor) -> tuple[Tensor, int | None]:
+        """[tokens] times in the encoder's order, and their span if the host knows it."""
+        past = _sequence(batch, "timestamps", history)
+        span = _time_span(past)
         if "candidate_timestamps" in batch.sequences:
-            times = _sequence(batch, "candidate_timestamps", candidates.outer).values
+            given = _sequence(batch, "candidate_timestamps", candidates.outer)
+            times, span = given.values, _time_span(past, given)
         elif past.values.shape[0]:
             # without a history a candidate sees itself only: any time will do
             last = past.values[(past.offsets[1:] - 1).clamp(min=0)]
-            times = torch.repeat_interleave(last, candidates.counts)
+            times = torch.repeat_interleave(last, candidates.counts, output_size=candidates.lengths.numel())
         else:
             times = past.values.new_zeros(candidates.lengths.numel())
         both = torch.cat([past.values, times])
-        return torch.empty_like(both).index_copy(0, order, both)
+        return torch.empty_like(both).index_copy(0, order, both), span
 
 
 class _SampledSoftmax(torch.autograd.Function):
@@ -198,21 +199,21 @@ class _SampledSoftmax(torch.autograd.Function):
         outputs,  # [tokens, width], divided by the temperature
         positive,  # [tokens]: the targets' logits
         rows,  # [samples, K, width]
-        targets,  # [tokens] ids
+        targets,  # Jagged: ids, one per token
         negatives,  # [samples, K] ids
         weights,  # [tokens] or None
-        lengths,  # [samples]
         need_grad,
     ):
         if need_grad:
             grad_outputs, grad_positive, grad_rows = (torch.zeros_like(t) for t in (outputs, positive, rows))
         loss = torch.zeros_like(positive)
-        groups = Groups.of(lengths, lambda length: length * negatives.shape[1], LOGIT_BUDGET)
+        cost = lambda length: length * negatives.shape[1]  # noqa: E731
+        groups = Groups.of(targets.lengths, cost, LOGIT_BUDGET, targets.host_lengths.numpy())
         with torch.autocast(outputs.device.type, enabled=False):
             for group in groups.groups:
                 x = group.pad(outputs)  # [n, length, width]
                 others = rows[group.samples]  # [n, K, width]
-                hit = group.pad(targets)[:, :, None] == negatives[group.samples][:, None, :]
+                hit = group.pad(targets.values)[:, :, None] == negatives[group.samples][:, None, :]
                 own = group.pad(positive)[:, :, None]
                 logits = torch.bmm(x, others.transpose(1, 2).contiguous())  # [n, length, K]
                 logits.masked_fill_(hit, -torch.inf)
@@ -233,7 +234,7 @@ class _SampledSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return *(part * grad for part in ctx.saved_tensors), None, None, None, None, None
+        return *(part * grad for part in ctx.saved_tensors), None, None, None, None
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
@@ -245,16 +246,38 @@ def _sequence(batch: SequenceBatch, name: str, like: Jagged | None = None) -> Ja
     if name not in batch.sequences:
         raise ValueError(f"the batch has no sequence {name!r}; it has {', '.join(sorted(batch.sequences)) or 'none'}")
     part = batch.sequences[name]
-    if like is not None and not (part.lengths is like.lengths or torch.equal(part.lengths, like.lengths)):
-        sample = int((part.lengths != like.lengths).nonzero()[0])
+    part.check(name)
+    if like is None or part.lengths is like.lengths:
+        return part
+    own, theirs = part.host_lengths, like.host_lengths
+    if not torch.equal(own, theirs):
+        sample = int((own != theirs).nonzero()[0])
         raise ValueError(
-            f"{name!r} has {int(part.lengths[sample])} values in sample {sample}, "
-            f"what it goes with has {int(like.lengths[sample])}; they must be equal"
+            f"{name!r} has {int(own[sample])} values in sample {sample}, "
+            f"what it goes with has {int(theirs[sample])}; they must be equal"
         )
     return part
+
+
+def _time_span(*parts: Jagged) -> int | None:
+    """Between the earliest and the latest time; None if the host does not know them."""
+    if any(part.host is None and part.values.device.type != "cpu" for part in parts):
+        return None
+    times = [part.values if part.host is None else part.host.values for part in parts]
+    times = [part for part in times if part.numel()]
+    return max(int(part.max()) for part in times) - min(int(part.min()) for part in times) if times else 0
+
+
+def _summed(rows: Tensor, of: Jagged) -> Tensor:
+    """[values, width] -> [candidates, width]: the sum of each candidate's rows, in an order that is fixed on every device."""
+    if not rows.shape[0]:
+        return torch.cat([rows, rows.new_zeros(len(of), rows.shape[1])])
+    # unsafe: torch would check the lengths where they are, on the device; the host has checked them
+    return torch.segment_reduce(rows, "sum", lengths=of.lengths, axis=0, initial=0.0, unsafe=True)
 
 
 def _candidates(batch: SequenceBatch) -> Nested:
     if "candidates" not in batch.candidates:
         raise ValueError(f"the batch has no 'candidates'; it has {', '.join(sorted(batch.candidates)) or 'none'}")
+    batch.candidates["candidates"].check("candidates")
     return batch.candidates["candidates"]

@@ -8,20 +8,42 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
-from freescale.batch import offsets_of
+from freescale.batch import HostSizes, offsets_of
 from freescale.kernels.attention import AttentionPlan
-from freescale.kernels.dispatch import hstu_attention, plan_attention
-from freescale.kernels.random import derive, keep_mask
-from freescale.kernels.triton_attention import TilePlan
+from freescale.kernels.dispatch import gated_norm, hstu_attention, layer_norm, plan_attention, silu_split
+from freescale.kernels.random import derive
+from freescale.kernels.triton_attention_plan import TilePlan
 
 
 def positions_in_sample(lengths: Tensor, tokens: int) -> Tensor:
     """[samples] lengths -> [tokens]: 0, 1, 2, ... within each sample."""
     starts = torch.repeat_interleave(offsets_of(lengths)[:-1], lengths, output_size=tokens)
     return torch.arange(tokens, device=lengths.device) - starts
+
+
+def product_dtype(parameter: Tensor) -> torch.dtype:
+    """What a matrix product with this parameter is computed in."""
+    kind = parameter.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
+
+
+class InputNorm(nn.LayerNorm):
+    """LayerNorm in the dtype of the projection that follows."""
+
+    def forward(self, x: Tensor, plan: AttentionPlan | TilePlan) -> Tensor:  # type: ignore[override]
+        return layer_norm(plan, x, self.weight, self.bias, self.eps, product_dtype(self.weight))
+
+
+class GatedNorm(nn.LayerNorm):
+    """LayerNorm, gate and dropout, in the dtype of the projection that follows. Drops nothing without keys."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, gate: Tensor, plan: AttentionPlan | TilePlan, keys: Tensor | None, stream: int, keep: float
+    ) -> Tensor:
+        parameters = self.weight, self.bias, self.eps, product_dtype(self.weight)
+        return gated_norm(plan, x, gate, *parameters, keys=keys, stream=stream, keep=keep)
 
 
 class HSTULayer(nn.Module):
@@ -48,9 +70,9 @@ class HSTULayer(nn.Module):
         self.d_v = d_v
         self.max_length = max_length
         self.dropout = dropout
-        self.input_norm = nn.LayerNorm(width, eps=1e-6)
+        self.input_norm = InputNorm(width, eps=1e-6)
         self.projection = nn.Linear(width, 2 * heads * (d_qk + d_v))
-        self.attention_norm = nn.LayerNorm(heads * d_v, eps=1e-6)
+        self.attention_norm = GatedNorm(heads * d_v, eps=1e-6)
         self.output = nn.Linear(heads * d_v, width)
         self.position_bias = nn.Parameter(torch.empty(max_length + 1)) if position_bias else None
         self.time_bias = nn.Parameter(torch.empty(num_time_buckets + 1)) if time_bias else None
@@ -72,7 +94,7 @@ class HSTULayer(nn.Module):
         plan: AttentionPlan | TilePlan,
     ) -> Tensor:
         sizes = [self.heads * self.d_v] * 2 + [self.heads * self.d_qk] * 2
-        u, v, q, k = F.silu(self.projection(self.input_norm(x))).split(sizes, dim=1)
+        u, v, q, k = silu_split(plan, self.projection(self.input_norm(x, plan)), sizes)
         attended = hstu_attention(
             q.unflatten(1, (self.heads, self.d_qk)),
             k.unflatten(1, (self.heads, self.d_qk)),
@@ -86,12 +108,8 @@ class HSTULayer(nn.Module):
             timestamps=timestamps,
             plan=plan,
         )
-        gated = self.attention_norm(attended.flatten(1)) * u  # [tokens, heads * d_v]
-        if token_keys is not None:
-            keep = 1 - self.dropout
-            mask = keep_mask(derive(token_keys, self.number), gated.shape[1], keep)
-            gated = gated * mask.to(gated.dtype).mul_(1 / keep)
-        return x + self.output(gated)
+        gated = self.attention_norm(attended.flatten(1), u, plan, token_keys, self.number, 1 - self.dropout)
+        return x + self.output(gated)  # gated is [tokens, heads * d_v]
 
 
 class HSTU(nn.Module):
@@ -161,6 +179,7 @@ class HSTU(nn.Module):
         keys: Tensor | None = None,  # [samples] int64
         timestamps: Tensor | None = None,  # [tokens] int64
         candidate_counts: Tensor | None = None,  # [samples] int64
+        host: HostSizes | None = None,  # of the above; without it they are read from the device
     ) -> Tensor:  # [tokens, width]
         if x.ndim != 2 or x.shape[1] != self.width:
             raise ValueError(f"the encoder takes [tokens, {self.width}], not {list(x.shape)}")
@@ -174,8 +193,9 @@ class HSTU(nn.Module):
             timestamps=timestamps,
             buckets=self.num_time_buckets if self.has_time_bias else 0,
             distances=self.has_position_bias,
+            host=host,
             widths=self.widths,
-            dtype=torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else self.position.dtype,
+            dtype=product_dtype(self.position),
         )
         if plan.longest_history > self.max_length:
             raise ValueError(

@@ -76,8 +76,8 @@ class Upcoming:
             if self._balancer.error is not None:
                 self._counters["max_cost_error"] = self._balancer.error
         else:
-            batch = self._moved(self.like)
-        return batch, self.agreement
+            batch = self.like
+        return self._moved(batch), self.agreement
 
     def count(self) -> None:
         """Its figures, into the ledger of the step that computes it."""

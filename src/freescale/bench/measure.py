@@ -1,4 +1,8 @@
-"""Times of single kernels: what `bench_kernels.py` measures with, and in which sizes."""
+"""Times of single kernels on one device, beside what the device can do: a copy and a matrix product, measured first.
+
+Times are medians by device events, with the launches queued up behind a pause as in a training step; `call_ms` is what a call takes
+the host. Rates count each byte that must be read or written once, and operations of the lower triangle.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +12,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from results import claim, spread
 from torch import Tensor
 
+from freescale.bench.report import spread
+
 Call = Callable[[], Any]
+# cpu: only to try the code, through Triton's interpreter.
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {
         "samples": 128, "median": 3000, "cap": 21_000, "worlds": (32, 64, 128, 256, 512), "table": 8_000_000, "rows": 1_000_000,
-        "long": [16_384] * 4, "layer": 128, "line": 16, "copy": 1 << 32, "matrix": 8192,
+        "long": [16_384] * 4, "layer": 128, "line": 16, "copy": 1 << 32, "matrix": 8192, "width": 512, "heads": 4,
     },
     "cpu": {
         "samples": 6, "median": 20, "cap": 64, "worlds": (2, 4), "table": 200, "rows": 50,
-        "long": [40] * 2, "layer": 3, "line": 2, "copy": 1 << 16, "matrix": 64,
+        "long": [40] * 2, "layer": 3, "line": 2, "copy": 1 << 16, "matrix": 64, "width": 64, "heads": 2,
     },
 }  # fmt: skip
 
 
 class Bench:
-    def __init__(self, device: str) -> None:
-        self.device, self.size = torch.device(device), SIZES[device]
+    """Measured rows. `seen` is called with each as it is known."""
+
+    def __init__(self, device: str, seen: Callable[[dict[str, Any]], None] = lambda row: None) -> None:
+        self.device, self.size, self._seen = torch.device(device), SIZES[device], seen
         self.rows: list[dict[str, Any]] = []
-        self.claims: list[dict[str, Any]] = []
         copied = torch.randn(self.size["copy"] // 8, device=device)
         target = torch.empty_like(copied)
         times = self.times(lambda: target.copy_(copied))
@@ -36,8 +43,15 @@ class Bench:
         n = self.size["matrix"]
         left, right = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
         self.flops = 2 * n**3 / spread(self.times(lambda: left @ right))["median"] / 1e9  # TFLOP/s
-        print(f"copy {self.bandwidth:.2f} TB/s, bf16 matrix product {self.flops:.0f} TFLOP/s")
-        print(f"{'':56s} {'ms':>9s} {'rate':>16s} {'ceiling':>8s} {'plain ms':>9s} {'faster':>7s} {'call ms':>8s}")
+
+    @property
+    def ceilings(self) -> dict[str, float]:
+        return {"copy_tb_per_s": self.bandwidth, "bf16_matrix_tflop_per_s": self.flops}
+
+    @property
+    def narrow(self) -> torch.dtype:
+        """What activations are in. The interpreter's products know no bfloat16."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def times(self, call: Call, repetitions: int = 20, warm: int = 3) -> list[float]:
         """Milliseconds on the device."""
@@ -60,9 +74,11 @@ class Bench:
 
     def host(self, call: Call, repetitions: int = 20) -> float:
         """Milliseconds that a call keeps the host, nothing waited for."""
-        call()
         if self.device.type == "cuda":
+            call()
             torch.cuda.synchronize()
+        else:
+            repetitions = 1
         started = time.perf_counter()
         for _ in range(repetitions):
             call()
@@ -81,22 +97,20 @@ class Bench:
         if plain is not None:
             row["plain_ms"] = spread(self.times(plain, 5, 1))
             row["faster"] = row["plain_ms"]["median"] / median
-        self.rows.append(row)
-        reference = f"{row['plain_ms']['median']:9.3f} {row['faster']:6.1f}x" if plain is not None else " " * 17
-        rate = f"{row['rate']:8.2f} {row['unit']:7s} {row['ceiling_percent']:6.1f} %" if "rate" in row else " " * 25
-        print(f"{group + ': ' + case:56s} {median:9.4f} {rate} {reference} {row['call_ms']:8.3f}", flush=True)
-        return row
+        return self.add(row)
 
-    def claim(self, text: str, asked: float, measured: float, unit: str, *, at_least: bool = True) -> None:
-        self.claims.append(claim(text, asked, measured, unit, at_least=at_least))
+    def add(self, row: dict[str, Any]) -> dict[str, Any]:
+        self.rows.append(row)
+        self._seen(row)
+        return row
 
     def draw(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*shape, device=self.device).to(dtype)
 
-    def lengths(self, samples: int, seed: int = 0, cap: int | None = None) -> np.ndarray:
-        cap = cap or self.size["cap"]
+    def lengths(self, samples: int, seed: int = 0) -> np.ndarray:
+        """Log-normal, cut at the longest."""
         drawn = np.random.default_rng(seed).lognormal(np.log(self.size["median"]), 1.0, samples)
-        return np.minimum(drawn.astype(np.int64), cap)
+        return np.minimum(drawn.astype(np.int64), self.size["cap"])
 
 
 def in_turn(calls: Sequence[Call]) -> Call:

@@ -1,0 +1,100 @@
+"""How a benchmark says what it found: on which machine, with which versions, how far times spread, and as a table."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+COLUMNS = ("kernel", "ms", "rate", "of ceiling", "plain ms", "faster")
+LEAST_WIDTH = 110  # of a table that goes to no terminal
+
+
+def machine() -> dict[str, Any]:
+    """CPU, cores, memory and GPU of this machine."""
+    import torch
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    cpu = model or _lscpu() or platform.machine()
+    return {
+        "cpu": cpu,
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**30),
+        "gpu": gpu,
+    }
+
+
+def _lscpu() -> str | None:
+    try:
+        lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("Model name")), None)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("torch", "numpy", *packages):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, 20th and 80th percentile."""
+    ordered = sorted(values)
+    cuts = statistics.quantiles(ordered, n=10, method="inclusive") if len(ordered) > 1 else ordered * 9
+    return {"median": statistics.median(ordered), "p20": cuts[1], "p80": cuts[7], "repetitions": len(ordered)}
+
+
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """A measured row as text, column by column; empty where nothing was measured."""
+    show = lambda name, text: text(row[name]) if name in row else ""  # noqa: E731
+    return (
+        row["case"],
+        show("ms", lambda ms: f"{ms['median']:.4f}"),
+        show("rate", lambda rate: f"{rate:,.2f} {row['unit']}"),
+        show("ceiling_percent", lambda percent: f"{percent:.1f} %"),
+        show("plain_ms", lambda ms: f"{ms['median']:.3f}"),
+        show("faster", lambda factor: f"{factor:.1f}x"),
+    )
+
+
+def line(parts: Sequence[str]) -> str:
+    """A row of the plain table."""
+    widths = (9, 16, 10, 10, 8)
+    return f"{parts[0]:58s}" + "".join(f" {part:>{width}s}" for part, width in zip(parts[1:], widths, strict=True))
+
+
+def show_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """With rich where it is installed, else in plain lines."""
+    if importlib.util.find_spec("rich") is None:
+        print(title, line(COLUMNS), *(line(cells(row)) for row in rows), sep="\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, LEAST_WIDTH)
+    table = Table(title=title, title_justify="left")
+    table.add_column(COLUMNS[0], min_width=24, overflow="fold")
+    for name in COLUMNS[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is not None and before["group"] != row["group"]:
+            table.add_section()
+        table.add_row(*cells(row))
+    console.print(table)

@@ -1,0 +1,136 @@
+"""The Triton pieces of a layer on a GPU against the plain ones in float64, and a step of both models that reads nothing."""
+
+from __future__ import annotations
+
+import layer_cases
+import pytest
+import torch
+
+from freescale.batch import Jagged, Nested, SequenceBatch
+from freescale.kernels import attention
+from freescale.kernels.random import derive, keep_mask
+from freescale.kernels.triton_attention_plan import TilePlan
+from freescale.kernels.triton_layer import gated_norm, layer_norm, silu_split
+from freescale.models import HSTU, Ranking, Retrieval
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture
+def poisoned():
+    """Memory that nothing has written is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", layer_cases.LIMITS)
+@pytest.mark.parametrize("tokens, width", [*layer_cases.SIZES, (5000, 128), (70_001, 256), (999, 1024), (333, 1000), (77, 4096)])
+@pytest.mark.parametrize("piece", ["layer_norm", "gated_norm", "dropout", "silu_split"])
+def test_equals_the_plain_one(poisoned, piece, tokens, width, dtype):
+    found = layer_cases.compare(piece, tokens, width, dtype, device="cuda", sliced=tokens % 2 == 1)
+    limit = layer_cases.LIMITS[dtype]
+    assert all(value < limit if isinstance(value, float) else value is True for value in found.values()), found
+
+
+def test_float32_to_bfloat16(poisoned):
+    found = layer_cases.compare("layer_norm", 999, 512, "float32", out="bfloat16", device="cuda")
+    assert all(value < 1e-2 for value in found.values()), found
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_is_as_exact_as_the_plain_one(poisoned, dtype, dropout):
+    ours = layer_cases.whole(dtype, dropout, "cuda")
+    if dtype == "float32":
+        assert all(error < 1e-5 for error in ours.values()), ours
+    else:
+        eager = layer_cases.whole(dtype, dropout, "cuda", planner=attention.plan_attention)
+        assert all(error < 1.3 * eager[name] + 2e-3 for name, error in ours.items()), (ours, eager)
+
+
+def test_the_same_bits_every_time():
+    torch.manual_seed(0)
+    x, gate, slope = torch.randn(3, 50_000, 512, device="cuda", dtype=torch.bfloat16)
+    weight, bias = torch.randn(2, 512, device="cuda")
+    keys = derive(1, torch.arange(50_000)).cuda()
+    runs = []
+    for _ in range(3):
+        leaves = [leaf.detach().requires_grad_() for leaf in (x, gate, weight, bias)]
+        out = gated_norm(*leaves, 1e-6, torch.bfloat16, keys=keys, stream=1, keep=0.8)
+        normed = layer_norm(leaves[0], *leaves[2:], 1e-6, torch.bfloat16)
+        grads = torch.autograd.grad((out, normed), leaves, (slope, slope))
+        runs.append([out.detach(), *grads])
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+    assert torch.equal(runs[0][0] != 0, keep_mask(derive(keys, 1), 512, 0.8) & (runs[0][0] != 0))
+
+
+def test_more_elements_than_32_bits_can_count():
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB")
+    width, last = 1024, 50
+    tokens = 2**31 // width + 70
+    weight, bias = torch.randn(2, width, device="cuda")
+    x, gate, slope = (torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    keys = derive(1, torch.arange(tokens, device="cuda"))
+    options = {"eps": 1e-6, "dtype": torch.bfloat16, "stream": 4, "keep": 0.5}
+
+    def run(*rows):
+        x, gate, slope, keys = rows
+        leaves = [x.detach().requires_grad_(), gate.detach().requires_grad_()]
+        out = gated_norm(*leaves, weight, bias, keys=keys, **options)
+        found = [out.detach()[-last:], *(grad[-last:] for grad in torch.autograd.grad(out, leaves, slope))]
+        del out
+        parts = silu_split(leaves[0], [256, 256, 256, 256])
+        return [*found, torch.autograd.grad(parts, leaves[0], slope.split(256, 1))[0][-last:]]
+
+    expected = run(*(rows[-last:].contiguous() for rows in (x, gate, slope, keys)))
+    assert all(torch.equal(ours, alone) for ours, alone in zip(run(x, gate, slope, keys), expected, strict=True))
+
+
+# ---- nothing is read from the device
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths, counts = (torch.randint(0, bound, (24,), generator=generator) for bound in (80, 6))
+    tokens, candidates = int(lengths.sum()), int(counts.sum())
+    inner = torch.randint(0, 4, (candidates,), generator=generator)
+    draw = lambda bound, *shape: torch.randint(0, bound, shape, generator=generator)  # noqa: E731
+    return SequenceBatch(
+        sequences={
+            "history": Jagged(draw(500, tokens), lengths),
+            "targets": Jagged(draw(500, tokens), lengths),
+            "timestamps": Jagged(draw(900, tokens).cumsum(0), lengths),
+            "candidate_timestamps": Jagged(draw(900, candidates) + 10**6, counts),
+            "labels": Jagged(draw(2, candidates, 2), counts),
+        },
+        candidates={"candidates": Nested(draw(500, int(inner.sum())), inner, counts)},
+        dense={"negatives": draw(500, 24, 16)},
+        keys=derive(seed, torch.arange(24)),
+    ).check()
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("head", [Retrieval, Ranking])
+def test_a_step_reads_nothing_from_the_device(head, autocast, monkeypatch):
+    torch.manual_seed(0)
+    encoder = HSTU(width=64, layers=2, heads=2, max_length=80, dropout=0.2, position_bias=True, time_bias=True)
+    options = {"tasks": ("click", "like")} if head is Ranking else {}
+    model = head(encoder, num_items=500, **options).cuda()
+    plans = []
+    layer = type(encoder.layers[0])
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda self, *inputs: plans.append(inputs[-1]) or forward(self, *inputs))
+    for number in range(3):
+        there = batch(number % 2).pin_memory().to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+        if number == 2:  # by then everything is compiled
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                losses = model(there)
+            sum(losses.values()).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(plans) == 6 and all(isinstance(plan, TilePlan) for plan in plans)
