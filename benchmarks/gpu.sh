@@ -8,6 +8,7 @@ commit=$1
 folder=${2:-build/gpu}
 mkdir -p "$folder"
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=2
+export NCCL_SOCKET_NTHREADS=2 NCCL_NSOCKS_PERTHREAD=2 # ranks on one GPU talk over loopback sockets: one stream is slow
 
 part() { # name seconds ranks script arguments...
   local name=$1 seconds=$2 ranks=$3

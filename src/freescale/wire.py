@@ -1,6 +1,6 @@
 """Samples as bytes, for an AllToAll: every feature of a batch, whatever its dtype, in one message per destination.
 
-Packing works on the host, where batches come from and where their lengths are known: no device is waited for. Names, dtypes and
+All happens on the host, where batches come from and where their lengths are known: no device is waited for. Names, dtypes and
 trailing shapes are not sent, every rank has the same features; sizes travel apart, so that whoever unpacks need not read the
 message.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -49,8 +48,8 @@ def pack(batch: SequenceBatch, order: np.ndarray, counts: Sequence[int]) -> tupl
 
 
 def unpack(like: SequenceBatch, message: Tensor, sizes: np.ndarray) -> SequenceBatch:
-    """A batch with the features of `like` and the samples in `message` (uint8, on any device), which has parts of these `sizes`
-    [parts, tensors], one after another. Reads nothing of the message on the host."""
+    """A batch with the features of `like` and the samples in `message` (uint8), which has parts of these `sizes` [parts, tensors],
+    one after another."""
     tensors = like.tensors()
     if sizes.ndim != 2 or sizes.shape[1] != len(tensors):
         raise ValueError(f"sizes of {sizes.shape[1:]} tensors do not fit a batch of {len(tensors)}")
@@ -59,19 +58,16 @@ def unpack(like: SequenceBatch, message: Tensor, sizes: np.ndarray) -> SequenceB
     if message.dtype != torch.uint8 or int(padded.sum()) != message.numel() or (sizes < 0).any():
         raise ValueError(f"{message.numel()} bytes of {message.dtype} came, {int(padded.sum())} of uint8 were announced")
     starts = (np.cumsum(padded.reshape(-1)) - padded.reshape(-1)).reshape(padded.shape)
-    on_host = message.device.type == "cpu"
-    source: Any = message.numpy() if on_host else message  # numpy has less to do per call, and there are many small ones
+    source = message.numpy()  # numpy has less to do per call, and there are many small ones
     rebuilt: list[Tensor] = []
     columns = zip(tensors, sizes.sum(axis=0).tolist(), starts.T.tolist(), bytes_each.T.tolist(), strict=True)
     for tensor, rows, places, lengths in columns:
         pieces = [source[start : start + length] for start, length in zip(places, lengths, strict=True) if length]
         shape = (rows, *tensor.shape[1:])
-        if not pieces:
-            rebuilt.append(torch.empty(shape, dtype=tensor.dtype, device=message.device))
-        elif on_host:
+        if pieces:
             rebuilt.append(torch.frombuffer(np.concatenate(pieces), dtype=tensor.dtype).view(shape))
         else:
-            rebuilt.append(torch.cat(pieces).view(tensor.dtype).view(shape))
+            rebuilt.append(torch.empty(shape, dtype=tensor.dtype))
     return like.with_tensors(rebuilt)
 
 

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # The GPU tests, on a machine with one GPU: CUDA's MPS lets several ranks share it. Needs torch with CUDA, nothing installed.
+#   bash tests/gpu/run.sh            # all, divided among processes: most of the time is Triton compiling kernels
+#   bash tests/gpu/run.sh -k layer   # some, in one process; arguments are pytest's
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
@@ -9,4 +11,22 @@ export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
 export CUBLAS_WORKSPACE_CONFIG=:4096:8  # what torch asks for where bits are compared
 nvidia-cuda-mps-control -d
 trap 'echo quit | nvidia-cuda-mps-control' EXIT
-python3 -m pytest tests/gpu -p no:cacheprovider "$@"
+if [ $# -gt 0 ]; then
+  exec python3 -m pytest tests/gpu -p no:cacheprovider "$@"
+fi
+jobs=${JOBS:-$(($(nproc) / 2))}
+folder=$(mktemp -d)
+python3 -m pytest tests/gpu -p no:cacheprovider --collect-only -q | grep "::" >"$folder/tests"
+split -n "r/$jobs" "$folder/tests" "$folder/part."
+failed=0
+pids=()
+for part in "$folder"/part.*; do
+  (mapfile -t tests <"$part" && python3 -m pytest -p no:cacheprovider -q "${tests[@]}" >"$part.log" 2>&1) &
+  pids+=($!)
+done
+for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+for log in "$folder"/part.*.log; do
+  grep -E "^(FAILED|ERROR|E  )" "$log" || true
+  tail -n 1 "$log"
+done
+exit $failed

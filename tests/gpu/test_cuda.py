@@ -12,7 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from toys import Clicks, clicks_batch, rank_slice
@@ -24,7 +23,6 @@ from freescale.models.hstu import HSTU
 from freescale.observe.figures import merge_step
 from freescale.observe.ledger import Ledger
 from freescale.transport.local import Local
-from freescale.wire import pack, unpack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -37,10 +35,6 @@ def test_batches_move_and_stay_the_same():
     assert actual.device.type == "cuda"
     same(actual, expected)
     same(SequenceBatch.concat(there.split([2, 0, 7])), batch)
-    message, sizes, _ = pack(batch, np.arange(9), [4, 5])
-    unpacked = unpack(there, message.cuda(), sizes)
-    assert unpacked.device.type == "cuda"
-    same(unpacked, batch)
 
 
 def same(actual, expected):

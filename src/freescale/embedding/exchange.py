@@ -100,9 +100,9 @@ class Sharded:
             # One trip to the host for all split sizes.
             numbers = iter(torch.cat([counts for _, counts in divisions]).tolist())
             sizes = [[next(numbers) for _ in range(counts.numel())] for _, counts in divisions]
-            places, world = [order for order, _ in divisions], transport.world
-            current.shared, *current.rest = parts_of(*places[:2], *sizes[:2], world)
-            coming.late, *coming.early = parts_of(*places[2:], *sizes[2:], world)
+            mine_now, theirs_now, mine_then, theirs_then = (places for places, _ in divisions)
+            current.shared, *current.rest = parts_of(mine_now, sizes[0], theirs_now, sizes[1], transport.world)
+            coming.late, *coming.early = parts_of(mine_then, sizes[2], theirs_then, sizes[3], transport.world)
 
     def place(self, request: Request, spent: Tensor | None) -> None:
         """Memory for the rows of the request, to be filled as they come: that of gradients which were sent, if it is enough. Fresh

@@ -53,7 +53,7 @@ class Part:
     receive: list[int]  # of `theirs`, asked by each rank
 
 
-def parts_of(mine: Tensor, theirs: Tensor, send: list[int], receive: list[int], ranks: int) -> list[Part]:
+def parts_of(mine: Tensor, send: list[int], theirs: Tensor, receive: list[int], ranks: int) -> list[Part]:
     """Positions and counts, part after part and within each rank by rank (`collision.divided` gives both) -> the parts."""
     sends, receives = ([counts[at : at + ranks] for at in range(0, len(counts), ranks)] for counts in (send, receive))
     cut = (positions.split([sum(part) for part in counts]) for positions, counts in ((mine, sends), (theirs, receives)))

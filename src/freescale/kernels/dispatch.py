@@ -1,7 +1,7 @@
 """Which of two twins runs: the Triton kernel where it can, the plain-torch reference elsewhere.
 
-For the model decided once per batch, with its plan: what a layer does around the attention runs where the attention runs. For a table
-by its device, dtype and width, so always the same way.
+For the model decided once per batch, with its plan: what a layer does around the attention runs where the attention runs. For a
+table by its device, dtype and width, so always the same way.
 """
 
 from __future__ import annotations

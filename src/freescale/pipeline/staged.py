@@ -154,7 +154,8 @@ class Staged(Schedule):
         batch, agreement = upcoming.complete()
         if not agreement.ready:
             return None
-        return Turn(batch, agreement, self._micro_batches(batch), upcoming, *(Moment(self.transport.device) for _ in range(2)))
+        placed, compared = Moment(self.transport.device), Moment(self.transport.device)
+        return Turn(batch, agreement, self._micro_batches(batch), upcoming, placed, compared)
 
     def _fetch_first(self, turn: Turn) -> None:
         """The first batch: everything, blocking."""
