@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,9 +110,12 @@ class Arm:
 def measure(transport: Collective, device: torch.device, turns: int, each: int) -> dict[str, Any] | None:
     shape = SHAPES[device.type]
     arms = {name: Arm(name, shape, device, transport.rank, transport.world) for name in ("serial", "staged", "stale")}
-    for _ in range(turns + 1):
+    begin = time.perf_counter()
+    for turn in range(turns + 1):
         for arm in arms.values():
             arm.steps(each, device)
+        if transport.rank == 0:
+            print(f"{turn} of {turns} turns of each arm, {time.perf_counter() - begin:.0f} s", flush=True)
     found: dict[str, Any] = {}
     for name, arm in arms.items():
         records = arm.pipeline.ledger.drain()

@@ -16,7 +16,7 @@ if [ $# -gt 0 ]; then
 fi
 jobs=${JOBS:-$(($(nproc) / 2))}
 folder=$(mktemp -d)
-python3 -m pytest tests/gpu -p no:cacheprovider --collect-only -q | grep "::" >"$folder/tests"
+python3 -m pytest tests/gpu -p no:cacheprovider -o addopts= --collect-only -q | grep "::" >"$folder/tests"
 split -n "r/$jobs" "$folder/tests" "$folder/part."
 failed=0
 pids=()

@@ -162,7 +162,11 @@ class _GatedNorm(torch.autograd.Function):
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
         mean, inverse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
         ctx.save_for_backward(x, gate, keys, weight, bias, mean, inverse)
-        ctx.drawn = {"stream": stream, "threshold": keep_threshold(keep), "share": 1 / keep}
+        ctx.drawn = {
+            "layer": stream,  # Triton takes `stream` for its own
+            "threshold": keep_threshold(keep),
+            "share": 1 / keep,
+        }
         if out.numel():
             shape = _shape(FORWARD, x.shape[1])
             with on(x.device):

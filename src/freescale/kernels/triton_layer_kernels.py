@@ -31,10 +31,10 @@ def _derive(key, counter):
 
 
 @triton.jit
-def _kept(keys, row, tokens, stream, threshold, R: tl.constexpr, W: tl.constexpr):
+def _kept(keys, row, tokens, layer, threshold, R: tl.constexpr, W: tl.constexpr):
     """[R, W]: the bits of keep_mask(derive(keys, stream), ...). A hash gives four draws of 16 bits, for four columns."""
     key = tl.load(keys + row, mask=row < tokens, other=0).to(tl.uint64, bitcast=True)
-    key = _derive(key, stream)
+    key = _derive(key, layer)
     draws = _derive(key[:, None], tl.arange(0, W // 4)[None, :])
     shifts = (16 * tl.arange(0, 4)).to(tl.uint64)
     draws = (draws[:, :, None] >> shifts[None, None, :]).to(tl.uint16).to(tl.int16, bitcast=True)
@@ -104,9 +104,9 @@ def layer_norm_backward_kernel(
     tl.store(bias_parts + part * WIDTH + column, tl.sum(bias_sum, 0), mask=column < WIDTH)
 
 
-@triton.jit(do_not_specialize=["tokens", "stream", "threshold"])
+@triton.jit(do_not_specialize=["tokens", "layer", "threshold"])
 def gated_norm_kernel(
-    x, gate, keys, weight, bias, out, means, inverses, tokens, gate_stride, eps, stream, threshold, share,
+    x, gate, keys, weight, bias, out, means, inverses, tokens, gate_stride, eps, layer, threshold, share,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """share = 1 / what is kept; keys is None where nothing is dropped."""
@@ -121,16 +121,16 @@ def gated_norm_kernel(
     mean, inverse = _statistics(values, there, eps, WIDTH)
     result = ((values - mean[:, None]) * inverse[:, None] * scale[None, :] + shift[None, :]) * opening
     if keys is not None:
-        result = tl.where(_kept(keys, row, tokens, stream, threshold, R, W), result * share, 0.0)
+        result = tl.where(_kept(keys, row, tokens, layer, threshold, R, W), result * share, 0.0)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=there)
     tl.store(means + row, mean, mask=row < tokens)
     tl.store(inverses + row, inverse, mask=row < tokens)
 
 
-@triton.jit(do_not_specialize=["tokens", "steps", "stream", "threshold"])
+@triton.jit(do_not_specialize=["tokens", "steps", "layer", "threshold"])
 def gated_norm_backward_kernel(
     grad, x, gate, keys, weight, bias, means, inverses, grad_x, grad_gate, weight_parts, bias_parts,
-    tokens, steps, gate_stride, stream, threshold, share,
+    tokens, steps, gate_stride, layer, threshold, share,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """A program's part: `steps` times R tokens."""
@@ -150,7 +150,7 @@ def gated_norm_backward_kernel(
         mean = tl.load(means + row, mask=row < tokens, other=0.0)
         inverse = tl.load(inverses + row, mask=row < tokens, other=0.0)
         if keys is not None:
-            slope = tl.where(_kept(keys, row, tokens, stream, threshold, R, W), slope * share, 0.0)
+            slope = tl.where(_kept(keys, row, tokens, layer, threshold, R, W), slope * share, 0.0)
         normal = tl.where(there, (values - mean[:, None]) * inverse[:, None], 0.0)
         opened = slope * (normal * scale[None, :] + shift[None, :])
         tl.store(grad_gate + place, opened.to(grad_gate.dtype.element_ty), mask=there)
