@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -86,17 +87,17 @@ class Arm:
         )
         self.steps = self.pipeline.run(data)
         self.kept, self.needed = 0, 0  # bytes on the GPU: between steps, and at most beside that in a step
-        self.losses: list[float] = []
+        self.totals: list[Tensor] = []  # read at the end: reading waits for the device
         self.errors: list[float] = []  # of the predicted compute times, every rank of every step past LEARNED
 
     def step(self, device: torch.device) -> None:
         before = _allocated(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        self.losses.append(next(self.steps).loss)
+        self.totals.append(next(self.steps).total)
         if device.type == "cuda":
             self.needed = max(self.needed, torch.cuda.max_memory_allocated() - before)
-        if self.balancer is not None and len(self.losses) > LEARNED:
+        if self.balancer is not None and len(self.totals) > LEARNED:
             self.errors += self.balancer.errors.tolist()
 
 
@@ -128,7 +129,7 @@ def measure(rank: int, world: int, device: torch.device, steps: int, arms: tuple
         peaks = [int(part) for part in transport.gather_bytes(str(arm.kept + arm.needed).encode())]
         if result is not None:
             memory = {"gpu_peak_bytes_per_rank": peaks} if device.type == "cuda" else {}
-            figures[name] = result | memory | {"losses": arm.losses, "errors": arm.errors}
+            figures[name] = result | memory | {"losses": [float(total) for total in arm.totals], "errors": arm.errors}
     return figures or None
 
 

@@ -70,7 +70,8 @@ def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, dev
     found = {name: ((ours[name].double() - value).norm() / value.norm().clamp(min=1e-9)).item() for name, value in exact.items()}
     if drop:
         kept = keep_mask(derive(keys, 2), width, 0.7)
-        found["mask"] = torch.equal(ours["out"] != 0, kept) and torch.equal(ours["gate"] != 0, kept)
+        there = kept & (gate != 0)  # among many draws one is 0
+        found["mask"] = torch.equal(ours["out"] != 0, there) and not ours["gate"][~kept].any()
     return found
 
 

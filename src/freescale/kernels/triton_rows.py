@@ -1,9 +1,9 @@
 """Table rows as Triton kernels: the twins of `rows`, for NVIDIA GPUs, and the reading of fetched rows by many tokens.
 
 Nothing is added with atomics, and what is computed for a row depends on that row alone: the same bits whichever other rows are in
-the call. On a GPU the optimizers give the bits of their twins, but for the sum over a row (`rowwise_adagrad`, `clip_rows`), which
-is added up in another order: within 2e-6 relative in float32. Tables may have more than 2^31 elements. A row number of -1 names no
-row: it is neither read nor written. Whether other numbers lie in the table is not checked.
+the call. On a GPU SGD and Adagrad give the bits of their twins; Adam and what sums over a row (`rowwise_adagrad`, `clip_rows`) are
+within 2e-6 relative. Tables may have more than 2^31 elements. A row number of -1 names no row: it is neither read nor written.
+Whether other numbers lie in the table is not checked.
 """
 
 from __future__ import annotations

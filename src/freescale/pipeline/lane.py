@@ -61,7 +61,7 @@ class Lane:
         """Opens a channel: a collective."""
         self.name, self.device = name, transport.device
         self.side = Side(transport.ledger, name)
-        self.transport = transport.channel(self.side, urgent)
+        self.transport = transport.channel(self.side)
         cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device, priority=-1 if urgent else 0) if cuda else None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

@@ -42,9 +42,9 @@ class Transport(Protocol):
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's bytes, of any length, in rank order. Blocking; for control, not for the step."""
 
-    def channel(self, ledger: Side, urgent: bool = False) -> Transport:
-        """Another transport over the same ranks, for another thread: its traffic neither waits for this one's nor holds it up.
-        `urgent` runs ahead of the rest where the network or the device can tell. A collective."""
+    def channel(self, ledger: Side) -> Transport:
+        """Another transport over the same ranks, for another thread: its traffic neither waits for this one's nor holds it up. For
+        AllToAll only. A collective."""
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
         """Each rank's clock offset to rank 0 and its uncertainty, in nanoseconds."""

@@ -1,4 +1,9 @@
-"""Transport over torch's process groups: gloo on CPU tensors, NCCL on CUDA tensors, control traffic always over gloo."""
+"""Transport over torch's process groups: gloo on CPU tensors, NCCL on CUDA tensors, control traffic always over gloo.
+
+Channels, which run beside the compute, are always gloo's: tensors on a GPU go through pinned memory. NCCL's kernels of several
+communicators wait for each other on the device, in any order; a rank that meanwhile loads a kernel or maps memory, which waits for
+the device, would wait for ever. And they take multiprocessors from the compute.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +22,13 @@ from freescale.observe.ledger import Arrival, Ledger, Side
 from freescale.transport.api import TransportError
 
 _PINGS = 8
+
+
+class Waitable(Protocol):
+    def wait(self) -> Any: ...
+
+
+UnderWay = tuple[Waitable, Tensor]  # what is waited for, and the result
 
 
 def guarded(call: Callable[[], Any], what: str) -> Any:
@@ -30,9 +42,9 @@ def guarded(call: Callable[[], Any], what: str) -> Any:
 
 
 class _Pending:
-    def __init__(self, start: Callable[[], tuple[dist.Work | _Pairs, Tensor]], arrival: Arrival, describe: str) -> None:
+    def __init__(self, start: Callable[[], UnderWay], arrival: Arrival, describe: str) -> None:
         self._arrival, self._describe = arrival, describe
-        self._under_way: tuple[dist.Work | _Pairs, Tensor] | None = guarded(start, describe)
+        self._under_way: UnderWay | None = guarded(start, describe)
 
     def wait(self) -> Tensor:
         """Once: what was sent, and the result but for the caller, are free afterwards."""
@@ -64,6 +76,22 @@ class _Pairs:
             work.wait()
 
 
+class _Staged:
+    """The same for tensors on a GPU: there and back by the copy engines. The host waits for the first copy here."""
+
+    def __init__(self, output: Tensor, tensor: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> None:
+        sent, self._arrived = (torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (tensor, output))
+        sent.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event(blocking=True)  # a core that waits is free for others
+        copied.record()
+        copied.synchronize()
+        self._pairs, self._output = _Pairs(self._arrived, sent, receive, send, group), output
+
+    def wait(self) -> None:
+        self._pairs.wait()
+        self._output.copy_(self._arrived, non_blocking=True)
+
+
 def _there(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this rank is in the group"
     return work
@@ -80,9 +108,11 @@ class Collective:
         control: dist.ProcessGroup | None = None,
         owner: bool = False,
         timeout: timedelta | None = None,
+        staged: bool = False,
     ) -> None:
-        """`owner`: torch's default group was made for this transport and ends with it. `timeout` is that of further channels."""
-        self._owner, self._timeout = owner, timeout
+        """`owner`: torch's default group was made for this transport and ends with it. `timeout` is that of further channels.
+        `staged`: the group is gloo's whatever the device."""
+        self._owner, self._timeout, self._staged = owner, timeout, staged
         self.device = torch.device(device)
         world = group if group is not None else dist.group.WORLD
         assert world is not None, "initialise the process group first (transport.connect does)"
@@ -95,7 +125,7 @@ class Collective:
         """What is planned on the host travels beside the rows, not behind them, and never waits for a GPU."""
         return self.control if kind in ("counts", "samples") and tensor.device.type == "cpu" else self.group
 
-    def _start(self, kind: str, sent: int, received: int, start: Callable[[], tuple[dist.Work | _Pairs, Tensor]]) -> _Pending:
+    def _start(self, kind: str, sent: int, received: int, start: Callable[[], UnderWay]) -> _Pending:
         arrival = self.ledger.arrive(kind, sent, received)
         return _Pending(start, arrival, f"rank {self.rank}: exchange of {kind} ({sent:,} bytes out, {received:,} in)")
 
@@ -106,9 +136,10 @@ class Collective:
         sent, received = (size * (sum(part) - part[self.rank]) for part in (list(send), list(receive)))
         group = self._group(tensor, kind)
 
-        def start() -> tuple[dist.Work | _Pairs, Tensor]:
-            if tensor.device.type == "cpu":
-                return _Pairs(output, tensor, list(receive), list(send), group), output
+        def start() -> UnderWay:
+            if self._staged or tensor.device.type == "cpu":
+                by = _Pairs if tensor.device.type == "cpu" else _Staged
+                return by(output, tensor, list(receive), list(send), group), output
             work = dist.all_to_all_single(output, tensor, list(receive), list(send), group=group, async_op=True)
             return work, output
 
@@ -119,7 +150,7 @@ class Collective:
         size = tensor.numel() * tensor.element_size() * (self.world - 1)
         group = self._group(tensor, kind)
 
-        def start() -> tuple[dist.Work, Tensor]:
+        def start() -> UnderWay:
             parts = list(output.unbind(0))
             return dist.all_gather(parts, tensor.contiguous(), group=group, async_op=True), output
 
@@ -144,16 +175,11 @@ class Collective:
         dist.all_gather(parts, mine, group=self.control)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
-    def channel(self, ledger: Side, urgent: bool = False) -> Collective:
-        """A process group of its own (gloo: connections and threads of its own; NCCL: a communicator and a stream, ahead of the
-        others' in the device's eyes if it is urgent)."""
-        options = None
-        if self.device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+    def channel(self, ledger: Side) -> Collective:
+        """A gloo group of its own: connections and threads of its own."""
         ranks = dist.get_process_group_ranks(self.group)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        group = dist.new_group(ranks, timeout=self._timeout, backend=backend, pg_options=options)
-        return Collective(self.device, ledger, group=group, control=self.control, timeout=self._timeout)
+        group = dist.new_group(ranks, timeout=self._timeout, backend="gloo")
+        return Collective(self.device, ledger, group=group, control=self.control, timeout=self._timeout, staged=True)
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
         """Ranks of one machine share its monotonic clock; others ping rank 0 in turn and keep the quickest answer."""

@@ -43,7 +43,7 @@ class Local:
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload]
 
-    def channel(self, ledger: Side, urgent: bool = False) -> Local:
+    def channel(self, ledger: Side) -> Local:
         return Local(self.device, ledger)
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
