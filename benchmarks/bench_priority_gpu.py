@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 benchmarks/bench_priority_gpu.py
 
 One row-wise sharded table of 4 million x 128 with Adagrad, ids unique per rank, about 10 % of a batch's requests are rows that the
-batch before reads, six 128-2048-128 layers in bf16. NCCL runs over loopback sockets here: its speed says nothing about NVLink.
+batch before reads, six 128-2560-128 layers in bf16: compute about 1.2 times as long as serial's communication. NCCL runs over
+loopback sockets here: its speed says nothing about NVLink.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from freescale.observe.ledger import Ledger  # noqa: E402
 from freescale.transport.collective import Collective  # noqa: E402
 
 SHAPES = {
-    "cuda": {"rows": 4_000_000, "width": 128, "tokens": 53_000, "samples": 128, "hidden": 2048, "layers": 6},
+    "cuda": {"rows": 4_000_000, "width": 128, "tokens": 53_000, "samples": 128, "hidden": 2560, "layers": 6},
     "cpu": {"rows": 20_000, "width": 16, "tokens": 600, "samples": 12, "hidden": 32, "layers": 2},  # to try it out
 }
 COLLISIONS = 0.1
@@ -144,6 +145,7 @@ def report(found: dict[str, Any], world: int, testbed: str, command: str, commit
                 "straggler_percent": spread([figures["straggler_percent"] for figures in steps]),
                 "compute_ms": spread([sum(figures["compute_ms"]) / world for figures in steps]),
                 "collision_percent": spread([f["collision_percent"] for f in steps if "collision_percent" in f] or [0.0]),
+                "spans_ms": {name: spread([f["spans_ms"].get(name, 0.0) for f in steps]) for name in steps[-1]["spans_ms"]},
                 "bytes": steps[-1]["bytes"],
                 "peak_bytes_in_a_step_per_rank": arm["peaks"],
                 "losses_equal_serial": arm["losses"] == found["serial"]["losses"],
@@ -152,6 +154,7 @@ def report(found: dict[str, Any], world: int, testbed: str, command: str, commit
         shown = {key: rows[-1][key]["median"] for key in ("step_ms", "exposed_embedding_ms", "waited_for_lanes_ms", "compute_ms")}
         print(f"{name:7s}", "  ".join(f"{key} {value:.2f}" for key, value in shown.items()), end="  ")
         print(f"{rows[-1]['collision_percent']['median']:.1f} % collide, losses as serial's: {rows[-1]['losses_equal_serial']}")
+        print("        " + "  ".join(f"{name} {value['median']:.2f}" for name, value in rows[-1]["spans_ms"].items()))
     serial, staged = rows[0], rows[1]
     # Whatever the main thread waits for its lanes counts, communication or not.
     ours = max(staged["exposed_embedding_ms"]["median"], staged["waited_for_lanes_ms"]["median"])

@@ -24,7 +24,7 @@ __all__ = ["Masks", "collision_masks", "divided", "pieces_for"]
 
 # What is not urgent travels in pieces, so that the buffers of both ends stay small beside the batch. A piece has at least so many
 # bytes: an AllToAll of less is all latency.
-_LEAST_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
+_LEAST_BYTES = {"cpu": 1 << 20, "cuda": 4 << 20}
 _MOST_PIECES = 64
 
 

@@ -15,6 +15,7 @@ its only traffic is one AllReduce in `apply`. Everything runs on the caller's th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -33,16 +34,16 @@ from freescale.transport.api import Handle, Transport
 Piece = TypeVar("Piece")
 
 
-def in_turn(pieces: Iterable[Piece], start: Callable[[Piece], Handle], finish: Callable[[Piece, Tensor], None]) -> None:
-    """Each piece is under way before the one before it is finished: the network does not wait for the host."""
-    before: tuple[Piece, Handle] | None = None
+def in_turn(pieces: Iterable[Piece], start: Callable[[Piece], Handle], finish: Callable[[Piece, Tensor], None], lines: int) -> None:
+    """A piece on every line, and one more, are under way before the first is finished: the network does not wait for the host."""
+    under_way: deque[tuple[Piece, Handle]] = deque()
     for piece in pieces:
-        begun = (piece, start(piece))
-        if before is not None:
-            finish(before[0], before[1].wait())
-        before = begun
-    if before is not None:
-        finish(before[0], before[1].wait())
+        under_way.append((piece, start(piece)))
+        if len(under_way) > lines:
+            first, handle = under_way.popleft()
+            finish(first, handle.wait())
+    for first, handle in under_way:
+        finish(first, handle.wait())
 
 
 class Sharded:
@@ -127,7 +128,7 @@ class Sharded:
             assert request.rows is not None and part.mine is not None
             request.rows.index_copy_(0, part.mine, rows)
 
-        in_turn(parts, lambda part: self.look_up(request, part, transport), put)
+        in_turn(parts, lambda part: self.look_up(request, part, transport), put, transport.lines)
 
     def send(self, gradient: Tensor, part: Part, transport: Transport) -> Handle:
         """A part of the gradient [u, width], on its way to the owners."""
@@ -146,6 +147,7 @@ class Sharded:
             parts,
             lambda part: self.send(gradient, part, transport),
             lambda part, received: self.update(request, part, received, transport, **how),
+            transport.lines,
         )
 
     # ---- the blocking forms

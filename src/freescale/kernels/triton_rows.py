@@ -120,6 +120,8 @@ def _segment_sums(
 
     chunked = chunked and n > CHUNK
     shape = SEGMENTS.shape(width)
+    if 16 < shape["R"] < 128:
+        shape["R"] = 16  # Triton 3.6 does not compile it for 32 and 64 rows a program
     with on(device):
         segments_kernel[(blocks(segments, shape["R"]),)](
             values, order, starts, out, count, KEPT=isinstance(count, Tensor), LONG=CHUNK if chunked else 0, UNROLL=UNROLL, **shape

@@ -12,7 +12,7 @@ import torch
 
 from freescale.balance.shuffle import COLUMNS, measured
 from freescale.batch import SequenceBatch
-from freescale.transport.api import Transport
+from freescale.transport.api import Handle, Transport
 from freescale.wire import empty_batch, schema_of
 
 MAX_TASKS = 16
@@ -51,56 +51,64 @@ class Question:
     computed: tuple[int, int] = (0, 0)  # the last step that was measured and its nanoseconds of compute
 
 
-def agree(question: Question, transport: Transport) -> Agreement:
-    """One AllGather on the host: no device is waited for. (A second one if a rank has more samples than there was room for.)
-    Raises on all ranks if one failed or if they disagree."""
-    batch, error = question.batch, question.error
-    present = batch if batch is not None else question.like
-    names, schema = sorted(present.weights), schema_of(present)
-    if error is None and len(names) > MAX_TASKS:
-        error = ValueError(f"{len(names)} tasks ({', '.join(names)}); at most {MAX_TASKS} are supported")
-    if error is None and batch is not None and not names:
-        error = ValueError("the batch has no weights: give it the supervised weight of each sample, per task")
-    room = question.room or 0
-    message = np.zeros(_ROWS + room * COLUMNS, np.int64)
-    message[_FEATURES] = _digest(schema)
-    message[_COMPUTED_STEP], message[_COMPUTED] = question.computed
-    rows = np.zeros((0, COLUMNS), np.int64)
-    if error is not None:
-        message[_STATE] = _FAILED
-    elif batch is not None:
-        message[:_FEATURES] = _READY, batch.number, len(batch)
-        weights = message[_WEIGHTS:_ROWS].view(np.float64)
-        weights[: len(names)] = [float(batch.weights[name].double().sum()) for name in names]
-        if question.room is not None:
-            rows = measured(batch)
-            message[_ROWS:].reshape(room, COLUMNS)[: len(rows)] = rows[:room]
-    gathered = _gather(message, transport)
-    if (gathered[:, _STATE] == _FAILED).any():
-        _raise_everywhere(error, transport)
-    ready = gathered[:, _STATE] == _READY
-    names, schema = _features(gathered[:, _FEATURES], ready, names, schema, transport)
-    samples = gathered[:, _SAMPLES].tolist()
-    table = gathered[:, _ROWS:].reshape(transport.world, room, COLUMNS)
-    if question.room is not None and max(samples) > room:
-        padded = np.zeros((max(samples), COLUMNS), np.int64)
-        padded[: len(rows)] = rows
-        table = _gather(padded, transport)
-    totals = np.ascontiguousarray(gathered[:, _WEIGHTS:_ROWS]).view(np.float64).sum(axis=0)
-    return Agreement(
-        ready=bool(ready.any()),
-        counts=dict(zip(names, totals.tolist(), strict=False)),
-        samples=samples,
-        number=int(gathered[ready, _NUMBER].max()) if ready.any() else question.like.number,
-        schema=schema,
-        lengths=np.concatenate([table[rank, :count] for rank, count in enumerate(samples)]),
-        computed_step=int(gathered[0, _COMPUTED_STEP]),
-        computed=gathered[:, _COMPUTED] / 1e9,
-    )
+class Asked:
+    """A question under way: one AllGather on the host, no device is waited for. (A second one if a rank has more samples than there
+    was room for.)"""
+
+    def __init__(self, question: Question, transport: Transport) -> None:
+        batch, error = question.batch, question.error
+        present = batch if batch is not None else question.like
+        names = sorted(present.weights)
+        if error is None and len(names) > MAX_TASKS:
+            error = ValueError(f"{len(names)} tasks ({', '.join(names)}); at most {MAX_TASKS} are supported")
+        if error is None and batch is not None and not names:
+            error = ValueError("the batch has no weights: give it the supervised weight of each sample, per task")
+        self._question, self._transport, self._error = question, transport, error
+        self._names, self._schema, self._room = names, schema_of(present), question.room or 0
+        message = np.zeros(_ROWS + self._room * COLUMNS, np.int64)
+        message[_FEATURES] = _digest(self._schema)
+        message[_COMPUTED_STEP], message[_COMPUTED] = question.computed
+        self._rows = np.zeros((0, COLUMNS), np.int64)
+        if error is not None:
+            message[_STATE] = _FAILED
+        elif batch is not None:
+            message[:_FEATURES] = _READY, batch.number, len(batch)
+            weights = message[_WEIGHTS:_ROWS].view(np.float64)
+            weights[: len(names)] = [float(batch.weights[name].double().sum()) for name in names]
+            if question.room is not None:
+                self._rows = measured(batch)
+                message[_ROWS:].reshape(self._room, COLUMNS)[: len(self._rows)] = self._rows[: self._room]
+        self._pending = _gather(message, transport)
+
+    def answer(self) -> Agreement:
+        """Waits. Raises on all ranks if one failed or if they disagree."""
+        transport, room = self._transport, self._room
+        gathered = self._pending.wait().numpy()
+        if (gathered[:, _STATE] == _FAILED).any():
+            _raise_everywhere(self._error, transport)
+        ready = gathered[:, _STATE] == _READY
+        names, schema = _features(gathered[:, _FEATURES], ready, self._names, self._schema, transport)
+        samples = gathered[:, _SAMPLES].tolist()
+        table = gathered[:, _ROWS:].reshape(transport.world, room, COLUMNS)
+        if self._question.room is not None and max(samples) > room:
+            padded = np.zeros((max(samples), COLUMNS), np.int64)
+            padded[: len(self._rows)] = self._rows
+            table = _gather(padded, transport).wait().numpy()
+        totals = np.ascontiguousarray(gathered[:, _WEIGHTS:_ROWS]).view(np.float64).sum(axis=0)
+        return Agreement(
+            ready=bool(ready.any()),
+            counts=dict(zip(names, totals.tolist(), strict=False)),
+            samples=samples,
+            number=int(gathered[ready, _NUMBER].max()) if ready.any() else self._question.like.number,
+            schema=schema,
+            lengths=np.concatenate([table[rank, :count] for rank, count in enumerate(samples)]),
+            computed_step=int(gathered[0, _COMPUTED_STEP]),
+            computed=gathered[:, _COMPUTED] / 1e9,
+        )
 
 
-def _gather(message: np.ndarray, transport: Transport) -> np.ndarray:
-    return transport.all_gather(torch.from_numpy(message), "counts").wait().numpy()
+def _gather(message: np.ndarray, transport: Transport) -> Handle:
+    return transport.all_gather(torch.from_numpy(message), "counts")
 
 
 def _features(digests: np.ndarray, ready: np.ndarray, names: list[str], schema: str, transport: Transport) -> tuple[list[str], str]:

@@ -14,7 +14,7 @@ from freescale.balance.balancer import Balancer
 from freescale.balance.shuffle import Shuffle, host
 from freescale.batch import SequenceBatch
 from freescale.embedding.collection import Tables
-from freescale.pipeline.agreement import Agreement, Question, agree
+from freescale.pipeline.agreement import Agreement, Asked, Question
 from freescale.pipeline.stopwatch import Stopwatch
 from freescale.transport.api import Transport
 from freescale.wire import empty_batch
@@ -37,7 +37,7 @@ class Upcoming:
         the same features."""
         self._step, self._batches, self._tables, self._transport = step, batches, tables, transport
         self._balancer, self._stopwatch = balancer, stopwatch
-        self._stages: list[Callable[[], None]] = [self._take, self._sizes, self._samples]
+        self._stages: list[Callable[[], None]] = [self._ask, self._sizes, self._samples]
         self._shuffle: Shuffle | None = None
         self._counters: dict[str, float] = {}
         self._room = max(before.agreement.samples) if before is not None and before.agreement is not None else 0
@@ -45,6 +45,9 @@ class Upcoming:
             before.like if before is not None else SequenceBatch(number=-1)
         )  # this batch, once it is taken; on the host
         self.agreement: Agreement | None = None
+        self._balanced = balancer is not None and transport.world > 1
+        self._asked: Asked | None = None
+        self._batch: SequenceBatch | None = None  # as it came from the data
 
     # ---- the junctures of the step before
 
@@ -90,7 +93,8 @@ class Upcoming:
         for _ in range(min(stages, len(self._stages))):
             self._stages.pop(0)()
 
-    def _take(self) -> None:
+    def _ask(self) -> None:
+        """Takes the batch from the data; stage I starts."""
         batch: SequenceBatch | None = None
         error: Exception | None = None
         with self._transport.ledger.span("data"):
@@ -100,19 +104,29 @@ class Upcoming:
                     batch = host(batch)
                     self._tables.check(batch)
                     self._count(batch)
-            except Exception as caught:  # noqa: BLE001 - raised on all ranks, by agree()
+            except Exception as caught:  # noqa: BLE001 - raised on all ranks, with the answer
                 batch, error = None, caught
-        balanced = self._balancer is not None and self._transport.world > 1
-        question = Question(batch, error, self.like, self._room if balanced else None, self._stopwatch.last())
         with self._transport.ledger.span("agree"):
-            self.agreement = agree(question, self._transport)
+            room = self._room if self._balanced else None
+            self._asked = Asked(Question(batch, error, self.like, room, self._stopwatch.last()), self._transport)
+        self._batch = batch
+
+    def _sizes(self) -> None:
+        """Stage I ends; with balancing, stage II starts."""
+        assert self._asked is not None
+        with self._transport.ledger.span("agree"):
+            self.agreement = self._asked.answer()
+        batch = self._batch
         if batch is None:
             empty = empty_batch(self.agreement.schema) if self.agreement.schema else self.like.slice(0, 0)
             batch = replace(empty, number=self.agreement.number)
         self.like = batch
-        if balanced and self.agreement.ready:
+        if self._balanced and self.agreement.ready:
             assert self._balancer is not None
             self._shuffle = Shuffle(self._step, batch, self.agreement.samples, self._balancer, self._transport)
+            with self._balancing():
+                self._balancer.learn(self.agreement.computed_step, self.agreement.computed)
+                self._shuffle.sizes(self.agreement.lengths)
 
     def _moved(self, batch: SequenceBatch) -> SequenceBatch:
         device = self._transport.device
@@ -131,13 +145,6 @@ class Upcoming:
     def _balancing(self) -> AbstractContextManager[None]:
         """All that balancing keeps this rank from computing: planning, packing and rebuilding as well as waits."""
         return self._transport.ledger.span("balance")
-
-    def _sizes(self) -> None:
-        if self._shuffle is not None:
-            assert self.agreement is not None and self._balancer is not None
-            with self._balancing():
-                self._balancer.learn(self.agreement.computed_step, self.agreement.computed)
-                self._shuffle.sizes(self.agreement.lengths)
 
     def _samples(self) -> None:
         if self._shuffle is not None:

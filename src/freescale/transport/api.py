@@ -29,6 +29,7 @@ class Transport(Protocol):
     world: int
     device: torch.device
     ledger: Ledger | Side
+    lines: int  # messages that it can carry beside each other
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Handle:
         """Rows of tensor [sum(send), ...] to the ranks, in rank order -> [sum(receive), ...], in rank order."""

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from freescale.observe.ledger import Arrival, Ledger, Side
 from freescale.transport.api import TransportError
 
 _PINGS = 8
+_LINES = {"cpu": 1, "cuda": 3}  # of a channel: gloo moves a group's bytes by one thread, which is not enough for a GPU's
 
 
 class Waitable(Protocol):
@@ -108,11 +110,12 @@ class Collective:
         control: dist.ProcessGroup | None = None,
         owner: bool = False,
         timeout: timedelta | None = None,
-        staged: bool = False,
+        lines: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         """`owner`: torch's default group was made for this transport and ends with it. `timeout` is that of further channels.
-        `staged`: the group is gloo's whatever the device."""
-        self._owner, self._timeout, self._staged = owner, timeout, staged
+        `lines`: gloo's groups, whatever the device, that AllToAlls take in turn."""
+        self._owner, self._timeout = owner, timeout
+        self.lines, self._next_line = max(1, len(lines)), cycle(lines) if lines else None
         self.device = torch.device(device)
         world = group if group is not None else dist.group.WORLD
         assert world is not None, "initialise the process group first (transport.connect does)"
@@ -137,9 +140,10 @@ class Collective:
         group = self._group(tensor, kind)
 
         def start() -> UnderWay:
-            if self._staged or tensor.device.type == "cpu":
+            if self._next_line is not None or tensor.device.type == "cpu":
+                line = next(self._next_line) if self._next_line is not None else group
                 by = _Pairs if tensor.device.type == "cpu" else _Staged
-                return by(output, tensor, list(receive), list(send), group), output
+                return by(output, tensor, list(receive), list(send), line), output
             work = dist.all_to_all_single(output, tensor, list(receive), list(send), group=group, async_op=True)
             return work, output
 
@@ -176,10 +180,10 @@ class Collective:
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def channel(self, ledger: Side) -> Collective:
-        """A gloo group of its own: connections and threads of its own."""
+        """Groups of its own: connections and threads of its own."""
         ranks = dist.get_process_group_ranks(self.group)
-        group = dist.new_group(ranks, timeout=self._timeout, backend="gloo")
-        return Collective(self.device, ledger, group=group, control=self.control, timeout=self._timeout, staged=True)
+        lines = [dist.new_group(ranks, timeout=self._timeout, backend="gloo") for _ in range(_LINES[self.device.type])]
+        return Collective(self.device, ledger, group=lines[0], control=self.control, timeout=self._timeout, lines=lines)
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
         """Ranks of one machine share its monotonic clock; others ping rank 0 in turn and keep the quickest answer."""

@@ -21,6 +21,7 @@ class _Done:
 class Local:
     rank = 0
     world = 1
+    lines = 1
 
     def __init__(self, device: torch.device | str = "cpu", ledger: Ledger | Side | None = None) -> None:
         self.device = torch.device(device)
