@@ -40,7 +40,7 @@ ARMS = ("none", "greedy", "local", "adapted")
 LEARNED = 50  # steps after which the adapted cost must predict
 SHAPES: dict[str, dict[str, int]] = {
     "cpu": {"samples": 12, "median": 150, "cap": 1500, "width": 64, "layers": 2, "heads": 2, "items": 20_000},
-    "cuda": {"samples": 16, "median": 1500, "cap": 12_000, "width": 256, "layers": 4, "heads": 4, "items": 20_000},
+    "cuda": {"samples": 16, "median": 3000, "cap": 21_000, "width": 256, "layers": 4, "heads": 4, "items": 20_000},
 }
 
 

@@ -63,7 +63,8 @@ class Lane:
         self.side = Side(transport.ledger, name)
         self.transport = transport.channel(self.side)
         cuda = self.device.type == "cuda"
-        self.stream = torch.cuda.Stream(self.device, priority=-1 if urgent else 0) if cuda else None
+        # Ahead of the compute, whose kernels fill the device: a lane's are many, small, and wait for each other.
+        self.stream = torch.cuda.Stream(self.device, priority=-2 if urgent else -1) if cuda else None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
