@@ -46,7 +46,6 @@ def asked() -> Iterator[Asked]:
         yield Asked(f"attention {way}, {width} wide, log-normal % of full", text, 85, "%")
     text = "HSTU layer forward + backward, log-normal lengths up to 21,000, faster than eager"
     yield Asked("layer, times faster", text, 5, "times")
-    yield Asked("layer, dropout, times faster", f"{text}, with dropout", 5, "times")
     text = "peak memory of a layer per token, at 21,000 of that at 5,250"
     yield Asked("layer, memory per token, longest over a quarter of it", text, 1.05, "times", at_least=False)
 

@@ -95,8 +95,8 @@ class Bench:
         if teraflops:
             row |= {"rate": 1e3 * teraflops / median, "unit": "TFLOP/s", "ceiling_percent": 1e5 * teraflops / median / self.flops}
         if plain is not None:
-            slow = self.times(plain, 1, 1)[0] > 1000
-            row["plain_ms"] = spread(self.times(plain, 1 if slow else 5, 0))
+            once = self.times(plain, 1, 1)
+            row["plain_ms"] = spread(once if once[0] > 1000 else self.times(plain, 5, 0))
             row["faster"] = row["plain_ms"]["median"] / median
         return self.add(row)
 
