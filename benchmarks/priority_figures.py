@@ -138,6 +138,6 @@ def _checks(rows: Sequence[Mapping], by_key: Mapping, rates: Sequence[Mapping]) 
             text = f"{r['configuration']}: stale (the control) differs from serial, in losses"
             found.append(claim(text, 1, r["stale_losses_that_differ"], "", at_least=True))
         if r["configuration"].startswith("memory"):
-            text = f"memory of staged over serial, over one batch of ids and rows (rank {r['rank']})"
+            text = f"{r['configuration']}: staged over serial, over one batch of ids and rows (rank {r['rank']})"
             found.append(claim(text, 1.1, r["extra_batches"], "x", at_least=False))
     return found
