@@ -160,11 +160,6 @@ def main() -> None:
             "4 hosts": asdict(CROWD),
             "memory": [asdict(BULKY), asdict(BULKIER)],
         },
-            "unique ids": asdict(base),
-            "hot ids": asdict(hot),
-            "4 hosts": asdict(CROWD),
-            "memory": [asdict(BULKY), asdict(BULKIER)],
-        },
         method=f"2 hosts, one pinned core each, {RATE} each way (tbf); arms in turn in one process, {repetitions} turns of 2 "
         "steps, the second counted; times are means over ranks, the step's that of the slower rank",
     )
