@@ -37,6 +37,7 @@ from freescale.observe.ledger import Ledger  # noqa: E402
 from freescale.transport.collective import Collective  # noqa: E402
 
 ARMS = ("none", "greedy", "local", "adapted")
+EACH = 5  # steps of an arm's turn
 LEARNED = 50  # steps after which the adapted cost must predict
 SHAPES: dict[str, dict[str, int]] = {
     "cpu": {"samples": 12, "median": 150, "cap": 1500, "width": 64, "layers": 2, "heads": 2, "items": 20_000},
@@ -116,11 +117,16 @@ def measure(rank: int, world: int, device: torch.device, steps: int, arms: tuple
         built[name].kept = _allocated(device) - before
         built[name].needed = 0
     begin = time.perf_counter()
-    for number in range(1, steps):
+    for first in range(1, steps, EACH):
+        last = min(steps, first + EACH)
         for arm in built.values():
-            arm.step(device)
-        if rank == 0 and number % 10 == 0:
-            print(f"{number} of {steps} steps of each arm, {time.perf_counter() - begin:.0f} s", flush=True)
+            for _ in range(first, last):
+                arm.step(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            arm.transport.gather_bytes(b"")  # the next arm must not wait for what this one left some ranks to do
+        if rank == 0:
+            print(f"{last} of {steps} steps of each arm, {time.perf_counter() - begin:.0f} s", flush=True)
     figures: dict[str, Any] = {}
     for name, arm in built.items():
         transport = arm.transport
