@@ -111,8 +111,7 @@ def boxes(records: Sequence[dict], staged: bool) -> list[tuple[int, str, str, in
         spans = [(name, a, b) for name, a, b in record["spans"] if name in COLOURS]
         found += [(0, name, name, a, b) for name, a, b in spans]
         if staged:
-            merge = next(a for name, a, _ in record["spans"] if name == "merge")
-            found.append((0, "wait", "waits for d and f", int(merge - record["counters"]["lanes_ns"]), merge))
+            found.append((0, "wait", "waits for d and f", *next((a, b) for name, a, b in record["spans"] if name == "arrive")))
         exchanges = [c for c in record["collectives"] if c[0] in EMBEDDING]
         for place, (kind, _, _, issued, waited, done) in enumerate(exchanges):
             urgent = staged and place >= len(exchanges) - 2  # the lanes hand over what they did, the urgent one last

@@ -22,9 +22,10 @@ from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.registry import PARTITIONERS
 from freescale.batch import Jagged, SequenceBatch
-from freescale.embedding import collision
+from freescale.embedding import collision, exchange
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.train.checkpoint import Checkpoints
+from freescale.transport.collective import Collective
 from freescale.transport.local import Local
 
 from test_serial import whole_tables  # isort: skip
@@ -112,7 +113,6 @@ def share_of(batch: SequenceBatch, transport) -> SequenceBatch:
 
 def build(transport, schedule, optimizer="adagrad", model=None, placement="sharded", lr=0.5, **options):
     torch.manual_seed(3)
-    collision._LEAST_BYTES["cpu"] = 256  # what a laptop's test sends is cut into pieces, too
     model = model() if model is not None else Clicks(items=ITEMS)
     rows = ROW_OPTIMIZERS[optimizer](lr=lr)
     parallel = freescale.parallelize(model, model.ids, rows, transport=transport, placement=placement, init_std=0.3, seed=5)
@@ -131,7 +131,19 @@ def state_of(parallel):
     return {name: bits(value) for name, value in whole.items()}
 
 
+@pytest.fixture(autouse=True)
+def pieces(monkeypatch):
+    """What a test sends is cut into pieces, too. Ranks are processes of their own: `in_pieces` tells them."""
+    monkeypatch.setitem(collision._LEAST_BYTES, "cpu", 256)
+
+
+def in_pieces() -> None:
+    collision._LEAST_BYTES["cpu"] = 256
+
+
 def train(transport, schedule, stream, **options):
+    if isinstance(transport, Collective):
+        in_pieces()
     parallel, pipeline = build(transport, schedule, **options)
     batches = [share_of(batch_of(ids, number), transport) for number, ids in enumerate(stream)]
     losses = [result.loss for result in pipeline.run(batches)]
@@ -306,6 +318,7 @@ def test_something_is_deferred():
 
 
 def _pieces(transport):
+    in_pieces()
     parallel, pipeline = build(transport, "serial")
     batches = [share_of(batch_of(ids, number), transport) for number, ids in enumerate(colliding(0.3, steps=3))]
     next(pipeline.run(batches))
@@ -347,3 +360,20 @@ def _crash(current, coming):
 def test_errors_of_a_lane_are_raised_by_the_step():
     for error, _ in gather_ranks(2, _broken_lane, timeout=60):
         assert error is not None and "no masks today" in error
+
+
+def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
+    """After c and before there is memory for the rows: e has begun, f must not wait for ever."""
+
+    def crash(*_):
+        raise RuntimeError("no memory today")
+
+    parallel, pipeline = build(Local(), "staged")
+    monkeypatch.setattr(exchange.Sharded, "place", crash)
+    batches = [batch_of(ids, number) for number, ids in enumerate(colliding(0.3, steps=4))]
+    with pytest.raises(RuntimeError, match="no memory today"):
+        list(pipeline.run(batches))
+    ahead, urgent = pipeline._jobs
+    assert urgent._reached.wait(timeout=30)
+    with pytest.raises(RuntimeError, match="no memory today"):
+        urgent.wait()

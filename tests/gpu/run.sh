@@ -18,13 +18,14 @@ if [ $# -gt 0 ]; then
   python3 -m pytest tests/gpu -p no:cacheprovider "$@"
   exit
 fi
-jobs=${JOBS:-$(($(nproc) / 2))}
+jobs=${JOBS:-$((($(nproc) + 1) / 2))}
 folder=$(mktemp -d)
 python3 -m pytest tests/gpu -p no:cacheprovider -o addopts= --collect-only -q -k "not nccl" | grep "::" >"$folder/tests"
 split -n "r/$jobs" "$folder/tests" "$folder/part."
 failed=0
 pids=()
 for part in "$folder"/part.*; do
+  [ -s "$part" ] || continue
   (mapfile -t tests <"$part" && python3 -m pytest -p no:cacheprovider -q "${tests[@]}" >"$part.log" 2>&1) &
   pids+=($!)
 done

@@ -1,4 +1,4 @@
-"""The staged schedule on a GPU: lanes on streams of their own, NCCL channels of their own, the same bits as the serial schedule."""
+"""The staged schedule on a GPU: lanes on streams of their own, through pinned memory, the same bits as the serial schedule."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import freescale
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.registry import PARTITIONERS
+from freescale.embedding import collision
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.transport.local import Local
 
@@ -29,12 +30,15 @@ def no_collisions(current, coming):
     return torch.zeros_like(current, dtype=torch.bool), torch.zeros_like(coming, dtype=torch.bool)
 
 
-def train(transport, schedule, optimizer="adagrad", balanced=False):
+def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.float64):
     """Losses and the bits of this rank's tables and of the dense weights. About a third of the rows collide."""
+    collision._LEAST_BYTES["cuda"] = 256  # several pieces
     torch.manual_seed(3)
     torch.use_deterministic_algorithms(True)
     rows = ROW_OPTIMIZERS[optimizer](lr=0.3)
-    parallel = freescale.parallelize(CudaClicks(), Clicks.ids, rows, transport=transport, placement="sharded", init_std=0.3)
+    parallel = freescale.parallelize(
+        CudaClicks(dtype=dtype), Clicks.ids, rows, transport=transport, placement="sharded", init_std=0.3
+    )
     options = {"balancer": Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))} if balanced else {}
     if schedule == "stale":
         schedule, options["masks"] = "staged", no_collisions
@@ -44,7 +48,7 @@ def train(transport, schedule, optimizer="adagrad", balanced=False):
     state = {f"{name}/{part}": value for name in parallel.tables.specs for part, value in parallel.tables.local(name).items()}
     state |= dict(parallel.module.named_parameters())
     torch.use_deterministic_algorithms(False)
-    return losses, {name: value.detach().clone().view(torch.int64).cpu() for name, value in state.items()}
+    return losses, {name: value.detach().clone().view(torch.uint8).cpu() for name, value in state.items()}
 
 
 def differences(transport, schedule="staged", **options):
@@ -54,9 +58,10 @@ def differences(transport, schedule="staged", **options):
     return different + ["losses"] * (losses != actual_losses)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # Triton's kernels, plain torch's
 @pytest.mark.parametrize("optimizer", ROW_OPTIMIZERS)
-def test_bit_equal_to_serial(optimizer):
-    assert differences(Local("cuda"), optimizer=optimizer) == []
+def test_bit_equal_to_serial(optimizer, dtype):
+    assert differences(Local("cuda"), optimizer=optimizer, dtype=dtype) == []
 
 
 def test_the_stale_control_is_seen():
@@ -71,7 +76,8 @@ os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 import freescale
 from test_cuda_priority import differences
 transport = freescale.connect(torch.device("cuda:0"))
-found = {{str(options): differences(transport, **options) for options in ({{}}, {{"optimizer": "adam"}}, {{"balanced": True}})}}
+arms = ({{}}, {{"optimizer": "adam", "dtype": torch.float32}}, {{"balanced": True}})
+found = {{str(options): differences(transport, **options) for options in arms}}
 found["stale"] = differences(transport, "stale")
 everyone = [json.loads(part) for part in transport.gather_bytes(json.dumps(found).encode())]
 if transport.rank == 0:
