@@ -36,7 +36,7 @@ class HostSizes:
 
     lengths: Tensor  # [samples] int64, candidates included
     candidate_counts: Tensor | None = None  # [samples] int64
-    time_span: int | None = None  # between the first and the last timestamp; None: not known
+    time_span: int | None = None  # the longest between two timestamps of a sample; None: not known
 
 
 @dataclass(frozen=True)

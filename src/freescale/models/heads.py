@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -260,12 +261,21 @@ def _sequence(batch: SequenceBatch, name: str, like: Jagged | None = None) -> Ja
 
 
 def _time_span(*parts: Jagged) -> int | None:
-    """Between the earliest and the latest time; None if the host does not know them."""
-    if any(part.host is None and part.values.device.type != "cpu" for part in parts):
+    """The longest time between two events of a sample, in whichever part; None if the host does not know."""
+    hosts = [part.host for part in parts if part.host is not None]
+    if len(hosts) < len(parts):
         return None
-    times = [part.values if part.host is None else part.host.values for part in parts]
-    times = [part for part in times if part.numel()]
-    return max(int(part.max()) for part in times) - min(int(part.min()) for part in times) if times else 0
+    ends = np.iinfo(np.int64)
+    low, high = np.full(len(parts[0]), ends.max), np.full(len(parts[0]), ends.min)
+    for host in hosts:
+        lengths, times = host.lengths.numpy(), host.values.numpy()
+        some = lengths > 0
+        starts = (np.cumsum(lengths) - lengths)[some]
+        if starts.size:
+            low[some] = np.minimum(low[some], np.minimum.reduceat(times, starts))
+            high[some] = np.maximum(high[some], np.maximum.reduceat(times, starts))
+    some = high >= low
+    return int((high[some] - low[some]).max(initial=0))
 
 
 def _summed(rows: Tensor, of: Jagged) -> Tensor:

@@ -24,9 +24,10 @@ def positions_in_sample(lengths: Tensor, tokens: int) -> Tensor:
 
 
 def product_dtype(parameter: Tensor) -> torch.dtype:
-    """What a matrix product with this parameter is computed in."""
+    """What a matrix product with this parameter is computed in. Autocast leaves float64 alone."""
     kind = parameter.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
+    cast = torch.is_autocast_enabled(kind) and parameter.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if cast else parameter.dtype
 
 
 class InputNorm(nn.LayerNorm):

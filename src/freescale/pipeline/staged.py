@@ -87,6 +87,7 @@ class Staged(Schedule):
             turn = coming
             self.ledger.begin_step(self.steps)
         self.flush()
+        self.tables.release()
         self.ahead.close()
         self.urgent.close()
 
@@ -163,6 +164,8 @@ class Staged(Schedule):
             self.tables.place(turn.batch)
         turn.requests = self.tables.request(turn.micro)
         self.tables.fetch(turn.requests)
+        for _, request in self._sharded(turn):
+            self.ahead.borrow(request.owned, request.index.keys)
 
     def _arrive(self, turn: Turn) -> None:
         """Waits for d and f; from now on the model can read the rows of the turn."""

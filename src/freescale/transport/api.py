@@ -19,7 +19,7 @@ class Handle(Protocol):
     """A collective under way."""
 
     def wait(self) -> Tensor:
-        """The result. Blocks the host on CPU tensors, the current stream on CUDA tensors."""
+        """The result. Blocks the host; on CUDA tensors of a transport that is no channel, the current stream alone."""
 
 
 class Transport(Protocol):

@@ -37,6 +37,8 @@ def guarded(call: Callable[[], Any], what: str) -> Any:
     """Calls; a failure of torch's groups becomes one line that says what failed."""
     try:
         return call()
+    except torch.AcceleratorError:  # a kernel's fault, which the host hears of here
+        raise
     except RuntimeError as error:
         # gloo and NCCL begin with the file they were built from and go on with advice: keep what happened.
         reason = re.sub(r"^\[[^\]]*\]\s*", "", f"{error}\n".splitlines()[0])[:120] or type(error).__name__
