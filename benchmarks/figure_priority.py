@@ -138,24 +138,26 @@ def band(records: Sequence[dict], staged: bool, top: float, scale: float, title:
         parts.append(text(8, y + TRACK / 2 + 4, name))
         wide = (end - begin) * scale
         parts.append(f'<rect x="{MARGIN}" y="{y}" width="{wide:.1f}" height="{TRACK}" fill="#f4f4f4"/>')
+    labels = []
     for track, colour, label, a, b in sorted(boxes(records, staged), key=lambda box: box[3] - box[4]):
         a, b = max(a, begin), min(b, end)
         if b <= a:
             continue
         x, y, wide = MARGIN + (a - begin) * scale, top + track * (TRACK + GAP), max(0.7, (b - a) * scale)
-        high = TRACK
-        if staged and track == 1 and colour in ("ids", "gradients"):  # a and b are under way together
-            high, y = TRACK / 2, y + (TRACK / 2 if colour == "ids" else 0)
+        high: float = TRACK
+        if staged and track:  # a lane works on one piece while others are under way
+            work = colour not in EMBEDDING
+            high, y = (TRACK / 3, y) if work else (2 * TRACK / 3, y + TRACK / 3)
         fill = "url(#stopped)" if colour == "wait" else COLOURS[colour]
         tip = f"<title>{label} {(b - a) / 1e6:.1f} ms</title>"
         parts.append(f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}" fill="{fill}">{tip}</rect>')
-        if wide > 7.2 * len(label) and colour != "wait":
+        if wide > 7.2 * len(label) and high > TRACK / 2 and colour != "wait":
             ink = 'style="fill:#fff"' if colour in ("forward", "backward", "gradients") else ""
-            parts.append(text(x + wide / 2, y + high / 2 + 4, label, "middle", ink))
+            labels.append(text(x + wide / 2, y + high / 2 + 4, label, "middle", ink))
     for edge in (begin, records[2]["begin"], end):
         x, bottom = MARGIN + (edge - begin) * scale, top + len(tracks) * (TRACK + GAP)
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top - 5}" y2="{bottom}" stroke="#666" stroke-dasharray="3 3"/>')
-    return parts
+    return parts + labels
 
 
 def typical(records: Sequence[dict]) -> Sequence[dict]:
