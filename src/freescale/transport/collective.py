@@ -23,6 +23,7 @@ from freescale.observe.ledger import Arrival, Ledger, Side
 from freescale.transport.api import TransportError
 
 _PINGS = 8
+_PLANNING = ("counts", "samples")  # kinds
 _LINES = {"cpu": 1, "cuda": 3}  # of a channel: gloo moves a group's bytes by one thread, which is not enough for a GPU's
 
 
@@ -128,7 +129,7 @@ class Collective:
 
     def _group(self, tensor: Tensor, kind: str) -> dist.ProcessGroup:
         """What is planned on the host travels beside the rows, not behind them, and never waits for a GPU."""
-        return self.control if kind in ("counts", "samples") and tensor.device.type == "cpu" else self.group
+        return self.control if kind in _PLANNING and tensor.device.type == "cpu" else self.group
 
     def _start(self, kind: str, sent: int, received: int, start: Callable[[], UnderWay]) -> _Pending:
         arrival = self.ledger.arrive(kind, sent, received)
@@ -142,7 +143,8 @@ class Collective:
         group = self._group(tensor, kind)
 
         def start() -> UnderWay:
-            if self._next_line is not None or tensor.device.type == "cpu":
+            # Nobody waits at once for what is planned: gloo's threads may post it, where pairs take the caller's time.
+            if self._next_line is not None or (tensor.device.type == "cpu" and kind not in _PLANNING):
                 line = next(self._next_line) if self._next_line is not None else group
                 by = _Pairs if tensor.device.type == "cpu" else _Staged
                 return by(output, tensor, list(receive), list(send), line), output
