@@ -163,8 +163,12 @@ class SequenceBatch:
         if len(set(sizes.values())) > 1:
             raise ValueError(f"features differ in their number of samples: {sizes}")
 
-    def parts(self) -> dict[str, Jagged | Nested | Tensor]:
+    def parts(self) -> Mapping[str, Jagged | Nested | Tensor]:
         """Every column under a unique name, in an order that all ranks share."""
+        return self._parts
+
+    @cached_property
+    def _parts(self) -> dict[str, Jagged | Nested | Tensor]:  # asked for many times a step
         parts: dict[str, Jagged | Nested | Tensor] = {}
         for kind, columns in (("s", self.sequences), ("c", self.candidates), ("d", self.dense), ("w", self.weights)):
             parts |= {f"{kind}/{name}": columns[name] for name in sorted(columns)}

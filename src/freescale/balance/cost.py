@@ -73,6 +73,7 @@ def _product(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 _START = 1e-3  # weight of the proportions that it starts from, against one measurement of one rank: a guess, soon outweighed
 _HELD = 1e-6
+_HOLD = _HELD * np.eye(5)
 
 
 class AdaptiveCost:
@@ -117,7 +118,7 @@ class AdaptiveCost:
     def update(self, summed: np.ndarray, seconds: np.ndarray) -> None:
         """summed [ranks, 4] and measured seconds [ranks] of a step, in rank order. Ranks with nothing measured (0) are left out."""
         summed, seconds = np.asarray(summed, np.float64), np.asarray(seconds, np.float64)
-        if not np.isfinite(summed).all() or not np.isfinite(seconds).all() or (seconds < 0).any():
+        if not np.isfinite(summed).all() or not np.isfinite(seconds).all() or seconds.min(initial=0.0) < 0:
             raise ValueError(f"step times must be finite and not negative, got {seconds.tolist()}")
         busy = (summed[:, 3] > 0) & (seconds > 0)
         if not busy.any():
@@ -131,8 +132,7 @@ class AdaptiveCost:
         self._information = self.forgetting * self._information + (rows[:, :, None] * rows[:, None, :]).sum(axis=0)
         self._moment = self.forgetting * self._moment + (rows * seconds[:, None]).sum(axis=0)
         # What the measurements say nothing about (a feature that is always zero) stays where it is.
-        held = _HELD * np.eye(5)
-        self._weights = np.array(_solve((self._information + held).tolist(), (self._moment + _HELD * self._weights).tolist()))
+        self._weights = np.array(_solve((self._information + _HOLD).tolist(), (self._moment + _HELD * self._weights).tolist()))
 
     def _begin(self, summed: np.ndarray, seconds: np.ndarray) -> None:
         """The unit of time is unknown before the first measurement: the start's proportions, scaled to it."""
