@@ -66,7 +66,9 @@ class Balancer:
         return assignment
 
     def _remember(self, step: int, assignment: Assignment, of_sample: np.ndarray, ranks: int) -> None:
-        summed = np.stack([np.bincount(assignment.rank_of, column, ranks) for column in of_sample.T], axis=1)
+        summed = np.empty((ranks, of_sample.shape[1]))
+        for column in range(of_sample.shape[1]):
+            summed[:, column] = np.bincount(assignment.rank_of, of_sample[:, column], ranks)
         in_seconds = self.adaptive is not None and self.adaptive.calibrated
         predicted = self.adaptive.predict(summed) if self.adaptive is not None and in_seconds else assignment.loads
         self._planned[step] = _Planned(assignment.rank_of, summed, predicted, in_seconds)

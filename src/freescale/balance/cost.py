@@ -123,7 +123,8 @@ class AdaptiveCost:
         busy = (summed[:, 3] > 0) & (seconds > 0)
         if not busy.any():
             return
-        summed, seconds = summed[busy], seconds[busy]
+        if not busy.all():
+            summed, seconds = summed[busy], seconds[busy]
         if self._scale is None:
             self._begin(summed, seconds)
         assert self._scale is not None
@@ -170,4 +171,7 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
 
 def _with_constant(summed: np.ndarray) -> np.ndarray:
     """[ranks, 4] -> [ranks, 5]."""
-    return np.concatenate([summed, (summed[:, 3:] > 0).astype(np.float64)], axis=1)
+    rows = np.empty((len(summed), 5))
+    rows[:, :4] = summed
+    np.greater(summed[:, 3], 0, out=rows[:, 4])
+    return rows
