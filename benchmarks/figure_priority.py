@@ -138,7 +138,8 @@ def band(records: Sequence[dict], staged: bool, top: float, scale: float, title:
         parts.append(text(8, y + TRACK / 2 + 4, name))
         wide = (end - begin) * scale
         parts.append(f'<rect x="{MARGIN}" y="{y}" width="{wide:.1f}" height="{TRACK}" fill="#f4f4f4"/>')
-    labels = []
+    labels: list[str] = []
+    labelled: list[tuple[int, float, float]] = []
     for track, colour, label, a, b in sorted(boxes(records, staged), key=lambda box: box[3] - box[4]):
         a, b = max(a, begin), min(b, end)
         if b <= a:
@@ -151,9 +152,13 @@ def band(records: Sequence[dict], staged: bool, top: float, scale: float, title:
         fill = "url(#stopped)" if colour == "wait" else COLOURS[colour]
         tip = f"<title>{label} {(b - a) / 1e6:.1f} ms</title>"
         parts.append(f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}" fill="{fill}">{tip}</rect>')
-        if wide > 7.2 * len(label) and high > TRACK / 2 and colour != "wait":
+        half = 3.6 * len(label)
+        middle = x + wide / 2
+        taken = any(place == track and abs(middle - other) < half + rest for place, other, rest in labelled)  # pieces overlap
+        if wide > 2 * half and high > TRACK / 2 and colour != "wait" and not taken:
+            labelled.append((track, middle, half))
             ink = 'style="fill:#fff"' if colour in ("forward", "backward", "gradients") else ""
-            labels.append(text(x + wide / 2, y + high / 2 + 4, label, "middle", ink))
+            labels.append(text(middle, y + high / 2 + 4, label, "middle", ink))
     for edge in (begin, records[2]["begin"], end):
         x, bottom = MARGIN + (edge - begin) * scale, top + len(tracks) * (TRACK + GAP)
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top - 5}" y2="{bottom}" stroke="#666" stroke-dasharray="3 3"/>')
