@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 benchmarks/bench_priority_gpu.py
 
 One row-wise sharded table of 4 million x 128 with Adagrad, ids unique per rank, about 10 % of a batch's requests are rows that the
-batch before reads; a 128-1280-128 layer in bf16 that the rows pass twelve times: compute about 1.2 times as long as serial's
+batch before reads; a 128-1280-128 layer in bf16 that the rows pass twelve times: compute 1.2 to 1.3 times as long as serial's
 communication, dense gradients about 5 % of the bytes. NCCL runs over loopback sockets here: its speed says nothing about NVLink.
 """
 

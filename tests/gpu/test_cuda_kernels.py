@@ -39,7 +39,9 @@ def test_optimizers_equal_plain_torch(name, width):
     ours = kernel_cases.updated(triton_rows, name, weight, states, numbers, gradients)
     plain = kernel_cases.updated(rows, name, weight, states, numbers, gradients)
     for a, b in zip(ours, plain, strict=True):
-        if name == "rowwise_adagrad" or name.startswith("adam"):  # the sum over a row has another order; torch divides otherwise
+        if name == "rowwise_adagrad":  # the sum over a row has another order
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+        elif name.startswith("adam"):  # torch rounds its quotients otherwise: seen up to 5e-7
             torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6)
         else:
             assert torch.equal(a, b), (a - b).abs().max()
