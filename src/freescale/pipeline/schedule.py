@@ -3,7 +3,7 @@ is the schedule's own business (serial.py, staged.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from freescale.embedding.swap import Parallel
 from freescale.observe.ledger import Ledger
 from freescale.pipeline.agreement import MAX_TASKS, Agreement
 from freescale.pipeline.buckets import GradientBuckets
+from freescale.pipeline.garbage import objects_set_aside
 from freescale.pipeline.stopwatch import Stopwatch
 from freescale.pipeline.upcoming import Upcoming
 
@@ -71,6 +72,15 @@ class Schedule:
         self._factor = learning_rate or (lambda step: 1.0)
         self._base_lr = [group["lr"] for group in optimizer.param_groups]
         self.buckets = GradientBuckets(parallel.dense_parameters(), self.transport.device)
+
+    def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
+        """Trains until every rank's data has ended; a rank that runs out joins with empty batches. The data of a rank may fail:
+        then all ranks raise. Who leaves the loop early calls `flush` before reading the tables (checkpoints and evaluation do)."""
+        with objects_set_aside():
+            yield from self._run(iter(data))
+
+    def _run(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:
+        raise NotImplementedError
 
     def _upcoming(self, step: int, batches: Iterator[SequenceBatch], before: Upcoming | None) -> Upcoming:
         return Upcoming(step, batches, before, self.tables, self.transport, self.balancer, self.stopwatch)

@@ -6,7 +6,7 @@ batch -> counts -> ids -> rows -> forward, backward -> row gradients -> row upda
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from freescale.batch import SequenceBatch
 from freescale.pipeline.agreement import Agreement
@@ -19,10 +19,7 @@ _COLLISIONS_EVERY = 10  # steps between two looks at what consecutive batches sh
 class Serial(Schedule):
     """A step, from its batch to its update."""
 
-    def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
-        """Trains until every rank's data has ended; a rank that runs out joins with empty batches. The data of a rank may fail:
-        then all ranks raise."""
-        batches = iter(data)
+    def _run(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:
         coming = self._upcoming(self.steps + 1, batches, None)
         while True:
             self.ledger.begin_step(self.steps)

@@ -15,7 +15,7 @@ own: what is urgent does not queue behind the bulk, and the main thread waits at
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,10 +59,7 @@ class Staged(Schedule):
         self._unsettled: Turn | None = None  # the last step, as long as some of its gradients are deferred
         self.tables.settle = self.flush
 
-    def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
-        """Trains until every rank's data has ended; a rank that runs out joins with empty batches. The data of a rank may fail:
-        then all ranks raise. Who leaves the loop early calls `flush` before reading the tables (checkpoints and evaluation do)."""
-        batches = iter(data)
+    def _run(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:
         self.flush()
         self.ahead.side.take(), self.urgent.side.take()
         self.ledger.begin_step(self.steps)

@@ -1,0 +1,30 @@
+"""While a schedule runs, the collector leaves alone what was there before it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from toys import Clicks, clicks_batch
+
+import freescale
+from freescale.transport.local import Local
+
+
+def pipeline(schedule):
+    parallel = freescale.parallelize(Clicks(), Clicks.ids, freescale.SGD(lr=0.1), transport=Local())
+    return freescale.Pipeline(parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1), schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "staged"])
+def test_objects_are_set_aside_while_schedules_run(schedule):
+    batches = [clicks_batch(3, seed) for seed in range(2)]
+    assert gc.get_freeze_count() == 0
+    first, second = (pipeline(schedule).run(batches) for _ in range(2))
+    next(first), next(second)
+    assert gc.get_freeze_count() > 10_000
+    list(first)
+    assert gc.get_freeze_count() > 10_000  # the second still runs
+    list(second)
+    assert gc.get_freeze_count() == 0
