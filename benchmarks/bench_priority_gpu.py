@@ -1,4 +1,4 @@
-"""The staged schedule on GPU ranks that share one GPU through MPS: serial, staged and the stale control, in turns.
+"""The staged schedule on GPU ranks that share one GPU through MPS: serial, staged and the stale control, in turns; serial over NCCL, the others over hostwire.
 
     torchrun --nproc-per-node 4 benchmarks/bench_priority_gpu.py
 
@@ -32,6 +32,7 @@ from freescale.batch import Jagged, SequenceBatch  # noqa: E402
 from freescale.observe.figures import merge_step  # noqa: E402
 from freescale.observe.ledger import Ledger  # noqa: E402
 from freescale.transport.collective import Collective  # noqa: E402
+from freescale.transport.hostwire import Hostwire  # noqa: E402
 
 SHAPES = {
     "cuda": {"rows": 4_000_000, "width": 128, "tokens": 53_000, "samples": 128, "hidden": 1280, "passes": 12},
@@ -73,9 +74,14 @@ def batches(shape: dict[str, int], rank: int, world: int) -> Iterator[SequenceBa
 
 
 class Arm:
-    def __init__(self, name: str, shape: dict[str, int], device: torch.device, rank: int, world: int) -> None:
+    def __init__(self, name: str, shape: dict[str, int], given: Collective) -> None:
+        """`given` has the groups. Serial goes over NCCL, the others over hostwire."""
         torch.manual_seed(0)
-        self.transport = Collective(device, Ledger(device))
+        device, rank, world = given.device, given.rank, given.world
+        if name == "serial":
+            self.transport = Collective(device, Ledger(device), group=given.group, control=given.control)
+        else:
+            self.transport = Hostwire(device, Ledger(device), given.group, given.control)
         parallel = freescale.parallelize(
             Model(shape),
             {"item": ["history"]},
@@ -108,17 +114,20 @@ def peak(name: str, shape: dict[str, int], transport: Collective) -> int:
     gc.collect()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    arm = Arm(name, shape, transport.device, transport.rank, transport.world)
+    arm = Arm(name, shape, transport)
     arm.steps(8)
     arm.pipeline.flush()
-    return torch.cuda.max_memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - before
+    if isinstance(arm.transport, Hostwire):
+        arm.transport.close()
+    return peak
 
 
 def measure(transport: Collective, device: torch.device, turns: int, each: int) -> dict[str, Any] | None:
     shape = SHAPES[device.type]
     peaks = {name: peak(name, shape, transport) for name in ("serial", "staged")}
     gc.collect()
-    arms = {name: Arm(name, shape, device, transport.rank, transport.world) for name in ("serial", "staged", "stale")}
+    arms = {name: Arm(name, shape, transport) for name in ("serial", "staged", "stale")}
     begin = time.perf_counter()
     for turn in range(turns + 1):
         for arm in arms.values():
@@ -184,7 +193,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"  # NCCL takes several ranks on one GPU if each names a host of its own
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    transport = freescale.connect(torch.device("cuda:0" if cuda else "cpu"))
+    transport = freescale.connect(torch.device("cuda:0" if cuda else "cpu"), transport="collective")
     assert isinstance(transport, Collective)
     found = measure(transport, transport.device, options.turns, options.each)
     if found is not None:

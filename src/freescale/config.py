@@ -84,6 +84,12 @@ class TrainConfig(_Checked):
     )
     balance_cap: int | None = option(None, "tokens that a rank may hold at most (default: mean plus largest sample)", minimum=1)
     balance_adapt: bool = option(False, "correct the cost model by measured times (assignments then depend on them, too)")
+    transport: str = option(
+        "auto",
+        "what carries ids, rows, gradients and samples: process groups, or copy engines and the CPU",
+        choices=("auto", "collective", "hostwire-gloo", "hostwire-ucx"),
+    )
+    wire_precision: str = option("full", "of rows and gradients on the way (bf16 rounds each value)", choices=("full", "bf16"))
     placement: str = option("auto", "auto, sharded or replicated; or table=choice, comma-separated")
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     seed: int = option(0, "of everything random")

@@ -35,6 +35,7 @@ class Tables:
         std: Mapping[str, float],
         weights: Mapping[str, Tensor] | None = None,
         row_clip: float | None = None,
+        wire: torch.dtype | None = None,
     ) -> None:
         if row_clip is not None and not row_clip > 0:
             raise ValueError(f"row_clip must be positive, got {row_clip}")
@@ -42,6 +43,7 @@ class Tables:
         self.optimizers = dict(optimizers)
         self.transport = transport
         self.row_clip = row_clip
+        self._wire = wire
         self.placements: dict[str, Placement] = {}
         self.groups: list[Sharded | Replicated] = []
         self._wanted = overridden(placement, list(self.specs))
@@ -74,7 +76,10 @@ class Tables:
             kind = (self.placements[name].kind, spec.width, spec.dtype, self.optimizers[name])
             grouped.setdefault(kind, []).append(spec)
         for (kind, _, _, optimizer), specs in grouped.items():
-            group = (Sharded if kind == "sharded" else Replicated)(specs, optimizer, self.transport)
+            sharded = kind == "sharded"
+            group = (
+                Sharded(specs, optimizer, self.transport, self._wire) if sharded else Replicated(specs, optimizer, self.transport)
+            )
             self._where |= {spec.name: (len(self.groups), table) for table, spec in enumerate(specs)}
             self.groups.append(group)
         for name in self.specs:

@@ -49,13 +49,17 @@ def in_turn(pieces: Iterable[Piece], start: Callable[[Piece], Handle], finish: C
 class Sharded:
     """A group of tables, sharded by row over the ranks."""
 
-    def __init__(self, specs: Sequence[TableSpec], optimizer: RowOptimizer, transport: Transport) -> None:
+    def __init__(
+        self, specs: Sequence[TableSpec], optimizer: RowOptimizer, transport: Transport, wire: torch.dtype | None = None
+    ) -> None:
+        """`wire`: the dtype of rows and gradients on the way; each value is rounded, on its own rank's rows too."""
         self.layout = Layout(tuple(specs), transport.world)
         segments = [
             Segment(spec, self.layout.base(table), *self.layout.owned(table, transport.rank)) for table, spec in enumerate(specs)
         ]
         self.rows = Rows(segments, self.layout.size, optimizer, transport.device)
-        self._wire = torch.int32 if self.layout.size < 1 << 31 else torch.int64
+        self._encoding = wire if wire is not None else specs[0].dtype
+        self._ids = torch.int32 if self.layout.size < 1 << 31 else torch.int64
         edges = torch.arange(1, transport.world + 1, device=transport.device) * self.layout.size
         self._edges = edges
         self._last_read: Tensor | None = None
@@ -72,7 +76,7 @@ class Sharded:
         asked = transport.all_to_all(counts, ones, ones, "ids").wait()
         (send, _), (receive, totals) = torch.stack([counts, asked]).transpose(1, 2).tolist()
         unique = found.keys[: sum(send)]
-        local = (unique % self.layout.size).to(self._wire)
+        local = (unique % self.layout.size).to(self._ids)
         owned = transport.all_to_all(local, send, receive, "ids").wait().long()
         pieces = pieces_for(sum(totals) * self.layout.specs[0].bytes_per_row // transport.world, transport.device)
         return Request(Index(unique, given, found.inverse), Part(None, None, send, receive), owned, pieces)
@@ -118,7 +122,7 @@ class Sharded:
         """The rows of a part, on their way to the requesters."""
         with transport.ledger.span("lookup"):
             asked = request.owned if part.theirs is None else request.owned.index_select(0, part.theirs)
-            found = gather_rows(self.rows.weight, asked)
+            found = gather_rows(self.rows.weight, asked, self._encoding)
         return transport.all_to_all(found, part.receive, part.send, "rows")
 
     def bring(self, request: Request, parts: Sequence[Part], transport: Transport) -> None:
@@ -126,20 +130,20 @@ class Sharded:
 
         def put(part: Part, rows: Tensor) -> None:
             assert request.rows is not None and part.mine is not None
-            request.rows.index_copy_(0, part.mine, rows)
+            request.rows.index_copy_(0, part.mine, rows.to(request.rows.dtype))
 
         in_turn(parts, lambda part: self.look_up(request, part, transport), put, transport.lines)
 
     def send(self, gradient: Tensor, part: Part, transport: Transport) -> Handle:
         """A part of the gradient [u, width], on its way to the owners."""
         chosen = gradient if part.mine is None else gradient.index_select(0, part.mine)
-        return transport.all_to_all(chosen, part.send, part.receive, "gradients")
+        return transport.all_to_all(chosen.to(self._encoding), part.send, part.receive, "gradients")
 
     def update(self, request: Request, part: Part, received: Tensor, transport: Transport, **how: Any) -> None:
         """received [sum(part.receive), width]: gradients of the part, as `send` brought them. `how`: of `Rows.update`."""
         with transport.ledger.span("update rows"):
             asked = request.owned if part.theirs is None else request.owned.index_select(0, part.theirs)
-            self.rows.update(*sum_duplicates(asked, received), **how)
+            self.rows.update(*sum_duplicates(asked, received.to(self.rows.weight.dtype)), **how)
 
     def give(self, request: Request, gradient: Tensor, parts: Sequence[Part], transport: Transport, **how: Any) -> None:
         """Sends the parts of the gradient to the owners, who update the rows."""
@@ -154,7 +158,7 @@ class Sharded:
 
     def fetch(self, request: Request, transport: Transport, train: bool) -> None:
         rows = self.look_up(request, request.whole, transport).wait()
-        request.rows = rows.detach().requires_grad_(train)
+        request.rows = rows.to(self.rows.weight.dtype).detach().requires_grad_(train)
 
     def apply(self, request: Request, transport: Transport, *, step: int, factor: float, clip: float | None) -> None:
         received = self.send(request.gradient(), request.whole, transport).wait()

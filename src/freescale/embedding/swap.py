@@ -68,6 +68,7 @@ def parallelize(
     init_std: float | Mapping[str, float] = 1.0,
     seed: int = 0,
     row_clip: float | None = None,
+    wire_dtype: torch.dtype | None = None,
 ) -> Parallel:
     """Swaps the nn.Embedding modules named in `ids` for tables over all ranks of `transport`; changes `model` in place.
 
@@ -75,7 +76,7 @@ def parallelize(
     they are, as dense parameters. With init="rows" rows are drawn from a normal distribution (`init_std`) as a function of (seed,
     table, row), so that the number of ranks does not matter; modules may then be on the meta device and need no memory.
     init="weights" keeps the modules' values. `placement` is auto, sharded or replicated, for all tables or per table.
-    Dense parameters are taken from rank 0.
+    Dense parameters are taken from rank 0. `wire_dtype` (torch.bfloat16) rounds rows and gradients that are exchanged.
     """
     transport = transport or Local()
     given = _given_names(model, ids)
@@ -94,7 +95,9 @@ def parallelize(
         if set(mapping) != set(names):
             raise ValueError(f"{what} names {sorted(mapping)}, the tables are {sorted(names)}")
     weights = {name: m.weight.detach() for name, m in modules.items()} if init == "weights" else None
-    tables = Tables(specs, optimizers, transport, placement=placement, seed=seed, std=stds, weights=weights, row_clip=row_clip)
+    tables = Tables(
+        specs, optimizers, transport, placement=placement, seed=seed, std=stds, weights=weights, row_clip=row_clip, wire=wire_dtype
+    )
     readers = {id(modules[spec.name]): TableReader(tables, spec) for spec in specs}
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in readers:

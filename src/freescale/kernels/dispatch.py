@@ -91,8 +91,8 @@ def optimizers_for(weight: Tensor) -> Any:
     return triton_rows if _fits(weight, (torch.float32,)) else rows
 
 
-def gather_rows(weight: Tensor, numbers: Tensor) -> Tensor:
-    return (triton_rows if _fits(weight) else rows).gather_rows(weight, numbers)
+def gather_rows(weight: Tensor, numbers: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return (triton_rows if _fits(weight) else rows).gather_rows(weight, numbers, dtype)
 
 
 def read_rows(table: Tensor, index: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from torch import Tensor
 _BLOCK_BYTES = 1 << 19  # half an L2 cache slice of a server core
 
 
-def gather_rows(weight: Tensor, rows: Tensor) -> Tensor:
-    """weight [n, width], rows [r] -> [r, width]."""
-    return weight.index_select(0, rows)
+def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """weight [n, width], rows [r] -> [r, width], in another dtype if one is given."""
+    return weight.index_select(0, rows).to(dtype or weight.dtype)
 
 
 def sum_duplicates(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:

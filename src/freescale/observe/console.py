@@ -105,7 +105,8 @@ def print_ledger(console: Console, ledger: Mapping[str, Any]) -> None:
     table.add_row("exposed communication", f"{ledger['exposed_percent']:.1f} %")
     for kind, value in ledger["exposed_ms"].items():
         if ledger["bytes_per_step"].get(kind):
-            table.add_row(f"  {kind}", f"{value:.2f} ms, {ledger['bytes_per_step'][kind] / 1e6:.2f} MB")
+            paths = ", ".join(sorted(ledger.get("paths", {}).get(kind, {})))
+            table.add_row(f"  {kind}", f"{value:.2f} ms, {ledger['bytes_per_step'][kind] / 1e6:.2f} MB ({paths})")
     for name, value in ledger["spans_ms"].items():
         table.add_row(f"  {name}", f"{value:.2f} ms")
     if ledger.get("collision_percent") is not None:

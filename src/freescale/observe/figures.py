@@ -38,6 +38,12 @@ def merge_step(records: Sequence[Mapping]) -> dict:
             straggler[rank] += max(0, min(done, last) - waited) / 1e6
             exposed[kind][rank] += max(0, done - max(waited, last)) / 1e6
             moved[kind] += sent
+    paths: dict[str, dict[str, int]] = {}
+    for record in records:
+        for kind, by_path in record.get("paths", {}).items():
+            of_kind = paths.setdefault(kind, {})
+            for path, sent in by_path.items():
+                of_kind[path] = of_kind.get(path, 0) + sent
     durations = [(record["end"] - record["begin"]) / 1e6 for record in records]
     mean = sum(durations) / ranks
     compute = [sum(b - a for name, a, b in record["spans"] if name in COMPUTE) / 1e6 for record in records]
@@ -56,6 +62,7 @@ def merge_step(records: Sequence[Mapping]) -> dict:
         "straggler_ms": straggler,
         "exposed_ms": {kind: sum(times) / ranks for kind, times in exposed.items()},
         "bytes": moved,
+        "paths": paths,
         "compute_ms": compute,
         "imbalance": max(compute) * ranks / sum(compute) if sum(compute) else 1.0,
         "spans_ms": spans,
@@ -101,6 +108,8 @@ class Summary:
         flat |= {k: figures[k] for k in _SOMETIMES if k in figures}
         for group in ("exposed_ms", "bytes", "spans_ms"):
             flat |= {f"{group}/{name}": value for name, value in figures[group].items()}
+        for kind, by_path in figures.get("paths", {}).items():
+            flat |= {f"paths/{kind}/{path}": sent for path, sent in by_path.items()}
         for name, value in flat.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
             self._counts[name] = self._counts.get(name, 0) + 1
@@ -120,6 +129,10 @@ class Summary:
             return {n.split("/", 1)[1]: v for n, v in means.items() if n.startswith(f"{prefix}/")}
 
         exposed = group("exposed_ms")
+        paths: dict[str, dict[str, float]] = {}
+        for name, sent in group("paths").items():
+            kind, path = name.split("/", 1)
+            paths.setdefault(kind, {})[path] = sent
         return {
             "ranks": self.ranks,
             "steps": self._seen,
@@ -131,6 +144,7 @@ class Summary:
             "exposed_percent": 100 * sum(exposed.values()) * measured / (seconds * 1e3),
             "exposed_ms": exposed,
             "bytes_per_step": group("bytes"),
+            "paths": paths,  # bytes a step, by kind of traffic and by what carried them
             **{name: means.get(name) for name in _SOMETIMES},
             "imbalance": means["imbalance"],
             "spans_ms": group("spans_ms"),

@@ -11,7 +11,7 @@ waits for that thread: what counts as waiting is then the part of each that fall
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -28,9 +28,9 @@ _KEPT = 1024  # finished steps that wait to be drained; who never drains keeps t
 class Arrival:
     """One collective under way."""
 
-    def __init__(self, ledger: Ledger | Side, kind: str, sent: int, received: int) -> None:
+    def __init__(self, ledger: Ledger | Side, kind: str, sent: int, received: int, path: str) -> None:
         self._ledger, self._clock = ledger, ledger.clock
-        self.kind, self.sent, self.received = kind, sent, received
+        self.kind, self.sent, self.received, self.path = kind, sent, received, path
         self.issued = self._clock.stamp()
         self.waited: Any = None
         self.done: Any = None
@@ -90,10 +90,10 @@ class Ledger:
             finally:
                 step.spans.append((name, begin, self.clock.stamp()))
 
-    def arrive(self, kind: str, sent: int, received: int) -> Arrival:
-        """This rank has arrived at a collective; call `wait()` on the result around the blocking part."""
+    def arrive(self, kind: str, sent: int, received: int, path: str) -> Arrival:
+        """This rank has arrived at a collective; call `wait()` on the result around the blocking part. `path`: what carries it."""
         assert kind in KINDS, kind
-        return Arrival(self, kind, sent, received)
+        return Arrival(self, kind, sent, received, path)
 
     def record(self, arrival: Arrival) -> None:
         if self._step is not None:
@@ -135,6 +135,7 @@ class Ledger:
             # What another thread's stream has not reached yet is left out.
             "spans": [[name, *times] for name, *stamps in step.spans if None not in (times := [read(s) for s in stamps])],
             "collectives": [self._times(a) for a in step.arrivals if a.done is not None],
+            "paths": _by_path(a for a in step.arrivals if a.done is not None),
             "counters": {name: float(value) for name, value in step.counters.items()},
         }
 
@@ -149,21 +150,30 @@ class Ledger:
         return [arrival.kind, arrival.sent, arrival.received, read(arrival.issued), waited, done]
 
 
+def _by_path(arrivals: Iterable[Arrival]) -> dict[str, dict[str, int]]:
+    """Bytes that left this rank, by kind and by what carried them."""
+    paths: dict[str, dict[str, int]] = {}
+    for arrival in arrivals:
+        of_kind = paths.setdefault(arrival.kind, {})
+        of_kind[arrival.path] = of_kind.get(arrival.path, 0) + arrival.sent
+    return paths
+
+
 class Side:
     """The ledger of another thread: its spans carry its name, its collectives wait until the main thread takes them over."""
 
     def __init__(self, ledger: Ledger | Side, name: str) -> None:
         self._ledger: Ledger = ledger if isinstance(ledger, Ledger) else ledger._ledger
-        self._name = name
+        self.name = name
         self._arrivals: list[Arrival] = []
         self.clock = self._ledger.clock
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        return self._ledger.span(f"{self._name}/{name}")
+        return self._ledger.span(f"{self.name}/{name}")
 
-    def arrive(self, kind: str, sent: int, received: int) -> Arrival:
+    def arrive(self, kind: str, sent: int, received: int, path: str) -> Arrival:
         assert kind in KINDS, kind
-        return Arrival(self, kind, sent, received)
+        return Arrival(self, kind, sent, received, path)
 
     def record(self, arrival: Arrival) -> None:
         self._arrivals.append(arrival)

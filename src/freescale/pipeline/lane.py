@@ -61,7 +61,7 @@ class Lane:
         """Opens a channel: a collective."""
         self.name, self.device = name, transport.device
         self.side = Side(transport.ledger, name)
-        self.transport = transport.channel(self.side)
+        self.transport = transport.channel(self.side, urgent)
         cuda = self.device.type == "cuda"
         # Ahead of the compute, whose kernels fill the device: a lane's are many, small, and wait for each other.
         self.stream = torch.cuda.Stream(self.device, priority=-2 if urgent else -1) if cuda else None

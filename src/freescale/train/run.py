@@ -26,7 +26,7 @@ def _agreed_folder(folder: Path, resume: bool, transport: Transport) -> Path:
 
 def run_training(config: RunConfig, folder: Path, resume: bool, prepared: Callable[[], Path]) -> None:
     path = prepared()  # before the ranks meet: it may take long, and its errors are the same on every rank
-    transport = connect(config.train.device, config.train.timeout)
+    transport = connect(config.train.device, config.train.timeout, config.train.transport)
     folder = _agreed_folder(folder, resume, transport)
     watcher = None
     if transport.rank == 0:
@@ -61,7 +61,7 @@ def _show(results: dict, folder: Path) -> None:
 
 def run_evaluation(config: RunConfig, folder: Path, part: str, prepared: Callable[[], Path]) -> None:
     path = prepared()
-    transport = connect(config.train.device, config.train.timeout)
+    transport = connect(config.train.device, config.train.timeout, config.train.transport)
     checkpoints = Checkpoints(folder / "checkpoints", transport)
     latest = checkpoints.latest()
     if latest is None:

@@ -123,6 +123,7 @@ def build_parallel(config: RunConfig, data: Histories, transport: Transport) -> 
         init_std=config.model.width**-0.5,
         seed=train.seed,
         row_clip=train.row_clip,
+        wire_dtype=torch.bfloat16 if train.wire_precision == "bf16" else None,
     )
 
 
@@ -279,7 +280,7 @@ class Trainer:
         return [
             f"{data.num_samples:,} users, {data.num_items:,} items; {self.transport.world} ranks on {device}, "
             f"global batch {data.global_batch}, schedule {self.config.train.schedule}, balance {self.config.train.balance}",
-            f"{parameters:,} dense parameters",
+            f"{parameters:,} dense parameters; {self.transport.about}",
             *self.parallel.tables.describe(),
         ]
 

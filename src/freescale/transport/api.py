@@ -18,8 +18,12 @@ class TransportError(RuntimeError):
 class Handle(Protocol):
     """A collective under way."""
 
-    def wait(self) -> Tensor:
-        """The result. Blocks the host; on CUDA tensors of a transport that is no channel, the current stream alone."""
+    path: str  # what carries it
+    bytes: int  # that leave this rank
+
+    def wait(self, host: bool = False) -> Tensor:
+        """The result, for what the current stream does next. The host waits as long as it has a part in it; with `host`, until the
+        bytes are there."""
 
 
 class Transport(Protocol):
@@ -30,6 +34,7 @@ class Transport(Protocol):
     device: torch.device
     ledger: Ledger | Side
     lines: int  # messages that it can carry beside each other
+    about: str  # its name, and why it was chosen
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Handle:
         """Rows of tensor [sum(send), ...] to the ranks, in rank order -> [sum(receive), ...], in rank order."""
@@ -43,9 +48,9 @@ class Transport(Protocol):
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's bytes, of any length, in rank order. Blocking; for control, not for the step."""
 
-    def channel(self, ledger: Side) -> Transport:
-        """Another transport over the same ranks, for another thread: its traffic neither waits for this one's nor holds it up. For
-        AllToAll only. A collective."""
+    def channel(self, ledger: Side, urgent: bool = False) -> Transport:
+        """Another transport over the same ranks, for another thread: its traffic neither waits for this one's nor holds it up, and
+        what is urgent goes ahead of the rest where the transport can. For AllToAll only. A collective."""
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
         """Each rank's clock offset to rank 0 and its uncertainty, in nanoseconds."""

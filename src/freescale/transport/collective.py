@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freescale.observe.ledger import Arrival, Ledger, Side
-from freescale.transport.api import TransportError
+from freescale.transport.api import Handle, TransportError
 
 _PINGS = 8
 _PLANNING = ("counts", "samples")  # kinds
@@ -49,14 +49,17 @@ def guarded(call: Callable[[], Any], what: str) -> Any:
 class _Pending:
     def __init__(self, start: Callable[[], UnderWay], arrival: Arrival, describe: str) -> None:
         self._arrival, self._describe = arrival, describe
+        self.path, self.bytes = arrival.path, arrival.sent
         self._under_way: UnderWay | None = guarded(start, describe)
 
-    def wait(self) -> Tensor:
+    def wait(self, host: bool = False) -> Tensor:
         """Once: what was sent, and the result but for the caller, are free afterwards."""
         assert self._under_way is not None, "a collective is waited for once"
         (work, result), self._under_way = self._under_way, None
         with self._arrival.wait():
             guarded(work.wait, self._describe)
+            if host and result.device.type == "cuda":
+                torch.cuda.current_stream(result.device).synchronize()
         return result
 
 
@@ -118,6 +121,7 @@ class Collective:
         """`owner`: torch's default group was made for this transport and ends with it. `timeout` is that of further channels.
         `lines`: gloo's groups, whatever the device, that AllToAlls take in turn."""
         self._owner, self._timeout = owner, timeout
+        self.about = "transport collective"
         self.lines, self._next_line = max(1, len(lines)), cycle(lines) if lines else None
         self.device = torch.device(device)
         world = group if group is not None else dist.group.WORLD
@@ -131,29 +135,30 @@ class Collective:
         """What is planned on the host travels beside the rows, not behind them, and never waits for a GPU."""
         return self.control if kind in _PLANNING and tensor.device.type == "cpu" else self.group
 
-    def _start(self, kind: str, sent: int, received: int, start: Callable[[], UnderWay]) -> _Pending:
-        arrival = self.ledger.arrive(kind, sent, received)
+    def _begin(self, kind: str, sent: int, received: int, path: str, start: Callable[[], UnderWay]) -> _Pending:
+        arrival = self.ledger.arrive(kind, sent, received, path)
         return _Pending(start, arrival, f"rank {self.rank}: exchange of {kind} ({sent:,} bytes out, {received:,} in)")
 
-    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> _Pending:
+    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Handle:
         assert tensor.is_contiguous() and sum(send) == tensor.shape[0], (send, tensor.shape)
         output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
         size = tensor.element_size() * (tensor[0].numel() if tensor.shape[0] else output[:1].numel())
         sent, received = (size * (sum(part) - part[self.rank]) for part in (list(send), list(receive)))
         group = self._group(tensor, kind)
+        staged = self._next_line is not None and tensor.device.type == "cuda"
 
         def start() -> UnderWay:
             # Nobody waits at once for what is planned: gloo's threads may post it, where pairs take the caller's time.
             if self._next_line is not None or (tensor.device.type == "cpu" and kind not in _PLANNING):
                 line = next(self._next_line) if self._next_line is not None else group
-                by = _Pairs if tensor.device.type == "cpu" else _Staged
+                by = _Staged if staged else _Pairs
                 return by(output, tensor, list(receive), list(send), line), output
             work = dist.all_to_all_single(output, tensor, list(receive), list(send), group=group, async_op=True)
             return work, output
 
-        return self._start(kind, sent, received, start)
+        return self._begin(kind, sent, received, "gloo through pinned memory" if staged else self._path(tensor), start)
 
-    def all_gather(self, tensor: Tensor, kind: str) -> _Pending:
+    def all_gather(self, tensor: Tensor, kind: str) -> Handle:
         output = tensor.new_empty((self.world, *tensor.shape))
         size = tensor.numel() * tensor.element_size() * (self.world - 1)
         group = self._group(tensor, kind)
@@ -162,12 +167,16 @@ class Collective:
             parts = list(output.unbind(0))
             return dist.all_gather(parts, tensor.contiguous(), group=group, async_op=True), output
 
-        return self._start(kind, size, size, start)
+        return self._begin(kind, size, size, self._path(tensor), start)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> _Pending:
         # What a ring moves per rank: each of reduce-scatter and all-gather passes (world - 1) / world of the tensor.
         size = 2 * tensor.numel() * tensor.element_size() * (self.world - 1) // self.world
-        return self._start(kind, size, size, lambda: (dist.all_reduce(tensor, group=self.group, async_op=True), tensor))
+        reduce = lambda: (dist.all_reduce(tensor, group=self.group, async_op=True), tensor)  # noqa: E731
+        return self._begin(kind, size, size, self._path(tensor), reduce)
+
+    def _path(self, tensor: Tensor) -> str:
+        return "gloo" if tensor.device.type == "cpu" else "nccl"
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         return guarded(lambda: self._gather_bytes(payload), f"rank {self.rank}: exchange of control messages")
@@ -183,7 +192,7 @@ class Collective:
         dist.all_gather(parts, mine, group=self.control)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
-    def channel(self, ledger: Side) -> Collective:
+    def channel(self, ledger: Side, urgent: bool = False) -> Collective:
         """Groups of its own: connections and threads of its own."""
         ranks = dist.get_process_group_ranks(self.group)
         lines = [dist.new_group(ranks, timeout=self._timeout, backend="gloo") for _ in range(_LINES[self.device.type])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from datetime import timedelta
 
@@ -10,8 +11,11 @@ import torch.distributed as dist
 
 from freescale.observe.ledger import Ledger
 from freescale.transport.api import Transport, TransportError
+from freescale.transport.choice import choose, rdma_devices, ucx_installed
 from freescale.transport.collective import Collective
+from freescale.transport.hostwire import Hostwire
 from freescale.transport.local import Local
+from freescale.transport.shared import machine
 
 _MEETING = 600.0  # seconds that the first rank waits for the last: machines prepare their data at different speeds
 
@@ -28,16 +32,17 @@ def choose_device(device: str, local_rank: int, local_world: int) -> torch.devic
     return torch.device("cuda", local_rank)
 
 
-def connect(device: str | torch.device = "auto", timeout: float = 120.0) -> Transport:
+def connect(device: str | torch.device = "auto", timeout: float = 120.0, transport: str = "auto") -> Transport:
     """A transport over all ranks. Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ... are set) it joins them; alone it is
-    `Local`. A process group that exists already is used as it is. `timeout` bounds every collective, in seconds."""
+    `Local`. A process group that exists already is used as it is. `timeout` bounds every collective, in seconds. `transport`: auto,
+    collective, hostwire-gloo or hostwire-ucx; `about` of what is returned says which and why."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     chosen = device if isinstance(device, torch.device) else choose_device(device, local_rank, local_world)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if dist.is_initialized():
-        return _joined(chosen, timeout, owner=False)
+        return _joined(chosen, timeout, transport, owner=False)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Local(chosen, Ledger(chosen))
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
@@ -48,12 +53,23 @@ def connect(device: str | torch.device = "auto", timeout: float = 120.0) -> Tran
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
         raise TransportError(f"rank {os.environ['RANK']} could not join the others at {where}: {reason}") from error
-    return _joined(chosen, timeout, owner=True)
+    return _joined(chosen, timeout, transport, owner=True)
 
 
-def _joined(device: torch.device, timeout: float, owner: bool) -> Collective:
+def _joined(device: torch.device, timeout: float, transport: str, owner: bool) -> Collective:
     """Groups of our own for the step's tensors and for control traffic: the two never mix, and `timeout` holds for both."""
     limit = timedelta(seconds=timeout)
     group = dist.new_group(timeout=limit)
     control = dist.new_group(timeout=limit, backend="gloo")
-    return Collective(device, Ledger(device), group=group, control=control, owner=owner, timeout=limit)
+    made = Collective(device, Ledger(device), group=group, control=control, owner=owner, timeout=limit)
+    # Ranks may have different packages and devices: they decide by what all of them have.
+    found = [
+        json.loads(part)
+        for part in made.gather_bytes(json.dumps([machine().hex(), ucx_installed(), bool(rdma_devices())]).encode())
+    ]
+    machines = len({name for name, _, _ in found})
+    chosen, why = choose(transport, device.type, machines, all(ucx for _, ucx, _ in found), all(rdma for _, _, rdma in found))
+    if chosen != "collective":
+        made = Hostwire(device, made.ledger, group, control, chosen.removeprefix("hostwire-"), owner=owner, timeout=limit)
+    made.about = f"transport {chosen} ({why})"
+    return made

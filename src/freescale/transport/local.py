@@ -11,10 +11,13 @@ from freescale.observe.ledger import Ledger, Side
 
 
 class _Done:
+    path = "local"
+    bytes = 0
+
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
-    def wait(self) -> Tensor:
+    def wait(self, host: bool = False) -> Tensor:
         return self._tensor
 
 
@@ -22,13 +25,14 @@ class Local:
     rank = 0
     world = 1
     lines = 1
+    about = "transport local (one process)"
 
     def __init__(self, device: torch.device | str = "cpu", ledger: Ledger | Side | None = None) -> None:
         self.device = torch.device(device)
         self.ledger: Ledger | Side = ledger or Ledger(self.device)
 
     def _through(self, tensor: Tensor, kind: str) -> _Done:
-        with self.ledger.arrive(kind, 0, 0).wait():
+        with self.ledger.arrive(kind, 0, 0, "local").wait():
             return _Done(tensor)
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> _Done:
@@ -44,7 +48,7 @@ class Local:
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload]
 
-    def channel(self, ledger: Side) -> Local:
+    def channel(self, ledger: Side, urgent: bool = False) -> Local:
         return Local(self.device, ledger)
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:

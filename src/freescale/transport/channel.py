@@ -1,0 +1,327 @@
+"""A channel of hostwire: transfers in one order, the same on every rank, carried by two threads. One sends, one receives.
+
+    out   device -> slot of the ring -> wire          a slot is copied to while the one before it is on the wire
+    in    wire -> slot -> device
+
+On CPU tensors, and over a wire that takes any memory, there are no slots: pieces go from tensor to tensor.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freescale.transport.api import TransportError
+from freescale.transport.gate import Gate
+from freescale.transport.memory import Pinned
+from freescale.transport.wires import Arriving, Sending, Wire
+
+SLOTS = 5  # of a ring: one is copied to, some are on the wire, one is copied from
+AHEAD = 3  # pieces that are expected before the first has come
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of a transfer to or from one peer, whole."""
+
+    peer: int
+    bytes: Tensor  # [n], of the tensor that is sent or received
+
+
+@dataclass
+class Round:
+    """Parts that travel together. A ring has several: a round sends what the one before it brought."""
+
+    parts: Sequence[Part]
+    landed: threading.Event = field(default_factory=threading.Event)  # of received rounds: what they brought can be sent on
+    after: Round | None = None
+
+
+class Transfer:
+    """What is waited for. `urgent` transfers are given way to."""
+
+    def __init__(self, kind: str, out: Sequence[Round], into: Sequence[Round], urgent: bool, device: torch.device) -> None:
+        self.kind, self.out, self.into, self.urgent, self.device = kind, out, into, urgent, device
+        self.cuda = device.type == "cuda"
+        self.error: BaseException | None = None
+        self.begun = _recorded(device)
+        self.arrived: torch.cuda.Event | None = None
+        self._halves = 2
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._then: Callable[[], None] = lambda: None
+
+    def finished(self, then: Callable[[], None]) -> None:
+        """`then` is called once, when both halves are done or one has failed."""
+        self._then = then
+
+    def half_done(self, error: BaseException | None = None) -> None:
+        with self._lock:
+            self._halves -= 1
+            over = not self._done.is_set() and (self._halves == 0 or error is not None)
+            if over:
+                self.error = error
+                self._done.set()
+        if over:
+            self.out, self.into = (), ()
+            self._then()
+
+    def wait(self) -> None:
+        """What the caller issues from now on has the result. The threads keep the time."""
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+        if self.arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.arrived)
+
+
+class Channel:
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        device: torch.device,
+        routes: Sequence[Wire],
+        ring: Pinned,
+        gate: Gate,
+        piece: int,
+        seconds: float,
+    ) -> None:
+        """`routes`: the wire to each rank. `ring`: SLOTS slots, which the wires can send from. `piece`: the largest, in bytes."""
+        self.name, self.rank, self.device, self.routes = name, rank, device, routes
+        self._gate, self._piece, self._seconds = gate, piece, seconds
+        slot = ring.bytes.numel() // SLOTS
+        assert not slot or piece <= slot, (piece, slot)
+        cuda = device.type == "cuda"
+        self._slots = ring.bytes.split(slot) if ring.bytes.numel() else ()
+        self._into = Pinned(SLOTS * piece, device) if cuda and any(wire.direct for wire in routes) else None
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if cuda else [None, None]
+        self._sent: list[list[tuple[Sending, int]]] = [[] for _ in self._slots]  # what leaves from each slot, and to whom
+        self._queues: list[queue.SimpleQueue[Transfer | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]
+        self._threads: list[threading.Thread] = []
+        self._error: BaseException | None = None
+        self._landing: deque[tuple[Any, Arriving]] = deque()  # copies to the device that may be under way
+        self._filled = 0  # slots, ever: out
+        self._taken = 0  # slots of `_into`, ever
+
+    def submit(self, transfer: Transfer) -> None:
+        if transfer.urgent:
+            self._gate.begin()
+            transfer.finished(self._gate.end)
+        if self._error is not None:
+            transfer.half_done(self._error)
+            return
+        if not self._threads:
+            # Daemons: a thread that waits for a dead rank must not keep the process from ending.
+            for half, work in enumerate((self._send, self._receive)):
+                name = f"freescale {self.name} {('out', 'in')[half]}"
+                self._threads.append(threading.Thread(target=self._work, args=(half, work), name=name, daemon=True))
+                self._threads[-1].start()
+        for waiting in self._queues:
+            waiting.put(transfer)
+
+    def close(self) -> None:
+        """Ends the threads once what was submitted is done; the wires are whoever's who opened them."""
+        for waiting in self._queues:
+            waiting.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+        self._threads = []
+        if self._into is not None:
+            self._into.close()
+
+    def _work(self, half: int, work: Callable[[Transfer], None]) -> None:
+        waiting, stream = self._queues[half], self._streams[half]
+        with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
+            while (transfer := waiting.get()) is not None:
+                if self._error is None:
+                    try:
+                        if transfer.begun is not None:
+                            torch.cuda.current_stream(self.device).wait_event(transfer.begun)
+                        work(transfer)
+                    except BaseException as error:  # noqa: BLE001 - raised where the transfer is waited for
+                        self._fail(error)
+                transfer.half_done(self._error)
+                transfer = None
+                if half and waiting.empty():
+                    self._settle(0)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+            for wire in {id(wire): wire for wire in self.routes}.values():
+                wire.close()
+
+    # ---- out
+
+    def _send(self, transfer: Transfer) -> None:
+        left = sum(part.bytes.numel() for round_ in transfer.out for part in round_.parts)
+        for round_ in transfer.out:
+            if round_.after is not None:
+                self._landed(round_.after, transfer)
+            direct: deque[tuple[int, int, Sending]] = deque()
+            staged: deque[tuple[Any, int, list[tuple[int, Tensor]]]] = deque()
+            for batch in self._batches(round_.parts, transfer):
+                if not transfer.urgent:
+                    self._gate.give_way()
+                if not self._by_slot(batch[0][0], transfer):
+                    ((peer, piece),) = batch
+                    if len(direct) >= AHEAD:
+                        left = self._wait_sent(*direct.popleft(), left, transfer)
+                    direct.append((peer, piece.numel(), self._guarded(self.routes[peer].send, transfer, peer, left, peer, piece)))
+                    continue
+                staged.append(self._fill(batch, transfer, left))
+                if len(staged) > 1:
+                    left = self._post(*staged.popleft(), left, transfer)
+            while staged:
+                left = self._post(*staged.popleft(), left, transfer)
+            while direct:
+                left = self._wait_sent(*direct.popleft(), left, transfer)
+        # Nothing is sent from the tensor any more: what is in slots is a copy.
+
+    def _by_slot(self, peer: int, transfer: Transfer) -> bool:
+        return transfer.cuda or not self.routes[peer].direct
+
+    def _batches(self, parts: Sequence[Part], transfer: Transfer) -> Iterator[list[tuple[int, Tensor]]]:
+        """Pieces that go together: through one slot if they go by slots, alone otherwise."""
+        batch: list[tuple[int, Tensor]] = []
+        size = 0
+        for part in parts:
+            for piece in part.bytes.split(piece_of(part.bytes.numel(), self._piece)) if part.bytes.numel() else ():
+                if not self._by_slot(part.peer, transfer):
+                    yield [(part.peer, piece)]
+                    continue
+                if batch and size + piece.numel() > self._piece:
+                    yield batch
+                    batch, size = [], 0
+                batch.append((part.peer, piece))
+                size += -(-piece.numel() // 16) * 16
+        if batch:
+            yield batch
+
+    def _fill(self, batch: list[tuple[int, Tensor]], transfer: Transfer, left: int) -> tuple[Any, int, list[tuple[int, Tensor]]]:
+        """Copies the pieces to the next slot, once all that left from it has been read."""
+        number = self._filled % SLOTS
+        self._filled += 1
+        for sending, peer in self._sent[number]:
+            self._guarded(sending.wait, transfer, peer, left, self._seconds)
+        self._sent[number] = []
+        begin, copies = 0, []
+        for peer, piece in batch:
+            copy = self._slots[number][begin : begin + piece.numel()]
+            copy.copy_(piece, non_blocking=True)
+            copies.append((peer, copy))
+            begin += -(-piece.numel() // 16) * 16  # aligned for every dtype
+        return _recorded(transfer.device, blocking=True), number, copies
+
+    def _post(self, copied: Any, number: int, copies: list[tuple[int, Tensor]], left: int, transfer: Transfer) -> int:
+        if copied is not None:
+            copied.synchronize()  # a core that waits is free for others
+        for peer, copy in copies:
+            self._sent[number].append((self._guarded(self.routes[peer].send, transfer, peer, left, peer, copy), peer))
+            left -= copy.numel()
+        if transfer.urgent:
+            self._gate.moved()
+        return left
+
+    def _wait_sent(self, peer: int, size: int, sending: Sending, left: int, transfer: Transfer) -> int:
+        self._guarded(sending.wait, transfer, peer, left, self._seconds)
+        if transfer.urgent:
+            self._gate.moved()
+        return left - size
+
+    # ---- in
+
+    def _receive(self, transfer: Transfer) -> None:
+        left = sum(part.bytes.numel() for round_ in transfer.into for part in round_.parts)
+        for round_ in transfer.into:
+            expected: deque[tuple[int, Tensor, Arriving]] = deque()
+            for part in round_.parts:
+                for piece in part.bytes.split(piece_of(part.bytes.numel(), self._piece)) if part.bytes.numel() else ():
+                    if not transfer.urgent:
+                        self._gate.give_way()
+                    if len(expected) >= AHEAD:
+                        left = self._land(*expected.popleft(), left, transfer)
+                    expected.append((part.peer, piece, self._expect(part.peer, piece, transfer, left)))
+            while expected:
+                left = self._land(*expected.popleft(), left, transfer)
+            transfer.arrived = _recorded(transfer.device)
+            round_.landed.set()
+
+    def _expect(self, peer: int, piece: Tensor, transfer: Transfer, left: int) -> Arriving:
+        wire, into = self.routes[peer], None
+        if wire.direct:
+            into = piece
+            if transfer.cuda:
+                assert self._into is not None
+                self._settle(SLOTS - AHEAD - 1)  # its slots are used in turn
+                begin = self._taken % SLOTS * self._piece
+                self._taken += 1
+                into = self._into.bytes[begin : begin + piece.numel()]
+        return self._guarded(wire.expect, transfer, peer, left, peer, piece.numel(), into)
+
+    def _land(self, peer: int, piece: Tensor, arriving: Arriving, left: int, transfer: Transfer) -> int:
+        if not arriving.ready():
+            self._settle(0)  # nobody may have to wait for a slot of which this rank, itself waiting, has not said that it read it
+        came = self._guarded(arriving.wait, transfer, peer, left, self._seconds)
+        if came.data_ptr() != piece.data_ptr():
+            piece.copy_(came, non_blocking=True)
+        self._landing.append((_recorded(transfer.device, blocking=True), arriving))
+        self._settle(2 if transfer.cuda else 0)
+        if transfer.urgent:
+            self._gate.moved()
+        return left - piece.numel()
+
+    def _settle(self, leave: int) -> None:
+        """All but some copies to the device have ended; where they came from is free."""
+        while len(self._landing) > leave:
+            copied, arriving = self._landing.popleft()
+            if copied is not None:
+                copied.synchronize()
+            arriving.free()
+
+    # ---- both
+
+    def _landed(self, round_: Round, transfer: Transfer) -> None:
+        """Waits until another thread has received a round; its own waits are limited, and its failure ends this one."""
+        while not round_.landed.wait(0.1):
+            if self._error is not None:
+                raise self._error
+        if transfer.arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(transfer.arrived)
+
+    def _guarded(self, call: Callable[..., Any], transfer: Transfer, peer: int, left: int, *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except torch.AcceleratorError:  # a kernel's fault, which the host hears of here
+            raise
+        except (RuntimeError, OSError) as error:
+            if self._error is not None:
+                raise self._error from error
+            what = f"{'urgent' if transfer.urgent else 'bulk'} exchange of {transfer.kind} failed"
+            reason = (str(error).splitlines() or [""])[0][:120] or type(error).__name__
+            raise TransportError(
+                f"rank {self.rank}: {what}: rank {peer} died or fell silent, {left:,} bytes outstanding ({reason})"
+            ) from error
+
+
+def piece_of(size: int, largest: int) -> int:
+    """Bytes of a piece of a part, the same on both sides: large parts in eighths, so that the stages overlap."""
+    eighth = -(-size // 8 // 4096) * 4096
+    return max(1, min(largest, max(eighth, 1 << 18)))
+
+
+def _recorded(device: torch.device, blocking: bool = False) -> Any:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(blocking=blocking)
+    event.record()
+    return event

@@ -1,0 +1,35 @@
+"""Which transport a run takes, and why. A pure function of what is there."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+TRANSPORTS = ("auto", "collective", "hostwire-gloo", "hostwire-ucx")
+
+
+def ucx_installed() -> bool:
+    return importlib.util.find_spec("ucxx") is not None
+
+
+def rdma_devices() -> list[str]:
+    folder = Path("/sys/class/infiniband")
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+
+def choose(asked: str, device: str, machines: int, ucx: bool, rdma: bool) -> tuple[str, str]:
+    """(transport, why). `device`: cpu or cuda. `machines`: that the ranks are on. `ucx`, `rdma`: whether every rank has it."""
+    if asked not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {asked!r}")
+    if asked == "hostwire-ucx" and not ucx:
+        raise ValueError("transport hostwire-ucx needs the package ucxx on every rank: pip install 'freescale[ucx]'")
+    if asked != "auto":
+        return asked, "as asked"
+    if device == "cpu":
+        return "collective", "on CPUs there are no multiprocessors to spare; hostwire-gloo lets urgent traffic overtake"
+    if machines == 1:
+        return "hostwire-gloo", "GPUs of one machine: copy engines and shared memory carry what is not summed, NCCL the rest"
+    if ucx and rdma:
+        return "hostwire-ucx", "copy engines and RDMA (UCX) carry what is not summed, NCCL the rest"
+    lacking = " and ".join(what for what, there in (("ucxx", ucx), ("an RDMA device", rdma)) if not there)
+    return "hostwire-gloo", f"copy engines and TCP (gloo) carry what is not summed, NCCL the rest; for UCX {lacking} is missing"

@@ -1,0 +1,36 @@
+"""Urgent overtakes bulk: between two pieces, bulk traffic of this rank gives way to what is urgent."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+_PATIENCE = 0.02  # seconds: urgent traffic that does not move for so long waits for a slow rank, not for the network
+
+
+class Gate:
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._urgent = 0  # transfers under way
+        self._moved = 0.0  # when the last of their pieces did
+
+    def begin(self) -> None:
+        with self._condition:
+            self._urgent += 1
+            self._moved = time.monotonic()
+
+    def moved(self) -> None:
+        self._moved = time.monotonic()
+
+    def end(self) -> None:
+        with self._condition:
+            self._urgent -= 1
+            self._condition.notify_all()
+
+    def give_way(self) -> None:
+        """Never for good: an urgent transfer may itself wait for a rank that waits for this bulk."""
+        if not self._urgent:
+            return
+        with self._condition:
+            while self._urgent and (left := self._moved + _PATIENCE - time.monotonic()) > 0:
+                self._condition.wait(left)

@@ -1,0 +1,228 @@
+"""Transport without multiprocessors: what adds no numbers leaves a GPU by its copy engines and crosses the network from the CPU.
+
+AllToAll goes pair by pair, AllGather as a ring (small ones pair by pair), each on a channel (channel.py) over a wire (wires.py);
+the part that stays is copied without the wire. What is summed goes over the process group, NCCL's on GPUs. On CPU tensors the same
+code runs without the copies.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from freescale.observe.ledger import Arrival, Ledger, Side
+from freescale.transport.api import TransportError
+from freescale.transport.channel import SLOTS, Channel, Part, Round, Transfer
+from freescale.transport.collective import Collective
+from freescale.transport.gate import Gate
+from freescale.transport.memory import Pinned, shared_file
+from freescale.transport.shared import SharedWire, machine
+from freescale.transport.shared import connect as connect_shared
+from freescale.transport.wires import GlooWire, Wire
+
+_LARGEST = 4 << 20  # bytes of a piece
+_SMALLEST = 64 << 10
+_PROBE = 256 << 10
+_PIECE_SECONDS = 0.004  # that a piece takes at most on the network: what urgent traffic waits for
+_RING = 256 << 10  # bytes that every rank sends: below, an AllGather goes pair by pair
+_LINES = {"cpu": 1, "cuda": 3}  # groups of gloo that a channel takes in turn
+_URGENT = ("counts",)  # kinds, whatever the channel
+WIRES = ("gloo", "ucx")
+
+
+class Pending:
+    """A transfer under way."""
+
+    def __init__(self, transfer: Transfer, output: Tensor, arrival: Arrival, path: str, sent: Tensor) -> None:
+        self._transfer, self._output, self._arrival, self._sent = transfer, output, arrival, sent
+        self.path, self.bytes = path, arrival.sent
+
+    def wait(self, host: bool = False) -> Tensor:
+        with self._arrival.wait():
+            self._transfer.wait()
+            if host and self._transfer.arrived is not None:
+                self._transfer.arrived.synchronize()
+        return self._output
+
+
+class Hostwire(Collective):
+    """`wire`: between machines, gloo or ucx. Ranks of one machine share memory over gloo's; UCX finds its own way."""
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        ledger: Ledger | Side,
+        group: dist.ProcessGroup,
+        control: dist.ProcessGroup,
+        wire: str = "gloo",
+        shared: bool = True,
+        owner: bool = False,
+        timeout: timedelta = timedelta(seconds=120),
+        above: Hostwire | None = None,
+        urgent: bool = False,
+    ) -> None:
+        """`shared`: memory, between ranks of one machine. `above`: the transport that this one is a channel of. A collective."""
+        super().__init__(device, ledger, group=group, control=control, owner=owner, timeout=timeout)
+        self.wire, self.shared, self._urgent = wire, shared, urgent
+        self.lines = 2  # messages under way: one is copied while the other is on the wire
+        self._below: list[Hostwire] = []
+        seconds = timeout.total_seconds()
+        self._gate: Gate = above._gate if above is not None else Gate()
+        self._neighbours: list[int] = above._neighbours if above is not None else self._same_machine()
+        self._wires: list[Wire] = []
+        self._open(seconds)
+        self.piece: int = above.piece if above is not None else self._agreed_piece(seconds)
+        name = ledger.name if isinstance(ledger, Side) else "main"
+        self._channel = Channel(name, self.rank, self.device, self._routes, self._ring, self._gate, self.piece, seconds)
+
+    # ---- opening
+
+    def _same_machine(self) -> list[int]:
+        machines = self.gather_bytes(machine())
+        return [rank for rank in range(self.world) if rank != self.rank and machines[rank] == machines[self.rank]]
+
+    def _open(self, seconds: float) -> None:
+        """The wires and the ring they send from. All ranks try; if one fails, all say so."""
+        size = SLOTS * _LARGEST
+        neighbours = self._neighbours if self.shared and self.wire == "gloo" else []
+        error = ""
+        self._file: int | None = None
+        try:
+            if neighbours:
+                self._file = shared_file(size)
+            elsewhere = self.world - 1 > len(neighbours)
+            needed = neighbours or self.device.type == "cuda" and elsewhere
+            self._ring: Pinned = Pinned(size if needed else 0, self.device, self._file)
+        except (RuntimeError, OSError) as caught:
+            error = str(caught)
+        self._all_well(error, "memory that copy engines reach")
+        routes: list[Wire | None] = [None] * self.world
+        try:
+            if any(self.gather_bytes(b"y" * len(neighbours))):
+                assert self._file is not None or not neighbours
+                shared = connect_shared(self.rank, neighbours, self._ring, self._file or 0, self.device, self.gather_bytes, seconds)
+                self._wires.append(shared)
+                for rank in neighbours:
+                    routes[rank] = shared
+        except (RuntimeError, OSError) as caught:
+            error = str(caught)
+        self._all_well(error, "shared memory of one machine")
+        if any(self.gather_bytes(b"" if self.world - 1 == len(neighbours) else b"y")):
+            across = self._across()
+            self._wires.append(across)
+            routes = [route if route is not None else across for route in routes]
+        self._routes: list[Wire] = [route if route is not None else self._wires[0] for route in routes] if self._wires else []
+        if self._file is not None:
+            os.close(self._file)
+
+    def _all_well(self, error: str, what: str) -> None:
+        errors = self.gather_bytes(error.encode())
+        for rank, text in enumerate(errors):
+            if text:
+                raise TransportError(f"hostwire needs {what}, and rank {rank} has none: {text.decode()}")
+
+    def _across(self) -> Wire:
+        if self.wire == "ucx":
+            from freescale.transport.ucx import UcxWire
+
+            return UcxWire(self.rank, self.world, self.gather_bytes)
+        ranks = dist.get_process_group_ranks(self.group)
+        groups = [dist.new_group(ranks, timeout=self._timeout, backend="gloo") for _ in range(_LINES[self.device.type])]
+        return GlooWire(groups)
+
+    def _agreed_piece(self, seconds: float) -> int:
+        """Bytes that the slowest pair moves in `_PIECE_SECONDS`, measured once; between ranks of one machine the largest."""
+        took = 0.0
+        if self.world > 1 and not isinstance(self._routes[(self.rank + 1) % self.world], SharedWire):
+            took = self._probe(_PROBE // 4, seconds) and self._probe(_PROBE, seconds)  # the first opens connections
+        slowest = max(float(text) for text in self.gather_bytes(str(took).encode()))
+        if not slowest:
+            return _LARGEST
+        return max(_SMALLEST, min(_LARGEST, 1 << int(_PROBE / slowest * _PIECE_SECONDS).bit_length() - 1))
+
+    def _probe(self, size: int, seconds: float) -> float:
+        after, before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
+        out, into = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+        begin = time.perf_counter()
+        arriving = self._routes[before].expect(before, size, into)
+        sending = self._routes[after].send(after, out)
+        arriving.wait(seconds)
+        sending.wait(seconds)
+        return time.perf_counter() - begin
+
+    # ---- the protocol
+
+    def path_of(self) -> str:
+        """What carries bytes from this rank to others."""
+        names = sorted({self._routes[peer].path for peer in range(self.world) if peer != self.rank}) if self.world > 1 else []
+        return f"hostwire: {' and '.join(names) or 'nothing to carry'}"
+
+    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Pending:
+        assert tensor.is_contiguous() and sum(send) == tensor.shape[0], (send, tensor.shape)
+        output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+        sent, received = _bytes(tensor, send), _bytes(output, receive)
+        output.split(list(receive))[self.rank].copy_(tensor.split(list(send))[self.rank])
+        order = [(self.rank + distance) % self.world for distance in range(1, self.world)]
+        back = [(self.rank - distance) % self.world for distance in range(1, self.world)]
+        out = [Round([Part(peer, sent[peer]) for peer in order])]
+        into = [Round([Part(peer, received[peer]) for peer in back])]
+        return self._start(kind, out, into, output, tensor)
+
+    def all_gather(self, tensor: Tensor, kind: str) -> Pending:
+        tensor = tensor.contiguous()
+        output = tensor.new_empty((self.world, *tensor.shape))
+        output[self.rank].copy_(tensor)
+        blocks = _bytes(output, [1] * self.world)
+        around = [(self.rank + distance) % self.world for distance in range(1, self.world)]
+        if blocks[0].numel() < _RING:
+            mine = _bytes(tensor[None], [1])[0]
+            out = [Round([Part(peer, mine) for peer in around])]
+            into = [Round([Part(peer, blocks[peer]) for peer in reversed(around)])]
+            return self._start(kind, out, into, output, tensor)
+        after, before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
+        into = [Round([Part(before, blocks[(self.rank - hop - 1) % self.world])]) for hop in range(self.world - 1)]
+        out = [
+            Round([Part(after, blocks[(self.rank - hop) % self.world])], after=into[hop - 1] if hop else None)
+            for hop in range(self.world - 1)
+        ]
+        return self._start(kind, out, into, output, tensor)
+
+    def _start(self, kind: str, out: list[Round], into: list[Round], output: Tensor, tensor: Tensor) -> Pending:
+        sent, received = (sum(p.bytes.numel() for r in rounds for p in r.parts) for rounds in (out, into))
+        path = self.path_of()
+        arrival = self.ledger.arrive(kind, sent, received, path)
+        transfer = Transfer(kind, out, into, self._urgent or kind in _URGENT, output.device)
+        self._channel.submit(transfer)
+        return Pending(transfer, output, arrival, path, tensor)
+
+    def channel(self, ledger: Side, urgent: bool = False) -> Hostwire:
+        assert self._timeout is not None
+        made = Hostwire(
+            self.device, ledger, self.group, self.control, self.wire, self.shared, timeout=self._timeout, above=self, urgent=urgent
+        )
+        self._below.append(made)
+        return made
+
+    def close(self) -> None:
+        for below in self._below:
+            below.close()
+        self._below = []
+        self._channel.close()
+        for wire in self._wires:
+            wire.close()
+            if isinstance(wire, SharedWire):
+                wire.release()
+        self._ring.close()
+        super().close()
+
+
+def _bytes(tensor: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """The bytes of each part of the first dimension."""
+    width = tensor.element_size() * (tensor[:1].numel() if tensor.shape[0] else 0)
+    return tensor.reshape(-1).view(torch.uint8).split([size * width for size in sizes])

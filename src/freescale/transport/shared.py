@@ -1,0 +1,148 @@
+"""The wire between ranks of one machine: a slot of the sender's ring is memory that the receiver can read. Nothing is copied on
+the way; with GPUs the sender's copy engine writes the slot and the receiver's reads it.
+
+Every ordered pair of ranks has a socket (Unix domain). Over it the sender says which bytes of its ring are the next piece, and the
+receiver, once it has read them, that it has. Who waits sleeps, and a peer that dies closes its sockets.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from freescale.transport.memory import Pinned
+
+_PIECE = struct.Struct("<QQ")  # where it begins in the ring, its size
+_READ = b"."  # a piece was read
+_HELLO = struct.Struct("<IQ")  # rank, size of its ring
+
+
+def machine() -> bytes:
+    """Equal on ranks that can share memory: one kernel, one network (of namespaces, each is a host of its own)."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}".encode()
+    except OSError:
+        return b"alone %d %s" % (os.getpid(), uuid.uuid4().bytes)
+
+
+class _Sending:
+    def __init__(self, wire: SharedWire, peer: int) -> None:
+        self._wire, self._peer = wire, peer
+        wire.sent[peer] += 1
+        self._goal = wire.sent[peer]
+
+    def wait(self, seconds: float) -> None:
+        wire, peer = self._wire, self._peer
+        while wire.read[peer] < self._goal:  # pieces are read in the order in which they were sent
+            wire.read[peer] += len(_some(wire.out[peer], 4096, time.monotonic() + seconds))
+
+
+class _Arriving:
+    def __init__(self, wire: SharedWire, peer: int, size: int) -> None:
+        self._wire, self._peer, self._size = wire, peer, size
+
+    def ready(self) -> bool:
+        return bool(select.select([self._wire.into[self._peer]], [], [], 0)[0])
+
+    def wait(self, seconds: float) -> Tensor:
+        begin, size = _PIECE.unpack(_exactly(self._wire.into[self._peer], _PIECE.size, seconds))
+        if size != self._size:
+            raise RuntimeError(f"a piece of {size:,} bytes came where {self._size:,} were expected: ranks disagree on sizes")
+        return self._wire.rings[self._peer].bytes[begin : begin + size]
+
+    def free(self) -> None:
+        self._wire.into[self._peer].sendall(_READ)
+
+
+class SharedWire:
+    """`out`: sockets over which this rank sends, `into`: over which it receives, `rings`: the peers' memory. By peer."""
+
+    path = "shared memory"
+    direct = False
+
+    def __init__(
+        self, ring: Pinned, out: Mapping[int, socket.socket], into: Mapping[int, socket.socket], rings: Mapping[int, Pinned]
+    ):
+        self._ring, self.out, self.into, self.rings = ring, out, into, rings
+        self.sent, self.read = dict.fromkeys(out, 0), dict.fromkeys(out, 0)  # pieces, by this rank and by the peer
+
+    def send(self, peer: int, piece: Tensor) -> _Sending:
+        begin = piece.data_ptr() - self._ring.bytes.data_ptr()
+        sending = _Sending(self, peer)
+        self.out[peer].sendall(_PIECE.pack(begin, piece.numel()))
+        return sending
+
+    def expect(self, peer: int, size: int, into: Tensor | None) -> _Arriving:
+        return _Arriving(self, peer, size)
+
+    def close(self) -> None:
+        for connection in (*self.out.values(), *self.into.values()):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # wakes a thread of ours that waits
+            connection.close()
+
+    def release(self) -> None:
+        """The peers' memory; after the threads have ended."""
+        for ring in self.rings.values():
+            ring.close()
+
+
+def connect(
+    rank: int,
+    peers: list[int],
+    ring: Pinned,
+    file: int,
+    device: torch.device,
+    gather: Callable[[bytes], list[bytes]],
+    seconds: float,
+) -> SharedWire:
+    """A collective of all ranks, `peers` or not: `gather` exchanges addresses among all of them. `file` holds the ring."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.settimeout(seconds)
+    name = b"\0freescale-" + uuid.uuid4().hex.encode()  # abstract: leaves nothing behind
+    listener.bind(name)
+    listener.listen(max(1, len(peers)))
+    names = gather(name)
+    out: dict[int, socket.socket] = {}
+    for peer in peers:
+        out[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        out[peer].settimeout(seconds)
+        out[peer].connect(names[peer])
+        socket.send_fds(out[peer], [_HELLO.pack(rank, ring.bytes.numel())], [file])
+    into: dict[int, socket.socket] = {}
+    rings: dict[int, Pinned] = {}
+    for _ in peers:
+        connection, _ = listener.accept()
+        connection.settimeout(seconds)
+        message, files, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+        peer, size = _HELLO.unpack(message)
+        into[peer], rings[peer] = connection, Pinned(size, device, files[0])
+        os.close(files[0])
+    listener.close()
+    return SharedWire(ring, out, into, rings)
+
+
+def _some(connection: socket.socket, size: int, end: float) -> bytes:
+    connection.settimeout(max(0.001, end - time.monotonic()))
+    part = connection.recv(size)
+    if not part:
+        raise ConnectionResetError("the connection was closed")
+    return part
+
+
+def _exactly(connection: socket.socket, size: int, seconds: float) -> bytes:
+    data, end = b"", time.monotonic() + seconds
+    while len(data) < size:
+        data += _some(connection, size - len(data), end)
+    return data
