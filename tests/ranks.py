@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 120) 
     return [value for _, value in results]
 
 
-def gather_ranks(world: int, function: Callable, *args: Any, timeout: float = 120) -> list[tuple[str | None, Any]]:
-    """(error or None, result) of each rank."""
+def gather_ranks(
+    world: int, function: Callable, *args: Any, timeout: float = 120, lost: Sequence[int] = ()
+) -> list[tuple[str | None, Any]]:
+    """(error or None, result) of each rank; of those that are `lost`, which die in the function, ("lost", None)."""
     with tempfile.TemporaryDirectory() as folder:
         queue = _CONTEXT.Queue()
         store = str(Path(folder) / "store")
@@ -39,9 +41,9 @@ def gather_ranks(world: int, function: Callable, *args: Any, timeout: float = 12
         ]
         for process in processes:
             process.start()
-        results: dict[int, tuple[str | None, Any]] = {}
+        results: dict[int, tuple[str | None, Any]] = {rank: ("lost", None) for rank in lost}
         try:
-            for _ in range(world):
+            for _ in range(world - len(lost)):
                 rank, error, value = queue.get(timeout=timeout)
                 results[rank] = (error, None if value is None else torch.load(io.BytesIO(value), weights_only=False))
         finally:

@@ -50,7 +50,7 @@ def recorded(ledger: Ledger, rank: int) -> Iterator[None]:
         backward = sys._getframe(1).f_code.co_name == "backward"
         kind = ("gradients" if backward else "rows") if input.is_floating_point() else "ids"
         sent, received = _remote(input, input_split_sizes, rank), _remote(output, output_split_sizes, rank)
-        arrival = ledger.arrive(kind, sent, received)
+        arrival = ledger.arrive(kind, sent, received, "torchrec")
         work = _Waited(plain(output, input, output_split_sizes, input_split_sizes, group, async_op=True), arrival)
         return work if async_op else work.wait()
 

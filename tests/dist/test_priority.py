@@ -5,7 +5,10 @@ The stale control (benchmarks/stale.py), which ignores collisions, must fail the
 
 from __future__ import annotations
 
+import random
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from ranks import gather_ranks, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from toys import Clicks
+from wires import WIRES, wired
 
 import freescale
 from freescale.balance.balancer import Balancer
@@ -24,8 +28,10 @@ from freescale.balance.registry import PARTITIONERS
 from freescale.batch import Jagged, SequenceBatch
 from freescale.embedding import collision, exchange
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.observe.ledger import Ledger
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.collective import Collective
+from freescale.transport.hostwire import Hostwire
 from freescale.transport.local import Local
 
 from test_serial import whole_tables  # isort: skip
@@ -141,11 +147,18 @@ def in_pieces() -> None:
     collision._LEAST_BYTES["cpu"] = 256
 
 
-def train(transport, schedule, stream, **options):
+def train(transport, schedule, stream, held_up=None, **options):
+    """`held_up`: draws how long this rank's batches keep it waiting."""
     if isinstance(transport, Collective):
         in_pieces()
     parallel, pipeline = build(transport, schedule, **options)
-    batches = [share_of(batch_of(ids, number), transport) for number, ids in enumerate(stream)]
+
+    def share(ids, number):
+        if held_up is not None and held_up.random() < 0.3:
+            time.sleep(held_up.random() * 0.02)
+        return share_of(batch_of(ids, number), transport)
+
+    batches = (share(ids, number) for number, ids in enumerate(stream))
     losses = [result.loss for result in pipeline.run(batches)]
     return losses, state_of(parallel)
 
@@ -377,3 +390,26 @@ def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
     assert urgent._reached.wait(timeout=30)
     with pytest.raises(RuntimeError, match="no memory today"):
         urgent.wait()
+
+
+def _over(transport, wire, seed):
+    """Staged against serial over one transport, and both against serial over process groups; ranks held up at random."""
+    kind, shared = wired(wire)
+    draw = random.Random(100 * seed + transport.rank)
+    stream = colliding(0.3, seed=seed)
+    expected = train(transport, "serial", stream, optimizer="adam")
+    found = []
+    for schedule in ("serial", "staged"):
+        options = {"shared": shared, "timeout": timedelta(seconds=60)}
+        over = Hostwire("cpu", Ledger(), transport.group, transport.control, kind, **options)
+        losses, state = train(over, schedule, stream, optimizer="adam", held_up=draw)
+        found.append(losses == expected[0] and all(torch.equal(state[name], value) for name, value in expected[1].items()))
+        over.close()
+    return found
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_bit_equal_over_every_wire(world, wire):
+    for found in run_ranks(world, _over, wire, world, timeout=240):
+        assert found == [True, True]

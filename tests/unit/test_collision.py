@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.embedding.collision import collision_masks, divided, pieces_for
+from freescale.embedding.collision import Asked, collision_masks, divided, pieces_for
 
 rows = st.lists(st.integers(0, 12), max_size=20)
 
@@ -22,20 +22,34 @@ def test_masks(current, coming):
 requests = st.lists(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=6), min_size=1, max_size=5)
 
 
+several = st.lists(st.tuples(requests, st.sampled_from([1, 2, 8])), min_size=1, max_size=4)
+
+
 @settings(deadline=None)
-@given(requests, st.sampled_from([1, 2, 8]))
-def test_requests_are_divided_into_the_marked_and_pieces_of_the_others(ranks, pieces):
+@given(several)
+def test_requests_are_divided_into_the_marked_and_pieces_of_the_others(several):
+    asked = []
+    for ranks, pieces in several:
+        flat = [one for rank in ranks for one in rank]
+        rows = torch.tensor([row for row, _ in flat], dtype=torch.int64)
+        marked = torch.tensor([mark for _, mark in flat], dtype=torch.bool)
+        asked.append(Asked(marked, rows, [len(rank) for rank in ranks], pieces))
+    orders, counts = divided(asked)
+    counts = counts.split([each.bins for each in asked])
+    for (ranks, pieces), order, count in zip(several, orders, counts, strict=True):
+        assert [positions.tolist() for positions in order.split(count.tolist())] == expected(ranks, pieces)
+
+
+def expected(ranks, pieces):
     flat = [(row, mark, rank) for rank, asked in enumerate(ranks) for row, mark in asked]
-    rows, marked = (torch.tensor([one[field] for one in flat], dtype=dtype) for field, dtype in ((0, torch.int64), (1, torch.bool)))
-    order, counts = divided(marked, rows, [len(asked) for asked in ranks], pieces)
-    expected = []
+    found = []
     for piece in range(1 + pieces):
         for rank in range(len(ranks)):
-            expected.append([])
+            found.append([])
             for position, (row, mark, of) in enumerate(flat):
                 if of == rank and (piece == 0 if mark else piece == row % pieces + 1):
-                    expected[-1].append(position)
-    assert [positions.tolist() for positions in order.split(counts.tolist())] == expected
+                    found[-1].append(position)
+    return found
 
 
 def test_pieces_are_not_too_small():

@@ -80,10 +80,10 @@ def test_summary_leaves_the_warm_up_out():
 
 def test_a_ledger_records_inside_steps_only():
     ledger = Ledger()
-    with ledger.span("outside"), ledger.arrive("rows", 1, 1).wait():
+    with ledger.span("outside"), ledger.arrive("rows", 1, 1, "gloo").wait():
         pass
     ledger.begin_step(4)
-    with ledger.span("forward"), ledger.arrive("ids", 5, 6).wait():
+    with ledger.span("forward"), ledger.arrive("ids", 5, 6, "gloo").wait():
         pass
     ledger.count("samples", torch.tensor(2))
     ledger.count("samples", 3)
@@ -143,7 +143,7 @@ def test_files_of_a_run(tmp_path):
     collector = Collector(ledger, 0, 1, lambda payload: [payload], tmp_path, trace_steps=3)
     for number in range(5):
         ledger.begin_step(number)
-        with ledger.span("forward"), ledger.arrive("rows", 10, 10).wait():
+        with ledger.span("forward"), ledger.arrive("rows", 10, 10, "gloo").wait():
             pass
         ledger.end_step()
         if number == 2:

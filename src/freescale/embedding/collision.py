@@ -8,6 +8,7 @@ updated first (it is shared). Whether a row is one or the other is the same for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from freescale.kernels.unique import grouped
 # (rows asked by the current batch, by the coming one) -> (which of the current ones are shared, which of the coming ones collide)
 Masks = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-__all__ = ["Masks", "collision_masks", "divided", "pieces_for"]
+__all__ = ["Asked", "Masks", "collision_masks", "divided", "pieces_for"]
 
 # What is not urgent travels in pieces, so that the buffers of both ends stay small beside the batch. A piece has at least so many
 # bytes: an AllToAll of less is all latency.
@@ -34,13 +35,35 @@ def pieces_for(bytes_per_rank: int, device: torch.device) -> int:
     return 1 << max(0, int(wanted).bit_length() - 1)
 
 
-def divided(marked: Tensor, rows: Tensor, sizes: Sequence[int], pieces: int) -> tuple[Tensor, Tensor]:
-    """Requests for the owners' rows, in the order of the ranks they go to or come from (sizes) -> (their positions, how many).
+@dataclass(frozen=True)
+class Asked:
+    """Requests for owners' rows, in the order of the ranks they go to or come from."""
+
+    marked: Tensor  # [n] bool
+    rows: Tensor  # [n]
+    sizes: Sequence[int]  # of each rank
+    pieces: int
+
+    @property
+    def bins(self) -> int:
+        return (1 + self.pieces) * len(self.sizes)
+
+
+def divided(several: Sequence[Asked]) -> tuple[list[Tensor], Tensor]:
+    """-> (positions of each, how many [sum of bins]).
 
     First come those that are marked, then the others piece by piece, each of these rank by rank, in their order; the counts are
     [(1 + pieces) * ranks]. A row is always in the same piece, whoever asks for it, so that a piece has all that there is of a row.
+    All are divided by one sort: beside the compute every kernel waits for its turn.
     """
-    ranks = len(sizes)
-    rank = torch.repeat_interleave(uploaded(np.array(sizes, np.int64), rows.device), output_size=rows.numel())
-    piece = torch.where(marked, 0, (rows & (pieces - 1)) + 1)
-    return grouped(piece * ranks + rank, (1 + pieces) * ranks)
+    device = several[0].rows.device
+    sizes, edges = [asked.rows.numel() for asked in several], np.cumsum([0] + [asked.bins for asked in several])
+    # What a request's tag begins with: its rank, and the bins of those before.
+    first = np.concatenate([edge + np.arange(len(asked.sizes)) for edge, asked in zip(edges, several)])
+    counts = np.concatenate([np.asarray(asked.sizes, np.int64) for asked in several])
+    tags, times = uploaded(np.stack([first, counts]), device)
+    tags = torch.repeat_interleave(tags, times, output_size=sum(sizes))
+    pieces = [torch.where(asked.marked, 0, ((asked.rows & (asked.pieces - 1)) + 1) * len(asked.sizes)) for asked in several]
+    order, found = grouped(tags.add_(torch.cat(pieces)), int(edges[-1]))
+    starts = np.cumsum([0] + sizes[:-1])
+    return [part - int(start) for part, start in zip(order.split(sizes), starts, strict=True)], found

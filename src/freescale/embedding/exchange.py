@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.collision import Masks, collision_masks, divided, pieces_for
+from freescale.embedding.collision import Asked, Masks, collision_masks, divided, pieces_for
 from freescale.embedding.layout import Layout, TableSpec, positions
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.request import Index, Part, Request, announced, parts_of
@@ -97,15 +97,15 @@ class Sharded:
             pairs = [n for pair in zip(current.whole.send, coming.whole.send, strict=True) for n in pair]
             parts = answer.split(pairs)
             sides = (current, torch.cat(parts[0::2]), shared), (coming, torch.cat(parts[1::2]), colliding)
-            divisions = []
+            asked = []
             for request, mine, theirs in sides:
                 local = request.index.keys % self.layout.size
-                divisions.append(divided(mine, local, request.whole.send, request.pieces))
-                divisions.append(divided(theirs, request.owned, request.whole.receive, request.pieces))
+                asked.append(Asked(mine, local, request.whole.send, request.pieces))
+                asked.append(Asked(theirs, request.owned, request.whole.receive, request.pieces))
+            (mine_now, theirs_now, mine_then, theirs_then), counts = divided(asked)
             # One trip to the host for all split sizes.
-            numbers = iter(torch.cat([counts for _, counts in divisions]).tolist())
-            sizes = [[next(numbers) for _ in range(counts.numel())] for _, counts in divisions]
-            mine_now, theirs_now, mine_then, theirs_then = (places for places, _ in divisions)
+            numbers = iter(counts.tolist())
+            sizes = [[next(numbers) for _ in range(each.bins)] for each in asked]
             current.shared, *current.rest = parts_of(mine_now, sizes[0], theirs_now, sizes[1], transport.world)
             coming.late, *coming.early = parts_of(mine_then, sizes[2], theirs_then, sizes[3], transport.world)
 

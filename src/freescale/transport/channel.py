@@ -26,6 +26,7 @@ from freescale.transport.wires import Arriving, Sending, Wire
 
 SLOTS = 5  # of a ring: one is copied to, some are on the wire, one is copied from
 AHEAD = 3  # pieces that are expected before the first has come
+SMALL = 256 << 10  # bytes: a transfer, or a piece, that is all latency
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Transfer:
         self.kind, self.out, self.into, self.urgent, self.device = kind, out, into, urgent, device
         self.cuda = device.type == "cuda"
         self.error: BaseException | None = None
-        self.begun = _recorded(device)
+        self.begun = _recorded(device, blocking=True)  # a core that waits for compute is free for others
+        self.size = sum(part.bytes.numel() for round_ in out for part in round_.parts)
         self.arrived: torch.cuda.Event | None = None
         self._halves = 2
         self._lock = threading.Lock()
@@ -94,8 +96,10 @@ class Channel:
         gate: Gate,
         piece: int,
         seconds: float,
+        patient: bool = False,
     ) -> None:
-        """`routes`: the wire to each rank. `ring`: SLOTS slots, which the wires can send from. `piece`: the largest, in bytes."""
+        """`routes`: the wire to each rank. `ring`: SLOTS slots, which the wires can send from. `piece`: the largest, in bytes.
+        `patient`: who submits does nothing else, and sends small transfers itself rather than wake a thread."""
         self.name, self.rank, self.device, self.routes = name, rank, device, routes
         self._gate, self._piece, self._seconds = gate, piece, seconds
         slot = ring.bytes.numel() // SLOTS
@@ -105,6 +109,8 @@ class Channel:
         self._into = Pinned(SLOTS * piece, device) if cuda and any(wire.direct for wire in routes) else None
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if cuda else [None, None]
         self._sent: list[list[tuple[Sending, int]]] = [[] for _ in self._slots]  # what leaves from each slot, and to whom
+        self._patient, self._sending = patient, threading.Lock()
+        self._counting, self._waiting = threading.Lock(), 0  # transfers that the thread has to send
         self._queues: list[queue.SimpleQueue[Transfer | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
@@ -125,8 +131,17 @@ class Channel:
                 name = f"freescale {self.name} {('out', 'in')[half]}"
                 self._threads.append(threading.Thread(target=self._work, args=(half, work), name=name, daemon=True))
                 self._threads[-1].start()
-        for waiting in self._queues:
-            waiting.put(transfer)
+        self._queues[1].put(transfer)
+        if transfer.size <= SMALL and (self._patient or not transfer.cuda) and self._sending.acquire(blocking=False):
+            try:
+                if not self._waiting:
+                    self._half(0, transfer, self._send)
+                    return
+            finally:
+                self._sending.release()
+        with self._counting:
+            self._waiting += 1
+        self._queues[0].put(transfer)
 
     def close(self) -> None:
         """Ends the threads once what was submitted is done; the wires are whoever's who opened them."""
@@ -139,20 +154,33 @@ class Channel:
             self._into.close()
 
     def _work(self, half: int, work: Callable[[Transfer], None]) -> None:
-        waiting, stream = self._queues[half], self._streams[half]
-        with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
-            while (transfer := waiting.get()) is not None:
-                if self._error is None:
-                    try:
-                        if transfer.begun is not None:
-                            torch.cuda.current_stream(self.device).wait_event(transfer.begun)
-                        work(transfer)
-                    except BaseException as error:  # noqa: BLE001 - raised where the transfer is waited for
-                        self._fail(error)
-                transfer.half_done(self._error)
-                transfer = None
-                if half and waiting.empty():
+        waiting = self._queues[half]
+        while (transfer := waiting.get()) is not None:
+            if half:
+                self._half(half, transfer, work)
+                if waiting.empty():
                     self._settle(0)
+            else:
+                with self._sending:
+                    self._half(half, transfer, work)
+                with self._counting:
+                    self._waiting -= 1
+            transfer = None
+
+    def _half(self, half: int, transfer: Transfer, work: Callable[[Transfer], None]) -> None:
+        stream = self._streams[half]
+        try:
+            with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
+                if self._error is None:
+                    if transfer.begun is not None:
+                        if half:
+                            torch.cuda.current_stream(self.device).wait_event(transfer.begun)
+                        else:
+                            transfer.begun.synchronize()
+                    work(transfer)
+        except BaseException as error:  # noqa: BLE001 - raised where the transfer is waited for
+            self._fail(error)
+        transfer.half_done(self._error)
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
@@ -179,7 +207,7 @@ class Channel:
                     direct.append((peer, piece.numel(), self._guarded(self.routes[peer].send, transfer, peer, left, peer, piece)))
                     continue
                 staged.append(self._fill(batch, transfer, left))
-                if len(staged) > 1:
+                if len(staged) > 2:
                     left = self._post(*staged.popleft(), left, transfer)
             while staged:
                 left = self._post(*staged.popleft(), left, transfer)
@@ -220,11 +248,11 @@ class Channel:
             copy.copy_(piece, non_blocking=True)
             copies.append((peer, copy))
             begin += -(-piece.numel() // 16) * 16  # aligned for every dtype
-        return _recorded(transfer.device, blocking=True), number, copies
+        return _recorded(transfer.device), number, copies
 
     def _post(self, copied: Any, number: int, copies: list[tuple[int, Tensor]], left: int, transfer: Transfer) -> int:
         if copied is not None:
-            copied.synchronize()  # a core that waits is free for others
+            copied.synchronize()
         for peer, copy in copies:
             self._sent[number].append((self._guarded(self.routes[peer].send, transfer, peer, left, peer, copy), peer))
             left -= copy.numel()
@@ -272,10 +300,15 @@ class Channel:
         if not arriving.ready():
             self._settle(0)  # nobody may have to wait for a slot of which this rank, itself waiting, has not said that it read it
         came = self._guarded(arriving.wait, transfer, peer, left, self._seconds)
-        if came.data_ptr() != piece.data_ptr():
-            piece.copy_(came, non_blocking=True)
-        self._landing.append((_recorded(transfer.device, blocking=True), arriving))
-        self._settle(2 if transfer.cuda else 0)
+        if transfer.cuda and piece.numel() <= SMALL:  # its slot is free at once: nothing waits for a copy of a few bytes
+            piece.copy_(torch.empty(came.shape, dtype=came.dtype, pin_memory=True).copy_(came), non_blocking=True)
+            self._settle(0)
+            arriving.free()
+        else:
+            if came.data_ptr() != piece.data_ptr():
+                piece.copy_(came, non_blocking=True)
+            self._landing.append((_recorded(transfer.device), arriving))
+            self._settle(2 if transfer.cuda else 0)
         if transfer.urgent:
             self._gate.moved()
         return left - piece.numel()
@@ -314,9 +347,9 @@ class Channel:
 
 
 def piece_of(size: int, largest: int) -> int:
-    """Bytes of a piece of a part, the same on both sides: large parts in eighths, so that the stages overlap."""
-    eighth = -(-size // 8 // 4096) * 4096
-    return max(1, min(largest, max(eighth, 1 << 18)))
+    """Bytes of a piece of a part, the same on both sides: large parts in quarters, so that the stages overlap."""
+    quarter = -(-size // 4 // 4096) * 4096
+    return max(1, min(largest, max(quarter, 1 << 20)))
 
 
 def _recorded(device: torch.device, blocking: bool = False) -> Any:

@@ -79,7 +79,9 @@ class Hostwire(Collective):
         self._open(seconds)
         self.piece: int = above.piece if above is not None else self._agreed_piece(seconds)
         name = ledger.name if isinstance(ledger, Side) else "main"
-        self._channel = Channel(name, self.rank, self.device, self._routes, self._ring, self._gate, self.piece, seconds)
+        self._channel = Channel(
+            name, self.rank, self.device, self._routes, self._ring, self._gate, self.piece, seconds, patient=above is not None
+        )
 
     # ---- opening
 

@@ -62,7 +62,8 @@ class _Arriving:
         return self._wire.rings[self._peer].bytes[begin : begin + size]
 
     def free(self) -> None:
-        self._wire.into[self._peer].sendall(_READ)
+        with suppress(OSError):  # a peer that has closed does not wait for it
+            self._wire.into[self._peer].sendall(_READ)
 
 
 class SharedWire:
