@@ -10,12 +10,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from freescale.observe.ledger import Side
 from freescale.transport.api import Transport
+from freescale.transport.threads import started
 
 
 class Moment:
@@ -73,9 +75,7 @@ class Lane:
         self.borrow(*tensors)
         job = Job(self.device, function)
         if self._thread is None:
-            # A daemon: a lane that waits for a dead rank must not keep the process from ending.
-            self._thread = threading.Thread(target=self._work, name=f"freescale {self.name}", daemon=True)
-            self._thread.start()
+            self._thread = started(self.name, self._work, partial(self._jobs.put, None))
         self._jobs.put(job)
         return job
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from freescale.transport.api import TransportError
 from freescale.transport.gate import Gate
 from freescale.transport.memory import Pinned
+from freescale.transport.threads import started
 from freescale.transport.wires import Arriving, Sending, Wire
 
 SLOTS = 5  # of a ring: one is copied to, some are on the wire, one is copied from
@@ -126,11 +128,9 @@ class Channel:
             transfer.half_done(self._error)
             return
         if not self._threads:
-            # Daemons: a thread that waits for a dead rank must not keep the process from ending.
-            for half, work in enumerate((self._send, self._receive)):
-                name = f"freescale {self.name} {('out', 'in')[half]}"
-                self._threads.append(threading.Thread(target=self._work, args=(half, work), name=name, daemon=True))
-                self._threads[-1].start()
+            for half, (way, work) in enumerate((("out", self._send), ("in", self._receive))):
+                end = partial(self._queues[half].put, None)
+                self._threads.append(started(f"{self.name} {way}", partial(self._work, half, work), end))
         self._queues[1].put(transfer)
         if transfer.size <= SMALL and (self._patient or not transfer.cuda) and self._sending.acquire(blocking=False):
             try:
