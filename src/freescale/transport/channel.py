@@ -1,4 +1,5 @@
-"""A channel of hostwire: transfers in one order, the same on every rank, carried by two threads. One sends, one receives.
+"""A channel of hostwire: transfers in one order, the same on every rank, carried by two threads. One sends, one receives. Where a
+wire allows it, who waits for a transfer does their work instead: to wake a thread takes longer than many a transfer.
 
     out   device -> slot of the ring -> wire          a slot is copied to while the one before it is on the wire
     in    wire -> slot -> device
@@ -26,9 +27,9 @@ from freescale.transport.memory import Pinned
 from freescale.transport.threads import started
 from freescale.transport.wires import Arriving, Sending, Wire
 
-SLOTS = 5  # of a ring: one is copied to, some are on the wire, one is copied from
+SLOTS = 8  # of a ring: some are copied to, some are on the wire, some are copied from
 AHEAD = 3  # pieces that are expected before the first has come
-SMALL = 256 << 10  # bytes: a transfer, or a piece, that is all latency
+SMALL = 64 << 10  # bytes of a piece that is all latency
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Transfer:
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._then: Callable[[], None] = lambda: None
+        self.received = False
+        self.land: Callable[[Transfer], None] | None = None  # receives it, in the thread that waits
 
     def finished(self, then: Callable[[], None]) -> None:
         """`then` is called once, when both halves are done or one has failed."""
@@ -79,7 +82,9 @@ class Transfer:
             self._then()
 
     def wait(self) -> None:
-        """What the caller issues from now on has the result. The threads keep the time."""
+        """What the caller issues from now on has the result. Whoever sends and receives keeps the time."""
+        if self.land is not None and not self._done.is_set():
+            self.land(self)
         self._done.wait()
         if self.error is not None:
             raise self.error
@@ -101,7 +106,7 @@ class Channel:
         patient: bool = False,
     ) -> None:
         """`routes`: the wire to each rank. `ring`: SLOTS slots, which the wires can send from. `piece`: the largest, in bytes.
-        `patient`: who submits does nothing else, and sends small transfers itself rather than wake a thread."""
+        `patient`: who submits waits soon, and does nothing else meanwhile."""
         self.name, self.rank, self.device, self.routes = name, rank, device, routes
         self._gate, self._piece, self._seconds = gate, piece, seconds
         slot = ring.bytes.numel() // SLOTS
@@ -111,7 +116,9 @@ class Channel:
         self._into = Pinned(SLOTS * piece, device) if cuda and any(wire.direct for wire in routes) else None
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if cuda else [None, None]
         self._sent: list[list[tuple[Sending, int]]] = [[] for _ in self._slots]  # what leaves from each slot, and to whom
-        self._patient, self._sending = patient, threading.Lock()
+        self._prompt = all(not wire.direct for wire in routes)  # sends return at once: what is sent is a copy, in a slot
+        self._patient, self._sending = patient and self._prompt, threading.Lock()
+        self._unlanded: deque[Transfer] = deque()
         self._counting, self._waiting = threading.Lock(), 0  # transfers that the thread has to send
         self._queues: list[queue.SimpleQueue[Transfer | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]
         self._threads: list[threading.Thread] = []
@@ -127,18 +134,15 @@ class Channel:
         if self._error is not None:
             transfer.half_done(self._error)
             return
-        if not self._threads:
-            for half, (way, work) in enumerate((("out", self._send), ("in", self._receive))):
-                end = partial(self._queues[half].put, None)
-                self._threads.append(started(f"{self.name} {way}", partial(self._work, half, work), end))
-        self._queues[1].put(transfer)
-        if transfer.size <= SMALL and (self._patient or not transfer.cuda) and self._sending.acquire(blocking=False):
-            try:
-                if not self._waiting:
-                    self._half(0, transfer, self._send)
-                    return
-            finally:
-                self._sending.release()
+        if self._patient:
+            self._unlanded.append(transfer)
+            transfer.land = self._land_until
+        else:
+            self._start_threads()
+            self._queues[1].put(transfer)
+        if self._prompt and (self._patient or not transfer.cuda) and self._sent_at_once(transfer):
+            return
+        self._start_threads()
         with self._counting:
             self._waiting += 1
         self._queues[0].put(transfer)
@@ -152,6 +156,14 @@ class Channel:
         self._threads = []
         if self._into is not None:
             self._into.close()
+
+    # ---- who works: threads or, rather than wake one, the caller
+
+    def _start_threads(self) -> None:
+        if not self._threads:
+            for half, (way, work) in enumerate((("out", self._send), ("in", self._receive))):
+                end = partial(self._queues[half].put, None)
+                self._threads.append(started(f"{self.name} {way}", partial(self._work, half, work), end))
 
     def _work(self, half: int, work: Callable[[Transfer], None]) -> None:
         waiting = self._queues[half]
@@ -167,6 +179,29 @@ class Channel:
                     self._waiting -= 1
             transfer = None
 
+    def _sent_at_once(self, transfer: Transfer) -> bool:
+        """Sends it here and now, if nothing is before it and there are slots for all of it: no rank may wait for another with what
+        that one waits for still in its hands."""
+        if len(transfer.out) > 1 or not self._sending.acquire(blocking=False):
+            return False
+        try:
+            needed = range(
+                self._filled, self._filled + sum(1 for round_ in transfer.out for _ in self._batches(round_.parts, transfer))
+            )
+            free = len(needed) <= SLOTS and all(sending.ready() for slot in needed for sending, _ in self._sent[slot % SLOTS])
+            if self._waiting or not free:
+                return False
+            self._half(0, transfer, self._send)
+            return True
+        finally:
+            self._sending.release()
+
+    def _land_until(self, last: Transfer) -> None:
+        """Receives what was submitted up to `last`, in the thread that waits for it."""
+        while not last.received:
+            transfer = self._unlanded.popleft()
+            self._half(1, transfer, self._receive)
+
     def _half(self, half: int, transfer: Transfer, work: Callable[[Transfer], None]) -> None:
         stream = self._streams[half]
         try:
@@ -180,6 +215,7 @@ class Channel:
                     work(transfer)
         except BaseException as error:  # noqa: BLE001 - raised where the transfer is waited for
             self._fail(error)
+        transfer.received = transfer.received or half == 1
         transfer.half_done(self._error)
 
     def _fail(self, error: BaseException) -> None:

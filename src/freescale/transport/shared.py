@@ -42,6 +42,14 @@ class _Sending:
         wire.sent[peer] += 1
         self._goal = wire.sent[peer]
 
+    def ready(self) -> bool:
+        wire, peer = self._wire, self._peer
+        if wire.read[peer] < self._goal:
+            with suppress(BlockingIOError):
+                wire.out[peer].settimeout(0)
+                wire.read[peer] += len(wire.out[peer].recv(4096))
+        return wire.read[peer] >= self._goal
+
     def wait(self, seconds: float) -> None:
         wire, peer = self._wire, self._peer
         while wire.read[peer] < self._goal:  # pieces are read in the order in which they were sent

@@ -14,6 +14,9 @@ from torch import Tensor
 
 
 class Sending(Protocol):
+    def ready(self) -> bool:
+        """`wait` returns at once. False where that is not known."""
+
     def wait(self, seconds: float) -> Tensor | None:
         """Until the memory that was sent may be written again. Raises RuntimeError or OSError if the peer is gone, or late."""
 
