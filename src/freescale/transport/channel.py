@@ -62,13 +62,16 @@ class Transfer:
         self._halves = 2
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._then: Callable[[], None] = lambda: None
+        self._gate: Gate | None = None  # that it has begun to be urgent at
         self.received = False
         self.land: Callable[[Transfer], None] | None = None  # receives it, in the thread that waits
 
-    def finished(self, then: Callable[[], None]) -> None:
-        """`then` is called once, when both halves are done or one has failed."""
-        self._then = then
+    def ready(self, gate: Gate) -> None:
+        """What it sends is there. From now on, if it is urgent, bulk gives way to it: not while the device still computes it."""
+        with self._lock:
+            if self.urgent and not self._done.is_set():
+                self._gate = gate
+                gate.begin()
 
     def half_done(self, error: BaseException | None = None) -> None:
         with self._lock:
@@ -79,7 +82,8 @@ class Transfer:
                 self._done.set()
         if over:
             self.out, self.into = (), ()
-            self._then()
+            if self._gate is not None:
+                self._gate.end()
 
     def wait(self) -> None:
         """What the caller issues from now on has the result. Whoever sends and receives keeps the time."""
@@ -128,9 +132,6 @@ class Channel:
         self._taken = 0  # slots of `_into`, ever
 
     def submit(self, transfer: Transfer) -> None:
-        if transfer.urgent:
-            self._gate.begin()
-            transfer.finished(self._gate.end)
         if self._error is not None:
             transfer.half_done(self._error)
             return
@@ -212,6 +213,8 @@ class Channel:
                             torch.cuda.current_stream(self.device).wait_event(transfer.begun)
                         else:
                             transfer.begun.synchronize()
+                    if not half:
+                        transfer.ready(self._gate)
                     work(transfer)
         except BaseException as error:  # noqa: BLE001 - raised where the transfer is waited for
             self._fail(error)

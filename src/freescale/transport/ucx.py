@@ -1,7 +1,7 @@
 """The wire over UCX (by ucxx): sockets, shared memory or RDMA, whatever UCX finds and its own UCX_TLS allows.
 
-One thread owns all that is UCX's: it posts what others ask for, moves it, wakes who waits for it, and sleeps when nothing moves.
-A peer is gone when its connection breaks (shared memory has none), when its process ends (seen on the same machine), or when it says
+One thread owns what is UCX's: it posts what others ask for, moves it, wakes who waits for it, and sleeps when nothing moves.
+A peer is gone when its connection breaks (shared memory has none), when its process ends (seen on the same machine) or when it says
 goodbye, which `close` does. Else it is silent, and `wait` has its limit.
 """
 
