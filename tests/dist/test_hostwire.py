@@ -186,7 +186,7 @@ def test_no_core_is_busy_while_nothing_moves(wire):
 
 
 def test_bulk_gives_way_but_not_for_good():
-    gate, order = Gate(), []
+    gate, order = Gate(patience=0.02), []
     gate.give_way()  # nothing is urgent
     gate.begin()
     begin = time.monotonic()

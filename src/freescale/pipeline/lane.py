@@ -21,7 +21,9 @@ from freescale.transport.threads import started
 
 
 class Moment:
-    """A point that one thread reaches and others wait for, on the host and on the device."""
+    """A point that one thread reaches and others wait for, on the host and on the device.
+
+    A lane waits on the host for the device too: what waits in a stream can hold up other streams, which share its hardware queue."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,7 +33,7 @@ class Moment:
 
     def reach(self) -> None:
         if self._device.type == "cuda":
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event(blocking=True)  # a core that waits is free for others
             self._event.record()
         self._reached.set()
 
@@ -39,12 +41,14 @@ class Moment:
         self._error = error
         self._reached.set()
 
-    def wait(self) -> None:
-        """What this thread issues from now on happens after the moment. Raises what happened instead of it."""
+    def wait(self, host: bool = False) -> None:
+        """What this thread issues from now on happens after the moment; with `host` it has happened. Raises what did instead."""
         self._reached.wait()
         if self._error is not None:
             raise self._error
-        if self._event is not None:
+        if self._event is not None and host:
+            self._event.synchronize()
+        elif self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
@@ -105,7 +109,7 @@ class Lane:
         try:
             # The stream brings its device along, which a new thread does not know.
             with torch.no_grad(), torch.cuda.stream(self.stream):
-                job.begin.wait()
+                job.begin.wait(host=True)
                 function, job.function = job.function, None  # what it holds is free once it has run
                 assert function is not None
                 function()

@@ -136,12 +136,12 @@ class Staged(Schedule):
     def _after_backward(self, turn: Turn, coming: Turn | None) -> None:
         """e and f, on the lane `urgent`."""
         transport = self.urgent.transport
-        turn.compared.wait()
+        turn.compared.wait(host=True)
         if coming is None:
             return
         for (group, request), gradient in zip(self._sharded(turn), turn.gradients, strict=True):
             group.give(request, gradient, [_known(request.shared)], transport, **self._how(turn))  # e
-        coming.placed.wait()
+        coming.placed.wait(host=True)
         for group, request in self._sharded(coming):
             group.bring(request, [_known(request.late)], transport)  # f
 

@@ -209,10 +209,7 @@ class Channel:
             with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
                 if self._error is None:
                     if transfer.begun is not None:
-                        if half:
-                            torch.cuda.current_stream(self.device).wait_event(transfer.begun)
-                        else:
-                            transfer.begun.synchronize()
+                        transfer.begun.synchronize()  # on the host: what waits in a stream can hold up other streams
                     if not half:
                         transfer.ready(self._gate)
                     work(transfer)

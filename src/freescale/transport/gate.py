@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 
-_PATIENCE = 0.02  # seconds: urgent traffic that does not move for so long waits for a slow rank, not for the network
-
 
 class Gate:
-    def __init__(self) -> None:
+    def __init__(self, patience: float) -> None:
+        """`patience`, in seconds: urgent traffic that does not move for so long waits for a slow rank, not for the network."""
+        self.patience = patience
         self._condition = threading.Condition()
         self._urgent = 0  # transfers under way
         self._moved = 0.0  # when the last of their pieces did
@@ -32,5 +32,5 @@ class Gate:
         if not self._urgent:
             return
         with self._condition:
-            while self._urgent and (left := self._moved + _PATIENCE - time.monotonic()) > 0:
+            while self._urgent and (left := self._moved + self.patience - time.monotonic()) > 0:
                 self._condition.wait(left)

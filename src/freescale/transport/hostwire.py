@@ -73,7 +73,7 @@ class Hostwire(Collective):
         self.lines = 2  # messages under way: one is copied while the other is on the wire
         self._below: list[Hostwire] = []
         seconds = timeout.total_seconds()
-        self._gate: Gate = above._gate if above is not None else Gate()
+        self._gate: Gate = above._gate if above is not None else Gate(_PIECE_SECONDS / 4)
         self._neighbours: list[int] = above._neighbours if above is not None else self._same_machine()
         self._wires: list[Wire] = []
         self._open(seconds)
@@ -146,7 +146,9 @@ class Hostwire(Collective):
         slowest = max(float(text) for text in self.gather_bytes(str(took).encode()))
         if not slowest:
             return _LARGEST
-        return max(_SMALLEST, min(_LARGEST, 1 << int(_PROBE / slowest * _PIECE_SECONDS).bit_length() - 1))
+        piece = max(_SMALLEST, min(_LARGEST, 1 << int(_PROBE / slowest * _PIECE_SECONDS).bit_length() - 1))
+        self._gate.patience = max(self._gate.patience, 3 * piece * slowest / _PROBE)
+        return piece
 
     def _probe(self, size: int, seconds: float) -> float:
         after, before = (self.rank + 1) % self.world, (self.rank - 1) % self.world

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ _SETTINGS = {
 _MEMORY = {"self", "sysv", "posix", "cma", "xpmem", "knem"}  # transports that have no connection which could break
 _HELLO, _GOODBYE = 1, 2
 _LEFT = "it closed its wire"
-_PATIENCE = 0.5  # seconds that a rank which closes stays for the others' goodbyes: what they expect may be on the way
+_PATIENCE = 0.5  # seconds that a rank which closes waits for the others to answer
 
 
 class _Piece:
@@ -68,7 +69,7 @@ class UcxWire:
     def __init__(self, rank: int, world: int, gather: Callable[[bytes], list[bytes]]) -> None:
         """A collective of all ranks: `gather` exchanges addresses. If UCX fails on one, all say so."""
         self._rank, self._world = rank, world
-        failure = address = b""
+        failure, address = "", b""
         try:
             self._api, self._array, self._tag = _load()
             settings = {name: value for name, value in _SETTINGS.items() if f"UCX_{name}" not in os.environ}
@@ -77,23 +78,26 @@ class UcxWire:
             self._worker.init_blocking_progress_mode()
             address = self._worker.address.tobytes()
         except Exception as error:
-            failure = str(error).encode() or b"for no reason given"
-        for other, text in enumerate(gather(failure)):
-            if text:
-                raise TransportError(f"UCX does not start on rank {other}: {text.decode()}")
+            failure = str(error) or type(error).__name__
+        _all_well(gather, failure)
         found = {line.split()[-1].split("/")[0] for line in context.info.splitlines() if " resource " in line}
         self._connected = not found <= _MEMORY
         self.path = "ucx: tcp" if found <= {"tcp", "self"} else "ucx" if self._connected else "ucx: shared memory"
         self._gone = [""] * world  # why a peer is
+        self._parted: set[int] = set()  # peers that this rank said goodbye to
         self._endpoints: dict[int, Any] = {}
         self._lives: dict[int, int] = {}  # a file that can be read once a process has ended -> the peer it is
         addresses, places = gather(address), gather(b"%d " % os.getpid() + _place())
         for peer in (peer for peer in range(world) if peer != rank):
-            there = self._api.UCXAddress.create_from_buffer(addresses[peer])
-            self._endpoints[peer] = self._api.UCXEndpoint.create_from_worker_address(self._worker, there, self._connected)
-            process, place = places[peer].split(b" ", 1)
-            if place == _place():
-                self._lives[os.pidfd_open(int(process))] = peer
+            try:
+                there = self._api.UCXAddress.create_from_buffer(addresses[peer])
+                self._endpoints[peer] = self._api.UCXEndpoint.create_from_worker_address(self._worker, there, self._connected)
+                process, place = places[peer].split(b" ", 1)
+                if place == _place():
+                    self._lives[os.pidfd_open(int(process))] = peer
+            except Exception as error:
+                failure = f"no way to rank {peer}: {error}"
+        _all_well(gather, failure)
         self._bell = os.eventfd(0)
         self._poll = select.poll()
         for file in (self._bell, self._worker.epoll_file_descriptor, *self._lives):
@@ -190,6 +194,7 @@ class UcxWire:
                     self._listen(piece.peer)
                 else:
                     self._leave(piece.peer, _LEFT)
+                    self._part(piece.peer)
         if any(self._gone):
             for piece, _ in self._posted:  # these stay: UCX may yet write to what is expected
                 if self._gone[piece.peer]:
@@ -204,14 +209,21 @@ class UcxWire:
     def _listen(self, peer: int) -> None:
         self._post(_Piece(peer, torch.zeros(1, dtype=torch.uint8), self._world + peer, out=False))
 
+    def _part(self, peer: int) -> None:
+        """A goodbye is answered at once: who hears the answer knows that all it sent has come."""
+        if peer not in self._parted:
+            self._parted.add(peer)
+            self._say(peer, _GOODBYE)
+
     def _end(self) -> None:
-        for peer in self._endpoints:
-            if not self._gone[peer]:
-                self._say(peer, _GOODBYE)
-        end = time.monotonic() + _PATIENCE
-        while not all(self._gone[peer] for peer in self._endpoints) and time.monotonic() < end:
-            self._move()
-            self._sleep(10)
+        with suppress(Exception):  # what UCX cannot send any more
+            for peer in self._endpoints:
+                if not self._gone[peer]:
+                    self._part(peer)
+            end = time.monotonic() + _PATIENCE
+            while not all(self._gone[peer] for peer in self._endpoints) and time.monotonic() < end:
+                self._move()
+                self._sleep(10)
         for file in self._lives:
             os.close(file)
         os.close(self._bell)  # nobody rings: nobody is asleep
@@ -225,6 +237,12 @@ class UcxWire:
         del everything, self._worker
         self._endpoints, self._posted = {}, []
         del memory  # after UCX's worker
+
+
+def _all_well(gather: Callable[[bytes], list[bytes]], failure: str) -> None:
+    for rank, text in enumerate(gather(failure.encode())):
+        if text:
+            raise TransportError(f"UCX fails on rank {rank}: {text.decode()}")
 
 
 def _place() -> bytes:
