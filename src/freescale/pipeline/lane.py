@@ -23,7 +23,7 @@ from freescale.transport.threads import started
 class Moment:
     """A point that one thread reaches and others wait for, on the host and on the device.
 
-    A lane waits on the host for the device too: what waits in a stream can hold up other streams, which share its hardware queue."""
+    A lane waits on the host for the device too: what waits in a stream can hold up streams that share its hardware queue."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
