@@ -68,6 +68,7 @@ class Schedule:
         self.task_weights = dict(task_weights or {})
         self.balancer = balancer
         self.stopwatch = Stopwatch(self.ledger.clock)
+        self._copies = torch.cuda.Stream(self.transport.device) if self.transport.device.type == "cuda" else None
         self.steps = 0  # made so far
         self._factor = learning_rate or (lambda step: 1.0)
         self._base_lr = [group["lr"] for group in optimizer.param_groups]
@@ -83,7 +84,7 @@ class Schedule:
         raise NotImplementedError
 
     def _upcoming(self, step: int, batches: Iterator[SequenceBatch], before: Upcoming | None) -> Upcoming:
-        return Upcoming(step, batches, before, self.tables, self.transport, self.balancer, self.stopwatch)
+        return Upcoming(step, batches, before, self.tables, self.transport, self.balancer, self.stopwatch, self._copies)
 
     def _micro_batches(self, batch: SequenceBatch) -> list[SequenceBatch]:
         if self.accumulate == 1 or len(batch) <= 1:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+import torch
+
 from freescale.balance.balancer import Balancer
 from freescale.balance.shuffle import Shuffle, host
 from freescale.batch import SequenceBatch
@@ -32,11 +34,12 @@ class Upcoming:
         transport: Transport,
         balancer: Balancer | None,
         stopwatch: Stopwatch,
+        copies: torch.cuda.Stream | None = None,
     ) -> None:
         """`step` will compute it. `before`: the batch of the step before; without data this rank takes part with an empty one of
-        the same features."""
+        the same features. `copies`: the stream on which it goes to a GPU."""
         self._step, self._batches, self._tables, self._transport = step, batches, tables, transport
-        self._balancer, self._stopwatch = balancer, stopwatch
+        self._balancer, self._stopwatch, self._copies = balancer, stopwatch, copies
         self._stages: list[Callable[[], None]] = [self._ask, self._sizes, self._samples]
         self._shuffle: Shuffle | None = None
         self._counters: dict[str, float] = {}
@@ -132,7 +135,15 @@ class Upcoming:
         device = self._transport.device
         if device.type == "cpu":
             return batch
-        return batch.pin_memory().to(device, non_blocking=True)  # from pageable memory the copy would block the host
+        compute = torch.cuda.current_stream(device)
+        # Not on the stream that computes: there it would wait for the step before, and the lanes' copies behind it in the engine.
+        with torch.cuda.stream(self._copies):
+            moved = batch.pin_memory().to(device, non_blocking=True)  # from pageable memory the copy would block the host
+        if self._copies is not None:
+            compute.wait_stream(self._copies)
+        for tensor in moved.tensors():
+            tensor.record_stream(compute)
+        return moved
 
     def _count(self, batch: SequenceBatch) -> None:
         """Sizes of the batch as it came. Their sums do not change by balancing."""
