@@ -40,8 +40,6 @@ def connect(device: str | torch.device = "auto", timeout: float = 120.0, transpo
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     chosen = device if isinstance(device, torch.device) else choose_device(device, local_rank, local_world)
     if chosen.type == "cuda":
-        # Queues of the device, read when it is first used. Streams that share one wait for each other: lanes for the compute.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(chosen)
     if dist.is_initialized():
         return _joined(chosen, timeout, transport, owner=False)
