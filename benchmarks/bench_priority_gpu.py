@@ -1,4 +1,5 @@
-"""The staged schedule on GPU ranks that share one GPU through MPS: serial, staged and the stale control, in turns; serial over NCCL, the others over hostwire.
+"""The staged schedule on GPU ranks that share one GPU through MPS: serial, staged and the stale control, in turns;
+serial over NCCL, the others over hostwire.
 
     torchrun --nproc-per-node 4 benchmarks/bench_priority_gpu.py
 

@@ -29,6 +29,8 @@ from freescale.transport.wires import Arriving, Sending, Wire
 
 SLOTS = 8  # of a ring: some are copied to, some are on the wire, some are copied from
 AHEAD = 3  # pieces that are expected before the first has come
+LARGEST = 4 << 20  # bytes of a piece, and of a slot
+URGENT_TIMES = 2  # as large as bulk's are pieces that need not give way
 SMALL = 64 << 10  # bytes of a piece that is all latency
 
 
@@ -113,11 +115,12 @@ class Channel:
         `patient`: who submits waits soon, and does nothing else meanwhile."""
         self.name, self.rank, self.device, self.routes = name, rank, device, routes
         self._gate, self._piece, self._seconds = gate, piece, seconds
+        self._largest = min(LARGEST, URGENT_TIMES * piece)
         slot = ring.bytes.numel() // SLOTS
-        assert not slot or piece <= slot, (piece, slot)
+        assert not slot or self._largest <= slot, (piece, slot)
         cuda = device.type == "cuda"
         self._slots = ring.bytes.split(slot) if ring.bytes.numel() else ()
-        self._into = Pinned(SLOTS * piece, device) if cuda and any(wire.direct for wire in routes) else None
+        self._into = Pinned(SLOTS * self._largest, device) if cuda and any(wire.direct for wire in routes) else None
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if cuda else [None, None]
         self._sent: list[list[tuple[Sending, int]]] = [[] for _ in self._slots]  # what leaves from each slot, and to whom
         self._prompt = all(not wire.direct for wire in routes)  # sends return at once: what is sent is a copy, in a slot
@@ -259,11 +262,11 @@ class Channel:
         batch: list[tuple[int, Tensor]] = []
         size = 0
         for part in parts:
-            for piece in part.bytes.split(piece_of(part.bytes.numel(), self._piece)) if part.bytes.numel() else ():
+            for piece in part.bytes.split(self._piece_of(part, transfer)) if part.bytes.numel() else ():
                 if not self._by_slot(part.peer, transfer):
                     yield [(part.peer, piece)]
                     continue
-                if batch and size + piece.numel() > self._piece:
+                if batch and size + piece.numel() > self._largest:
                     yield batch
                     batch, size = [], 0
                 batch.append((part.peer, piece))
@@ -309,7 +312,7 @@ class Channel:
         for round_ in transfer.into:
             expected: deque[tuple[int, Tensor, Arriving]] = deque()
             for part in round_.parts:
-                for piece in part.bytes.split(piece_of(part.bytes.numel(), self._piece)) if part.bytes.numel() else ():
+                for piece in part.bytes.split(self._piece_of(part, transfer)) if part.bytes.numel() else ():
                     if not transfer.urgent:
                         self._gate.give_way()
                     if len(expected) >= AHEAD:
@@ -327,7 +330,7 @@ class Channel:
             if transfer.cuda:
                 assert self._into is not None
                 self._settle(SLOTS - AHEAD - 1)  # its slots are used in turn
-                begin = self._taken % SLOTS * self._piece
+                begin = self._taken % SLOTS * self._largest
                 self._taken += 1
                 into = self._into.bytes[begin : begin + piece.numel()]
         return self._guarded(wire.expect, transfer, peer, left, peer, piece.numel(), into)
@@ -358,6 +361,9 @@ class Channel:
             arriving.free()
 
     # ---- both
+
+    def _piece_of(self, part: Part, transfer: Transfer) -> int:
+        return piece_of(part.bytes.numel(), self._largest if transfer.urgent else self._piece)
 
     def _landed(self, round_: Round, transfer: Transfer) -> None:
         """Waits until another thread has received a round; its own waits are limited, and its failure ends this one."""

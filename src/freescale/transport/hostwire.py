@@ -18,7 +18,7 @@ from torch import Tensor
 
 from freescale.observe.ledger import Arrival, Ledger, Side
 from freescale.transport.api import TransportError
-from freescale.transport.channel import SLOTS, Channel, Part, Round, Transfer
+from freescale.transport.channel import LARGEST, SLOTS, URGENT_TIMES, Channel, Part, Round, Transfer
 from freescale.transport.collective import Collective
 from freescale.transport.gate import Gate
 from freescale.transport.memory import Pinned, shared_file
@@ -26,7 +26,6 @@ from freescale.transport.shared import SharedWire, machine
 from freescale.transport.shared import connect as connect_shared
 from freescale.transport.wires import GlooWire, Wire
 
-_LARGEST = 4 << 20  # bytes of a piece
 _SMALLEST = 64 << 10
 _PROBE = 256 << 10
 _PIECE_SECONDS = 0.004  # that a piece takes at most on the network: what urgent traffic waits for
@@ -91,7 +90,7 @@ class Hostwire(Collective):
 
     def _open(self, seconds: float) -> None:
         """The wires and the ring they send from. All ranks try; if one fails, all say so."""
-        size = SLOTS * _LARGEST
+        size = SLOTS * LARGEST
         neighbours = self._neighbours if self.shared and self.wire == "gloo" else []
         error = ""
         self._file: int | None = None
@@ -145,9 +144,9 @@ class Hostwire(Collective):
             took = self._probe(_PROBE // 4, seconds) and self._probe(_PROBE, seconds)  # the first opens connections
         slowest = max(float(text) for text in self.gather_bytes(str(took).encode()))
         if not slowest:
-            return _LARGEST
-        piece = max(_SMALLEST, min(_LARGEST, 1 << int(_PROBE / slowest * _PIECE_SECONDS).bit_length() - 1))
-        self._gate.patience = max(self._gate.patience, 3 * piece * slowest / _PROBE)
+            return LARGEST
+        piece = max(_SMALLEST, min(LARGEST, 1 << int(_PROBE / slowest * _PIECE_SECONDS).bit_length() - 1))
+        self._gate.patience = max(self._gate.patience, 3 * URGENT_TIMES * piece * slowest / _PROBE)
         return piece
 
     def _probe(self, size: int, seconds: float) -> float:
