@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import sys
-from pathlib import Path
+
+from freescale.transport.choice import choose, rdma_devices, ucx_installed
 
 
 def _package(name: str) -> str | None:
@@ -36,6 +36,8 @@ def examine() -> list[tuple[str, str, str]]:
     rows.append(("nccl", _yes(nccl), "ranks on GPUs" if nccl else "GPU ranks need a CUDA build of torch"))
     rows.append(_rdma())
     rows.append(_ucx())
+    rows.append(_shared_memory(torch))
+    rows += _transports(torch)
     triton = _package("triton")
     use = (
         "plain torch kernels run" if triton is None or not torch.cuda.is_available() else "plain torch kernels run; Triton is there"
@@ -73,16 +75,38 @@ def _gpus(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
 
 
 def _rdma() -> tuple[str, str, str]:
-    folder = Path("/sys/class/infiniband")
-    devices = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    if devices:
-        return ("rdma", ", ".join(devices), "NCCL uses it; gloo does where torch was built with ibverbs")
+    if devices := rdma_devices():
+        return ("rdma", ", ".join(devices), "NCCL uses it; gloo and UCX do where they were built with ibverbs")
     return ("rdma", "no", "no device under /sys/class/infiniband: traffic goes over TCP")
 
 
 def _ucx() -> tuple[str, str, str]:
     names = ("ucxx-cu13", "ucxx-cu12", "ucxx")
     found = next((f"{name} {_package(name)}" for name in names if _package(name)), None)
-    if found and importlib.util.find_spec("ucxx"):
-        return ("ucx", found, "importable; no schedule of this version uses it")
-    return ("ucx", "no", "not installed; no schedule of this version needs it")
+    if found and ucx_installed():
+        return ("ucx", found, "for --transport hostwire-ucx; UCX_TLS says what it may use")
+    return ("ucx", "no", "needed for --transport hostwire-ucx: pip install 'freescale[ucx]'")
+
+
+def _shared_memory(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-def]
+    """Tries what hostwire needs between ranks of one machine."""
+    from freescale.transport.memory import Pinned, shared_file
+
+    try:
+        file = shared_file(1 << 20)
+        try:
+            Pinned(1 << 20, torch.device("cuda" if torch.cuda.is_available() else "cpu"), file).close()
+        finally:
+            os.close(file)
+    except (AttributeError, OSError, RuntimeError) as error:
+        return ("shared memory", "no", f"ranks of one machine talk over sockets: {error}")
+    return ("shared memory", "yes", "ranks of one machine exchange through it (hostwire-gloo)")
+
+
+def _transports(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = []
+    for machines in (1, 2):
+        name, why = choose("auto", device, machines, ucx_installed(), bool(rdma_devices()))
+        rows.append((f"transport, {'one machine' if machines == 1 else 'several'}", name, why))
+    return rows

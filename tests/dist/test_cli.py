@@ -129,6 +129,27 @@ def test_schedules_write_the_same(tmp_path):
     assert [m for m in metrics(tmp_path / "staged") if m.get("step") != 7] == expected and expected[-1]["step"] == 12
 
 
+def test_transports_write_the_same(tmp_path):
+    """Losses and the ledger do not depend on what carries the bytes, apart from times and the names of the paths."""
+    data = interactions(tmp_path / "events.parquet")
+    found = {}
+    for transport in ("collective", "hostwire-gloo", "hostwire-ucx"):
+        folder = tmp_path / transport
+        folder.mkdir()
+        options = ["--nproc", 2, "--epochs", 2, "--placement", "sharded", "--transport", transport]
+        done = train(folder, data, *options, UCX_TLS="tcp,self", UCX_NET_DEVICES="lo")
+        assert done.returncode == 0, done.stderr
+        assert f"transport {transport} (as asked)" in done.stdout
+        ledger = json.loads((folder / "run" / "ledger.json").read_text())
+        same = ("ranks", "steps", "measured_steps", "bytes_per_step", "collision_percent", "sparsity", "predicted_imbalance")
+        found[transport] = metrics(folder), {name: ledger[name] for name in same}
+        carried = {kind: set(paths) for kind, paths in ledger["paths"].items() if ledger["bytes_per_step"][kind]}
+        wire = {"collective": "gloo", "hostwire-gloo": "hostwire: shared memory", "hostwire-ucx": "hostwire: ucx: tcp"}[transport]
+        assert set(carried) == {"counts", "ids", "rows", "gradients", "samples", "dense"}
+        assert carried.pop("dense") == {"gloo"} and all(paths == {wire} for paths in carried.values()), carried
+    assert found["collective"] == found["hostwire-gloo"] == found["hostwire-ucx"]
+
+
 def test_joins_ranks_that_torchrun_started(tmp_path):
     data = interactions(tmp_path / "events.parquet")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "freescale"]
@@ -389,5 +410,5 @@ def test_bench_kernels_without_a_gpu():
 def test_doctor():
     done = freescale("doctor")
     assert done.returncode == 0, done.stderr
-    for word in ("torch", "gloo", "nccl", "rdma", "ucx", "triton", "would run"):
+    for word in ("torch", "gloo", "nccl", "rdma", "ucx", "shared memory", "transport", "triton", "would run"):
         assert word in done.stdout

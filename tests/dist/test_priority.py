@@ -117,11 +117,12 @@ def share_of(batch: SequenceBatch, transport) -> SequenceBatch:
     return batch.slice(edges[transport.rank], edges[transport.rank + 1])
 
 
-def build(transport, schedule, optimizer="adagrad", model=None, placement="sharded", lr=0.5, **options):
+def build(transport, schedule, optimizer="adagrad", model=None, placement="sharded", lr=0.5, wire=None, **options):
     torch.manual_seed(3)
     model = model() if model is not None else Clicks(items=ITEMS)
     rows = ROW_OPTIMIZERS[optimizer](lr=lr)
-    parallel = freescale.parallelize(model, model.ids, rows, transport=transport, placement=placement, init_std=0.3, seed=5)
+    shape = {"placement": placement, "init_std": 0.3, "seed": 5, "wire_dtype": wire}
+    parallel = freescale.parallelize(model, model.ids, rows, transport=transport, **shape)
     if schedule == "stale":
         schedule, options["masks"] = "staged", no_collisions
     dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
@@ -413,3 +414,42 @@ def _over(transport, wire, seed):
 def test_bit_equal_over_every_wire(world, wire):
     for found in run_ranks(world, _over, wire, world, timeout=240):
         assert found == [True, True]
+
+
+def _rounded(transport):
+    """Rows and gradients in bf16 on the way: the schedules still agree to the bit, and less is sent."""
+    stream = colliding(0.3)
+    losses, bits_of = {}, {}
+    for schedule in ("serial", "staged"):
+        for wire in (None, torch.bfloat16):
+            losses[schedule, wire], bits_of[schedule, wire] = train(transport, schedule, stream, wire=wire)
+    for wire in (None, torch.bfloat16):
+        assert losses["serial", wire] == losses["staged", wire]
+        assert all(torch.equal(bits_of["staged", wire][name], value) for name, value in bits_of["serial", wire].items())
+    return (
+        losses["serial", None][0],
+        losses["serial", torch.bfloat16][0],
+        losses["serial", None] != losses["serial", torch.bfloat16],
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_bit_equal_with_rounded_rows(world):
+    for full, rounded, differs in run_ranks(world, _rounded):
+        assert differs and abs(rounded - full) / full < 2**-8
+
+
+def _bytes(transport):
+    sent = {}
+    for wire in (None, torch.bfloat16):
+        _, pipeline = build(transport, "serial", wire=wire)
+        list(pipeline.run([share_of(batch_of(ids, number), transport) for number, ids in enumerate(colliding(0.3, steps=4))]))
+        kinds = [entry for record in pipeline.ledger.drain() for entry in record["collectives"]]
+        sent[wire] = [sum(entry[1] for entry in kinds if entry[0] == kind) for kind in ("rows", "gradients", "ids")]
+    return sent
+
+
+def test_rounded_rows_are_a_quarter_of_float64():
+    for sent in run_ranks(2, _bytes):
+        (rows, gradients, ids), (less_rows, less_gradients, same_ids) = sent[None], sent[torch.bfloat16]
+        assert rows == 4 * less_rows > 0 and gradients == 4 * less_gradients > 0 and ids == same_ids
