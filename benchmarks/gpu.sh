@@ -17,7 +17,8 @@ part() { # name seconds ranks script arguments...
   CUDA_MPS_LOG_DIRECTORY=$(mktemp -d)
   export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
   nvidia-cuda-mps-control -d
-  CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / ranks)) timeout -k 5 "$seconds" \
+  # Queues of the device: with the default, streams share them and wait for each other; ranks that share a GPU share one pool.
+  CUDA_DEVICE_MAX_CONNECTIONS=$((64 / ranks)) CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / ranks)) timeout -k 5 "$seconds" \
     torchrun --nproc-per-node "$ranks" "$@" --commit "$commit" >"$folder/$name.log" 2>&1
   echo "$name: exit $? after $SECONDS s"
   grep -E "steps of each|step |step_ms|holds|FAILS|Error" "$folder/$name.log" | tail -12
