@@ -18,6 +18,7 @@ from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
 from freescale.observe.ledger import Arrival, Ledger
 from freescale.pipeline.staged import Staged
 from freescale.transport.collective import Collective
+from freescale.transport.hostwire import Hostwire
 
 sys.path.insert(0, str(Path(__file__).parent / "peer"))
 
@@ -44,10 +45,12 @@ class Model(nn.Module):
         return {"click": self.dense(self.item(history.values), history.lengths, batch.dense["labels"])}
 
 
-def feed(workload: Workload, rank: int, world: int) -> Iterator[SequenceBatch]:
+def feed(workload: Workload, rank: int, world: int, permuted: bool = False) -> Iterator[SequenceBatch]:
     ones = torch.ones(workload.samples)
+    random = torch.Generator().manual_seed(rank)
     for ids, lengths, labels in itertools.cycle(batches(workload, rank, world)):
-        yield SequenceBatch(sequences={"history": Jagged(ids, lengths)}, dense={"labels": labels}, weights={"click": ones})
+        batch = SequenceBatch(sequences={"history": Jagged(ids, lengths)}, dense={"labels": labels}, weights={"click": ones})
+        yield batch.select(torch.randperm(workload.samples, generator=random)) if permuted else batch
 
 
 class WaitLedger(Ledger):
@@ -61,10 +64,16 @@ class WaitLedger(Ledger):
 class Arm:
     """One rank at work. `step` trains on the next batch; it is a collective call."""
 
-    def __init__(self, workload: Workload, rank: int, world: int, schedule: str = "serial", **options: Any) -> None:
-        """`options` are the schedule's."""
+    def __init__(
+        self, workload: Workload, rank: int, world: int, schedule: str = "serial", transport: str = "collective", **options: Any
+    ) -> None:
+        """`options` are the schedule's; `permuted`: the samples of every batch are."""
         self.ledger = WaitLedger("cpu")
         self.transport = Collective("cpu", self.ledger)
+        if transport != "collective":
+            wire = transport.removeprefix("hostwire-")
+            self.transport = Hostwire("cpu", self.ledger, self.transport.group, self.transport.control, wire)
+        permuted = options.pop("permuted", False)
         model = Model(workload)
         self.parallel = freescale.parallelize(
             model, {"item": ["history"]}, row_optimizer(workload), transport=self.transport, placement="sharded"
@@ -76,7 +85,7 @@ class Arm:
         self.dense: Dense = model.dense
         optimizer = dense_optimizer(workload, self.parallel.dense_parameters())
         self.pipeline = freescale.Pipeline(self.parallel, optimizer, schedule=schedule, **options)
-        self._steps = self.pipeline.run(feed(workload, rank, world))
+        self._steps = self.pipeline.run(feed(workload, rank, world, permuted))
 
     def step(self) -> float:
         """The loss of this step: the mean over the samples of all ranks."""

@@ -53,12 +53,12 @@ def train(rank: int, world: int, workload: Workload, names: list[str], steps: in
         running = arm(name, workload, rank, world)
         losses = [running.step() for _ in range(steps)]
         running.quiet()
-        peak = _peak()
-        trained[name] = {"losses": losses, "checksum": running.checksum(), "peak": peak}
+        highest = peak()
+        trained[name] = {"losses": losses, "checksum": running.checksum(), "peak": highest}
     return trained
 
 
-def _peak() -> int:
+def peak() -> int:
     """Largest resident memory of this process so far, in bytes."""
     text = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmHWM")) * 1024

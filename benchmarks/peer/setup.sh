@@ -22,7 +22,7 @@ fi
 "${pip[@]}" --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 lightning-utilities
 # What those import and the lines above have not brought; none of it depends on torch.
 "${pip[@]}" ${constraints[@]+"${constraints[@]}"} tqdm pyre-extensions packaging cloudpickle importlib-metadata orjson \
-    pyvers setuptools psutil
+    pyvers setuptools psutil pyarrow
 
 if [ -f pyproject.toml ]; then
     "${pip[@]}" --no-deps -e .

@@ -1,6 +1,7 @@
 """The work that every arm of a benchmark does: batches, the table's first values, and the dense layers.
 
-Imports torch and numpy alone, so that it runs in the peer's environment as well as in ours. Everything here is a
+Imports torch and numpy (and, for a model with attention, FreeScale's plain HSTU), so that it runs in the peer's environment as well
+as in ours. Everything here is a
 function of the workload, the rank and the number of ranks: two arms that are given the same workload see the same ids,
 start from the same weights and are asked for the same update,
 
@@ -39,8 +40,12 @@ class Workload:
     collisions: float | None = None  # instead of a popularity: every id once in a global batch, this share also in the one before
     hidden: tuple[int, ...] = (256,)  # the MLP is width - hidden... - width
     passes: int = 1  # times that the MLP is applied; all but the last are residual, and share its weights
+    layers: int = 0  # of HSTU, instead of the MLP; the rows are projected to its width first
+    inner: int = 64  # HSTU's width
+    heads: int = 2
     steps: int = 20
     seed: int = 0
+    file: str | None = None  # instead of all that is drawn: a Parquet file of user_id, item_id, timestamp
     row_optimizer: RowOptimizer = "adagrad"
     row_learning_rate: float = 0.05
     row_epsilon: float = 1e-8  # Adagrad: row -= rate * gradient / (sqrt(accumulator) + epsilon), accumulator from 0
@@ -51,12 +56,12 @@ class Workload:
             raise ValueError(f"row_optimizer {self.row_optimizer!r} is not one of {', '.join(ROW_OPTIMIZERS)}")
         if isinstance(self.popularity, str) and self.popularity != "unique":
             raise ValueError(f"popularity {self.popularity!r} is neither a Zipf exponent nor 'unique'")
-        if self.popularity == "unique" and self.rows < self.samples * self.maximum_length:
+        if self.file is None and self.popularity == "unique" and self.rows < self.samples * self.maximum_length:
             raise ValueError(
                 f"{self.rows} rows cannot give {self.samples} x {self.maximum_length} different ids; ask for more rows"
             )
-        if self.collisions is not None and (self.popularity != "unique" or self.sigma or not 0 <= self.collisions <= 1):
-            raise ValueError(f"collisions is a share of unique ids in histories of equal length (sigma 0), not as in {self}")
+        if self.collisions is not None and (self.popularity != "unique" or not 0 <= self.collisions <= 1):
+            raise ValueError(f"collisions is a share of unique ids, not as in {self}")
         if min(self.rows, self.width, self.samples, self.maximum_length, self.steps, self.passes) < 1:
             raise ValueError(f"rows, width, samples, maximum_length, steps and passes are at least 1, not as in {self}")
 
@@ -69,6 +74,8 @@ def batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor, Ten
     """This rank's batches: (ids int64 [tokens], lengths int64 [samples], labels float32 [samples]) for each step."""
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} is not one of {world} ranks")
+    if workload.file is not None:
+        return _from_file(workload, workload.file, rank, world)
     cumulative = permutation = None
     if workload.popularity != "unique":
         weights = np.arange(1, workload.rows + 1, dtype=np.float64) ** -float(workload.popularity)
@@ -78,11 +85,10 @@ def batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor, Ten
     result = []
     for step in range(workload.steps):
         random = _stream(workload, _BATCH, step, rank)
-        lengths = np.exp(random.normal(np.log(workload.median_length), workload.sigma, workload.samples))
-        lengths = np.clip(np.rint(lengths), 1, workload.maximum_length).astype(np.int64)
+        lengths = _lengths(workload, random)
         tokens = int(lengths.sum())
         if workload.collisions is not None:
-            ids = _colliding(workload, step, rank, world, tokens)
+            ids = _colliding(workload, step, rank, world)
         elif cumulative is None or permutation is None:
             ids = random.choice(workload.rows, tokens, replace=False, shuffle=True).astype(np.int64)
         else:
@@ -93,23 +99,57 @@ def batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor, Ten
     return result
 
 
-def _colliding(workload: Workload, step: int, rank: int, world: int, tokens: int) -> np.ndarray:
+def _from_file(workload: Workload, file: str, rank: int, world: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Users in the order of their last event, the latest `maximum_length` items of each; a global batch after another."""
+    import pyarrow.parquet as parquet
+
+    table = parquet.read_table(file, columns=["user_id", "item_id", "timestamp"])
+    users, items, times = (
+        np.unique(table[name].to_numpy(), return_inverse=True)[1] for name in ("user_id", "item_id", "timestamp")
+    )
+    order = np.lexsort((times, users))
+    ends = np.flatnonzero(np.diff(users[order], append=-1))
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    chosen = np.argsort(times[order][ends], kind="stable")
+    needed = workload.samples * world * workload.steps
+    if len(chosen) < needed:
+        raise ValueError(f"{file} has {len(chosen)} users, {workload.steps} steps of {world} ranks need {needed}")
+    result = []
+    for step in range(workload.steps):
+        first = (step * world + rank) * workload.samples
+        mine = chosen[first : first + workload.samples]
+        parts = [items[order][max(starts[user], ends[user] + 1 - workload.maximum_length) : ends[user] + 1] for user in mine]
+        labels = (_stream(workload, _BATCH, step, rank).random(workload.samples) < 0.5).astype(np.float32)
+        lengths = np.array([len(part) for part in parts])
+        result.append((torch.from_numpy(np.concatenate(parts)), torch.from_numpy(lengths), torch.from_numpy(labels)))
+    return result
+
+
+def _lengths(workload: Workload, random: np.random.Generator) -> np.ndarray:
+    drawn = np.exp(random.normal(np.log(workload.median_length), workload.sigma, workload.samples))
+    return np.clip(np.rint(drawn), 1, workload.maximum_length).astype(np.int64)
+
+
+def _colliding(workload: Workload, step: int, rank: int, world: int) -> np.ndarray:
     """This rank's ids of a step whose global batch shares `workload.collisions` of its rows with the one before and the one after.
 
-    Rows lie on a circle, each once; a global batch is an arc of it, and the next one's arc begins (1 - share) of its length later.
+    Rows lie on a circle, each once; a global batch is an arc of it, and the next one's arc begins that share before its end.
     So the last step of the workload is followed by its first like any other, and up to a share of 1/2 only neighbours have rows in
     common. Which rank asks for which row of the arc is drawn anew in every step.
     """
     assert workload.collisions is not None
-    arc = tokens * world
-    shift = round(arc * (1 - workload.collisions))
-    circle = max(arc, shift * workload.steps)
-    if circle > workload.rows or (shift and workload.steps < 2 * arc / shift):
+    keys = [(number, other) for number in range(workload.steps) for other in range(world)]
+    tokens = np.array([_lengths(workload, _stream(workload, _BATCH, *key)).sum() for key in keys]).reshape(workload.steps, world)
+    arcs = tokens.sum(1)
+    shifts = np.rint(arcs * (1 - workload.collisions)).astype(np.int64)  # from an arc's beginning to the next one's
+    circle = int(max(arcs.max(), shifts.sum()))
+    if circle > workload.rows or (shifts.sum() and shifts.sum() < 2 * arcs.max()):
         raise ValueError(f"{workload.rows} rows and {workload.steps} steps are too few for a circle of {circle} rows")
     order = _stream(workload, _PERMUTATION).permutation(workload.rows)[:circle]
-    whole = order[(step * shift + np.arange(arc)) % circle]
+    whole = order[(shifts[:step].sum() + np.arange(arcs[step])) % circle]
     _stream(workload, _BATCH, step).shuffle(whole)
-    return whole[rank * tokens : (rank + 1) * tokens].astype(np.int64)
+    begin = tokens[step, :rank].sum()
+    return whole[begin : begin + tokens[step, rank]].astype(np.int64)
 
 
 def table_rows(workload: Workload, rows: Tensor) -> Tensor:
@@ -130,21 +170,24 @@ def fill_table(workload: Workload, shard: Tensor, first_row: int) -> None:
 
 
 class Dense(nn.Module):
-    """Everything after the table: token-wise MLP, sum over each sample's tokens, one logit, binary cross-entropy.
+    """Everything after the table: token-wise MLP or HSTU, sum over each sample's tokens, one logit, binary cross-entropy.
 
     Returns the SUM of the loss over this rank's samples; whoever trains divides by the global count.
     """
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
-        sizes = (workload.width, *workload.hidden, workload.width)
-        layers: list[nn.Module] = []
-        for place, (inputs, outputs) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
-            layers += [nn.ReLU()] if place else []
-            layers += [nn.Linear(inputs, outputs)]
-        self.layers = nn.Sequential(*layers)
+        self.encoder: nn.Module | None = None
         self.passes = workload.passes
-        self.head = nn.Linear(workload.width, 1)
+        if workload.layers:
+            from freescale.models.hstu import HSTU
+
+            shape = {"width": workload.inner, "layers": workload.layers, "heads": workload.heads}
+            self.encoder = HSTU(**shape, max_length=workload.maximum_length)
+            self.layers: nn.Module = nn.Linear(workload.width, workload.inner)
+        else:
+            self.layers = _mlp((workload.width, *workload.hidden, workload.width))
+        self.head = nn.Linear(workload.inner if workload.layers else workload.width, 1)
         # The sum over a history would otherwise start the logits in the hundreds, where the loss is flat.
         self.scale = workload.median_length**-0.5
         random = _stream(workload, _DENSE)
@@ -155,14 +198,24 @@ class Dense(nn.Module):
 
     def forward(self, rows: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
         """rows [tokens, width], lengths [samples] int64, labels [samples] -> scalar."""
-        for _ in range(self.passes - 1):
+        for _ in range(self.passes - 1 if self.encoder is None else 0):
             rows = rows + self.layers(rows) / self.passes
         tokens = self.layers(rows)  # [tokens, width]
+        for _ in range(self.passes if self.encoder is not None else 0):
+            tokens = self.encoder(tokens, lengths)
         # On CPU index_add takes a third of the time of segment_reduce, forward and backward together.
         owner = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths, output_size=rows.shape[0])  # [tokens]
         pooled = tokens.new_zeros(lengths.shape[0], tokens.shape[1]).index_add(0, owner, tokens)  # [samples, width]
         logits = self.head(pooled * self.scale).squeeze(-1)  # [samples]
         return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+
+
+def _mlp(sizes: tuple[int, ...]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for place, (inputs, outputs) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+        layers += [nn.ReLU()] if place else []
+        layers += [nn.Linear(inputs, outputs)]
+    return nn.Sequential(*layers)
 
 
 def dense_optimizer(workload: Workload, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -288,6 +288,25 @@ def kernels(device: str, only: tuple[str, ...], output: Path) -> None:
     _guarded(action)
 
 
+@bench.command()
+@click.option("--workload", type=click.Choice(("paper", "retail", "own")), default="paper", show_default=True)
+@click.option("--file", type=click.Path(exists=True, dir_okay=False), help="Parquet of the workloads retail and own")
+@click.option("--repetitions", type=click.IntRange(min=1), default=20, show_default=True, help="turns of every arm")
+@click.option("--short", is_flag=True, help="serial against the full system, without TorchRec; keeps no results")
+def ladder(workload: str, file: str | None, repetitions: int, short: bool) -> None:
+    """TorchRec, then FreeScale with one technique more on each rung, on the same model and data: samples/s, waits, memory, loss."""
+
+    def action() -> None:
+        from freescale.bench.ladder import run_ladder
+
+        arguments = ["--workload", workload, "--repetitions", str(repetitions)]
+        arguments += ["--file", file] if file else []
+        if status := run_ladder([*arguments, "--short"] if short else arguments, peer=not short):
+            raise SystemExit(status)
+
+    _guarded(action)
+
+
 @main.command()
 def doctor() -> None:
     """Show what this machine has (torch, devices, backends, RDMA, UCX, Triton) and what would run."""

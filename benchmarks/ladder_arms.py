@@ -1,0 +1,80 @@
+"""What each host of bench_ladder.py runs. Each function gets rank and number of ranks first (hosts.py calls it so)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+from freescale_arm import build
+from priority_arms import peak
+from workload import Workload
+
+from freescale.balance.balancer import Balancer
+from freescale.balance.cost import CostModel
+from freescale.balance.registry import PARTITIONERS
+
+BASE, SPARSE_DIST = "TorchRec TrainPipelineBase", "TorchRec TrainPipelineSparseDist"
+SERIAL, PERMUTED, FULL = "serial", "serial, samples permuted", "staged + balancing + hostwire"
+# Each rung adds one technique: schedule, balancing, transport.
+OURS: dict[str, tuple[str, bool, str]] = {
+    SERIAL: ("serial", False, "collective"),
+    "serial + balancing": ("serial", True, "collective"),
+    "staged": ("staged", False, "collective"),
+    "staged + balancing": ("staged", True, "collective"),
+    FULL: ("staged", True, "hostwire-gloo"),
+}
+
+
+def arm(name: str, workload: Workload, rank: int, world: int) -> Any:
+    """With `step`, `quiet` and a ledger."""
+    if name == PERMUTED:
+        return build(workload, rank, world, "serial", permuted=True)
+    if name in OURS:
+        schedule, balanced, transport = OURS[name]
+        return build(workload, rank, world, schedule, transport=transport, balancer=_balancer(workload) if balanced else None)
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)  # TorchRec's tracing makes it warn on every start
+    import torchrec_arms
+    from ledgered import Ledgered
+
+    return Ledgered(torchrec_arms.build(workload, rank, world, "base" if name == BASE else "sparse_dist"), rank)
+
+
+def _balancer(workload: Workload) -> Balancer:
+    each = workload.inner // workload.heads
+    sizes = {
+        "width": workload.inner,
+        "layers": workload.layers * workload.passes,
+        "heads": workload.heads,
+        "d_qk": each,
+        "d_v": each,
+    }
+    return Balancer(PARTITIONERS["greedy"], CostModel.of_hstu(**sizes))
+
+
+def measure(rank: int, world: int, workload: Workload, names: list[str], repetitions: int, steps: int) -> dict[str, dict]:
+    """Arms in turn, `steps` steps each time, all on the same batches; the first turn and the first step of each are not counted:
+    what such a step would have to wait for was done while the arms changed."""
+    arms = {name: arm(name, workload, rank, world) for name in names}
+    measured: dict[str, dict] = {name: {"losses": [], "records": []} for name in names}
+    for repetition in range(repetitions + 1):
+        first = repetition % len(names)
+        for name in names[first:] + names[:first]:
+            dist.barrier()
+            measured[name]["losses"] += [arms[name].step() for _ in range(steps)]
+            arms[name].quiet()
+            records = arms[name].ledger.drain()
+            if repetition:
+                measured[name]["records"] += records[1:]
+        if rank == 0:
+            print(f"{repetition} of {repetitions} turns of {len(names)} arms", flush=True)
+    dist.barrier()
+    return measured
+
+
+def alone(rank: int, world: int, workload: Workload, name: str, steps: int) -> dict[str, Any]:
+    """One arm in a process of its own: losses and the process's peak memory."""
+    running = arm(name, workload, rank, world)
+    losses = [running.step() for _ in range(steps)]
+    running.quiet()
+    return {"losses": losses, "peak": peak()}
