@@ -307,6 +307,24 @@ def ladder(workload: str, file: str | None, repetitions: int, short: bool) -> No
     _guarded(action)
 
 
+@bench.command()
+@click.option("--nproc", type=click.IntRange(1), default=4, show_default=True, help="ranks; they share the GPUs if there are fewer")
+@click.option("--device", type=click.Choice(("cuda", "cpu")), default="cuda", show_default=True, help="cpu: tiny, to try it")
+@click.option(
+    "--only", multiple=True, type=click.Choice(("products", "layer", "alone", "throughput", "witness")), help="some parts"
+)
+@click.option("--output", type=click.Path(path_type=Path), default="overlap.json", show_default=True, help="JSON file to write")
+def overlap(nproc: int, device: str, only: tuple[str, ...], output: Path) -> None:
+    """What communication costs the compute beside it: NCCL's AllToAll, hostwire's, and how fast each is by itself."""
+
+    def action() -> int:
+        from freescale.bench.overlap import bench_overlap
+
+        return bench_overlap(nproc, device, only, output)
+
+    _guarded(action)
+
+
 @main.command()
 def doctor() -> None:
     """Show what this machine has (torch, devices, backends, RDMA, UCX, Triton) and what would run."""

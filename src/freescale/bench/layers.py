@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from freescale.bench.measure import Bench, Call
 from freescale.kernels import attention, layer, triton_attention, triton_attention_plan, triton_layer
@@ -96,23 +97,28 @@ def layers(bench: Bench) -> dict[str, float]:
 
 def _step(bench: Bench, lengths: np.ndarray, planner: Callable[..., Any], dropout: float) -> tuple[Call, int]:
     width, heads = bench.size["width"], bench.size["heads"]
-    one = HSTULayer(
-        number=0, width=width, heads=heads, d_qk=width // heads, d_v=width // heads, max_length=bench.size["cap"], dropout=dropout,
-        position_bias=False, time_bias=False, num_time_buckets=128,
-    ).to(bench.device)  # fmt: skip
     there = torch.from_numpy(lengths).to(bench.device)
-    plan = planner(there, heads)
-    x = bench.draw(int(lengths.sum()), width).requires_grad_()
-    keys = derive(0, torch.arange(x.shape[0], device=bench.device)) if dropout else None
+    return layer_step(there, planner(there, heads), width, heads, bench.size["cap"], dropout), int(lengths.sum())
+
+
+def layer_step(lengths: Tensor, plan: Any, width: int, heads: int, cap: int, dropout: float = 0.0) -> Call:
+    """Forward and backward of a layer over samples of `lengths` [samples], at most `cap`, on their device."""
+    device = lengths.device
+    one = HSTULayer(
+        number=0, width=width, heads=heads, d_qk=width // heads, d_v=width // heads, max_length=cap, dropout=dropout,
+        position_bias=False, time_bias=False, num_time_buckets=128,
+    ).to(device)  # fmt: skip
+    x = torch.randn(int(lengths.sum()), width, device=device).requires_grad_()
+    keys = derive(0, torch.arange(x.shape[0], device=device)) if dropout else None
 
     def step() -> None:
-        with torch.autocast(bench.device.type, torch.bfloat16, enabled=bench.device.type == "cuda"):
-            out = one(x, there, keys, None, None, plan)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            out = one(x, lengths, keys, None, None, plan)
         out.float().square().sum().backward()
         x.grad = None
         one.zero_grad()
 
-    return step, x.shape[0]
+    return step
 
 
 def _memory(bench: Bench) -> dict[str, float]:

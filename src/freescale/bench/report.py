@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,15 @@ def line(parts: Sequence[str]) -> str:
     return f"{parts[0]:58s}" + "".join(f" {part:>{width}s}" for part, width in zip(parts[1:], widths, strict=True))
 
 
-def show_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+def show_table(
+    rows: Sequence[Mapping[str, Any]],
+    title: str,
+    columns: Sequence[str] = COLUMNS,
+    as_cells: Callable[[Mapping[str, Any]], Sequence[str]] = cells,
+) -> None:
     """With rich where it is installed, else in plain lines."""
     if importlib.util.find_spec("rich") is None:
-        print(title, line(COLUMNS), *(line(cells(row)) for row in rows), sep="\n")
+        print(title, line(columns), *(line(as_cells(row)) for row in rows), sep="\n")
         return
     from rich.console import Console
     from rich.table import Table
@@ -90,11 +95,11 @@ def show_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     if not console.is_terminal:
         console.width = max(console.width, LEAST_WIDTH)
     table = Table(title=title, title_justify="left")
-    table.add_column(COLUMNS[0], min_width=24, overflow="fold")
-    for name in COLUMNS[1:]:
+    table.add_column(columns[0], min_width=24, overflow="fold")
+    for name in columns[1:]:
         table.add_column(name, justify="right", no_wrap=True)
     for before, row in zip([None, *rows], rows, strict=False):
         if before is not None and before["group"] != row["group"]:
             table.add_section()
-        table.add_row(*cells(row))
+        table.add_row(*as_cells(row))
     console.print(table)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 _GRACE = 20.0  # seconds that the other ranks have to notice a failure by themselves
@@ -30,8 +30,16 @@ def check_port(port: int) -> None:
             raise ValueError(f"port {port} is in use: choose another --port, or leave it out for a free one") from None
 
 
-def launch(arguments: Sequence[str], ranks: int, port: int | None = None) -> int:
-    """Runs `python -m freescale ARGUMENTS` as `ranks` local ranks. Returns 0 if all succeeded, else 1."""
+def launch(
+    arguments: Sequence[str],
+    ranks: int,
+    port: int | None = None,
+    *,
+    extra: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    seconds: float | None = None,
+) -> int:
+    """Runs `python -m freescale ARGUMENTS` as `ranks` local ranks. Returns 0 if all succeeded, else 1. `extra`: what a rank has in
+    its environment besides. After `seconds`, if given, all are stopped: TimeoutError."""
     if port is not None:
         check_port(port)
     port = port or free_port()
@@ -44,7 +52,7 @@ def launch(arguments: Sequence[str], ranks: int, port: int | None = None) -> int
         for rank in range(ranks):
             process = subprocess.Popen(
                 [sys.executable, "-m", "freescale", *arguments],
-                env=_environment(rank, ranks, port),
+                env={**_environment(rank, ranks, port), **extra(rank)},
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
@@ -53,7 +61,7 @@ def launch(arguments: Sequence[str], ranks: int, port: int | None = None) -> int
             assert process.stderr is not None
             readers.append(threading.Thread(target=_relay, args=(process.stderr, rank, said, lock), daemon=True))
             readers[-1].start()
-        failed = _watch(processes)
+        failed = _watch(processes, seconds)
         for reader in readers:
             reader.join(timeout=5)
     finally:
@@ -92,12 +100,13 @@ def _relay(stream: IO[str], rank: int, said: set[str], lock: threading.Lock) -> 
             sys.stderr.flush()
 
 
-def _watch(processes: Sequence[subprocess.Popen]) -> tuple[int, int] | None:
+def _watch(processes: Sequence[subprocess.Popen], seconds: float | None) -> tuple[int, int] | None:
     """Waits for all. On the first failure the others get a grace, then are stopped. Returns (rank, status) of the failure.
 
     A rank that a signal killed is the cause of what the others report, also when they were quicker to end.
     """
     deadline = None
+    end = time.monotonic() + seconds if seconds is not None else None
     while True:
         ended = {rank: process.poll() for rank, process in enumerate(processes)}
         failures = [(rank, status) for rank, status in ended.items() if status]
@@ -106,6 +115,9 @@ def _watch(processes: Sequence[subprocess.Popen]) -> tuple[int, int] | None:
         if None not in ended.values() or (deadline is not None and time.monotonic() > deadline):
             _stop(processes)
             return min(failures, key=lambda failure: failure[1] >= 0) if failures else None
+        if end is not None and time.monotonic() > end:
+            running = [rank for rank, status in ended.items() if status is None]
+            raise TimeoutError(f"the run has taken {seconds:.0f} s, its limit, with ranks {running} still at work; it was stopped")
         time.sleep(0.05)
 
 

@@ -1,0 +1,144 @@
+"""Compute beside communication: how long the kernels of a rank take alone, beside NCCL's AllToAll and beside hostwire's.
+
+A measurement is compute of about 30 ms on one stream and AllToAlls of 32 MB back to back on a lane's, as many as fit into it. The
+compute's launches queue up behind a pause, and the messages begin when all are queued: what is measured is what the kernels lose to
+the traffic on the device, not what launching them loses to the lane's threads. Arms take turns; a time is the mean of the ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from statistics import mean, median
+
+import torch
+
+from freescale.bench.arms import Arm, Bed, gigabytes, leaving, stream
+from freescale.bench.layers import layer_step
+from freescale.kernels.dispatch import plan_attention
+from freescale.pipeline.lane import Job
+
+_CYCLES = 2_000_000  # of a pause of a millisecond
+_LONGEST_PAUSE = 25.0  # milliseconds
+Compute = Callable[[], None]
+
+
+def products(bed: Bed) -> None:
+    n, count = bed.size["product"], bed.size["products"]
+    dtype = torch.bfloat16 if bed.cuda else torch.float32
+    left, right = (torch.randn(n, n, device=bed.device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(left, right, out=out)
+
+    _case(bed, "products", f"{count} products of {n:,}^3", compute, repeat=1)
+
+
+def layers(bed: Bed) -> None:
+    """Forward and backward of one HSTU layer, at a constant number of tokens."""
+    for case, step in _layer_cases(bed):
+        _case(bed, "layer", case, step)
+
+
+def _layer_cases(bed: Bed) -> Iterator[tuple[str, Compute]]:
+    tokens, head = bed.size["tokens"], bed.size["head"]
+    for width in bed.size["widths"]:
+        for length in bed.size["lengths"]:
+            lengths = torch.full((tokens // length,), length, device=bed.device)
+            heads = width // head
+            dtype = torch.bfloat16 if bed.cuda else torch.float32
+            plan = plan_attention(lengths, heads, widths=(head, head), dtype=dtype)
+            yield f"HSTU layer, {width} wide, samples of {length:,}", layer_step(lengths, plan, width, heads, length)
+
+
+def _case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 0) -> None:
+    """Rows of all arms. `repeat`: calls of a measurement; 0 for as many as fill it."""
+    for _ in range(3):
+        once()  # kernels are loaded, memory is taken
+    bed.idle()
+    if not repeat:
+        took = max(bed.gathered(median(_time(bed, once, 0.0) for _ in range(3))))
+        repeat = max(1, round(bed.size["measured_ms"] / took))
+
+    def compute() -> None:
+        for _ in range(repeat):
+            once()
+
+    pause = _pause(bed, compute)
+    arms: list[Arm | None] = [None, bed.hostwire, *(bed.plain(channels) for channels in bed.size["channels"])]
+    alone = max(bed.gathered(_time(bed, compute, pause)))
+    counts = {arm.name: max(1, int(alone / bed.message_ms(arm))) for arm in arms if arm is not None}
+    found: dict[str, list[tuple[float, float]]] = {_name(arm): [] for arm in arms}
+    for _ in range(bed.size["repetitions"] + 1):
+        for arm in arms:
+            found[_name(arm)].append(_overlapped(bed, compute, pause, arm, counts.get(_name(arm), 0)))
+    baseline = 0.0
+    for name, pairs in found.items():
+        everyone = bed.gathered(pairs[1:])  # the first warmed up
+        times = [mean(rank[number][0] for rank in everyone) for number in range(len(pairs) - 1)]
+        of_ranks = [median(own for own, _ in rank) for rank in everyone]
+        if name == "alone":
+            baseline = median(times)
+            bed.add(group, case, name, ms=times, ranks_ms=of_ranks, repeat=repeat)
+            continue
+        carried = median(max(rank[number][1] for rank in everyone) for number in range(len(pairs) - 1))
+        bytes_ = counts[name] * leaving(bed.size["message"], bed.world)
+        bed.add(
+            group, case, name, ms=times, ranks_ms=of_ranks, repeat=repeat, alone_ms=baseline,
+            slower_percent=100 * (median(times) / baseline - 1),
+            messages=counts[name], messages_ms=carried, rate=gigabytes(bytes_, carried), unit="GB/s",
+        )  # fmt: skip
+
+
+def _name(arm: Arm | None) -> str:
+    return "alone" if arm is None else arm.name
+
+
+def _pause(bed: Bed, compute: Compute) -> float:
+    """Milliseconds that launching takes, and a bit. The same on all ranks."""
+    bed.idle()
+    begin = time.perf_counter()
+    compute()
+    took = 1e3 * (time.perf_counter() - begin)
+    bed.idle()
+    return min(_LONGEST_PAUSE, 1.2 * max(bed.gathered(took)) + 1.0) if bed.cuda else 0.0
+
+
+def _overlapped(bed: Bed, compute: Compute, pause: float, arm: Arm | None, count: int) -> tuple[float, float]:
+    """Milliseconds of the compute, and of the messages beside it."""
+    if arm is None:
+        return _time(bed, compute, pause), 0.0
+    carried: list[float] = []
+    jobs: list[Job] = []
+
+    def carry() -> None:
+        begin = time.perf_counter()
+        stream(arm, *bed.message, count, arm.flight, host=False)
+        carried.append(1e3 * (time.perf_counter() - begin))
+
+    took = _time(bed, compute, pause, lambda: jobs.append(arm.lane.submit(carry)))
+    jobs[0].wait(host=True)
+    arm.lane.side.take()
+    bed.idle()
+    return took, carried[0]
+
+
+def _time(bed: Bed, compute: Compute, pause: float, start: Callable[[], None] = lambda: None) -> float:
+    """Milliseconds of the compute on its stream; `start` is called when all of it is queued. Ranks begin together."""
+    bed.barrier()
+    if not bed.cuda:
+        start()
+        begin = time.perf_counter()
+        compute()
+        return 1e3 * (time.perf_counter() - begin)
+    first, last = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+    torch.cuda._sleep(int(pause * _CYCLES))
+    first.record()
+    compute()
+    last.record()
+    with torch.cuda.stream(bed.elsewhere):  # see `in_lane`
+        start()
+    last.synchronize()
+    return first.elapsed_time(last)
