@@ -9,8 +9,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(VENV)/bin/freescale demo --nproc 2
 
+# Two at a time: most tests wait for processes of their own.
 test: $(READY)
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist worksteal
 
 lint: $(READY)
 	$(VENV)/bin/ruff check src tests benchmarks examples

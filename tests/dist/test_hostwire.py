@@ -186,7 +186,7 @@ def test_no_core_is_busy_while_nothing_moves(wire):
 
 
 def test_bulk_gives_way_but_not_for_good():
-    gate, order = Gate(patience=0.02), []
+    gate, order = Gate(patience=0.5), []
     gate.give_way()  # nothing is urgent
     gate.begin()
     begin = time.monotonic()
@@ -197,17 +197,17 @@ def test_bulk_gives_way_but_not_for_good():
 
     thread = threading.Thread(target=bulk)
     thread.start()
-    for _ in range(20):  # it moves: bulk waits
-        time.sleep(0.005)
+    for _ in range(12):  # it moves: bulk waits
+        time.sleep(0.06)
         gate.moved()
     assert not order
     gate.end()
     thread.join()
-    assert order == ["bulk"] and time.monotonic() - begin > 0.1
+    assert order == ["bulk"] and time.monotonic() - begin > 0.7
     gate.begin()  # it does not move: bulk waits a little
     begin = time.monotonic()
     gate.give_way()
-    assert 0.01 < time.monotonic() - begin < 5
+    assert 0.4 < time.monotonic() - begin < 5
 
 
 def _slow_rank(transport, wire):
