@@ -37,6 +37,10 @@ PAPER = Workload(
 )
 RETAIL = replace(PAPER, collisions=None, rows=4_631, maximum_length=1050)  # as many items as the file has
 PARITY_STEPS = 24
+_EXPOSED = {
+    "exposed_embedding_ms": "exposed communication of ids, rows and gradients",
+    "exposed_all_ms": "all exposed communication, dense gradients, counts and samples included,",
+}
 Run = Callable[..., list[Any]]
 
 
@@ -92,14 +96,15 @@ def rows_of(measured: list[dict], names: list[str], workload: Workload, together
 def claims_of(rows: list[dict[str, Any]], together: dict[str, Any]) -> list[dict[str, Any]]:
     by = {row["arm"]: row for row in rows}
     full, peer = by[FULL], by[SPARSE_DIST]
-    exposed = 100 * (1 - full["exposed_all_ms"]["median"] / peer["exposed_all_ms"]["median"])
+    # TorchRec's dense gradients are reduced in C++, where the ledger does not see them: of it there are ids, rows and gradients.
+    below = {key: 100 * (1 - full[key]["median"] / peer["exposed_embedding_ms"]["median"]) for key in _EXPOSED}
     straggler = peer["straggler_percent"] / max(full["straggler_percent"], 1e-9)
     speed = full["samples_per_second"]["median"] / peer["samples_per_second"]["median"]
     first = max(together[name]["first_step_relative_loss_difference_to_serial"] for name in by)
     later = max(together[name]["largest_relative_loss_difference_to_serial"] for name in by)
     control = together[PERMUTED]["largest_relative_loss_difference_to_serial"]
     return [
-        claim("full system: exposed communication below TorchRec SparseDist's", 90.0, exposed, "%", at_least=True),
+        *(claim(f"full system: {text} below TorchRec's", 90.0, below[key], "%", at_least=True) for key, text in _EXPOSED.items()),
         claim("full system: straggler % below TorchRec SparseDist's", 5.0, straggler, "times", at_least=True),
         claim("full system: samples/s over TorchRec SparseDist's", 1.8, speed, "times", at_least=True),
         claim("largest relative difference of the first step's loss to serial's", 1e-5, first, "", at_least=False),
