@@ -35,7 +35,6 @@ WORLD = 2
 PAPER = Workload(
     rows=400_000, width=256, samples=16, median_length=150, sigma=1.0, maximum_length=1050, collisions=0.12, layers=1, steps=12
 )
-RETAIL = replace(PAPER, collisions=None, rows=4_631, maximum_length=1050)  # as many items as the file has
 PARITY_STEPS = 24
 _EXPOSED = {
     "exposed_embedding_ms": "exposed communication of ids, rows and gradients",
@@ -121,9 +120,9 @@ def main() -> None:
     options = parser.parse_args()
     if (options.workload != "paper") != bool(options.file):
         parser.error("--file belongs to the workloads retail and own")
-    workload = PAPER if options.workload == "paper" else replace(RETAIL, file=options.file)
-    if options.workload == "own":
-        workload = replace(workload, rows=items_of(options.file))
+    workload = PAPER
+    if options.file:
+        workload = replace(PAPER, collisions=None, file=options.file, rows=items_of(options.file))
     names = [SERIAL, FULL] if options.short else [BASE, SPARSE_DIST, *OURS]
     repetitions = 4 if options.short else options.repetitions
     with testbed() as (run, name):
