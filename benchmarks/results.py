@@ -13,7 +13,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from freescale.bench.report import machine, spread, versions  # noqa: E402
+from freescale.bench.report import spread  # noqa: E402
+from freescale.observe.machine import machine, versions  # noqa: E402
 
 __all__ = ["claim", "commit", "machine", "spread", "versions", "write"]
 FOLDER = ROOT / "benchmarks" / "results"

@@ -100,7 +100,7 @@ def batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor, Ten
 
 
 def _from_file(workload: Workload, file: str, rank: int, world: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Users in the order of their last event, the latest `maximum_length` items of each; a global batch after another."""
+    """Users in an order of chance, the latest `maximum_length` items of each; a global batch after another."""
     import pyarrow.parquet as parquet
 
     table = parquet.read_table(file, columns=["user_id", "item_id", "timestamp"])
@@ -110,7 +110,7 @@ def _from_file(workload: Workload, file: str, rank: int, world: int) -> list[tup
     order = np.lexsort((times, users))
     ends = np.flatnonzero(np.diff(users[order], append=-1))
     starts = np.concatenate([[0], ends[:-1] + 1])
-    chosen = np.argsort(times[order][ends], kind="stable")
+    chosen = _stream(workload, _PERMUTATION).permutation(len(ends))
     needed = workload.samples * world * workload.steps
     if len(chosen) < needed:
         raise ValueError(f"{file} has {len(chosen)} users, {workload.steps} steps of {world} ranks need {needed}")

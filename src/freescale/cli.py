@@ -70,13 +70,14 @@ def _guarded(action: Callable[[], int | None]) -> None:
         print(f"{prefix}interrupted", file=sys.stderr)
         status = 130
     except (ValueError, OSError, RuntimeError) as error:
-        from freescale.pipeline.agreement import RemoteError
-        from freescale.transport.api import TransportError
-
-        if isinstance(error, RuntimeError) and not isinstance(error, (RemoteError, TransportError)):
-            raise
-        # The same words on every rank, so that the launcher can say them once.
         own = isinstance(error, (ValueError, OSError))
+        if not own:
+            from freescale.pipeline.agreement import RemoteError
+            from freescale.transport.api import TransportError
+
+            if not isinstance(error, (RemoteError, TransportError)):
+                raise
+        # The same words on every rank, so that the launcher can say them once.
         print(f"{'freescale: error: ' if own else prefix}{error}", file=sys.stderr)
         status = 1
     sys.stdout.flush()
@@ -264,6 +265,31 @@ def export(run_folder: Path, out: Path) -> None:
 
         for path in export_run(run_folder, out):
             click.echo(path)
+
+    _guarded(action)
+
+
+@main.command()
+@click.argument("runs", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="RUN [RUN ...]")
+@click.option("--out", type=click.Path(path_type=Path), default="report.html", show_default=True, help="file to write")
+@click.option("--open", "show", is_flag=True, help="show it in the browser")
+def report(runs: tuple[Path, ...], out: Path, show: bool) -> None:
+    """Write one HTML page that shows where the time of a run went, or of several beside each other."""
+
+    def action() -> None:
+        from freescale.observe.report import page
+        from freescale.observe.runs import read_runs
+
+        if not out.absolute().parent.is_dir():
+            raise ValueError(f"there is no folder {out.absolute().parent} to write {out.name} into")
+        if out.is_dir():
+            raise ValueError(f"--out {out} is a folder: name a file")
+        out.write_text(page(read_runs(list(runs))), encoding="utf-8")
+        click.echo(f"{out}: {out.stat().st_size / 1024:,.0f} KiB")
+        if show:
+            import webbrowser
+
+            webbrowser.open(out.absolute().as_uri())
 
     _guarded(action)
 

@@ -67,6 +67,38 @@ def test_collisions():
     assert "collision_percent" not in merge_step([record(1, 0, 1)])
 
 
+def test_shares_before_and_after_balancing():
+    before = {
+        "samples": 2,
+        "tokens": 30,
+        "max_length": 20,
+        "before_cost": 3.0,
+        "max_predicted_imbalance": 1.1,
+        "max_moved_tokens": 4,
+    }
+    after = {"after_samples": 3, "after_tokens": 25, "after_longest": 9, "after_cost": 2.2}
+    figures = merge_step([record(0, 0, 1, **before, **after), record(0, 0, 1, **{**before, "before_cost": 1.0}, **after)])
+    assert figures["before"] == {"samples": [2, 2], "tokens": [30, 30], "longest": [20, 20], "cost": [3, 1]}
+    assert figures["after"] == {"samples": [3, 3], "tokens": [25, 25], "longest": [9, 9], "cost": [2.2, 2.2]}
+    assert figures["predicted_imbalance_before"] == pytest.approx(1.5) and figures["samples"] == 4
+    alone = merge_step([record(0, 0, 1, samples=2), record(0, 0, 1)])  # not balanced, and a rank without data
+    assert alone["before"] == {"samples": [2, 0]} and alone["after"] == {}
+
+
+def test_bytes_by_path_are_the_bytes():
+    """Also when a kind of traffic is not in every step; lines of an older version have neither paths nor what ranks did."""
+    summary = Summary(1, warmup=0)
+    for step, sent in enumerate((30, 0, 60)):
+        made = record(step, 0, 1, [], [("samples", sent, 0, 0, 0, 1)] if sent else [])
+        summary.add(merge_step([{**made, "paths": {"samples": {"gloo": sent}} if sent else {}, "busy": {"forward": 3 * MS}}]))
+    result = summary.result()
+    assert result["paths"]["samples"]["gloo"] == result["bytes_per_step"]["samples"] == 30
+    older = {k: v for k, v in merge_step([record(3, 0, 1)]).items() if k not in ("paths", "busy_ms", "exposed_ms_per_rank")}
+    summary.add(older)
+    result = summary.result()
+    assert result["paths"]["samples"]["gloo"] == 30 and result["busy_ms_per_rank"] == {"forward": [3]}
+
+
 def test_summary_leaves_the_warm_up_out():
     summary = Summary(1, warmup=2)
     for step, end in enumerate((1000, 1000, 10, 20, 60)):
@@ -95,7 +127,8 @@ def test_a_ledger_records_inside_steps_only():
     assert drained["step"] == 4 and drained["counters"] == {"samples": 5}
     assert [s[0] for s in drained["spans"]] == ["forward"]
     ((kind, sent, received, issued, waited, done),) = drained["collectives"]
-    assert (kind, sent, received) == ("ids", 5, 6)
+    assert (kind, sent, received) == ("ids", 5, 6) and drained["carriers"] == [["", "gloo"]]
+    assert sum(drained["busy"].values()) == drained["end"] - drained["begin"] - (done - waited)
     assert drained["begin"] <= issued <= waited <= done <= drained["end"]
 
 
@@ -154,6 +187,8 @@ def test_files_of_a_run(tmp_path):
     assert json.loads((tmp_path / "ledger.json").read_text()) == result
     assert result["bytes_per_step"]["rows"] == 10
     assert result["peak_memory_bytes_per_rank"][0]["host"] > 10 << 20
+    (machine,) = result["machines"]
+    assert machine["ranks"] == [0] and machine["cores"] >= 1 and machine["versions"]["torch"] == torch.__version__
     with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     steps = [e for e in events if e["name"].startswith("step ")]

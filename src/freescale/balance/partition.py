@@ -50,6 +50,7 @@ class Problem:
 class Assignment:
     rank_of: np.ndarray  # [n] int64
     loads: np.ndarray  # [ranks] float64: predicted cost of each rank
+    loads_before: np.ndarray  # [ranks] float64: the same, had every sample stayed where it was
     bound: float  # no assignment has a smaller maximum: max(mean load, largest sample)
     moved_tokens: int  # of samples that leave their rank
     partitioner: str
@@ -94,7 +95,8 @@ def assign(problem: Problem, partitioner: Partitioner) -> Assignment:
     loads = np.bincount(rank_of, problem.costs, problem.ranks)
     bound = max(float(problem.costs.sum()) / problem.ranks, float(problem.costs.max())) if n else 0.0
     moved = int(problem.tokens[rank_of != problem.home].sum())
-    return Assignment(rank_of, loads, bound, moved, name)
+    before = np.bincount(problem.home, problem.costs, problem.ranks)
+    return Assignment(rank_of, loads, before, bound, moved, name)
 
 
 def stay(problem: Problem) -> np.ndarray:

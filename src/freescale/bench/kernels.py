@@ -16,9 +16,10 @@ import torch
 from freescale.bench.layers import attentions, layers, pieces
 from freescale.bench.measure import Bench
 from freescale.bench.moves import moves
-from freescale.bench.report import machine, show_table, versions
+from freescale.bench.report import show_table
 from freescale.bench.table_rows import table_rows
 from freescale.kernels.dispatch import has_triton
+from freescale.observe.machine import machine, versions
 
 # Each returns figures by name, what a claim can be made of.
 PARTS: dict[str, Callable[[Bench], dict[str, float]]] = {

@@ -15,10 +15,11 @@ import torch
 from freescale.bench.arms import SECONDS, Bed
 from freescale.bench.overlapped import layers, products
 from freescale.bench.ranks import is_rank, join, start_ranks
-from freescale.bench.report import machine, show_table, versions
+from freescale.bench.report import show_table
 from freescale.bench.transfers import WAYS, alone, throughput
 from freescale.bench.witness import witness
 from freescale.kernels.dispatch import has_triton
+from freescale.observe.machine import machine, versions
 
 LIMIT = 300.0  # seconds of a whole run
 PARTS: dict[str, Callable[[Bed], None]] = {

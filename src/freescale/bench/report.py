@@ -1,55 +1,14 @@
-"""How a benchmark says what it found: on which machine, with which versions, how far times spread, and as a table."""
+"""How a benchmark says what it found: how far times spread, and as a table."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
-import os
-import platform
 import statistics
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 COLUMNS = ("kernel", "ms", "rate", "of ceiling", "plain ms", "faster")
 LEAST_WIDTH = 110  # of a table that goes to no terminal
-
-
-def machine() -> dict[str, Any]:
-    """CPU, cores, memory and GPU of this machine."""
-    import torch
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    cpu = model or _lscpu() or platform.machine()
-    return {
-        "cpu": cpu,
-        "architecture": platform.machine(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory / 2**30),
-        "gpu": gpu,
-    }
-
-
-def _lscpu() -> str | None:
-    try:
-        lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("Model name")), None)
-
-
-def versions(*packages: str) -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("torch", "numpy", *packages):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -15,6 +15,7 @@ import torch
 
 from freescale.observe.figures import Summary, merge_step, shifted
 from freescale.observe.ledger import Ledger
+from freescale.observe.machine import machine, versions
 from freescale.observe.memory import peak_memory
 from freescale.observe.trace import header, step_events, write_trace
 
@@ -86,11 +87,13 @@ class Collector:
             offsets, residuals = self._measure()
             self._drift = [after - before for before, after in zip(self._offsets, offsets, strict=True)]
             self._residuals = [max(a, b) for a, b in zip(self._residuals, residuals, strict=True)]
-        peaks = [json.loads(part) for part in self._gather(json.dumps(peak_memory(device)).encode())]
+        mine = [peak_memory(device), {**machine(), "versions": versions("freescale", "triton")}]
+        peaks, machines = zip(*(json.loads(part) for part in self._gather(json.dumps(mine).encode())), strict=True)
         if self._rank != 0:
             return None
         result = self.summary.result()
-        result["peak_memory_bytes_per_rank"] = peaks
+        result["peak_memory_bytes_per_rank"] = list(peaks)
+        result["machines"] = _distinct(machines)
         result["clock"] = {
             "offset_us": [o / 1e3 for o in self._offsets],
             "residual_us": [r / 1e3 for r in self._residuals],
@@ -102,3 +105,15 @@ class Collector:
             temporary.replace(self._folder / "ledger.json")
             write_trace(self._folder / "trace.json.gz", header(self._world) + self._trace)
         return result
+
+
+def _distinct(machines: Sequence[dict]) -> list[dict]:
+    """Machines that differ in what they are, each with its ranks."""
+    found: list[dict] = []
+    for rank, one in enumerate(machines):
+        alike = next((other for other in found if {**other, "ranks": None} == {**one, "ranks": None}), None)
+        if alike is None:
+            found.append({**one, "ranks": [rank]})
+        else:
+            alike["ranks"].append(rank)
+    return found

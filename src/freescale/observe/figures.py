@@ -9,7 +9,21 @@ from freescale.observe.ledger import KINDS
 # Spans that are this rank's own work: what imbalance compares.
 COMPUTE = ("forward", "backward")
 # Figures not of every step.
-_SOMETIMES = ("collision_percent", "sparsity", "predicted_imbalance", "moved_tokens_percent", "cost_error_percent")
+_SOMETIMES = (
+    "collision_percent",
+    "sparsity",
+    "predicted_imbalance_before",
+    "predicted_imbalance",
+    "moved_tokens_percent",
+    "cost_error_percent",
+)
+# What a rank has of a batch: the counter before balancing and the one after it.
+_SHARES = {
+    "samples": ("samples", "after_samples"),
+    "tokens": ("tokens", "after_tokens"),
+    "longest": ("max_length", "after_longest"),
+    "cost": ("before_cost", "after_cost"),
+}
 
 
 def shifted(record: Mapping, offset: int) -> dict:
@@ -61,6 +75,9 @@ def merge_step(records: Sequence[Mapping]) -> dict:
         "straggler_percent": 100 * sum(straggler) / ranks / mean,
         "straggler_ms": straggler,
         "exposed_ms": {kind: sum(times) / ranks for kind, times in exposed.items()},
+        "exposed_ms_per_rank": [sum(times) for times in zip(*exposed.values(), strict=True)],
+        "busy_ms": _busy(records),
+        **_shares(records),
         "bytes": moved,
         "paths": paths,
         "compute_ms": compute,
@@ -73,12 +90,31 @@ def merge_step(records: Sequence[Mapping]) -> dict:
         figures["sparsity"] = 1 - counters["tokens"] / (counters["samples"] * counters["max_length"])
     if "max_predicted_imbalance" in counters:
         figures["predicted_imbalance"] = counters["max_predicted_imbalance"]
+        costs = figures["before"].get("cost", [])
+        if sum(costs):
+            figures["predicted_imbalance_before"] = max(costs) * ranks / sum(costs)
         figures["moved_tokens_percent"] = 100 * counters["max_moved_tokens"] / max(1, counters.get("tokens", 0))
     if "max_cost_error" in counters:
         figures["cost_error_percent"] = 100 * counters["max_cost_error"]
     if counters.get("requests"):
         figures["collision_percent"] = 100 * counters["collisions"] / counters["requests"]
     return figures
+
+
+def _busy(records: Sequence[Mapping]) -> dict[str, list[float]]:
+    """What the main threads did when they did not wait: milliseconds of each rank by name, to the microsecond."""
+    names = dict.fromkeys(name for record in records for name in record.get("busy", {}))
+    return {name: [round(record.get("busy", {}).get(name, 0) / 1e6, 3) for record in records] for name in names}
+
+
+def _shares(records: Sequence[Mapping]) -> dict[str, dict[str, list[float]]]:
+    """What each rank had of the batch `before` balancing and `after` it; nothing after where nothing was balanced."""
+    found: dict[str, dict[str, list[float]]] = {"before": {}, "after": {}}
+    for name, counters in _SHARES.items():
+        for when, counter in zip(found, counters, strict=True):
+            if any(counter in record["counters"] for record in records):
+                found[when][name] = [record["counters"].get(counter, 0) for record in records]
+    return found
 
 
 def _median(values: Sequence[float]) -> float:
@@ -94,9 +130,10 @@ class Summary:
         self.ranks = ranks
         self.warmup = warmup  # first steps allocate and connect: they are counted, not averaged
         self._seen = 0
+        self._busy_steps = self._path_steps = 0
         self._step_ms: list[float] = []
         self._sums: dict[str, float] = {}
-        self._rank_ms = {"compute_ms": [0.0] * ranks, "straggler_ms": [0.0] * ranks}
+        self._rank_sums: dict[str, list[float]] = {}
         self._counts: dict[str, int] = {}
 
     def add(self, figures: Mapping) -> None:
@@ -113,9 +150,25 @@ class Summary:
         for name, value in flat.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
             self._counts[name] = self._counts.get(name, 0) + 1
-        for name, totals in self._rank_ms.items():
-            for rank, value in enumerate(figures[name][: self.ranks]):  # a resumed run may have had more ranks before
-                totals[rank] += value
+        for name in ("compute_ms", "straggler_ms", "exposed_ms_per_rank"):
+            self._add_per_rank(name, figures.get(name))
+        for name, values in figures.get("busy_ms", {}).items():
+            self._add_per_rank(f"busy_ms/{name}", values)
+        # Lines of an older version lack them.
+        self._busy_steps += "busy_ms" in figures
+        self._path_steps += "paths" in figures
+
+    def _add_per_rank(self, name: str, values: Sequence[float] | None) -> None:
+        """A resumed run may have had more ranks before, and lines of an older version lack some figures."""
+        if values is None:
+            return
+        totals = self._rank_sums.setdefault(name, [0.0] * self.ranks)
+        for rank, value in enumerate(values[: self.ranks]):
+            totals[rank] += value
+        self._counts[name] = self._counts.get(name, 0) + 1
+
+    def _per_rank(self, name: str) -> list[float]:
+        return [total / self._counts[name] for total in self._rank_sums.get(name, [])]
 
     def result(self) -> dict:
         """Means over the measured steps; step time as a median too."""
@@ -130,9 +183,11 @@ class Summary:
 
         exposed = group("exposed_ms")
         paths: dict[str, dict[str, float]] = {}
-        for name, sent in group("paths").items():
-            kind, path = name.split("/", 1)
-            paths.setdefault(kind, {})[path] = sent
+        for name, sent in self._sums.items():
+            if name.startswith("paths/"):
+                _, kind, path = name.split("/", 2)
+                # Over all steps, like `bytes_per_step`: the last ones have no samples to move.
+                paths.setdefault(kind, {})[path] = sent / self._path_steps
         return {
             "ranks": self.ranks,
             "steps": self._seen,
@@ -148,6 +203,13 @@ class Summary:
             **{name: means.get(name) for name in _SOMETIMES},
             "imbalance": means["imbalance"],
             "spans_ms": group("spans_ms"),
-            "compute_ms_per_rank": [total / measured for total in self._rank_ms["compute_ms"]],
-            "straggler_ms_per_rank": [total / measured for total in self._rank_ms["straggler_ms"]],
+            "compute_ms_per_rank": self._per_rank("compute_ms"),
+            "straggler_ms_per_rank": self._per_rank("straggler_ms"),
+            "exposed_ms_per_rank": self._per_rank("exposed_ms_per_rank"),
+            # Over all measured steps, also those without the span: with the waits it adds up to the step.
+            "busy_ms_per_rank": {
+                name.split("/", 1)[1]: [total / self._busy_steps for total in totals]
+                for name, totals in self._rank_sums.items()
+                if name.startswith("busy_ms/")
+            },
         }

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from freescale.observe.busy import busy
 from freescale.observe.clock import clock_for
 
 KINDS = ("counts", "ids", "rows", "gradients", "samples", "dense")
@@ -31,6 +32,7 @@ class Arrival:
     def __init__(self, ledger: Ledger | Side, kind: str, sent: int, received: int, path: str) -> None:
         self._ledger, self._clock = ledger, ledger.clock
         self.kind, self.sent, self.received, self.path = kind, sent, received, path
+        self.lane = ledger.name
         self.issued = self._clock.stamp()
         self.waited: Any = None
         self.done: Any = None
@@ -57,6 +59,8 @@ class _Step:
 
 class Ledger:
     """Records between `begin_step` and `end_step`; outside a step (evaluation, checkpoints) nothing is recorded."""
+
+    name = ""  # of the thread; the main one has none
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.clock = clock_for(torch.device(device))
@@ -128,14 +132,21 @@ class Ledger:
         end = read(step.end)
         if end is None:
             return None
+        begin = read(step.begin)
+        assert begin is not None
+        # What another thread's stream has not reached yet is left out.
+        spans = [[name, *times] for name, *stamps in step.spans if None not in (times := [read(s) for s in stamps])]
+        arrivals = [arrival for arrival in step.arrivals if arrival.done is not None]
+        collectives = [self._times(arrival) for arrival in arrivals]
         return {
             "step": step.number,
-            "begin": read(step.begin),
+            "begin": begin,
             "end": end,
-            # What another thread's stream has not reached yet is left out.
-            "spans": [[name, *times] for name, *stamps in step.spans if None not in (times := [read(s) for s in stamps])],
-            "collectives": [self._times(a) for a in step.arrivals if a.done is not None],
-            "paths": _by_path(a for a in step.arrivals if a.done is not None),
+            "spans": spans,
+            "collectives": collectives,
+            "carriers": [[arrival.lane, arrival.path] for arrival in arrivals],  # of each collective: thread and path
+            "busy": busy(begin, end, spans, collectives),  # here and not where ranks are merged: each rank does its own
+            "paths": _by_path(arrivals),
             "counters": {name: float(value) for name, value in step.counters.items()},
         }
 

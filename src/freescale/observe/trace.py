@@ -34,8 +34,10 @@ def step_events(records: Sequence[Mapping], origin: int) -> list[dict]:
         for name, begin, end in record["spans"]:
             thread, slash, short = name.partition("/")
             add(rank, LANES.index(thread) if slash else COMPUTE_LANE, short if slash else name, begin, end, {})
-        for kind, sent, received, issued, waited, done in record["collectives"]:
+        carriers = record.get("carriers", [[None, None]] * len(record["collectives"]))
+        for (kind, sent, received, issued, waited, done), (thread, path) in zip(record["collectives"], carriers, strict=True):
             args = {"sent_bytes": sent, "received_bytes": received, "wait_us": (done - waited) / 1e3}
+            args |= {"lane": thread, "path": path}
             add(rank, COMMUNICATION_LANE, kind, issued, done, args)
     return events
 

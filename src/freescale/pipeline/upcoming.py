@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from freescale.balance.balancer import Balancer
+from freescale.balance.partition import Assignment
 from freescale.balance.shuffle import Shuffle, host
 from freescale.batch import SequenceBatch
 from freescale.embedding.collection import Tables
@@ -77,8 +78,7 @@ class Upcoming:
             assert self._balancer is not None and self._shuffle.assignment is not None
             with self._balancing():
                 batch = self._shuffle.finish()
-            self._counters["max_predicted_imbalance"] = self._shuffle.assignment.imbalance
-            self._counters["max_moved_tokens"] = self._shuffle.assignment.moved_tokens
+            self._count_balanced(batch, self._shuffle.assignment)
             if self._balancer.error is not None:
                 self._counters["max_cost_error"] = self._balancer.error
         else:
@@ -152,6 +152,19 @@ class Upcoming:
             history = batch.sequences["history"]
             self._counters["tokens"] = history.values.shape[0]
             self._counters["max_length"] = int(history.lengths.max())
+
+    def _count_balanced(self, batch: SequenceBatch, assignment: Assignment) -> None:
+        """What balancing did, and what this rank had before it and has now."""
+        self._counters["max_predicted_imbalance"] = assignment.imbalance
+        self._counters["max_moved_tokens"] = assignment.moved_tokens
+        rank = self._transport.rank
+        self._counters["before_cost"] = float(assignment.loads_before[rank])
+        self._counters["after_cost"] = float(assignment.loads[rank])
+        self._counters["after_samples"] = len(batch)
+        if "history" in batch.sequences:
+            history = batch.sequences["history"]
+            self._counters["after_tokens"] = history.values.shape[0]
+            self._counters["after_longest"] = int(history.lengths.max()) if len(batch) else 0
 
     def _balancing(self) -> AbstractContextManager[None]:
         """All that balancing keeps this rank from computing: planning, packing and rebuilding as well as waits."""

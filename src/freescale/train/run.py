@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,7 @@ def _show(results: dict, folder: Path) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    console.print(f"where the time went: freescale report {shlex.quote(str(folder))}", highlight=False, soft_wrap=True)
 
 
 def run_evaluation(config: RunConfig, folder: Path, part: str, prepared: Callable[[], Path]) -> None:

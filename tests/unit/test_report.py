@@ -1,0 +1,220 @@
+"""The report's page: its figures are the ledger's, names cannot break it, and it says what is missing or damaged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from report_cases import run_folder
+
+from freescale.observe.busy import busy
+from freescale.observe.charts import Series, lines, thinned, ticks
+from freescale.observe.report import page
+from freescale.observe.runs import read_run, read_runs
+from freescale.observe.timeline import RANKS, STEPS, chosen, timeline
+
+
+class Page(HTMLParser):
+    """Elements of a page, and whether all that were opened were closed."""
+
+    VOID = ("meta", "link")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def figures_of(text: str) -> list[tuple[int, str, object]]:
+    found = [a for _, a in Page(text).found if "data-figure" in a]
+    return [(int(a["data-run"]), a["data-figure"], json.loads(a["data-value"])) for a in found]
+
+
+def looked_up(ledger: dict, path: str) -> object:
+    value: object = ledger
+    for part in path.split("/"):
+        value = value[int(part)] if isinstance(value, list) else value[part]  # type: ignore[index]
+    return value
+
+
+def block(text: str, name: str) -> list:
+    return json.loads(re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', text, re.S)[1])
+
+
+def test_figures_are_the_ledgers(tmp_path):
+    """Every number that carries a place in the ledger, on a page of two runs; and the shown words follow from it."""
+    folders = [run_folder(tmp_path / "a"), run_folder(tmp_path / "b", balanced=False)]
+    ledgers = [json.loads((folder / "ledger.json").read_text()) for folder in folders]
+    text = page(read_runs(folders))
+    shown = figures_of(text)
+    for run, path, value in shown:
+        assert looked_up(ledgers[run], path) == value, path
+    for run in (0, 1):
+        places = {path for place, path, _ in shown if place == run}
+        assert places >= {
+            "samples_per_second",
+            "step_ms/mean",
+            "straggler_percent",
+            "exposed_percent",
+            "bytes_per_step",
+            "imbalance",
+        }
+        assert places >= {"busy_ms_per_rank/forward/1", "straggler_ms_per_rank/0", "exposed_ms_per_rank/1", "paths/rows/gloo"}
+    assert [one["ledger"] for one in block(text, "ledgers")] == ledgers
+    assert f">{ledgers[0]['straggler_percent']:.1f} %<" in text and ">20.0 %<" in text  # collisions
+    assert "0.2500" in text and "4.0000" in text  # quality and last loss
+
+
+def test_a_bar_adds_up_to_the_step(tmp_path):
+    ledger = read_run(run_folder(tmp_path / "a")).ledger
+    for rank in (0, 1):
+        own = sum(values[rank] for values in ledger["busy_ms_per_rank"].values())
+        assert own + ledger["straggler_ms_per_rank"][rank] + ledger["exposed_ms_per_rank"][rank] == pytest.approx(55)
+    assert ledger["straggler_ms_per_rank"] == [10, 0] and ledger["exposed_ms_per_rank"] == [5, 5]
+    assert ledger["busy_ms_per_rank"]["other"] == [7, 7]  # 0 to 2 and 50 to 55
+    assert ledger["predicted_imbalance_before"] == pytest.approx(15 / 12.5)
+
+
+def test_busy_counts_the_innermost_span_and_no_wait():
+    spans = [["inner", 20, 30], ["outer", 10, 50], ["same", 60, 70], ["longer", 60, 80], ["ahead/lookup", 0, 90], ["empty", 5, 5]]
+    assert busy(0, 100, spans, [["rows", 1, 1, 0, 25, 40]]) == {"other": 40, "outer": 20, "inner": 5, "longer": 10, "same": 10}
+    assert busy(0, 10, [["late", 5, 20]], []) == {"other": 5, "late": 5}  # a span of the next step
+
+
+def test_names_cannot_break_the_page(tmp_path):
+    text = page([read_run(run_folder(tmp_path / "a"), '<img src=x onerror=alert(1)>"')])
+    parsed = Page(text)
+    assert parsed.open == [] and not [tag for tag, _ in parsed.found if tag == "img"]
+    assert [a.get("type") for tag, a in parsed.found if tag == "script"] == ["application/json", "application/json", None]
+    assert "<script>alert" not in text and "&lt;script&gt;alert" in text and "Cray-1 &lt;b&gt;" in text
+    assert all(a.get("src") is None and not str(a.get("href", "#")).startswith("http") for _, a in parsed.found)
+
+
+def test_the_page_loads_nothing():
+    for path in (Path(__file__).parents[2] / "src/freescale/observe/page").iterdir():
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\((?!#)", path.read_text()), path
+
+
+def test_older_runs_say_what_is_missing(tmp_path):
+    text = page(read_runs([run_folder(tmp_path / "a", older=True)]))
+    assert Page(text).open == []
+    missing = unescape(text[text.index('id="missing"') : text.index("</aside>")])
+    for words in ("did when it did not wait", "machine", "before and after balancing", "what carried each transfer"):
+        assert words in missing
+    assert "compute_ms_per_rank/0" in text and "Not recorded" in text
+    complete = run_folder(tmp_path / "b")
+    assert read_run(complete).missing == [] and 'id="missing"' not in page(read_runs([complete]))
+
+
+def test_a_run_that_did_not_end(tmp_path):
+    """Its figures are made from the lines it left, the last of which may be half written."""
+    folder = run_folder(tmp_path / "a")
+    ledger = json.loads((folder / "ledger.json").read_text())
+    for name in ("ledger.json", "trace.json.gz"):
+        (folder / name).unlink()
+    with open(folder / "ledger.jsonl", "a") as file:
+        file.write('{"step": 12, "st')
+    run = read_run(folder)
+    assert run.ledger["step_ms"] == ledger["step_ms"] and run.ledger["busy_ms_per_rank"] == ledger["busy_ms_per_rank"]
+    text = page([run])
+    assert "the run did not end" in text and "there is no timeline" in text and "is not whole" in text
+    assert block(text, "timelines") == [None]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", "{", "config.json is damaged"),
+        ("ledger.json", "[]", "ledger.json is damaged"),
+        ("ledger.json", '{"measured_steps": 4}', "ledger.json is damaged: it has no ranks, step_ms"),
+        ("ledger.json", '{"measured_steps": 0, "steps": 2, "ranks": 1}', "empty ledger: 2 steps"),
+        ("ledger.jsonl", "{}\nnope\n{}\n", "ledger.jsonl, line 2 is damaged"),
+        ("metrics.jsonl", "3\n{}\n", "metrics.jsonl, line 1 is damaged"),
+        ("trace.json.gz", "not gzip", "trace.json.gz is damaged"),
+        ("trace.json.gz", gzip.compress(b'{"traceEvents": [{"ph": "X"}]}'), "is not an event"),
+        ("trace.json.gz", gzip.compress(b'{"traceEvents": []}')[:-9], "trace.json.gz is damaged"),
+    ],
+)
+def test_damage_is_named(tmp_path, name, content, words):
+    folder = run_folder(tmp_path / "a")
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_run(folder)
+
+
+def test_what_is_no_run(tmp_path):
+    with pytest.raises(ValueError, match="no such folder"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="has no config.json"):
+        read_run(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="before its first figures"):
+        read_run(tmp_path)
+
+
+def test_names_tell_runs_apart(tmp_path):
+    folders = [run_folder(tmp_path / "x" / "run"), run_folder(tmp_path / "y" / "run")]
+    assert [run.name for run in read_runs(folders)] == ["x/run", "y/run"]
+    assert [run.name for run in read_runs(folders[:1])] == ["run"]
+    assert [run.name for run in read_runs(folders[:1] * 2)] == ["run", "run"]
+
+
+def test_timeline(tmp_path):
+    """Steps, lanes and bubbles of known records."""
+    drawn = timeline(read_run(run_folder(tmp_path / "a")).events)
+    assert drawn["ranks"] == [0, 1] and drawn["traced"] == 12 and len(drawn["steps"]) == STEPS
+    assert 0 <= drawn["pick"] < STEPS - 1 and drawn["steps"][0][0] >= 2  # the first two are warm-up
+    assert [name for name, _ in drawn["lanes"]] == ["compute", "communication", "ahead"]
+    start = drawn["steps"][0][1]
+    first = [e for e in drawn["events"] if start <= e[4] < start + 55_000]
+    bubbles = [(e[0], e[3], e[4] - start, e[5], e[6]["for"]) for e in first if "for" in e[6]]
+    assert sorted(bubbles) == [
+        (0, "exposed", 40_000, 5_000, "dense"),
+        (0, "straggler", 30_000, 10_000, "dense"),
+        (1, "exposed", 40_000, 5_000, "dense"),
+    ]
+    (rows,) = [e for e in first if e[0] == 1 and e[3] == "rows"]
+    assert rows[1] == "ahead" and rows[4:6] == [10_000, 10_000]
+    assert rows[6] == {"sent": 1000, "received": 2000, "wait": 0.0, "path": "gloo"}
+
+
+def test_the_page_stays_small(tmp_path):
+    """Many ranks and steps: some are chosen, the slowest rank always."""
+    few = page(read_runs([run_folder(tmp_path / "few", steps=40, ranks=16)]))
+    many = page(read_runs([run_folder(tmp_path / "many", steps=80, ranks=64)]))
+    assert len(many) < 1.5 * len(few) < 1.5 * 600_000
+    assert len(block(many, "timelines")[0]["ranks"]) == RANKS and f"{RANKS}" in many
+    picked = chosen(range(100), 8, 37)
+    assert len(picked) == 8 and 37 in picked and 0 in picked
+
+
+def test_short_runs(tmp_path):
+    """One measured step, one rank: less to show, nothing breaks."""
+    for steps, ranks in ((3, 1), (4, 2)):
+        text = page(read_runs([run_folder(tmp_path / f"{steps}", steps=steps, ranks=ranks)]))
+        assert Page(text).open == []
+    assert timeline([]) is None
+
+
+def test_axes():
+    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10] and ticks(3, 3)[0] <= 3 <= ticks(3, 3)[-1] and ticks(0, 0) != []
+    assert thinned(range(1000), 4) == [249, 499, 749, 999] and thinned([1, 2], 4) == [1, 2]
+    assert "loss" in lines([Series("a", "r-0", [(1, 2.0)])], "loss")
