@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from freescale import __version__
-from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from freescale.config import DataConfig, ModelConfig, RunConfig, SimulateConfig, TrainConfig
 
 _PARTS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
 _TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 
 
-def _config_options(function: Callable) -> Callable:
+def _config_options(function: Callable, kinds: Iterable[Any] = tuple(_PARTS.values())) -> Callable:
     """One option per setting of config.py, defaults and help included."""
-    for kind in reversed(_PARTS.values()):
+    for kind in reversed(list(kinds)):
         for entry in reversed(fields(kind)):
             base = str(entry.type).removesuffix(" | None")
             flag = entry.name.replace("_", "-")
@@ -347,6 +348,43 @@ def overlap(nproc: int, device: str, only: tuple[str, ...], output: Path) -> Non
         from freescale.bench.overlap import bench_overlap
 
         return bench_overlap(nproc, device, only, output)
+
+    _guarded(action)
+
+
+@main.group(invoke_without_command=True)
+@click.option(
+    "--gpus", multiple=True, type=click.IntRange(1), default=(256,), show_default=True, help="GPUs; may be given several times"
+)
+@partial(_config_options, kinds=(SimulateConfig,))
+@click.pass_context
+def simulate(context: click.Context, gpus: tuple[int, ...], **given: Any) -> None:
+    """What a step would take on a cluster, where its time would go, and what each technique would give."""
+    if context.invoked_subcommand is not None:
+        return
+
+    def action() -> None:
+        from freescale.simulate.show import show
+
+        show(SimulateConfig(**{name: value for name, value in given.items() if value is not None}), gpus)
+
+    _guarded(action)
+
+
+@simulate.command()
+@click.option("--device", type=click.Choice(("cuda", "cpu")), default="cuda", show_default=True, help="what to measure")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="file to write; its name is the calibration's")
+@click.option(
+    "--shape", "shapes", multiple=True, metavar="WIDTH:HEADS", help="model shapes  [default: 512:4, 256:4, 128:2; cpu 64:2]"
+)
+@click.option("--repetitions", type=click.IntRange(1), default=5, show_default=True, help="of each measurement")
+def calibrate(device: str, out: Path, shapes: tuple[str, ...], repetitions: int) -> None:
+    """Measure the compute curve of this machine: forward, backward, rows and optimizer over lengths, batch and width."""
+
+    def action() -> None:
+        from freescale.simulate.show import calibrated
+
+        calibrated(device, out, shapes, repetitions)
 
     _guarded(action)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from freescale.transport.api import Transport
 
-_BUCKET_BYTES = 25 << 20
+BUCKET_BYTES = 25 << 20
 
 
 class GradientBuckets:
@@ -63,10 +63,10 @@ class GradientBuckets:
 
 def _cut(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     buckets: list[list[nn.Parameter]] = []
-    size = _BUCKET_BYTES + 1
+    size = BUCKET_BYTES + 1
     for parameter in parameters:
         length = parameter.numel() * parameter.element_size()
-        if size + length > _BUCKET_BYTES:
+        if size + length > BUCKET_BYTES:
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)

@@ -1,0 +1,186 @@
+"""What a rank's own work takes: curves that were measured on a device (calibrate.py), kept as data in calibrations/*.json.
+
+    forward, backward of a layer    quadratic * sum L^2 + linear * tokens + sample * samples + constant; and of the head, once
+    lookup, update, ... of rows     seconds per byte or per key, and a constant per call
+    dense optimizer                 seconds per parameter, and a constant
+
+A file speaks of the model shapes that were measured and of no others; lengths beyond the longest one measured are an extrapolation,
+and what is computed from them says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+WAYS = ("forward", "backward", "head_forward", "head_backward")
+CALIBRATIONS = Path(__file__).parent / "calibrations"
+
+
+@dataclass(frozen=True)
+class Model:
+    """An HSTU encoder and its item table."""
+
+    width: int = 512
+    layers: int = 8
+    heads: int = 4
+    precision: str = "bf16"
+    longest: int = 21_000  # its position table has a row more
+    dense: int | None = None  # dense parameters, where they are not those of HSTU
+
+    @property
+    def parameters(self) -> int:
+        """Dense ones: positions; per layer two norms, the projection to u, v, q, k and the one back."""
+        if self.dense is not None:
+            return self.dense
+        layer = 4 * self.width + (self.width * 4 * self.width + 4 * self.width) + (self.width * self.width + self.width)
+        return (self.longest + 1) * self.width + self.layers * layer
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * self.width  # rows and their gradients travel in float32
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of one layer, one direction."""
+
+    quadratic: float
+    linear: float
+    sample: float = 0.0
+    constant: float = 0.0
+
+    def __call__(self, load: Load) -> np.ndarray:
+        """[ranks]; a rank without samples computes nothing."""
+        seconds = self.quadratic * load.squares + self.linear * load.tokens + self.sample * load.samples + self.constant
+        return np.where(load.samples > 0, seconds, 0.0)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What each rank computes in a step, each [ranks]."""
+
+    samples: np.ndarray
+    tokens: np.ndarray
+    squares: np.ndarray  # sum of L^2
+
+    @staticmethod
+    def of(lengths: np.ndarray, rank_of: np.ndarray, ranks: int) -> Load:
+        length = lengths.astype(np.float64)
+        return Load(*(np.bincount(rank_of, weights, ranks) for weights in (np.ones_like(length), length, length * length)))
+
+
+@dataclass(frozen=True)
+class RowWork:
+    """Seconds of what is done with ids and table rows. Bytes are those of the rows read or written, keys those compared."""
+
+    deduplicate_per_key: float
+    compare_per_key: float
+    lookup_per_byte: float
+    update_per_byte: float
+    read_per_byte: float  # rows into the tokens' places, in forward
+    read_backward_per_byte: float
+    constant: float = 0.0  # of a call
+
+
+@dataclass(frozen=True)
+class Shape:
+    width: int
+    heads: int
+    precision: str
+    longest: int  # history that was measured
+    forward: Curve  # of a layer
+    backward: Curve
+    head_forward: Curve = Curve(0.0, 0.0)  # once: what stands behind the layers
+    head_backward: Curve = Curve(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    name: str
+    source: str
+    machine: Mapping[str, Any]
+    date: str
+    shapes: tuple[Shape, ...]
+    rows: RowWork
+    optimizer_per_parameter: float
+    optimizer_constant: float
+    slowdown: Mapping[str, float]  # of compute while a transport communicates beside it: 1.16 is 16 % slower
+    every_step: float = 0.0  # seconds of the host between steps: data, launching, bookkeeping
+    jitter: float = 0.0  # standard deviation of a rank's forward, and of its backward, from the curve
+
+    def shape(self, model: Model) -> Shape:
+        wanted = (model.width, model.heads, model.precision)
+        for shape in self.shapes:
+            if (shape.width, shape.heads, shape.precision) == wanted:
+                return shape
+        known = "; ".join(f"width {s.width}, {s.heads} heads, {s.precision}" for s in self.shapes)
+        raise ValueError(
+            f"calibration {self.name!r} is of another model: it has {known}, not width {model.width}, {model.heads} heads, "
+            f"{model.precision}; measure yours with `freescale simulate calibrate`"
+        )
+
+    def notes(self, model: Model, lengths: np.ndarray) -> list[str]:
+        """What a reader of the results must know about the curve."""
+        said = [f"compute curve: {self.name} ({self.source})"]
+        if not self.shape(model).head_forward.linear:
+            said.append("the curve is that of the layers: no head stands behind them")
+        measured, longest = self.shape(model).longest, int(lengths.max(initial=0))
+        if longest > measured:
+            said.append(f"EXTRAPOLATED: histories of up to {longest:,} events, the curve was measured up to {measured:,}")
+        return said
+
+
+def calibrations() -> list[str]:
+    return sorted(path.stem for path in CALIBRATIONS.glob("*.json"))
+
+
+def load_calibration(name: str | Path) -> Calibration:
+    """One that is shipped, by its name, or a file."""
+    path = CALIBRATIONS / f"{name}.json" if str(name) in calibrations() else Path(name)
+    if not path.is_file():
+        raise ValueError(f"{name}: no such calibration; there is {', '.join(calibrations())}, or a file that `calibrate` made")
+    try:
+        return of_json(json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a calibration ({type(error).__name__}: {error}); make one with `calibrate`") from error
+
+
+def of_json(raw: Mapping[str, Any]) -> Calibration:
+    shapes = tuple(
+        Shape(
+            *(one[name] for name in ("width", "heads", "precision", "longest")),
+            *(_positive(Curve(**one[way]), f"{way} of width {one['width']}") for way in WAYS if way in one),
+        )
+        for one in raw["shapes"]
+    )
+    slowdown = {name: float(factor) for name, factor in raw["slowdown"].items()}
+    for name, factor in slowdown.items():
+        if not (np.isfinite(factor) and factor >= 1):
+            raise ValueError(f"slowdown of {name} is {factor}; it is a factor, 1 or more")
+    return Calibration(
+        raw["name"],
+        raw["source"],
+        raw["machine"],
+        raw["date"],
+        shapes,
+        _positive(RowWork(**raw["rows"]), "rows"),
+        float(raw["optimizer"]["per_parameter"]),
+        float(raw["optimizer"]["constant"]),
+        slowdown,
+        float(raw.get("every_step", 0.0)),
+        float(raw.get("jitter", 0.0)),
+    )
+
+
+def _positive(curve: Any, what: str) -> Any:
+    for entry in fields(curve):
+        value = getattr(curve, entry.name)
+        if not (np.isfinite(value) and value >= 0):
+            raise ValueError(f"{what}: {entry.name} is {value}; it must be 0 or more")
+    return curve

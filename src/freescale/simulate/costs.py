@@ -1,0 +1,162 @@
+"""Seconds and bytes of everything that a step does, from the calibration, the network and what the ranks ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from freescale.embedding.collision import pieces_for
+from freescale.pipeline.buckets import BUCKET_BYTES
+from freescale.simulate.compute import Calibration, Load, Model
+from freescale.simulate.network import Network
+from freescale.simulate.workload import Demand, Rows
+
+_COUNTS = 22  # numbers that a rank tells before a step (pipeline/agreement.py), and three more for each sample with balancing
+_TOKEN_BYTES = 16  # of a sample that moves: id and target of each event
+_ID_BYTES = 4
+
+Message = tuple[np.ndarray, np.ndarray, np.ndarray]  # bytes sent, bytes received, seconds: each [ranks]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's batch, where it is computed."""
+
+    load: Load
+    demand: Demand
+    moved_out: np.ndarray  # [ranks] tokens that leave, and come, by balancing
+    moved_in: np.ndarray
+    longest: int
+    predicted_imbalance: float | None
+    moved_tokens: int
+
+
+class Costs:
+    def __init__(
+        self,
+        model: Model,
+        calibration: Calibration,
+        network: Network,
+        world: int,
+        transport: str,
+        samples: int,
+        jitter: float | None = None,
+        items: int = 0,
+    ) -> None:
+        """`samples` of a rank, on the mean; `items` of the table. `jitter` of a rank's compute; None: the calibration's."""
+        network.check(world)
+        self.model, self.calibration, self.network, self.world, self.transport = model, calibration, network, world, transport
+        self.shape = calibration.shape(model)
+        self._samples, self._device = samples, torch.device(network.device)
+        self._jitter, self._random = calibration.jitter if jitter is None else jitter, np.random.default_rng(0)
+        if transport not in calibration.slowdown:
+            known = ", ".join(calibration.slowdown)
+            raise ValueError(f"calibration {calibration.name!r} has no slowdown of compute beside {transport!r}; it knows {known}")
+        self.slowdown = calibration.slowdown[transport]
+        self.every_step = calibration.every_step
+        self.optimizer = calibration.optimizer_per_parameter * model.parameters + calibration.optimizer_constant
+        self._items = items
+        self.plan = 0.0  # planning runs on the host beside the device: what is measured of it is below 0.3 ms
+
+    # ---- a rank's own work, [ranks] seconds
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        read = self.calibration.rows.read_per_byte * self.model.row_bytes * batch.load.tokens
+        return self._varied(self.model.layers * self.shape.forward(batch.load) + self.shape.head_forward(batch.load) + read)
+
+    def backward(self, batch: Batch) -> np.ndarray:
+        read = self.calibration.rows.read_backward_per_byte * self.model.row_bytes * batch.load.tokens
+        return self._varied(self.model.layers * self.shape.backward(batch.load) + self.shape.head_backward(batch.load) + read)
+
+    def _varied(self, seconds: np.ndarray) -> np.ndarray:
+        if not self._jitter:
+            return seconds
+        return seconds * np.maximum(1 + self._jitter * self._random.standard_normal(self.world), 0.0)
+
+    def deduplicate(self, batch: Batch) -> np.ndarray:
+        return self.calibration.rows.deduplicate_per_key * batch.load.tokens + self.calibration.rows.constant
+
+    def compare(self, now: Batch, coming: Batch) -> np.ndarray:
+        keys = now.demand.whole.owed + coming.demand.whole.owed
+        return self.calibration.rows.compare_per_key * keys + self.calibration.rows.constant
+
+    def lookup(self, rows: Rows) -> np.ndarray:
+        return self.calibration.rows.lookup_per_byte * self.model.row_bytes * rows.owed + self.calibration.rows.constant
+
+    def update(self, rows: Rows) -> np.ndarray:
+        return self.calibration.rows.update_per_byte * self.model.row_bytes * rows.owed + self.calibration.rows.constant
+
+    def update_table(self, batch: Batch) -> np.ndarray:
+        """Every rank updates all rows that any rank read: at most the whole table."""
+        rows = min(float(batch.demand.whole.asked.sum()), float(self._items))
+        return np.full(
+            self.world, self.calibration.rows.update_per_byte * self.model.row_bytes * rows + self.calibration.rows.constant
+        )
+
+    def pieces(self, batch: Batch) -> int:
+        return pieces_for(int(batch.demand.whole.asked.mean() * self.model.row_bytes), self._device)
+
+    # ---- messages
+
+    def counts(self, balanced: bool) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
+        """The AllGather by which ranks agree on a step, on the host."""
+        size = 8.0 * (_COUNTS + (3 * self._samples if balanced else 0))
+        sent = np.full(self.world, size * (self.world - 1))
+        return "counts", sent, sent, np.full(self.world, self.network.all_gather(size, self.world, self._host))
+
+    def ids(self, batch: Batch) -> list[Message]:
+        """Sizes, then ids: from the requesters to the owners."""
+        numbers = np.full(self.world, 16.0 * self.world)
+        return [self._exchanged(numbers, numbers), self._to_owners(batch.demand.whole, _ID_BYTES)]
+
+    def marks(self, now: Batch, coming: Batch) -> Message:
+        """A byte for each request of both batches, from the owners to the requesters."""
+        both = [now.demand.whole, coming.demand.whole]
+        return self._exchanged(sum(rows.owed for rows in both), sum(rows.asked for rows in both))  # type: ignore[arg-type]
+
+    def rows(self, rows: Rows, pieces: int = 1) -> Message:
+        return self._exchanged(rows.owed * self.model.row_bytes, rows.asked * self.model.row_bytes, pieces)
+
+    def gradients(self, rows: Rows, pieces: int = 1) -> Message:
+        return self._to_owners(rows, self.model.row_bytes, pieces)
+
+    def sample_sizes(self) -> Message:
+        numbers = np.full(self.world, 80.0 * self.world)
+        return self._exchanged(numbers, numbers, transport=self._host)
+
+    def samples(self, batch: Batch) -> Message:
+        return self._exchanged(batch.moved_out * _TOKEN_BYTES, batch.moved_in * _TOKEN_BYTES, transport=self._host, own=False)
+
+    def dense(self) -> Message:
+        """Gradients in buckets, one AllReduce each, and the losses."""
+        size, world = 4.0 * self.model.parameters, self.world
+        buckets = max(1, int(-(-size // BUCKET_BYTES)))
+        seconds = self.network.all_reduce(size, world) + buckets * self.network.all_reduce(0.0, world)
+        sent = np.full(world, 2 * size * (world - 1) / world)
+        return sent, sent, np.full(world, seconds)
+
+    def table(self) -> Message:
+        """Gradients of a replicated table, and the marks of the rows that were read: one AllReduce."""
+        size, world = self._items * (self.model.row_bytes + 4.0), self.world
+        sent = np.full(world, 2 * size * (world - 1) / world)
+        return sent, sent, np.full(world, self.network.all_reduce(size, world))
+
+    def _to_owners(self, rows: Rows, width: int, pieces: int = 1) -> Message:
+        return self._exchanged(rows.asked * width, rows.owed * width, pieces)
+
+    def _exchanged(
+        self, sent: np.ndarray, received: np.ndarray, pieces: int = 1, transport: str | None = None, own: bool = True
+    ) -> Message:
+        """`own`: a part of it stays on the rank. Pieces follow each other closely: only what each peer costs comes again."""
+        share = 1.0 if own else self.world / max(1, self.world - 1)
+        moved = self.network.exchange(sent * share, received * share)
+        seconds = self.network.all_to_all(moved, transport or self.transport)
+        again = (pieces - 1) * (self.world - 1) * self.network.per_peer_us * 1e-6
+        return moved.sent, moved.received, seconds + again
+
+    @property
+    def _host(self) -> str:
+        """What is on the host already crosses no PCIe; the slower path of the two is close enough for some kilobytes."""
+        return "hostwire" if self._device.type == "cuda" else "collective"

@@ -1,0 +1,205 @@
+"""What a collective takes on a cluster: pure functions of the bytes that each rank sends and receives.
+
+A rank has two ways out: to ranks of its node (`near`) and to other nodes by a network card (`far`). Both run at once; an exchange
+is over when the slower one is. Over hostwire everything crosses PCIe and the host's memory: near traffic is bound by PCIe, not
+by the GPUs' own links, far traffic by the slower of PCIe and the card.
+
+A network is a TOML file (networks/*.toml are the presets); every number of it says where it is from.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PRESETS = Path(__file__).parent / "networks"
+TRANSPORTS = ("collective", "hostwire")
+_CHUNK = 1 << 20  # bytes that hostwire copies at a time (transport/hostwire.py)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One way of one link."""
+
+    gb_per_s: float
+    latency_us: float
+
+    def seconds(self, size: np.ndarray | float) -> Any:
+        return np.asarray(size) / (self.gb_per_s * 1e9)
+
+    @property
+    def latency(self) -> float:
+        return self.latency_us * 1e-6
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Bytes of an AllToAll, each [ranks]. What stays on a rank is in none of them."""
+
+    sent_near: np.ndarray
+    sent_far: np.ndarray
+    received_near: np.ndarray
+    received_far: np.ndarray
+
+    @property
+    def sent(self) -> np.ndarray:
+        return self.sent_near + self.sent_far
+
+    @property
+    def received(self) -> np.ndarray:
+        return self.received_near + self.received_far
+
+
+@dataclass(frozen=True)
+class Network:
+    name: str
+    gpus_per_node: int
+    cards_per_node: int
+    near: Link  # between GPUs of a node, of one GPU
+    far: Link  # one network card
+    pcie: Link  # between a GPU and the host's memory
+    per_peer_us: float = 0.0  # of an AllToAll, for every other rank
+    incast: float = 0.0  # share of a card's bandwidth that is lost when all other nodes send to it at once
+    queue_ms: float = 0.0  # what stands before the card in one queue: later messages wait for it whatever their class
+    about: str = ""
+    calibration: str = "h200-derived"  # compute curve of its ranks, unless another is named
+    device: str = "cuda"  # of its ranks
+
+    def __post_init__(self) -> None:
+        for name in ("gpus_per_node", "cards_per_node"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"network {self.name!r}: {name} is {value!r}; it must be a whole number, 1 or more")
+        for way in ("near", "far", "pcie"):
+            link: Link = getattr(self, way)
+            if not (math.isfinite(link.gb_per_s) and link.gb_per_s > 0):
+                raise ValueError(f"network {self.name!r}: {way}.gb_per_s is {link.gb_per_s}; a link needs a bandwidth above 0")
+            if not (math.isfinite(link.latency_us) and link.latency_us >= 0):
+                raise ValueError(f"network {self.name!r}: {way}.latency_us is {link.latency_us}; it must be 0 or more")
+        if not 0 <= self.incast < 1:
+            raise ValueError(f"network {self.name!r}: incast is {self.incast}; it is a share of bandwidth, from 0 to below 1")
+        for name in ("per_peer_us", "queue_ms"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"network {self.name!r}: {name} is {getattr(self, name)}; it must be 0 or more")
+
+    # ---- shape
+
+    def check(self, ranks: int) -> None:
+        if ranks < 1:
+            raise ValueError(f"{ranks} GPUs: there must be at least one")
+        if ranks > self.gpus_per_node and ranks % self.gpus_per_node:
+            raise ValueError(
+                f"{ranks} GPUs do not fill nodes of {self.gpus_per_node} ({self.name}); give a multiple, or fewer than one node"
+            )
+
+    def node_size(self, ranks: int) -> int:
+        return min(ranks, self.gpus_per_node)
+
+    def nodes(self, ranks: int) -> int:
+        return -(-ranks // self.gpus_per_node)
+
+    def node_of(self, ranks: int) -> np.ndarray:
+        """[ranks]: the node of each, as the partitioners take it."""
+        return np.arange(ranks) // self.gpus_per_node
+
+    def exchange(self, sent: np.ndarray, received: np.ndarray) -> Exchange:
+        """sent and received [ranks]: bytes of each rank, its own part included, spread evenly over all ranks (as rows are:
+        a table's layout scatters them)."""
+        ranks, node = len(sent), self.node_size(len(sent))
+        near, far = (node - 1) / ranks, (ranks - node) / ranks
+        return Exchange(sent * near, sent * far, received * near, received * far)
+
+    # ---- collectives: seconds after the last rank has arrived
+
+    def all_to_all(self, moved: Exchange, transport: str = "collective") -> np.ndarray:
+        """[ranks] seconds."""
+        ranks = len(moved.sent_near)
+        if ranks == 1:
+            return np.zeros(1)
+        near, far = self._ways(transport)
+        nodes = self.nodes(ranks)
+        seconds = near.seconds(np.maximum(moved.sent_near, moved.received_near))
+        latency = near.latency if self.node_size(ranks) > 1 else 0.0
+        if nodes > 1:
+            crowded = 1 - self.incast * (1 - 1 / (nodes - 1))  # one sender alone loses nothing
+            outside = far.seconds(np.maximum(moved.sent_far, moved.received_far / crowded))
+            seconds = np.maximum(seconds, outside)
+            latency = max(latency, far.latency)
+        filling = self._filling(np.maximum(moved.sent, moved.received), transport)
+        return seconds + latency + filling + self.per_peer_us * 1e-6 * (ranks - 1)
+
+    def all_gather(self, size: float, ranks: int, transport: str = "collective") -> float:
+        """Seconds; `size` bytes from each rank. A ring in which the cards of a node share what comes from outside."""
+        near, far = self._ways(transport)
+        node, nodes = self.node_size(ranks), self.nodes(ranks)
+        if ranks == 1:
+            return 0.0
+        seconds = float(near.seconds(size * (ranks - 1))) if node > 1 else 0.0
+        if nodes > 1:
+            seconds = max(seconds, float(far.seconds(size * (ranks - node) / node)))
+        return seconds + (node - 1) * near.latency + (nodes - 1) * far.latency + float(self._filling(size, transport))
+
+    def all_reduce(self, size: float, ranks: int) -> float:
+        """Seconds; `size` bytes on each rank. Reduced and gathered inside the node, and between nodes by each GPU for its part of
+        the buffer: a ring for the bytes, a tree for the latency. Adds numbers, so it never goes over hostwire."""
+        near, far = self._ways("collective")
+        node, nodes = self.node_size(ranks), self.nodes(ranks)
+        if ranks == 1:
+            return 0.0
+        seconds = float(near.seconds(2 * size * (node - 1) / node))
+        if nodes > 1:
+            seconds = max(seconds, float(far.seconds(2 * size / node * (nodes - 1) / nodes)))
+        return seconds + 2 * (node - 1) * near.latency + 2 * math.ceil(math.log2(nodes)) * far.latency
+
+    def _filling(self, size: np.ndarray | float, transport: str) -> Any:
+        """Seconds until hostwire's line is full: the first chunk on its way to the host, the last one on its way back."""
+        return 2 * self.pcie.seconds(np.minimum(size, _CHUNK)) if transport == "hostwire" else np.zeros_like(size, dtype=float)
+
+    def _ways(self, transport: str) -> tuple[Link, Link]:
+        """(near, far) of a transport, for one GPU. All GPUs of a node send at once: each has its share of the cards."""
+        share = self.far.gb_per_s * self.cards_per_node / self.gpus_per_node
+        far = Link(min(share, self.far.gb_per_s), self.far.latency_us)
+        if transport == "collective":
+            return self.near, far
+        if transport != "hostwire":
+            raise ValueError(f"transport {transport!r} is not one of {', '.join(TRANSPORTS)}")
+        through = Link(min(far.gb_per_s, self.pcie.gb_per_s), far.latency_us + 2 * self.pcie.latency_us)
+        inside = Link(self.pcie.gb_per_s, 2 * self.pcie.latency_us)
+        return inside, through
+
+
+def presets() -> list[str]:
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def preset(name: str) -> Network:
+    if name not in presets():
+        raise ValueError(f"unknown preset {name!r}; there is {', '.join(presets())}, or a TOML file of your own (--network)")
+    return load(PRESETS / f"{name}.toml")
+
+
+def load(path: str | Path) -> Network:
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give a TOML file like those of freescale/simulate/networks")
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not readable as TOML ({error})") from error
+    raw.pop("sources", None)  # where the numbers are from: for people
+    known = {entry.name for entry in fields(Network)}
+    unknown = set(raw) - known
+    missing = {"gpus_per_node", "cards_per_node", "near", "far", "pcie"} - set(raw)
+    if unknown or missing:
+        wrong = [f"unknown {name!r}" for name in sorted(unknown)] + [f"{name!r} is missing" for name in sorted(missing)]
+        raise ValueError(f"{path}: {', '.join(wrong)}; a network has {', '.join(sorted(known))}")
+    try:
+        links = {way: Link(**{name: float(value) for name, value in raw.pop(way).items()}) for way in ("near", "far", "pcie")}
+        return Network(**{"name": path.stem, **raw, **links})
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: near, far and pcie are tables with gb_per_s and latency_us ({error})") from error

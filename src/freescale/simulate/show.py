@@ -1,0 +1,102 @@
+"""What a person sees of `freescale simulate` in the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from freescale.config import SimulateConfig
+from freescale.observe.console import print_ledger
+from freescale.simulate.calibrate import calibrate
+from freescale.simulate.network import preset, presets
+from freescale.simulate.run import Outcome, run
+
+_WIDE = 120  # of a table that goes to no terminal
+
+
+def show(config: SimulateConfig, gpus: Sequence[int]) -> None:
+    console = Console()
+    console = console if console.is_terminal else Console(width=_WIDE)
+    if config.preset == "list":
+        for name in presets():
+            console.print(f"{name:14s} {preset(name).about}", highlight=False)
+        return
+    outcomes: list[Outcome] = []
+    data = run(config, gpus, outcomes.append)
+    for count in gpus:
+        console.print(_techniques([one for one in outcomes if one.gpus == count]))
+        changes = [row for row in data["changes"] if row["gpus"] == count]
+        if changes:
+            console.print(_machine(changes))
+    if len(gpus) > 1:
+        console.print(_over_gpus(outcomes))
+    if config.schedule is not None:
+        for one in outcomes:
+            print_ledger(console, one.figures)
+    for note in data["notes"]:
+        console.print(note, highlight=False, soft_wrap=True)
+    if config.out:
+        console.print(f"ledgers and traces: {config.out}", highlight=False, soft_wrap=True)
+
+
+def _techniques(outcomes: Sequence[Outcome]) -> Table:
+    table = Table(title=f"what each technique would give on {outcomes[0].gpus:,} GPUs")
+    for column in ("technique", "step ms", "straggler %", "exposed %", "exposed ms", "samples/s", "speed-up"):
+        table.add_column(column, justify="left" if column == "technique" else "right")
+    base = next((one for one in outcomes if one.label == "none"), outcomes[0])
+    for one in outcomes:
+        faster = one.figures["samples_per_second"] / base.figures["samples_per_second"]
+        values = (one.figures["step_ms"]["mean"], one.figures["straggler_percent"], one.figures["exposed_percent"], one.exposed_ms)
+        shown = [f"{value:,.2f}" for value in values] + [f"{one.figures['samples_per_second']:,.0f}", f"{faster:.3f}"]
+        table.add_row(one.label, *shown)
+    return table
+
+
+def _machine(changes: Sequence[dict[str, Any]]) -> Table:
+    """The bottleneck is what helps most."""
+    arms = list(dict.fromkeys(row["arm"] for row in changes))
+    table = Table(title="what a better machine or a larger batch would give, more samples/s")
+    table.add_column("change")
+    for arm in arms:
+        table.add_column(f"with {arm}", justify="right")
+    for what in dict.fromkeys(row["change"] for row in changes):
+        gains = {row["arm"]: row["more_samples_per_second_percent"] for row in changes if row["change"] == what}
+        table.add_row(what, *(f"{gains[arm]:+.2f} %" if arm in gains else "" for arm in arms))
+    return table
+
+
+def _over_gpus(outcomes: Sequence[Outcome]) -> Table:
+    counts = list(dict.fromkeys(one.gpus for one in outcomes))
+    table = Table(title="straggler % / exposed % by GPUs")
+    table.add_column("technique")
+    for count in counts:
+        table.add_column(f"{count:,}", justify="right")
+    for label in dict.fromkeys(one.label for one in outcomes):
+        found = {one.gpus: one.figures for one in outcomes if one.label == label}
+        cells = [f"{found[c]['straggler_percent']:.1f} / {found[c]['exposed_percent']:.1f}" if c in found else "" for c in counts]
+        table.add_row(label, *cells)
+    return table
+
+
+def calibrated(device: str, out: Path, shapes: Sequence[str], repetitions: int) -> None:
+    """Measures and writes the file."""
+    pairs = [_shape(text) for text in shapes]
+    data = calibrate(device, out.stem, shapes=pairs, repetitions=repetitions, seen=lambda line: print(line, flush=True))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    for shape in data["shapes"]:
+        errors = [f"{way} {shape[f'{way}_error_percent']['median']:.1f} %" for way in ("forward", "backward")]
+        print(f"width {shape['width']}, {shape['heads']} heads: the curve is off by {', '.join(errors)} (medians)")
+    print(out)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    width, colon, heads = text.partition(":")
+    if not (colon and width.isdigit() and heads.isdigit() and int(heads)):
+        raise ValueError(f"--shape {text!r} is not WIDTH:HEADS, like 512:4")
+    return int(width), int(heads)

@@ -1,0 +1,182 @@
+"""The ranks of a run in simulated time: every value is a vector over the ranks, every collective a meeting of all of them.
+
+Each rank has a main thread that computes, two lanes that communicate beside it (`ahead`, `urgent`; see pipeline/staged.py) and one
+way to the network. A collective begins when its last rank has arrived. What is recorded is what the ledger records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+MAIN, AHEAD, URGENT = "main", "ahead", "urgent"
+Times = np.ndarray  # [ranks] seconds
+
+
+@dataclass
+class Meeting:
+    """A collective under way; the stamps of observe/ledger.py."""
+
+    kind: str
+    path: str
+    sent: np.ndarray  # [ranks] bytes
+    received: np.ndarray
+    issued: Times
+    waited: Times
+    done: Times
+
+
+@dataclass
+class Step:
+    """What the ledgers of all ranks hold of a step."""
+
+    number: int
+    begin: Times
+    end: Times
+    spans: list[tuple[str, Times, Times]] = field(default_factory=list)
+    meetings: list[Meeting] = field(default_factory=list)
+    counters: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Something of a lane that slows the compute beside it down to `speed`: 0 stops it, 1 does not touch it."""
+
+    begin: Times
+    end: Times
+    speed: float
+
+
+class Ranks:
+    def __init__(self, ranks: int, queue: float = 0.0) -> None:
+        """`queue`: seconds of traffic that stand before a card in one queue (network.Network.queue_ms)."""
+        self.ranks, self.queue = ranks, queue
+        self.now: dict[str, Times] = {lane: np.zeros(ranks) for lane in (MAIN, AHEAD, URGENT)}
+        self.step = Step(0, np.zeros(ranks), np.zeros(ranks))
+        self._wire = np.zeros(ranks)  # busy until then with what is urgent or blocks
+        self._beside: list[Beside] = []  # what the lanes do in this step
+        self._bulk: list[tuple[Times, Times]] = []  # transfers of the lane `ahead` in this step
+        self._taken: list[Meeting] = []  # of the lanes, until the main thread waits for them
+
+    # ---- steps
+
+    def begin_step(self, number: int) -> None:
+        self.step = Step(number, self.now[MAIN].copy(), self.now[MAIN].copy())
+
+    def end_step(self) -> Step:
+        self.step.end = self.now[MAIN].copy()
+        return self.step
+
+    def submit(self, lane: str) -> None:
+        """The main thread gives a lane its next job: it begins when both are there."""
+        self.now[lane] = np.maximum(self.now[lane], self.now[MAIN])
+        if lane == AHEAD:
+            self._beside, self._bulk = [], []
+
+    # ---- verbs
+
+    def work(self, name: str, seconds: np.ndarray | float, lane: str = MAIN, part: float = 1.0) -> None:
+        """Work of a lane. On a side lane it takes the device from the compute; `part` of it is not hidden behind the lane's own
+        transfers (pieces are sent while others are worked on)."""
+        begin = self.now[lane]
+        self.now[lane] = begin + part * np.asarray(seconds)
+        if lane != MAIN:
+            self._beside.append(Beside(begin, begin + np.asarray(seconds), 0.0))
+        self.step.spans.append((name if lane == MAIN else f"{lane}/{name}", begin, begin + np.asarray(seconds)))
+
+    def compute(self, name: str, seconds: np.ndarray) -> None:
+        """Forward or backward on the main thread, slowed down by what the lanes do meanwhile."""
+        begin = self.now[MAIN]
+        self.now[MAIN] = slowed(begin, seconds, self._beside)
+        self.step.spans.append((name, begin, self.now[MAIN]))
+
+    def meet(
+        self,
+        kind: str,
+        path: str,
+        sent: np.ndarray,
+        received: np.ndarray,
+        seconds: np.ndarray | float,
+        lane: str = MAIN,
+        *,
+        slowdown: float = 1.0,
+        overtakes: bool = False,
+    ) -> Meeting:
+        """A collective that its lane waits for. `slowdown`: of compute beside it; `overtakes`: goes before bulk traffic."""
+        issued = self.now[lane]
+        begin = np.full(self.ranks, issued.max())
+        cost = np.broadcast_to(np.asarray(seconds, np.float64), begin.shape)
+        done = self._transmit(begin, cost, lane, overtakes)
+        meeting = Meeting(kind, path, sent, received, issued, issued, done)
+        self.now[lane] = done
+        if lane == MAIN:
+            self.step.meetings.append(meeting)
+        else:
+            self._taken.append(meeting)
+            if slowdown > 1:
+                self._beside.append(Beside(begin, done, 1 / slowdown))
+        return meeting
+
+    def issue(self, kind: str, path: str, sent: np.ndarray, received: np.ndarray, seconds: np.ndarray | float) -> Meeting:
+        """A collective of the main thread that nobody waits for yet."""
+        issued = self.now[MAIN]
+        done = np.full(self.ranks, issued.max()) + np.asarray(seconds)
+        return Meeting(kind, path, sent, received, issued.copy(), issued.copy(), done)
+
+    def wait(self, meeting: Meeting | None) -> None:
+        """The main thread needs its result."""
+        if meeting is None:
+            return
+        meeting.waited = self.now[MAIN].copy()
+        meeting.done = np.maximum(meeting.done, meeting.waited)
+        self.now[MAIN] = meeting.done.copy()
+        self.step.meetings.append(meeting)
+
+    def arrive(self) -> None:
+        """The main thread waits for what the lanes did; of each of their collectives, the part in this wait stopped it."""
+        begin = self.now[MAIN]
+        end = np.maximum.reduce([begin, self.now[AHEAD], self.now[URGENT]])
+        for meeting in self._taken:
+            meeting.done = np.minimum(meeting.done, end)
+            meeting.waited = np.minimum(np.maximum(meeting.waited, begin), meeting.done)
+            self.step.meetings.append(meeting)
+        self._taken = []
+        self.now[MAIN] = end
+        self.step.spans.append(("arrive", begin, end))
+
+    # ---- the network
+
+    def _transmit(self, begin: Times, cost: np.ndarray, lane: str, overtakes: bool) -> Times:
+        """When it has arrived. Two that use the network at once have half of it each, unless one overtakes; what already stands in
+        the card's queue is not overtaken by anything."""
+        if lane == AHEAD:
+            self._bulk.append((begin, begin + cost))
+            return begin + cost
+        left = np.maximum(self._wire - begin, 0.0)
+        bulk = sum((np.maximum(end - np.maximum(start, begin), 0.0) for start, end in self._bulk), np.zeros(self.ranks))
+        if not overtakes:
+            left = left + bulk
+        queued = np.minimum(left, self.queue)
+        done = begin + cost + queued + np.minimum(cost, left - queued)
+        self._wire = np.maximum(self._wire, begin) + cost
+        # What is bulk is over so much later.
+        late = np.where(bulk > 0, cost, 0.0)
+        self.now[AHEAD] = self.now[AHEAD] + late
+        self._bulk = [(start, end + late) for start, end in self._bulk]
+        return done
+
+
+def slowed(begin: Times, seconds: np.ndarray, beside: list[Beside]) -> Times:
+    """When `seconds` of compute are done that begin at `begin`, at the speed that what is beside it leaves."""
+    now, left = begin.astype(np.float64), np.asarray(seconds, np.float64).copy()
+    for one in beside:  # in the order in which they begin; where two overlap, the first one counts
+        before = np.minimum(left, np.maximum(one.begin - now, 0.0))
+        now, left = now + before, left - before
+        busy = left > 0
+        lasting = np.where(busy, np.maximum(one.end - np.maximum(now, one.begin), 0.0), 0.0)
+        done = np.minimum(left, lasting * one.speed)
+        ended = busy & (done >= left)
+        now = now + np.where(ended, left / one.speed if one.speed else 0.0, lasting)
+        left = left - done
+    return now + left

@@ -1,0 +1,105 @@
+"""Requests and collisions: the expectation against drawn ids, a file against brute force."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from freescale.data.synthetic import generate
+from freescale.embedding.collision import collision_masks
+from freescale.simulate.workload import Generated, Recorded
+
+RANKS = 4
+
+
+def home(samples: int) -> np.ndarray:
+    return np.arange(samples) * RANKS // samples
+
+
+def test_expected_rows_are_those_of_drawn_ids():
+    """Zipf ids drawn one by one, deduplicated per rank and compared by training's own masks."""
+    source = Generated(64, median=200, cap=1000, items=20_000, popularity=1.0)
+    random = np.random.default_rng(0)
+    mass = np.arange(1, 10_001) ** -1.0
+    ends = np.cumsum(mass) / mass.sum()
+    drawn, requests = [], []
+    for step in range(2):
+        lengths = source.lengths(step)
+        consumer = np.repeat(home(64), lengths)
+        items = 2 * np.searchsorted(ends, random.random(len(consumer))) + random.integers(0, 2, len(consumer))
+        both = np.unique(consumer * 20_000 + items)
+        drawn.append(both)
+        requests.append(torch.from_numpy(both % 20_000))
+    late = collision_masks(*requests)[1].numpy()
+    asked = [source.asked(step, home(64), RANKS) for step in range(2)]
+    demand = source.demand(asked[0], asked[1], None)
+    np.testing.assert_allclose(demand.whole.asked, np.bincount(drawn[1] // 20_000), rtol=0.04)
+    assert demand.late.asked.sum() == pytest.approx(late.sum(), rel=0.03)
+    assert demand.shared.asked.sum() == 0  # nothing comes after
+
+
+@pytest.mark.parametrize("target", [0.0, 0.1, 0.5, 0.9])
+def test_collisions_are_those_asked_for(target):
+    source = Generated(64, median=200, cap=1000, items=50_000, collisions=target)
+    asked = [source.asked(step, home(64), RANKS) for step in range(3)]
+    demand = source.demand(asked[0], asked[1], asked[2])
+    assert demand.late.asked.sum() / demand.whole.asked.sum() == pytest.approx(target, abs=0.02)
+    assert demand.shared.asked.sum() / demand.whole.asked.sum() == pytest.approx(target, abs=0.03)
+
+
+def test_strata_of_the_catalogue_do_not_matter():
+    rows = []
+    for strata in (256, 4096):
+        source = Generated(64, median=200, cap=1000, items=1_000_000, strata=strata)
+        one = source.asked(0, home(64), RANKS)
+        rows.append(source.demand(one, one, one).late.asked.sum())
+    assert rows[0] == pytest.approx(rows[1], rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def histories(tmp_path_factory):
+    path = tmp_path_factory.mktemp("simulate") / "histories.parquet"
+    generate(path, users=300, items=4000, median=30.0, cap=200, seed=3)
+    return path
+
+
+def test_a_file_gives_the_rows_of_its_ids(histories):
+    source = Recorded(histories, 64, cap=200)
+    asked = [source.asked(step, home(64), RANKS) for step in range(2)]
+    demand = source.demand(asked[0], asked[1], None)
+    sets = []
+    for step in range(2):
+        lengths, ids = source._batch(step)
+        sets.append([set(ids[np.repeat(home(64), lengths) == rank].tolist()) for rank in range(RANKS)])
+    before = set().union(*sets[0])
+    assert demand.whole.asked.tolist() == [len(mine) for mine in sets[1]]
+    assert demand.late.asked.tolist() == [len(mine & before) for mine in sets[1]]
+    assert demand.whole.owed.sum() == demand.whole.asked.sum()
+    assert source.error_note(RANKS).startswith("rows: of all ids")
+
+
+def test_a_sample_of_the_ids_says_how_far_it_is_off(histories):
+    whole, part = Recorded(histories, 64, cap=200), Recorded(histories, 64, cap=200, events=600)
+    rows = []
+    for source in (whole, part):
+        one = source.asked(0, home(64), RANKS)
+        rows.append(source.demand(None, one, None).whole.asked.sum())
+    assert "SAMPLED" in part.error_note(RANKS)
+    error = part.sampling_error(part.asked(0, home(64), RANKS))
+    assert 0 < error < 0.2 and abs(rows[1] / rows[0] - 1) < 4 * error
+
+
+def test_users_that_come_again_are_noted(histories):
+    source = Recorded(histories, 1000, cap=200)
+    assert len(source.lengths(0)) == 1000 and any("REPEATED" in note for note in source.notes)
+    assert len(source._batch(0)[1]) == source.lengths(0).sum()
+
+
+def test_bad_workloads_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="collisions is 1.5"):
+        Generated(8, collisions=1.5)
+    with pytest.raises(ValueError, match="out of reach"):
+        Generated(1, median=2, cap=2, items=1_000_000, collisions=1.0).asked(0, np.zeros(1, np.int64), 1)
+    with pytest.raises(ValueError, match="no such file"):
+        Recorded(tmp_path / "none.parquet", 8)
