@@ -142,10 +142,11 @@ def state_of(parallel):
 def pieces(monkeypatch):
     """What a test sends is cut into pieces, too. Ranks are processes of their own: `in_pieces` tells them."""
     monkeypatch.setitem(collision._LEAST_BYTES, "cpu", 256)
+    monkeypatch.setattr(collision, "_LEAST_MESSAGE", 1)
 
 
 def in_pieces() -> None:
-    collision._LEAST_BYTES["cpu"] = 256
+    collision._LEAST_BYTES["cpu"], collision._LEAST_MESSAGE = 256, 1
 
 
 def train(transport, schedule, stream, held_up=None, **options):

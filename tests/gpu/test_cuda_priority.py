@@ -32,7 +32,7 @@ def no_collisions(current, coming):
 
 def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.float64):
     """Losses and the bits of this rank's tables and of the dense weights. About a third of the rows collide."""
-    collision._LEAST_BYTES["cuda"] = 256  # several pieces
+    collision._LEAST_BYTES["cuda"], collision._LEAST_MESSAGE = 256, 1  # several pieces
     torch.manual_seed(3)
     torch.use_deterministic_algorithms(True)
     rows = ROW_OPTIMIZERS[optimizer](lr=0.3)

@@ -56,6 +56,7 @@ def test_pieces_are_not_too_small():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert [pieces_for(size << 20, cpu) for size in (0, 1, 3, 8, 9999)] == [1, 1, 2, 8, 64]
     assert [pieces_for(size << 20, cuda) for size in (0, 4, 31, 32, 9999)] == [1, 1, 4, 8, 64]
+    assert [pieces_for(256 << 20, cuda, ranks) for ranks in (8, 256, 512, 4096, 1 << 20)] == [64, 64, 32, 4, 1]
 
 
 def test_the_size_of_the_table_does_not_matter():

@@ -26,12 +26,14 @@ __all__ = ["Asked", "Masks", "collision_masks", "divided", "pieces_for"]
 # What is not urgent travels in pieces, so that the buffers of both ends stay small beside the batch. A piece has at least so many
 # bytes: an AllToAll of less is all latency.
 _LEAST_BYTES = {"cpu": 1 << 20, "cuda": 4 << 20}
+_LEAST_MESSAGE = 16 << 10  # bytes of a piece for one of the ranks: with thousands of them, less is all latency
 _MOST_PIECES = 64
 
 
-def pieces_for(bytes_per_rank: int, device: torch.device) -> int:
+def pieces_for(bytes_per_rank: int, device: torch.device, ranks: int = 1) -> int:
     """A power of two, the same on every rank if the bytes (a mean over ranks) are."""
-    wanted = min(_MOST_PIECES, bytes_per_rank // _LEAST_BYTES[device.type])
+    least = max(_LEAST_BYTES[device.type], _LEAST_MESSAGE * ranks)
+    wanted = min(_MOST_PIECES, bytes_per_rank // least)
     return 1 << max(0, int(wanted).bit_length() - 1)
 
 

@@ -78,7 +78,7 @@ class Sharded:
         unique = found.keys[: sum(send)]
         local = (unique % self.layout.size).to(self._ids)
         owned = transport.all_to_all(local, send, receive, "ids").wait().long()
-        pieces = pieces_for(sum(totals) * self.layout.specs[0].bytes_per_row // transport.world, transport.device)
+        pieces = pieces_for(sum(totals) * self.layout.specs[0].bytes_per_row // transport.world, transport.device, transport.world)
         return Request(Index(unique, given, found.inverse), Part(None, None, send, receive), owned, pieces)
 
     def compare(self, current: Request, coming: Request, transport: Transport, masks: Masks) -> None:

@@ -96,7 +96,8 @@ class Costs:
         )
 
     def pieces(self, batch: Batch) -> int:
-        return pieces_for(int(batch.demand.whole.asked.mean() * self.model.row_bytes), self._device)
+        ranks = len(batch.demand.whole.asked)
+        return pieces_for(int(batch.demand.whole.asked.mean() * self.model.row_bytes), self._device, ranks)
 
     # ---- messages
 
