@@ -9,9 +9,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(VENV)/bin/freescale demo --nproc 2
 
-# Two at a time: most tests wait for processes of their own.
+# Three at a time: most tests wait, for processes of their own or for a timeout.
 test: $(READY) browser
-	$(RUN) -m pytest -n 2 --dist worksteal
+	$(RUN) -m pytest -n 3 --dist worksteal
 
 # The report's tests drive Chromium. Where it cannot be installed they fail and say what to do; FREESCALE_NO_BROWSER=1 skips them.
 browser:
