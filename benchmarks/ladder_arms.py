@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch.distributed as dist
 from freescale_arm import build
-from priority_arms import peak
+from priority_arms import in_turns, peak
 from workload import Workload
 
 from freescale.balance.balancer import Balancer
@@ -53,23 +52,7 @@ def _balancer(workload: Workload) -> Balancer:
 
 
 def measure(rank: int, world: int, workload: Workload, names: list[str], repetitions: int, steps: int) -> dict[str, dict]:
-    """Arms in turn, `steps` steps each time, all on the same batches; the first turn and the first step of each are not counted:
-    what such a step would have to wait for was done while the arms changed."""
-    arms = {name: arm(name, workload, rank, world) for name in names}
-    measured: dict[str, dict] = {name: {"losses": [], "records": []} for name in names}
-    for repetition in range(repetitions + 1):
-        first = repetition % len(names)
-        for name in names[first:] + names[:first]:
-            dist.barrier()
-            measured[name]["losses"] += [arms[name].step() for _ in range(steps)]
-            arms[name].quiet()
-            records = arms[name].ledger.drain()
-            if repetition:
-                measured[name]["records"] += records[1:]
-        if rank == 0:
-            print(f"{repetition} of {repetitions} turns of {len(names)} arms", flush=True)
-    dist.barrier()
-    return measured
+    return in_turns({name: arm(name, workload, rank, world) for name in names}, repetitions, steps)
 
 
 def alone(rank: int, world: int, workload: Workload, name: str, steps: int) -> dict[str, Any]:

@@ -29,9 +29,13 @@ def arm(name: str, workload: Workload, rank: int, world: int) -> Any:
 
 
 def measure(rank: int, world: int, workload: Workload, names: list[str], repetitions: int, steps: int) -> dict[str, dict]:
+    return in_turns({name: arm(name, workload, rank, world) for name in names}, repetitions, steps)
+
+
+def in_turns(arms: dict[str, Any], repetitions: int, steps: int) -> dict[str, dict]:
     """Arms in turn, `steps` steps each time, the first time not counted. The first step of a turn is not counted either: what it
     would have to wait for was done before, while the arms changed. Per arm: all losses, and the ledger's records of the others."""
-    arms = {name: arm(name, workload, rank, world) for name in names}
+    names = list(arms)
     measured: dict[str, dict] = {name: {"losses": [], "records": []} for name in names}
     for repetition in range(repetitions + 1):
         first = repetition % len(names)
