@@ -195,7 +195,7 @@ def test_adapting_learns_the_same_on_all_ranks_and_a_checkpoint_keeps_what_is_in
     decided, times, error, learned, saved = ranks[0]
     assert ranks[1][0] == decided and ranks[1][3] == learned, "ranks learned different things"
     # Not what it learned: these batches take so little time that it may be noise, which leaves the cost as it was.
-    assert learned["scale"] is not None and any(map(any, learned["information"])) and error is not None
+    assert learned["scale"] is not None and learned["information"][0][1] > 0 and error is not None
     assert times[0] is None and all((t > 0).all() for t in times[3:]), "no times reached the partitioner"
     assert list(saved["balancer"]["assignments"]) == ["12"] and saved["balancer"]["assignments"]["12"] == decided[11]
     resumed = run_ranks(2, _adapting, schedule, 5, saved)

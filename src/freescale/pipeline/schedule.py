@@ -3,6 +3,7 @@ is the schedule's own business (serial.py, staged.py)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class StepResult:
         return float(self.total)
 
 
-class Schedule:
+class Schedule(ABC):
     def __init__(
         self,
         parallel: Parallel,
@@ -80,8 +81,9 @@ class Schedule:
         with objects_set_aside():
             yield from self._run(iter(data))
 
+    @abstractmethod
     def _run(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:
-        raise NotImplementedError
+        """The steps, in the schedule's own order."""
 
     def _upcoming(self, step: int, batches: Iterator[SequenceBatch], before: Upcoming | None) -> Upcoming:
         return Upcoming(step, batches, before, self.tables, self.transport, self.balancer, self.stopwatch, self._copies)
@@ -144,7 +146,7 @@ class Schedule:
         by_task = dict(zip(sorted(agreement.counts), losses.unbind()))
         return StepResult(batch.number, self.steps, by_task, agreement.counts, losses[-1], norm)
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 - a schedule that defers nothing has nothing to do
         """Applies what the schedule has deferred; afterwards the tables are those of the serial schedule. A collective."""
 
     # ---- state
