@@ -39,6 +39,12 @@ class Pinned:
             self._map = None
 
 
+def wake(device: torch.device) -> None:
+    """Has a GPU allocate and compute once: what the driver sets up for that it can fail to, once much memory was pinned before."""
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+
+
 def shared_file(size: int) -> int:
     """A file without a name, in memory: whoever gets its descriptor can map it, and it goes with the last of them."""
     file = os.memfd_create("freescale", os.MFD_CLOEXEC)
