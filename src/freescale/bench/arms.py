@@ -57,6 +57,7 @@ class Arm:
     begin: Callable[[Tensor, Sequence[int], Sequence[int]], Wait]
     flight: int
     piece: int = 0
+    transport: Hostwire | None = None  # that the lane has a channel of
 
 
 class Bed:
@@ -81,7 +82,7 @@ class Bed:
         def begin(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Wait:
             return lane.transport.all_to_all(tensor, send, receive, "rows").wait
 
-        return Arm(name, lane, begin, transport.lines, transport.piece)
+        return Arm(name, lane, begin, transport.lines, transport.piece, transport)
 
     def plain(self, channels: int | None = None) -> Arm:
         """NCCL, with at most so many channels (each is a block of its kernel, on a multiprocessor of its own). On a CPU gloo."""
@@ -201,7 +202,8 @@ def stream(arm: Arm, tensor: Tensor, send: Sequence[int], count: int, flight: in
 
 def closed(arm: Arm) -> None:
     arm.lane.close()
-    arm.lane.transport.close()
+    if arm.transport is not None:
+        arm.transport.close()
 
 
 def leaving(size: int, world: int) -> int:

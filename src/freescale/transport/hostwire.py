@@ -21,7 +21,7 @@ from freescale.transport.api import TransportError
 from freescale.transport.channel import LARGEST, SLOTS, URGENT_TIMES, Channel, Part, Round, Transfer
 from freescale.transport.collective import Collective
 from freescale.transport.gate import Gate
-from freescale.transport.memory import Pinned, shared_file, wake
+from freescale.transport.memory import Pinned, shared_file
 from freescale.transport.shared import SharedWire, machine
 from freescale.transport.shared import connect as connect_shared
 from freescale.transport.wires import GlooWire, Wire
@@ -95,7 +95,6 @@ class Hostwire(Collective):
         error = ""
         self._file: int | None = None
         try:
-            wake(self.device)
             if neighbours:
                 self._file = shared_file(size)
             elsewhere = self.world - 1 > len(neighbours)
