@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 from results import claim, write  # noqa: E402
 
 from freescale.bench.overlap import PARTS, bench_overlap, best_collective  # noqa: E402
+from freescale.bench.overlapped import FULL  # noqa: E402
 from freescale.bench.transfers import WAYS  # noqa: E402
 
 
@@ -37,8 +38,10 @@ class Asked(NamedTuple):
 
 
 def asked() -> Iterator[Asked]:
-    text = "compute beside hostwire's AllToAlls, longer than alone: the worst of products and HSTU layers"
+    text = "compute beside hostwire's AllToAlls, as many as NCCL carries, longer than alone: the worst of products and layers"
     yield Asked("hostwire, most slow-down, %", text, 1.5, "%", at_least=False)
+    text = "the same beside as many as hostwire can carry"
+    yield Asked(f"{FULL}, most slow-down, %", text, 1.5, "%", at_least=False)
     for way in WAYS:
         text = f"hostwire's copies {way}, of plain pinned copies: the worst of 16, 64 and 256 MB"
         yield Asked(f"copies {way}, worst % of plain", text, 85, "%")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from freescale.bench.overlap import figures, notes
+from freescale.bench.overlapped import FULL
 from freescale.bench.ranks import divided_gpu, start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +31,7 @@ def test_every_arm_is_measured(tmp_path):
     result = json.loads(output.read_text())
     assert {"machine", "versions", "settings", "rows", "figures", "date"} <= set(result) and result["ranks"] == 2
     measured = {(row["group"], row["arm"]) for row in result["rows"]}
-    beside = {(part, arm) for part in ("products", "layer") for arm in ("alone", "hostwire", "gloo")}
+    beside = {(part, arm) for part in ("products", "layer") for arm in ("alone", "hostwire", FULL, "gloo")}
     alone = {("alone", arm) for arm in ("gloo", "hostwire", "hostwire, two in flight")}
     copies = {f"{whose} {way}" for whose in ("plain copies", "hostwire's copies") for way in ("device to host", "host to device")}
     sent = {f"{arm}{more}" for arm in ("hostwire", "hostwire over gloo") for more in ("", ", two in flight")}
@@ -39,7 +40,7 @@ def test_every_arm_is_measured(tmp_path):
     for row in result["rows"]:
         assert "skipped" in row or row["ms"]["median"] > 0, row
         assert all(row[name] > 0 for name in ("rate", "ceiling_percent", "messages") if name in row), row
-    assert len(result["figures"]) == 3 + 2 + 4  # slow-downs, copies, messages: what is skipped has no figure
+    assert len(result["figures"]) == 4 + 2 + 4  # slow-downs, copies, messages: what is skipped has no figure
 
 
 def test_nowhere_to_write(tmp_path):
@@ -80,13 +81,14 @@ def test_without_mps_the_error_says_so(monkeypatch, tmp_path):
 
 
 def test_figures_take_the_worst_and_nccl_at_its_best():
-    slowed = [("hostwire", 0.5), ("nccl, at most 1 channel", 4.0), ("nccl", 9.0)]
+    slowed = [("hostwire", 0.5), (FULL, 2.0), ("nccl, at most 1 channel", 4.0), ("nccl", 9.0)]
     rows = [{"group": "products", "case": "a", "arm": arm, "slower_percent": value} for arm, value in slowed]
     rows += [{"group": "layer", "case": "b", "arm": arm, "slower_percent": value + 1} for arm, value in slowed]
     rows.append({"group": "throughput", "case": "x", "arm": "hostwire's copies device to host", "ceiling_percent": 90.0})
     rows.append({"group": "witness", "case": "y", "arm": "hostwire", "arrived_meanwhile": True, "arrived_after_it": False,
                  "right": False, "kernel_ms": 400.0})  # fmt: skip
     found = figures(rows)
+    assert found[f"{FULL}, most slow-down, %"] == 3.0
     assert found["hostwire, most slow-down, %"] == 1.5 and found["collective at its best, most slow-down, %"] == 5.0
     assert found["copies device to host, worst % of plain"] == 90.0
     assert found["witness, hostwire"] == 0.0  # what arrived was wrong

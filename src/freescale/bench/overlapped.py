@@ -1,14 +1,17 @@
 """Compute beside communication: how long the kernels of a rank take alone, beside NCCL's AllToAll and beside hostwire's.
 
-A measurement is compute of about 30 ms on one stream and AllToAlls of 32 MB back to back on a lane's, as many as fit into it. The
-compute's launches queue up behind a pause, and the messages begin when all are queued: what is measured is what the kernels lose to
-the traffic on the device, not what launching them loses to the lane's threads. Arms take turns; a time is the mean of the ranks.
+A measurement is compute of about 30 ms on one stream and AllToAlls of 32 MB back to back on a lane's, as many as fit into it.
+Hostwire carries as many as NCCL does, at most, and in another arm as many as it can itself. The compute's launches queue up behind
+a pause, and the messages begin when all are queued: what is measured is what the kernels lose to the traffic on the device, not
+what launching them loses to the lane's threads. Arms take turns, each after the same compute alone, so that all find the device as
+warm and as fast; a time is the mean of the ranks.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from statistics import mean, median
 
 import torch
@@ -20,6 +23,7 @@ from freescale.pipeline.lane import Job
 
 _CYCLES = 2_000_000  # of a pause of a millisecond
 _LONGEST_PAUSE = 25.0  # milliseconds
+FULL = "hostwire, as fast as it goes"
 Compute = Callable[[], None]
 
 
@@ -67,13 +71,14 @@ def _case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 0) -> No
             once()
 
     pause = _pause(bed, compute)
-    arms: list[Arm | None] = [None, bed.hostwire, *(bed.plain(channels) for channels in bed.size["channels"])]
     alone = max(bed.gathered(_time(bed, compute, pause)))
-    counts = {arm.name: max(1, int(alone / bed.message_ms(arm))) for arm in arms if arm is not None}
-    found: dict[str, list[tuple[float, float]]] = {_name(arm): [] for arm in arms}
+    loads = _loads(bed, alone)
+    found: dict[str, list[tuple[float, float]]] = {load.name: [] for load in loads}
     for _ in range(bed.size["repetitions"] + 1):
-        for arm in arms:
-            found[_name(arm)].append(_overlapped(bed, compute, pause, arm, counts.get(_name(arm), 0)))
+        for load in loads:
+            _time(bed, compute, pause)
+            found[load.name].append(_overlapped(bed, compute, pause, load))
+    counts = {load.name: load.messages for load in loads}
     baseline = 0.0
     for name, pairs in found.items():
         everyone = bed.gathered(pairs[1:])  # the first warmed up
@@ -92,8 +97,20 @@ def _case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 0) -> No
         )  # fmt: skip
 
 
-def _name(arm: Arm | None) -> str:
-    return "alone" if arm is None else arm.name
+@dataclass(frozen=True)
+class Load:
+    """What is carried beside the compute."""
+
+    name: str
+    arm: Arm | None = None
+    messages: int = 0
+
+
+def _loads(bed: Bed, alone: float) -> list[Load]:
+    fits = lambda arm: max(1, int(alone / bed.message_ms(arm)))  # noqa: E731
+    plain = [Load(arm.name, arm, fits(arm)) for arm in (bed.plain(channels) for channels in bed.size["channels"])]
+    same = min(fits(bed.hostwire), max(load.messages for load in plain))
+    return [Load("alone"), Load("hostwire", bed.hostwire, same), Load(FULL, bed.hostwire, fits(bed.hostwire)), *plain]
 
 
 def _pause(bed: Bed, compute: Compute) -> float:
@@ -106,8 +123,9 @@ def _pause(bed: Bed, compute: Compute) -> float:
     return min(_LONGEST_PAUSE, 1.2 * max(bed.gathered(took)) + 1.0) if bed.cuda else 0.0
 
 
-def _overlapped(bed: Bed, compute: Compute, pause: float, arm: Arm | None, count: int) -> tuple[float, float]:
+def _overlapped(bed: Bed, compute: Compute, pause: float, load: Load) -> tuple[float, float]:
     """Milliseconds of the compute, and of the messages beside it."""
+    arm = load.arm
     if arm is None:
         return _time(bed, compute, pause), 0.0
     carried: list[float] = []
@@ -115,7 +133,7 @@ def _overlapped(bed: Bed, compute: Compute, pause: float, arm: Arm | None, count
 
     def carry() -> None:
         begin = time.perf_counter()
-        stream(arm, *bed.message, count, arm.flight, host=False)
+        stream(arm, *bed.message, load.messages, arm.flight, host=False)
         carried.append(1e3 * (time.perf_counter() - begin))
 
     took = _time(bed, compute, pause, lambda: jobs.append(arm.lane.submit(carry)))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from freescale.observe.ledger import Side
 from freescale.transport.api import Transport
-from freescale.transport.threads import started
+from freescale.transport.threads import reached, started
 
 
 class Moment:
@@ -47,7 +47,7 @@ class Moment:
         if self._error is not None:
             raise self._error
         if self._event is not None and host:
-            self._event.synchronize()
+            reached(self._event)
         elif self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 

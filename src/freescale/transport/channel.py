@@ -24,7 +24,7 @@ from torch import Tensor
 from freescale.transport.api import TransportError
 from freescale.transport.gate import Gate
 from freescale.transport.memory import Pinned
-from freescale.transport.threads import started
+from freescale.transport.threads import reached, started
 from freescale.transport.wires import Arriving, Sending, Wire
 
 SLOTS = 8  # of a ring: some are copied to, some are on the wire, some are copied from
@@ -32,6 +32,7 @@ AHEAD = 3  # pieces that are expected before the first has come
 LARGEST = 4 << 20  # bytes of a piece, and of a slot
 URGENT_TIMES = 2  # as large as bulk's are pieces that need not give way
 SMALL = 64 << 10  # bytes of a piece that is all latency
+AT_ONCE = {"cpu": SLOTS, "cuda": 1}  # slots of what the caller sends itself: more are copied out while others are copied in
 
 
 @dataclass(frozen=True)
@@ -189,11 +190,10 @@ class Channel:
         if len(transfer.out) > 1 or not self._sending.acquire(blocking=False):
             return False
         try:
-            needed = range(
-                self._filled, self._filled + sum(1 for round_ in transfer.out for _ in self._batches(round_.parts, transfer))
-            )
-            free = len(needed) <= SLOTS and all(sending.ready() for slot in needed for sending, _ in self._sent[slot % SLOTS])
-            if self._waiting or not free:
+            count = sum(1 for round_ in transfer.out for _ in self._batches(round_.parts, transfer))
+            slots = [number % SLOTS for number in range(self._filled, self._filled + min(count, SLOTS))]
+            free = all(sending.ready() for slot in slots for sending, _ in self._sent[slot])
+            if count > AT_ONCE[self.device.type] or self._waiting or not free:
                 return False
             self._half(0, transfer, self._send)
             return True
@@ -212,7 +212,7 @@ class Channel:
             with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
                 if self._error is None:
                     if transfer.begun is not None:
-                        transfer.begun.synchronize()  # on the host: what waits in a stream can hold up other streams
+                        reached(transfer.begun)  # on the host: what waits in a stream can hold up other streams
                     if not half:
                         transfer.ready(self._gate)
                     work(transfer)

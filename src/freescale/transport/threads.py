@@ -7,6 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
+
+_SPIN = 0.0003  # seconds that a thread looks for an event before it sleeps: to be woken takes longer than many a copy
 _PATIENCE = 2.0  # seconds that a process which ends waits for its threads
 _running: dict[threading.Thread, Callable[[], None]] = {}
 
@@ -25,6 +28,15 @@ def started(name: str, work: Callable[[], None], end: Callable[[], None]) -> thr
     _running[thread] = end
     thread.start()
     return thread
+
+
+def reached(event: torch.cuda.Event) -> None:
+    """Waits on the host; for long only asleep, if the event was made so."""
+    end = time.perf_counter() + _SPIN
+    while not event.query():
+        if time.perf_counter() > end:
+            event.synchronize()
+            return
 
 
 @atexit.register
