@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freescale.bench.arms import SECONDS, Arm, Bed, closed, gigabytes, leaving, words
-from freescale.transport.channel import SLOTS, Channel, Part, Round, Transfer
+from freescale.transport.channel import Channel
 from freescale.transport.gate import Gate
+from freescale.transport.halves import SLOTS
 from freescale.transport.memory import Pinned, shared_file
+from freescale.transport.transfer import Part, Round, Transfer
 
 WAYS = ("device to host", "host to device")
 

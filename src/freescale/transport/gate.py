@@ -27,6 +27,10 @@ class Gate:
             self._urgent -= 1
             self._condition.notify_all()
 
+    def open(self) -> bool:
+        """Bulk need not give way now."""
+        return not self._urgent or self._moved + self.patience <= time.monotonic()
+
     def give_way(self) -> None:
         """Never for good: an urgent transfer may itself wait for a rank that waits for this bulk."""
         if not self._urgent:

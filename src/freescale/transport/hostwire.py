@@ -18,12 +18,14 @@ from torch import Tensor
 
 from freescale.observe.ledger import Arrival, Ledger, Side
 from freescale.transport.api import TransportError
-from freescale.transport.channel import LARGEST, SLOTS, URGENT_TIMES, Channel, Part, Round, Transfer
+from freescale.transport.channel import Channel
 from freescale.transport.collective import Collective
 from freescale.transport.gate import Gate
+from freescale.transport.halves import LARGEST, SLOTS, URGENT_TIMES
 from freescale.transport.memory import Pinned, shared_file
 from freescale.transport.shared import SharedWire, machine
 from freescale.transport.shared import connect as connect_shared
+from freescale.transport.transfer import Part, Round, Transfer
 from freescale.transport.wires import GlooWire, Wire
 
 _SMALLEST = 64 << 10

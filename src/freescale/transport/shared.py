@@ -47,7 +47,10 @@ class _Sending:
         if wire.read[peer] < self._goal:
             with suppress(BlockingIOError):
                 wire.out[peer].settimeout(0)
-                wire.read[peer] += len(wire.out[peer].recv(4096))
+                answers = wire.out[peer].recv(4096)
+                wire.read[peer] += len(answers)
+                if not answers:
+                    return True  # the peer has closed: the wait says so
         return wire.read[peer] >= self._goal
 
     def wait(self, seconds: float) -> None:
