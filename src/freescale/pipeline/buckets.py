@@ -1,22 +1,26 @@
-"""Dense gradients in a few flat buffers, so that few large AllReduces carry them."""
+"""Dense gradients in a few flat buffers, so that few large AllReduces carry them, each from when its last gradient is there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from freescale.transport.api import Transport
+from freescale.transport.api import Handle, Transport
 
-BUCKET_BYTES = 25 << 20
+BUCKET_BYTES = 25 << 20  # at most
+_LEAST_BYTES = 256 << 10  # below, a message is all latency
+_BUCKETS = 4  # at least, where they are large enough: a backward has something to hide the first ones behind
 
 
 class GradientBuckets:
     """Every parameter's .grad is a view of a bucket: nothing is copied before or after the AllReduce.
 
-    Parameters that a rank's batch did not reach count as zero, so that all ranks reduce the same buffers. One further bucket
-    carries the step's summed losses along.
+    Parameters that a rank's batch did not reach count as zero, so that all ranks reduce the same buffers; one further message
+    carries the step's summed losses. The order is the same on every rank, whatever it computes: losses, then the buckets, from the
+    model's last parameters to its first, as a backward reaches them.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
@@ -24,16 +28,26 @@ class GradientBuckets:
         self._views: list[Tensor] = []
         self.flat: list[Tensor] = []
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self.parameters:
+        for parameter in reversed(self.parameters):
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         views: dict[int, Tensor] = {}
+        self._members: list[set[int]] = []  # of each bucket: parameters by number
+        numbers = {id(p): number for number, p in enumerate(self.parameters)}
         for dtype, members in by_dtype.items():
             for bucket in _cut(members):
                 flat = torch.zeros(sum(p.numel() for p in bucket), dtype=dtype, device=device)
                 self.flat.append(flat)
                 pieces = flat.split([p.numel() for p in bucket])
                 views |= {id(p): piece.view_as(p) for p, piece in zip(bucket, pieces, strict=True)}
+                self._members.append({numbers[id(p)] for p in bucket})
         self._views = [views[id(p)] for p in self.parameters]
+        self._bucket = {number: index for index, members in enumerate(self._members) for number in members}
+        self._lacking: list[set[int]] = []  # of each bucket: parameters whose gradient is not there yet; empty while nobody asks
+        self._summed: Handle | None = None
+        self._handles: list[Handle] = []
+        self._transport: Transport | None = None
+        for number, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self._there, number))
 
     def clear(self) -> None:
         """Zero gradients, attached: before the first backward of a step."""
@@ -42,15 +56,45 @@ class GradientBuckets:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
 
-    def reduce(self, transport: Transport, losses: Tensor) -> Tensor:
-        """Sums gradients and losses [tasks] over the ranks, in place; returns the summed losses."""
+    def start(self, transport: Transport, losses: Tensor) -> None:
+        """Before the last backward of a step: each bucket leaves as soon as its gradients are there. losses [tasks], summed too."""
+        self._transport, self._lacking = transport, [set(members) for members in self._members]
+        self._summed, self._handles = transport.all_reduce(losses, "dense"), []
+
+    def send(self) -> None:
+        """The buckets that have not left yet: all, on a rank without a batch. Before any other collective of this transport."""
+        self._lacking = []
+        self._leave()
+
+    def reduce(self) -> Tensor:
+        """Waits for the sums of gradients, in place, and losses; returns the summed losses."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             assert parameter.grad is view, "an optimizer or the model replaced a gradient during the step"
-        handles = [transport.all_reduce(flat, "dense") for flat in self.flat]
-        summed = transport.all_reduce(losses, "dense")
-        for handle in handles:
+        assert self._summed is not None and len(self._handles) == len(self.flat), "the buckets were not sent"
+        for handle in self._handles:
             handle.wait()
-        return summed.wait()
+        summed = self._summed.wait()
+        self._summed = self._transport = None
+        self._handles = []
+        return summed
+
+    def _there(self, number: int, parameter: Tensor) -> None:
+        if not self._lacking:
+            return
+        bucket = self._bucket[number]
+        if number not in self._lacking[bucket]:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} got a gradient twice in one backward, and may have been sent in "
+                "between: activation checkpointing must be torch's, with use_reentrant=False"
+            )
+        self._lacking[bucket].discard(number)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Buckets whose gradients are all there, in their order."""
+        assert self._transport is not None
+        while len(self._handles) < len(self.flat) and not (self._lacking and self._lacking[len(self._handles)]):
+            self._handles.append(self._transport.all_reduce(self.flat[len(self._handles)], "dense"))
 
     def clip(self, limit: float) -> Tensor:
         """Scales all gradients to a global norm of at most `limit`; returns the norm before. Nothing is read by the host."""
@@ -62,13 +106,14 @@ class GradientBuckets:
 
 
 def _cut(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    sizes = [p.numel() * p.element_size() for p in parameters]
+    most = min(BUCKET_BYTES, max(_LEAST_BYTES, sum(sizes) // _BUCKETS))
     buckets: list[list[nn.Parameter]] = []
-    size = BUCKET_BYTES + 1
-    for parameter in parameters:
-        length = parameter.numel() * parameter.element_size()
-        if size + length > BUCKET_BYTES:
+    filled = most + 1
+    for parameter, size in zip(parameters, sizes, strict=True):
+        if filled + size > most:
             buckets.append([])
-            size = 0
+            filled = 0
         buckets[-1].append(parameter)
-        size += length
+        filled += size
     return buckets

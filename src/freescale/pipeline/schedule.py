@@ -39,6 +39,8 @@ class StepResult:
 
 
 class Schedule(ABC):
+    overlaps_dense: bool  # gradients of the dense parameters are summed during the backward, not after it
+
     def __init__(
         self,
         parallel: Parallel,
@@ -106,9 +108,13 @@ class Schedule(ABC):
             total = self._forward(batch, agreement, losses) if len(batch) else None
             if batch is micro[-1]:
                 forwarded()
+                if self.overlaps_dense:
+                    self.buckets.start(self.transport, losses)
             if total is not None:
                 with self.ledger.span("backward"), self.stopwatch.computing():
                     total.backward()
+        if self.overlaps_dense:
+            self.buckets.send()
         return losses
 
     def _forward(self, batch: SequenceBatch, agreement: Agreement, losses: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ _COLLISIONS_EVERY = 10  # steps between two looks at what consecutive batches sh
 class Serial(Schedule):
     """A step, from its batch to its update."""
 
+    overlaps_dense = False
+
     def _run(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:
         coming = self._upcoming(self.steps + 1, batches, None)
         while True:
@@ -48,7 +50,9 @@ class Serial(Schedule):
         self.stopwatch.finish(self.steps)
         factor = self._factor(self.steps)
         self.tables.apply(requests, step=self.steps, factor=factor)
-        losses = self.buckets.reduce(self.transport, losses)
+        self.buckets.start(self.transport, losses)
+        self.buckets.send()
+        losses = self.buckets.reduce()
         norm = self._update_dense(factor)
         return self._result(batch, agreement, losses, norm)
 

@@ -10,7 +10,8 @@
 Every row is updated once per step, with the step number and learning rate of the step that made its gradient; the tables are those
 of the serial schedule, bit for bit, once `flush` has applied what is deferred. a before d keeps rows exact that i-1 and i+1 read,
 but not i; b and c do not touch the rows, and go first because e needs what they find. The lanes are threads with channels of their
-own: what is urgent does not queue behind the bulk, and the main thread waits at the next forward only.
+own: what is urgent does not queue behind the bulk, and the main thread waits at the next forward only, and before the dense
+optimizer for what is left of its gradients' sums, which begin during the backward.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Turn:
 
 
 class Staged(Schedule):
+    overlaps_dense = True
+
     def __init__(self, *arguments: Any, masks: Masks = collision_masks, **options: Any) -> None:
         """As `Schedule`. `masks` finds the collisions (benchmarks show what happens without). A collective: opens two channels."""
         super().__init__(*arguments, **options)
@@ -94,7 +97,7 @@ class Staged(Schedule):
         if coming is not None:
             following.exchanged()
         turn.upcoming.count()
-        losses = self._compute(turn.micro, turn.agreement, following.forwarded if coming is not None else _nothing)
+        self._compute(turn.micro, turn.agreement, following.forwarded if coming is not None else _nothing)
         if coming is not None:
             following.differentiated()
         self.steps += 1
@@ -104,7 +107,7 @@ class Staged(Schedule):
         self._jobs.append(self.urgent.submit(lambda: self._after_backward(turn, coming), turn.gradients))
         self._unsettled = turn
         self._apply_replicated(turn)
-        losses = self.buckets.reduce(self.transport, losses)
+        losses = self.buckets.reduce()
         norm = self._update_dense(turn.factor)
         return self._result(turn.batch, turn.agreement, losses, norm)
 

@@ -1,0 +1,93 @@
+"""Dense gradients leave in buckets while the backward goes on, in an order that does not depend on what a rank computes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from freescale.observe.ledger import Ledger
+from freescale.pipeline.buckets import GradientBuckets
+from freescale.transport.local import Local
+
+CPU = torch.device("cpu")
+
+
+class Watched(Local):
+    """Keeps what was summed, as it was when it left."""
+
+    def __init__(self):
+        super().__init__(CPU, Ledger(CPU))
+        self.left = []
+
+    def all_reduce(self, tensor, kind):
+        self.left.append((tensor.data_ptr(), tensor.clone()))
+        return super().all_reduce(tensor, kind)
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(200, 200) for _ in range(8)])
+
+
+def _first_layer_seen(model, transport, seen):
+    model[0].weight.register_hook(lambda gradient: seen.append(len(transport.left)))
+
+
+def test_buckets_leave_during_the_backward_with_their_gradients():
+    model, transport, seen = _model(), Watched(), []
+    buckets = GradientBuckets(model.parameters(), CPU)
+    _first_layer_seen(model, transport, seen)
+    x, losses = torch.randn(4, 200), torch.tensor([3.0])
+    buckets.clear()
+    buckets.start(transport, losses)
+    model(x).square().sum().backward()
+    before = len(transport.left)
+    buckets.send()
+    summed = buckets.reduce()
+    assert len(buckets.flat) >= 4 and before == len(transport.left) == 1 + len(buckets.flat)
+    assert seen and 1 + 3 <= seen[0] < before  # most had left when the first layer got its gradient
+    assert [address for address, _ in transport.left[1:]] == [flat.data_ptr() for flat in buckets.flat] and summed.item() == 3.0
+    for (_, left), flat in zip(transport.left[1:], buckets.flat, strict=True):
+        assert torch.equal(left, flat)  # nothing was added after it had left
+    alone = _model()
+    alone(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_rank_without_a_batch_or_with_unused_parameters_sends_the_same():
+    orders = []
+    for used in (8, 5, 0):
+        model, transport = _model(), Watched()
+        buckets = GradientBuckets(model.parameters(), CPU)
+        buckets.clear()
+        buckets.start(transport, torch.zeros(1))
+        if used:
+            model[:used](torch.randn(2, 200)).sum().backward()
+        buckets.send()
+        buckets.reduce()
+        orders.append([left.shape for _, left in transport.left])
+    assert orders[0] == orders[1] == orders[2]
+
+
+def test_only_the_last_backward_sends():
+    model, transport = _model(), Watched()
+    buckets = GradientBuckets(model.parameters(), CPU)
+    buckets.clear()
+    model(torch.randn(2, 200)).sum().backward()
+    assert not transport.left
+    buckets.start(transport, torch.zeros(1))
+    model(torch.randn(2, 200)).sum().backward()
+    assert len(transport.left) == 1 + len(buckets.flat)
+
+
+def test_a_gradient_that_comes_twice_is_an_error():
+    layer, transport = nn.Linear(8, 8), Watched()
+    buckets = GradientBuckets(layer.parameters(), CPU)
+    buckets.clear()
+    buckets.start(transport, torch.zeros(1))
+    x = torch.randn(2, 8, requires_grad=True)
+    for _ in range(2):  # each segment is a backward of its own
+        x = checkpoint(layer, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        x.sum().backward()
