@@ -6,10 +6,12 @@ import hashlib
 import itertools
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import freescale
@@ -65,14 +67,23 @@ class Arm:
     """One rank at work. `step` trains on the next batch; it is a collective call."""
 
     def __init__(
-        self, workload: Workload, rank: int, world: int, schedule: str = "serial", transport: str = "collective", **options: Any
+        self,
+        workload: Workload,
+        rank: int,
+        world: int,
+        schedule: str = "serial",
+        transport: str = "collective",
+        device: torch.device | str = "cpu",
+        **options: Any,
     ) -> None:
         """`options` are the schedule's; `permuted`: the samples of every batch are."""
-        self.ledger = WaitLedger("cpu")
-        self.transport = Collective("cpu", self.ledger)
+        self.ledger = WaitLedger(device) if device == "cpu" else Ledger(device)
+        limit = timedelta(seconds=120)
+        control = dist.new_group(backend="gloo", timeout=limit) if device != "cpu" else None
+        self.transport = Collective(device, self.ledger, control=control, timeout=limit)
         if transport != "collective":
             wire = transport.removeprefix("hostwire-")
-            self.transport = Hostwire("cpu", self.ledger, self.transport.group, self.transport.control, wire)
+            self.transport = Hostwire(device, self.ledger, self.transport.group, self.transport.control, wire)
         permuted = options.pop("permuted", False)
         model = Model(workload)
         self.parallel = freescale.parallelize(
@@ -81,7 +92,7 @@ class Arm:
         tables = self.parallel.tables
         tables.place()
         for ids, part in tables.group("item").rows.chunks("item"):
-            part.copy_(table_rows(workload, ids))
+            part.copy_(table_rows(workload, ids.cpu()))
         self.dense: Dense = model.dense
         optimizer = dense_optimizer(workload, self.parallel.dense_parameters())
         self.pipeline = freescale.Pipeline(self.parallel, optimizer, schedule=schedule, **options)
@@ -89,7 +100,11 @@ class Arm:
 
     def step(self) -> float:
         """The loss of this step: the mean over the samples of all ranks."""
-        return next(self._steps).loss
+        return float(self.begin_step())
+
+    def begin_step(self) -> Tensor:
+        """The same, not read yet: reading waits for a device."""
+        return next(self._steps).total
 
     def quiet(self) -> None:
         """Returns when nothing is under way any more; what the schedule has deferred stays so."""

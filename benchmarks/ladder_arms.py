@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from freescale_arm import build
 from priority_arms import in_turns, peak
 from workload import Workload
@@ -14,6 +15,8 @@ from freescale.balance.cost import CostModel
 from freescale.balance.registry import PARTITIONERS
 
 BASE, SPARSE_DIST = "TorchRec TrainPipelineBase", "TorchRec TrainPipelineSparseDist"
+SEMI_SYNC = "TorchRec TrainPipelineSemiSync"  # trains on stale rows; needs CUDA
+_PIPELINES = {BASE: "base", SPARSE_DIST: "sparse_dist", SEMI_SYNC: "semi_sync"}
 SERIAL, PERMUTED, FULL = "serial", "serial, samples permuted", "staged + balancing + hostwire"
 # Each rung adds one technique: schedule, balancing, transport.
 OURS: dict[str, tuple[str, bool, str]] = {
@@ -25,18 +28,19 @@ OURS: dict[str, tuple[str, bool, str]] = {
 }
 
 
-def arm(name: str, workload: Workload, rank: int, world: int) -> Any:
-    """With `step`, `quiet` and a ledger."""
+def arm(name: str, workload: Workload, rank: int, world: int, device: torch.device | str = "cpu") -> Any:
+    """With `step`, `begin_step`, `quiet` and a ledger."""
     if name == PERMUTED:
         return build(workload, rank, world, "serial", permuted=True)
     if name in OURS:
         schedule, balanced, transport = OURS[name]
-        return build(workload, rank, world, schedule, transport=transport, balancer=_balancer(workload) if balanced else None)
+        balancer = _balancer(workload) if balanced else None
+        return build(workload, rank, world, schedule, transport=transport, device=device, balancer=balancer)
     logging.getLogger("torch.fx").setLevel(logging.ERROR)  # TorchRec's tracing makes it warn on every start
     import torchrec_arms
     from ledgered import Ledgered
 
-    return Ledgered(torchrec_arms.build(workload, rank, world, "base" if name == BASE else "sparse_dist"), rank)
+    return Ledgered(torchrec_arms.build(workload, rank, world, _PIPELINES[name], device=device), rank)
 
 
 def _balancer(workload: Workload) -> Balancer:

@@ -19,12 +19,12 @@ _CONTEXT.set_forkserver_preload(["torch", "freescale.train.trainer", "freescale.
 
 
 def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
-    """`function(transport, *args)` on `world` ranks, a process each (one too: it has a process group then). The first error is
-    raised here."""
+    """`function(transport, *args)` on `world` ranks, a process each (one too: it has a process group then). Errors are raised here,
+    all of them: most ranks only say that another is gone."""
     results = gather_ranks(world, function, *args, timeout=timeout)
-    for rank, (error, _) in enumerate(results):
-        if error is not None:
-            raise AssertionError(f"rank {rank} of {world} failed:\n{error}")
+    errors = [f"rank {rank} of {world} failed:\n{error}" for rank, (error, _) in enumerate(results) if error is not None]
+    if errors:
+        raise AssertionError("\n".join(errors))
     return [value for _, value in results]
 
 

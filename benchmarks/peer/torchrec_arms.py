@@ -1,9 +1,11 @@
-"""TorchRec on CPU as benchmark arms: the shared workload under TrainPipelineBase and TrainPipelineSparseDist.
+"""TorchRec as benchmark arms: the shared workload under TrainPipelineBase, TrainPipelineSparseDist and, on GPUs, the stale
+TrainPipelineSemiSync.
 
 The table is one row-wise sharded EmbeddingCollection with its optimizer fused into the backward pass, the dense layers
 are what DistributedModelParallel makes of them (DistributedDataParallel), the process group is whatever the caller has
-initialised (gloo). Both TorchRec's row gradients and DDP's dense gradients come out divided by the number of ranks, so
-a rank's loss is its sum over samples times ranks / global count: the update is then the one that `workload` defines.
+initialised (gloo; NCCL on GPUs). Both TorchRec's row gradients and DDP's dense gradients come out divided by the
+number of ranks, so a rank's loss is its sum over samples times ranks / global count: the update is then the one that
+`workload` defines.
 
 Settings are TorchRec's own defaults; `sparse_dist_late` is TrainPipelineSparseDist with `enqueue_batch_after_forward`. Tried
 and left: 32-bit ids (no difference).
@@ -20,7 +22,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +42,16 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan 
 from torchrec.streamable import Pipelineable  # noqa: E402
 from workload import Dense, Workload, batches, dense_optimizer, fill_table  # noqa: E402
 
+
+def _semi_sync(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Any:
+    """Stale from the first batch on; by default it would be so from the 900th."""
+    from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
+
+    return TrainPipelineSemiSync(model, optimizer, device, start_batch=0)
+
+
 PIPELINES = {
+    "semi_sync": _semi_sync,
     "base": TrainPipelineBase,
     "sparse_dist": TrainPipelineSparseDist,
     "sparse_dist_late": partial(TrainPipelineSparseDist, enqueue_batch_after_forward=True),
@@ -94,17 +105,20 @@ class Model(nn.Module):
         return loss * self.scale, loss.detach() * self.share
 
 
-def _feed(workload: Workload, rank: int, world: int, deduplicate: bool) -> Iterator[Batch]:
+def _feed(workload: Workload, rank: int, world: int, deduplicate: bool, pinned: bool) -> Iterator[Batch]:
     """The workload's batches over and over: a pipeline that fetches ahead never sees an end."""
     none = torch.empty(0, dtype=torch.int64)
-    for ids, lengths, labels in itertools.cycle(batches(workload, rank, world)):
+    made = []
+    for ids, lengths, labels in batches(workload, rank, world):
         if deduplicate:
             values, places = torch.unique(ids, return_inverse=True)
             per_sample = torch.tensor([values.numel()])
         else:
             values, places, per_sample = ids, none, lengths
         features = KeyedJaggedTensor(keys=["history"], values=values, lengths=per_sample)
-        yield Batch(features, places, lengths, labels)
+        batch = Batch(features, places, lengths, labels)
+        made.append(batch.pin_memory() if pinned else batch)
+    yield from itertools.cycle(made)
 
 
 class Arm:
@@ -115,12 +129,12 @@ class Arm:
         workload: Workload,
         rank: int,
         world: int,
-        pipeline: Literal["base", "sparse_dist", "sparse_dist_late"],
+        pipeline: str,
         deduplicate: bool,
+        device: torch.device,
     ) -> None:
         if pipeline not in PIPELINES:
             raise ValueError(f"pipeline {pipeline!r} is not one of {', '.join(PIPELINES)}")
-        device = torch.device("cpu")
         model = Model(workload, world, deduplicate)
         fused = {
             "optimizer": _OPTIMIZERS[workload.row_optimizer],
@@ -132,9 +146,9 @@ class Arm:
             model.embedding,
             per_param_sharding={"item": row_wise(compute_kernel="fused")},
             sharder=sharder,
-            local_size=world,
+            local_size=world if device.type == "cpu" else 1,  # GPU ranks may share one, each as a host of its own
             world_size=world,
-            device_type="cpu",
+            device_type=device.type,
         )
         self._sharded = DistributedModelParallel(
             model,
@@ -149,7 +163,8 @@ class Arm:
         self.first_row = shard.metadata.shard_offsets[0]
         self.shard: Tensor = shard.tensor  # [rows of this rank, width], the table itself and not a copy
         fill_table(workload, self.shard, self.first_row)
-        self._feed = _feed(workload, rank, world, deduplicate)
+        self._feed = _feed(workload, rank, world, deduplicate, device.type == "cuda")
+        self.device = device
         self._pipeline = PIPELINES[pipeline](self._sharded, dense_optimizer(workload, self.dense.parameters()), device)
 
     def progress(self) -> Tensor:
@@ -164,15 +179,17 @@ class Arm:
 
     def close(self) -> None:
         """All ranks leave together: what a pipeline has fetched ahead is still on the wire before."""
-        dist.barrier()
+        if self.device.type == "cpu":
+            dist.barrier()
 
 
 def build(
     workload: Workload,
     rank: int,
     world: int,
-    pipeline: Literal["base", "sparse_dist", "sparse_dist_late"] = "base",
+    pipeline: str = "base",
     deduplicate: bool = False,
+    device: torch.device | str = "cpu",
 ) -> Arm:
     """Needs an initialised default process group of `world` ranks."""
-    return Arm(workload, rank, world, pipeline, deduplicate)
+    return Arm(workload, rank, world, pipeline, deduplicate, torch.device(device))

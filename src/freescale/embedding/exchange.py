@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from freescale.embedding.layout import Layout, TableSpec, positions
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.request import Index, Part, Request, announced, parts_of
 from freescale.embedding.table import Rows, Segment
-from freescale.kernels.dispatch import deduplicate, gather_rows, marked_rows, sum_duplicates
+from freescale.kernels.dispatch import deduplicate, gather_rows, grouped, marked_rows
 from freescale.transport.api import Handle, Transport
 
 Piece = TypeVar("Piece")
@@ -108,6 +109,8 @@ class Sharded:
             sizes = [[next(numbers) for _ in range(each.bins)] for each in asked]
             current.shared, *current.rest = parts_of(mine_now, sizes[0], theirs_now, sizes[1], transport.world)
             coming.late, *coming.early = parts_of(mine_then, sizes[2], theirs_then, sizes[3], transport.world)
+            # Their update is on the way to the next forward: nothing is sorted there.
+            current.shared = replace(current.shared, summed=self._grouped(current, current.shared))
 
     def place(self, request: Request, spent: Tensor | None) -> None:
         """Memory for the rows of the request, to be filled as they come: that of gradients which were sent, if it is enough. Fresh
@@ -121,8 +124,7 @@ class Sharded:
     def look_up(self, request: Request, part: Part, transport: Transport) -> Handle:
         """The rows of a part, on their way to the requesters."""
         with transport.ledger.span("lookup"):
-            asked = request.owned if part.theirs is None else request.owned.index_select(0, part.theirs)
-            found = gather_rows(self.rows.weight, asked, self._encoding)
+            found = gather_rows(self.rows.weight, _asked(request, part), self._encoding)
         return transport.all_to_all(found, part.receive, part.send, "rows")
 
     def bring(self, request: Request, parts: Sequence[Part], transport: Transport) -> None:
@@ -142,8 +144,11 @@ class Sharded:
     def update(self, request: Request, part: Part, received: Tensor, transport: Transport, **how: Any) -> None:
         """received [sum(part.receive), width]: gradients of the part, as `send` brought them. `how`: of `Rows.update`."""
         with transport.ledger.span("update rows"):
-            asked = request.owned if part.theirs is None else request.owned.index_select(0, part.theirs)
-            self.rows.update(*sum_duplicates(asked, received.to(self.rows.weight.dtype)), **how)
+            summed = part.summed or self._grouped(request, part)
+            self.rows.update(*summed(received.to(self.rows.weight.dtype)), **how)
+
+    def _grouped(self, request: Request, part: Part) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        return grouped(_asked(request, part), self.rows.weight)
 
     def give(self, request: Request, gradient: Tensor, parts: Sequence[Part], transport: Transport, **how: Any) -> None:
         """Sends the parts of the gradient to the owners, who update the rows."""
@@ -179,6 +184,11 @@ class Sharded:
             return request.rows, index, None
         found, there = request.index.search(self.layout.keys(table, ids))
         return request.rows, found, there
+
+
+def _asked(request: Request, part: Part) -> Tensor:
+    """Local rows of the part that are asked of this rank."""
+    return request.owned if part.theirs is None else request.owned.index_select(0, part.theirs)
 
 
 class Replicated:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,6 +51,7 @@ class Part:
     theirs: Tensor | None  # [sum(receive)] positions among the rows asked of this rank, in rank order; None: all
     send: list[int]  # of `mine`, owned by each rank
     receive: list[int]  # of `theirs`, asked by each rank
+    summed: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # rows and sums of gradients of `theirs`, if prepared
 
 
 def parts_of(mine: Tensor, send: list[int], theirs: Tensor, receive: list[int], ranks: int) -> list[Part]:

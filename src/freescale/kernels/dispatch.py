@@ -7,7 +7,7 @@ table by its device, dtype and width, so always the same way.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -102,9 +102,12 @@ def read_rows(table: Tensor, index: Tensor) -> Tensor:
 
 def sum_duplicates(numbers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """As `rows.sum_duplicates`. Where the optimizers pass over rows of -1, these fill the end: nothing is read from the device."""
-    if optimizers_for(gradients) is triton_rows:
-        return triton_rows.sum_duplicates(numbers, gradients, cut=False)
-    return rows.sum_duplicates(numbers, gradients)
+    return grouped(numbers, gradients)(gradients)
+
+
+def grouped(numbers: Tensor, like: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """The same, before the gradients are there; they will be `like` this one."""
+    return triton_rows.grouped(numbers, cut=False) if optimizers_for(like) is triton_rows else rows.grouped(numbers)
 
 
 def marked_rows(marks: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,8 @@ passes over a block then costs one trip to memory instead of one each. Rows of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,19 +26,29 @@ def sum_duplicates(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     On the CPU index_add_ adds source rows one after another, on CUDA each segment is added up by itself (index_add_ would use
     atomics there): a row's sum depends neither on chance nor on the other rows of the call.
     """
+    return grouped(rows)(gradients)
+
+
+def grouped(rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """`sum_duplicates` of these rows, all but the sums: what can be done before the gradients are there."""
     if rows.device.type == "cuda":
         ordered, order = rows.sort(stable=True)
         unique, counts = torch.unique_consecutive(ordered, return_counts=True)
-        return unique, torch.segment_reduce(gradients.index_select(0, order), "sum", lengths=counts, axis=0, unsafe=True)
+        sums = partial(torch.segment_reduce, reduce="sum", lengths=counts, axis=0, unsafe=True)
+        return lambda gradients: (unique, sums(gradients.index_select(0, order)))
     unique, inverse = torch.unique(rows, return_inverse=True)
     if unique.numel() == rows.numel():
         # No duplicate: a permutation moves the same bits that the sum below would give, for half the traffic.
         order = torch.empty_like(inverse)
         order[inverse] = torch.arange(inverse.numel(), device=rows.device)
-        return unique, gradients.index_select(0, order)
-    # From negative zero: adding to it changes no bit, not even the sign of a zero.
-    summed = gradients.new_full((unique.numel(), gradients.shape[1]), -0.0)
-    return unique, summed.index_add_(0, inverse, gradients)
+        return lambda gradients: (unique, gradients.index_select(0, order))
+
+    def summed(gradients: Tensor) -> tuple[Tensor, Tensor]:
+        # From negative zero: adding to it changes no bit, not even the sign of a zero.
+        start = gradients.new_full((unique.numel(), gradients.shape[1]), -0.0)
+        return unique, start.index_add_(0, inverse, gradients)
+
+    return summed
 
 
 def clip_rows(gradients: Tensor, limit: float) -> Tensor:

@@ -8,6 +8,7 @@ Whether other numbers lie in the table is not checked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,9 +93,11 @@ def sum_duplicates(rows: Tensor, gradients: Tensor, *, cut: bool = True) -> tupl
 
     With cut=False nothing is read from the device: both have length r; behind the last unique row are -1, and no sums.
     """
-    _check(rows, dtypes=DTYPES, gradients=gradients)
-    if gradients.shape[0] != rows.numel():
-        raise ValueError(f"{rows.numel()} rows need as many gradients, not {gradients.shape[0]}")
+    return grouped(rows, cut=cut)(gradients)
+
+
+def grouped(rows: Tensor, *, cut: bool = True) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """`sum_duplicates` of these rows, all but the sums: what can be done before the gradients are there."""
     from freescale.kernels.triton_unique import deduplicate
 
     last = torch.full((1,), torch.iinfo(torch.int64).max, device=rows.device)
@@ -104,7 +107,14 @@ def sum_duplicates(rows: Tensor, gradients: Tensor, *, cut: bool = True) -> tupl
     if cut:
         count = int(found.counts)
         keys, starts = keys[:count], starts[: count + 1]
-    return keys, _segment_sums(gradients.contiguous(), found.order, starts, count, gradients.dtype, chunked=False)
+
+    def summed(gradients: Tensor) -> tuple[Tensor, Tensor]:
+        _check(rows, dtypes=DTYPES, gradients=gradients)
+        if gradients.shape[0] != rows.numel():
+            raise ValueError(f"{rows.numel()} rows need as many gradients, not {gradients.shape[0]}")
+        return keys, _segment_sums(gradients.contiguous(), found.order, starts, count, gradients.dtype, chunked=False)
+
+    return summed
 
 
 def _segment_sums(
