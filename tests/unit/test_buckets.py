@@ -26,7 +26,7 @@ class Watched(Local):
 
 def _model():
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(200, 200) for _ in range(8)])
+    return nn.Sequential(*[nn.Linear(700, 700) for _ in range(8)])
 
 
 def _first_layer_seen(model, transport, seen):
@@ -37,7 +37,7 @@ def test_buckets_leave_during_the_backward_with_their_gradients():
     model, transport, seen = _model(), Watched(), []
     buckets = GradientBuckets(model.parameters(), CPU)
     _first_layer_seen(model, transport, seen)
-    x, losses = torch.randn(4, 200), torch.tensor([3.0])
+    x, losses = torch.randn(4, 700), torch.tensor([3.0])
     buckets.clear()
     buckets.start(transport, losses)
     model(x).square().sum().backward()
@@ -63,7 +63,7 @@ def test_a_rank_without_a_batch_or_with_unused_parameters_sends_the_same():
         buckets.clear()
         buckets.start(transport, torch.zeros(1))
         if used:
-            model[:used](torch.randn(2, 200)).sum().backward()
+            model[:used](torch.randn(2, 700)).sum().backward()
         buckets.send()
         buckets.reduce()
         orders.append([left.shape for _, left in transport.left])
@@ -74,10 +74,10 @@ def test_only_the_last_backward_sends():
     model, transport = _model(), Watched()
     buckets = GradientBuckets(model.parameters(), CPU)
     buckets.clear()
-    model(torch.randn(2, 200)).sum().backward()
+    model(torch.randn(2, 700)).sum().backward()
     assert not transport.left
     buckets.start(transport, torch.zeros(1))
-    model(torch.randn(2, 200)).sum().backward()
+    model(torch.randn(2, 700)).sum().backward()
     assert len(transport.left) == 1 + len(buckets.flat)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from freescale.transport.api import Handle, Transport
 
 BUCKET_BYTES = 25 << 20  # at most
-_LEAST_BYTES = 256 << 10  # below, a message is all latency
+_LEAST_BYTES = 2 << 20  # below, a message is mostly latency
 _BUCKETS = 4  # at least, where they are large enough: a backward has something to hide the first ones behind
 
 
