@@ -91,3 +91,34 @@ def test_a_gradient_that_comes_twice_is_an_error():
         x = checkpoint(layer, x, use_reentrant=True)
     with pytest.raises(RuntimeError, match="twice"):
         x.sum().backward()
+
+
+class Backwards(nn.Module):
+    """Its parameters are registered in the order of the backward, not of the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(reversed(list(_model())))
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+def test_buckets_leave_as_the_first_backward_completed_them():
+    model, transport, seen = Backwards(), Watched(), []
+    buckets = GradientBuckets(model.parameters(), CPU)
+    model.layers[-1].weight.register_hook(lambda gradient: seen.append(len(transport.left)))  # the forward's first layer
+    for _ in range(2):
+        transport.left.clear()
+        buckets.clear()
+        buckets.start(transport, torch.zeros(1))
+        model(torch.randn(2, 700)).sum().backward()
+        buckets.send()
+        buckets.reduce()
+    assert seen[0] == 1  # the first bucket to leave held the last gradient: all waited for it
+    assert seen[1] >= 1 + 3
+    addresses = [address for address, _ in transport.left[1:]]
+    assert sorted(addresses) == sorted(flat.data_ptr() for flat in buckets.flat)
+    assert addresses == [flat.data_ptr() for flat in reversed(buckets.flat)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from functools import partial
 
@@ -19,8 +20,9 @@ class GradientBuckets:
     """Every parameter's .grad is a view of a bucket: nothing is copied before or after the AllReduce.
 
     Parameters that a rank's batch did not reach count as zero, so that all ranks reduce the same buffers; one further message
-    carries the step's summed losses. The order is the same on every rank, whatever it computes: losses, then the buckets, from the
-    model's last parameters to its first, as a backward reaches them.
+    carries the step's summed losses. The order is the same on every rank, whatever it computes: losses, then the buckets, at first
+    from the model's last parameters to its first. A backward may reach them in another order; the first one shows it, and from then
+    on they leave in that. What a bucket holds, and so every bit of a sum, does not depend on it.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
@@ -46,6 +48,8 @@ class GradientBuckets:
         self._summed: Handle | None = None
         self._handles: list[Handle] = []
         self._transport: Transport | None = None
+        self._order = list(range(len(self.flat)))  # in which the buckets leave
+        self._came: list[int] | None = []  # buckets, as a backward completed them; None once that is agreed on
         for number, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._there, number))
 
@@ -74,9 +78,20 @@ class GradientBuckets:
         for handle in self._handles:
             handle.wait()
         summed = self._summed.wait()
+        if self._came is not None and len(self.flat) > 1:
+            self._agree(self._came)
         self._summed = self._transport = None
         self._handles = []
         return summed
+
+    def _agree(self, came: list[int]) -> None:
+        """On the order that the first rank with a batch saw. A collective, until there is one."""
+        assert self._transport is not None
+        seen = [json.loads(order) for order in self._transport.gather_bytes(json.dumps(came).encode())]
+        order = next((order for order in seen if order), None)
+        if order is not None:
+            self._order = order + [bucket for bucket in range(len(self.flat)) if bucket not in order]
+            self._came = None
 
     def _there(self, number: int, parameter: Tensor) -> None:
         if not self._lacking:
@@ -88,13 +103,17 @@ class GradientBuckets:
                 "between: activation checkpointing must be torch's, with use_reentrant=False"
             )
         self._lacking[bucket].discard(number)
+        if self._came is not None and not self._lacking[bucket]:
+            self._came.append(bucket)
         self._leave()
 
     def _leave(self) -> None:
         """Buckets whose gradients are all there, in their order."""
         assert self._transport is not None
-        while len(self._handles) < len(self.flat) and not (self._lacking and self._lacking[len(self._handles)]):
-            self._handles.append(self._transport.all_reduce(self.flat[len(self._handles)], "dense"))
+        for bucket in self._order[len(self._handles) :]:
+            if self._lacking and self._lacking[bucket]:
+                return
+            self._handles.append(self._transport.all_reduce(self.flat[bucket], "dense"))
 
     def clip(self, limit: float) -> Tensor:
         """Scales all gradients to a global norm of at most `limit`; returns the norm before. Nothing is read by the host."""

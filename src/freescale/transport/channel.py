@@ -20,7 +20,7 @@ from freescale.transport.transfer import Transfer
 from freescale.transport.wires import Wire
 
 _AWAKE = {"cpu": 0.0, "cuda": 0.0005}  # seconds that who carries looks around before it sleeps; a CPU has other things to do
-_NAP = 0.0005  # seconds
+_NAP = 0.00005  # seconds
 
 
 class Channel:
