@@ -6,6 +6,7 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test browser lint bench clean
 
+# A model on two ranks, then serial against all techniques; under two minutes once installed.
 demo: $(READY)
 	$(VENV)/bin/freescale demo --nproc 2
 

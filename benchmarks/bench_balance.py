@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from results import claim, spread, write  # noqa: E402
+from results import claim, gpu_name, spread, write  # noqa: E402
 
 from freescale.balance.cost import CostModel  # noqa: E402
 from freescale.balance.partition import Assignment, Partitioner, Problem, assign  # noqa: E402
@@ -86,7 +86,7 @@ def planning_on_a_gpu(seeds: int, repetitions: int, commit: str | None) -> None:
         claims.append(claim(f"fixed: planning {ranks} ranks x 128 on a GPU", asked, median, "ms", at_least=False))
     copied = {"commit": commit} if commit else {}
     command = f"python3 benchmarks/bench_balance.py --device cuda --seeds {seeds} --repetitions {repetitions}"
-    write("balance", "h200", command, rows, claims, **copied)
+    write("balance", gpu_name(), command, rows, claims, **copied)
 
 
 def configuration(median: int, cap: int, batch: int, ranks: int, seeds: int, repetitions: int) -> list[dict]:

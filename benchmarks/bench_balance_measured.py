@@ -23,7 +23,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from results import claim, spread, write  # noqa: E402
+from results import claim, gpu_name, spread, write  # noqa: E402
 
 import freescale  # noqa: E402
 from freescale.balance.balancer import Balancer  # noqa: E402
@@ -168,7 +168,7 @@ def report(figures: dict[str, Any], world: int, device: str, steps: int, command
             claims.append(claim(text, 5.0, error, "%", at_least=False))
         if name != "none":
             claims.append(claim(f"{name}: balancing's own exposed time, of the step", 1.0, own, "%", at_least=False))
-    testbed = "h200" if device == "cuda" else "cpu"
+    testbed = gpu_name() if device == "cuda" else "cpu"
     copied = {"commit": commit} if commit else {}
     write(f"balance-measured-{world}ranks", testbed, command, rows, claims, shape=SHAPES[device], steps=steps, **copied)
 

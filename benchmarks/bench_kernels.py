@@ -10,25 +10,14 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
-from results import claim, write  # noqa: E402
+from results import Asked, claims_of, gpu_name, write  # noqa: E402
 
 from freescale.bench.kernels import PARTS, measure_kernels  # noqa: E402
 from freescale.bench.report import COLUMNS, cells, line  # noqa: E402
-
-
-class Asked(NamedTuple):
-    """What was asked of a figure of the benchmark."""
-
-    figure: str
-    text: str
-    value: float
-    unit: str
-    at_least: bool = True
 
 
 def asked() -> Iterator[Asked]:
@@ -50,12 +39,6 @@ def asked() -> Iterator[Asked]:
     yield Asked("layer, memory per token, longest over a quarter of it", text, 1.05, "times", at_least=False)
 
 
-def claims(figures: dict[str, float]) -> list[dict[str, Any]]:
-    return [
-        claim(one.text, one.value, figures[one.figure], one.unit, at_least=one.at_least) for one in asked() if one.figure in figures
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -66,11 +49,11 @@ def main() -> None:
     bench, figures = measure_kernels(options.device, options.only, lambda row: print(line(cells(row)), flush=True))
     print(f"copy {bench.bandwidth:.2f} TB/s, bf16 matrix product {bench.flops:.0f} TFLOP/s")
     if options.device == "cpu" or options.only:
-        print(f"{len(bench.rows)} rows and {len(claims(figures))} claims, not written")
+        print(f"{len(bench.rows)} rows and {len(claims_of(asked(), figures))} claims, not written")
         return
     copied = {"commit": options.commit} if options.commit else {}
     command = "python3 benchmarks/bench_kernels.py"
-    write("kernels", "h200", command, bench.rows, claims(figures), ["triton"], ceilings=bench.ceilings, **copied)
+    write("kernels", gpu_name(), command, bench.rows, claims_of(asked(), figures), ["triton"], ceilings=bench.ceilings, **copied)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "peer"),
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from ladder_arms import BASE, FULL, OURS, SEMI_SYNC, SERIAL, SPARSE_DIST, arm  # noqa: E402
-from results import claim, spread, write  # noqa: E402
+from results import claim, gpu_name, spread, write  # noqa: E402
 from workload import Workload  # noqa: E402
 
 from freescale.bench.ranks import divided_gpu, is_rank, join  # noqa: E402
@@ -121,7 +121,7 @@ def rows_of(everyone: list[dict[str, Any]], workload: Workload) -> list[dict[str
             "ranks": len(everyone),
             "step_ms": spread(step),
             "samples_per_second": spread([1e3 * workload.samples * len(everyone) / ms for ms in step]),
-            "peak_bytes_per_rank": [rank["peaks"][name] for rank in everyone],
+            "peak_memory_bytes_per_rank": [rank["peaks"][name] for rank in everyone],
             "losses": _losses(name, ranks),
         }
         if name in OURS:
@@ -200,7 +200,7 @@ def rank_main(options: argparse.Namespace) -> None:
             command = f"python3 benchmarks/bench_ladder_gpu.py --nproc {collective.world} --turns {options.turns}"
             packages = ("torchrec", "fbgemm-gpu", "triton")
             name = f"ladder-paper-{collective.world}ranks"
-            write(name, "h200", command, rows, made, packages, workload=asdict(workload), settings=settings, **more)
+            write(name, gpu_name(), command, rows, made, packages, workload=asdict(workload), settings=settings, **more)
         else:
             print("times on a CPU say nothing about a GPU; nothing is written")
     collective.gather_bytes(b"")

@@ -15,26 +15,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
-from results import claim, write  # noqa: E402
+from results import Asked, claims_of, gpu_name, write  # noqa: E402
 
 from freescale.bench.overlap import PARTS, bench_overlap, best_collective  # noqa: E402
 from freescale.bench.overlapped import FULL  # noqa: E402
 from freescale.bench.transfers import WAYS  # noqa: E402
-
-
-class Asked(NamedTuple):
-    """What was asked of a figure of the benchmark."""
-
-    figure: str
-    text: str
-    value: float
-    unit: str
-    at_least: bool = True
 
 
 def asked() -> Iterator[Asked]:
@@ -54,12 +44,6 @@ def asked() -> Iterator[Asked]:
             yield Asked(f"{arm}, AllToAll of {size} MB, % of bound", text, 80, "%")
     yield Asked("witness, hostwire", "an AllToAll arrived while a kernel held every multiprocessor (1: it did)", 1, "")
     yield Asked("witness, nccl waited", "the control: NCCL's did not arrive before the kernel's end (1: it did not)", 1, "")
-
-
-def claims(figures: dict[str, float]) -> list[dict[str, Any]]:
-    return [
-        claim(one.text, one.value, figures[one.figure], one.unit, at_least=one.at_least) for one in asked() if one.figure in figures
-    ]
 
 
 def best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -82,7 +66,7 @@ def main() -> None:
             sys.exit(status)
         found = json.loads(output.read_text(encoding="utf-8"))
     rows = [*found["rows"], *best_rows(found["rows"])]
-    made = claims(found["figures"])
+    made = claims_of(asked(), found["figures"])
     if options.device == "cpu" or options.only:
         for entry in made:
             print(f"{entry['claim']}: asked {entry['asked']}, measured {entry['measured']} {entry['unit']}")
@@ -91,7 +75,7 @@ def main() -> None:
     copied = {"commit": options.commit} if options.commit else {}
     command = f"python3 benchmarks/bench_overlap.py --nproc {options.nproc}"
     more = {"settings": found["settings"], **copied}
-    write(f"overlap-{options.nproc}ranks", "h200", command, rows, made, ["triton"], **more)
+    write(f"overlap-{options.nproc}ranks", gpu_name(), command, rows, made, ["triton"], **more)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from results import claim, spread, write  # noqa: E402
+from results import claim, gpu_name, spread, write  # noqa: E402
 from stale import no_collisions  # noqa: E402
 
 import freescale  # noqa: E402
@@ -199,7 +199,7 @@ def main() -> None:
     found = measure(transport, transport.device, options.turns, options.each)
     if found is not None:
         command = f"torchrun --nproc-per-node {transport.world} benchmarks/bench_priority_gpu.py --turns {options.turns}"
-        report(found, transport.world, "h200" if cuda else "cpu-trial", command, options.commit)
+        report(found, transport.world, gpu_name() if cuda else "cpu-trial", command, options.commit)
     transport.close()
 
 

@@ -1,7 +1,8 @@
-"""Draws what bench_priority.py measured, and two steps of it.
+"""What bench_priority.py measured: exposed communication over collisions and lengths, samples/s, and two steps of it.
 
-.venv/bin/python benchmarks/figure_priority.py curve docs/figures/priority.svg       # from its results
-.venv/bin/python benchmarks/figure_priority.py trace docs/figures/priority-trace.svg # a run on two hosts; needs root and iproute2
+    .venv/bin/python benchmarks/figure_priority.py docs/figures/priority-trace.svg
+
+draws the two steps, from a run on two hosts that it makes: it needs root and iproute2. The others come from results.
 """
 
 from __future__ import annotations
@@ -10,95 +11,76 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "peer")]
 
-from figure_step import COLOURS, TEXT  # noqa: E402
+from drawing import GREY, RED, SMALL, TEAL, Axes, Line, closed, opened, origin, panels, text, written  # noqa: E402
+from figure_simulate import over_collisions  # noqa: E402
+from figure_step import COLOURS  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "priority-hosts.json"
-INK = {"serial": "#7f7f7f", "TorchRec": "#e45756", "stale": "#72b7b2", "staged": "#2f4b7c"}
-DASHES = {"serial": "7 4", "stale": "2 3"}
+Results = Mapping[str, Mapping[str, Any]]
+INK = {"serial": GREY, "TorchRec": RED, "stale": TEAL, "staged": "#2f4b7c"}
+NAMES = {
+    "serial": "serial",
+    "TorchRec": "TorchRec TrainPipelineSparseDist",
+    "stale": "stale (inexact: the control)",
+    "staged": "staged",
+}
 EMBEDDING = ("ids", "rows", "gradients")
-PLOT, HIGH, LEFT, TOP = 380, 260, 64, 54
 TRACK, GAP, MARGIN, WIDTH = 30, 6, 92, 920
 
 
-def text(x: float, y: float, words: str, anchor: str = "start", more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more} {TEXT}>{words}</text>'
+# ---- the curves
 
 
-def opened(width: float, height: float) -> list[str]:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img">'
-    return [head, '<rect width="100%" height="100%" fill="#fff"/>']
+def line(rows: Sequence[dict], arm: str, figure: str, over: str) -> Line:
+    """Medians of one arm, with bars from the 20th to the 80th percentile."""
+    mine = sorted((row for row in rows if row["arm"].split()[0] == arm), key=lambda row: row[over])
+    points = [(row[over], row[figure]["median"]) for row in mine]
+    return Line(NAMES[arm], points, INK[arm], bars=[(row[over], row[figure]["p20"], row[figure]["p80"]) for row in mine])
 
 
-# ---- the curve
+def curve(used: Results) -> str:
+    """Over the collision rate."""
+    rows = [row for row in used["priority-hosts"]["rows"] if row.get("sweep") == "collisions"]
+    return panels(
+        [
+            _over(rows, "exposed_embedding_ms", "collisions", "Exposed embedding communication, ms a step", 380),
+            _over(rows, "samples_per_second", "collisions", "Samples/s", 380),
+        ],
+        used,
+        note="Measured. Bars: 20th to 80th percentile. Charging counts and dense gradients to staged, too: docs/priority.md.",
+    )
 
 
-def panel(rows: Sequence[dict], figure: str, title: str, left: float) -> list[str]:
-    """One figure over the collision rate, a line per arm, bars from the 20th to the 80th percentile."""
-    top = max(r[figure]["p80"] for r in rows)
-    unit = next(step for step in (10, 20, 25, 50, 100, 200, 500, 1000) if top / step <= 6)
-    scale = HIGH / (unit * -(-top // unit))
-
-    def place(rate: float, value: float) -> tuple[float, float]:
-        return left + rate / 100 * PLOT, TOP + HIGH - value * scale
-
-    parts = [text(left, TOP - 18, title, more='font-weight="bold"')]
-    for value in range(0, int(HIGH / scale) + 1, unit):
-        x, y = place(0, value)
-        parts.append(f'<line x1="{x}" x2="{x + PLOT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e6e6e6"/>')
-        parts.append(text(x - 8, y + 4, str(value), "end"))
-    for rate in sorted({r["collisions"] for r in rows}):
-        x, y = place(rate, 0)
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + 4}" stroke="#999"/>')
-        if rate != 5:
-            parts.append(text(x, y + 18, f"{rate} %", "middle"))
-    parts.append(text(left + PLOT / 2, TOP + HIGH + 38, "requested rows that the batch before also reads", "middle"))
-    for arm, ink in INK.items():
-        mine = sorted((r for r in rows if r["arm"].split()[0] == arm), key=lambda r: r["collisions"])
-        points = [place(r["collisions"], r[figure]["median"]) for r in mine]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        dashes = f'stroke-dasharray="{DASHES[arm]}"' if arm in DASHES else ""
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{ink}" stroke-width="2.5" {dashes}/>')
-        for r, (x, y) in zip(mine, points, strict=True):
-            ends = [place(0, r[figure][end])[1] for end in ("p20", "p80")]
-            parts.append(
-                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{ends[0]:.1f}" y2="{ends[1]:.1f}" stroke="{ink}" stroke-opacity="0.5"/>'
-            )
-            tip = f"{r['arm']}, {r['collisions']} %: {r[figure]['median']:.1f}"
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.4" fill="{ink}"><title>{tip}</title></circle>')
-    if figure == "exposed_embedding_ms":
-        mine = sorted((r for r in rows if r["arm"] == "staged"), key=lambda r: r["collisions"])
-        line = " ".join("{:.1f},{:.1f}".format(*place(r["collisions"], r["exposed_all_ms"]["median"])) for r in mine)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{INK["staged"]}" stroke-opacity="0.4" stroke-width="1.5"/>')
-    return parts
+def exposed(used: Results) -> str:
+    """Over the collision rate and the history length as measured; over the collision rate on 256 GPUs as predicted."""
+    rows = [row for row in used["priority-hosts"]["rows"] if "collisions" in row]
+    rates = [row for row in rows if row["sweep"] == "collisions"]
+    lengths = [row for row in rows if row["collisions"] == 10]  # the sweep of lengths, and its middle from that of rates
+    simulated = over_collisions(used["simulate-paper"]["rows"])
+    names = {"none": "serial, predicted", "all": "all techniques, predicted"}
+    predicted = [replace(line, name=names[line.name]) for line in simulated.lines]
+    axes = [
+        _over(rates, "exposed_embedding_ms", "collisions", "measured: exposed ids, rows and gradients, ms", 340),
+        _over(rates, "exposed_all_ms", "collisions", "measured: exposed, all kinds, ms", 340),
+        _over(lengths, "exposed_all_ms", "length", "measured: exposed, all kinds, ms", 340),
+        replace(simulated, title="predicted, 256 GPUs: exposed, all kinds, ms", lines=predicted, wide=340),
+    ]
+    return panels(axes, used, columns=2)
 
 
-def curve(results: dict) -> str:
-    rows = [r for r in results["rows"] if r.get("sweep") == "collisions"]
-    second = LEFT + PLOT + 90
-    parts = opened(second + PLOT + 30, TOP + HIGH + 106)
-    parts += panel(rows, "exposed_embedding_ms", "Exposed embedding communication, ms a step", LEFT)
-    parts += panel(rows, "samples_per_second", "Samples/s", second)
-    names = {
-        "serial": "serial",
-        "TorchRec": "TorchRec TrainPipelineSparseDist",
-        "stale": "stale (inexact: the control)",
-        "staged": "staged",
-    }
-    x = LEFT
-    for arm, name in names.items():
-        y = TOP + HIGH + 68
-        dashes = f'stroke-dasharray="{DASHES[arm]}"' if arm in DASHES else ""
-        parts.append(f'<line x1="{x}" x2="{x + 28}" y1="{y}" y2="{y}" stroke="{INK[arm]}" stroke-width="2.5" {dashes}/>')
-        parts.append(text(x + 36, y + 4, name))
-        x += 70 + 6.6 * len(name)
-    note = "Thin: all that staged exposes, counts and dense gradients included. Bars: 20th to 80th percentile."
-    parts.append(text(LEFT, TOP + HIGH + 92, note))
-    return "\n".join([*parts, "</svg>"]) + "\n"
+def _over(rows: Sequence[dict], figure: str, over: str, title: str, wide: float) -> Axes:
+    below = {"collisions": "requested rows that the batch before also reads, %", "length": "events of a history, 10 % collisions"}
+    values = sorted({row[over] for row in rows})
+    ticks = [(value, "" if value == 5 else f"{value}") for value in values]  # 5 is too near to 0 and 10
+    return Axes(title, below[over], ticks, [line(rows, arm, figure, over) for arm in INK], linear=True, wide=wide)
 
 
 # ---- the trace
@@ -173,10 +155,9 @@ def typical(records: Sequence[dict]) -> Sequence[dict]:
 
 
 def trace() -> str:
-    from dataclasses import replace
-
     from hosts import hosts
     from priority_arms import SERIAL, STAGED
+    from results import commit, machine
     from workload import Workload
 
     kept = json.loads(RESULTS.read_text(encoding="utf-8"))["workloads"]["unique ids"]
@@ -187,7 +168,7 @@ def trace() -> str:
     longest = max(records[2]["end"] - records[1]["begin"] for records in picked.values())
     scale = WIDTH / longest
     second = 46 + 2 * (TRACK + GAP) + 44
-    height = second + 3 * (TRACK + GAP) + 66
+    height = second + 3 * (TRACK + GAP) + 86
     parts = opened(MARGIN + WIDTH + 20, height)
     parts.append('<defs><pattern id="stopped" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">')
     parts.append('<rect width="6" height="6" fill="#fff"/><line x1="0" y1="0" x2="0" y2="6" stroke="#d62728" stroke-width="3"/>')
@@ -206,17 +187,15 @@ def trace() -> str:
         fill = "url(#stopped)" if name == "wait" else COLOURS[name]
         parts.append(f'<rect x="{x}" y="{y}" width="13" height="13" fill="{fill}"/>')
         parts.append(text(x + 18, y + 11, "compute stopped" if name == "wait" else name))
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    about = {"machine": machine(), "commit": commit(), "date": datetime.now(UTC).isoformat()}
+    parts.append(text(MARGIN, height - 8, f"Measured, one rank of two: {origin(about)}", style=SMALL))
+    return closed(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", choices=("curve", "trace"))
     parser.add_argument("out", type=Path)
-    options = parser.parse_args()
-    drawn = curve(json.loads(RESULTS.read_text(encoding="utf-8"))) if options.picture == "curve" else trace()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(drawn, encoding="utf-8")
+    written(parser.parse_args().out, trace())
 
 
 if __name__ == "__main__":

@@ -1,94 +1,74 @@
-"""Draws what bench_simulate.py found at the paper's setting.
-
-.venv/bin/python benchmarks/figure_simulate.py docs/figures/simulate.svg
-"""
+"""What the simulator predicts at the paper's setting, to 4,096 GPUs. Everything here is predicted."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+from drawing import BLUE, BROWN, GREEN, GREY, ORANGE, RED, TEAL, VIOLET, Axes, Line, panels
 
-from figure_priority import opened, text  # noqa: E402
-
-RESULTS = Path(__file__).parent / "results" / "simulate-paper.json"
-INK = ("#7f7f7f", "#e45756", "#72b7b2", "#2f4b7c", "#f2a541", "#54a24b", "#b279a2", "#9d755d")
-PLOT, HIGH, LEFT, TOP, LINE = 300, 190, 52, 46, 14
-Series = dict[str, list[tuple[float, float]]]
-
-
-def panel(title: str, ticks: Sequence[tuple[float, str]], series: Series, at: tuple[float, float], below: str) -> list[str]:
-    """Lines over evenly spaced ticks; the largest value sets the scale."""
-    left, upper = at[0] + LEFT, at[1] + TOP
-    top = max((value for points in series.values() for _, value in points), default=1.0)
-    unit = next(step for step in (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if top / step <= 6)
-    scale = HIGH / (unit * max(1, -(-top // unit)))
-    place = {value: left + number * PLOT / max(1, len(ticks) - 1) for number, (value, _) in enumerate(ticks)}
-    parts = [text(left, upper - 18, title, more='font-weight="bold"')]
-    for number in range(int(HIGH / scale / unit) + 1):
-        y = upper + HIGH - number * unit * scale
-        parts.append(f'<line x1="{left}" x2="{left + PLOT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e6e6e6"/>')
-        parts.append(text(left - 6, y + 4, f"{number * unit:g}", "end"))
-    parts += [text(place[value], upper + HIGH + 16, label, "middle") for value, label in ticks]
-    parts.append(text(left + PLOT / 2, upper + HIGH + 32, below, "middle"))
-    for number, (name, points) in enumerate(series.items()):
-        ink = INK[number % len(INK)]
-        drawn = " ".join(f"{place[x]:.1f},{upper + HIGH - y * scale:.1f}" for x, y in points)
-        parts.append(f'<polyline points="{drawn}" fill="none" stroke="{ink}" stroke-width="2"/>')
-        y = upper + HIGH + 50 + LINE * number
-        parts.append(f'<line x1="{left}" x2="{left + 18}" y1="{y - 4}" y2="{y - 4}" stroke="{ink}" stroke-width="3"/>')
-        parts.append(text(left + 24, y, name))
-    return parts
+Results = Mapping[str, Mapping[str, Any]]
+INKS = {
+    "plain TorchRec": RED,
+    "none": GREY,
+    "balancing": ORANGE,
+    "staged": TEAL,
+    "hostwire": BROWN,
+    "balancing, staged": GREEN,
+    "staged, hostwire": VIOLET,
+    "all": BLUE,
+    "fixed": "#bcbd22",
+    "local": "#17becf",
+}
 
 
-def series(rows: Sequence[dict], figure: str, x: str, value: Callable[[dict], float], arms: Sequence[str] = ()) -> Series:
-    made: Series = {}
+def series(rows: Sequence[Mapping], figure: str, x: str, value: Callable[[Mapping], float], arms: Sequence[str] = ()) -> list[Line]:
+    """A line for each arm of a figure of bench_simulate.py."""
+    made: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row["figure"] == figure and (not arms or row["arm"] in arms):
             made.setdefault(row["arm"], []).append((row[x], value(row)))
-    return made
+    return [Line(name, points, INKS[name], predicted=True) for name, points in made.items()]
 
 
-def exposed(row: dict[str, Any]) -> float:
+def exposed(row: Mapping[str, Any]) -> float:
     return sum(row["exposed_ms"].values())
 
 
-def main() -> None:
-    rows = json.loads(RESULTS.read_text())["rows"]
-    gpus = sorted({row["gpus"] for row in rows if row["figure"] == "by GPUs"})
-    over_gpus = [(float(count), f"{count}" if count < 1000 else f"{count // 1024}k") for count in gpus]
-    caps = [
-        (float(cap), f"{cap / 1000:g}k") for cap in sorted({row["cap"] for row in rows if row["figure"] == "straggler by length"})
-    ]
-    rates = [(rate, f"{100 * rate:g}") for rate in sorted({row["collisions"] for row in rows if row["figure"] == "by collisions"})]
-    single = [(float(row["gpus"]), f"{row['gpus']}") for row in rows if row["figure"] == "one sample"]
+def straggler(row: Mapping[str, Any]) -> float:
+    return row["straggler_percent"]
+
+
+def over_lengths(rows: Sequence[Mapping]) -> Axes:
+    lines = series(rows, "straggler by length", "cap", straggler)
+    return Axes("straggler %, 64 GPUs", "longest history", [(cap, f"{cap / 1000:g}k") for cap, _ in lines[0].points], lines)
+
+
+def over_collisions(rows: Sequence[Mapping]) -> Axes:
+    lines = series(rows, "by collisions", "collisions", exposed)
+    ticks = [(rate, "" if rate == 0.05 else f"{100 * rate:g}") for rate, _ in lines[0].points]  # 5 is too near to 0 and 10
+    return Axes("exposed communication, ms, 256 GPUs", "collisions, %", ticks, lines, linear=True)
+
+
+def picture(used: Results) -> str:
+    (result,) = used.values()
+    rows = result["rows"]
+    gpus = [(row["gpus"], _short(row["gpus"])) for row in rows if row["figure"] == "by GPUs" and row["arm"] == "none"]
+    single = [row for row in rows if row["figure"] == "one sample"]
     base = {row["gpus"]: row["samples_per_second"] for row in rows if row["figure"] == "by GPUs" and row["arm"] == "none"}
-    balanced = {"straggler, balanced": [(row["gpus"], row["straggler_percent"]) for row in rows if row["figure"] == "one sample"]}
-    lines = {
-        "straggler": series(rows, "by GPUs", "gpus", lambda r: r["straggler_percent"], ("none", "balancing", "all")),
-        "exposed": series(rows, "by GPUs", "gpus", exposed, ("plain TorchRec", "none", "staged", "all")),
-        "lengths": series(rows, "straggler by length", "cap", lambda r: r["straggler_percent"]),
-        "faster": series(rows, "by GPUs", "gpus", lambda r: r["samples_per_second"] / base[r["gpus"]]),
-        "collisions": series(rows, "by collisions", "collisions", exposed),
-    }
+    balanced = [Line("balancing", [(row["gpus"], row["straggler_percent"]) for row in single], INKS["balancing"], predicted=True)]
+    exposing = series(rows, "by GPUs", "gpus", exposed, ("plain TorchRec", "none", "staged", "all"))
+    faster = series(rows, "by GPUs", "gpus", lambda row: row["samples_per_second"] / base[row["gpus"]])
     drawn = [
-        ("straggler %, 64 GPUs", caps, lines["lengths"], "longest history"),
-        ("straggler %", over_gpus, lines["straggler"], "GPUs"),
-        ("exposed communication, ms", over_gpus, lines["exposed"], "GPUs"),
-        ("exposed communication, ms, 256 GPUs", rates, lines["collisions"], "collisions, %"),
-        ("speed-up over none", over_gpus, lines["faster"], "GPUs"),
-        ("straggler %, 8,192 samples in all", single, balanced, "GPUs"),
+        over_lengths(rows),
+        Axes("straggler %", "GPUs", gpus, series(rows, "by GPUs", "gpus", straggler, ("none", "balancing", "all"))),
+        Axes("exposed communication, ms", "GPUs", gpus, exposing),
+        over_collisions(rows),
+        Axes("speed-up over none", "GPUs", gpus, faster),
+        Axes("straggler %, 8,192 samples in all", "GPUs", [(row["gpus"], _short(row["gpus"])) for row in single], balanced),
     ]
-    wide, high = PLOT + LEFT + 40, HIGH + TOP + 60 + LINE * 8
-    parts = opened(3 * wide, 2 * high)
-    for number, (title, ticks, found, below) in enumerate(drawn):
-        parts += panel(title, ticks, found, (wide * (number % 3), high * (number // 3)), below)
-    Path(sys.argv[1]).write_text("\n".join([*parts, "</svg>"]) + "\n", encoding="utf-8")
+    return panels(drawn, used, note="Predicted, all of it.")
 
 
-if __name__ == "__main__":
-    main()
+def _short(count: int) -> str:
+    return f"{count}" if count < 1000 else f"{count // 1024}k"

@@ -8,7 +8,12 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from drawing import TEXT, closed, opened, written  # noqa: E402
 
 COLOURS = {
     "forward": "#4c78a8",
@@ -27,7 +32,6 @@ COLOURS = {
     "samples": "#ff9da6",
 }
 LANE, GAP, LEFT, WIDTH = 26, 6, 150, 900
-TEXT = 'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#333"'
 
 
 def load(run: Path, first: int, steps: int) -> tuple[list[dict], float, float]:
@@ -61,8 +65,7 @@ def draw(events: list[dict], begin: float, end: float, title: str) -> str:
     scale = WIDTH / (end - begin)
     names = [name for name in COLOURS if any(event["name"] == name for event in events)]
     height = 60 + ranks * (2 * LANE + 2 * GAP + 10) + 24 * (1 + (len(names) - 1) // 7) + 46
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 20} {height}" role="img">']
-    parts.append(f'<rect width="100%" height="100%" fill="#fff"/><text x="10" y="22" {TEXT}>{title}</text>')
+    parts = [*opened(LEFT + WIDTH + 20, height), f'<text x="10" y="22" {TEXT}>{title}</text>']
     waits = straggler_parts(events)
     for event in sorted(events, key=lambda e: -e["dur"]):
         top = 40 + event["pid"] * (2 * LANE + 2 * GAP + 10)
@@ -92,7 +95,7 @@ def draw(events: list[dict], begin: float, end: float, title: str) -> str:
         parts.append(f'<text x="{x + 20}" y="{y + 12}" {TEXT}>{name}</text>')
     note = "Pale: waiting for the slower rank (straggler time). Full colour: the exchange itself, compute stopped (exposed)."
     parts.append(f'<text x="{LEFT}" y="{height - 12}" {TEXT}>{note}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return closed(parts)
 
 
 def main() -> None:
@@ -104,8 +107,7 @@ def main() -> None:
     parser.add_argument("--title", default="")
     options = parser.parse_args()
     events, begin, end = load(options.run, options.first, options.steps)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(draw(events, begin, end, options.title), encoding="utf-8")
+    written(options.out, draw(events, begin, end, options.title))
 
 
 if __name__ == "__main__":

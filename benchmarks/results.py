@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from freescale.bench.report import spread  # noqa: E402
-from freescale.observe.machine import machine, versions  # noqa: E402
+from freescale.bench.repository import commit as commit_of  # noqa: E402
+from freescale.observe.machine import gpu_name, machine, versions  # noqa: E402
 
-__all__ = ["claim", "commit", "machine", "spread", "versions", "write"]
+__all__ = ["Asked", "claim", "claims_of", "commit", "gpu_name", "machine", "spread", "versions", "write"]
 FOLDER = ROOT / "benchmarks" / "results"
 
 
 def commit() -> str:
     """The commit measured; `+` when files under src or benchmarks differ from it."""
-    try:
-        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "src", "benchmarks/*.py", "benchmarks/peer"], cwd=ROOT, capture_output=True, text=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+    return commit_of(ROOT)
 
 
 def claim(text: str, asked: float, measured: float, unit: str, *, at_least: bool) -> dict[str, Any]:
     holds = measured >= asked if at_least else measured <= asked
     return {"claim": text, "asked": asked, "measured": round(measured, 4), "unit": unit, "holds": bool(holds)}
+
+
+class Asked(NamedTuple):
+    """What was asked of a figure of a benchmark."""
+
+    figure: str
+    text: str
+    value: float
+    unit: str
+    at_least: bool = True
+
+
+def claims_of(asked: Iterable[Asked], figures: Mapping[str, float]) -> list[dict[str, Any]]:
+    """A claim for each figure that was asked for and measured."""
+    return [
+        claim(one.text, one.value, figures[one.figure], one.unit, at_least=one.at_least) for one in asked if one.figure in figures
+    ]
 
 
 def write(
@@ -46,8 +57,10 @@ def write(
     packages: Sequence[str] = (),
     **more: Any,
 ) -> Path:
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    path = FOLDER / f"{name}-{testbed}.json"
+    """Into benchmarks/results, or where `freescale bench all --folder` says (FREESCALE_RESULTS); the path is printed."""
+    folder = Path(os.environ.get("FREESCALE_RESULTS", FOLDER))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{testbed}.json"
     result = {
         "name": name,
         "command": command,
@@ -63,5 +76,5 @@ def write(
     for entry in claims:
         verdict = "holds" if entry["holds"] else "FAILS"
         print(f"{verdict}  {entry['claim']}: asked {entry['asked']}, measured {entry['measured']} {entry['unit']}")
-    print(path.relative_to(ROOT))
+    print(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
     return path

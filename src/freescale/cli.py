@@ -15,7 +15,9 @@ from typing import Any
 import click
 
 from freescale import __version__
+from freescale.cli_measure import bench, report
 from freescale.config import DataConfig, ModelConfig, RunConfig, SimulateConfig, TrainConfig
+from freescale.guard import guarded
 
 _PARTS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
 _TYPES = {"int": int, "float": float, "str": str, "bool": bool}
@@ -61,34 +63,6 @@ def _is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _guarded(action: Callable[[], int | None]) -> None:
-    """Errors that a user can mend are one line; others keep their traceback. The exit status is never 0 after one."""
-    rank = os.environ.get("RANK")
-    prefix = "freescale: " if rank in (None, "0") else f"freescale: rank {rank}: "
-    try:
-        status = action()
-    except KeyboardInterrupt:
-        print(f"{prefix}interrupted", file=sys.stderr)
-        status = 130
-    except (ValueError, OSError, RuntimeError) as error:
-        own = isinstance(error, (ValueError, OSError))
-        if not own:
-            from freescale.pipeline.agreement import RemoteError
-            from freescale.transport.api import TransportError
-
-            if not isinstance(error, (RemoteError, TransportError)):
-                raise
-        # The same words on every rank, so that the launcher can say them once.
-        print(f"{'freescale: error: ' if own else prefix}{error}", file=sys.stderr)
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if rank is not None:
-        # A failed rank must not wait for peers in the destructors of its process groups.
-        os._exit(status or 0)
-    sys.exit(status or 0)
-
-
 def _prepared(config: RunConfig) -> Path:
     """The histories file of the data, made if need be: by one process of a machine, the others wait for it."""
     from freescale.data.prepare import prepare
@@ -123,6 +97,10 @@ def main() -> None:
     """Distributed training of sequence recommendation models with minimal scaling cost."""
 
 
+main.add_command(bench)
+main.add_command(report)
+
+
 @main.command()
 @_config_options
 @click.option("--nproc", type=click.IntRange(1), default=1, show_default=True, help="ranks to start on this machine")
@@ -134,7 +112,7 @@ def train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, *
 
     Starts its own local ranks (--nproc), or joins those that torchrun started.
     """
-    _guarded(lambda: _train(nproc, run_folder, resume, port, given))
+    guarded(lambda: _train(nproc, run_folder, resume, port, given))
 
 
 def _train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, given: dict[str, Any]) -> int:
@@ -188,7 +166,7 @@ def _as_arguments(given: dict[str, Any]) -> list[str]:
 @click.option("--port", type=click.IntRange(1, 65535), help="port where local ranks meet  [default: a free one]")
 def evaluate(run_folder: Path, data: str | None, device: str | None, part: str, nproc: int, port: int | None) -> None:
     """Evaluate a run's last checkpoint over the full catalogue, with the popularity baseline beside it."""
-    _guarded(lambda: _evaluate(run_folder, {"data": data, "device": device}, part, nproc, port))
+    guarded(lambda: _evaluate(run_folder, {"data": data, "device": device}, part, nproc, port))
 
 
 def _evaluate(run_folder: Path, given: dict[str, Any], part: str, nproc: int, port: int | None) -> int:
@@ -213,16 +191,19 @@ def _evaluate(run_folder: Path, given: dict[str, Any], part: str, nproc: int, po
 @click.option("--nproc", type=click.IntRange(1), default=2, show_default=True, help="ranks")
 @click.option("--folder", "run_folder", type=click.Path(path_type=Path), help="folder of the run  [default: runs/demo-DATE-TIME]")
 def demo(nproc: int, run_folder: Path | None) -> None:
-    """Train a small model on generated histories and show where the time went."""
-    _guarded(lambda: _demo(nproc, run_folder))
+    """Train a small model on generated histories, show where the time went, and compare serial with all techniques."""
+    guarded(lambda: _demo(nproc, run_folder))
 
 
 def _demo(nproc: int, run_folder: Path | None) -> int:
-    from freescale.train.demo import DEMO_SETTINGS, demo_data
+    from freescale.train.demo import DEMO_SETTINGS, compare, demo_data, short_data
 
     folder = run_folder or Path("runs") / datetime.now().strftime("demo-%Y-%m-%d-%H%M%S")
     path = demo_data(Path("runs") / "demo-data.parquet")
-    return _train(nproc, folder, False, None, {**DEMO_SETTINGS, "data": str(path)})
+    status = _train(nproc, folder, False, None, {**DEMO_SETTINGS, "data": str(path)})
+    if status or nproc == 1:  # one rank waits for nobody: nothing to compare
+        return status
+    return compare(short_data(Path("runs") / "demo-short.parquet"), folder, nproc, _as_arguments)
 
 
 @main.command()
@@ -252,7 +233,7 @@ def generate(path: Path, labels: str, **options: Any) -> None:
         met = "" if report.measured_collision is None else f", {report.measured_collision:.1%} collisions"
         click.echo(f"{report.path}: {report.users:,} users, {report.tokens:,} events, lengths {report.lengths}{met}")
 
-    _guarded(action)
+    guarded(action)
 
 
 @main.command()
@@ -267,89 +248,7 @@ def export(run_folder: Path, out: Path) -> None:
         for path in export_run(run_folder, out):
             click.echo(path)
 
-    _guarded(action)
-
-
-@main.command()
-@click.argument("runs", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="RUN [RUN ...]")
-@click.option("--out", type=click.Path(path_type=Path), default="report.html", show_default=True, help="file to write")
-@click.option("--open", "show", is_flag=True, help="show it in the browser")
-def report(runs: tuple[Path, ...], out: Path, show: bool) -> None:
-    """Write one HTML page that shows where the time of a run went, or of several beside each other."""
-
-    def action() -> None:
-        from freescale.observe.report import page
-        from freescale.observe.runs import read_runs
-
-        if not out.absolute().parent.is_dir():
-            raise ValueError(f"there is no folder {out.absolute().parent} to write {out.name} into")
-        if out.is_dir():
-            raise ValueError(f"--out {out} is a folder: name a file")
-        out.write_text(page(read_runs(list(runs))), encoding="utf-8")
-        click.echo(f"{out}: {out.stat().st_size / 1024:,.0f} KiB")
-        if show:
-            import webbrowser
-
-            webbrowser.open(out.absolute().as_uri())
-
-    _guarded(action)
-
-
-@main.group()
-def bench() -> None:
-    """Measure what this machine does."""
-
-
-@bench.command()
-@click.option("--device", type=click.Choice(("cuda", "cpu")), default="cuda", show_default=True, help="cpu: tiny, interpreted")
-@click.option("--only", multiple=True, type=click.Choice(("moves", "rows", "attention", "pieces", "layer")), help="some parts")
-@click.option("--output", type=click.Path(path_type=Path), default="kernels.json", show_default=True, help="JSON file to write")
-def kernels(device: str, only: tuple[str, ...], output: Path) -> None:
-    """Time, rate, share of the measured ceiling and speed-up over plain torch of each Triton kernel."""
-
-    def action() -> None:
-        from freescale.bench.kernels import bench_kernels
-
-        bench_kernels(device, only, output)
-
-    _guarded(action)
-
-
-@bench.command()
-@click.option("--workload", type=click.Choice(("paper", "retail", "own")), default="paper", show_default=True)
-@click.option("--file", type=click.Path(exists=True, dir_okay=False), help="Parquet of the workloads retail and own")
-@click.option("--repetitions", type=click.IntRange(min=1), default=20, show_default=True, help="turns of every arm")
-@click.option("--short", is_flag=True, help="serial against the full system, without TorchRec; keeps no results")
-def ladder(workload: str, file: str | None, repetitions: int, short: bool) -> None:
-    """TorchRec, then FreeScale with one technique more on each rung, on the same model and data: samples/s, waits, memory, loss."""
-
-    def action() -> None:
-        from freescale.bench.ladder import run_ladder
-
-        arguments = ["--workload", workload, "--repetitions", str(repetitions)]
-        arguments += ["--file", file] if file else []
-        if status := run_ladder([*arguments, "--short"] if short else arguments, peer=not short):
-            raise SystemExit(status)
-
-    _guarded(action)
-
-
-@bench.command()
-@click.option("--nproc", type=click.IntRange(1), default=4, show_default=True, help="ranks; they share the GPUs if there are fewer")
-@click.option("--device", type=click.Choice(("cuda", "cpu")), default="cuda", show_default=True, help="cpu: tiny, to try it")
-@click.option(
-    "--only", multiple=True, type=click.Choice(("products", "layer", "alone", "throughput", "witness")), help="some parts"
-)
-@click.option("--output", type=click.Path(path_type=Path), default="overlap.json", show_default=True, help="JSON file to write")
-def overlap(nproc: int, device: str, only: tuple[str, ...], output: Path) -> None:
-    """What communication costs the compute beside it: NCCL's AllToAll, hostwire's, and how fast each is by itself."""
-
-    def action() -> int:
-        from freescale.bench.overlap import bench_overlap
-
-        return bench_overlap(nproc, device, only, output)
-
-    _guarded(action)
+    guarded(action)
 
 
 @main.group(invoke_without_command=True)
@@ -368,7 +267,7 @@ def simulate(context: click.Context, gpus: tuple[int, ...], **given: Any) -> Non
 
         show(SimulateConfig(**{name: value for name, value in given.items() if value is not None}), gpus)
 
-    _guarded(action)
+    guarded(action)
 
 
 @simulate.command()
@@ -386,7 +285,7 @@ def calibrate(device: str, out: Path, shapes: tuple[str, ...], repetitions: int)
 
         calibrated(device, out, shapes, repetitions)
 
-    _guarded(action)
+    guarded(action)
 
 
 @main.command()
@@ -404,4 +303,4 @@ def doctor() -> None:
             table.add_row(*row)
         Console().print(table)
 
-    _guarded(action)
+    guarded(action)

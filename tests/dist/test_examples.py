@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,27 @@ def test_own_model_on_two_ranks():
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 4 and losses[-1] < losses[0]
     assert "table item: 100,000 x 32, RowWiseAdagrad, sharded" in done.stdout
+
+
+def test_snippets_of_own_model(tmp_path):
+    """docs/own_model.md, block after block, on two ranks."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_model.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 6
+    checks = """
+assert len(losses) == 6 and len(batch) == 2 and len(more) == 3 and more[0] < losses[0]  # the same batch, a second time
+list(freescale.Pipeline(other, torch.optim.AdamW(other.dense_parameters())).run(batches(transport.rank, steps=1)))
+assert "Adam, sharded" in "".join(other.tables.describe()), other.tables.describe()
+if transport.rank == 0:
+    assert sorted(path.name for path in files) == ["dense.safetensors", "table.item.safetensors"], files
+    print("done", mine.steps)
+transport.close()
+"""
+    (tmp_path / "snippets.py").write_text("\n".join([*blocks, checks]))
+    told = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(ROOT / "src")]), "OMP_NUM_THREADS": "1"}
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "snippets.py"]
+    done = subprocess.run([sys.executable, *ranks], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=told)
+    assert done.returncode == 0, done.stderr
+    assert "done 3" in done.stdout
 
 
 def test_generate_and_train_on_it(tmp_path):

@@ -60,10 +60,15 @@ def join(device: str, seconds: float) -> Collective:
     return joined
 
 
+def queues(ranks: int) -> str:
+    """CUDA_DEVICE_MAX_CONNECTIONS of each of several ranks on one GPU."""
+    return str(min(_MOST_QUEUES, max(1, _QUEUES // ranks)))
+
+
 def _settings(rank: int, ranks: int, shared: bool) -> dict[str, str]:
     """What NCCL and CUDA have to be told. A value that the user set stays."""
     # With fewer queues than streams, what waits in one stream holds up others.
-    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": str(min(_MOST_QUEUES, max(1, _QUEUES // ranks)) if shared else _MOST_QUEUES)}
+    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": queues(ranks) if shared else str(_MOST_QUEUES)}
     if shared:
         settings |= {
             "NCCL_HOSTID": f"host{rank}",  # NCCL takes several ranks on one GPU if each names a host of its own

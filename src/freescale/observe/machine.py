@@ -28,6 +28,14 @@ def machine() -> dict[str, Any]:
     }
 
 
+def gpu_name() -> str:
+    """The first GPU in short, as result files are named by it: `h200`. Empty without one."""
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return "-".join(name.lower().removeprefix("nvidia ").split())
+
+
 def _lscpu() -> str | None:
     try:
         lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()

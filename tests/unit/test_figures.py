@@ -1,0 +1,109 @@
+"""benchmarks/figures.py: every figure is drawn from the committed results, and the documents show what the results say."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import xml.etree.ElementTree as tree
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import figures  # noqa: E402
+import tables  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("figure", figures.PICTURES, ids=lambda figure: figure.name)
+def test_a_figure_is_drawn_and_names_its_sources(figure):
+    if absent := figures.missing(figure, RESULTS):
+        assert figure.name == "overlap", f"{absent} are committed results"  # measured on a GPU: it may not be there yet
+        return
+    for name, (picture, used) in figures.drawn(figure, RESULTS).items():
+        root = tree.fromstring(picture)
+        words = "\n".join("".join(element.itertext()) for element in root.iter(f"{SVG}text"))
+        for raw, result in used.items():
+            assert f"{raw}.json: " in words and f"commit {result['commit']}, {result['date'][:10]}" in words, name
+        _, _, width, height = map(float, root.attrib["viewBox"].split())
+        for element in root.iter(f"{SVG}rect"):
+            if "x" in element.attrib:
+                assert float(element.attrib["x"]) + float(element.attrib["width"]) <= width, name
+        assert all(0 <= float(element.attrib["y"]) <= height for element in root.iter(f"{SVG}text")), name
+        assert "nan" not in picture
+
+
+def test_predicted_and_measured_look_different():
+    exposed = next(figure for figure in figures.PICTURES if figure.name == "exposed")
+    picture = figures.drawn(exposed, RESULTS)["exposed"][0]
+    lines = re.findall(r"<polyline[^>]*>", picture)
+    dashed = [line for line in lines if "stroke-dasharray" in line]
+    assert len(lines) == 14 and len(dashed) == 2 and "Dashed lines, hollow dots: predicted" in picture
+
+
+def test_the_overlap_figure_appears_with_its_results(tmp_path):
+    overlap = next(figure for figure in figures.PICTURES if figure.name == "overlap")
+    _, parts, left_out = figures.everything(tmp_path)
+    assert any(line.startswith("overlap: left out, no overlap-4ranks-h200.json") for line in left_out)
+    assert "Not measured yet" in parts["figure-overlap"]("../")
+    slower = {"hostwire": 0.4, "nccl": 14.2, "nccl, at most 1 channel": -0.3, "nccl, at most 2 channels": 5.0}
+    rows = [{"group": "products", "case": "40 products", "arm": arm, "slower_percent": value} for arm, value in slower.items()]
+    rows += [{"group": "best setting of nccl", "case": "40 products", "arm": "nccl", "slower_percent": 99.0}]
+    rows += [{"group": "alone", "case": "AllToAll", "arm": "nccl"}]
+    result = {
+        "rows": rows,
+        "machine": {"gpu": "NVIDIA H200"},
+        "commit": "abc",
+        "date": "2026-01-02T03",
+        "command": "x",
+        "claims": [],
+    }
+    (tmp_path / "overlap-4ranks-h200.json").write_text(json.dumps(result))
+    picture = figures.drawn(overlap, tmp_path)["overlap"][0]
+    assert all(words in picture for words in ("+0.4 %", "+14.2 %", "-0.3 %", "NVIDIA H200, commit abc, 2026-01-02"))
+    tree.fromstring(picture)
+    assert "+5.0 %" not in picture  # neither NCCL's default nor its best
+    assert "+99.0 %" not in picture
+    assert "(figures/overlap.svg)" in figures.everything(tmp_path)[1]["figure-overlap"]("../")
+
+
+def test_a_rung_that_loses_is_said_to():
+    result = json.loads((RESULTS / "ladder-paper-hosts.json").read_text())
+    result["rows"][2]["samples_per_second"]["median"] = 1.0
+    table = tables.ladder({"ladder-paper-hosts": result}, "x")
+    assert "| serial | 1 | 0.01 x, slower than TorchRec |" in table and table.count("slower than TorchRec") == 1
+    assert all(f"{entry['measured']:.3g}" in table for entry in result["claims"] if not entry["holds"])
+
+
+def test_marked_parts_are_filled_and_others_left_alone():
+    ends = "<!-- /measured -->"
+    document = f"a\n<!-- measured:x -->\n{ends}\nb\n<!-- measured:gone -->\nkept\n{ends}\nc\n<!-- measured:y -->\nold\n{ends}\n"
+    parts = {"x": lambda depth: f"new {depth}", "y": lambda depth: "newer"}
+    made = figures.filled(document, parts, "../")
+    assert made == document.replace(f"x -->\n{ends}", f"x -->\nnew ../\n{ends}").replace("old", "newer")
+    assert figures.filled(made, parts, "../") == made
+
+
+def test_documents_and_pictures_are_those_of_the_results(capsys):
+    """After a new result: .venv/bin/python benchmarks/figures.py"""
+    assert figures.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_marked_parts_have_names_that_exist():
+    _, parts, _ = figures.everything(RESULTS)
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        names = re.findall(r"<!-- measured:([\w-]+) -->", text)
+        assert text.count("<!-- /measured -->") == len(names)
+        assert set(names) <= set(parts) | set(tables.TABLES), path
+
+
+def test_what_the_documents_link_to_exists():
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\(([^)#]+)", path.read_text(encoding="utf-8")):
+            assert "://" in link or (path.parent / link).exists(), f"{path.name} links to {link}"
