@@ -16,6 +16,7 @@ import argparse
 import importlib.util
 import json
 import logging
+import math
 import os
 import statistics
 import subprocess
@@ -140,8 +141,12 @@ def rows_of(everyone: list[dict[str, Any]], workload: Workload) -> list[dict[str
         rows.append(row)
     serial = next((row["losses"] for row in rows if row["arm"] == SERIAL), None)
     for row in rows:
-        apart = [abs(a - b) / abs(b) for a, b in zip(row.pop("losses"), serial or [], strict=False)]
+        losses = row.pop("losses")
+        if not all(math.isfinite(loss) for loss in losses):
+            raise SystemExit(f"{row['arm']}: the loss is not finite: {losses[:5]} ... {losses[-5:]}")
+        apart = [abs(a - b) / abs(b) for a, b in zip(losses, serial or [], strict=True)]
         row |= {"first_step_relative_loss_difference_to_serial": apart[0], "largest_relative_loss_difference_to_serial": max(apart)}
+        row |= {"first_loss": losses[0], "last_loss": losses[-1]}
         more = "".join(f"  {key} {row[key]['median']:.2f}" for key in ("exposed_embedding_ms", "exposed_all_ms") if key in row)
         if "straggler_percent" in row:
             more += f"  straggler {row['straggler_percent']['median']:.1f} %  compute {row['compute_ms']['median']:.1f}"

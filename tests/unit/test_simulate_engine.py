@@ -140,6 +140,23 @@ def test_records_have_the_ledgers_form():
     assert [step.number for step in steps] == [0, 1, 2, 3]
 
 
+def test_of_the_dense_gradients_only_the_last_bucket_is_exposed():
+    """Where a bucket's AllReduce takes less than its part of the backward; serial waits for all of them."""
+    wide = Model(width=1024, layers=8, heads=2, longest=1000)
+    curves = tuple(Curve(0.0, 5000 * curve.linear) for curve in CURVES)
+    calibration = replace(CALIBRATION, shapes=(Shape(1024, 2, "bf16", 1000, *curves),), slowdown={"collective": 1.0})
+    network = replace(NETWORK, near=Link(50.0, 20.0), far=Link(10.0, 50.0), pcie=Link(40.0, 10.0))
+    cluster = Cluster(wide, calibration, network, 4)
+    exposed = {
+        name: collected(simulate(Setting(name), cluster, source(4, median=50, cap=2), STEPS), 4)["exposed_ms"]["dense"]
+        for name in ("serial", "stale")
+    }
+    losses, *buckets = (1e3 * message[2][0] for message in Costs(wide, calibration, network, 4, "collective", 8).dense())
+    assert len(buckets) > 4
+    assert exposed["serial"] == pytest.approx(losses + sum(buckets), rel=0.01)
+    assert exposed["stale"] == pytest.approx(buckets[-1], rel=0.05)
+
+
 # ---- against brute force
 
 
@@ -241,7 +258,7 @@ def test_a_tiny_run_against_ticks(schedule):
                 if schedule == "serial":
                     yield f"meet gradients {number}", float(costs.gradients(batch.demand.whole)[2][rank])  # noqa: B023
                     yield "work", float(costs.update(batch.demand.whole)[rank])  # noqa: B023
-                yield f"meet dense {number}", float(costs.dense()[2][rank])  # noqa: B023
+                yield f"meet dense {number}", sum(float(message[2][rank]) for message in costs.dense())  # noqa: B023
                 yield "work", costs.optimizer  # noqa: B023
                 ends[number, rank] = loop.now  # noqa: B023
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from freescale.transport.api import Handle, Transport
 
-BUCKET_BYTES = 25 << 20  # at most
+_MOST_BYTES = 25 << 20
 _LEAST_BYTES = 2 << 20  # below, a message is mostly latency
 _BUCKETS = 4  # at least, where they are large enough: a backward has something to hide the first ones behind
 
@@ -124,9 +124,14 @@ class GradientBuckets:
         return norm
 
 
+def largest_bucket(total: int) -> int:
+    """Bytes, of so many in all."""
+    return min(_MOST_BYTES, max(_LEAST_BYTES, total // _BUCKETS))
+
+
 def _cut(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     sizes = [p.numel() * p.element_size() for p in parameters]
-    most = min(BUCKET_BYTES, max(_LEAST_BYTES, sum(sizes) // _BUCKETS))
+    most = largest_bucket(sum(sizes))
     buckets: list[list[nn.Parameter]] = []
     filled = most + 1
     for parameter, size in zip(parameters, sizes, strict=True):

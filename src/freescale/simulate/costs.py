@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from freescale.embedding.collision import pieces_for
-from freescale.pipeline.buckets import BUCKET_BYTES
+from freescale.pipeline.buckets import largest_bucket
 from freescale.simulate.compute import Calibration, Load, Model
 from freescale.simulate.network import Network
 from freescale.simulate.workload import Demand, Rows
@@ -55,6 +55,7 @@ class Costs:
             known = ", ".join(calibration.slowdown)
             raise ValueError(f"calibration {calibration.name!r} has no slowdown of compute beside {transport!r}; it knows {known}")
         self.slowdown = calibration.slowdown[transport]
+        self.dense_slowdown = calibration.slowdown["collective"]  # what is summed goes over the process group
         self.every_step = calibration.every_step
         self.optimizer = calibration.optimizer_per_parameter * model.parameters + calibration.optimizer_constant
         self._items = items
@@ -130,19 +131,19 @@ class Costs:
     def samples(self, batch: Batch) -> Message:
         return self._exchanged(batch.moved_out * _TOKEN_BYTES, batch.moved_in * _TOKEN_BYTES, transport=self._host, own=False)
 
-    def dense(self) -> Message:
-        """Gradients in buckets, one AllReduce each, and the losses."""
-        size, world = 4.0 * self.model.parameters, self.world
-        buckets = max(1, int(-(-size // BUCKET_BYTES)))
-        seconds = self.network.all_reduce(size, world) + buckets * self.network.all_reduce(0.0, world)
-        sent = np.full(world, 2 * size * (world - 1) / world)
-        return sent, sent, np.full(world, seconds)
+    def dense(self) -> list[Message]:
+        """The losses, then the gradients in buckets: an AllReduce each."""
+        size = 4.0 * self.model.parameters
+        buckets = max(1, int(-(-size // largest_bucket(int(size)))))
+        return [self._reduced(0.0), *(self._reduced(size / buckets) for _ in range(buckets))]
+
+    def _reduced(self, size: float) -> Message:
+        sent = np.full(self.world, 2 * size * (self.world - 1) / self.world)
+        return sent, sent, np.full(self.world, self.network.all_reduce(size, self.world))
 
     def table(self) -> Message:
         """Gradients of a replicated table, and the marks of the rows that were read: one AllReduce."""
-        size, world = self._items * (self.model.row_bytes + 4.0), self.world
-        sent = np.full(world, 2 * size * (world - 1) / world)
-        return sent, sent, np.full(world, self.network.all_reduce(size, world))
+        return self._reduced(self._items * (self.model.row_bytes + 4.0))
 
     def _to_owners(self, rows: Rows, width: int, pieces: int = 1) -> Message:
         return self._exchanged(rows.asked * width, rows.owed * width, pieces)

@@ -2,7 +2,8 @@
 pipeline/serial.py and pipeline/staged.py; the names of spans and the kinds of collectives are theirs.
 
     serial     counts -> ids -> rows -> forward, backward -> gradients, update -> dense -> optimizer            nothing overlaps
-    metadata   the same, but the ids of batch i+1 are exchanged while batch i computes (TorchRec's SparseDist)
+    metadata   the same, but the ids of batch i+1 are exchanged while batch i computes (TorchRec's SparseDist), and the dense
+               gradients are summed in buckets during the backward
     stale      everything of batch i+1 is fetched while batch i computes: rows that both read are a step old (a control)
     staged     the same, except for the rows that both read, which come after i's update: nothing is stale
 
@@ -30,6 +31,8 @@ class Pipeline:
     def __init__(self, ranks: Ranks, costs: Costs, schedule: str, balanced: bool, replicated: bool = False) -> None:
         self.ranks, self.costs, self.balanced = ranks, costs, balanced and costs.world > 1
         self._samples: Meeting | None = None  # balancing's third stage, of the next batch to complete
+        self._overlaps = schedule != "serial" and not replicated  # the dense gradients leave during the backward
+        self._dense: list[Meeting] = []
         named = {"serial": self._serial, "metadata": self._metadata, "stale": self._staged, "staged": self._staged}
         self._run: Callable[[Batch | None, Batch, Batch | None], None] = self._replicated if replicated else named[schedule]
 
@@ -158,14 +161,33 @@ class Pipeline:
             ranks.wait(agreed)
             ranks.work("balance", costs.plan)
             sizes = ranks.issue("samples", "host", *costs.sample_sizes())
-        ranks.compute("backward", costs.backward(batch))
+        self._backward(batch)
         if self.balanced:
             ranks.wait(sizes)
             # In `staged` these are the samples of one batch later: as many, on the mean.
             self._samples = ranks.issue("samples", "host", *costs.samples(coming if coming is not None else batch))
 
+    def _backward(self, batch: Batch) -> None:
+        """In as many equal parts as there are buckets; each leaves when its part is done."""
+        ranks, costs = self.ranks, self.costs
+        if not self._overlaps:
+            ranks.compute("backward", costs.backward(batch))
+            return
+        messages = costs.dense()
+        for number, (sent, received, seconds) in enumerate(messages):
+            if number:
+                ranks.compute("backward", costs.backward(batch) / (len(messages) - 1))
+            after = self._dense[-1] if self._dense else None
+            slowdown = costs.dense_slowdown
+            self._dense.append(ranks.send("dense", "collective", sent, received, seconds, after=after, slowdown=slowdown))
+
     def _update_dense(self) -> None:
-        self.ranks.meet("dense", "collective", *self.costs.dense())
+        for meeting in self._dense:
+            self.ranks.wait(meeting)
+        if not self._overlaps:
+            for message in self.costs.dense():
+                self.ranks.meet("dense", "collective", *message)
+        self._dense = []
         self.ranks.work("optimizer", self.costs.optimizer)
 
     def _meet(self, kind: str, message: Message, lane: str) -> None:

@@ -124,6 +124,28 @@ class Ranks:
         done = np.full(self.ranks, issued.max()) + np.asarray(seconds)
         return Meeting(kind, path, sent, received, issued.copy(), issued.copy(), done)
 
+    def send(
+        self,
+        kind: str,
+        path: str,
+        sent: np.ndarray,
+        received: np.ndarray,
+        seconds: np.ndarray,
+        *,
+        after: Meeting | None,
+        slowdown: float,
+    ) -> Meeting:
+        """The same over the network, once `after` is over; the compute that it overlaps is slowed down."""
+        issued = self.now[MAIN]
+        begin = np.full(self.ranks, issued.max())
+        if after is not None:
+            begin = np.maximum(begin, after.done)
+        done = self._transmit(begin, seconds, MAIN, False)
+        if slowdown > 1:
+            self._beside.append(Beside(begin, done, 1 / slowdown))
+            self._beside.sort(key=lambda one: float(one.begin.mean()))
+        return Meeting(kind, path, sent, received, issued.copy(), issued.copy(), done)
+
     def wait(self, meeting: Meeting | None) -> None:
         """The main thread needs its result."""
         if meeting is None:
