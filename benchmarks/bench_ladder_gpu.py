@@ -41,7 +41,7 @@ from freescale.observe.figures import merge_step  # noqa: E402
 SHAPES = {
     "cuda": Workload(
         rows=4_000_000, width=128, samples=32, median_length=1000, sigma=1.0, maximum_length=7000, collisions=0.12, layers=5,
-        inner=256, heads=2, steps=8,
+        inner=256, heads=2, steps=8, dense_learning_rate=1e-4, row_learning_rate=0.01,
     ),
     "cpu": Workload(
         rows=20_000, width=16, samples=4, median_length=50, sigma=1.0, maximum_length=200, collisions=0.12, layers=1,

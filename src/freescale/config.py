@@ -59,6 +59,8 @@ class ModelConfig(_Checked):
     position_bias: bool = option(True, "relative position bias in attention")
     time_bias: bool = option(True, "relative time bias in attention")
     temperature: float = option(0.1, "softmax temperature (retrieval)", above=0.0)
+    segment: int | None = option(None, "cut histories into segments of so many events, seen later by their tokens alone", minimum=1)
+    segment_tokens: int = option(4, "learned tokens that stand for a segment, with --segment", minimum=1)
     recompute: bool = option(False, "activation checkpointing: recompute layers in backward to save memory")
 
 
@@ -164,6 +166,11 @@ class RunConfig:
             raise ValueError("--task ranking needs --labels, the label columns (e.g. is_click,is_like)")
         if self.model.width % self.model.heads:
             raise ValueError(f"--width {self.model.width} is not a multiple of --heads {self.model.heads}")
+        segment, tokens, longest = self.model.segment, self.model.segment_tokens, self.data.max_length
+        if segment is not None and segment > longest:
+            raise ValueError(f"--segment {segment} is longer than the longest history, --max-length {longest}")
+        if segment is not None and tokens > segment:
+            raise ValueError(f"--segment-tokens {tokens} are more than the events of a segment, --segment {segment}")
 
     @property
     def label_names(self) -> tuple[str, ...]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import segment_cases
 import torch
 from attention_cases import compare, isolation
 
+from freescale.kernels.segments import Segments, SummaryPlan
 from freescale.kernels.triton_attention import hstu_attention
 from freescale.kernels.triton_attention_plan import plan_attention
+from freescale.kernels.triton_summary_attention import summary_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -117,3 +121,53 @@ def test_more_elements_than_32_bits_can_count():
     assert torch.equal(out[-last:], expected)
     for all_of_them, own in zip(grads, torch.autograd.grad((expected * weight).sum(), alone), strict=True):
         assert torch.equal(all_of_them[-last:], own) and not all_of_them[:-last].any()
+
+
+class TestSegments:
+    LONG = [3000, 1, 0, 1024, 1025, 2100, 64], [900, 1, 0, 0, 1, 130, 0], [0, 3, 2, 0, 20, 1, 0]
+
+    @pytest.mark.parametrize("case", segment_cases.CASES)
+    def test_cases_of_the_interpreter(self, case):
+        options = segment_cases.CASES[case]
+        errors = segment_cases.compare(device="cuda", **options)
+        assert all(error < LIMITS[options.get("dtype", "float32")] for error in errors.values()), errors  # NaN fails
+
+    @pytest.mark.parametrize("segment, tokens", [(1024, 4), (64, 64), (100, 1), (300, 37)])
+    @pytest.mark.parametrize("widths", [(32, 32), (64, 64), (128, 128), (32, 128)])
+    @pytest.mark.parametrize("dtype", LIMITS)
+    def test_equals_the_plain_attention(self, dtype, widths, segment, tokens):
+        errors = segment_cases.compare(self.LONG, segment, tokens, dtype=dtype, widths=widths, heads=3, device="cuda")
+        assert all(error < LIMITS[dtype] for error in errors.values()), errors
+
+    def test_samples_do_not_reach_each_other(self):
+        assert segment_cases.isolation("cuda") == {"before": True, "after": True}
+
+    def test_the_same_bits_every_time_without_a_synchronization(self):
+        rows, leaves = segment_cases.drawn(self.LONG, 100, 7, 2, widths=(64, 64), device="cuda", dtype=torch.bfloat16)
+        q = leaves[0]
+        k, v = (torch.randn(rows.plan.summaries, 2, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+        runs = []
+        for number in range(3):
+            torch.cuda.synchronize()
+            if number:  # the first one compiles
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                out = summary_attention(q, k, v, rows.plan, scale_length=3000, alpha=0.1)
+                grads = torch.autograd.grad(out.float().square().sum(), [q, k, v])
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            runs.append([out.detach(), *grads])
+        assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+    def test_memory_grows_with_the_rows(self):
+        peaks = []
+        for segments in (8, 16):
+            plan = SummaryPlan(Segments(1024, 4), np.array([segments * 1028]), np.array([segments]), np.array([0]))
+            q = torch.randn(plan.rows, 2, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+            k, v = (torch.randn(plan.summaries, 2, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            summary_attention(q, k, v, plan, scale_length=9, alpha=0.1).sum().backward()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+        assert peaks[1] < 2.2 * peaks[0]

@@ -14,6 +14,7 @@ import numpy as np
 from freescale.balance.cost import AdaptiveCost, CostModel, features
 from freescale.balance.movement import local
 from freescale.balance.partition import Assignment, Partitioner, Problem, assign, greedy
+from freescale.kernels.segments import Segments
 
 _CAPPED = (greedy, local)  # partitioners that keep a cap
 _REMEMBERED = 8  # steps whose measurement may still come
@@ -37,10 +38,12 @@ class Balancer:
         cap: int | None = None,
         nodes: np.ndarray | None = None,
         adapt: bool = False,
+        segments: Segments | None = None,
     ) -> None:
         """`cap` is the tokens a rank may hold; partitioners that keep one have a default, mean + largest sample, which always can
-        be met. `adapt` corrects the cost model and gives partitioners the measured times."""
-        self.partitioner, self.cost, self.cap, self.nodes = partitioner, cost, cap, nodes
+        be met. `adapt` corrects the cost model and gives partitioners the measured times. `segments`: how
+        the model cuts histories."""
+        self.partitioner, self.cost, self.cap, self.nodes, self.segments = partitioner, cost, cap, nodes, segments
         self.adaptive = AdaptiveCost(cost) if adapt else None
         self.errors = np.zeros(0)
         """Of the last prediction that was measured: |predicted - measured| / measured of each rank. A frozen model predicts no
@@ -51,7 +54,9 @@ class Balancer:
 
     def plan(self, step: int, table: np.ndarray, home: np.ndarray, ranks: int) -> Assignment:
         """table [n, 3]: history length, candidates and tokens of every sample of a step's global batch; home [n]: its rank now."""
-        rows, tokens = features(table[:, 0], table[:, 1]), table[:, 2]
+        rows, tokens = features(table[:, 0], table[:, 1], self.segments), table[:, 2]
+        if self.segments is not None:
+            tokens = tokens + self.segments.summaries(table[:, 0])
         cap = self.cap
         if cap is None and self.partitioner in _CAPPED:
             cap = -(-int(tokens.sum()) // ranks) + int(tokens.max(initial=0))

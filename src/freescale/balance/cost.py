@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from freescale.kernels.segments import Segments
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -29,9 +31,9 @@ class CostModel:
     def coefficients(self) -> tuple[float, float, float, float]:
         return (self.quadratic, self.linear, self.candidate, self.constant)
 
-    def __call__(self, lengths: np.ndarray, candidates: np.ndarray | None = None) -> np.ndarray:
+    def __call__(self, lengths: np.ndarray, candidates: np.ndarray | None = None, segments: Segments | None = None) -> np.ndarray:
         """lengths [n], candidates [n] -> costs [n] float64."""
-        return self.of(features(lengths, candidates))
+        return self.of(features(lengths, candidates, segments))
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         """rows [n, 4] of `features` -> costs [n] float64."""
@@ -55,11 +57,15 @@ class CostModel:
         )
 
 
-def features(lengths: np.ndarray, candidates: np.ndarray | None = None) -> np.ndarray:
-    """[n, 4]: L^2, L, candidates, 1."""
+def features(lengths: np.ndarray, candidates: np.ndarray | None = None, segments: Segments | None = None) -> np.ndarray:
+    """[n, 4]: L^2, L, candidates, 1. In histories cut into segments the pairs that see each other take the place of L^2 / 2, and
+    summaries count as candidates: like these they are projected and attend, and predict no next item."""
     length = np.asarray(lengths, dtype=np.float64)
     count = np.zeros_like(length) if candidates is None else np.asarray(candidates, dtype=np.float64)
-    return np.stack([length * length, length, count, np.ones_like(length)], axis=1)
+    if segments is None:
+        return np.stack([length * length, length, count, np.ones_like(length)], axis=1)
+    pairs, summaries = segments.pairs(length, count), segments.summaries(length)
+    return np.stack([2 * pairs, length, count + summaries, np.ones_like(length)], axis=1)
 
 
 def _product(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:

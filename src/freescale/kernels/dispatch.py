@@ -18,10 +18,12 @@ from freescale.kernels import (
     attention,
     layer,
     rows,
+    summary_attention,
     triton_attention,
     triton_attention_plan,
     triton_layer,
     triton_rows,
+    triton_summary_attention,
     triton_unique,
     unique,
 )
@@ -49,6 +51,11 @@ def hstu_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, plan: At
     if isinstance(plan, TilePlan):
         return triton_attention.hstu_attention(q, k, v, lengths, plan=plan, **options)
     return attention.hstu_attention(q, k, v, lengths, plan=plan, **options)
+
+
+def summaries_attended(plan: AttentionPlan | TilePlan, *inputs: Any, **options: Any) -> Tensor:
+    """As `summary_attention.summary_attention`, where the attention runs."""
+    return (triton_summary_attention if isinstance(plan, TilePlan) else summary_attention).summary_attention(*inputs, **options)
 
 
 def layer_norm(plan: AttentionPlan | TilePlan, x: Tensor, *parameters: Any) -> Tensor:

@@ -2,5 +2,6 @@
 
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
+from freescale.models.segments import Memory, SegmentedHSTU, split_history
 
-__all__ = ["HSTU", "Ranking", "Retrieval"]
+__all__ = ["HSTU", "Memory", "Ranking", "Retrieval", "SegmentedHSTU", "split_history"]

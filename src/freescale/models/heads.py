@@ -8,6 +8,7 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from freescale.batch import HostSizes, Jagged, Nested, SequenceBatch, offsets_of, ranges
 from freescale.kernels.groups import Groups
 from freescale.models.hstu import HSTU
+from freescale.models.segments import Memory, SegmentedHSTU
 
 LOGIT_BUDGET = 1 << 18  # logits at a time: about a core's cache
 
@@ -41,6 +43,27 @@ class _Sequential(nn.Module):
         if self.action is not None:
             x = x + self.action(_sequence(batch, "actions", history).values)
         return x
+
+    def _inputs(self, batch: SequenceBatch) -> tuple[Tensor, Tensor, Tensor | None, HostSizes]:
+        """Of the encoder, for the histories: events, lengths, timestamps, and what the host knows."""
+        history = _sequence(batch, "history")
+        x, timestamps, span = self._events(batch, history), None, None
+        if self.encoder.has_time_bias:
+            times = _sequence(batch, "timestamps", history)
+            timestamps, span = times.values, _time_span(times)
+        return x, history.lengths, timestamps, HostSizes(history.host_lengths, time_span=span)
+
+    def compress(self, batch: SequenceBatch, memory: Memory | None = None) -> Memory:
+        """What stays of these histories, whole segments each, and of `memory` before them. For encoders with segments."""
+        return self._segmented().compress(*self._inputs(batch), memory)
+
+    def _segmented(self) -> SegmentedHSTU:
+        if not isinstance(self.encoder, SegmentedHSTU):
+            raise ValueError("only an encoder with segments compresses and remembers histories; build the model with SegmentedHSTU")
+        return self.encoder
+
+    def _encode(self, *inputs: Any, memory: Memory | None = None, **options: Any) -> Tensor:
+        return self.encoder(*inputs, **options) if memory is None else self._segmented()(*inputs, memory=memory, **options)
 
 
 class Retrieval(_Sequential):
@@ -87,9 +110,10 @@ class Retrieval(_Sequential):
         total = _SampledSoftmax.apply(outputs, positive, rows, targets, negatives, weights, need_grad)
         return {"next_item": total}
 
-    def queries(self, batch: SequenceBatch) -> Tensor:
-        """[samples, width]: each history's last output, to be multiplied with `catalogue`; zero without a history."""
-        outputs = self._directed(self._encoded(batch))
+    def queries(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
+        """[samples, width]: each history's last output, to be multiplied with `catalogue`; zero without a history. With a
+        `memory` the batch holds what came after it."""
+        outputs = self._directed(self._encoded(batch, memory))
         history = batch.sequences["history"]
         if not outputs.shape[0]:
             return outputs.new_zeros(len(history), outputs.shape[1])
@@ -100,14 +124,9 @@ class Retrieval(_Sequential):
         """Item rows [n, width] as the loss sees them."""
         return self._directed(rows)
 
-    def _encoded(self, batch: SequenceBatch) -> Tensor:
-        history = _sequence(batch, "history")
-        x, timestamps, span = self._events(batch, history), None, None
-        if self.encoder.has_time_bias:
-            times = _sequence(batch, "timestamps", history)
-            timestamps, span = times.values, _time_span(times)
-        host = HostSizes(history.host_lengths, time_span=span)
-        return self.encoder(x, history.lengths, batch.keys, timestamps, host=host)
+    def _encoded(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
+        x, lengths, timestamps, host = self._inputs(batch)
+        return self._encode(x, lengths, batch.keys, timestamps, host=host, memory=memory)
 
     def _directed(self, rows: Tensor) -> Tensor:
         rows = _at_least_float32(rows)
@@ -152,11 +171,11 @@ class Ranking(_Sequential):
         losses = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").sum(0)
         return dict(zip(self.tasks, losses.unbind(), strict=True))
 
-    def predictions(self, batch: SequenceBatch) -> Tensor:
-        """[candidates, tasks] probabilities."""
-        return self._logits(batch).sigmoid()
+    def predictions(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
+        """[candidates, tasks] probabilities. With a `memory` the batch's histories hold what came after it."""
+        return self._logits(batch, memory).sigmoid()
 
-    def _logits(self, batch: SequenceBatch) -> Tensor:
+    def _logits(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
         history, candidates = _sequence(batch, "history"), _candidates(batch)
         x, rows = self._events(batch, history), _summed(_at_least_float32(self.item(candidates.values)), candidates.inner)
         lengths, counts = history.lengths + candidates.counts, candidates.counts
@@ -168,7 +187,7 @@ class Ranking(_Sequential):
         timestamps, span = self._timestamps(batch, history, candidates, order) if self.encoder.has_time_bias else (None, None)
         host_counts = candidates.outer.host_lengths
         host = HostSizes(history.host_lengths + host_counts, host_counts, span)
-        outputs = self.encoder(x, lengths, batch.keys, timestamps, counts, host)
+        outputs = self._encode(x, lengths, batch.keys, timestamps, counts, host, memory=memory)
         return _at_least_float32(self.judge(outputs.index_select(0, places)))
 
     def _timestamps(self, batch: SequenceBatch, history: Jagged, candidates: Nested, order: Tensor) -> tuple[Tensor, int | None]:

@@ -6,6 +6,8 @@ drawn from the sample's own key, and nothing is normalised over the batch.
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
@@ -15,6 +17,8 @@ from freescale.kernels.attention import AttentionPlan
 from freescale.kernels.dispatch import gated_norm, hstu_attention, layer_norm, plan_attention, silu_split
 from freescale.kernels.random import derive
 from freescale.kernels.triton_attention_plan import TilePlan
+
+TOO_LONG = "a history has {} events, the model was built for max_length={}; cut the histories or raise max_length"
 
 
 def positions_in_sample(lengths: Tensor, tokens: int) -> Tensor:
@@ -47,6 +51,12 @@ class GatedNorm(nn.LayerNorm):
         return gated_norm(plan, x, gate, *parameters, keys=keys, stream=stream, keep=keep)
 
 
+class Earlier(Protocol):
+    """What a layer's tokens see beyond the samples of its plan: a sum that is added to theirs."""
+
+    def attended(self, layer: HSTULayer, plan: AttentionPlan | TilePlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None: ...
+
+
 class HSTULayer(nn.Module):
     """LayerNorm, projection to u, v, q, k, attention, gate by u, dropout, projection back, residual."""
 
@@ -63,6 +73,7 @@ class HSTULayer(nn.Module):
         position_bias: bool,
         time_bias: bool,
         num_time_buckets: int,
+        reach: int | None = None,  # positions that two tokens may be apart, if not max_length
     ) -> None:
         super().__init__()
         self.number = number
@@ -75,7 +86,7 @@ class HSTULayer(nn.Module):
         self.projection = nn.Linear(width, 2 * heads * (d_qk + d_v))
         self.attention_norm = GatedNorm(heads * d_v, eps=1e-6)
         self.output = nn.Linear(heads * d_v, width)
-        self.position_bias = nn.Parameter(torch.empty(max_length + 1)) if position_bias else None
+        self.position_bias = nn.Parameter(torch.empty((reach or max_length) + 1)) if position_bias else None
         self.time_bias = nn.Parameter(torch.empty(num_time_buckets + 1)) if time_bias else None
         nn.init.xavier_uniform_(self.projection.weight)
         nn.init.zeros_(self.projection.bias)
@@ -93,13 +104,16 @@ class HSTULayer(nn.Module):
         timestamps: Tensor | None,
         candidate_counts: Tensor | None,
         plan: AttentionPlan | TilePlan,
+        earlier: Earlier | None = None,
     ) -> Tensor:
         sizes = [self.heads * self.d_v] * 2 + [self.heads * self.d_qk] * 2
         u, v, q, k = silu_split(plan, self.projection(self.input_norm(x, plan)), sizes)
+        q, k = (part.unflatten(1, (self.heads, self.d_qk)) for part in (q, k))
+        v = v.unflatten(1, (self.heads, self.d_v))
         attended = hstu_attention(
-            q.unflatten(1, (self.heads, self.d_qk)),
-            k.unflatten(1, (self.heads, self.d_qk)),
-            v.unflatten(1, (self.heads, self.d_v)),
+            q,
+            k,
+            v,
             lengths,
             scale_length=self.max_length,
             alpha=self.d_qk**-0.5,
@@ -109,6 +123,9 @@ class HSTULayer(nn.Module):
             timestamps=timestamps,
             plan=plan,
         )
+        beyond = None if earlier is None else earlier.attended(self, plan, q, k, v)
+        if beyond is not None:
+            attended = attended + beyond
         gated = self.attention_norm(attended.flatten(1), u, plan, token_keys, self.number, 1 - self.dropout)
         return x + self.output(gated)  # gated is [tokens, heads * d_v]
 
@@ -134,6 +151,7 @@ class HSTU(nn.Module):
         time_bias: bool = False,
         num_time_buckets: int = 128,
         checkpoint: bool = False,
+        reach: int | None = None,
     ) -> None:
         super().__init__()
         d_qk = width // heads if d_qk is None and heads > 0 else d_qk
@@ -169,6 +187,7 @@ class HSTU(nn.Module):
                 position_bias=position_bias,
                 time_bias=time_bias,
                 num_time_buckets=num_time_buckets,
+                reach=reach,
             )
             for number in range(layers)
         )
@@ -182,12 +201,34 @@ class HSTU(nn.Module):
         candidate_counts: Tensor | None = None,  # [samples] int64
         host: HostSizes | None = None,  # of the above; without it they are read from the device
     ) -> Tensor:  # [tokens, width]
+        timestamps = self._checked(x, timestamps)
+        plan = self._plan(lengths, candidate_counts, timestamps, host)
+        if plan.longest_history > self.max_length:
+            raise ValueError(TOO_LONG.format(plan.longest_history, self.max_length))
+        if plan.tokens != x.shape[0]:
+            raise ValueError(f"lengths add up to {plan.tokens}, but there are {x.shape[0]} tokens")
+        slots = positions_in_sample(lengths, x.shape[0])
+        positions = slots
+        if candidate_counts is not None:  # all candidates of a sample stand right after its history
+            history = torch.repeat_interleave(lengths - candidate_counts, lengths, output_size=x.shape[0])
+            positions = torch.minimum(slots, history)
+        token_keys = self._token_keys(keys, lengths, slots)
+        # the encoder's own dtype, whatever the tables hold
+        x = x.to(self.position.dtype) + self.position[positions]
+        return self._through(x, lengths, token_keys, timestamps, candidate_counts, plan)
+
+    def _checked(self, x: Tensor, timestamps: Tensor | None) -> Tensor | None:
+        """The timestamps, if they are used."""
         if x.ndim != 2 or x.shape[1] != self.width:
             raise ValueError(f"the encoder takes [tokens, {self.width}], not {list(x.shape)}")
         if self.has_time_bias and timestamps is None:
             raise ValueError("the time bias needs timestamps; add them or build the model with time_bias=False")
-        timestamps = timestamps if self.has_time_bias else None
-        plan = plan_attention(
+        return timestamps if self.has_time_bias else None
+
+    def _plan(
+        self, lengths: Tensor, candidate_counts: Tensor | None, timestamps: Tensor | None, host: HostSizes | None
+    ) -> AttentionPlan | TilePlan:
+        return plan_attention(
             lengths,
             self.heads,
             candidate_counts=candidate_counts,
@@ -198,32 +239,23 @@ class HSTU(nn.Module):
             widths=self.widths,
             dtype=product_dtype(self.position),
         )
-        if plan.longest_history > self.max_length:
-            raise ValueError(
-                f"a history has {plan.longest_history} events, the model was built for max_length={self.max_length}; "
-                "cut the histories or raise max_length"
-            )
-        if plan.tokens != x.shape[0]:
-            raise ValueError(f"lengths add up to {plan.tokens}, but there are {x.shape[0]} tokens")
-        slots = positions_in_sample(lengths, x.shape[0])
-        positions = slots
-        if candidate_counts is not None:  # all candidates of a sample stand right after its history
-            history = torch.repeat_interleave(lengths - candidate_counts, lengths, output_size=x.shape[0])
-            positions = torch.minimum(slots, history)
-        token_keys = None
-        if self.training and self.dropout > 0:
-            if keys is None or keys.shape != lengths.shape:
-                raise ValueError(f"dropout needs keys, one per sample ({lengths.numel()}); got {_described(keys)}")
-            token_keys = derive(torch.repeat_interleave(keys, lengths, output_size=x.shape[0]), slots)
-        # the encoder's own dtype, whatever the tables hold
-        x = x.to(self.position.dtype) + self.position[positions]
+
+    def _token_keys(self, keys: Tensor | None, lengths: Tensor, slots: Tensor) -> Tensor | None:
+        """[tokens] keys of what is dropped, from the samples' and the place in the sample; None where nothing is."""
+        if not self.training or self.dropout == 0:
+            return None
+        if keys is None or keys.shape != lengths.shape:
+            raise ValueError(f"dropout needs keys, one per sample ({lengths.numel()}); got {_described(keys)}")
+        return derive(torch.repeat_interleave(keys, lengths, output_size=slots.numel()), slots)
+
+    def _through(self, x: Tensor, *inputs: Any) -> Tensor:
+        """Through all layers; `inputs` are those of a layer after x."""
         for layer in self.layers:
-            inputs = (x, lengths, token_keys, timestamps, candidate_counts, plan)
             if self.checkpoint and torch.is_grad_enabled():
                 # dropout is a function of keys: there is no generator state to keep
-                x = recompute(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+                x = recompute(layer, x, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = layer(*inputs)
+                x = layer(x, *inputs)
         return x
 
 

@@ -21,8 +21,10 @@ from freescale.data.loader import Histories
 from freescale.data.prefetch import prefetched
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.swap import Parallel, parallelize
+from freescale.kernels.segments import Segments
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
+from freescale.models.segments import SegmentedHSTU
 from freescale.observe.collect import Collector
 from freescale.pipeline.api import Pipeline
 from freescale.pipeline.serial import StepResult
@@ -77,7 +79,8 @@ def build_model(config: RunConfig, num_items: int, num_actions: int) -> nn.Modul
     """The model as a plain module; its tables are on the meta device, for parallelize to make."""
     model = config.model
     torch.manual_seed(config.train.seed)
-    encoder = HSTU(
+    segments = {} if model.segment is None else {"segment": model.segment, "segment_tokens": model.segment_tokens}
+    encoder = (SegmentedHSTU if segments else HSTU)(
         width=model.width,
         layers=model.layers,
         heads=model.heads,
@@ -86,6 +89,7 @@ def build_model(config: RunConfig, num_items: int, num_actions: int) -> nn.Modul
         position_bias=model.position_bias,
         time_bias=model.time_bias,
         checkpoint=model.recompute,
+        **segments,
     )
     sizes: dict[str, Any] = {"num_items": num_items, "num_actions": num_actions, "table_device": "meta"}
     if model.task == "ranking":
@@ -108,7 +112,8 @@ def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
         tasks=len(config.label_names),
     )
     partitioner = find_partitioner(config.train.balance, device)
-    return Balancer(partitioner, cost, config.train.balance_cap, adapt=config.train.balance_adapt)
+    segments = None if model.segment is None else Segments(model.segment, model.segment_tokens)
+    return Balancer(partitioner, cost, config.train.balance_cap, adapt=config.train.balance_adapt, segments=segments)
 
 
 def build_parallel(config: RunConfig, data: Histories, transport: Transport) -> Parallel:

@@ -1,0 +1,22 @@
+"""The Triton attention over segments against the plain one, through Triton's interpreter, in a process of its own."""
+
+from __future__ import annotations
+
+import interpreter
+import pytest
+import segment_cases
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    return interpreter.interpreted(segment_cases.__file__)
+
+
+@pytest.mark.parametrize("case", segment_cases.CASES)
+def test_equals_the_plain_attention(interpreted, case):
+    limit = 2e-3 if "dtype" in segment_cases.CASES[case] else 1e-5
+    assert interpreted[case] and all(error < limit for error in interpreted[case].values()), interpreted[case]  # NaN fails
+
+
+def test_samples_do_not_reach_each_other(interpreted):
+    assert interpreted["isolation"] == {"before": True, "after": True}
