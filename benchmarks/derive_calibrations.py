@@ -2,8 +2,6 @@
 
     .venv/bin/python benchmarks/derive_calibrations.py
 
-h200-derived   width 512, 4 heads, bf16: kernels-h200.json (attention, layer, row kernels); the optimizer of
-               balance-measured-4ranks-h200.json
 testbed-c      width 256, 4 heads, bf16, a quarter of an H200: attention of kernels-h200.json at a quarter of its rate, the
                rest (linear) from the arm `none` of balance-measured-4ranks-h200.json; its other arms and files are for validation
 testbed-a      the token-wise MLP of priority-hosts.json: serial and stale without collisions, length 120
@@ -42,27 +40,11 @@ def kept(
     print(name, json.dumps(data["shapes"]), json.dumps(rows), json.dumps(optimizer))
 
 
-def h200() -> dict[str, float]:
-    kernels = read("kernels-h200")
-    ms = {row["case"]: row["ms"]["median"] for row in kernels["rows"] if "ms" in row}
-    # The batch of the benchmark (bench/measure.py): its tokens are in the names of the cases.
-    lengths = np.minimum(np.random.default_rng(0).lognormal(np.log(3000), 1.0, 128).astype(np.int64), 21_000).astype(float)
-    tokens, squares = lengths.sum(), (lengths**2).sum()
-    assert f"{int(tokens):,}" == "621,822", tokens
-    attention = [ms[f"attention {way}, log-normal, 128 samples, 4 heads of 128"] for way in ("forward", "backward")]
-    pieces = [
-        sum(ms[f"{piece}{way}, 621,822 x 512"] for piece in ("layer norm", "gated norm, dropout", "SiLU and split"))
-        for way in ("", " backward")
-    ]
-    # The rest of the layer are its two matrix products; their backward has twice the operations of their forward.
-    rest = ms["HSTU layer forward + backward, dropout, 621,822 tokens"] - sum(attention) - sum(pieces)
-    linear = [pieces[0] + rest / 3, pieces[1] + 2 * rest / 3]
-    ways = {
-        way: curve(attention[place] / 1e3 / squares, linear[place] / 1e3 / tokens)
-        for place, way in enumerate(("forward", "backward"))
-    }
+def row_kernels() -> dict[str, float]:
+    """Seconds per key or byte on a whole H200."""
+    ms = {row["case"]: row["ms"]["median"] for row in read("kernels-h200")["rows"] if "ms" in row}
     row = 4 * 128  # bytes: the benchmark's tables are 128 wide
-    rows = {
+    return {
         "deduplicate_per_key": ms["deduplicate 621,822 keys"] / 1e3 / 621_822,
         "compare_per_key": ms["masks of 250,000 and 89,268 rows"] / 1e3 / (250_000 + 89_268),
         "lookup_per_byte": ms["gather, 1,000,000 of 8,000,000 x 128"] / 1e3 / (1e6 * row),
@@ -72,14 +54,6 @@ def h200() -> dict[str, float]:
         "read_backward_per_byte": ms["read backward, 621,822 tokens of 89,268 rows"] / 1e3 / (621_822 * row),
         "constant": 0.0,
     }
-    measured = next(r for r in read("balance-measured-4ranks-h200")["rows"] if r["arm"] == "none")
-    parameters = measured["bytes_per_step"]["dense"] / (2 * 3) / 4  # each of 4 ranks sends 2 * 3/4 of them, 4 bytes each
-    optimizer = {"per_parameter": measured["spans_ms"]["optimizer"] / 1e3 / parameters, "constant": 0.0}
-    source = f"derived from kernels-h200.json, commit {kernels['commit']}: not measured as a whole; an H200, not the paper's H100"
-    shapes = [{"width": 512, "heads": 4, "precision": "bf16", "longest": 21_000, **ways}]
-    kept("h200-derived", source, kernels, shapes, rows, optimizer, {"collective": 1.162, "hostwire": 1.006},
-         slowdown_source="TESTBEDS, C: products alone 33.4 ms, beside NCCL 38.8, beside pinned staging and gloo 33.6")  # fmt: skip
-    return rows
 
 
 def testbed_c(rows: dict[str, float]) -> None:
@@ -151,5 +125,5 @@ def testbed_a() -> None:
 
 if __name__ == "__main__":
     OUT.mkdir(parents=True, exist_ok=True)
-    testbed_c(h200())
+    testbed_c(row_kernels())
     testbed_a()

@@ -54,7 +54,7 @@ def test_one_configuration_with_the_users_own_data(tmp_path):
     ("arguments", "words"),
     [
         (("--gpus", "12"), "12 GPUs do not fill nodes of 8"),
-        (("--width", "320"), "calibration 'h200-derived' is of another model"),
+        (("--width", "320"), "calibration 'h200' is of another model"),
         (("--preset", "mars"), "unknown preset 'mars'"),
         (("--calibration", "mars"), "no such calibration"),
         (("--steps", "1"), "--steps must be at least 3"),
@@ -88,7 +88,7 @@ def test_natural_collisions_are_those_of_the_popularity():
 
 
 def test_shipped_calibrations_load():
-    assert {"h200-derived", "testbed-a", "testbed-c", "this-machine"} <= set(calibrations())
+    assert {"h200", "testbed-a", "testbed-c", "this-machine"} <= set(calibrations())
     for name in calibrations():
         found = load_calibration(name)
         assert found.source and found.date

@@ -87,7 +87,6 @@ def calibrate(
         "source": f"measured by `freescale simulate calibrate --device {device}`",
         "device": device,
         "machine": {
-            "system": platform.platform(),
             "cpu": platform.processor() or platform.machine(),
             "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
             "threads": torch.get_num_threads(),

@@ -67,7 +67,7 @@ class Network:
     incast: float = 0.0  # share of a card's bandwidth that is lost when all other nodes send to it at once
     queue_ms: float = 0.0  # what stands before the card in one queue: later messages wait for it whatever their class
     about: str = ""
-    calibration: str = "h200-derived"  # compute curve of its ranks, unless another is named
+    calibration: str = "h200"  # compute curve of its ranks, unless another is named
     device: str = "cuda"  # of its ranks
 
     def __post_init__(self) -> None:
