@@ -30,7 +30,7 @@ def test_the_command_shows_what_each_technique_gives(tmp_path):
         "all, but stale rows",
         "twice the batch",
         "straggler % / exposed %",
-        "derived from kernels",
+        "measured by",
     ):
         assert words in done.output
     ledger = json.loads((tmp_path / "16-all" / "ledger.json").read_text())
