@@ -226,6 +226,8 @@ def main() -> None:
         return
     given = [f"--{name}={value}" for name, value in vars(options).items() if value is not None and name != "nproc"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.nproc), __file__, *given]
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("there is no GPU here; --device cpu tries the script with tiny sizes")
     if options.device == "cpu":
         sys.exit(subprocess.run(command, check=False, timeout=600).returncode)
     with divided_gpu(options.nproc) as divided:

@@ -14,3 +14,9 @@ def run_ladder(arguments: Sequence[str], peer: bool) -> int:
     root = repository()
     python = peer_python(root) if peer else sys.executable
     return subprocess.run([python, str(root / "benchmarks" / "bench_ladder.py"), *arguments], check=False).returncode
+
+
+def run_gpu_ladder(ranks: int) -> int:
+    """With TorchRec's arms if this environment has it: its CUDA kernels fit one version of torch each."""
+    script = repository() / "benchmarks" / "bench_ladder_gpu.py"
+    return subprocess.run([sys.executable, str(script), "--nproc", str(ranks)], check=False).returncode
