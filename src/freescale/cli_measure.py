@@ -77,7 +77,9 @@ def kernels(device: str, only: tuple[str, ...], output: Path) -> None:
 @click.option("--file", type=click.Path(exists=True, dir_okay=False), help="Parquet of the workloads retail and own")
 @click.option("--repetitions", type=click.IntRange(min=1), default=20, show_default=True, help="turns of every arm")
 @click.option("--short", is_flag=True, help="serial against the full system, without TorchRec; keeps no results")
-@click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="cuda: ranks that share one GPU")
+@click.option(
+    "--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="cuda: ranks that share one GPU"
+)
 @click.option("--nproc", type=click.IntRange(min=2), default=4, show_default=True, help="ranks on a GPU")
 def ladder(workload: str, file: str | None, repetitions: int, short: bool, device: str, nproc: int) -> None:
     """TorchRec, then FreeScale with one technique more on each rung, on the same model and data: samples/s, waits, memory, loss."""
