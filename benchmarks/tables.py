@@ -94,6 +94,11 @@ def balance(used: Results, folder: str) -> str:
     return f"{lines(head, rows)}\n\n*{sources(used, folder)}*"
 
 
+def _number(value: float | Sequence[float]) -> str:
+    """Or an interval."""
+    return " to ".join(f"{edge:g}" for edge in value) if isinstance(value, Sequence) else f"{value:g}"
+
+
 def failed(used: Results, folder: str) -> str:
     """Every claim that does not hold, of all results."""
     claims = [(name, entry) for name, result in used.items() for entry in result["claims"]]
@@ -101,7 +106,7 @@ def failed(used: Results, folder: str) -> str:
         (
             entry["claim"],
             f"{entry['asked']:g} {entry['unit']}",
-            f"{entry['measured']:g} {entry['unit']}",
+            f"{_number(entry['measured'])} {entry['unit']}",
             f"[{name}]({folder}/{name}.json)",
         )
         for name, entry in claims

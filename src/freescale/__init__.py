@@ -18,6 +18,8 @@ _EXPORTS = {
     "RowWiseAdagrad": "freescale.embedding.optimizers",
     "Parallel": "freescale.embedding.swap",
     "parallelize": "freescale.embedding.swap",
+    "ThresholdedExchange": "freescale.compress.activations",
+    "Thresholding": "freescale.compress.dense",
     "Pipeline": "freescale.pipeline.api",
     "connect": "freescale.transport.connect",
     "data": "freescale.data",
@@ -33,6 +35,8 @@ __all__ = [
     "Pipeline",
     "RowWiseAdagrad",
     "SequenceBatch",
+    "ThresholdedExchange",
+    "Thresholding",
     "connect",
     "data",
     "parallelize",
@@ -41,6 +45,8 @@ __all__ = [
 if TYPE_CHECKING:
     from freescale import data
     from freescale.batch import Jagged, Nested, SequenceBatch
+    from freescale.compress.activations import ThresholdedExchange
+    from freescale.compress.dense import Thresholding
     from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
     from freescale.embedding.swap import Parallel, parallelize
     from freescale.pipeline.api import Pipeline

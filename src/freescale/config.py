@@ -9,7 +9,7 @@ from typing import Any
 
 
 def option(default: Any, help: str, **checks: Any) -> Any:
-    """A field with its help text and checks (`minimum`, `maximum`, `choices`, `above`)."""
+    """A field with its help text and checks (`minimum`, `maximum`, `choices`, `above`, `below`)."""
     return field(default=default, metadata={"help": help, **checks})
 
 
@@ -28,6 +28,8 @@ class _Checked:
                 raise ValueError(f"{flag} must be at most {rules['maximum']}, got {value}")
             if "above" in rules and not value > rules["above"]:
                 raise ValueError(f"{flag} must be above {rules['above']}, got {value}")
+            if "below" in rules and not value < rules["below"]:
+                raise ValueError(f"{flag} must be below {rules['below']}, got {value}")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)  # type: ignore[call-overload]
@@ -77,6 +79,13 @@ class TrainConfig(_Checked):
     decay: str = option("constant", "learning rate after warm-up", choices=("constant", "linear", "cosine"))
     clip: float | None = option(None, "global norm limit of the dense gradients", above=0.0)
     row_clip: float | None = option(None, "norm limit of each table row's gradient", above=0.0)
+    compress_dense: float | None = option(
+        None,
+        "share of the dense gradients' entries that a step holds back: 0.99 sends the largest 1 % (default: all, the exact step)",
+        minimum=0.0,
+        below=1.0,
+    )
+    compress_every: int = option(10, "steps between two resets of the thresholds of --compress-dense", minimum=1)
     accumulate: int = option(1, "micro-batches of a rank's batch", minimum=1)
     precision: str = option("fp32", "compute precision", choices=("fp32", "bf16"))
     schedule: str = option("staged", "how communication and compute are ordered", choices=("staged", "serial"))

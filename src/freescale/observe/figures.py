@@ -16,6 +16,7 @@ _SOMETIMES = (
     "predicted_imbalance",
     "moved_tokens_percent",
     "cost_error_percent",
+    "dense_sent_percent",
 )
 # What a rank has of a batch: the counter before balancing and the one after it.
 _SHARES = {
@@ -98,6 +99,8 @@ def merge_step(records: Sequence[Mapping]) -> dict:
         figures["cost_error_percent"] = 100 * counters["max_cost_error"]
     if counters.get("requests"):
         figures["collision_percent"] = 100 * counters["collisions"] / counters["requests"]
+    if counters.get("dense_entries"):
+        figures["dense_sent_percent"] = 100 * counters["dense_entries_sent"] / counters["dense_entries"]
     return figures
 
 

@@ -18,6 +18,7 @@ from freescale.observe.ledger import Ledger
 from freescale.pipeline.agreement import MAX_TASKS, Agreement
 from freescale.pipeline.buckets import GradientBuckets
 from freescale.pipeline.garbage import objects_set_aside
+from freescale.pipeline.reducer import MakeReducer, Reducer
 from freescale.pipeline.stopwatch import Stopwatch
 from freescale.pipeline.upcoming import Upcoming
 
@@ -52,12 +53,13 @@ class Schedule(ABC):
         learning_rate: Callable[[int], float] | None = None,
         task_weights: Mapping[str, float] | None = None,
         balancer: Balancer | None = None,
+        reducer: MakeReducer | None = None,
     ) -> None:
         """`learning_rate(step)` scales the learning rates of the dense optimizer and of the rows; steps count from 1.
 
         `accumulate` cuts a rank's batch into that many micro-batches; the step stays one step. `precision` is fp32 (whatever the
         model's parameters are) or bf16 (autocast; no loss scaling). `balancer` moves the samples of the next batch while this one
-        computes.
+        computes. `reducer` sums the dense gradients over the ranks in another way than exactly (`freescale.Thresholding(0.99)`).
         """
         if accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {accumulate}")
@@ -75,7 +77,7 @@ class Schedule(ABC):
         self.steps = 0  # made so far
         self._factor = learning_rate or (lambda step: 1.0)
         self._base_lr = [group["lr"] for group in optimizer.param_groups]
-        self.buckets = GradientBuckets(parallel.dense_parameters(), self.transport.device)
+        self.buckets: Reducer = (reducer or GradientBuckets)(parallel.dense_parameters(), self.transport.device)
 
     def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
         """Trains until every rank's data has ended; a rank that runs out joins with empty batches. The data of a rank may fail:

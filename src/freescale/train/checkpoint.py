@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from freescale.embedding.collection import Tables
 from freescale.embedding.swap import Parallel
+from freescale.pipeline.reducer import Reducer
+from freescale.train.carried import Carried
 from freescale.transport.api import Transport
 from freescale.transport.collective import Collective
 
@@ -100,8 +102,15 @@ class Checkpoints:
 
     # ---- save
 
-    def save(self, parallel: Parallel, optimizer: torch.optim.Optimizer, progress: Mapping[str, Any]) -> Path:
-        """`progress` is plain JSON with at least `step`: where the run stands."""
+    def save(
+        self,
+        parallel: Parallel,
+        optimizer: torch.optim.Optimizer,
+        progress: Mapping[str, Any],
+        reducer: Reducer | None = None,
+    ) -> Path:
+        """`progress` is plain JSON with at least `step`: where the run stands. `reducer` is the pipeline's (`pipeline.buckets`):
+        one that compresses carries errors from step to step."""
         step = int(progress["step"])
         final, temporary = self.path(step), self.folder / f".writing-{step:08d}"
         if self.transport.rank == 0:
@@ -112,12 +121,15 @@ class Checkpoints:
         self._barrier()
         parallel.tables.settle()
         tensors = _tensors(parallel, optimizer, self.transport)
+        carried = Carried(reducer, _names(parallel))
+        tensors |= carried.tensors(self.transport.rank)
         writer = dcp.FileSystemWriter(temporary, overwrite=True)
         with checkpointing(f"checkpoint {final} could not be written"):
             dcp.save(tensors, storage_writer=writer, **self._coordination())
         if self.transport.rank == 0:
             state = _description(parallel, optimizer) | {"progress": dict(progress)}
             state |= {"ranks": self.transport.world, "device": self.transport.device.type}
+            state |= {"carried": carried.names} if carried.names else {}
             with open(temporary / "state.json", "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
                 file.flush()
@@ -145,9 +157,16 @@ class Checkpoints:
             raise ValueError(f"{path} has checkpoint format {state.get('format')}, this version reads {_FORMAT}")
         return state
 
-    def load(self, path: Path, parallel: Parallel, optimizer: torch.optim.Optimizer | None = None) -> dict:
+    def load(
+        self,
+        path: Path,
+        parallel: Parallel,
+        optimizer: torch.optim.Optimizer | None = None,
+        reducer: Reducer | None = None,
+    ) -> dict:
         """Restores tables, dense weights and (if given) optimizer state and random state; returns the progress. An optimizer's
-        settings (learning rate, weight decay, ...) stay the caller's: they may have changed on purpose."""
+        settings (learning rate, weight decay, ...) stay the caller's: they may have changed on purpose. Errors of compression go to
+        the pipeline's `reducer`; where its state was not saved it begins with none, where it is exact they are left."""
         state = self.read_state(path)
         if not parallel.tables.placed:
             parallel.tables.place(recorded=state["placement"])
@@ -156,10 +175,13 @@ class Checkpoints:
         same_ranks = state["ranks"] == self.transport.world and state["device"] == self.transport.device.type
         if not same_ranks:  # other ranks or devices have other random states; each rank keeps its own
             tensors = {name: value for name, value in tensors.items() if not name.startswith("random/")}
+        carried = Carried(reducer, _names(parallel))
+        tensors |= carried.room(state.get("carried", ()), self.transport.rank, self.transport.world, state["ranks"])
         with checkpointing(f"checkpoint {path} could not be read"):
             dcp.load(tensors, storage_reader=SafeReader(path), **self._coordination())
         if optimizer is not None and same_ranks:
             _restore_random(tensors, self.transport)
+        carried.restore(same_ranks=state["ranks"] == self.transport.world)
         return state["progress"]
 
     def _coordination(self) -> dict[str, Any]:

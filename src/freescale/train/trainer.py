@@ -16,6 +16,7 @@ from torch import nn
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.registry import find_partitioner
+from freescale.compress.dense import Thresholding
 from freescale.config import RunConfig
 from freescale.data.loader import Histories
 from freescale.data.prefetch import prefetched
@@ -116,6 +117,12 @@ def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
     return Balancer(partitioner, cost, config.train.balance_cap, adapt=config.train.balance_adapt, segments=segments)
 
 
+def build_reducer(config: RunConfig) -> Thresholding | None:
+    """None: the exact sum."""
+    eta = config.train.compress_dense
+    return None if eta is None else Thresholding(eta, config.train.compress_every)
+
+
 def build_parallel(config: RunConfig, data: Histories, transport: Transport) -> Parallel:
     train = config.train
     model = build_model(config, data.num_items, data.num_actions)
@@ -172,6 +179,7 @@ class Trainer:
             precision=settings.precision,
             learning_rate=learning_rate(settings.warmup, settings.decay, self.total),
             balancer=build_balancer(config, transport.device),
+            reducer=build_reducer(config),
         )
         self.checkpoints = Checkpoints(folder / "checkpoints", transport, settings.keep_checkpoints)
         if resume:
@@ -251,13 +259,13 @@ class Trainer:
             "pipeline": self.pipeline.state_dict(),
             "data": self.data.state_dict(number + 1),
         }
-        self.checkpoints.save(self.parallel, self.optimizer, progress)
+        self.checkpoints.save(self.parallel, self.optimizer, progress, self.pipeline.buckets)
 
     def _load(self) -> None:
         latest = self.checkpoints.latest()
         if latest is None:
             raise ValueError(f"nothing to resume: {self.checkpoints.folder} holds no checkpoint")
-        progress = self.checkpoints.load(latest, self.parallel, self.optimizer)
+        progress = self.checkpoints.load(latest, self.parallel, self.optimizer, self.pipeline.buckets)
         self.pipeline.load_state_dict(progress["pipeline"])
         self.data.load_state_dict(progress["data"])
         self._forget_after(progress["step"])
@@ -282,10 +290,12 @@ class Trainer:
         data = self.data
         parameters = sum(p.numel() for p in self.parallel.dense_parameters())
         device = self.transport.device.type
+        compressed = build_reducer(self.config)
+        about = f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)" if compressed else ""
         return [
             f"{data.num_samples:,} users, {data.num_items:,} items; {self.transport.world} ranks on {device}, "
             f"global batch {data.global_batch}, schedule {self.config.train.schedule}, balance {self.config.train.balance}",
-            f"{parameters:,} dense parameters; {self.transport.about}",
+            f"{parameters:,} dense parameters{about}; {self.transport.about}",
             *self.parallel.tables.describe(),
         ]
 

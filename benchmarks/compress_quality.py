@@ -1,0 +1,104 @@
+"""What each rank of bench_compress.py's quality runs does: trains arms and evaluates them, one after another. Under torchrun:
+
+    torchrun --nproc-per-node 2 benchmarks/compress_quality.py RUNS.json     # a list of [histories, arm, seed, file to write]
+
+The model is HSTU for retrieval with a wide layer behind it, cut in the middle of that layer, where activations are exchanged.
+What that leaves out depends on the sample alone, not on who computes the upper part, so that here every rank computes both parts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import freescale
+from freescale.batch import SequenceBatch
+from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from freescale.data.prefetch import prefetched
+from freescale.models.heads import Retrieval
+from freescale.models.hstu import HSTU
+from freescale.observe.figures import merge_step
+from freescale.train.trainer import evaluate, histories
+from freescale.transport.api import Transport
+from freescale.transport.local import Local
+
+EXACT, GRADIENTS, ACTIVATIONS = "exact", "gradients, eta 0.99", "activations, 0.95"
+ARMS = (EXACT, GRADIENTS, ACTIVATIONS)
+WIDE, KEEP = 200, 10  # entries of an activation, and how many of them are kept
+SIZES = {"max_length": 20, "negatives": 32}
+SHAPE = {"width": 32, "layers": 1, "heads": 2}
+TRAINING = {"epochs": 8, "global_batch": 64, "lr": 1e-2, "row_lr": 1e-2}
+_COUNTERS = ("dense_entries", "dense_entries_sent", "dense_entries_on_wire")
+
+
+class Cut(Retrieval):
+    """A lower part, what crosses to the upper part, and the upper part."""
+
+    def __init__(self, encoder: HSTU, keep: int, **options: Any) -> None:
+        super().__init__(encoder, **options)
+        self.lower, self.upper = nn.Linear(encoder.width, WIDE), nn.Linear(WIDE, encoder.width)
+        self.exchange = freescale.ThresholdedExchange(Local(), keep)
+
+    def _encoded(self, batch: SequenceBatch) -> Tensor:
+        events = super()._encoded(batch)  # [tokens, width]
+        return events + self.upper(self.exchange(torch.relu(self.lower(events))))
+
+
+def train(transport: Transport, data: Path, arm: str, seed: int) -> dict[str, Any]:
+    """The same on every rank."""
+    begin = time.perf_counter()
+    settings = TrainConfig(seed=seed, **TRAINING)
+    config = RunConfig(DataConfig(data=str(data), **SIZES), ModelConfig(**SHAPE), settings)
+    source = histories(config, data, transport)
+    torch.manual_seed(seed)
+    encoder = HSTU(**SHAPE, max_length=SIZES["max_length"], dropout=config.model.dropout)
+    keep = KEEP if arm == ACTIVATIONS else WIDE
+    model = Cut(encoder, keep, num_items=source.num_items, temperature=config.model.temperature, table_device="meta")
+    rows = freescale.Adam(lr=settings.row_lr)
+    parallel = freescale.parallelize(model, model.features, rows, transport=transport, init_std=SHAPE["width"] ** -0.5, seed=seed)
+    optimizer = torch.optim.AdamW(parallel.dense_parameters(), lr=settings.lr, weight_decay=0.0)
+    reducer = freescale.Thresholding(0.99) if arm == GRADIENTS else None
+    pipeline = freescale.Pipeline(parallel, optimizer, schedule="serial", reducer=reducer)
+    records: list[dict] = []
+    loss = 0.0
+    with closing(prefetched(source)) as batches:
+        for result in pipeline.run(batches):
+            records += pipeline.ledger.drain()
+            loss = result.loss
+    records += pipeline.ledger.drain()
+    totals = {name: sum(record["counters"].get(name, 0) for record in records) for name in _COUNTERS}
+    sent = sum(figures["bytes"]["dense"] for figures in (merge_step([record]) for record in records))
+    quality = evaluate(config, parallel, data, "test", baseline=True)
+    return {
+        "hr@10": quality["model"]["hr@10"],
+        "ndcg@10": quality["model"]["ndcg@10"],
+        "popularity_hr@10": quality["popularity"]["hr@10"],
+        "last_loss": loss,
+        "steps": len(records),
+        "dense_parameters": sum(p.numel() for p in parallel.dense_parameters()),
+        "dense_bytes_sent_per_step": round(sent / len(records)),
+        "seconds": round(time.perf_counter() - begin, 1),
+        **totals,
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    transport = freescale.connect("cpu")
+    for histories_file, arm, seed, out in json.loads(Path(sys.argv[1]).read_text()):
+        found = train(transport, Path(histories_file), arm, seed)
+        if transport.rank == 0:
+            print(f"{Path(out).stem}, {arm}: HR@10 {found['hr@10']:.4f}, {found['seconds']:.0f} s", flush=True)
+            Path(out).write_text(json.dumps(found), encoding="utf-8")
+    transport.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""What sums the dense gradients over the ranks: exactly (buckets.py) or compressed (freescale.compress)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from freescale.transport.api import Transport
+
+
+class Reducer(Protocol):
+    flat: list[Tensor]  # all gradients, in buffers that the parameters' .grad are views of
+
+    def clear(self) -> None:
+        """Zero gradients, attached: before the first backward of a step."""
+
+    def start(self, transport: Transport, losses: Tensor) -> None:
+        """Before the last backward of a step, or after it: what is complete may leave. losses [tasks], to be summed too."""
+
+    def send(self) -> None:
+        """After the backward, before any other collective of the transport: what can leave has left, in one order everywhere."""
+
+    def reduce(self) -> Tensor:
+        """Gradients become what all ranks apply, the same bits on each; returns the losses summed over the ranks."""
+
+    def clip(self, limit: float) -> Tensor:
+        """Scales what is applied to a global norm of at most `limit`; returns the norm before."""
+
+
+MakeReducer = Callable[[Iterable[nn.Parameter], torch.device], Reducer]
