@@ -230,7 +230,7 @@ def test_the_stale_control_is_seen(world):
 streams = st.lists(st.lists(st.integers(0, 14), max_size=6), min_size=2, max_size=9).filter(lambda s: sum(map(bool, s[:1])) == 1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(streams, st.sampled_from(sorted(ROW_OPTIMIZERS)), st.integers(1, 2))
 def test_any_stream_of_ids(stream, optimizer, accumulate):
     different = _differences_of_any(Local(), stream, optimizer, accumulate)
