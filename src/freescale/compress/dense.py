@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from freescale.compress.entries import sum_entries
 from freescale.compress.threshold import above, check_period, check_share, entries_kept, smallest, threshold_of
+from freescale.pipeline.flat import FlatGradients
 from freescale.transport.api import Handle, Transport
 
 SMALL = 1024  # entries of a tensor below which indices cost more than they save
@@ -38,8 +39,8 @@ class Thresholding:
         return ThresholdedGradients(parameters, device, self.eta, self.every)
 
 
-class ThresholdedGradients:
-    """Every parameter's .grad is a view of a flat buffer, as in the exact step.
+class ThresholdedGradients(FlatGradients):
+    """In flat buffers as in the exact step.
 
     `state` holds what is carried from step to step, by parameter like an optimizer's: each rank has its own. After `reduce` the
     gradients are the same bits on every rank, so that weights never diverge.
@@ -68,13 +69,6 @@ class ThresholdedGradients:
         self._transport: Transport | None = None
         self._handles: list[Handle] = []  # of the losses and the small tensors
 
-    def clear(self) -> None:
-        """Zero gradients, attached: before the first backward of a step."""
-        for flat in self.flat:
-            flat.zero_()
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.grad = view
-
     def start(self, transport: Transport, losses: Tensor) -> None:
         """What is sent of a tensor depends on all of its gradient: only the losses [tasks] leave now."""
         self._transport, self._handles = transport, [transport.all_reduce(losses, "dense")]
@@ -86,8 +80,7 @@ class ThresholdedGradients:
 
     def reduce(self) -> Tensor:
         """Gradients become the sum of what the ranks send; returns the losses, summed over the ranks."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            assert parameter.grad is view, "an optimizer or the model replaced a gradient during the step"
+        self._check_attached()
         assert self._transport is not None and len(self._handles) == 1 + len(self._small), "`start` and `send` come first"
         for group in self._large:
             group.reduce(self._transport)
@@ -98,13 +91,8 @@ class ThresholdedGradients:
         return losses.wait()
 
     def clip(self, limit: float) -> Tensor:
-        """Scales what is applied to a global norm of at most `limit`; returns the norm before. The errors are not scaled: what
-        they hold has not been applied. Nothing is read by the host."""
-        norm = torch.stack([flat.double().square().sum() for flat in self.flat]).sum().sqrt()
-        factor = (limit / norm.clamp(min=1e-30)).clamp(max=1.0)
-        for flat in self.flat:
-            flat.mul_(factor.to(flat.dtype))
-        return norm
+        """Of what is applied. The errors are not scaled: what they hold has not been applied."""
+        return super().clip(limit)
 
     def adopt(self, saved: Sequence[dict[nn.Parameter, dict[str, Tensor]]], same_ranks: bool) -> None:
         """The state of ranks that were, as their own or added up: no error is lost when their number changes. What a rank's

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from freescale.pipeline.flat import FlatGradients
 from freescale.transport.api import Handle, Transport
 
 _MOST_BYTES = 25 << 20
@@ -16,8 +17,8 @@ _LEAST_BYTES = 2 << 20  # below, a message is mostly latency
 _BUCKETS = 4  # at least, where they are large enough: a backward has something to hide the first ones behind
 
 
-class GradientBuckets:
-    """Every parameter's .grad is a view of a bucket: nothing is copied before or after the AllReduce.
+class GradientBuckets(FlatGradients):
+    """Each of `flat` is a bucket, an AllReduce of its own.
 
     Parameters that a rank's batch did not reach count as zero, so that all ranks reduce the same buffers; one further message
     carries the step's summed losses. The order is the same on every rank, whatever it computes: losses, then the buckets, at first
@@ -27,8 +28,7 @@ class GradientBuckets:
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._views: list[Tensor] = []
-        self.flat: list[Tensor] = []
+        self.flat = []
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in reversed(self.parameters):
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
@@ -53,13 +53,6 @@ class GradientBuckets:
         for number, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._there, number))
 
-    def clear(self) -> None:
-        """Zero gradients, attached: before the first backward of a step."""
-        for flat in self.flat:
-            flat.zero_()
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.grad = view
-
     def start(self, transport: Transport, losses: Tensor) -> None:
         """Before the last backward of a step: each bucket leaves as soon as its gradients are there. losses [tasks], summed too."""
         self._transport, self._lacking = transport, [set(members) for members in self._members]
@@ -72,8 +65,7 @@ class GradientBuckets:
 
     def reduce(self) -> Tensor:
         """Waits for the sums of gradients, in place, and losses; returns the summed losses."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            assert parameter.grad is view, "an optimizer or the model replaced a gradient during the step"
+        self._check_attached()
         assert self._summed is not None and len(self._handles) == len(self.flat), "the buckets were not sent"
         for handle in self._handles:
             handle.wait()
@@ -114,14 +106,6 @@ class GradientBuckets:
             if self._lacking and self._lacking[bucket]:
                 return
             self._handles.append(self._transport.all_reduce(self.flat[bucket], "dense"))
-
-    def clip(self, limit: float) -> Tensor:
-        """Scales all gradients to a global norm of at most `limit`; returns the norm before. Nothing is read by the host."""
-        norm = torch.stack([flat.double().square().sum() for flat in self.flat]).sum().sqrt()
-        factor = (limit / norm.clamp(min=1e-30)).clamp(max=1.0)
-        for flat in self.flat:
-            flat.mul_(factor.to(flat.dtype))
-        return norm
 
 
 def largest_bucket(total: int) -> int:

@@ -1,0 +1,33 @@
+"""Gradients of many parameters in a few flat buffers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class FlatGradients:
+    """Every parameter's .grad is a view of one of `flat`: nothing is copied before or after they are summed over the ranks."""
+
+    parameters: list[nn.Parameter]
+    flat: list[Tensor]
+    _views: list[Tensor]  # of each parameter
+
+    def clear(self) -> None:
+        """Zero gradients, attached: before the first backward of a step."""
+        for flat in self.flat:
+            flat.zero_()
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad = view
+
+    def clip(self, limit: float) -> Tensor:
+        """Scales all gradients to a global norm of at most `limit`; returns the norm before. Nothing is read by the host."""
+        norm = torch.stack([flat.double().square().sum() for flat in self.flat]).sum().sqrt()
+        factor = (limit / norm.clamp(min=1e-30)).clamp(max=1.0)
+        for flat in self.flat:
+            flat.mul_(factor.to(flat.dtype))
+        return norm
+
+    def _check_attached(self) -> None:
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            assert parameter.grad is view, "an optimizer or the model replaced a gradient during the step"
