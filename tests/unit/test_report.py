@@ -149,8 +149,8 @@ def test_a_run_that_did_not_end(tmp_path):
         ("ledger.jsonl", "{}\nnope\n{}\n", "ledger.jsonl, line 2 is damaged"),
         ("metrics.jsonl", "3\n{}\n", "metrics.jsonl, line 1 is damaged"),
         ("trace.json.gz", "not gzip", "trace.json.gz is damaged"),
-        ("trace.json.gz", gzip.compress(b'{"traceEvents": [{"ph": "X"}]}'), "is not an event"),
-        ("trace.json.gz", gzip.compress(b'{"traceEvents": []}')[:-9], "trace.json.gz is damaged"),
+        ("trace.json.gz", gzip.compress(b'{"traceEvents": [{"ph": "X"}]}', mtime=0), "is not an event"),
+        ("trace.json.gz", gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9], "trace.json.gz is damaged"),
     ],
 )
 def test_damage_is_named(tmp_path, name, content, words):
