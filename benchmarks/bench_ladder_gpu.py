@@ -34,7 +34,7 @@ from ladder_arms import BASE, FULL, OURS, SEMI_SYNC, SERIAL, SPARSE_DIST, arm  #
 from results import claim, gpu_name, spread, write  # noqa: E402
 from workload import Workload  # noqa: E402
 
-from freescale.bench.ranks import divided_gpu, is_rank, join  # noqa: E402
+from freescale.bench.ranks import divided_gpu, is_rank, join, queues  # noqa: E402
 from freescale.observe.figures import merge_step  # noqa: E402
 
 # The paper's shape divided by 3: log-normal histories of median 3,000 and at most 21,000 items, 12 % collisions.
@@ -231,8 +231,7 @@ def main() -> None:
     if options.device == "cpu":
         sys.exit(subprocess.run(command, check=False, timeout=600).returncode)
     with divided_gpu(options.nproc) as divided:
-        connections = str(max(1, 64 // options.nproc))  # as freescale.bench.ranks says
-        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections, "OMP_NUM_THREADS": "2", **os.environ, **divided}
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": queues(options.nproc), "OMP_NUM_THREADS": "2", **os.environ, **divided}
         sys.exit(subprocess.run(command, env=environment, check=False, timeout=600).returncode)
 
 

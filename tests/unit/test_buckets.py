@@ -18,6 +18,11 @@ class Watched(Local):
     def __init__(self):
         super().__init__(CPU, Ledger(CPU))
         self.left = []
+        self.gathered = 0
+
+    def gather_bytes(self, payload):
+        self.gathered += 1
+        return super().gather_bytes(payload)
 
     def all_reduce(self, tensor, kind):
         self.left.append((tensor.data_ptr(), tensor.clone()))
@@ -79,6 +84,22 @@ def test_only_the_last_backward_sends():
     buckets.start(transport, torch.zeros(1))
     model(torch.randn(2, 700)).sum().backward()
     assert len(transport.left) == 1 + len(buckets.flat)
+
+
+@pytest.mark.parametrize("overlapped", [True, False])
+def test_the_order_is_agreed_on_once(overlapped):
+    model, transport = _model(), Watched()
+    buckets = GradientBuckets(model.parameters(), CPU)
+    for _ in range(3):
+        buckets.clear()
+        if overlapped:
+            buckets.start(transport, torch.zeros(1))
+        model(torch.randn(2, 700)).sum().backward()
+        if not overlapped:  # as the serial schedule does
+            buckets.start(transport, torch.zeros(1))
+        buckets.send()
+        buckets.reduce()
+    assert transport.gathered == 1
 
 
 def test_a_gradient_that_comes_twice_is_an_error():

@@ -85,6 +85,7 @@ class Runner:
             "{file}": self.machine.file and os.path.abspath(self.machine.file),
         }
         words = [places.get(word) or word for word in shlex.split(one.command)]
+        # A variable and not an option: the one function that writes results reads it, and no benchmark has to pass it on.
         environment = {**os.environ, "FREESCALE_RESULTS": str(self.folder)}
         with ExitStack() as stack:
             if one.ranks > self.machine.gpus:

@@ -43,7 +43,8 @@ class ThresholdedGradients(FlatGradients):
     """In flat buffers as in the exact step.
 
     `state` holds what is carried from step to step, by parameter like an optimizer's: each rank has its own. After `reduce` the
-    gradients are the same bits on every rank, so that weights never diverge.
+    gradients are the same bits on every rank, so that weights never diverge. `clip` scales them, and not the errors,
+    which have not been applied.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, eta: float, every: int = EVERY) -> None:
@@ -89,10 +90,6 @@ class ThresholdedGradients(FlatGradients):
             handle.wait()
         self._transport, self._handles = None, []
         return losses.wait()
-
-    def clip(self, limit: float) -> Tensor:
-        """Of what is applied. The errors are not scaled: what they hold has not been applied."""
-        return super().clip(limit)
 
     def adopt(self, saved: Sequence[dict[nn.Parameter, dict[str, Tensor]]], same_ranks: bool) -> None:
         """The state of ranks that were, as their own or added up: no error is lost when their number changes. What a rank's

@@ -77,13 +77,13 @@ class GradientBuckets(FlatGradients):
         return summed
 
     def _agree(self, came: list[int]) -> None:
-        """On the order that the first rank with a batch saw. A collective, until there is one."""
+        """On the order that the first rank with a batch saw. A collective, once: some rank has a batch in every step, so that where
+        none saw an order the gradients do not leave during the backward (serial), and it does not matter."""
         assert self._transport is not None
         seen = [json.loads(order) for order in self._transport.gather_bytes(json.dumps(came).encode())]
-        order = next((order for order in seen if order), None)
-        if order is not None:
-            self._order = order + [bucket for bucket in range(len(self.flat)) if bucket not in order]
-            self._came = None
+        order: list[int] = next((order for order in seen if order), [])
+        self._order = order + [bucket for bucket in range(len(self.flat)) if bucket not in order]
+        self._came = None
 
     def _there(self, number: int, parameter: Tensor) -> None:
         if not self._lacking:
