@@ -24,7 +24,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "peer")]
 
 from hosts import RATE, hosts  # noqa: E402
-from ladder_arms import BASE, FULL, OURS, PERMUTED, SERIAL, SPARSE_DIST  # noqa: E402
+from ladder_arms import BASE, FULL, OURS, PARTS, PERMUTED, SERIAL, SPARSE_DIST  # noqa: E402
 from pinned import pinned_ranks  # noqa: E402
 from priority_figures import row  # noqa: E402
 from results import claim, write  # noqa: E402
@@ -123,7 +123,7 @@ def main() -> None:
     workload = PAPER
     if options.file:
         workload = replace(PAPER, collisions=None, file=options.file, rows=items_of(options.file))
-    names = [SERIAL, FULL] if options.short else [BASE, SPARSE_DIST, *OURS]
+    names = [SERIAL, FULL] if options.short else [BASE, SPARSE_DIST, *(name for name in OURS if name != PARTS)]  # parts: for GPUs
     repetitions = 4 if options.short else options.repetitions
     with testbed() as (run, name):
         together = {} if options.short else parity(run, workload, names)

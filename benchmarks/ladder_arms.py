@@ -18,13 +18,15 @@ BASE, SPARSE_DIST = "TorchRec TrainPipelineBase", "TorchRec TrainPipelineSparseD
 SEMI_SYNC = "TorchRec TrainPipelineSemiSync"  # trains on stale rows; needs CUDA
 _PIPELINES = {BASE: "base", SPARSE_DIST: "sparse_dist", SEMI_SYNC: "semi_sync"}
 SERIAL, PERMUTED, FULL = "serial", "serial, samples permuted", "staged + balancing + hostwire"
-# Each rung adds one technique: schedule, balancing (greedy, its costs corrected by measured times), transport.
-OURS: dict[str, tuple[str, bool, str]] = {
-    SERIAL: ("serial", False, "collective"),
-    "serial + balancing": ("serial", True, "collective"),
-    "staged": ("staged", False, "collective"),
-    "staged + balancing": ("staged", True, "collective"),
-    FULL: ("staged", True, "hostwire-gloo"),
+PARTS = f"{FULL}, dense by parts"
+# Each rung adds one technique: schedule, balancing (greedy, its costs corrected by measured times), transport, dense sums over it.
+OURS: dict[str, tuple[str, bool, str, str]] = {
+    SERIAL: ("serial", False, "collective", "collective"),
+    "serial + balancing": ("serial", True, "collective", "collective"),
+    "staged": ("staged", False, "collective", "collective"),
+    "staged + balancing": ("staged", True, "collective", "collective"),
+    FULL: ("staged", True, "hostwire-gloo", "collective"),
+    PARTS: ("staged", True, "hostwire-gloo", "parts"),
 }
 
 
@@ -33,9 +35,9 @@ def arm(name: str, workload: Workload, rank: int, world: int, device: torch.devi
     if name == PERMUTED:
         return build(workload, rank, world, "serial", permuted=True)
     if name in OURS:
-        schedule, balanced, transport = OURS[name]
+        schedule, balanced, transport, sums = OURS[name]
         balancer = _balancer(workload) if balanced else None
-        return build(workload, rank, world, schedule, transport=transport, device=device, balancer=balancer)
+        return build(workload, rank, world, schedule, transport=transport, device=device, balancer=balancer, dense_sums=sums)
     logging.getLogger("torch.fx").setLevel(logging.ERROR)  # TorchRec's tracing makes it warn on every start
     import torchrec_arms
     from ledgered import Ledgered

@@ -100,6 +100,11 @@ class TrainConfig(_Checked):
         "what carries ids, rows, gradients and samples: process groups, or copy engines and the CPU",
         choices=("auto", "collective", "hostwire-gloo", "hostwire-ucx"),
     )
+    dense_sums: str = option(
+        "collective",
+        "what sums the gradients of the dense parameters: the process group (NCCL on GPUs), or the ranks, by parts, over --transport",
+        choices=("collective", "parts"),
+    )
     wire_precision: str = option("full", "of rows and gradients on the way (bf16 rounds each value)", choices=("full", "bf16"))
     placement: str = option("auto", "auto, sharded or replicated; or table=choice, comma-separated")
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))

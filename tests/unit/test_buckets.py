@@ -1,5 +1,7 @@
 """Dense gradients leave in buckets while the backward goes on, in an order that does not depend on what a rank computes."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -34,23 +36,32 @@ def _model():
     return nn.Sequential(*[nn.Linear(700, 700) for _ in range(8)])
 
 
-def _first_layer_seen(model, transport, seen):
-    model[0].weight.register_hook(lambda gradient: seen.append(len(transport.left)))
+def _step(buckets, transport, model, x, losses=None, overlapped=True):
+    """As the schedules do: staged starts before the backward, serial after it."""
+    losses = torch.zeros(1) if losses is None else losses
+    buckets.clear()
+    if overlapped:
+        buckets.start(transport, losses)
+    if x is not None:
+        model(x).square().sum().backward()
+    if not overlapped:
+        buckets.start(transport, losses)
+    before = len(transport.left)
+    buckets.send()
+    return before, buckets.reduce()
 
 
 def test_buckets_leave_during_the_backward_with_their_gradients():
     model, transport, seen = _model(), Watched(), []
     buckets = GradientBuckets(model.parameters(), CPU)
-    _first_layer_seen(model, transport, seen)
+    model[0].weight.register_hook(lambda gradient: seen.append(len(transport.left)))
     x, losses = torch.randn(4, 700), torch.tensor([3.0])
-    buckets.clear()
-    buckets.start(transport, losses)
-    model(x).square().sum().backward()
-    before = len(transport.left)
-    buckets.send()
-    summed = buckets.reduce()
+    _step(buckets, transport, model, x)
+    assert seen == [1]  # the first backward shows the order: nothing but the losses leaves before its end
+    transport.left.clear()
+    before, summed = _step(buckets, transport, model, x, losses)
     assert len(buckets.flat) >= 4 and before == len(transport.left) == 1 + len(buckets.flat)
-    assert seen and 1 + 3 <= seen[0] < before  # most had left when the first layer got its gradient
+    assert 1 + 3 <= seen[1] < before  # most had left when the first layer got its gradient
     assert [address for address, _ in transport.left[1:]] == [flat.data_ptr() for flat in buckets.flat] and summed.item() == 3.0
     for (_, left), flat in zip(transport.left[1:], buckets.flat, strict=True):
         assert torch.equal(left, flat)  # nothing was added after it had left
@@ -60,17 +71,42 @@ def test_buckets_leave_during_the_backward_with_their_gradients():
         assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_a_rank_without_a_batch_or_with_unused_parameters_sends_the_same():
-    orders = []
-    for used in (8, 5, 0):
+def test_the_first_backward_sums_as_the_later_ones():
+    """A run that is resumed has its first backward later: its sums are those of the run before."""
+    left = []
+    for steps in (1, 2):
         model, transport = _model(), Watched()
         buckets = GradientBuckets(model.parameters(), CPU)
-        buckets.clear()
-        buckets.start(transport, torch.zeros(1))
-        if used:
-            model[:used](torch.randn(2, 700)).sum().backward()
-        buckets.send()
-        buckets.reduce()
+        x = torch.ones(4, 700)
+        for _ in range(steps):
+            transport.left.clear()
+            _step(buckets, transport, model, x)
+        left.append([tensor for _, tensor in transport.left])
+    assert len(left[0]) >= 5 and all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+
+
+class Told(Watched):
+    """What another rank, which is first, saw."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.order = order
+
+    def gather_bytes(self, payload):
+        self.sent = json.loads(super().gather_bytes(payload)[0])
+        return [json.dumps(self.order).encode(), payload]
+
+
+def test_a_rank_without_a_batch_or_with_unused_parameters_sends_the_same():
+    orders = []
+    order = list(reversed(range(16)))
+    for used in (8, 5, 0):
+        model, transport = _model(), Told(order)
+        buckets = GradientBuckets(model.parameters(), CPU)
+        x = torch.randn(2, 700) if used else None
+        for _ in range(2):
+            _step(buckets, transport, model[:used], x)
+        assert len(transport.sent) == 2 * used
         orders.append([left.shape for _, left in transport.left])
     assert orders[0] == orders[1] == orders[2]
 
@@ -78,6 +114,8 @@ def test_a_rank_without_a_batch_or_with_unused_parameters_sends_the_same():
 def test_only_the_last_backward_sends():
     model, transport = _model(), Watched()
     buckets = GradientBuckets(model.parameters(), CPU)
+    _step(buckets, transport, model, torch.randn(2, 700))
+    transport.left.clear()
     buckets.clear()
     model(torch.randn(2, 700)).sum().backward()
     assert not transport.left
@@ -91,15 +129,18 @@ def test_the_order_is_agreed_on_once(overlapped):
     model, transport = _model(), Watched()
     buckets = GradientBuckets(model.parameters(), CPU)
     for _ in range(3):
-        buckets.clear()
-        if overlapped:
-            buckets.start(transport, torch.zeros(1))
-        model(torch.randn(2, 700)).sum().backward()
-        if not overlapped:  # as the serial schedule does
-            buckets.start(transport, torch.zeros(1))
-        buckets.send()
-        buckets.reduce()
+        _step(buckets, transport, model, torch.randn(2, 700), overlapped=overlapped)
     assert transport.gathered == 1
+
+
+def test_both_schedules_divide_alike():
+    shapes = []
+    for overlapped in (True, False):
+        model, transport = Backwards(), Watched()
+        buckets = GradientBuckets(model.parameters(), CPU)
+        _step(buckets, transport, model, torch.randn(2, 700), overlapped=overlapped)
+        shapes.append([sorted(members) for members in buckets._members])
+    assert shapes[0] == shapes[1]
 
 
 def test_a_gradient_that_comes_twice_is_an_error():
@@ -127,19 +168,13 @@ class Backwards(nn.Module):
         return x
 
 
-def test_buckets_leave_as_the_first_backward_completed_them():
+def test_a_bucket_holds_gradients_that_come_one_after_another():
     model, transport, seen = Backwards(), Watched(), []
     buckets = GradientBuckets(model.parameters(), CPU)
     model.layers[-1].weight.register_hook(lambda gradient: seen.append(len(transport.left)))  # the forward's first layer
     for _ in range(2):
         transport.left.clear()
-        buckets.clear()
-        buckets.start(transport, torch.zeros(1))
-        model(torch.randn(2, 700)).sum().backward()
-        buckets.send()
-        buckets.reduce()
-    assert seen[0] == 1  # the first bucket to leave held the last gradient: all waited for it
-    assert seen[1] >= 1 + 3
-    addresses = [address for address, _ in transport.left[1:]]
-    assert sorted(addresses) == sorted(flat.data_ptr() for flat in buckets.flat)
-    assert addresses == [flat.data_ptr() for flat in reversed(buckets.flat)]
+        _step(buckets, transport, model, torch.randn(2, 700))
+    assert seen[0] == 1 and seen[1] >= 1 + 3
+    firsts = [min(members) for members in buckets._members]
+    assert firsts == sorted(firsts)  # parameters are registered in the order of the backward here

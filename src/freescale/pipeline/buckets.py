@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from freescale.pipeline.flat import FlatGradients
+from freescale.pipeline.summing import Summing
 from freescale.transport.api import Handle, Transport
 
 _MOST_BYTES = 25 << 20
@@ -21,45 +22,65 @@ class GradientBuckets(FlatGradients):
     """Each of `flat` is a bucket, an AllReduce of its own.
 
     Parameters that a rank's batch did not reach count as zero, so that all ranks reduce the same buffers; one further message
-    carries the step's summed losses. The order is the same on every rank, whatever it computes: losses, then the buckets, at first
-    from the model's last parameters to its first. A backward may reach them in another order; the first one shows it, and from then
-    on they leave in that. What a bucket holds, and so every bit of a sum, does not depend on it.
+    carries the step's summed losses. The order is the same on every rank, whatever it computes: losses, then the buckets. Which
+    parameters make a bucket is found in the first backward: those whose gradients came one after another. It sends nothing before
+    it has ended; each later one sends a bucket as soon as it is complete. The division is a function of the model, so that a run
+    which is resumed sums as the one before.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, summing: Summing | None = None) -> None:
+        """`summing` sums instead of the transport."""
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.flat = []
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in reversed(self.parameters):
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        views: dict[int, Tensor] = {}
-        self._members: list[set[int]] = []  # of each bucket: parameters by number
-        numbers = {id(p): number for number, p in enumerate(self.parameters)}
-        for dtype, members in by_dtype.items():
-            for bucket in _cut(members):
-                flat = torch.zeros(sum(p.numel() for p in bucket), dtype=dtype, device=device)
-                self.flat.append(flat)
-                pieces = flat.split([p.numel() for p in bucket])
-                views |= {id(p): piece.view_as(p) for p, piece in zip(bucket, pieces, strict=True)}
-                self._members.append({numbers[id(p)] for p in bucket})
-        self._views = [views[id(p)] for p in self.parameters]
-        self._bucket = {number: index for index, members in enumerate(self._members) for number in members}
+        self._device, self._summing = device, summing
         self._lacking: list[set[int]] = []  # of each bucket: parameters whose gradient is not there yet; empty while nobody asks
         self._summed: Handle | None = None
         self._handles: list[Handle] = []
-        self._transport: Transport | None = None
-        self._order = list(range(len(self.flat)))  # in which the buckets leave
-        self._came: list[int] | None = []  # buckets, as a backward completed them; None once that is agreed on
+        self._sums: Transport | Summing | None = None
+        backwards = list(reversed(range(len(self.parameters))))
+        self._divide(backwards)
+        # Parameters by number, as the first backward reached them; None once all know.
+        self._came: dict[int, None] | None = {} if len(self.flat) > len({p.dtype for p in self.parameters}) else None
         for number, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._there, number))
 
+    def _divide(self, order: list[int]) -> None:
+        """Into buckets, in that order of the parameters."""
+        self.flat = []
+        self._members: list[set[int]] = []  # of each bucket: parameters by number
+        views: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(self.parameters[number].dtype for number in order):
+            for bucket in self._cut([number for number in order if self.parameters[number].dtype == dtype]):
+                sizes = [self.parameters[number].numel() for number in bucket]
+                self.flat.append(torch.zeros(sum(sizes), dtype=dtype, device=self._device))
+                views |= dict(zip(bucket, self.flat[-1].split(sizes), strict=True))
+                self._members.append(set(bucket))
+        self._views = [views[number].view_as(parameter) for number, parameter in enumerate(self.parameters)]
+        self._bucket = {number: index for index, members in enumerate(self._members) for number in members}
+
+    def _cut(self, numbers: list[int]) -> list[list[int]]:
+        sizes = [self.parameters[number].numel() * self.parameters[number].element_size() for number in numbers]
+        most = largest_bucket(sum(sizes))
+        buckets: list[list[int]] = []
+        filled = most + 1
+        for number, size in zip(numbers, sizes, strict=True):
+            if filled + size > most:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(number)
+            filled += size
+        return buckets
+
     def start(self, transport: Transport, losses: Tensor) -> None:
         """Before the last backward of a step: each bucket leaves as soon as its gradients are there. losses [tasks], summed too."""
-        self._transport, self._lacking = transport, [set(members) for members in self._members]
-        self._summed, self._handles = transport.all_reduce(losses, "dense"), []
+        self._sums = self._summing or transport
+        self._lacking = [set(members) for members in self._members]
+        self._summed, self._handles = self._sums.all_reduce(losses, "dense"), []
 
     def send(self) -> None:
         """The buckets that have not left yet: all, on a rank without a batch. Before any other collective of this transport."""
+        self._check_attached()
+        if self._came is not None:
+            self._agree(self._came)
         self._lacking = []
         self._leave()
 
@@ -70,22 +91,24 @@ class GradientBuckets(FlatGradients):
         for handle in self._handles:
             handle.wait()
         summed = self._summed.wait()
-        if self._came is not None and len(self.flat) > 1:
-            self._agree(self._came)
-        self._summed = self._transport = None
+        self._summed = self._sums = None
         self._handles = []
         return summed
 
-    def _agree(self, came: list[int]) -> None:
-        """On the order that the first rank with a batch saw. A collective, once: some rank has a batch in every step, so that where
-        none saw an order the gradients do not leave during the backward (serial), and it does not matter."""
-        assert self._transport is not None
-        seen = [json.loads(order) for order in self._transport.gather_bytes(json.dumps(came).encode())]
-        order: list[int] = next((order for order in seen if order), [])
-        self._order = order + [bucket for bucket in range(len(self.flat)) if bucket not in order]
+    def _agree(self, came: dict[int, None]) -> None:
+        """On the order that the first rank with a batch saw: some rank has one in every step. A collective, once."""
+        assert self._sums is not None
+        seen: list[list[int]] = [json.loads(order) for order in self._sums.gather_bytes(json.dumps(list(came)).encode())]
+        order = dict.fromkeys(next((order for order in seen if order), []))
+        gradients = self._views
+        self._divide([*order, *(number for number in reversed(range(len(self.parameters))) if number not in order)])
+        for parameter, gradient, view in zip(self.parameters, gradients, self._views, strict=True):
+            parameter.grad = view.copy_(gradient)
         self._came = None
 
     def _there(self, number: int, parameter: Tensor) -> None:
+        if self._came is not None:
+            self._came[number] = None
         if not self._lacking:
             return
         bucket = self._bucket[number]
@@ -95,33 +118,18 @@ class GradientBuckets(FlatGradients):
                 "between: activation checkpointing must be torch's, with use_reentrant=False"
             )
         self._lacking[bucket].discard(number)
-        if self._came is not None and not self._lacking[bucket]:
-            self._came.append(bucket)
-        self._leave()
+        if self._came is None:
+            self._leave()
 
     def _leave(self) -> None:
         """Buckets whose gradients are all there, in their order."""
-        assert self._transport is not None
-        for bucket in self._order[len(self._handles) :]:
+        assert self._sums is not None
+        for bucket in range(len(self._handles), len(self.flat)):
             if self._lacking and self._lacking[bucket]:
                 return
-            self._handles.append(self._transport.all_reduce(self.flat[bucket], "dense"))
+            self._handles.append(self._sums.all_reduce(self.flat[bucket], "dense"))
 
 
 def largest_bucket(total: int) -> int:
     """Bytes, of so many in all."""
     return min(_MOST_BYTES, max(_LEAST_BYTES, total // _BUCKETS))
-
-
-def _cut(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    sizes = [p.numel() * p.element_size() for p in parameters]
-    most = largest_bucket(sum(sizes))
-    buckets: list[list[nn.Parameter]] = []
-    filled = most + 1
-    for parameter, size in zip(parameters, sizes, strict=True):
-        if filled + size > most:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(parameter)
-        filled += size
-    return buckets

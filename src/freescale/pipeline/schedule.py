@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ from freescale.pipeline.buckets import GradientBuckets
 from freescale.pipeline.garbage import objects_set_aside
 from freescale.pipeline.reducer import MakeReducer, Reducer
 from freescale.pipeline.stopwatch import Stopwatch
+from freescale.pipeline.summing import Summing
 from freescale.pipeline.upcoming import Upcoming
+
+DENSE_SUMS = ("collective", "parts")
 
 
 @dataclass(frozen=True)
@@ -54,17 +58,23 @@ class Schedule(ABC):
         task_weights: Mapping[str, float] | None = None,
         balancer: Balancer | None = None,
         reducer: MakeReducer | None = None,
+        dense_sums: str = "collective",
     ) -> None:
         """`learning_rate(step)` scales the learning rates of the dense optimizer and of the rows; steps count from 1.
 
         `accumulate` cuts a rank's batch into that many micro-batches; the step stays one step. `precision` is fp32 (whatever the
         model's parameters are) or bf16 (autocast; no loss scaling). `balancer` moves the samples of the next batch while this one
         computes. `reducer` sums the dense gradients over the ranks in another way than exactly (`freescale.Thresholding(0.99)`).
+        `dense_sums`: by the process group (collective), or by parts over the transport's own exchanges (parts: summing.py).
         """
         if accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {accumulate}")
         if precision not in ("fp32", "bf16"):
             raise ValueError(f"precision must be fp32 or bf16, not {precision!r}")
+        if dense_sums not in DENSE_SUMS:
+            raise ValueError(f"dense_sums must be one of {', '.join(DENSE_SUMS)}, not {dense_sums!r}")
+        if dense_sums == "parts" and reducer is not None:
+            raise ValueError("compressed gradients are summed in their own way: dense_sums='parts' is for exact ones")
         self.parallel, self.optimizer = parallel, optimizer
         self.tables, self.transport = parallel.tables, parallel.transport
         assert isinstance(self.transport.ledger, Ledger)
@@ -77,13 +87,18 @@ class Schedule(ABC):
         self.steps = 0  # made so far
         self._factor = learning_rate or (lambda step: 1.0)
         self._base_lr = [group["lr"] for group in optimizer.param_groups]
-        self.buckets: Reducer = (reducer or GradientBuckets)(parallel.dense_parameters(), self.transport.device)
+        parts = dense_sums == "parts" and self.transport.world > 1
+        self._summing = Summing(self.transport) if parts else None
+        exact = partial(GradientBuckets, summing=self._summing)
+        self.buckets: Reducer = (reducer or exact)(parallel.dense_parameters(), self.transport.device)
 
     def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
         """Trains until every rank's data has ended; a rank that runs out joins with empty batches. The data of a rank may fail:
         then all ranks raise. Who leaves the loop early calls `flush` before reading the tables (checkpoints and evaluation do)."""
         with objects_set_aside():
             yield from self._run(iter(data))
+        if self._summing is not None:
+            self._summing.close()
 
     @abstractmethod
     def _run(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:

@@ -180,6 +180,7 @@ class Trainer:
             learning_rate=learning_rate(settings.warmup, settings.decay, self.total),
             balancer=build_balancer(config, transport.device),
             reducer=build_reducer(config),
+            dense_sums=config.train.dense_sums,
         )
         self.checkpoints = Checkpoints(folder / "checkpoints", transport, settings.keep_checkpoints)
         if resume:
@@ -292,6 +293,8 @@ class Trainer:
         device = self.transport.device.type
         compressed = build_reducer(self.config)
         about = f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)" if compressed else ""
+        if self.config.train.dense_sums == "parts":
+            about = " (their gradients are summed by parts, over the transport)"
         return [
             f"{data.num_samples:,} users, {data.num_items:,} items; {self.transport.world} ranks on {device}, "
             f"global batch {data.global_batch}, schedule {self.config.train.schedule}, balance {self.config.train.balance}",
