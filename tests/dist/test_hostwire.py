@@ -22,7 +22,7 @@ from wires import WIRES, wired  # isort: skip
 
 
 def hostwire(transport, wire, seconds=60.0):
-    kind, shared = wired(wire)
+    kind, shared = wired(wire, transport.rank)
     limit = timedelta(seconds=seconds)
     return Hostwire("cpu", Ledger(), transport.group, transport.control, kind, shared=shared, timeout=limit)
 
@@ -83,7 +83,7 @@ def _exchange(channel, messages, draw, delay):
 def test_mixed_messages(wire, world, messages):
     """Over each wire more than 10,000 messages between pairs of ranks."""
     for path in run_ranks(world, _mixed, wire, messages, True, timeout=200):
-        assert world == 1 or path.endswith(wire)
+        assert world == 1 or path.endswith(wire.removesuffix(": mixed"))
 
 
 def _gathered(transport, wire):
@@ -124,7 +124,7 @@ def test_bytes_and_path_are_in_the_ledger(wire):
     (first, paths), (second, _) = run_ranks(2, _counted, wire)
     assert first == [["rows", 24, 12], ["counts", 8, 8]] and second == [["rows", 12, 24], ["counts", 8, 8]]
     (name,) = paths["rows"]
-    assert paths == {"rows": {name: 24}, "counts": {name: 8}} and name == f"hostwire: {wire}"
+    assert paths == {"rows": {name: 24}, "counts": {name: 8}} and name == f"hostwire: {wire.removesuffix(': mixed')}"
 
 
 def _fails(transport, wire, how):
@@ -183,6 +183,18 @@ def _idle(transport, wire):
 @pytest.mark.parametrize("wire", WIRES)
 def test_no_core_is_busy_while_nothing_moves(wire):
     assert run_ranks(2, _idle, wire)[0] < 0.3  # of 1.5 seconds
+
+
+def _carrier(transport, wire):
+    wire = hostwire(transport, wire)
+    name = type(wire._channel).__name__
+    wire.close()
+    return name
+
+
+def test_what_carries():
+    assert run_ranks(2, _carrier, "shared memory") == ["EngineChannel"] * 2
+    assert run_ranks(2, _carrier, "shared memory: mixed") == ["EngineChannel", "Channel"]
 
 
 def test_bulk_gives_way_but_not_for_good():

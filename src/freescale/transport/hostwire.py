@@ -1,16 +1,18 @@
 """Transport without multiprocessors: what adds no numbers leaves a GPU by its copy engines and crosses the network from the CPU.
 
-AllToAll goes pair by pair, AllGather as a ring (small ones pair by pair), each on a channel (channel.py) over a wire (wires.py);
-the part that stays is copied without the wire. What is summed goes over the process group, NCCL's on GPUs. On CPU tensors the same
+AllToAll goes pair by pair, AllGather as a ring (pair by pair where it is small, or inside one machine), each on a channel over a wire
+(channel.py, wires.py; between ranks of one machine engine.py). The part that stays is copied without the wire. What is summed goes over the process group, NCCL's on GPUs. On CPU tensors the same
 code runs without the copies.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from freescale.observe.ledger import Arrival, Ledger, Side
 from freescale.transport.api import TransportError
 from freescale.transport.channel import Channel
 from freescale.transport.collective import Collective
+from freescale.transport.engine import Carry, EngineChannel, EngineGate, calls
 from freescale.transport.gate import Gate
 from freescale.transport.halves import LARGEST, SLOTS, URGENT_TIMES
 from freescale.transport.memory import Pinned, shared_file
@@ -35,12 +38,13 @@ _RING = 256 << 10  # bytes that every rank sends: below, an AllGather goes pair 
 _LINES = {"cpu": 1, "cuda": 3}  # groups of gloo that a channel takes in turn
 _URGENT = ("counts",)  # kinds, whatever the channel
 WIRES = ("gloo", "ucx")
+_Laid = tuple[list[int], list[int]]  # by rank: addresses, bytes
 
 
 class Pending:
     """A transfer under way."""
 
-    def __init__(self, transfer: Transfer, output: Tensor, arrival: Arrival, path: str, sent: Tensor) -> None:
+    def __init__(self, transfer: Transfer | Carry, output: Tensor, arrival: Arrival, path: str, sent: Tensor) -> None:
         self._transfer, self._output, self._arrival, self._sent = transfer, output, arrival, sent
         self.path, self.bytes = path, arrival.sent
 
@@ -75,16 +79,34 @@ class Hostwire(Collective):
         self._below: list[Hostwire] = []
         seconds = timeout.total_seconds()
         self._gate: Gate = above._gate if above is not None else Gate(_PIECE_SECONDS / 4)
+        self._engine_gate: EngineGate | None = above._engine_gate if above is not None else None
         self._neighbours: list[int] = above._neighbours if above is not None else self._same_machine()
         self._wires: list[Wire] = []
         self._open(seconds)
         self.piece: int = above.piece if above is not None else self._agreed_piece(seconds)
-        name = ledger.name if isinstance(ledger, Side) else "main"
-        self._channel = Channel(
-            name, self.rank, self.device, self._routes, self._ring, self._gate, self.piece, seconds, patient=above is not None
-        )
+        self._carried_by = self.path_of()
+        self._channel: Channel | EngineChannel = self._engine(seconds) or self._python(seconds, patient=above is not None)
 
     # ---- opening
+
+    def _engine(self, seconds: float) -> EngineChannel | None:
+        """Where all ranks share memory, and there is a compiler. Ranks need not agree on it."""
+        found = calls() if self._alone_on_machine() else None
+        if found is None:
+            return None
+        if self._engine_gate is None:
+            self._engine_gate = EngineGate(found, self._gate.patience)
+        (wire,) = self._wires
+        assert isinstance(wire, SharedWire)
+        return EngineChannel(found, self.rank, self.device, wire, self._ring, self._engine_gate, self.piece, seconds)
+
+    def _python(self, seconds: float, patient: bool) -> Channel:
+        name = self.ledger.name if isinstance(self.ledger, Side) else "main"
+        return Channel(name, self.rank, self.device, self._routes, self._ring, self._gate, self.piece, seconds, patient)
+
+    def _alone_on_machine(self) -> bool:
+        """No rank is elsewhere: the same answer on every rank."""
+        return self.world > 1 and self.shared and self.wire == "gloo" and len(self._neighbours) == self.world - 1
 
     def _same_machine(self) -> list[int]:
         machines = self.gather_bytes(machine())
@@ -172,8 +194,13 @@ class Hostwire(Collective):
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Pending:
         assert tensor.is_contiguous() and sum(send) == tensor.shape[0], (send, tensor.shape)
         output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+        if own := send[self.rank]:
+            at, to = sum(send[: self.rank]), sum(receive[: self.rank])
+            output.narrow(0, to, own).copy_(tensor.narrow(0, at, own))
+        if isinstance(self._channel, EngineChannel):
+            row = output.element_size() * math.prod(tensor.shape[1:])
+            return self._carried(self._channel, kind, tensor, _laid_out(tensor, send, row), output, _laid_out(output, receive, row))
         sent, received = _bytes(tensor, send), _bytes(output, receive)
-        output.split(list(receive))[self.rank].copy_(tensor.split(list(send))[self.rank])
         order = [(self.rank + distance) % self.world for distance in range(1, self.world)]
         back = [(self.rank - distance) % self.world for distance in range(1, self.world)]
         out = [Round([Part(peer, sent[peer]) for peer in order])]
@@ -184,11 +211,15 @@ class Hostwire(Collective):
         tensor = tensor.contiguous()
         output = tensor.new_empty((self.world, *tensor.shape))
         output[self.rank].copy_(tensor)
+        size = tensor.numel() * tensor.element_size()
+        if isinstance(self._channel, EngineChannel):
+            mine = ([tensor.data_ptr()] * self.world, [size] * self.world)
+            return self._carried(self._channel, kind, tensor, mine, output, _laid_out(output, [1] * self.world, size))
         blocks = _bytes(output, [1] * self.world)
         around = [(self.rank + distance) % self.world for distance in range(1, self.world)]
-        if blocks[0].numel() < _RING:
-            mine = _bytes(tensor[None], [1])[0]
-            out = [Round([Part(peer, mine) for peer in around])]
+        if size < _RING or self._alone_on_machine():
+            own = _bytes(tensor[None], [1])[0]
+            out = [Round([Part(peer, own) for peer in around])]
             into = [Round([Part(peer, blocks[peer]) for peer in reversed(around)])]
             return self._start(kind, out, into, output, tensor)
         after, before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
@@ -199,13 +230,19 @@ class Hostwire(Collective):
         ]
         return self._start(kind, out, into, output, tensor)
 
+    def _carried(self, channel: EngineChannel, kind: str, tensor: Tensor, out: _Laid, output: Tensor, into: _Laid) -> Pending:
+        sent, received = (sum(sizes) - sizes[self.rank] for _, sizes in (out, into))
+        arrival = self.ledger.arrive(kind, sent, received, self._carried_by)
+        carry = channel.submit(kind, self._urgent or kind in _URGENT, (tensor, output), *out, *into)
+        return Pending(carry, output, arrival, self._carried_by, tensor)
+
     def _start(self, kind: str, out: list[Round], into: list[Round], output: Tensor, tensor: Tensor) -> Pending:
         sent, received = (sum(p.bytes.numel() for r in rounds for p in r.parts) for rounds in (out, into))
-        path = self.path_of()
-        arrival = self.ledger.arrive(kind, sent, received, path)
+        arrival = self.ledger.arrive(kind, sent, received, self._carried_by)
         transfer = Transfer(kind, out, into, self._urgent or kind in _URGENT, output.device)
+        assert isinstance(self._channel, Channel)
         self._channel.submit(transfer)
-        return Pending(transfer, output, arrival, path, tensor)
+        return Pending(transfer, output, arrival, self._carried_by, tensor)
 
     def channel(self, ledger: Side, urgent: bool = False) -> Hostwire:
         assert self._timeout is not None
@@ -226,6 +263,12 @@ class Hostwire(Collective):
                 wire.release()
         self._ring.close()
         super().close()
+
+
+def _laid_out(tensor: Tensor, sizes: Sequence[int], row: int) -> _Laid:
+    """Addresses and bytes of each part of the first dimension, of `row` bytes each."""
+    bytes_ = [size * row for size in sizes]
+    return list(accumulate(bytes_[:-1], initial=tensor.data_ptr())), bytes_
 
 
 def _bytes(tensor: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:

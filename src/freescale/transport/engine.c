@@ -1,0 +1,424 @@
+/* Carries transfers between ranks of one machine, in the thread that waits for them and without Python's lock: copies to the slots of
+   a shared ring, tells the peers, copies from theirs. What Carried and Halves (channel.py, halves.py) do over a SharedWire, with the
+   same messages: a rank that could not compile this talks to one that could.
+
+       out   tensor -> slot of the ring -> message "these bytes" (16 bytes, Unix socket)
+       in    message -> peer's slot -> tensor -> message "read" (1 byte)
+
+   Nothing here blocks but `until`, which looks around for `awake` seconds after something has moved and then sleeps in short naps.
+   On CPU tensors copies are memcpy's; on a GPU the copy engine's, and events (of the driver) say when they are over. */
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <poll.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <time.h>
+
+enum { OK, CLOSED = 1, LATE = 2, SIZES = 3, DEVICE = 4, MEMORY = 5 };
+enum { STAGED = 3, LANDING = 32, JOBS = 64, NOT_READY = 600 };
+
+typedef struct { /* of libcuda; all zero where there is no GPU */
+    int (*copy)(uint64_t to, uint64_t from, size_t bytes, void *stream);
+    int (*record)(void *event, void *stream);
+    int (*query)(void *event);
+    int (*create)(void **event, unsigned flags);
+    int (*destroy)(void *event);
+    int (*use)(void *context);
+    void *context;
+} Driver;
+
+typedef struct { /* urgent overtakes bulk: shared by the channels of a rank */
+    int urgent;
+    double moved, patience;
+} Gate;
+
+typedef struct {
+    char *at;
+    int64_t size, done; /* bytes; of them, those that were cut into pieces */
+} Part;
+
+typedef struct {
+    Part *out, *in; /* by peer */
+    int64_t largest;
+    void *begun; /* event; what is sent is there, and what is received into is free */
+    int urgent, host, ready, gated, sent, came;
+} Job;
+
+typedef struct {
+    int peer;
+    int64_t begin, size;
+} Piece;
+
+typedef struct {
+    void *event;
+    int slot, pieces;
+    Piece *piece;
+} Filled;
+
+typedef struct {
+    void *event;
+    int peer, host;
+} Landing;
+
+typedef struct {
+    int world, rank, slots;
+    int64_t slot_bytes, batch;
+    char *ring;
+    int *out, *in; /* sockets, by peer */
+    char **rings;
+    uint64_t *sent, *read, *goal; /* pieces, by peer; goal [slots, world]: as many must be read before the slot is free */
+    char (*header)[16];
+    int *have; /* bytes of the next message of each peer */
+    int64_t filled;
+    Filled staged[STAGED];
+    int first_staged, staged_count;
+    Landing landing[LANDING];
+    int first_landing, landing_count;
+    Job jobs[JOBS];
+    int64_t submitted, sending, receiving; /* jobs, ever */
+    Gate *gate;
+    Driver driver;
+    void *streams[2];
+    double awake;
+    int error, peer, cause;
+    struct pollfd *waiting;
+} Channel;
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+static int fail(Channel *c, int error, int peer, int cause) {
+    if (!c->error) c->error = error, c->peer = peer, c->cause = cause;
+    return 0;
+}
+
+Gate *gate_new(double patience) {
+    Gate *gate = calloc(1, sizeof(Gate));
+    if (gate) gate->patience = patience;
+    return gate;
+}
+
+void gate_free(Gate *gate) { free(gate); }
+
+static int open_gate(Gate *gate, int urgent) {
+    return urgent || !__atomic_load_n(&gate->urgent, __ATOMIC_ACQUIRE) || gate->moved + gate->patience <= now();
+}
+
+/* ---- a channel */
+
+void channel_free(Channel *c) {
+    if (!c) return;
+    if (c->driver.use) c->driver.use(c->driver.context);
+    for (int i = 0; i < STAGED; i++) {
+        if (c->staged[i].event) c->driver.destroy(c->staged[i].event);
+        free(c->staged[i].piece);
+    }
+    for (int i = 0; i < LANDING; i++)
+        if (c->landing[i].event) c->driver.destroy(c->landing[i].event);
+    for (int i = 0; i < JOBS; i++) free(c->jobs[i].out), free(c->jobs[i].in);
+    free(c->out), free(c->in), free(c->rings), free(c->sent), free(c->read), free(c->goal), free(c->header), free(c->have), free(c->waiting);
+    free(c);
+}
+
+Channel *channel_new(int world, int rank, char *ring, int slots, int64_t slot_bytes, int64_t batch, Gate *gate, double awake,
+                     const Driver *driver, void *out_stream, void *in_stream) {
+    Channel *c = calloc(1, sizeof(Channel));
+    if (!c) return NULL;
+    c->world = world, c->rank = rank, c->ring = ring, c->slots = slots, c->slot_bytes = slot_bytes, c->batch = batch;
+    c->gate = gate, c->awake = awake, c->streams[0] = out_stream, c->streams[1] = in_stream;
+    if (driver) c->driver = *driver;
+    c->out = calloc(world, sizeof(int)), c->in = calloc(world, sizeof(int)), c->rings = calloc(world, sizeof(char *));
+    c->sent = calloc(world, 8), c->read = calloc(world, 8), c->goal = calloc((size_t)slots * world, 8);
+    c->header = calloc(world, 16), c->have = calloc(world, sizeof(int)), c->waiting = calloc(2 * world, sizeof(struct pollfd));
+    int well = c->out && c->in && c->rings && c->sent && c->read && c->goal && c->header && c->have && c->waiting;
+    for (int i = 0; i < STAGED && well; i++) well = (c->staged[i].piece = calloc(world + slot_bytes / 4096 + 8, sizeof(Piece))) != NULL;
+    for (int i = 0; i < JOBS && well; i++) {
+        c->jobs[i].out = calloc(world, sizeof(Part)), c->jobs[i].in = calloc(world, sizeof(Part));
+        well = c->jobs[i].out && c->jobs[i].in;
+    }
+    if (well && c->driver.copy) {
+        enum { NO_TIMES = 2 };
+        c->driver.use(c->driver.context);
+        for (int i = 0; i < STAGED && well; i++) well = !c->driver.create(&c->staged[i].event, NO_TIMES);
+        for (int i = 0; i < LANDING && well; i++) well = !c->driver.create(&c->landing[i].event, NO_TIMES);
+    }
+    if (!well) return channel_free(c), NULL;
+    return c;
+}
+
+void channel_peer(Channel *c, int peer, int out, int in, char *ring) { c->out[peer] = out, c->in[peer] = in, c->rings[peer] = ring; }
+
+/* ---- parts of both ways */
+
+static int reached(Channel *c, void *event) {
+    if (!event) return 1;
+    int found = c->driver.query(event);
+    if (found && found != NOT_READY) fail(c, DEVICE, c->rank, found);
+    return !found;
+}
+
+static int begun(Channel *c, Job *job) {
+    if (job->ready) return 1;
+    if (!reached(c, job->begun)) return 0;
+    job->ready = 1;
+    if (job->urgent) { /* not while the device still computes it */
+        job->gated = 1;
+        c->gate->moved = now();
+        __atomic_add_fetch(&c->gate->urgent, 1, __ATOMIC_ACQ_REL);
+    }
+    return 1;
+}
+
+static void ended(Channel *c, Job *job) {
+    if (job->gated) __atomic_sub_fetch(&c->gate->urgent, 1, __ATOMIC_ACQ_REL);
+    job->gated = 0;
+}
+
+static int64_t piece_of(int64_t size, int64_t largest) { /* as in transfer.py: both sides cut alike */
+    int64_t piece = ((size + 3) / 4 + 4095) / 4096 * 4096;
+    if (piece < 1 << 20) piece = 1 << 20;
+    return piece < largest ? piece : largest;
+}
+
+static int64_t next_piece(const Part *part, int64_t largest) {
+    int64_t piece = piece_of(part->size, largest), left = part->size - part->done;
+    return left < piece ? left : piece;
+}
+
+static void copy(Channel *c, Job *job, int way, char *to, const char *from, int64_t size) {
+    if (job->host) {
+        memcpy(to, from, size);
+        return;
+    }
+    int found = c->driver.copy((uint64_t)to, (uint64_t)from, size, c->streams[way]);
+    if (found) fail(c, DEVICE, c->rank, found);
+}
+
+static void record(Channel *c, Job *job, int way, void *event) {
+    int found = job->host ? 0 : c->driver.record(event, c->streams[way]);
+    if (found) fail(c, DEVICE, c->rank, found);
+}
+
+static void moved(Channel *c, const Job *job) {
+    if (job->urgent) c->gate->moved = now();
+}
+
+/* ---- out */
+
+static int slot_is_free(Channel *c, int slot) {
+    for (int peer = 0; peer < c->world; peer++) {
+        uint64_t goal = c->goal[(size_t)slot * c->world + peer];
+        while (c->read[peer] < goal) {
+            char answers[256];
+            ssize_t count = recv(c->out[peer], answers, sizeof answers, MSG_DONTWAIT);
+            if (count > 0) c->read[peer] += count;
+            else if (count < 0 && errno == EINTR) continue;
+            else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
+            else return fail(c, CLOSED, peer, count ? errno : 0);
+        }
+    }
+    return 1;
+}
+
+static int post(Channel *c, Job *job, Filled *filled) {
+    for (int i = 0; i < filled->pieces; i++) {
+        Piece *piece = &filled->piece[i];
+        uint64_t message[2] = {(uint64_t)(filled->slot * c->slot_bytes + piece->begin), (uint64_t)piece->size};
+        ssize_t count;
+        do count = send(c->out[piece->peer], message, sizeof message, MSG_NOSIGNAL);
+        while (count < 0 && (errno == EINTR || errno == EAGAIN)); /* what is unread is bounded by the slots: it fits */
+        if (count != sizeof message) return fail(c, CLOSED, piece->peer, count < 0 ? errno : 0);
+        c->goal[(size_t)filled->slot * c->world + piece->peer] = ++c->sent[piece->peer];
+    }
+    moved(c, job);
+    return 1;
+}
+
+/* Copies what fits to the next slot. Parts in the order of the ranks after this one, so that not all write to one. */
+static int fill(Channel *c, Job *job) {
+    int slot = c->filled % c->slots, any = 0;
+    for (int i = 0; i < c->world; i++) any |= job->out[i].done < job->out[i].size;
+    if (!any || c->staged_count == STAGED || !open_gate(c->gate, job->urgent) || !slot_is_free(c, slot)) return 0;
+    Filled *filled = &c->staged[(c->first_staged + c->staged_count) % STAGED];
+    filled->slot = slot, filled->pieces = 0;
+    int64_t used = 0;
+    for (int distance = 1, full = 0; distance < c->world && !full; distance++) {
+        int peer = (c->rank + distance) % c->world;
+        Part *part = &job->out[peer];
+        while (part->done < part->size) {
+            int64_t size = next_piece(part, job->largest);
+            if (used && used + size > c->batch) {
+                full = 1;
+                break;
+            }
+            copy(c, job, 0, c->ring + slot * c->slot_bytes + used, part->at + part->done, size);
+            filled->piece[filled->pieces++] = (Piece){peer, used, size};
+            part->done += size;
+            used += (size + 15) / 16 * 16; /* aligned for every dtype */
+        }
+    }
+    record(c, job, 0, filled->event);
+    c->staged_count++, c->filled++;
+    return 1;
+}
+
+static int go_out(Channel *c) {
+    if (c->sending == c->submitted || c->error) return 0;
+    Job *job = &c->jobs[c->sending % JOBS];
+    if (!begun(c, job)) return 0;
+    int any = 0;
+    Filled *first = &c->staged[c->first_staged];
+    if (c->staged_count && (job->host || reached(c, first->event))) {
+        any |= post(c, job, first);
+        c->first_staged = (c->first_staged + 1) % STAGED, c->staged_count--;
+    }
+    any |= fill(c, job);
+    for (int peer = 0; peer < c->world; peer++)
+        if (job->out[peer].done < job->out[peer].size) return any && !c->error;
+    if (c->staged_count || c->error) return any && !c->error;
+    job->sent = 1, c->sending++;
+    if (job->came) ended(c, job);
+    return 1;
+}
+
+/* ---- in */
+
+static int land(Channel *c, Job *job, int peer) {
+    Part *part = &job->in[peer];
+    char *header = c->header[peer];
+    while (c->have[peer] < 16) {
+        ssize_t count = recv(c->in[peer], header + c->have[peer], 16 - c->have[peer], MSG_DONTWAIT);
+        if (count > 0) c->have[peer] += count;
+        else if (count < 0 && errno == EINTR) continue;
+        else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
+        else return fail(c, CLOSED, peer, count ? errno : 0);
+    }
+    uint64_t message[2];
+    memcpy(message, header, 16);
+    int64_t size = next_piece(part, job->largest);
+    if ((int64_t)message[1] != size) return fail(c, SIZES, peer, (int)message[1]);
+    c->have[peer] = 0;
+    Landing *landing = &c->landing[(c->first_landing + c->landing_count) % LANDING];
+    landing->peer = peer, landing->host = job->host;
+    copy(c, job, 1, part->at + part->done, c->rings[peer] + message[0], size);
+    record(c, job, 1, landing->event);
+    c->landing_count++;
+    part->done += size;
+    moved(c, job);
+    return 1;
+}
+
+static int settle(Channel *c) {
+    int any = 0;
+    while (c->landing_count) {
+        Landing *landing = &c->landing[c->first_landing];
+        if (!landing->host && !reached(c, landing->event)) break;
+        ssize_t count;
+        do count = send(c->in[landing->peer], ".", 1, MSG_NOSIGNAL); /* a peer that has closed does not wait for it */
+        while (count < 0 && (errno == EINTR || errno == EAGAIN));
+        c->first_landing = (c->first_landing + 1) % LANDING, c->landing_count--;
+        any = 1;
+    }
+    return any;
+}
+
+static int go_in(Channel *c) {
+    int any = settle(c);
+    if (c->receiving == c->submitted || c->error) return any;
+    Job *job = &c->jobs[c->receiving % JOBS];
+    if (!begun(c, job)) return any;
+    int left = 0;
+    for (int distance = 1; distance < c->world; distance++) {
+        int peer = (c->rank - distance + c->world) % c->world;
+        Part *part = &job->in[peer];
+        while (part->done < part->size && c->landing_count < LANDING && open_gate(c->gate, job->urgent)) {
+            if (!land(c, job, peer)) break;
+            any = 1;
+        }
+        left |= part->done < part->size;
+    }
+    if (c->error) return 0;
+    if (job->host) any |= settle(c);
+    if (left) return any;
+    job->came = 1, c->receiving++;
+    if (job->sent) ended(c, job);
+    return 1;
+}
+
+/* ---- what Python calls */
+
+/* Arrays by peer. Returns the job's number; -1 if there are too many under way. Sends what can be sent now. */
+int64_t channel_submit(Channel *c, int urgent, int host, void *begun_event, int64_t largest, const uint64_t *out, const int64_t *out_size,
+                       const uint64_t *in, const int64_t *in_size) {
+    int64_t over = c->sending < c->receiving ? c->sending : c->receiving;
+    if (c->submitted - over == JOBS) return -1;
+    Job *job = &c->jobs[c->submitted % JOBS];
+    Part *to = job->out, *from = job->in;
+    for (int peer = 0; peer < c->world; peer++) {
+        int other = peer != c->rank;
+        to[peer] = (Part){(char *)out[peer], other ? out_size[peer] : 0, 0};
+        from[peer] = (Part){(char *)in[peer], other ? in_size[peer] : 0, 0};
+    }
+    *job = (Job){to, from, largest, begun_event, urgent, host, 0, 0, 0, 0};
+    int64_t number = c->submitted++;
+    if (c->driver.use) c->driver.use(c->driver.context);
+    while (go_out(c)) {}
+    return number;
+}
+
+int channel_done(const Channel *c, int64_t number) { return c->sending > number && c->receiving > number; }
+
+int channel_until(Channel *c, int64_t number, double seconds) {
+    static __thread int prompt;
+    if (!prompt) prompt = 1, prctl(PR_SET_TIMERSLACK, 1L); /* a nap of 30 us, not of 80 */
+    if (c->driver.use) c->driver.use(c->driver.context);
+    double last = now();
+    while (!channel_done(c, number) && !c->error) {
+        if (go_out(c) | go_in(c)) {
+            last = now();
+            continue;
+        }
+        double idle = now() - last;
+        if (idle > seconds) {
+            int peer = c->rank;
+            Job *in = &c->jobs[c->receiving % JOBS], *out = &c->jobs[c->sending % JOBS];
+            for (int i = 0; i < c->world && c->sending < c->submitted; i++)
+                if (out->out[i].done < out->out[i].size) peer = i;
+            for (int i = 0; i < c->world && c->receiving < c->submitted; i++)
+                if (in->in[i].done < in->in[i].size) peer = i;
+            fail(c, LATE, peer, 0);
+        } else if (idle > c->awake) {
+            int count = 0;
+            Job *in = &c->jobs[c->receiving % JOBS];
+            for (int i = 0; i < c->world && c->receiving < c->submitted; i++)
+                if (in->in[i].done < in->in[i].size) c->waiting[count++] = (struct pollfd){c->in[i], POLLIN, 0};
+            for (int i = 0; i < c->world; i++)
+                if (i != c->rank && c->sending < c->submitted) c->waiting[count++] = (struct pollfd){c->out[i], POLLIN, 0};
+            struct timespec nap = {0, idle < 0.002 ? 30000 : 200000};
+            ppoll(c->waiting, count, &nap, NULL);
+        }
+    }
+    return c->error;
+}
+
+/* Bytes that the first unfinished transfer still has to send and to receive. */
+int64_t channel_left(const Channel *c) {
+    int64_t left = 0;
+    for (int i = 0; i < c->world; i++) {
+        if (c->sending < c->submitted) left += c->jobs[c->sending % JOBS].out[i].size - c->jobs[c->sending % JOBS].out[i].done;
+        if (c->receiving < c->submitted) left += c->jobs[c->receiving % JOBS].in[i].size - c->jobs[c->receiving % JOBS].in[i].done;
+    }
+    return left;
+}
+
+int channel_error(const Channel *c, int *peer, int *cause) {
+    *peer = c->peer, *cause = c->cause;
+    return c->error;
+}

@@ -1,0 +1,192 @@
+"""A channel between ranks of one machine whose transfers are carried in C (engine.c), without Python's lock.
+
+The thread that waits carries, as with `Carried`. In Python a transfer costs about a millisecond of the interpreter, which the main
+thread then lacks for launching kernels; here it costs what building the call does. Where nothing can be compiled, channel.py runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import deque
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_double, c_int, c_int64, c_uint64, c_void_p
+
+import torch
+from torch import Tensor
+
+from freescale.transport.api import TransportError
+from freescale.transport.compiled import library
+from freescale.transport.halves import LARGEST, SLOTS, URGENT_TIMES
+from freescale.transport.memory import Pinned
+from freescale.transport.shared import SharedWire
+
+_AWAKE = {"cpu": 0.0, "cuda": 0.0003}  # seconds that who waits looks around before it naps; a CPU has other things to do
+_REASONS = {1: "the connection was closed", 2: "the time ran out", 4: "the driver of the GPU refused", 5: "no memory"}
+_SIZES, _LATE = 3, 2
+
+
+class _Driver(ctypes.Structure):
+    _fields_ = [(name, c_void_p) for name in ("copy", "record", "query", "create", "destroy", "use", "context")]
+
+
+def _driver() -> _Driver:
+    """Of the current thread's context: torch's."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    context = c_void_p()
+    if cuda.cuCtxGetCurrent(byref(context)) or not context.value:
+        raise RuntimeError("there is no CUDA context in this thread")
+    names = ("cuMemcpyAsync", "cuEventRecord", "cuEventQuery", "cuEventCreate", "cuEventDestroy_v2", "cuCtxSetCurrent")
+    return _Driver(*(ctypes.cast(getattr(cuda, name), c_void_p).value for name in names), context.value)
+
+
+class _Calls:
+    """The functions of engine.c. Those that wait let other threads run; the others are over before that would pay."""
+
+    def __init__(self, path: str) -> None:
+        quick, waiting = ctypes.PyDLL(path), ctypes.CDLL(path)
+        self.gate_new = _typed(quick.gate_new, c_void_p, c_double)
+        self.gate_free = _typed(quick.gate_free, None, c_void_p)
+        channel = (c_int, c_int, c_void_p, c_int, c_int64, c_int64, c_void_p, c_double, POINTER(_Driver), c_void_p, c_void_p)
+        self.channel_new = _typed(waiting.channel_new, c_void_p, *channel)
+        self.channel_free = _typed(waiting.channel_free, None, c_void_p)
+        self.peer = _typed(quick.channel_peer, None, c_void_p, c_int, c_int, c_int, c_void_p)
+        arrays = (POINTER(c_uint64), POINTER(c_int64)) * 2
+        self.submit = _typed(quick.channel_submit, c_int64, c_void_p, c_int, c_int, c_void_p, c_int64, *arrays)
+        self.until = _typed(waiting.channel_until, c_int, c_void_p, c_int64, c_double)
+        self.done = _typed(quick.channel_done, c_int, c_void_p, c_int64)
+        self.left = _typed(quick.channel_left, c_int64, c_void_p)
+        self.error = _typed(quick.channel_error, c_int, c_void_p, POINTER(c_int), POINTER(c_int))
+
+
+def _typed(function: ctypes._FuncPointer, result: type | None, *arguments: type) -> ctypes._FuncPointer:  # type: ignore[name-defined]
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+def calls() -> _Calls | None:
+    """None where nothing can be compiled, or FREESCALE_ENGINE=0 asks for Python."""
+    path = library("engine") if os.environ.get("FREESCALE_ENGINE", "1") != "0" else None
+    return _Calls(str(path)) if path is not None else None
+
+
+class EngineGate:
+    """As `gate.Gate`, for the channels of a rank."""
+
+    def __init__(self, calls: _Calls, patience: float) -> None:
+        self._calls, self.handle = calls, calls.gate_new(patience)
+
+    def __del__(self) -> None:
+        self._calls.gate_free(self.handle)
+
+
+class Carry:
+    """One transfer. Whoever waits for it carries it, and those before it."""
+
+    def __init__(self, channel: EngineChannel, number: int, kind: str, urgent: bool, kept: tuple[object, ...]) -> None:
+        self._channel, self.number, self.kind, self.urgent = channel, number, kind, urgent
+        self.kept = kept  # tensors and an event that C has the addresses of
+        self.arrived: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """What the caller issues from now on has the result."""
+        self._channel.carry(self)
+        if self.arrived is not None:
+            torch.cuda.current_stream(self._channel.device).wait_event(self.arrived)
+
+
+class EngineChannel:
+    def __init__(
+        self,
+        calls: _Calls,
+        rank: int,
+        device: torch.device,
+        wire: SharedWire,
+        ring: Pinned,
+        gate: EngineGate,
+        piece: int,
+        seconds: float,
+    ) -> None:
+        """`ring`: SLOTS slots. `piece`: the largest, in bytes."""
+        self.rank, self.device, self._seconds = rank, device, seconds
+        self._calls, self._wire, self._gate, self._ring = calls, wire, gate, ring
+        self._largest = {False: piece, True: min(LARGEST, URGENT_TIMES * piece)}  # by urgency
+        self._world = len(wire.out) + 1
+        self._under_way: deque[Carry] = deque()
+        self._error: BaseException | None = None
+        cuda = device.type == "cuda"
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if cuda else []
+        streams = [stream.cuda_stream for stream in self._streams] or [None, None]
+        slot = ring.bytes.numel() // SLOTS
+        made = self._calls.channel_new(
+            *(self._world, rank, ring.bytes.data_ptr(), SLOTS, slot, self._largest[True], gate.handle),
+            *(_AWAKE[device.type], byref(_driver()) if cuda else None, *streams),
+        )
+        if not made:
+            raise RuntimeError("no memory, or no events of the GPU, for a channel")
+        self._handle: int | None = made
+        for peer in wire.out:
+            out, into = wire.out[peer].fileno(), wire.into[peer].fileno()
+            self._calls.peer(made, peer, out, into, wire.rings[peer].bytes.data_ptr())
+        self._addresses, self._sizes = c_uint64 * self._world, c_int64 * self._world
+
+    def submit(
+        self,
+        kind: str,
+        urgent: bool,
+        tensors: tuple[Tensor, Tensor],
+        out: Sequence[int],
+        out_sizes: Sequence[int],
+        into: Sequence[int],
+        into_sizes: Sequence[int],
+    ) -> Carry:
+        """Addresses and sizes in bytes, by rank, inside `tensors`: what is sent and what is received into."""
+        if self._error is not None:
+            raise self._error
+        host = tensors[0].device.type == "cpu"
+        begun = None
+        if not host:
+            begun = torch.cuda.Event()
+            begun.record()
+        event = None if begun is None else begun.cuda_event
+        arrays = (self._addresses(*out), self._sizes(*out_sizes), self._addresses(*into), self._sizes(*into_sizes))
+        arguments = (self._handle, urgent, host, event, self._largest[urgent], *arrays)
+        while (number := self._calls.submit(*arguments)) < 0:
+            self.carry(self._under_way[0])
+        carry = Carry(self, number, kind, urgent, (*tensors, begun))
+        self._under_way.append(carry)
+        return carry
+
+    def carry(self, last: Carry) -> None:
+        """Until it has arrived, or is on its way to the device."""
+        if self._error is None and not self._calls.done(self._handle, last.number):
+            if self._calls.until(self._handle, last.number, self._seconds):
+                self._fail(last)
+        while self._under_way and self._calls.done(self._handle, self._under_way[0].number):
+            carried = self._under_way.popleft()
+            if carried.kept[-1] is not None:
+                carried.arrived = torch.cuda.Event()
+                carried.arrived.record(self._streams[1])
+            carried.kept = ()
+        if self._error is not None and not self._calls.done(self._handle, last.number):
+            raise self._error
+
+    def _fail(self, last: Carry) -> None:
+        peer, cause = c_int(), c_int()
+        code = self._calls.error(self._handle, byref(peer), byref(cause))
+        reason = _REASONS.get(code, f"a piece of {cause.value:,} bytes came that was not expected: ranks disagree on sizes")
+        if code == 4 or (code == 1 and cause.value):
+            reason += f", {os.strerror(cause.value)}" if code == 1 else f", error {cause.value}"
+        what = f"{'urgent' if last.urgent else 'bulk'} exchange of {last.kind} failed"
+        left = self._calls.left(self._handle)
+        self._error = TransportError(
+            f"rank {self.rank}: {what}: rank {peer.value} died or fell silent, {left:,} bytes outstanding ({reason})"
+        )
+        self._wire.close()  # whoever waits for this rank hears of it
+
+    def close(self) -> None:
+        if self._handle is not None:
+            for stream in self._streams:
+                stream.synchronize()
+            self._calls.channel_free(self._handle)
+            self._handle = None
