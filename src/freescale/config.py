@@ -102,7 +102,7 @@ class TrainConfig(_Checked):
     )
     dense_sums: str = option(
         "collective",
-        "what sums the gradients of the dense parameters: the process group (NCCL on GPUs), or the ranks, by parts, over --transport",
+        "what sums gradients of dense parameters: the process group (NCCL on GPUs), or the ranks, by parts, over --transport",
         choices=("collective", "parts"),
     )
     wire_precision: str = option("full", "of rows and gradients on the way (bf16 rounds each value)", choices=("full", "bf16"))

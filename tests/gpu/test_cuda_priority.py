@@ -30,7 +30,7 @@ def no_collisions(current, coming):
     return torch.zeros_like(current, dtype=torch.bool), torch.zeros_like(coming, dtype=torch.bool)
 
 
-def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.float64):
+def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.float64, **options):
     """Losses and the bits of this rank's tables and of the dense weights. About a third of the rows collide."""
     collision._LEAST_BYTES["cuda"], collision._LEAST_MESSAGE = 256, 1  # several pieces
     torch.manual_seed(3)
@@ -39,7 +39,8 @@ def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.
     parallel = freescale.parallelize(
         CudaClicks(dtype=dtype), Clicks.ids, rows, transport=transport, placement="sharded", init_std=0.3
     )
-    options = {"balancer": Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))} if balanced else {}
+    if balanced:
+        options["balancer"] = Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))
     if schedule == "stale":
         schedule, options["masks"] = "staged", no_collisions
     pipeline = freescale.Pipeline(parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2), schedule=schedule, **options)
@@ -76,7 +77,7 @@ os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 import freescale
 from test_cuda_priority import differences
 transport = freescale.connect(torch.device("cuda:0"))
-arms = ({{}}, {{"optimizer": "adam", "dtype": torch.float32}}, {{"balanced": True}})
+arms = ({{}}, {{"optimizer": "adam", "dtype": torch.float32}}, {{"balanced": True}}, {{"dense_sums": "parts"}})
 found = {{str(options): differences(transport, **options) for options in arms}}
 found["stale"] = differences(transport, "stale")
 everyone = [json.loads(part) for part in transport.gather_bytes(json.dumps(found).encode())]

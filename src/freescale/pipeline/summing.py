@@ -3,7 +3,7 @@
     AllToAll: part r of every rank -> rank r          sum, in rank order          AllToAll: part r of the sum -> all
 
 For transports that exchange without multiprocessors (hostwire): what is left on the device are a few additions. It moves the bytes
-of a ring. The order of the sum is the ranks', whatever the size of a message: how gradients are divided into buckets changes no bit.
+of a ring. The order of the sum is the ranks', whatever the size of a message: how gradients are divided changes no bit.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@
 #include <time.h>
 
 enum { OK, CLOSED = 1, LATE = 2, SIZES = 3, DEVICE = 4, MEMORY = 5 };
-enum { STAGED = 3, LANDING = 32, JOBS = 64, NOT_READY = 600 };
+enum { STAGED = 4, LANDING = 32, JOBS = 64, NOT_READY = 600 };
 
 typedef struct { /* of libcuda; all zero where there is no GPU */
     int (*copy)(uint64_t to, uint64_t from, size_t bytes, void *stream);
@@ -62,11 +62,12 @@ typedef struct {
 typedef struct {
     void *event;
     int peer, host;
+    int64_t job;
 } Landing;
 
 typedef struct {
     int world, rank, slots;
-    int64_t slot_bytes, batch;
+    int64_t slot_bytes, together; /* pieces share a slot up to so many bytes */
     char *ring;
     int *out, *in; /* sockets, by peer */
     char **rings;
@@ -127,11 +128,11 @@ void channel_free(Channel *c) {
     free(c);
 }
 
-Channel *channel_new(int world, int rank, char *ring, int slots, int64_t slot_bytes, int64_t batch, Gate *gate, double awake,
+Channel *channel_new(int world, int rank, char *ring, int slots, int64_t slot_bytes, int64_t together, Gate *gate, double awake,
                      const Driver *driver, void *out_stream, void *in_stream) {
     Channel *c = calloc(1, sizeof(Channel));
     if (!c) return NULL;
-    c->world = world, c->rank = rank, c->ring = ring, c->slots = slots, c->slot_bytes = slot_bytes, c->batch = batch;
+    c->world = world, c->rank = rank, c->ring = ring, c->slots = slots, c->slot_bytes = slot_bytes, c->together = together;
     c->gate = gate, c->awake = awake, c->streams[0] = out_stream, c->streams[1] = in_stream;
     if (driver) c->driver = *driver;
     c->out = calloc(world, sizeof(int)), c->in = calloc(world, sizeof(int)), c->rings = calloc(world, sizeof(char *));
@@ -254,7 +255,7 @@ static int fill(Channel *c, Job *job) {
         Part *part = &job->out[peer];
         while (part->done < part->size) {
             int64_t size = next_piece(part, job->largest);
-            if (used && used + size > c->batch) {
+            if (used && used + size > c->together) {
                 full = 1;
                 break;
             }
@@ -306,7 +307,7 @@ static int land(Channel *c, Job *job, int peer) {
     if ((int64_t)message[1] != size) return fail(c, SIZES, peer, (int)message[1]);
     c->have[peer] = 0;
     Landing *landing = &c->landing[(c->first_landing + c->landing_count) % LANDING];
-    landing->peer = peer, landing->host = job->host;
+    landing->peer = peer, landing->host = job->host, landing->job = c->receiving;
     copy(c, job, 1, part->at + part->done, c->rings[peer] + message[0], size);
     record(c, job, 1, landing->event);
     c->landing_count++;
@@ -357,8 +358,7 @@ static int go_in(Channel *c) {
 /* Arrays by peer. Returns the job's number; -1 if there are too many under way. Sends what can be sent now. */
 int64_t channel_submit(Channel *c, int urgent, int host, void *begun_event, int64_t largest, const uint64_t *out, const int64_t *out_size,
                        const uint64_t *in, const int64_t *in_size) {
-    int64_t over = c->sending < c->receiving ? c->sending : c->receiving;
-    if (c->submitted - over == JOBS) return -1;
+    if (c->submitted - (c->sending < c->receiving ? c->sending : c->receiving) == JOBS) return -1;
     Job *job = &c->jobs[c->submitted % JOBS];
     Part *to = job->out, *from = job->in;
     for (int peer = 0; peer < c->world; peer++) {
@@ -373,7 +373,12 @@ int64_t channel_submit(Channel *c, int urgent, int host, void *begun_event, int6
     return number;
 }
 
-int channel_done(const Channel *c, int64_t number) { return c->sending > number && c->receiving > number; }
+/* All of it was sent, and what came is in its place and was acknowledged: a peer that still sends to others may wait for that slot,
+   while this rank turns to something else. */
+int channel_done(const Channel *c, int64_t number) {
+    int copied = !c->landing_count || c->landing[c->first_landing].job > number;
+    return c->sending > number && c->receiving > number && copied;
+}
 
 int channel_until(Channel *c, int64_t number, double seconds) {
     static __thread int prompt;

@@ -23,7 +23,7 @@ from freescale.transport.shared import SharedWire
 
 _AWAKE = {"cpu": 0.0, "cuda": 0.0003}  # seconds that who waits looks around before it naps; a CPU has other things to do
 _REASONS = {1: "the connection was closed", 2: "the time ran out", 4: "the driver of the GPU refused", 5: "no memory"}
-_SIZES, _LATE = 3, 2
+_TOGETHER = 1 << 20  # bytes of pieces that share a slot: what is large leaves as soon as it is copied
 
 
 class _Driver(ctypes.Structure):
@@ -86,13 +86,11 @@ class Carry:
     def __init__(self, channel: EngineChannel, number: int, kind: str, urgent: bool, kept: tuple[object, ...]) -> None:
         self._channel, self.number, self.kind, self.urgent = channel, number, kind, urgent
         self.kept = kept  # tensors and an event that C has the addresses of
-        self.arrived: torch.cuda.Event | None = None
+        self.arrived: torch.cuda.Event | None = None  # as a `Transfer` has it; here nothing is left to wait for
 
     def wait(self) -> None:
-        """What the caller issues from now on has the result."""
+        """Until the result is in its place, on the device too."""
         self._channel.carry(self)
-        if self.arrived is not None:
-            torch.cuda.current_stream(self._channel.device).wait_event(self.arrived)
 
 
 class EngineChannel:
@@ -116,10 +114,10 @@ class EngineChannel:
         self._error: BaseException | None = None
         cuda = device.type == "cuda"
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if cuda else []
-        streams = [stream.cuda_stream for stream in self._streams] or [None, None]
+        streams = [stream.cuda_stream for stream in self._streams] or [0, 0]
         slot = ring.bytes.numel() // SLOTS
         made = self._calls.channel_new(
-            *(self._world, rank, ring.bytes.data_ptr(), SLOTS, slot, self._largest[True], gate.handle),
+            *(self._world, rank, ring.bytes.data_ptr(), SLOTS, slot, _TOGETHER, gate.handle),
             *(_AWAKE[device.type], byref(_driver()) if cuda else None, *streams),
         )
         if not made:
@@ -158,16 +156,10 @@ class EngineChannel:
         return carry
 
     def carry(self, last: Carry) -> None:
-        """Until it has arrived, or is on its way to the device."""
-        if self._error is None and not self._calls.done(self._handle, last.number):
-            if self._calls.until(self._handle, last.number, self._seconds):
-                self._fail(last)
+        if self._error is None and self._calls.until(self._handle, last.number, self._seconds):
+            self._fail(last)
         while self._under_way and self._calls.done(self._handle, self._under_way[0].number):
-            carried = self._under_way.popleft()
-            if carried.kept[-1] is not None:
-                carried.arrived = torch.cuda.Event()
-                carried.arrived.record(self._streams[1])
-            carried.kept = ()
+            self._under_way.popleft().kept = ()
         if self._error is not None and not self._calls.done(self._handle, last.number):
             raise self._error
 

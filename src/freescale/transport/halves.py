@@ -184,6 +184,8 @@ class Halves:
                 left -= expected.popleft()[1].numel()
             transfer.arrived = recorded(transfer.device, stream=self._streams[1])
             round_.landed.set()
+        # This rank may turn to something else now, while a peer that still sends to others waits for a slot that it has not freed.
+        yield from self.settle()
 
     def settle(self, leave: int = 0) -> Iterator[Ready]:
         """All but some copies to the device have ended; where they came from is free."""

@@ -1,8 +1,8 @@
 """Transport without multiprocessors: what adds no numbers leaves a GPU by its copy engines and crosses the network from the CPU.
 
-AllToAll goes pair by pair, AllGather as a ring (pair by pair where it is small, or inside one machine), each on a channel over a wire
-(channel.py, wires.py; between ranks of one machine engine.py). The part that stays is copied without the wire. What is summed goes over the process group, NCCL's on GPUs. On CPU tensors the same
-code runs without the copies.
+AllToAll goes pair by pair, AllGather as a ring (pair by pair where it is small, or inside one machine), each on a channel over a
+wire (channel.py, wires.py; between ranks of one machine engine.py). The part that stays is copied without the wire. What is summed
+goes over the process group, NCCL's on GPUs. On CPU tensors the same code runs without the copies.
 """
 
 from __future__ import annotations
