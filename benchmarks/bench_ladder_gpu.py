@@ -31,7 +31,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "peer"),
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from ladder_arms import BASE, OURS, PARTS, SEMI_SYNC, SERIAL, SPARSE_DIST, arm  # noqa: E402
-from results import claim, gpu_name, spread, write  # noqa: E402
+from results import claim, gpu_name, settings, spread, write  # noqa: E402
 from workload import Workload  # noqa: E402
 
 from freescale.bench.ranks import divided_gpu, is_rank, join, queues  # noqa: E402
@@ -49,7 +49,6 @@ SHAPES = {
     ),
 }  # fmt: skip
 EMBEDDING = ("ids", "rows", "gradients")
-_SETTINGS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NCCL_")
 
 
 def idle(device: torch.device) -> None:
@@ -203,12 +202,11 @@ def rank_main(options: argparse.Namespace) -> None:
         rows = rows_of(everyone, workload)
         made = claims_of(rows)
         if device.type == "cuda":
-            settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
             more = {"commit": options.commit} if options.commit else {}
             command = f"python3 benchmarks/bench_ladder_gpu.py --nproc {collective.world} --turns {options.turns}"
             packages = ("torchrec", "fbgemm-gpu", "triton")
             name = f"ladder-paper-{collective.world}ranks"
-            write(name, gpu_name(), command, rows, made, packages, workload=asdict(workload), settings=settings, **more)
+            write(name, gpu_name(), command, rows, made, packages, workload=asdict(workload), settings=settings(), **more)
         else:
             print("times on a CPU say nothing about a GPU; nothing is written")
     collective.gather_bytes(b"")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from results import claim, gpu_name, spread, write  # noqa: E402
+from results import claim, gpu_name, settings, spread, write  # noqa: E402
 from stale import no_collisions  # noqa: E402
 
 import freescale  # noqa: E402
@@ -182,7 +182,7 @@ def report(found: dict[str, Any], world: int, testbed: str, command: str, commit
     extra = max(b - a for a, b in zip(serial["gpu_peak_bytes_per_rank"], staged["gpu_peak_bytes_per_rank"], strict=True)) / batch
     claims.append(claim("staged: peak memory above serial's, in batches of ids and rows", 1.1, extra, "batches", at_least=False))
     copied = {"commit": commit} if commit else {}
-    write(f"priority-{world}ranks", testbed, command, rows, claims, collisions=COLLISIONS, **copied)
+    write(f"priority-{world}ranks", testbed, command, rows, claims, collisions=COLLISIONS, settings=settings(), **copied)
 
 
 def main() -> None:

@@ -78,3 +78,9 @@ def write(
         print(f"{verdict}  {entry['claim']}: asked {entry['asked']}, measured {entry['measured']} {entry['unit']}")
     print(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
     return path
+
+
+def settings() -> dict[str, str]:
+    """What the environment told CUDA and NCCL."""
+    told = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NCCL_")
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(told)}
