@@ -126,7 +126,7 @@ def test_the_ledger_adds_no_synchronization():
             with ledger.span("forward"):
                 for _ in range(20):
                     x = x @ x * 1e-3
-            with ledger.arrive("rows", 1, 1).wait():
+            with ledger.arrive("rows", 1, 1, "nccl").wait():
                 y = x + 1
             ledger.count("samples", y[:2].numel())
             ledger.end_step()
