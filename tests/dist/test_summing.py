@@ -65,7 +65,7 @@ def test_sums_in_rank_order(world, wire):
 
 
 def _schedules(transport, wire, sums):
-    buckets._LEAST_BYTES = 256
+    buckets._LEAST_BYTES["cpu"] = 256
     assert len(build(transport, "serial")[1].buckets.flat) > 1
     found = []
     for schedule in ("serial", "staged"):

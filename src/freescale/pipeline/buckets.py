@@ -14,7 +14,7 @@ from freescale.pipeline.summing import Summing
 from freescale.transport.api import Handle, Transport
 
 _MOST_BYTES = 25 << 20
-_LEAST_BYTES = 2 << 20  # below, a message is mostly latency
+_LEAST_BYTES = {"cpu": 64 << 10, "cuda": 2 << 20}  # below, a message is mostly latency: NCCL's kernels wait for each other
 _BUCKETS = 4  # at least, where they are large enough: a backward has something to hide the first ones behind
 
 
@@ -59,7 +59,7 @@ class GradientBuckets(FlatGradients):
 
     def _cut(self, numbers: list[int]) -> list[list[int]]:
         sizes = [self.parameters[number].numel() * self.parameters[number].element_size() for number in numbers]
-        most = largest_bucket(sum(sizes))
+        most = largest_bucket(sum(sizes), self._device.type)
         buckets: list[list[int]] = []
         filled = most + 1
         for number, size in zip(numbers, sizes, strict=True):
@@ -130,6 +130,6 @@ class GradientBuckets(FlatGradients):
             self._handles.append(self._sums.all_reduce(self.flat[bucket], "dense"))
 
 
-def largest_bucket(total: int) -> int:
+def largest_bucket(total: int, device: str = "cuda") -> int:
     """Bytes, of so many in all."""
-    return min(_MOST_BYTES, max(_LEAST_BYTES, total // _BUCKETS))
+    return min(_MOST_BYTES, max(_LEAST_BYTES[device], total // _BUCKETS))

@@ -11,7 +11,8 @@ Every row is updated once per step, with the step number and learning rate of th
 of the serial schedule, bit for bit, once `flush` has applied what is deferred. a before d keeps rows exact that i-1 and i+1 read,
 but not i; b and c do not touch the rows, and go first because e needs what they find. The lanes are threads with channels of their
 own: what is urgent does not queue behind the bulk, and the main thread waits at the next forward only, and before the dense
-optimizer for what is left of its gradients' sums, which begin during the backward.
+optimizer for what is left of its gradients' sums, which begin during the backward. Until then it prepares the batch after the
+next.
 """
 
 from __future__ import annotations
@@ -60,10 +61,12 @@ class Staged(Schedule):
         self._masks = masks
         self._jobs: list[Job] = []  # of the last step
         self._unsettled: Turn | None = None  # the last step, as long as some of its gradients are deferred
+        self._failure: Exception | None = None  # of a batch that has yet to come
         self.tables.settle = self.flush
 
     def _run(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:
         self.flush()
+        self._failure = None
         self.ahead.side.take(), self.urgent.side.take()
         self.ledger.begin_step(self.steps)
         turn = self._taken(self._upcoming(self.steps + 1, batches, None))
@@ -71,31 +74,29 @@ class Staged(Schedule):
             self.ledger.cancel_step()
             return
         self._fetch_first(turn)
-        first: Turn | None = turn
-        following = self._upcoming(self.steps + 2, batches, turn.upcoming)
+        coming, following = self._prepare(self._upcoming(self.steps + 2, batches, turn.upcoming), batches, self.steps + 3)
         while True:
-            coming = self._taken(following)
-            if turn is not first:
-                self._arrive(turn)
-            first = None  # what it holds is free after its step
-            following = self._upcoming(self.steps + 3, batches, following)
-            result = self._step(turn, coming, following)
+            result, then, further = self._step(turn, coming, following, batches)
             self.ledger.end_step()
             yield result
+            if self._failure is not None:
+                raise self._failure
             if coming is None:
                 break
-            turn = coming
+            turn, coming, following = coming, then, further
             self.ledger.begin_step(self.steps)
+            self._arrive(turn)
         self.flush()
         self.tables.release()
         self.ahead.close()
         self.urgent.close()
 
-    def _step(self, turn: Turn, coming: Turn | None, following: Upcoming) -> StepResult:
+    def _step(
+        self, turn: Turn, coming: Turn | None, following: Upcoming, batches: Iterator[SequenceBatch]
+    ) -> tuple[StepResult, Turn | None, Upcoming]:
+        """-> also the batch after the coming one, and the one after that, as far as they are."""
         last, self._unsettled = self._unsettled, None
         self._jobs = [self.ahead.submit(lambda: self._while_computing(last, turn, coming), last.gradients if last else ())]
-        if coming is not None:
-            following.exchanged()
         turn.upcoming.count()
         self._compute(turn.micro, turn.agreement, following.forwarded if coming is not None else _nothing)
         if coming is not None:
@@ -107,9 +108,20 @@ class Staged(Schedule):
         self._jobs.append(self.urgent.submit(lambda: self._after_backward(turn, coming), turn.gradients))
         self._unsettled = turn
         self._apply_replicated(turn)
+        then, further = None, following
+        if coming is not None:
+            then, further = self._while_summing(following, batches)
         losses = self.buckets.reduce()
         norm = self._update_dense(turn.factor)
-        return self._result(turn.batch, turn.agreement, losses, norm)
+        return self._result(turn.batch, turn.agreement, losses, norm), then, further
+
+    def _while_summing(self, following: Upcoming, batches: Iterator[SequenceBatch]) -> tuple[Turn | None, Upcoming]:
+        """What the host does for later batches, while it would wait for the sums of the dense gradients, and a GPU for the host."""
+        try:
+            return self._prepare(following, batches, self.steps + 3)
+        except Exception as error:  # noqa: BLE001 - raised once this step is complete
+            self._failure = error
+            return None, following
 
     # ---- the lanes
 
@@ -157,6 +169,14 @@ class Staged(Schedule):
             return None
         placed, compared = Moment(self.transport.device), Moment(self.transport.device)
         return Turn(batch, agreement, self._micro_batches(batch), upcoming, placed, compared)
+
+    def _prepare(self, upcoming: Upcoming, batches: Iterator[SequenceBatch], step: int) -> tuple[Turn | None, Upcoming]:
+        """The batch, complete; and the one after it, of that step, which the ranks begin to agree on."""
+        turn = self._taken(upcoming)
+        after = self._upcoming(step, batches, upcoming)
+        if turn is not None:
+            after.exchanged()
+        return turn, after
 
     def _fetch_first(self, turn: Turn) -> None:
         """The first batch: everything, blocking."""
