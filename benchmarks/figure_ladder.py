@@ -63,8 +63,13 @@ def waits(row: Mapping[str, Any]) -> tuple[float, float, float] | None:
     return embedding, max(0.0, everything - embedding), percent / 100 * row["step_ms"]["median"]
 
 
+def label(arm: str) -> str:
+    """Of the longest rung only what it adds fits beside a bar."""
+    return arm.replace(f"{FULL}, ", "the same, ")
+
+
 def ink(arm: str) -> str:
-    return RED if arm.startswith("TorchRec") else BLUE if arm == FULL else TEAL
+    return RED if arm.startswith("TorchRec") else BLUE if arm.startswith(FULL) else TEAL
 
 
 def ladder(used: Results) -> str:
@@ -77,7 +82,7 @@ def ladder(used: Results) -> str:
     def rate(row: Mapping[str, Any]) -> Bar:
         value = row["samples_per_second"]
         times = f" ({value['median'] / peer['samples_per_second']['median']:.2f} x)" if peer else ""
-        return Bar(row["arm"], value["median"], f"{value['median']:.0f}{times}", ink(row["arm"]), value["p20"], value["p80"])
+        return Bar(label(row["arm"]), value["median"], f"{value['median']:.0f}{times}", ink(row["arm"]), value["p20"], value["p80"])
 
     parts = bars("samples/s", [rate(row) for row in rows], left, 36, wide)
     longest = max(sum(waits(row) or (0.0,)) for row in rows)
@@ -126,7 +131,7 @@ def _parity(result: Mapping[str, Any], left: float, top: float, wide: float) -> 
         if name == SERIAL:
             continue
         apart = row["largest_relative_loss_difference_to_serial"]
-        label = f"{apart:.0e}" if apart else "0: every loss equal"
-        rows.append(Bar(name, math.log10(max(apart, _EXACT) / _EXACT), label, GREY if name == PERMUTED else ink(name)))
+        said = f"{apart:.0e}" if apart else "0: every loss equal"
+        rows.append(Bar(label(name), math.log10(max(apart, _EXACT) / _EXACT), said, GREY if name == PERMUTED else ink(name)))
     title = "largest relative difference of a loss to serial's (logarithmic)"
     return bars(title, rows, left, top, wide * 0.7, most=6.0)

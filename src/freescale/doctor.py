@@ -37,6 +37,7 @@ def examine() -> list[tuple[str, str, str]]:
     rows.append(_rdma())
     rows.append(_ucx())
     rows.append(_shared_memory(torch))
+    rows.append(_engine())
     rows += _transports(torch)
     triton = _package("triton")
     use = (
@@ -101,6 +102,17 @@ def _shared_memory(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-de
     except (AttributeError, OSError, RuntimeError) as error:
         return ("shared memory", "no", f"ranks of one machine talk over sockets: {error}")
     return ("shared memory", "yes", "ranks of one machine exchange through it (hostwire-gloo)")
+
+
+def _engine() -> tuple[str, str, str]:
+    """Tries to compile it."""
+    from freescale.transport.compiled import compiler
+    from freescale.transport.engine import calls
+
+    if calls() is not None:
+        return ("engine", "yes", "transfers between ranks of one machine run in C, without Python's lock")
+    why = "FREESCALE_ENGINE=0" if compiler() else "no C compiler (cc, gcc, clang or CC)"
+    return ("engine", "no", f"transfers between ranks of one machine run in Python, which slows GPU ranks down: {why}")
 
 
 def _transports(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
