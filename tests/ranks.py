@@ -16,7 +16,9 @@ import torch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # With what test modules import, which every rank would otherwise import for itself.
-_CONTEXT.set_forkserver_preload(["torch", "freescale.train.trainer", "freescale.train.checkpoint", "pytest", "hypothesis.strategies"])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "freescale.train.trainer", "freescale.train.checkpoint", "pytest", "hypothesis.strategies"]
+)
 
 
 def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:

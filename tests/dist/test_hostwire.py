@@ -160,6 +160,38 @@ def test_a_lost_rank_is_an_error_on_all_others(wire, how):
         assert not left or wire == "gloo"  # gloo's waits end with its timeout, not before
 
 
+def _closed(transport, wire):
+    """A thread waits for a rank that does nothing, and another closes the transport."""
+    wire = hostwire(transport, wire, seconds=30.0)
+    lane = wire.channel(Side(wire.ledger, "ahead"))
+    caught = []
+
+    def wait():
+        try:
+            lane.all_to_all(torch.zeros(wire.world), [1] * wire.world, [1] * wire.world, "rows").wait()
+        except TransportError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    if not wire.rank:
+        thread.start()
+        time.sleep(0.5)
+        begin = time.monotonic()
+        wire.close()
+        thread.join(10)
+        took = time.monotonic() - begin
+        transport.gather_bytes(b"")
+        return caught, took
+    transport.gather_bytes(b"")
+    wire.close()
+    return None
+
+
+def test_closing_wakes_a_thread_that_waits():
+    ((caught,), seconds), _ = run_ranks(2, _closed, "shared memory")
+    assert "bytes outstanding" in caught and seconds < 5
+
+
 def _idle(transport, wire):
     """Processor time of a rank that waits a second for another."""
     wire = hostwire(transport, wire)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections import deque
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_double, c_int, c_int64, c_uint64, c_void_p
@@ -23,6 +24,7 @@ from freescale.transport.shared import SharedWire
 
 _AWAKE = {"cpu": 0.0, "cuda": 0.0003}  # seconds that who waits looks around before it naps; a CPU has other things to do
 _REASONS = {1: "the connection was closed", 2: "the time ran out", 4: "the driver of the GPU refused", 5: "no memory"}
+_PATIENCE = 2.0  # seconds that closing waits for a thread
 _TOGETHER = 1 << 20  # bytes of pieces that share a slot: what is large leaves as soon as it is copied
 
 
@@ -112,6 +114,7 @@ class EngineChannel:
         self._world = len(wire.out) + 1
         self._under_way: deque[Carry] = deque()
         self._error: BaseException | None = None
+        self._inside = threading.Lock()  # while C has the channel: another thread may close it
         cuda = device.type == "cuda"
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if cuda else []
         streams = [stream.cuda_stream for stream in self._streams] or [0, 0]
@@ -156,12 +159,16 @@ class EngineChannel:
         return carry
 
     def carry(self, last: Carry) -> None:
-        if self._error is None and self._calls.until(self._handle, last.number, self._seconds):
-            self._fail(last)
-        while self._under_way and self._calls.done(self._handle, self._under_way[0].number):
-            self._under_way.popleft().kept = ()
-        if self._error is not None and not self._calls.done(self._handle, last.number):
-            raise self._error
+        with self._inside:
+            if self._error is None and self._handle is not None and self._calls.until(self._handle, last.number, self._seconds):
+                self._fail(last)
+            while self._handle is not None and self._under_way and self._done(self._under_way[0]):
+                self._under_way.popleft().kept = ()
+            if self._error is not None and (self._handle is None or not self._done(last)):
+                raise self._error
+
+    def _done(self, carry: Carry) -> bool:
+        return bool(self._calls.done(self._handle, carry.number))
 
     def _fail(self, last: Carry) -> None:
         peer, cause = c_int(), c_int()
@@ -174,11 +181,19 @@ class EngineChannel:
         self._error = TransportError(
             f"rank {self.rank}: {what}: rank {peer.value} died or fell silent, {left:,} bytes outstanding ({reason})"
         )
-        self._wire.close()  # whoever waits for this rank hears of it
+        self._wire.hang_up()  # whoever waits for this rank hears of it
 
     def close(self) -> None:
-        if self._handle is not None:
+        """A thread that waits for a transfer hears that the connections are gone; one that does not keeps the memory."""
+        self._wire.hang_up()
+        if self._handle is None or not self._inside.acquire(timeout=_PATIENCE):
+            return
+        try:
             for stream in self._streams:
                 stream.synchronize()
+            if self._error is None:
+                self._error = TransportError(f"rank {self.rank}: this transport was closed")
             self._calls.channel_free(self._handle)
             self._handle = None
+        finally:
+            self._inside.release()

@@ -98,10 +98,15 @@ class SharedWire:
     def expect(self, peer: int, size: int, into: Tensor | None) -> _Arriving:
         return _Arriving(self, peer, size)
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """Wakes whoever waits, here and there."""
         for connection in (*self.out.values(), *self.into.values()):
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # wakes a thread of ours that waits
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.hang_up()
+        for connection in (*self.out.values(), *self.into.values()):
             connection.close()
 
     def release(self) -> None:
