@@ -5,7 +5,8 @@
 
 `hosts` needs root and iproute2. `quality` trains every arm with the same seeds, on the file and on generated histories; each run's
 result is kept in the folder, so that it can be interrupted and called again (`--runs N`: at most so many now); what they say is
-written when all are there. Online Retail II: UCI Machine Learning Repository; Chen, 2012; CC BY 4.0.
+written when all are there. Another protocol in compress_quality.py wants another folder. Online Retail II: UCI Machine Learning
+Repository; Chen, 2012; CC BY 4.0.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "peer")]
 
 from compress_arms import DENSE, THRESHOLDED, WHOLE  # noqa: E402
-from compress_quality import ACTIVATIONS, ARMS, EXACT, GRADIENTS, KEEP, SHAPE, SIZES, TRAINING, WIDE  # noqa: E402
+from compress_quality import ACTIVATIONS, ARMS, DROPOUT, EXACT, GRADIENTS, KEEP, SHAPE, SIZES, TRAINING, WIDE  # noqa: E402
 from hosts import RATE, hosts  # noqa: E402
 from results import claim, spread, write  # noqa: E402
 from workload import Workload  # noqa: E402
@@ -183,7 +184,10 @@ def quality(data: Path, folder: Path, most: int | None) -> None:
     missing = [run for run in wanted if not result_file(folder, *run).exists()]
     if missing:
         train(
-            [(str(known[name][0]), arm, seed, str(result_file(folder, name, seed, arm))) for name, seed, arm in missing[:most]],
+            [
+                (str(known[name][0]), name, arm, seed, str(result_file(folder, name, seed, arm)))
+                for name, seed, arm in missing[:most]
+            ],
             folder,
         )
     if most is not None and len(missing) > most:
@@ -201,9 +205,10 @@ def quality(data: Path, folder: Path, most: int | None) -> None:
         quality_claims(rows, list(known)),
         datasets={name: about for name, (_, about) in known.items()},
         model={**SHAPE, **SIZES, "wide": WIDE, "kept_of_wide": KEEP},
-        training=TRAINING,
-        method="2 ranks, serial schedule; same seed, same data order, first weights and negatives in every arm; differences are "
-        "relative and paired by seed, with Student's 95 % interval over 5 seeds",
+        training={name: {**options, "dropout": DROPOUT[name]} for name, options in TRAINING.items()},
+        method="2 ranks, serial schedule; same seed, same data order, first weights and negatives in every arm; weights of the "
+        "epoch with the best validation HR@10, evaluated on the test part once; differences are relative and paired by seed, with "
+        "Student's 95 % interval over 5 seeds",
     )
 
 
@@ -211,7 +216,7 @@ def result_file(folder: Path, name: str, seed: int, arm: str) -> Path:
     return folder / f"{name}-{seed}-{ARMS.index(arm)}.json"
 
 
-def train(runs: Sequence[tuple[str, str, int, str]], folder: Path) -> None:
+def train(runs: Sequence[tuple[str, str, str, int, str]], folder: Path) -> None:
     """One after another on two ranks, which stay: starting them takes as long as a short run."""
     (folder / "runs.txt").write_text(json.dumps(runs), encoding="utf-8")
     script = str(Path(__file__).with_name("compress_quality.py"))

@@ -19,7 +19,7 @@ from torch import Tensor
 from freescale.batch import Jagged, SequenceBatch
 from freescale.models import HSTU, Retrieval, SegmentedHSTU
 
-EPOCHS = {"retail": 16, "generated": 6}  # by data
+EPOCHS = {"retail": 16, "generated": 20}  # by data
 HELD = 10
 WINDOW, SEGMENT, TOKENS = 160, 128, 4  # 1,280 = 1,024 + 256 events and 4 tokens, at an eighth
 SHAPE: dict[str, Any] = dict(width=32, layers=2, heads=1, dropout=0.1, position_bias=True, time_bias=True)

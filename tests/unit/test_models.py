@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.models import HSTU, Ranking, Retrieval
+from freescale.models.hstu import projected
 
 ITEMS, ACTIONS, WIDTH, NEGATIVES, TASKS = 30, 4, 8, 7, ("click", "like")
 LENGTHS, COUNTS = [5, 0, 1, 12, 3, 12], [3, 2, 0, 5, 1, 2]
@@ -362,6 +363,13 @@ class TestEncoder:
     def test_seed_decides_the_parameters(self):
         first, second = model_of("ranking"), model_of("ranking")
         assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+    @pytest.mark.parametrize("tokens", [0, 3, 40])
+    def test_a_served_projection_is_that_of_training(self, tokens):
+        linear, x = torch.nn.Linear(8, 20, dtype=torch.float64), torch.randn(tokens, 8, dtype=torch.float64)
+        with torch.no_grad():
+            torch.testing.assert_close(projected(linear, x), linear(x), rtol=1e-12, atol=1e-12)
+        assert torch.equal(projected(linear, x), linear(x))
 
     def test_attention_scale_is_the_configured_length(self):
         """Two models that differ in max_length only differ in outputs: nothing is divided by the batch's lengths."""

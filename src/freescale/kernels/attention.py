@@ -182,7 +182,7 @@ def _put(target: Tensor, group: Group, values: Tensor) -> None:
     """[n * heads, length, d] into [tokens, heads, d]."""
     heads, width = target.shape[1:]
     rows = values.view(len(group), heads, group.length, width).transpose(1, 2)
-    target.index_copy_(0, group.tokens, group.unpad(rows).to(target.dtype))
+    group.put(target, rows)
 
 
 def _scores(q: Tensor, k_t: Tensor, tile: Relation, count: int, biases: tuple[Tensor | None, Tensor | None]) -> Tensor:

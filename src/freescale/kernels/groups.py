@@ -64,13 +64,20 @@ class Group:
     tokens: Tensor  # [t] int64: index of their tokens in the jagged values, sample after sample
     slots: Tensor  # [t] int64: where each goes in [n * length]
     host: np.ndarray  # [n] lengths, on the host
+    whole: bool = False  # all tokens of the batch, equally many of each sample, where they are: nothing is gathered
+
+    @staticmethod
+    def all(samples: int, length: int, device: torch.device) -> Group:
+        """Of a batch whose samples all have this length."""
+        tokens = torch.arange(samples * length, device=device)
+        return Group(torch.arange(samples, device=device), length, tokens, tokens, np.full(samples, length), whole=True)
 
     def __len__(self) -> int:
         return len(self.host)
 
     def pad(self, values: Tensor) -> Tensor:
         """[tokens of the batch, ...] -> [n, length, ...], zero where there is no token."""
-        return self.pad_own(values.index_select(0, self.tokens))
+        return self.pad_own(values if self.whole else values.index_select(0, self.tokens))
 
     def pad_own(self, values: Tensor) -> Tensor:
         """[tokens of the group, ...] -> [n, length, ...], zero where there is no token."""
@@ -84,6 +91,14 @@ class Group:
         """[n, length, ...] -> [tokens of the group, ...]."""
         flat = padded.reshape(len(self) * self.length, *padded.shape[2:])
         return flat if self.tokens.numel() == flat.shape[0] else flat.index_select(0, self.slots)
+
+    def put(self, target: Tensor, padded: Tensor) -> None:
+        """[n, length, ...] into [tokens of the batch, ...], where its tokens are."""
+        values = self.unpad(padded).to(target.dtype)
+        if self.whole:
+            target.copy_(values)
+        else:
+            target.index_copy_(0, self.tokens, values)
 
 
 @dataclass(frozen=True)
@@ -105,6 +120,9 @@ class Groups:
         groups = []
         for index in plan_groups(host, cost, budget):
             own = host[index]
+            if len(own) == len(host) and own[0] == own[-1]:  # longest first: all are alike, and in their order
+                groups.append(Group.all(len(own), int(own[0]), lengths.device))
+                continue
             samples = uploaded(index, lengths.device)
             count, tokens = lengths[samples], int(own.sum())
             longest = int(own[0])

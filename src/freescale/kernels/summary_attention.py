@@ -59,13 +59,17 @@ def _groups(plan: SummaryPlan, heads: int, device: torch.device) -> list[tuple[G
         cost = lambda seen: heads * plan.segments.period * seen  # noqa: E731
         indices = plan_groups(table[:, 3], cost, TILE_BUDGET)
         plan.kept["groups"] = [
-            (_group(row, rows, device), _group(summary, seen, device)) for row, rows, summary, seen in (table[i].T for i in indices)
+            (_group(row, rows, plan.rows, device), _group(summary, seen, plan.summaries, device))
+            for row, rows, summary, seen in (table[i].T for i in indices)
         ]
     return plan.kept["groups"]
 
 
-def _group(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> Group:
+def _group(starts: np.ndarray, lengths: np.ndarray, total: int, device: torch.device) -> Group:
+    """Of these blocks of `total` rows or summaries."""
     longest = int(lengths.max())
+    if longest * len(lengths) == total and (starts == np.arange(len(lengths)) * longest).all() and lengths.min() == longest:
+        return Group.all(len(lengths), longest, device)
     samples = np.arange(len(lengths))
     tokens, slots = (ranges(torch.from_numpy(first), torch.from_numpy(lengths)).numpy() for first in (starts, samples * longest))
     return Group(uploaded(samples, device), longest, uploaded(tokens, device), uploaded(slots, device), lengths)

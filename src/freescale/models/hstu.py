@@ -34,6 +34,15 @@ def product_dtype(parameter: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if cast else parameter.dtype
 
 
+def projected(linear: nn.Linear, x: Tensor) -> Tensor:
+    """linear(x) for x [tokens, in]. For a product with a transposed matrix torch asks oneDNN on ARM processors, which prepares each
+    for half a millisecond: longer than a small request's products take. A served model lays the matrix out as it is read."""
+    served = x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    if not served or x.shape[0] < linear.out_features:  # of few tokens the copy would be the larger part
+        return linear(x)
+    return torch.addmm(linear.bias, x, linear.weight.t().contiguous())
+
+
 class InputNorm(nn.LayerNorm):
     """LayerNorm in the dtype of the projection that follows."""
 
@@ -107,7 +116,7 @@ class HSTULayer(nn.Module):
         earlier: Earlier | None = None,
     ) -> Tensor:
         sizes = [self.heads * self.d_v] * 2 + [self.heads * self.d_qk] * 2
-        u, v, q, k = silu_split(plan, self.projection(self.input_norm(x, plan)), sizes)
+        u, v, q, k = silu_split(plan, projected(self.projection, self.input_norm(x, plan)), sizes)
         q, k = (part.unflatten(1, (self.heads, self.d_qk)) for part in (q, k))
         v = v.unflatten(1, (self.heads, self.d_v))
         attended = hstu_attention(
@@ -127,7 +136,7 @@ class HSTULayer(nn.Module):
         if beyond is not None:
             attended = attended + beyond
         gated = self.attention_norm(attended.flatten(1), u, plan, token_keys, self.number, 1 - self.dropout)
-        return x + self.output(gated)  # gated is [tokens, heads * d_v]
+        return x + projected(self.output, gated)  # gated is [tokens, heads * d_v]
 
 
 class HSTU(nn.Module):
@@ -240,10 +249,15 @@ class HSTU(nn.Module):
             dtype=product_dtype(self.position),
         )
 
-    def _token_keys(self, keys: Tensor | None, lengths: Tensor, slots: Tensor) -> Tensor | None:
+    @property
+    def drops(self) -> bool:
+        return self.training and self.dropout > 0
+
+    def _token_keys(self, keys: Tensor | None, lengths: Tensor, slots: Tensor | None) -> Tensor | None:
         """[tokens] keys of what is dropped, from the samples' and the place in the sample; None where nothing is."""
-        if not self.training or self.dropout == 0:
+        if not self.drops:
             return None
+        assert slots is not None
         if keys is None or keys.shape != lengths.shape:
             raise ValueError(f"dropout needs keys, one per sample ({lengths.numel()}); got {_described(keys)}")
         return derive(torch.repeat_interleave(keys, lengths, output_size=slots.numel()), slots)

@@ -54,6 +54,11 @@ class Rows:
         """[rows]: where events and then summaries go."""
         return torch.cat([self.events, self.summaries])
 
+    @property
+    def open(self) -> bool:
+        """No segment is full: the rows are the events, in their order."""
+        return not self.summaries.numel()
+
 
 def arrange(
     segments: Segments, lengths: Tensor, candidate_counts: Tensor | None, host: HostSizes | None, known: np.ndarray | None = None
@@ -64,16 +69,33 @@ def arrange(
     device, length, tokens = lengths.device, segments.length, segments.tokens
     known = np.zeros_like(sizes.lengths) if known is None else known
     closed_host = segments.closed(sizes.history)
+    plan = SummaryPlan(segments, sizes.lengths + closed_host * tokens, closed_host, known)
     before = uploaded(known * length, device)  # [samples] events
     history = lengths if candidate_counts is None else lengths - candidate_counts
-    closed = segments.closed(history)
-    row_lengths = lengths + closed * tokens
-    row_starts, event_starts = offsets_of(row_lengths)[:-1], offsets_of(lengths)[:-1]
+    longest_history = int((sizes.history + known * length).max(initial=0))
+    events = int(sizes.lengths.sum())
 
     def each(of_sample: Tensor, counts: Tensor, total: int) -> Tensor:
         return torch.repeat_interleave(of_sample, counts, output_size=total)
 
-    events = int(sizes.lengths.sum())
+    if not closed_host.any():  # as requests with a memory are: small, so that what is found of each row counts
+        positions, none = ranges(before, lengths, events), lengths.new_empty(0)
+        return Rows(
+            parts=lengths,
+            candidate_counts=candidate_counts,
+            host=host or HostSizes(torch.from_numpy(sizes.lengths), None if candidate_counts is None else candidate_counts.cpu()),
+            lengths=lengths,
+            events=torch.arange(events, device=device),
+            event_positions=positions if history is lengths else torch.minimum(positions, each(before + history, lengths, events)),
+            summaries=none,
+            summary_positions=none,
+            last_events=none,
+            longest_history=longest_history,
+            plan=plan,
+        )
+    closed = segments.closed(history)
+    row_lengths = lengths + closed * tokens
+    row_starts, event_starts = offsets_of(row_lengths)[:-1], offsets_of(lengths)[:-1]
     slot = positions_in_sample(lengths, events)
     number = torch.minimum(slot // length, each(closed, lengths, events))  # of the segment that the event is in
     counts, total = closed * tokens, int(closed_host.sum()) * tokens
@@ -92,8 +114,8 @@ def arrange(
         summaries=each(row_starts, counts, total) + own * segments.period + length + place % tokens,
         summary_positions=(own + 1) * length + each(before, counts, total),
         last_events=each(event_starts, counts, total) + (own + 1) * length - 1,
-        longest_history=int((sizes.history + known * length).max(initial=0)),
-        plan=SummaryPlan(segments, sizes.lengths + closed_host * tokens, closed_host, known),
+        longest_history=longest_history,
+        plan=plan,
     )
 
 
@@ -104,22 +126,28 @@ class _Earlier:
         self.rows, self.memory = rows, memory
         self.kept: list[tuple[Tensor, Tensor]] | None = [] if keep else None
         self._order: Tensor | None = None
-        if memory is not None:  # remembered ones before those of the same sample
+        if memory is not None and not rows.open:  # remembered ones before those of the same sample
             plan, tokens = rows.plan, rows.plan.segments.tokens
             owners = [np.repeat(np.arange(len(count)), count * tokens) for count in (plan.known, plan.closed)]
             self._order = uploaded(np.argsort(np.concatenate(owners), kind="stable"), rows.lengths.device)
 
     def attended(self, layer: HSTULayer, plan: AttentionPlan | TilePlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        k, v = (part.index_select(0, self.rows.summaries) for part in (k, v))
-        if self.memory is not None:
-            assert self._order is not None
-            remembered = self.memory.keys[layer.number], self.memory.values[layer.number]
-            k, v = (torch.cat([old, new]).index_select(0, self._order) for old, new in zip(remembered, (k, v), strict=True))
+        k, v = self._summaries(layer, k, v)
         if self.kept is not None:
             self.kept.append((k, v))
         if not k.shape[0]:
             return None
         return summaries_attended(plan, q, k, v, self.rows.plan, scale_length=layer.max_length, alpha=layer.d_qk**-0.5)
+
+    def _summaries(self, layer: HSTULayer, *of_rows: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values [summaries, heads, d] of all summaries, from those of the rows and the remembered ones."""
+        if self.memory is None:
+            return tuple(part.index_select(0, self.rows.summaries) for part in of_rows)
+        remembered = self.memory.keys[layer.number], self.memory.values[layer.number]
+        if self._order is None:
+            return remembered
+        found = [part.index_select(0, self.rows.summaries) for part in of_rows]
+        return tuple(torch.cat(pair).index_select(0, self._order) for pair in zip(remembered, found, strict=True))
 
 
 class SegmentedHSTU(HSTU):
@@ -148,7 +176,7 @@ class SegmentedHSTU(HSTU):
     ) -> Tensor:  # [tokens, width]
         rows = self._arranged(x, lengths, candidate_counts, host, memory)
         outputs = self._run(x, rows, _Earlier(rows, memory), keys, timestamps)
-        return outputs.index_select(0, rows.events)
+        return outputs if rows.open else outputs.index_select(0, rows.events)
 
     @torch.no_grad()
     def compress(
@@ -192,6 +220,15 @@ class SegmentedHSTU(HSTU):
         """[events, width] -> [rows, width]."""
         timestamps = self._checked(x, timestamps)
         x = x.to(self.position.dtype) + self.position[rows.event_positions]
+        if not rows.open or torch.is_grad_enabled():  # in training the summaries have a gradient in every batch, if only zeros
+            x, timestamps = self._interleaved(x, timestamps, rows)
+        plan = self._plan(rows.parts, rows.candidate_counts, timestamps, rows.host)
+        slots = positions_in_sample(rows.lengths, x.shape[0]) if self.drops else None
+        token_keys = self._token_keys(keys, rows.lengths, slots)
+        return self._through(x, rows.parts, token_keys, timestamps, rows.candidate_counts, plan, earlier)
+
+    def _interleaved(self, x: Tensor, timestamps: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """Events -> rows: the summaries between them."""
         blocks = rows.summaries.numel() // self.segments.tokens
         summaries = self.summaries.expand(blocks, -1, -1).reshape(-1, self.width) + self.position[rows.summary_positions]
         order = rows.order
@@ -200,9 +237,7 @@ class SegmentedHSTU(HSTU):
         if timestamps is not None:
             timestamps = torch.cat([timestamps, timestamps.index_select(0, rows.last_events)])
             timestamps = torch.empty_like(timestamps).index_copy(0, order, timestamps)
-        plan = self._plan(rows.parts, rows.candidate_counts, timestamps, rows.host)
-        token_keys = self._token_keys(keys, rows.lengths, positions_in_sample(rows.lengths, x.shape[0]))
-        return self._through(x, rows.parts, token_keys, timestamps, rows.candidate_counts, plan, earlier)
+        return x, timestamps
 
 
 def split_history(batch: SequenceBatch, segment: int) -> tuple[SequenceBatch, SequenceBatch]:
