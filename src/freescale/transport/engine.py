@@ -1,7 +1,7 @@
 """A channel between ranks of one machine whose transfers are carried in C (engine.c), without Python's lock.
 
-The thread that waits carries, as with `Carried`. In Python a transfer costs about a millisecond of the interpreter, which the main
-thread then lacks for launching kernels; here it costs what building the call does. Where nothing can be compiled, channel.py runs.
+The thread that waits carries, as with `Carried`. In Python a transfer keeps the interpreter, which the main thread then lacks for
+launching kernels; here only building the call does. Where nothing can be compiled, channel.py runs.
 """
 
 from __future__ import annotations
