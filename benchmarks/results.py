@@ -15,9 +15,9 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from freescale.bench.report import spread  # noqa: E402
 from freescale.bench.repository import commit as commit_of  # noqa: E402
-from freescale.observe.machine import gpu_name, machine, versions  # noqa: E402
+from freescale.observe.machine import gpu_name, machine, settings, versions  # noqa: E402
 
-__all__ = ["Asked", "claim", "claims_of", "commit", "gpu_name", "machine", "spread", "versions", "write"]
+__all__ = ["Asked", "claim", "claims_of", "commit", "gpu_name", "machine", "settings", "spread", "versions", "write"]
 FOLDER = ROOT / "benchmarks" / "results"
 
 
@@ -78,9 +78,3 @@ def write(
         print(f"{verdict}  {entry['claim']}: asked {entry['asked']}, measured {entry['measured']} {entry['unit']}")
     print(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
     return path
-
-
-def settings() -> dict[str, str]:
-    """What the environment told CUDA and NCCL."""
-    told = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NCCL_")
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(told)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -19,7 +18,7 @@ from freescale.bench.report import show_table
 from freescale.bench.transfers import WAYS, alone, throughput
 from freescale.bench.witness import witness
 from freescale.kernels.dispatch import has_triton
-from freescale.observe.machine import machine, versions
+from freescale.observe.machine import machine, settings, versions
 
 LIMIT = 300.0  # seconds of a whole run
 PARTS: dict[str, Callable[[Bed], None]] = {
@@ -30,7 +29,6 @@ PARTS: dict[str, Callable[[Bed], None]] = {
     "witness": witness,
 }
 COLUMNS = ("what", "ms", "rate", "of bound", "alone ms", "slower")
-_SETTINGS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NCCL_")
 
 
 def bench_overlap(ranks: int, device: str, only: Sequence[str], output: Path) -> int:
@@ -76,7 +74,7 @@ def _result(bed: Bed, device: str) -> dict[str, Any]:
         "ranks": bed.world,
         "machine": machine(),
         "versions": versions("triton", "freescale"),
-        "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)},
+        "settings": settings(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "rows": bed.rows,
         "figures": figures(bed.rows),

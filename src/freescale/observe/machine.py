@@ -52,3 +52,9 @@ def versions(*packages: str) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def settings() -> dict[str, str]:
+    """What the environment told CUDA and NCCL."""
+    told = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NCCL_")
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(told)}

@@ -18,7 +18,7 @@
 #include <sys/socket.h>
 #include <time.h>
 
-enum { OK, CLOSED = 1, LATE = 2, SIZES = 3, DEVICE = 4, MEMORY = 5 };
+enum { CLOSED = 1, LATE = 2, SIZES = 3, DEVICE = 4 };
 enum { STAGED = 4, LANDING = 32, JOBS = 64, NOT_READY = 600 };
 
 typedef struct { /* of libcuda; all zero where there is no GPU */

@@ -23,7 +23,7 @@ from freescale.transport.memory import Pinned
 from freescale.transport.shared import SharedWire
 
 _AWAKE = {"cpu": 0.0, "cuda": 0.0003}  # seconds that who waits looks around before it naps; a CPU has other things to do
-_REASONS = {1: "the connection was closed", 2: "the time ran out", 4: "the driver of the GPU refused", 5: "no memory"}
+_REASONS = {1: "the connection was closed", 2: "the time ran out", 4: "the driver of the GPU refused"}
 _PATIENCE = 2.0  # seconds that closing waits for a thread
 _TOGETHER = 1 << 20  # bytes of pieces that share a slot: what is large leaves as soon as it is copied
 
@@ -67,7 +67,8 @@ def _typed(function: ctypes._FuncPointer, result: type | None, *arguments: type)
 
 
 def calls() -> _Calls | None:
-    """None where nothing can be compiled, or FREESCALE_ENGINE=0 asks for Python."""
+    """None where nothing can be compiled, or FREESCALE_ENGINE=0 asks for Python: in the environment and not in a run's settings,
+    because it is an affair of one machine, as having no compiler is; ranks of both kinds work together."""
     path = library("engine") if os.environ.get("FREESCALE_ENGINE", "1") != "0" else None
     return _Calls(str(path)) if path is not None else None
 
