@@ -38,6 +38,7 @@ def asked() -> Iterator[Asked]:
     for arm, name, bound in (
         ("hostwire", "shared memory", "PCIe, both ways and all ranks at once"),
         ("hostwire over gloo", "gloo", "the slower of PCIe and gloo"),
+        ("hostwire over tcp", "TCP", "the slower of PCIe and gloo"),
     ):
         for size in (16, 64, 256):
             text = f"AllToAlls of {size} MB over {name}, one at a time, of {bound}"

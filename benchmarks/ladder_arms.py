@@ -25,8 +25,8 @@ OURS: dict[str, tuple[str, bool, str, str]] = {
     "serial + balancing": ("serial", True, "collective", "collective"),
     "staged": ("staged", False, "collective", "collective"),
     "staged + balancing": ("staged", True, "collective", "collective"),
-    FULL: ("staged", True, "hostwire-gloo", "collective"),
-    PARTS: ("staged", True, "hostwire-gloo", "parts"),
+    FULL: ("staged", True, "hostwire-tcp", "collective"),
+    PARTS: ("staged", True, "hostwire-tcp", "parts"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-WIRES = ["shared memory", "gloo", "ucx: tcp", "ucx: shared memory", "shared memory: mixed"]
+WIRES = ["shared memory", "gloo", "ucx: tcp", "ucx: shared memory", "shared memory: mixed", "tcp"]
 
 
 def wired(wire: str, rank: int = 0) -> tuple[str, bool]:
@@ -13,5 +13,7 @@ def wired(wire: str, rank: int = 0) -> tuple[str, bool]:
         os.environ["UCX_TLS"] = "tcp,self" if wire.endswith("tcp") else "sm,self"
         os.environ["UCX_NET_DEVICES"] = "lo" if wire.endswith("tcp") else "all"
         return "ucx", False
+    if wire == "tcp":
+        return "tcp", False
     os.environ["FREESCALE_ENGINE"] = "0" if wire.endswith("mixed") and rank % 2 else "1"
     return "gloo", wire.startswith("shared memory")

@@ -98,7 +98,7 @@ class TrainConfig(_Checked):
     transport: str = option(
         "auto",
         "what carries ids, rows, gradients and samples: process groups, or copy engines and the CPU",
-        choices=("auto", "collective", "hostwire-gloo", "hostwire-ucx"),
+        choices=("auto", "collective", "hostwire-gloo", "hostwire-tcp", "hostwire-ucx"),
     )
     dense_sums: str = option(
         "collective",

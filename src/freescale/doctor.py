@@ -101,7 +101,7 @@ def _shared_memory(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-de
             os.close(file)
     except (AttributeError, OSError, RuntimeError) as error:
         return ("shared memory", "no", f"ranks of one machine talk over sockets: {error}")
-    return ("shared memory", "yes", "ranks of one machine exchange through it (hostwire-gloo)")
+    return ("shared memory", "yes", "ranks of one machine exchange through it (hostwire-gloo and -tcp)")
 
 
 def _engine() -> tuple[str, str, str]:
@@ -110,15 +110,17 @@ def _engine() -> tuple[str, str, str]:
     from freescale.transport.engine import calls
 
     if calls() is not None:
-        return ("engine", "yes", "transfers between ranks of one machine run in C, without Python's lock")
+        return ("engine", "yes", "transfers inside a machine and over TCP run in C, without Python's lock")
     why = "FREESCALE_ENGINE=0" if compiler() else "no C compiler (cc, gcc, clang or CC)"
-    return ("engine", "no", f"transfers between ranks of one machine run in Python, which slows GPU ranks down: {why}")
+    return ("engine", "no", f"transfers run in Python, which slows GPU ranks down, and there is no hostwire-tcp: {why}")
 
 
 def _transports(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
+    from freescale.transport.engine import calls
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
     for machines in (1, 2):
-        name, why = choose("auto", device, machines, ucx_installed(), bool(rdma_devices()))
+        name, why = choose("auto", device, machines, ucx_installed(), bool(rdma_devices()), calls() is not None)
         rows.append((f"transport, {'one machine' if machines == 1 else 'several'}", name, why))
     return rows

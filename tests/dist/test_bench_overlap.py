@@ -34,13 +34,13 @@ def test_every_arm_is_measured(tmp_path):
     beside = {(part, arm) for part in ("products", "layer") for arm in ("alone", "hostwire", FULL, "gloo")}
     alone = {("alone", arm) for arm in ("gloo", "hostwire", "hostwire, two in flight")}
     copies = {f"{whose} {way}" for whose in ("plain copies", "hostwire's copies") for way in ("device to host", "host to device")}
-    sent = {f"{arm}{more}" for arm in ("hostwire", "hostwire over gloo") for more in ("", ", two in flight")}
+    sent = {f"{arm}{more}" for arm in ("hostwire", "hostwire over gloo", "hostwire over tcp") for more in ("", ", two in flight")}
     throughput = {("throughput", arm) for arm in copies | sent | {"plain copies both ways", "gloo alone"}}
     assert measured == beside | alone | throughput | {("witness", "hostwire")}
     for row in result["rows"]:
         assert "skipped" in row or row["ms"]["median"] > 0, row
         assert all(row[name] > 0 for name in ("rate", "ceiling_percent", "messages") if name in row), row
-    assert len(result["figures"]) == 4 + 2 + 4  # slow-downs, copies, messages: what is skipped has no figure
+    assert len(result["figures"]) == 4 + 2 + 6  # slow-downs, copies, messages: what is skipped has no figure
 
 
 def test_nowhere_to_write(tmp_path):

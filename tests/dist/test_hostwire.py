@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch
 from ranks import gather_ranks, run_ranks
 
 from freescale.observe.ledger import Ledger, Side
+from freescale.transport import opening, tcp
 from freescale.transport.api import TransportError
 from freescale.transport.choice import choose
 from freescale.transport.gate import Gate
@@ -117,6 +119,60 @@ def _counted(transport, wire):
     wire.close()
     assert handle.bytes == record["collectives"][0][1] and handle.path == path
     return [entry[:3] for entry in record["collectives"]], record["paths"]
+
+
+def _two_machines(transport, wire, seed):
+    opening.machine = lambda: b"machine %d" % (transport.rank // 2)
+    made = Hostwire("cpu", Ledger(), transport.group, transport.control, wire, timeout=timedelta(seconds=30))
+    _exchange(made, 60, random.Random(seed), random.Random(transport.rank))
+    path = made.path_of()
+    made.close()
+    return path
+
+
+@pytest.mark.parametrize("wire", ["gloo", "tcp"])
+@pytest.mark.parametrize("world", [3, 4])
+def test_ranks_on_two_machines(wire, world):
+    """Memory inside a machine, the wire between them; of three ranks one is alone on its machine."""
+    paths = run_ranks(world, _two_machines, wire, world)
+    both = f"hostwire: {' and '.join(sorted((wire, 'shared memory')))}"
+    assert paths == [both, both, both if world == 4 else f"hostwire: {wire}", both][:world]
+
+
+def _strangers(transport):
+    callers, other = [], 1 - transport.rank
+
+    def gather(payload):
+        answers = transport.gather_bytes(payload)
+        for answer in answers:
+            address, port, _ = answer.decode().rsplit(" ", 2)
+            callers.append(socket.create_connection((address, int(port)), 5.0))
+            callers[-1].sendall(b"x" * 20)
+        transport.gather_bytes(b"")  # they have called before any rank does
+        return answers
+
+    made = tcp.connect(transport.rank, [other], gather, 20.0)
+    took = made.probe(other, other, 300_000, 20.0)
+    made.close()
+    for caller in callers:
+        caller.close()
+    return list(made.streams) == [other] and took > 0
+
+
+def test_whoever_calls_without_the_token_is_no_rank():
+    assert all(run_ranks(2, _strangers))
+
+
+def _no_compiler(transport):
+    os.environ["FREESCALE_ENGINE"] = str(transport.rank)
+    with pytest.raises(TransportError) as caught:
+        Hostwire("cpu", Ledger(), transport.group, transport.control, "tcp", shared=False)
+    return str(caught.value)
+
+
+def test_streams_without_an_engine_on_one_rank_are_refused_on_all():
+    for text in run_ranks(2, _no_compiler):
+        assert "rank 0 has none" in text and "hostwire-gloo" in text
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -279,13 +335,15 @@ def test_urgent_that_waits_for_bulk_elsewhere(wire):
 
 
 def test_the_choice_of_a_transport():
-    assert choose("auto", "cpu", 1, True, True)[0] == "collective"
-    assert choose("auto", "cuda", 1, True, False)[0] == "hostwire-gloo"
-    assert choose("auto", "cuda", 2, True, True)[0] == "hostwire-ucx"
-    name, why = choose("auto", "cuda", 2, False, True)
-    assert name == "hostwire-gloo" and "ucxx is missing" in why
-    assert choose("hostwire-gloo", "cpu", 1, False, False) == ("hostwire-gloo", "as asked")
+    assert choose("auto", "cpu", 1, True, True, True)[0] == "collective"
+    assert choose("auto", "cuda", 1, True, False, True)[0] == "hostwire-gloo"
+    assert choose("auto", "cuda", 2, True, True, True)[0] == "hostwire-ucx"
+    name, why = choose("auto", "cuda", 2, False, True, True)
+    assert name == "hostwire-tcp" and "ucxx is missing" in why
+    name, why = choose("auto", "cuda", 2, False, True, False)
+    assert name == "hostwire-gloo" and "C compiler" in why
+    assert choose("hostwire-gloo", "cpu", 1, False, False, False) == ("hostwire-gloo", "as asked")
     with pytest.raises(ValueError, match="pip install"):
-        choose("hostwire-ucx", "cuda", 1, False, True)
+        choose("hostwire-ucx", "cuda", 1, False, True, True)
     with pytest.raises(ValueError, match="transport must be one of"):
-        choose("pigeon", "cpu", 1, False, False)
+        choose("pigeon", "cpu", 1, False, False, False)

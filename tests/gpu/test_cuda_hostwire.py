@@ -1,4 +1,5 @@
-"""Hostwire between ranks that share a GPU: what arrives is what was sent, also beyond the ring, in C and in Python."""
+"""Hostwire between ranks that share a GPU: what arrives is what was sent, also beyond the ring, in C and in Python, and on
+streams as between machines."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 os.environ["FREESCALE_ENGINE"] = "0" if sys.argv[1] == "python" or (sys.argv[1] == "mixed" and int(os.environ["RANK"]) % 2) else "1"
 import freescale
 from freescale.observe.ledger import Side
-transport = freescale.connect(torch.device("cuda:0"), timeout=20.0, transport="hostwire-gloo")
+from freescale.transport import opening
+machines = {"streams": 1, "two machines": 2}.get(sys.argv[1], 0)  # ranks of each; 0: all
+if machines:
+    opening.machine = lambda: b"machine %d" % (int(os.environ["RANK"]) // machines)
+transport = freescale.connect(torch.device("cuda:0"), timeout=20.0, transport="hostwire-tcp" if machines else "hostwire-gloo")
+assert transport.path_of() == "hostwire: " + ("shared memory", "tcp", "shared memory and tcp")[machines]
 assert type(transport._channel).__name__ == ("Channel" if os.environ["FREESCALE_ENGINE"] == "0" else "EngineChannel")
 lane = transport.channel(Side(transport.ledger, "lane"))
 rank, world = transport.rank, transport.world
@@ -44,7 +50,7 @@ transport.close()
 """
 
 
-@pytest.mark.parametrize("carrier", ["engine", "mixed", "python"])
+@pytest.mark.parametrize("carrier", ["engine", "mixed", "python", "streams", "two machines"])
 def test_messages_of_all_sizes_on_ranks_beside_nccl(carrier, tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)

@@ -67,16 +67,16 @@ class Bed:
         self.collective, self.device, self.began = collective, collective.device, began
         self.rank, self.world, self.cuda = collective.rank, collective.world, collective.device.type == "cuda"
         self.size, self.rows = SIZES[collective.device.type], list[dict[str, Any]]()
-        self.hostwire = self.wired("hostwire", shared=True)
+        self.hostwire = self.wired("hostwire")
         self.message = self.even(self.size["message"])
         self.elsewhere = torch.cuda.Stream(self.device) if self.cuda else None  # where nothing is issued
         self._groups: dict[int | None, dist.ProcessGroup] = {}
         self._message_ms: dict[str, float] = {}
 
-    def wired(self, name: str, shared: bool) -> Arm:
-        """Hostwire; `shared`: ranks of a machine share memory, otherwise they talk over gloo."""
+    def wired(self, name: str, wire: str = "gloo", shared: bool = True) -> Arm:
+        """Hostwire; `shared`: ranks of a machine share memory, otherwise they talk over the wire."""
         groups, limit = (self.collective.group, self.collective.control), timedelta(seconds=SECONDS)
-        transport = Hostwire(self.device, Ledger(self.device), *groups, shared=shared, timeout=limit)
+        transport = Hostwire(self.device, Ledger(self.device), *groups, wire, shared=shared, timeout=limit)
         lane = Lane(name, transport)
 
         def begin(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Wait:

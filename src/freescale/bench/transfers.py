@@ -5,25 +5,19 @@ All ranks copy or send at the same time; a time is the slowest rank's. Rates are
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from freescale.bench.arms import SECONDS, Arm, Bed, closed, gigabytes, leaving, words
-from freescale.transport.channel import Channel
-from freescale.transport.gate import Gate
-from freescale.transport.halves import SLOTS
-from freescale.transport.memory import Pinned, shared_file
-from freescale.transport.transfer import Part, Round, Transfer
-
-WAYS = ("device to host", "host to device")
+from freescale.bench.arms import Arm, Bed, closed, gigabytes, leaving, words
+from freescale.bench.copies import WAYS, Copies
+from freescale.transport.engine import calls
 
 
 def alone(bed: Bed) -> None:
@@ -36,24 +30,28 @@ def alone(bed: Bed) -> None:
 
 def throughput(bed: Bed) -> None:
     """Plain pinned copies, hostwire's copies without a wire, whole hostwire: over shared memory, which copies nothing on the way,
-    and over gloo, whose own AllToAll of host tensors is the wire's speed."""
-    ring = Ring(bed)
-    gloo = bed.wired("hostwire over gloo", shared=False)
+    and over gloo and TCP; gloo's own AllToAll of host tensors is the wire's speed."""
+    found = calls()
+    ring = Copies(bed, found) if found is not None else None
+    wires = [bed.wired(f"hostwire over {wire}", wire, shared=False) for wire in ("gloo", "tcp") if wire == "gloo" or ring]
     for size in bed.size["throughput"]:
         bytes_ = leaving(size, bed.world)
         plain = {name: _copied(bed, size, f"plain copies {name}", call) for name, call in _plain_copies(bed, bytes_).items()}
-        for way in WAYS:
-            copies = partial(ring.copy, way, size, bed)
-            _copied(bed, size, f"hostwire's copies {way}", copies, bound=plain[way], what="plain copies")
+        if ring is not None:
+            for way in WAYS:
+                name, copy = f"hostwire's copies {way}", partial(ring.copy, way, size)
+                _copied(bed, size, name, copy, plain[way], "plain copies", end=ring.settle)
         both = plain["both ways"]
         for flight, more in ((1, ""), (2, ", two in flight")):
             _sent(bed, "throughput", bed.hostwire, size, flight, more, bound=both, what="PCIe, both ways")
         wire = _wire(bed, size)
         slower = min((both, "PCIe, both ways"), (wire, "gloo"))
-        for flight, more in ((1, ""), (2, ", two in flight")):
-            _sent(bed, "throughput", gloo, size, flight, more, bound=slower[0], what=slower[1])
-    ring.close()
-    closed(gloo)
+        for arm, (flight, more) in product(wires, ((1, ""), (2, ", two in flight"))):
+            _sent(bed, "throughput", arm, size, flight, more, bound=slower[0], what=slower[1])
+    if ring is not None:
+        ring.close()
+    for arm in wires:
+        closed(arm)
 
 
 def _sent(bed: Bed, group: str, arm: Arm, size: int, flight: int, more: str, bound: float = 0.0, what: str = "") -> None:
@@ -75,9 +73,16 @@ def _add(
 
 
 def _copied(
-    bed: Bed, size: int, arm: str, copy: Callable[[], None], bound: float = 0.0, what: str = "", case: str = "copies"
+    bed: Bed,
+    size: int,
+    arm: str,
+    copy: Callable[[], object],
+    bound: float = 0.0,
+    what: str = "",
+    case: str = "copies",
+    end: Callable[[], object] = bool,
 ) -> float:
-    """GB/s each way, of copies that follow each other: so many that the ranks' start does not count."""
+    """GB/s each way, of copies that follow each other, until `end`: so many that the ranks' start does not count."""
     count = max(1, bed.size["each"] // size)
     times = []
     for _ in range(bed.size["repetitions"] + 1):
@@ -85,6 +90,7 @@ def _copied(
         begin = time.perf_counter()
         for _ in range(count):
             copy()
+        end()
         bed.idle()
         times.append(1e3 * (time.perf_counter() - begin) / count)
     return _add(bed, "throughput", f"{case} of {words(size)}", arm, size, bed.slowest(times[1:]), bound, what)["rate"]
@@ -107,80 +113,6 @@ def _plain_copies(bed: Bed, size: int) -> dict[str, Callable[[], None]]:
         return copy
 
     return {WAYS[0]: copying(WAYS[0]), WAYS[1]: copying(WAYS[1]), "both ways": copying(*WAYS)}
-
-
-class _Nothing:
-    """A wire that carries nothing: what is sent has been read at once, and what is expected is there, in slots in turn."""
-
-    path, direct = "nothing", False
-
-    def __init__(self, memory: Tensor, slot: int) -> None:
-        self._slots, self._taken = memory.split(slot), 0
-
-    def send(self, peer: int, piece: Tensor) -> _There:
-        return _There(piece)
-
-    def expect(self, peer: int, size: int, into: Tensor | None) -> _There:
-        self._taken += 1
-        return _There(self._slots[self._taken % SLOTS][:size])
-
-    def close(self) -> None:
-        pass
-
-
-class _There:
-    def __init__(self, piece: Tensor) -> None:
-        self._piece = piece
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self, seconds: float) -> Tensor:
-        return self._piece
-
-    def free(self) -> None:
-        pass
-
-
-class Ring:
-    """A channel of hostwire as it is, with slots in shared memory, over no wire: its copies alone."""
-
-    def __init__(self, bed: Bed) -> None:
-        piece = bed.hostwire.piece
-        self._out, self._into = (_shared(SLOTS * piece, bed.device) for _ in WAYS)
-        wire = _Nothing(self._into.bytes, piece)
-        self._channel = Channel(
-            "ring", bed.rank, bed.device, [wire] * bed.world, self._out, Gate(0.001), piece, SECONDS, patient=True
-        )
-        self._tensors: dict[int, Tensor] = {}
-
-    def copy(self, way: str, size: int, bed: Bed) -> None:
-        """What an AllToAll of `size` copies one way; it has been copied when this returns."""
-        part = max(1, size // bed.world)
-        if size not in self._tensors:
-            self._tensors[size] = torch.zeros(part * (bed.world - 1), dtype=torch.uint8, device=bed.device)
-            bed.idle()
-        peers = [peer for peer in range(bed.world) if peer != bed.rank]
-        parts = Round([Part(peer, some) for peer, some in zip(peers, self._tensors[size].split(part), strict=True)])
-        out, into = ([parts], []) if way == WAYS[0] else ([], [parts])
-        transfer = Transfer("rows", out, into, False, bed.device)
-        self._channel.submit(transfer)
-        transfer.wait()
-        if transfer.arrived is not None:
-            transfer.arrived.synchronize()
-
-    def close(self) -> None:
-        self._channel.close()
-        for memory in (self._out, self._into):
-            memory.close()
-
-
-def _shared(size: int, device: torch.device) -> Pinned:
-    file = shared_file(size)
-    try:
-        return Pinned(size, device, file)
-    finally:
-        os.close(file)
 
 
 def _wire(bed: Bed, size: int) -> float:

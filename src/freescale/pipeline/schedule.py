@@ -82,7 +82,7 @@ class Schedule(ABC):
         self.accumulate, self.clip, self.precision = accumulate, clip, precision
         self.task_weights = dict(task_weights or {})
         self.balancer = balancer
-        self.stopwatch = Stopwatch(self.ledger.clock)
+        self.stopwatch = Stopwatch(self.ledger.clock, self.transport.device)
         self._copies = torch.cuda.Stream(self.transport.device) if self.transport.device.type == "cuda" else None
         self.steps = 0  # made so far
         self._factor = learning_rate or (lambda step: 1.0)

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from freescale.observe.clock import Clock
+
+
+class _Worked:
+    """Nanoseconds that this thread has worked: on a CPU other threads of the rank take the core in between, and what they do is no
+    property of a sample."""
+
+    def stamp(self) -> int:
+        return time.thread_time_ns()
+
+    def read(self, stamp: int) -> int:
+        return stamp
 
 
 class Stopwatch:
     """Stamps on the device's clock, read once the device has passed them and never waited for."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, device: torch.device) -> None:
+        self._clock: Clock | _Worked = _Worked() if device.type == "cpu" else clock
         self._running: list[tuple[Any, Any]] = []
         self._last: tuple[int, list[tuple[Any, Any]]] = (0, [])
 

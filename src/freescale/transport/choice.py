@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-TRANSPORTS = ("auto", "collective", "hostwire-gloo", "hostwire-ucx")
+TRANSPORTS = ("auto", "collective", "hostwire-gloo", "hostwire-tcp", "hostwire-ucx")
 
 
 def ucx_installed() -> bool:
@@ -17,8 +17,9 @@ def rdma_devices() -> list[str]:
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
-def choose(asked: str, device: str, machines: int, ucx: bool, rdma: bool) -> tuple[str, str]:
-    """(transport, why). `device`: cpu or cuda. `machines`: that the ranks are on. `ucx`, `rdma`: whether every rank has it."""
+def choose(asked: str, device: str, machines: int, ucx: bool, rdma: bool, engine: bool) -> tuple[str, str]:
+    """(transport, why). `device`: cpu or cuda. `machines`: that the ranks are on. `ucx`, `rdma`, `engine` (compiled): whether every
+    rank has it."""
     if asked not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {asked!r}")
     if asked == "hostwire-ucx" and not ucx:
@@ -26,10 +27,13 @@ def choose(asked: str, device: str, machines: int, ucx: bool, rdma: bool) -> tup
     if asked != "auto":
         return asked, "as asked"
     if device == "cpu":
-        return "collective", "on CPUs there are no multiprocessors to spare; hostwire-gloo lets urgent traffic overtake"
+        return "collective", "on CPUs there are no multiprocessors to spare; hostwire-tcp lets urgent traffic overtake"
     if machines == 1:
         return "hostwire-gloo", "GPUs of one machine: copy engines and shared memory carry what is not summed, NCCL the rest"
     if ucx and rdma:
         return "hostwire-ucx", "copy engines and RDMA (UCX) carry what is not summed, NCCL the rest"
     lacking = " and ".join(what for what, there in (("ucxx", ucx), ("an RDMA device", rdma)) if not there)
-    return "hostwire-gloo", f"copy engines and TCP (gloo) carry what is not summed, NCCL the rest; for UCX {lacking} is missing"
+    if engine:
+        return "hostwire-tcp", f"copy engines and TCP carry what is not summed, NCCL the rest; for UCX {lacking} is missing"
+    why = f"copy engines and TCP (gloo) carry what is not summed, NCCL the rest; for UCX {lacking} is missing"
+    return "hostwire-gloo", f"{why}, for hostwire-tcp a C compiler"

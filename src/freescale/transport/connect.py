@@ -13,6 +13,7 @@ from freescale.observe.ledger import Ledger
 from freescale.transport.api import Transport, TransportError
 from freescale.transport.choice import choose, rdma_devices, ucx_installed
 from freescale.transport.collective import Collective
+from freescale.transport.engine import calls
 from freescale.transport.hostwire import Hostwire
 from freescale.transport.local import Local
 from freescale.transport.shared import machine
@@ -35,7 +36,7 @@ def choose_device(device: str, local_rank: int, local_world: int) -> torch.devic
 def connect(device: str | torch.device = "auto", timeout: float = 120.0, transport: str = "auto") -> Transport:
     """A transport over all ranks. Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ... are set) it joins them; alone it is
     `Local`. A process group that exists already is used as it is. `timeout` bounds every collective, in seconds. `transport`: auto,
-    collective, hostwire-gloo or hostwire-ucx; `about` of what is returned says which and why."""
+    collective, hostwire-gloo, hostwire-tcp or hostwire-ucx; `about` of what is returned says which and why."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     chosen = device if isinstance(device, torch.device) else choose_device(device, local_rank, local_world)
@@ -63,12 +64,10 @@ def _joined(device: torch.device, timeout: float, transport: str, owner: bool) -
     control = dist.new_group(timeout=limit, backend="gloo")
     made = Collective(device, Ledger(device), group=group, control=control, owner=owner, timeout=limit)
     # Ranks may have different packages and devices: they decide by what all of them have.
-    found = [
-        json.loads(part)
-        for part in made.gather_bytes(json.dumps([machine().hex(), ucx_installed(), bool(rdma_devices())]).encode())
-    ]
-    machines = len({name for name, _, _ in found})
-    chosen, why = choose(transport, device.type, machines, all(ucx for _, ucx, _ in found), all(rdma for _, _, rdma in found))
+    here = [machine().hex(), ucx_installed(), bool(rdma_devices()), calls() is not None]
+    found = [json.loads(part) for part in made.gather_bytes(json.dumps(here).encode())]
+    machines, *everywhere = zip(*found, strict=True)
+    chosen, why = choose(transport, device.type, len(set(machines)), *(all(has) for has in everywhere))
     if chosen != "collective":
         made = Hostwire(device, made.ledger, group, control, chosen.removeprefix("hostwire-"), owner=owner, timeout=limit)
     made.about = f"transport {chosen} ({why})"

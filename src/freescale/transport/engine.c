@@ -1,12 +1,19 @@
-/* Carries transfers between ranks of one machine, in the thread that waits for them and without Python's lock: copies to the slots of
-   a shared ring, tells the peers, copies from theirs. What Carried and Halves (channel.py, halves.py) do over a SharedWire, with the
-   same messages: a rank that could not compile this talks to one that could.
+/* Carries transfers in the thread that waits for them and without Python's lock.
+
+   Between ranks of one machine: copies to the slots of a shared ring, tells the peers, copies from theirs. What Carried and Halves
+   (channel.py, halves.py) do over a SharedWire, with the same messages: a rank that could not compile this talks to one that could.
 
        out   tensor -> slot of the ring -> message "these bytes" (16 bytes, Unix socket)
        in    message -> peer's slot -> tensor -> message "read" (1 byte)
 
-   Nothing here blocks but `until`, which looks around for `awake` seconds after something has moved and then sleeps in short naps.
-   On CPU tensors copies are memcpy's; on a GPU the copy engine's, and events (of the driver) say when they are over. */
+   Between machines: streams (TCP), on which every part is 16 bytes of header and then its bytes. Slots only for tensors on a GPU.
+
+       out   tensor -> slot of the ring -> stream
+       in    stream -> slot of the inbox -> tensor
+
+   Nothing here blocks but `until`, which looks around for `awake` seconds after something has moved and then sleeps until a socket
+   has something, in short naps where what it waits for has no socket. On CPU tensors copies are memcpy's; on a GPU the copy engine's,
+   and events (of the driver) say when they are over. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -16,10 +23,14 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { CLOSED = 1, LATE = 2, SIZES = 3, DEVICE = 4 };
-enum { STAGED = 4, LANDING = 32, JOBS = 64, NOT_READY = 600 };
+enum { STAGED = 4, LANDING = 32, JOBS = 64, NOT_READY = 600, HEADER = 16 };
+enum { LOW_WATER = 128 << 10 }; /* bytes of a stream that wake who waits: not every packet may interrupt the compute */
 
 typedef struct { /* of libcuda; all zero where there is no GPU */
     int (*copy)(uint64_t to, uint64_t from, size_t bytes, void *stream);
@@ -45,12 +56,14 @@ typedef struct {
     Part *out, *in; /* by peer */
     int64_t largest;
     void *begun; /* event; what is sent is there, and what is received into is free */
-    int urgent, host, ready, gated, sent, came;
+    int urgent, host, ready, gated;
 } Job;
 
 typedef struct {
     int peer;
-    int64_t begin, size;
+    char *at;
+    int64_t size, sent; /* sent: from -HEADER, where a part begins on a stream */
+    uint64_t header[2]; /* number of the transfer, bytes of the part */
 } Piece;
 
 typedef struct {
@@ -61,20 +74,29 @@ typedef struct {
 
 typedef struct {
     void *event;
-    int peer, host;
+    int peer, host, slot; /* slot: of the inbox, or -1 */
     int64_t job;
 } Landing;
+
+typedef struct { /* what comes from streams before it is copied to a GPU; a piece of each peer at a time */
+    char *memory, *taken; /* taken: by slot */
+    int slots, *slot;     /* slot: by peer, or -1 */
+    int64_t bytes, *have; /* bytes of a slot; have: by peer */
+} Inbox;
 
 typedef struct {
     int world, rank, slots;
     int64_t slot_bytes, together; /* pieces share a slot up to so many bytes */
     char *ring;
     int *out, *in; /* sockets, by peer */
-    char **rings;
+    char **rings; /* NULL: a stream */
+    int *stuck, *low; /* by peer: its stream takes no more now; bytes that wake */
+    Inbox inbox;
     uint64_t *sent, *read, *goal; /* pieces, by peer; goal [slots, world]: as many must be read before the slot is free */
-    char (*header)[16];
+    char (*header)[HEADER];
     int *have; /* bytes of the next message of each peer */
     int64_t filled;
+    int room; /* pieces of a slot */
     Filled staged[STAGED];
     int first_staged, staged_count;
     Landing landing[LANDING];
@@ -108,6 +130,13 @@ Gate *gate_new(double patience) {
 
 void gate_free(Gate *gate) { free(gate); }
 
+static void gate_begin(Gate *gate) {
+    gate->moved = now();
+    __atomic_add_fetch(&gate->urgent, 1, __ATOMIC_ACQ_REL);
+}
+
+static void gate_end(Gate *gate) { __atomic_sub_fetch(&gate->urgent, 1, __ATOMIC_ACQ_REL); }
+
 static int open_gate(Gate *gate, int urgent) {
     return urgent || !__atomic_load_n(&gate->urgent, __ATOMIC_ACQUIRE) || gate->moved + gate->patience <= now();
 }
@@ -125,11 +154,12 @@ void channel_free(Channel *c) {
         if (c->landing[i].event) c->driver.destroy(c->landing[i].event);
     for (int i = 0; i < JOBS; i++) free(c->jobs[i].out), free(c->jobs[i].in);
     free(c->out), free(c->in), free(c->rings), free(c->sent), free(c->read), free(c->goal), free(c->header), free(c->have), free(c->waiting);
+    free(c->stuck), free(c->low), free(c->inbox.taken), free(c->inbox.slot), free(c->inbox.have);
     free(c);
 }
 
-Channel *channel_new(int world, int rank, char *ring, int slots, int64_t slot_bytes, int64_t together, Gate *gate, double awake,
-                     const Driver *driver, void *out_stream, void *in_stream) {
+Channel *channel_new(int world, int rank, char *ring, int slots, int64_t slot_bytes, int64_t together, char *inbox, int inbox_slots,
+                     int64_t inbox_bytes, Gate *gate, double awake, const Driver *driver, void *out_stream, void *in_stream) {
     Channel *c = calloc(1, sizeof(Channel));
     if (!c) return NULL;
     c->world = world, c->rank = rank, c->ring = ring, c->slots = slots, c->slot_bytes = slot_bytes, c->together = together;
@@ -137,9 +167,14 @@ Channel *channel_new(int world, int rank, char *ring, int slots, int64_t slot_by
     if (driver) c->driver = *driver;
     c->out = calloc(world, sizeof(int)), c->in = calloc(world, sizeof(int)), c->rings = calloc(world, sizeof(char *));
     c->sent = calloc(world, 8), c->read = calloc(world, 8), c->goal = calloc((size_t)slots * world, 8);
-    c->header = calloc(world, 16), c->have = calloc(world, sizeof(int)), c->waiting = calloc(2 * world, sizeof(struct pollfd));
-    int well = c->out && c->in && c->rings && c->sent && c->read && c->goal && c->header && c->have && c->waiting;
-    for (int i = 0; i < STAGED && well; i++) well = (c->staged[i].piece = calloc(world + slot_bytes / 4096 + 8, sizeof(Piece))) != NULL;
+    c->header = calloc(world, HEADER), c->have = calloc(world, sizeof(int)), c->waiting = calloc(2 * world, sizeof(struct pollfd));
+    c->stuck = calloc(world, sizeof(int)), c->low = calloc(world, sizeof(int));
+    c->inbox = (Inbox){inbox, calloc(inbox_slots + 1, 1), inbox_slots, calloc(world, sizeof(int)), inbox_bytes, calloc(world, 8)};
+    int well = c->out && c->in && c->rings && c->sent && c->read && c->goal && c->header && c->have && c->waiting && c->stuck && c->low;
+    well = well && c->inbox.taken && c->inbox.slot && c->inbox.have;
+    for (int i = 0; i < world && well; i++) c->inbox.slot[i] = -1;
+    c->room = world + together / 4096 + 8;
+    for (int i = 0; i < STAGED && well; i++) well = (c->staged[i].piece = calloc(c->room, sizeof(Piece))) != NULL;
     for (int i = 0; i < JOBS && well; i++) {
         c->jobs[i].out = calloc(world, sizeof(Part)), c->jobs[i].in = calloc(world, sizeof(Part));
         well = c->jobs[i].out && c->jobs[i].in;
@@ -171,20 +206,19 @@ static int begun(Channel *c, Job *job) {
     job->ready = 1;
     if (job->urgent) { /* not while the device still computes it */
         job->gated = 1;
-        c->gate->moved = now();
-        __atomic_add_fetch(&c->gate->urgent, 1, __ATOMIC_ACQ_REL);
+        gate_begin(c->gate);
     }
     return 1;
 }
 
 static void ended(Channel *c, Job *job) {
-    if (job->gated) __atomic_sub_fetch(&c->gate->urgent, 1, __ATOMIC_ACQ_REL);
+    if (job->gated) gate_end(c->gate);
     job->gated = 0;
 }
 
 static int64_t piece_of(int64_t size, int64_t largest) { /* as in transfer.py: both sides cut alike */
-    int64_t piece = ((size + 3) / 4 + 4095) / 4096 * 4096;
-    if (piece < 1 << 20) piece = 1 << 20;
+    int64_t piece = ((size + 7) / 8 + 4095) / 4096 * 4096;
+    if (piece < 512 << 10) piece = 512 << 10;
     return piece < largest ? piece : largest;
 }
 
@@ -228,17 +262,57 @@ static int slot_is_free(Channel *c, int slot) {
     return 1;
 }
 
-static int post(Channel *c, Job *job, Filled *filled) {
-    for (int i = 0; i < filled->pieces; i++) {
-        Piece *piece = &filled->piece[i];
-        uint64_t message[2] = {(uint64_t)(filled->slot * c->slot_bytes + piece->begin), (uint64_t)piece->size};
-        ssize_t count;
-        do count = send(c->out[piece->peer], message, sizeof message, MSG_NOSIGNAL);
-        while (count < 0 && (errno == EINTR || errno == EAGAIN)); /* what is unread is bounded by the slots: it fits */
-        if (count != sizeof message) return fail(c, CLOSED, piece->peer, count < 0 ? errno : 0);
-        c->goal[(size_t)filled->slot * c->world + piece->peer] = ++c->sent[piece->peer];
+static int tell(Channel *c, Filled *filled, Piece *piece) {
+    uint64_t message[2] = {(uint64_t)(piece->at - c->ring), (uint64_t)piece->size};
+    ssize_t count;
+    do count = send(c->out[piece->peer], message, sizeof message, MSG_NOSIGNAL);
+    while (count < 0 && (errno == EINTR || errno == EAGAIN)); /* what is unread is bounded by the slots: it fits */
+    if (count != sizeof message) return fail(c, CLOSED, piece->peer, count < 0 ? errno : 0);
+    c->goal[(size_t)filled->slot * c->world + piece->peer] = ++c->sent[piece->peer];
+    piece->sent = piece->size;
+    return 1;
+}
+
+static int stream(Channel *c, Piece *piece) {
+    int any = 0;
+    while (piece->sent < piece->size) {
+        int head = piece->sent < 0;
+        struct iovec parts[2] = {{(char *)piece->header + HEADER + piece->sent, head ? -piece->sent : 0},
+                                 {piece->at + (head ? 0 : piece->sent), piece->size - (head ? 0 : piece->sent)}};
+        struct msghdr message = {.msg_iov = parts + !head, .msg_iovlen = 1 + head};
+        ssize_t count = sendmsg(c->out[piece->peer], &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (count > 0) piece->sent += count, any = 1;
+        else if (count < 0 && errno == EINTR) continue;
+        else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+            c->stuck[piece->peer] = 1;
+            return any;
+        } else return fail(c, CLOSED, piece->peer, count ? errno : 0);
     }
-    moved(c, job);
+    return 1;
+}
+
+/* Hands over what was copied, in order for each peer: one that takes no more does not hold up the others. Whether anything moved. */
+static int post(Channel *c, Job *job) {
+    int any = 0;
+    memset(c->stuck, 0, c->world * sizeof(int));
+    for (int i = 0; i < c->staged_count && !c->error; i++) {
+        Filled *filled = &c->staged[(c->first_staged + i) % STAGED];
+        if (!job->host && !reached(c, filled->event)) break;
+        for (int j = 0; j < filled->pieces && !c->error; j++) {
+            Piece *piece = &filled->piece[j];
+            if (piece->sent == piece->size || c->stuck[piece->peer]) continue;
+            if (c->rings[piece->peer]) any |= tell(c, filled, piece);
+            else if (open_gate(c->gate, job->urgent)) any |= stream(c, piece);
+            else c->stuck[piece->peer] = 1;
+        }
+    }
+    if (any) moved(c, job);
+    return any;
+}
+
+static int is_posted(const Filled *filled) {
+    for (int i = 0; i < filled->pieces; i++)
+        if (filled->piece[i].sent < filled->piece[i].size) return 0;
     return 1;
 }
 
@@ -253,14 +327,18 @@ static int fill(Channel *c, Job *job) {
     for (int distance = 1, full = 0; distance < c->world && !full; distance++) {
         int peer = (c->rank + distance) % c->world;
         Part *part = &job->out[peer];
+        int streamed = !c->rings[peer];
         while (part->done < part->size) {
             int64_t size = next_piece(part, job->largest);
-            if (used && used + size > c->together) {
+            if ((used && used + size > c->together) || filled->pieces == c->room) {
                 full = 1;
                 break;
             }
-            copy(c, job, 0, c->ring + slot * c->slot_bytes + used, part->at + part->done, size);
-            filled->piece[filled->pieces++] = (Piece){peer, used, size};
+            char *at = c->ring + slot * c->slot_bytes + used;
+            if (streamed && job->host) at = part->at + part->done; /* a stream takes any memory of the host */
+            else copy(c, job, 0, at, part->at + part->done, size);
+            int64_t before = streamed ? (part->done ? 0 : -HEADER) : -1;
+            filled->piece[filled->pieces++] = (Piece){peer, at, size, before, {c->sending, part->size}};
             part->done += size;
             used += (size + 15) / 16 * 16; /* aligned for every dtype */
         }
@@ -274,45 +352,88 @@ static int go_out(Channel *c) {
     if (c->sending == c->submitted || c->error) return 0;
     Job *job = &c->jobs[c->sending % JOBS];
     if (!begun(c, job)) return 0;
-    int any = 0;
-    Filled *first = &c->staged[c->first_staged];
-    if (c->staged_count && (job->host || reached(c, first->event))) {
-        any |= post(c, job, first);
-        c->first_staged = (c->first_staged + 1) % STAGED, c->staged_count--;
-    }
+    int any = post(c, job);
+    while (c->staged_count && is_posted(&c->staged[c->first_staged])) c->first_staged = (c->first_staged + 1) % STAGED, c->staged_count--;
     any |= fill(c, job);
     for (int peer = 0; peer < c->world; peer++)
         if (job->out[peer].done < job->out[peer].size) return any && !c->error;
     if (c->staged_count || c->error) return any && !c->error;
-    job->sent = 1, c->sending++;
-    if (job->came) ended(c, job);
+    ended(c, job);
+    c->sending++;
     return 1;
 }
 
 /* ---- in */
 
-static int land(Channel *c, Job *job, int peer) {
-    Part *part = &job->in[peer];
-    char *header = c->header[peer];
-    while (c->have[peer] < 16) {
-        ssize_t count = recv(c->in[peer], header + c->have[peer], 16 - c->have[peer], MSG_DONTWAIT);
-        if (count > 0) c->have[peer] += count;
-        else if (count < 0 && errno == EINTR) continue;
-        else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
-        else return fail(c, CLOSED, peer, count ? errno : 0);
+/* Bytes that were there; 0 if none, or if it failed. */
+static int64_t some(Channel *c, int peer, char *to, int64_t size) {
+    for (;;) {
+        ssize_t count = recv(c->in[peer], to, size, MSG_DONTWAIT);
+        if (count > 0) return count;
+        if (count < 0 && errno == EINTR) continue;
+        if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
+        return fail(c, CLOSED, peer, count ? errno : 0);
     }
-    uint64_t message[2];
-    memcpy(message, header, 16);
-    int64_t size = next_piece(part, job->largest);
-    if ((int64_t)message[1] != size) return fail(c, SIZES, peer, (int)message[1]);
-    c->have[peer] = 0;
+}
+
+/* The next message, or the header of the next part. Whether it is there whole. */
+static int header(Channel *c, int peer, uint64_t *message) {
+    while (c->have[peer] < HEADER) {
+        int64_t count = some(c, peer, c->header[peer] + c->have[peer], HEADER - c->have[peer]);
+        if (!count) return 0;
+        c->have[peer] += count;
+    }
+    memcpy(message, c->header[peer], HEADER);
+    return 1;
+}
+
+static void lands(Channel *c, Job *job, int peer, int slot, const char *from, int64_t size) {
+    Part *part = &job->in[peer];
     Landing *landing = &c->landing[(c->first_landing + c->landing_count) % LANDING];
-    landing->peer = peer, landing->host = job->host, landing->job = c->receiving;
-    copy(c, job, 1, part->at + part->done, c->rings[peer] + message[0], size);
+    landing->peer = peer, landing->host = job->host, landing->slot = slot, landing->job = c->receiving;
+    copy(c, job, 1, part->at + part->done, from, size);
     record(c, job, 1, landing->event);
     c->landing_count++;
     part->done += size;
     moved(c, job);
+}
+
+static int take(Channel *c, Job *job, int peer) { /* from a stream */
+    Part *part = &job->in[peer];
+    Inbox *inbox = &c->inbox;
+    uint64_t message[2];
+    if (!header(c, peer, message)) return 0;
+    if ((int64_t)message[0] != c->receiving || (int64_t)message[1] != part->size) return fail(c, SIZES, peer, (int)message[1]);
+    int64_t left = part->size - part->done;
+    if (job->host) {
+        int64_t count = some(c, peer, part->at + part->done, left);
+        part->done += count;
+        if (part->done == part->size) c->have[peer] = 0;
+        if (count) moved(c, job);
+        return count > 0;
+    }
+    int slot = inbox->slot[peer];
+    for (int i = 0; i < inbox->slots && slot < 0; i++)
+        if (!inbox->taken[i]) slot = inbox->slot[peer] = i, inbox->taken[i] = 1, inbox->have[peer] = 0;
+    if (slot < 0) return 0;
+    int64_t whole = left < inbox->bytes ? left : inbox->bytes;
+    int64_t count = some(c, peer, inbox->memory + slot * inbox->bytes + inbox->have[peer], whole - inbox->have[peer]);
+    inbox->have[peer] += count;
+    if (inbox->have[peer] < whole) return count > 0;
+    lands(c, job, peer, slot, inbox->memory + slot * inbox->bytes, whole);
+    inbox->slot[peer] = -1;
+    if (part->done == part->size) c->have[peer] = 0;
+    return 1;
+}
+
+static int land(Channel *c, Job *job, int peer) { /* from the ring of a rank of this machine */
+    Part *part = &job->in[peer];
+    uint64_t message[2];
+    if (!header(c, peer, message)) return 0;
+    int64_t size = next_piece(part, job->largest);
+    if ((int64_t)message[1] != size) return fail(c, SIZES, peer, (int)message[1]);
+    c->have[peer] = 0;
+    lands(c, job, peer, -1, c->rings[peer] + message[0], size);
     return 1;
 }
 
@@ -321,9 +442,10 @@ static int settle(Channel *c) {
     while (c->landing_count) {
         Landing *landing = &c->landing[c->first_landing];
         if (!landing->host && !reached(c, landing->event)) break;
-        ssize_t count;
-        do count = send(c->in[landing->peer], ".", 1, MSG_NOSIGNAL); /* a peer that has closed does not wait for it */
-        while (count < 0 && (errno == EINTR || errno == EAGAIN));
+        ssize_t count = 0;
+        if (landing->slot >= 0) c->inbox.taken[landing->slot] = 0;
+        else do count = send(c->in[landing->peer], ".", 1, MSG_NOSIGNAL); /* a peer that has closed does not wait for it */
+            while (count < 0 && (errno == EINTR || errno == EAGAIN));
         c->first_landing = (c->first_landing + 1) % LANDING, c->landing_count--;
         any = 1;
     }
@@ -340,7 +462,7 @@ static int go_in(Channel *c) {
         int peer = (c->rank - distance + c->world) % c->world;
         Part *part = &job->in[peer];
         while (part->done < part->size && c->landing_count < LANDING && open_gate(c->gate, job->urgent)) {
-            if (!land(c, job, peer)) break;
+            if (!(c->rings[peer] ? land : take)(c, job, peer)) break;
             any = 1;
         }
         left |= part->done < part->size;
@@ -348,8 +470,7 @@ static int go_in(Channel *c) {
     if (c->error) return 0;
     if (job->host) any |= settle(c);
     if (left) return any;
-    job->came = 1, c->receiving++;
-    if (job->sent) ended(c, job);
+    c->receiving++;
     return 1;
 }
 
@@ -366,7 +487,7 @@ int64_t channel_submit(Channel *c, int urgent, int host, void *begun_event, int6
         to[peer] = (Part){(char *)out[peer], other ? out_size[peer] : 0, 0};
         from[peer] = (Part){(char *)in[peer], other ? in_size[peer] : 0, 0};
     }
-    *job = (Job){to, from, largest, begun_event, urgent, host, 0, 0, 0, 0};
+    *job = (Job){to, from, largest, begun_event, urgent, host, 0, 0};
     int64_t number = c->submitted++;
     if (c->driver.use) c->driver.use(c->driver.context);
     while (go_out(c)) {}
@@ -380,10 +501,73 @@ int channel_done(const Channel *c, int64_t number) {
     return c->sending > number && c->receiving > number && copied;
 }
 
+/* Of a transfer that does not move: a rank that it waits for. */
+static int lagging(const Channel *c) {
+    const Job *in = &c->jobs[c->receiving % JOBS], *out = &c->jobs[c->sending % JOBS];
+    for (int i = 0; i < c->world && c->receiving < c->submitted; i++)
+        if (in->in[i].done < in->in[i].size) return i;
+    for (int i = 0; i < c->staged_count; i++) {
+        const Filled *filled = &c->staged[(c->first_staged + i) % STAGED];
+        for (int j = 0; j < filled->pieces; j++)
+            if (filled->piece[j].sent < filled->piece[j].size) return filled->piece[j].peer;
+    }
+    for (int i = 0; i < c->world && c->sending < c->submitted; i++)
+        if (out->out[i].done < out->out[i].size) return i;
+    return c->rank;
+}
+
+static void wake_at(Channel *c, int peer, int64_t left) {
+    int low = left < LOW_WATER ? left : LOW_WATER;
+    if (c->low[peer] != low && !setsockopt(c->in[peer], SOL_SOCKET, SO_RCVLOWAT, &low, sizeof low)) c->low[peer] = low;
+}
+
+/* Sleeps until a socket has something for the first transfer of either way: at most `longest`, and only a nap where what comes next
+   has no socket (an event of the GPU, the gate, a slot of the inbox). */
+static void sleep_until(Channel *c, double idle, double longest) {
+    int count = 0, nap = c->landing_count > 0;
+    if (c->receiving < c->submitted) {
+        Job *job = &c->jobs[c->receiving % JOBS];
+        int open = job->ready && open_gate(c->gate, job->urgent);
+        nap |= !open;
+        for (int i = 0; i < c->world && open; i++) {
+            Part *part = &job->in[i];
+            if (part->done == part->size) continue;
+            int64_t left = part->size - part->done - (job->host || c->inbox.slot[i] < 0 ? 0 : c->inbox.have[i]);
+            int64_t room = job->host || c->rings[i] ? left : c->inbox.bytes - (c->inbox.slot[i] < 0 ? 0 : c->inbox.have[i]);
+            if (!c->rings[i]) wake_at(c, i, (left < room ? left : room) + HEADER - c->have[i]);
+            c->waiting[count++] = (struct pollfd){c->in[i], POLLIN, 0};
+        }
+    }
+    if (c->sending < c->submitted) {
+        Job *job = &c->jobs[c->sending % JOBS];
+        int open = job->ready && open_gate(c->gate, job->urgent);
+        nap |= !open || (c->staged_count && !job->host);
+        for (int i = 0; i < c->world && open; i++)
+            if (i != c->rank && (c->rings[i] || c->stuck[i])) c->waiting[count++] = (struct pollfd){c->out[i], c->rings[i] ? POLLIN : POLLOUT, 0};
+    }
+    double seconds = !nap ? longest : idle < 0.002 ? 30e-6 : 200e-6;
+    struct timespec limit = {(time_t)seconds, (long)(1e9 * (seconds - (time_t)seconds))};
+    ppoll(c->waiting, count, &limit, NULL);
+}
+
+/* Of this thread: a nap of 30 us is not one of 80, and on a core that computes it runs soon after it was woken. Its share of the core
+   stays the same. */
+static void be_prompt(void) {
+    static __thread int is;
+    struct { uint32_t size, policy; uint64_t flags; int32_t nice; uint32_t priority; uint64_t slice, deadline, period; } own;
+    if (is) return;
+    is = 1;
+    prctl(PR_SET_TIMERSLACK, 1L);
+    if (syscall(SYS_sched_getattr, 0, &own, sizeof own, 0)) return;
+    own.slice = 100000; /* ns; from Linux 6.12, before that ignored */
+    syscall(SYS_sched_setattr, 0, &own, 0);
+}
+
 int channel_until(Channel *c, int64_t number, double seconds) {
-    static __thread int prompt;
-    if (!prompt) prompt = 1, prctl(PR_SET_TIMERSLACK, 1L); /* a nap of 30 us, not of 80 */
+    be_prompt();
     if (c->driver.use) c->driver.use(c->driver.context);
+    int urgent = c->jobs[number % JOBS].urgent && !channel_done(c, number);
+    if (urgent) gate_begin(c->gate); /* somebody waits for it */
     double last = now();
     while (!channel_done(c, number) && !c->error) {
         if (go_out(c) | go_in(c)) {
@@ -391,25 +575,10 @@ int channel_until(Channel *c, int64_t number, double seconds) {
             continue;
         }
         double idle = now() - last;
-        if (idle > seconds) {
-            int peer = c->rank;
-            Job *in = &c->jobs[c->receiving % JOBS], *out = &c->jobs[c->sending % JOBS];
-            for (int i = 0; i < c->world && c->sending < c->submitted; i++)
-                if (out->out[i].done < out->out[i].size) peer = i;
-            for (int i = 0; i < c->world && c->receiving < c->submitted; i++)
-                if (in->in[i].done < in->in[i].size) peer = i;
-            fail(c, LATE, peer, 0);
-        } else if (idle > c->awake) {
-            int count = 0;
-            Job *in = &c->jobs[c->receiving % JOBS];
-            for (int i = 0; i < c->world && c->receiving < c->submitted; i++)
-                if (in->in[i].done < in->in[i].size) c->waiting[count++] = (struct pollfd){c->in[i], POLLIN, 0};
-            for (int i = 0; i < c->world; i++)
-                if (i != c->rank && c->sending < c->submitted) c->waiting[count++] = (struct pollfd){c->out[i], POLLIN, 0};
-            struct timespec nap = {0, idle < 0.002 ? 30000 : 200000};
-            ppoll(c->waiting, count, &nap, NULL);
-        }
+        if (idle > seconds) fail(c, LATE, lagging(c), 0);
+        else if (idle > c->awake) sleep_until(c, idle, seconds - idle < 0.1 ? seconds - idle + 0.001 : 0.1);
     }
+    if (urgent) gate_end(c->gate);
     return c->error;
 }
 
@@ -419,6 +588,10 @@ int64_t channel_left(const Channel *c) {
     for (int i = 0; i < c->world; i++) {
         if (c->sending < c->submitted) left += c->jobs[c->sending % JOBS].out[i].size - c->jobs[c->sending % JOBS].out[i].done;
         if (c->receiving < c->submitted) left += c->jobs[c->receiving % JOBS].in[i].size - c->jobs[c->receiving % JOBS].in[i].done;
+    }
+    for (int i = 0; i < c->staged_count; i++) {
+        const Filled *filled = &c->staged[(c->first_staged + i) % STAGED];
+        for (int j = 0; j < filled->pieces; j++) left += filled->piece[j].size - (filled->piece[j].sent > 0 ? filled->piece[j].sent : 0);
     }
     return left;
 }

@@ -1,4 +1,5 @@
-"""A channel between ranks of one machine whose transfers are carried in C (engine.c), without Python's lock.
+"""A channel whose transfers are carried in C (engine.c), without Python's lock: in memory that ranks of one machine share, and on
+streams between machines.
 
 The thread that waits carries, as with `Carried`. In Python a transfer keeps the interpreter, which the main thread then lacks for
 launching kernels; here only building the call does. Where nothing can be compiled, channel.py runs.
@@ -21,11 +22,15 @@ from freescale.transport.compiled import library
 from freescale.transport.halves import LARGEST, SLOTS, URGENT_TIMES
 from freescale.transport.memory import Pinned
 from freescale.transport.shared import SharedWire
+from freescale.transport.tcp import TcpWire
 
 _AWAKE = {"cpu": 0.0, "cuda": 0.0003}  # seconds that who waits looks around before it naps; a CPU has other things to do
 _REASONS = {1: "the connection was closed", 2: "the time ran out", 4: "the driver of the GPU refused"}
 _PATIENCE = 2.0  # seconds that closing waits for a thread
-_TOGETHER = 1 << 20  # bytes of pieces that share a slot: what is large leaves as soon as it is copied
+_TOGETHER = 512 << 10  # bytes of pieces that share a slot: what is large leaves as soon as it is copied
+_INBOX = 1 << 20  # bytes of a slot that a stream fills before they are copied to a GPU, at most
+_INBOXES = 64 << 20  # of all of them
+_WAITING = 4  # pieces, that may wait in a stream of a slow network
 
 
 class _Driver(ctypes.Structure):
@@ -42,14 +47,15 @@ def _driver() -> _Driver:
     return _Driver(*(ctypes.cast(getattr(cuda, name), c_void_p).value for name in names), context.value)
 
 
-class _Calls:
+class Calls:
     """The functions of engine.c. Those that wait let other threads run; the others are over before that would pay."""
 
     def __init__(self, path: str) -> None:
         quick, waiting = ctypes.PyDLL(path), ctypes.CDLL(path)
         self.gate_new = _typed(quick.gate_new, c_void_p, c_double)
         self.gate_free = _typed(quick.gate_free, None, c_void_p)
-        channel = (c_int, c_int, c_void_p, c_int, c_int64, c_int64, c_void_p, c_double, POINTER(_Driver), c_void_p, c_void_p)
+        ring, inbox = (c_void_p, c_int, c_int64, c_int64), (c_void_p, c_int, c_int64)
+        channel = (c_int, c_int, *ring, *inbox, c_void_p, c_double, POINTER(_Driver), c_void_p, c_void_p)
         self.channel_new = _typed(waiting.channel_new, c_void_p, *channel)
         self.channel_free = _typed(waiting.channel_free, None, c_void_p)
         self.peer = _typed(quick.channel_peer, None, c_void_p, c_int, c_int, c_int, c_void_p)
@@ -66,17 +72,17 @@ def _typed(function: ctypes._FuncPointer, result: type | None, *arguments: type)
     return function
 
 
-def calls() -> _Calls | None:
+def calls() -> Calls | None:
     """None where nothing can be compiled, or FREESCALE_ENGINE=0 asks for Python: in the environment and not in a run's settings,
     because it is an affair of one machine, as having no compiler is; ranks of both kinds work together."""
     path = library("engine") if os.environ.get("FREESCALE_ENGINE", "1") != "0" else None
-    return _Calls(str(path)) if path is not None else None
+    return Calls(str(path)) if path is not None else None
 
 
 class EngineGate:
     """As `gate.Gate`, for the channels of a rank."""
 
-    def __init__(self, calls: _Calls, patience: float) -> None:
+    def __init__(self, calls: Calls, patience: float) -> None:
         self._calls, self.handle = calls, calls.gate_new(patience)
 
     def __del__(self) -> None:
@@ -99,10 +105,10 @@ class Carry:
 class EngineChannel:
     def __init__(
         self,
-        calls: _Calls,
+        calls: Calls,
         rank: int,
         device: torch.device,
-        wire: SharedWire,
+        wires: Sequence[SharedWire | TcpWire],
         ring: Pinned,
         gate: EngineGate,
         piece: int,
@@ -110,26 +116,36 @@ class EngineChannel:
     ) -> None:
         """`ring`: SLOTS slots. `piece`: the largest, in bytes."""
         self.rank, self.device, self._seconds = rank, device, seconds
-        self._calls, self._wire, self._gate, self._ring = calls, wire, gate, ring
+        self._calls, self._wires, self._gate, self._ring = calls, wires, gate, ring
         self._largest = {False: piece, True: min(LARGEST, URGENT_TIMES * piece)}  # by urgency
-        self._world = len(wire.out) + 1
+        rings = {peer: wire for wire in wires if isinstance(wire, SharedWire) for peer in wire.out}
+        streams = {peer: stream for wire in wires if isinstance(wire, TcpWire) for peer, stream in wire.streams.items()}
+        self._world = len(rings) + len(streams) + 1
         self._under_way: deque[Carry] = deque()
         self._error: BaseException | None = None
         self._inside = threading.Lock()  # while C has the channel: another thread may close it
         cuda = device.type == "cuda"
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if cuda else []
-        streams = [stream.cuda_stream for stream in self._streams] or [0, 0]
         slot = ring.bytes.numel() // SLOTS
+        # One for each stream at least: ranks whose slots hold beginnings of others' pieces must not wait for each other.
+        slots, size = 2 * len(streams) if cuda else 0, max(64 << 10, min(_INBOX, _INBOXES // max(1, 2 * len(streams))))
+        self._inbox = Pinned(slots * size, device)
         made = self._calls.channel_new(
-            *(self._world, rank, ring.bytes.data_ptr(), SLOTS, slot, _TOGETHER, gate.handle),
-            *(_AWAKE[device.type], byref(_driver()) if cuda else None, *streams),
+            *(self._world, rank, ring.bytes.data_ptr(), SLOTS, slot, _TOGETHER, self._inbox.bytes.data_ptr(), slots, size),
+            *(gate.handle, _AWAKE[device.type], byref(_driver()) if cuda else None),
+            *([stream.cuda_stream for stream in self._streams] or (0, 0)),
         )
         if not made:
             raise RuntimeError("no memory, or no events of the GPU, for a channel")
         self._handle: int | None = made
-        for peer in wire.out:
-            out, into = wire.out[peer].fileno(), wire.into[peer].fileno()
-            self._calls.peer(made, peer, out, into, wire.rings[peer].bytes.data_ptr())
+        for peer, shared in rings.items():
+            out, into = shared.out[peer].fileno(), shared.into[peer].fileno()
+            self._calls.peer(made, peer, out, into, shared.rings[peer].bytes.data_ptr())
+        for peer, stream in streams.items():
+            self._calls.peer(made, peer, stream.fileno(), stream.fileno(), None)
+        for wire in wires:
+            if isinstance(wire, TcpWire) and piece < LARGEST:  # what is urgent waits for less than a few milliseconds
+                wire.limit(_WAITING // 2 * piece)  # the kernel doubles it
         self._addresses, self._sizes = c_uint64 * self._world, c_int64 * self._world
 
     def submit(
@@ -182,11 +198,11 @@ class EngineChannel:
         self._error = TransportError(
             f"rank {self.rank}: {what}: rank {peer.value} died or fell silent, {left:,} bytes outstanding ({reason})"
         )
-        self._wire.hang_up()  # whoever waits for this rank hears of it
+        self._hang_up()  # whoever waits for this rank hears of it
 
     def close(self) -> None:
         """A thread that waits for a transfer hears that the connections are gone; one that does not keeps the memory."""
-        self._wire.hang_up()
+        self._hang_up()
         if self._handle is None or not self._inside.acquire(timeout=_PATIENCE):
             return
         try:
@@ -196,5 +212,10 @@ class EngineChannel:
                 self._error = TransportError(f"rank {self.rank}: this transport was closed")
             self._calls.channel_free(self._handle)
             self._handle = None
+            self._inbox.close()
         finally:
             self._inside.release()
+
+    def _hang_up(self) -> None:
+        for wire in self._wires:
+            wire.hang_up()

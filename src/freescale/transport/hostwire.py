@@ -1,15 +1,14 @@
 """Transport without multiprocessors: what adds no numbers leaves a GPU by its copy engines and crosses the network from the CPU.
 
-AllToAll goes pair by pair, AllGather as a ring (pair by pair where it is small, or inside one machine), each on a channel over a
-wire (channel.py, wires.py; between ranks of one machine engine.py). The part that stays is copied without the wire. What is summed
-goes over the process group, NCCL's on GPUs. On CPU tensors the same code runs without the copies.
+AllToAll goes pair by pair, AllGather as a ring (pair by pair where it is small, or carried in C), each on a channel over wires
+(opening.py): in C between ranks of one machine and on TCP streams (engine.py), in Python otherwise (channel.py). The part that
+stays is copied without the wire. What is summed goes over the process group, NCCL's on GPUs. On CPU tensors the same code runs
+without the copies.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import accumulate
@@ -19,25 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freescale.observe.ledger import Arrival, Ledger, Side
-from freescale.transport.api import TransportError
 from freescale.transport.channel import Channel
 from freescale.transport.collective import Collective
 from freescale.transport.engine import Carry, EngineChannel, EngineGate, calls
 from freescale.transport.gate import Gate
-from freescale.transport.halves import LARGEST, SLOTS, URGENT_TIMES
-from freescale.transport.memory import Pinned, shared_file
-from freescale.transport.shared import SharedWire, machine
-from freescale.transport.shared import connect as connect_shared
+from freescale.transport.halves import URGENT_TIMES
+from freescale.transport.opening import network_piece, open_wires, same_machine
+from freescale.transport.shared import SharedWire
+from freescale.transport.tcp import TcpWire
 from freescale.transport.transfer import Part, Round, Transfer
-from freescale.transport.wires import GlooWire, Wire
 
-_SMALLEST = 64 << 10
-_PROBE, _PROBES = 256 << 10, 4
 _PIECE_SECONDS = 0.004  # that a piece takes at most on the network: what urgent traffic waits for
 _RING = 256 << 10  # bytes that every rank sends: below, an AllGather goes pair by pair
-_LINES = {"cpu": 1, "cuda": 3}  # groups of gloo that a channel takes in turn
-_URGENT = ("counts",)  # kinds, whatever the channel
-WIRES = ("gloo", "ucx")
+_URGENT = ("counts", "samples")  # kinds, whatever the channel: the main thread waits for them
 _Laid = tuple[list[int], list[int]]  # by rank: addresses, bytes
 
 
@@ -57,7 +50,7 @@ class Pending:
 
 
 class Hostwire(Collective):
-    """`wire`: between machines, gloo or ucx. Ranks of one machine share memory over gloo's; UCX finds its own way."""
+    """`wire`: between machines, gloo, tcp or ucx. With the first two ranks of one machine share memory; UCX finds its own way."""
 
     def __init__(
         self,
@@ -80,9 +73,9 @@ class Hostwire(Collective):
         seconds = timeout.total_seconds()
         self._gate: Gate = above._gate if above is not None else Gate(_PIECE_SECONDS / 4)
         self._engine_gate: EngineGate | None = above._engine_gate if above is not None else None
-        self._neighbours: list[int] = above._neighbours if above is not None else self._same_machine()
-        self._wires: list[Wire] = []
-        self._open(seconds)
+        self._neighbours: list[int] = above._neighbours if above is not None else same_machine(self)
+        opened = open_wires(self, wire, self._neighbours if shared and wire in ("gloo", "tcp") else [], timeout)
+        self._ring, self._wires, self._routes = opened.ring, opened.wires, opened.routes
         self.piece: int = above.piece if above is not None else self._agreed_piece(seconds)
         self._carried_by = self.path_of()
         self._channel: Channel | EngineChannel = self._engine(seconds) or self._python(seconds, patient=above is not None)
@@ -90,99 +83,28 @@ class Hostwire(Collective):
     # ---- opening
 
     def _engine(self, seconds: float) -> EngineChannel | None:
-        """Where all ranks share memory, and there is a compiler. Ranks need not agree on it."""
-        found = calls() if self._alone_on_machine() else None
+        """Where all others share memory with this rank, if there is a compiler (ranks need not agree on it), or are on streams."""
+        wires = [wire for wire in self._wires if isinstance(wire, SharedWire | TcpWire)]
+        found = calls() if wires and len(wires) == len(self._wires) else None
         if found is None:
             return None
         if self._engine_gate is None:
             self._engine_gate = EngineGate(found, self._gate.patience)
-        (wire,) = self._wires
-        assert isinstance(wire, SharedWire)
-        return EngineChannel(found, self.rank, self.device, wire, self._ring, self._engine_gate, self.piece, seconds)
+        return EngineChannel(found, self.rank, self.device, wires, self._ring, self._engine_gate, self.piece, seconds)
 
     def _python(self, seconds: float, patient: bool) -> Channel:
         name = self.ledger.name if isinstance(self.ledger, Side) else "main"
-        return Channel(name, self.rank, self.device, self._routes, self._ring, self._gate, self.piece, seconds, patient)
+        routes = [route for route in self._routes if not isinstance(route, TcpWire)]
+        return Channel(name, self.rank, self.device, routes, self._ring, self._gate, self.piece, seconds, patient)
+
+    def _agreed_piece(self, seconds: float) -> int:
+        piece, per_byte = network_piece(self, self._routes, _PIECE_SECONDS, seconds)
+        self._gate.patience = max(self._gate.patience, 3 * URGENT_TIMES * piece * per_byte)
+        return piece
 
     def _alone_on_machine(self) -> bool:
         """No rank is elsewhere: the same answer on every rank."""
-        return self.world > 1 and self.shared and self.wire == "gloo" and len(self._neighbours) == self.world - 1
-
-    def _same_machine(self) -> list[int]:
-        machines = self.gather_bytes(machine())
-        return [rank for rank in range(self.world) if rank != self.rank and machines[rank] == machines[self.rank]]
-
-    def _open(self, seconds: float) -> None:
-        """The wires and the ring they send from. All ranks try; if one fails, all say so."""
-        size = SLOTS * LARGEST
-        neighbours = self._neighbours if self.shared and self.wire == "gloo" else []
-        error = ""
-        self._file: int | None = None
-        try:
-            if neighbours:
-                self._file = shared_file(size)
-            elsewhere = self.world - 1 > len(neighbours)
-            needed = neighbours or self.device.type == "cuda" and elsewhere
-            self._ring: Pinned = Pinned(size if needed else 0, self.device, self._file)
-        except (RuntimeError, OSError) as caught:
-            error = str(caught)
-        self._all_well(error, "memory that copy engines reach")
-        routes: list[Wire | None] = [None] * self.world
-        try:
-            if any(self.gather_bytes(b"y" * len(neighbours))):
-                assert self._file is not None or not neighbours
-                shared = connect_shared(self.rank, neighbours, self._ring, self._file or 0, self.device, self.gather_bytes, seconds)
-                self._wires.append(shared)
-                for rank in neighbours:
-                    routes[rank] = shared
-        except (RuntimeError, OSError) as caught:
-            error = str(caught)
-        self._all_well(error, "shared memory of one machine")
-        if any(self.gather_bytes(b"" if self.world - 1 == len(neighbours) else b"y")):
-            across = self._across()
-            self._wires.append(across)
-            routes = [route if route is not None else across for route in routes]
-        self._routes: list[Wire] = [route if route is not None else self._wires[0] for route in routes] if self._wires else []
-        if self._file is not None:
-            os.close(self._file)
-
-    def _all_well(self, error: str, what: str) -> None:
-        errors = self.gather_bytes(error.encode())
-        for rank, text in enumerate(errors):
-            if text:
-                raise TransportError(f"hostwire needs {what}, and rank {rank} has none: {text.decode()}")
-
-    def _across(self) -> Wire:
-        if self.wire == "ucx":
-            from freescale.transport.ucx import UcxWire
-
-            return UcxWire(self.rank, self.world, self.gather_bytes)
-        ranks = dist.get_process_group_ranks(self.group)
-        groups = [dist.new_group(ranks, timeout=self._timeout, backend="gloo") for _ in range(_LINES[self.device.type])]
-        return GlooWire(groups)
-
-    def _agreed_piece(self, seconds: float) -> int:
-        """Bytes that the slowest pair moves in `_PIECE_SECONDS`, measured once; between ranks of one machine the largest."""
-        took = 0.0
-        if self.world > 1 and not isinstance(self._routes[(self.rank + 1) % self.world], SharedWire):
-            self._probe(_PROBE // 4, seconds)  # opens connections
-            took = min(self._probe(_PROBE, seconds) for _ in range(_PROBES))  # a busy machine must not pass for a slow network
-        slowest = max(float(text) for text in self.gather_bytes(str(took).encode()))
-        if not slowest:
-            return LARGEST
-        piece = max(_SMALLEST, min(LARGEST, 1 << int(_PROBE / slowest * _PIECE_SECONDS).bit_length() - 1))
-        self._gate.patience = max(self._gate.patience, 3 * URGENT_TIMES * piece * slowest / _PROBE)
-        return piece
-
-    def _probe(self, size: int, seconds: float) -> float:
-        after, before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
-        out, into = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-        begin = time.perf_counter()
-        arriving = self._routes[before].expect(before, size, into)
-        sending = self._routes[after].send(after, out)
-        arriving.wait(seconds)
-        sending.wait(seconds)
-        return time.perf_counter() - begin
+        return self.world > 1 and all(isinstance(route, SharedWire) for route in self._routes)
 
     # ---- the protocol
 

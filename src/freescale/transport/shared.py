@@ -22,8 +22,8 @@ from torch import Tensor
 
 from freescale.transport.memory import Pinned
 
-_PIECE = struct.Struct("<QQ")  # where it begins in the ring, its size
-_READ = b"."  # a piece was read
+PIECE = struct.Struct("<QQ")  # where it begins in the ring, its size
+READ = b"."  # a piece was read
 _HELLO = struct.Struct("<IQ")  # rank, size of its ring
 
 
@@ -67,14 +67,14 @@ class _Arriving:
         return bool(select.select([self._wire.into[self._peer]], [], [], 0)[0])
 
     def wait(self, seconds: float) -> Tensor:
-        begin, size = _PIECE.unpack(_exactly(self._wire.into[self._peer], _PIECE.size, seconds))
+        begin, size = PIECE.unpack(_exactly(self._wire.into[self._peer], PIECE.size, seconds))
         if size != self._size:
             raise RuntimeError(f"a piece of {size:,} bytes came where {self._size:,} were expected: ranks disagree on sizes")
         return self._wire.rings[self._peer].bytes[begin : begin + size]
 
     def free(self) -> None:
         with suppress(OSError):  # a peer that has closed does not wait for it
-            self._wire.into[self._peer].sendall(_READ)
+            self._wire.into[self._peer].sendall(READ)
 
 
 class SharedWire:
@@ -92,7 +92,7 @@ class SharedWire:
     def send(self, peer: int, piece: Tensor) -> _Sending:
         begin = piece.data_ptr() - self._ring.bytes.data_ptr()
         sending = _Sending(self, peer)
-        self.out[peer].sendall(_PIECE.pack(begin, piece.numel()))
+        self.out[peer].sendall(PIECE.pack(begin, piece.numel()))
         return sending
 
     def expect(self, peer: int, size: int, into: Tensor | None) -> _Arriving:

@@ -81,9 +81,9 @@ class Transfer:
 
 
 def piece_of(size: int, largest: int) -> int:
-    """Bytes of a piece of a part, the same on both sides: large parts in quarters, so that the stages overlap."""
-    quarter = -(-size // 4 // 4096) * 4096
-    return max(1, min(largest, max(quarter, 1 << 20)))
+    """Bytes of a piece of a part, the same on both sides: large parts in eighths, so that the stages overlap."""
+    eighth = -(-size // 8 // 4096) * 4096
+    return max(1, min(largest, max(eighth, 512 << 10)))
 
 
 def recorded(device: torch.device, blocking: bool = False, stream: Any = None) -> Any:

@@ -1,0 +1,138 @@
+"""Streams between machines, carried by engine.c: a TCP connection for every pair of ranks.
+
+A connection is taken for a rank's only if it brings the token that this rank gave out over the control group.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+_HELLO = struct.Struct("<16sI")  # token of who is called, rank of who calls
+_GREETING = 5.0  # seconds that a caller has for it
+_INTERFACE = "GLOO_SOCKET_IFNAME"  # as for gloo, whose control traffic goes the same way
+_ROOM = 1 << 20  # bytes, that may wait to be read
+_ADDRESS_OF = 0x8915  # ioctl SIOCGIFADDR
+
+
+class TcpWire:
+    """`streams`: by peer."""
+
+    path = "tcp"
+
+    def __init__(self, streams: Mapping[int, socket.socket]) -> None:
+        self.streams = streams
+
+    def limit(self, size: int) -> None:
+        """Bytes that wait in a stream, about: what is urgent on another queues behind them on the network."""
+        for stream in self.streams.values():
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+
+    def probe(self, after: int | None, before: int | None, size: int, seconds: float) -> float:
+        """How long `size` bytes take to rank `after` while as many come from `before`. These ranks probe too."""
+        begin = time.perf_counter()
+        out, left = memoryview(bytes(size if after is not None else 0)), size if before is not None else 0
+        while out or left:
+            writers = [self.streams[after]] if out and after is not None else []
+            readers = [self.streams[before]] if left and before is not None else []
+            readable, writable, _ = select.select(readers, writers, [], seconds)
+            if not readable and not writable:
+                raise TimeoutError(f"no answer from ranks {before} and {after} in {seconds:.0f} s")
+            for stream in writable:
+                out = out[stream.send(out, socket.MSG_DONTWAIT) :]
+            for stream in readable:
+                came = len(stream.recv(left, socket.MSG_DONTWAIT))
+                if not came:
+                    raise ConnectionResetError(f"rank {before} closed the connection")
+                left -= came
+        return time.perf_counter() - begin
+
+    def hang_up(self) -> None:
+        """Wakes whoever waits, here and there."""
+        for stream in self.streams.values():
+            with suppress(OSError):
+                stream.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.hang_up()
+        for stream in self.streams.values():
+            stream.close()
+
+
+def own_address() -> str:
+    """By which other machines reach this one: of the interface that GLOO_SOCKET_IFNAME names, or of the way to MASTER_ADDR."""
+    if name := os.environ.get(_INTERFACE, "").split(",")[0]:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            try:
+                answer = fcntl.ioctl(asking, _ADDRESS_OF, struct.pack("256s", name.encode()))
+            except OSError as error:
+                raise OSError(f"interface {name!r} ({_INTERFACE}) has no IPv4 address: {error}") from error
+        return socket.inet_ntoa(answer[20:24])
+    target = os.environ.get("MASTER_ADDR", "")
+    for family, _, _, _, where in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM) if target else ():
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect(where)  # sends nothing
+            return asking.getsockname()[0]
+    return "127.0.0.1"
+
+
+@contextmanager
+def listening(peers: int, seconds: float) -> Iterator[socket.socket]:
+    address = own_address()
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    with listener:
+        listener.settimeout(seconds)
+        listener.bind((address, 0))
+        listener.listen(max(1, peers))
+        yield listener
+
+
+def connect(rank: int, peers: list[int], gather: Callable[[bytes], list[bytes]], seconds: float) -> TcpWire:
+    """A collective of all ranks, whatever their `peers`: `gather` exchanges addresses. The lower rank of a pair calls."""
+    token = secrets.token_bytes(16)
+    streams: dict[int, socket.socket] = {}
+    with listening(len(peers), seconds) as listener:
+        address, port = listener.getsockname()[:2]
+        called = [answer.decode().rsplit(" ", 2) for answer in gather(f"{address} {port} {token.hex()}".encode())]
+        for peer in (peer for peer in peers if peer > rank):
+            where, number, key = called[peer]
+            try:
+                streams[peer] = socket.create_connection((where, int(number)), seconds)
+            except OSError as error:
+                raise OSError(f"rank {rank} at {address} does not reach rank {peer} at {where}: {error}") from error
+            streams[peer].sendall(_HELLO.pack(bytes.fromhex(key), rank))
+        end = time.monotonic() + seconds
+        while len(streams) < len(peers):
+            if time.monotonic() > end:
+                raise TimeoutError(f"ranks {sorted(set(peers) - set(streams))} did not call rank {rank} at {address}")
+            caller, _ = listener.accept()
+            if (peer := _greeted(caller, token)) in peers:
+                streams[peer] = caller
+            else:
+                caller.close()
+    for stream in streams.values():
+        stream.settimeout(seconds)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Linux makes room for twice as many bytes, and keeps it: what comes must not wait for who reads it.
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _ROOM)
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    return TcpWire(streams)
+
+
+def _greeted(caller: socket.socket, token: bytes) -> int:
+    """The rank that calls; -1 if it is none."""
+    caller.settimeout(_GREETING)
+    with suppress(OSError):
+        hello = caller.recv(_HELLO.size, socket.MSG_WAITALL)
+        if len(hello) == _HELLO.size:
+            given, rank = _HELLO.unpack(hello)
+            return rank if secrets.compare_digest(given, token) else -1
+    return -1
