@@ -15,7 +15,7 @@ from freescale.transport.engine import Calls, Carry, EngineChannel, EngineGate
 from freescale.transport.halves import SLOTS
 from freescale.transport.memory import Pinned, shared_file
 from freescale.transport.shared import PIECE, READ, SharedWire
-from freescale.transport.transfer import piece_of
+from freescale.transport.transfer import cut
 
 WAYS = ("device to host", "host to device")
 _FLIGHT = 2  # transfers under way, as of a lane
@@ -46,8 +46,7 @@ class Copies:
         addresses = list(sizes)
         for peer, place in zip(self._peers, accumulate([part] * (world - 2), initial=0), strict=True):
             addresses[peer], sizes[peer] = tensor.data_ptr() + place, part
-        cut = piece_of(part, self._piece)
-        pieces = [min(cut, part - begin) for begin in range(0, part, cut)]
+        pieces = cut(part, self._piece)
         for out, into in self._pairs.values():
             if way == WAYS[0]:
                 out[1].send(READ * len(pieces))

@@ -216,15 +216,13 @@ static void ended(Channel *c, Job *job) {
     job->gated = 0;
 }
 
-static int64_t piece_of(int64_t size, int64_t largest) { /* as in transfer.py: both sides cut alike */
-    int64_t piece = ((size + 7) / 8 + 4095) / 4096 * 4096;
-    if (piece < 512 << 10) piece = 512 << 10;
-    return piece < largest ? piece : largest;
-}
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static int64_t next_piece(const Part *part, int64_t largest) {
-    int64_t piece = piece_of(part->size, largest), left = part->size - part->done;
-    return left < piece ? left : piece;
+static int64_t next_piece(const Part *part, int64_t largest) { /* as `cut` in transfer.py: both sides cut alike */
+    int64_t end = ((part->size + 3) / 4 + 4095) / 4096 * 4096, left = part->size - part->done;
+    end = least(largest, end < 1 << 20 ? 1 << 20 : end);
+    if (!part->done || left <= end) return least(left, end);
+    return least(left - end, least(largest, 2 * end));
 }
 
 static void copy(Channel *c, Job *job, int way, char *to, const char *from, int64_t size) {

@@ -27,7 +27,7 @@ from freescale.transport.tcp import TcpWire
 _AWAKE = {"cpu": 0.0, "cuda": 0.0003}  # seconds that who waits looks around before it naps; a CPU has other things to do
 _REASONS = {1: "the connection was closed", 2: "the time ran out", 4: "the driver of the GPU refused"}
 _PATIENCE = 2.0  # seconds that closing waits for a thread
-_TOGETHER = 512 << 10  # bytes of pieces that share a slot: what is large leaves as soon as it is copied
+_TOGETHER = 1 << 20  # bytes of pieces that share a slot: what is large leaves as soon as it is copied
 _INBOX = 1 << 20  # bytes of a slot that a stream fills before they are copied to a GPU, at most
 _INBOXES = 64 << 20  # of all of them
 _WAITING = 4  # pieces, that may wait in a stream of a slow network
@@ -133,7 +133,7 @@ class EngineChannel:
         made = self._calls.channel_new(
             *(self._world, rank, ring.bytes.data_ptr(), SLOTS, slot, _TOGETHER, self._inbox.bytes.data_ptr(), slots, size),
             *(gate.handle, _AWAKE[device.type], byref(_driver()) if cuda else None),
-            *([stream.cuda_stream for stream in self._streams] or (0, 0)),
+            *([stream.cuda_stream for stream in self._streams] or (None, None)),
         )
         if not made:
             raise RuntimeError("no memory, or no events of the GPU, for a channel")

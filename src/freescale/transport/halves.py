@@ -23,7 +23,7 @@ from freescale.transport.api import TransportError
 from freescale.transport.gate import Gate
 from freescale.transport.memory import Pinned
 from freescale.transport.threads import reached
-from freescale.transport.transfer import Part, Round, Transfer, piece_of, recorded
+from freescale.transport.transfer import Part, Round, Transfer, cut, recorded
 from freescale.transport.wires import Arriving, Sending, Wire
 
 SLOTS = 8  # of a ring: some are copied to, some are on the wire, some are copied from
@@ -240,7 +240,7 @@ class Halves:
 
     def _pieces(self, part: Part, transfer: Transfer) -> Sequence[Tensor]:
         size = part.bytes.numel()
-        return part.bytes.split(piece_of(size, self._largest if transfer.urgent else self._piece)) if size else ()
+        return part.bytes.split(cut(size, self._largest if transfer.urgent else self._piece)) if size else ()
 
     def _patience(self) -> float:
         return 0.001 if self.late else self._seconds
