@@ -12,26 +12,69 @@ import freescale
 from freescale.cli import main
 from freescale.compress.dense import ThresholdedGradients
 from freescale.compress.entries import owners, packed, unpacked
-from freescale.compress.threshold import above, threshold_of
+from freescale.compress.threshold import above, budget, go_whole, shares, threshold_of
 from freescale.config import TrainConfig
 from freescale.pipeline.buckets import GradientBuckets
 from freescale.transport.local import Local
 
 
-@pytest.mark.parametrize(("eta", "sent"), [(0.99, 10), (0.5, 500), (0.0, 1000), (0.9999, 1)])
+@pytest.mark.parametrize(("eta", "sent"), [(0.99, 10), (0.9, 100), (0.5, 500), (0.0, 1000), (0.9995, 0)])
 def test_a_share_reaches_the_threshold(eta, sent):
+    assert budget(1000, eta) == sent
+    sent = max(1, sent)
     magnitudes = torch.randn(1000, generator=torch.Generator().manual_seed(1)).abs()
-    positions = above(magnitudes, threshold_of(magnitudes, eta), 1000)
+    positions = above(magnitudes, threshold_of(magnitudes, sent), 1000)
     assert positions.tolist() == sorted(magnitudes.topk(sent).indices.tolist())
+
+
+def test_tensors_share_a_budget():
+    """What whole tensors take is missing to the others; the sum is kept where every tensor can send one entry."""
+    sizes = [100_000, 500, 900_000, 30, 500]
+    assert go_whole(sizes, 10_300) == [False, True, False, True, True]
+    assert go_whole(sizes, 10_299) == [False] * 5, "1,030 are more than a tenth: none goes whole"
+    assert go_whole([1024, 1023, 0], 10_230) == [False, True, True] and go_whole([9, 0], 1) == [False, True]
+    assert shares([100_000, 900_000], 10_300 - 1_030) == [927, 8342]
+    assert shares([32, 4000, 32], 40) == [1, 37, 1], "at least one of each"
+    assert shares([2000, 1, 4096], 6097) == [2000, 1, 4096] and shares([50, 20, 9], 1) == [1, 1, 1]
+    assert shares([1, 1], 2) == [1, 1] and shares([], 0) == []
+    for allowed in range(5, 3000, 7):
+        assert sum(shares(sizes, allowed)) <= allowed and min(shares(sizes, allowed)) >= 1
+
+
+@pytest.mark.parametrize(("sizes", "whole"), [([3000, 40, 30, 5], 75), ([3000, 400, 32, 32], 0)])
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_step_sends_no_more_than_its_share(sizes, whole, every):
+    """Of all entries, those of whole tensors and equal ones too: gradients of few distinct values."""
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    gradients = ThresholdedGradients(parameters, torch.device("cpu"), 0.7, every)
+    allowed = budget(sum(sizes), 0.7)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(9):
+        gradients.clear()
+        for parameter in parameters:
+            parameter.grad.copy_(torch.randint(1, 4, parameter.shape, generator=generator).float())
+        gradients.start(Local(), torch.zeros(1))
+        gradients.send()
+        gradients.reduce()
+        sent = sum(int(parameter.grad.count_nonzero()) for parameter in parameters)
+        assert sent <= allowed
+        assert step % every or sent > allowed - len(sizes), "a threshold that was just set leaves nothing unused"
+    assert sum(p.numel() for p in parameters if p not in gradients.state) == whole
 
 
 def test_zeros_stay_and_what_is_not_a_number_goes():
     magnitudes = torch.zeros(2000)
     magnitudes[[3, 7]] = torch.tensor([1e-30, math.nan])
-    assert above(magnitudes, threshold_of(magnitudes, 0.9), 200).tolist() == [3, 7]
+    assert above(magnitudes, threshold_of(magnitudes, 200), 200).tolist() == [3, 7]
     assert above(magnitudes, torch.tensor(1.0), 200).tolist() == [7]
-    assert 7 in above(magnitudes, torch.tensor(1e-31), 1).tolist()
-    assert above(torch.tensor([1.0, 3.0, 2.0, 3.0, 9.0]), torch.tensor(1.0), 2).tolist() == [1, 3, 4], "equals go together"
+    assert above(magnitudes, torch.tensor(1e-31), 1).tolist() == [7]
+    assert above(torch.tensor([math.nan, 2.0, math.nan, math.nan]), torch.tensor(1.0), 2).tolist() == [0, 2, 3]
+
+
+def test_of_equal_entries_the_first_go():
+    magnitudes = torch.tensor([3.0, 1.0, 3.0, 2.0, 3.0, 9.0])
+    for most, sent in ((1, [5]), (2, [0, 5]), (3, [0, 2, 5]), (4, [0, 2, 4, 5]), (5, [0, 2, 3, 4, 5]), (6, [0, 1, 2, 3, 4, 5])):
+        assert above(magnitudes, torch.tensor(1.0), most).tolist() == sent
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -59,7 +102,7 @@ def test_nothing_is_lost_and_small_tensors_are_whole():
     gradients = ThresholdedGradients([large, small], torch.device("cpu"), 0.9, every=3)
     generator = torch.Generator().manual_seed(0)
     applied = total = torch.zeros(40, 50)
-    shares = []
+    sent = []
     for _ in range(12):
         new = torch.randint(-1000, 1000, (40, 50), generator=generator).float()
         gradients.clear()
@@ -69,10 +112,10 @@ def test_nothing_is_lost_and_small_tensors_are_whole():
         gradients.send()
         gradients.reduce()
         total, applied = total + new, applied + large.grad
-        shares.append(float((large.grad != 0).float().mean()))
+        sent.append(int(large.grad.count_nonzero()))
         assert torch.equal(applied + gradients.state[large]["error"], total)
         assert torch.equal(small.grad, torch.arange(9.0))
-    assert shares[0] == pytest.approx(0.1, abs=0.005) and min(shares) > 0.02 and max(shares) < 0.105
+    assert sent[0] == sent[6] == 200 - 9 and min(sent) > 40 and max(sent) <= 200 - 9
     assert small not in gradients.state
 
 

@@ -4,7 +4,8 @@
     every so many steps: threshold = what a share of 1 - eta of the gradient's entries reaches, per tensor
     send and sum the entries that reach it, the largest if they are more than that share; error = the others
 
-It stands where pipeline/buckets.py stands in the exact step, and has the same verbs. Small tensors are summed whole.
+It stands where pipeline/buckets.py stands in the exact step, and has the same verbs. Small tensors are summed whole where they
+hardly take from what the others may send (threshold.go_whole).
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from freescale.compress.entries import sum_entries
-from freescale.compress.threshold import above, check_period, check_share, entries_kept, smallest, threshold_of
+from freescale.compress.threshold import above, budget, check_period, check_share, go_whole, shares, smallest, threshold_of
 from freescale.pipeline.flat import FlatGradients
 from freescale.transport.api import Handle, Transport
 
-SMALL = 1024  # entries of a tensor below which indices cost more than they save
 EVERY = 10
 
 
@@ -56,14 +56,20 @@ class ThresholdedGradients(FlatGradients):
         views: dict[nn.Parameter, Tensor] = {}
         self._small: list[Tensor] = []
         self._large: list[_Large] = []
+        sizes = [p.numel() for p in self.parameters]
+        allowed = budget(sum(sizes), eta)
+        whole = dict(zip(self.parameters, go_whole(sizes, allowed), strict=True))
+        thresholded = [p for p in self.parameters if not whole[p]]
+        allowed -= sum(p.numel() for p in self.parameters if whole[p])
+        most = dict(zip(thresholded, shares([p.numel() for p in thresholded], allowed), strict=True))
         for dtype in dict.fromkeys(p.dtype for p in self.parameters):
             members = [p for p in self.parameters if p.dtype == dtype]
-            if small := [p for p in members if p.numel() < SMALL]:
+            if small := [p for p in members if whole[p]]:
                 self._small.append(_flat(small, device))
                 views |= _views(small, self._small[-1])
-            if large := [p for p in members if p.numel() >= SMALL]:
-                self._large.append(_Large(large, device, eta, every))
-                views |= _views(large, self._large[-1].gradient)
+            if large := {p: most[p] for p in members if not whole[p]}:
+                self._large.append(_Large(large, device, every))
+                views |= _views(list(large), self._large[-1].gradient)
                 self.state |= self._large[-1].state
         self._views = [views[p] for p in self.parameters]
         self.flat = [*self._small, *(group.gradient for group in self._large)]
@@ -109,11 +115,11 @@ class ThresholdedGradients(FlatGradients):
 class _Large:
     """The tensors of one dtype that are thresholded, in one flat vector."""
 
-    def __init__(self, parameters: list[nn.Parameter], device: torch.device, eta: float, every: int) -> None:
-        self.eta, self.every = eta, every
+    def __init__(self, most: dict[nn.Parameter, int], device: torch.device, every: int) -> None:
+        """`most`: how many entries of each tensor a step may send."""
+        parameters, self.most, self.every = list(most), list(most.values()), every
         self.gradient, self.error = _flat(parameters, device), _flat(parameters, device)
         self.sizes = [p.numel() for p in parameters]
-        self.most = [entries_kept(size, eta) for size in self.sizes]  # that a step sends
         self.thresholds = self.gradient.new_zeros(len(parameters))
         self.ages = torch.full((len(parameters),), every)  # steps since a threshold was set; on the host, which decides by it
         errors = _views(parameters, self.error)
@@ -156,7 +162,7 @@ class _Large:
             return
         pieces = self.gradient.split(self.sizes)
         for place in (place for place, now in enumerate(due) if now):
-            self.thresholds[place] = threshold_of(pieces[place].abs(), self.eta)[0]
+            self.thresholds[place] = threshold_of(pieces[place].abs(), self.most[place])[0]
         set_now = (self.thresholds > smallest(self.thresholds.dtype)).cpu() & torch.tensor(due)
         self.ages[set_now] = 1
 

@@ -1,9 +1,15 @@
-"""Which entries of a gradient are large enough to be sent. Pure functions of one tensor; nothing here communicates."""
+"""How many entries of each gradient a step may send, and which are large enough. Pure functions; nothing here communicates."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+SMALL = 1024  # entries of a tensor below which it is summed whole, where the budget allows it
+_WHOLE_SHARE = 10  # whole tensors take at most one part in so many of the budget: the large ones would have to wait for them
 
 
 def check_share(eta: float) -> None:
@@ -16,10 +22,23 @@ def check_period(every: int) -> None:
         raise ValueError(f"thresholds are reset every so many steps: at least 1, got {every}")
 
 
-def entries_kept(entries: int, eta: float) -> int:
-    """How many of so many entries are at or above the threshold: a share of 1 - eta, at least one."""
+def budget(entries: int, eta: float) -> int:
+    """How many of so many entries a step may send: a share of 1 - eta, rounded down."""
     check_share(eta)
-    return min(entries, max(1, round((1 - eta) * entries)))
+    return math.floor(round((1 - eta) * entries, 6))  # 0.1 of 2,000 is 200, not 199.99999999999997
+
+
+def go_whole(sizes: Sequence[int], allowed: int) -> list[bool]:
+    """Which tensors are summed whole: the small ones, if together they leave nearly all of the budget to the others; else none."""
+    fits = _WHOLE_SHARE * sum(size for size in sizes if size < SMALL) <= allowed
+    return [size < SMALL and (fits or size == 0) for size in sizes]
+
+
+def shares(sizes: Sequence[int], allowed: int) -> list[int]:
+    """How many entries of each tensor a step may send: one, so that none waits for ever, and of what is left by their sizes. The
+    sum is at most what is allowed, or the number of tensors."""
+    left, entries = max(0, allowed - len(sizes)), sum(sizes) - len(sizes)
+    return [1 + left * (size - 1) // max(1, entries) for size in sizes]
 
 
 def smallest(dtype: torch.dtype) -> float:
@@ -27,23 +46,24 @@ def smallest(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).tiny
 
 
-def threshold_of(magnitudes: Tensor, eta: float) -> Tensor:
-    """magnitudes [n] -> [1]: what a share of 1 - eta of them reaches."""
+def threshold_of(magnitudes: Tensor, most: int) -> Tensor:
+    """magnitudes [n] -> [1]: what the `most` largest reach."""
     entries = magnitudes.numel()
-    kept = entries_kept(entries, eta)
     least = smallest(magnitudes.dtype)
-    if kept == entries:  # all are sent, not only those that reach the smallest of this step
+    if most == entries:  # all are sent, not only those that reach the smallest of this step
         return magnitudes.new_full((1,), least)
-    return magnitudes.kthvalue(entries - kept + 1, keepdim=True).values.clamp(min=least)
+    return magnitudes.kthvalue(entries - most + 1, keepdim=True).values.clamp(min=least)
 
 
 def above(magnitudes: Tensor, threshold: Tensor, most: int) -> Tensor:
-    """Positions [sent] int64, ascending, of magnitudes [n] that reach the threshold; where more than `most` do, of the largest
-    (and what equals the least of them): errors grow, and an old threshold would let ever more through. What is not a number goes
-    first: it would stay unseen in the error for ever, where the exact step shows it at once."""
+    """Positions [sent] int64, ascending, of magnitudes [n] that reach the threshold; where more than `most` do, of the largest,
+    and of equal ones the first: errors grow, and an old threshold would let ever more through. What is not a number always
+    goes: it would stay unseen in the error for ever, where the exact step shows it at once."""
     found = (magnitudes < threshold).logical_not_().nonzero().view(-1)
     if found.numel() <= most:
         return found
     reached = magnitudes[found]
-    least = reached.kthvalue(found.numel() - most + 1).values
-    return found[(reached < least).logical_not_()]
+    least = reached.kthvalue(found.numel() - most + 1).values  # not a number, where `most` or more are not
+    sure = (reached > least) | reached.isnan()
+    equal = reached == least
+    return found[sure | (equal & (equal.cumsum(0) <= most - sure.sum()))]
