@@ -46,6 +46,7 @@ TRAINING: dict[str, dict[str, Any]] = {  # by data set; `lr` is that of the dens
     "generated": {"epochs": 14, "global_batch": 64, "lr": 1e-2, "row_lr": 3e-2, "decay": "linear"},
 }
 RATES = {("generated", GRADIENTS): 2e-2}  # dense rates of single arms: sparse sums move Adam more slowly
+EVERY = 1  # steps between two resets of the thresholds: one that has grown old sends less than its share
 DROPOUT = {"online_retail_ii": 0.3, "generated": 0.1}
 _COUNTERS = ("dense_entries", "dense_entries_sent", "dense_entries_on_wire")
 
@@ -103,7 +104,7 @@ def train(transport: Transport, data: Path, name: str, arm: str, seed: int) -> d
         optimizer,
         schedule="serial",
         learning_rate=learning_rate(settings.warmup, settings.decay, len(source)),
-        reducer=freescale.Thresholding(0.99) if arm == GRADIENTS else None,
+        reducer=freescale.Thresholding(0.99, EVERY) if arm == GRADIENTS else None,
     )
     parallel.tables.place(source.batch(0))
     best = Best(parallel)
