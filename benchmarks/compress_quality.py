@@ -5,7 +5,7 @@
 The model is HSTU for retrieval with a wide layer behind it, cut in the middle of that layer, where activations are exchanged.
 What that leaves out depends on the sample alone, not on who computes the upper part, so that here every rank computes both parts.
 
-Every arm of a data set is trained alike, but for RATES: the learning rate falls to zero, the validation part is looked at after
+Every arm of a data set is trained alike: the learning rate falls to zero, the validation part is looked at after
 every epoch, and the weights of its best epoch are evaluated on the test part, once. Rates and dropout were chosen on the validation
 part, with a seed that is none of the benchmark's.
 """
@@ -45,7 +45,6 @@ TRAINING: dict[str, dict[str, Any]] = {  # by data set; `lr` is that of the dens
     "online_retail_ii": {"epochs": 8, "global_batch": 64, "lr": 1e-2, "row_lr": 1e-1, "decay": "linear"},
     "generated": {"epochs": 14, "global_batch": 64, "lr": 1e-2, "row_lr": 3e-2, "decay": "linear"},
 }
-RATES = {("generated", GRADIENTS): 2e-2}  # dense rates of single arms: sparse sums move Adam more slowly
 EVERY = 1  # steps between two resets of the thresholds: one that has grown old sends less than its share
 DROPOUT = {"online_retail_ii": 0.3, "generated": 0.1}
 _COUNTERS = ("dense_entries", "dense_entries_sent", "dense_entries_on_wire")
@@ -88,8 +87,7 @@ class Best:
 def train(transport: Transport, data: Path, name: str, arm: str, seed: int) -> dict[str, Any]:
     """The same on every rank."""
     begin = time.perf_counter()
-    options = TRAINING[name]
-    settings = TrainConfig(seed=seed, **options | {"lr": RATES.get((name, arm), options["lr"])})
+    settings = TrainConfig(seed=seed, **TRAINING[name])
     config = RunConfig(DataConfig(data=str(data), **SIZES), ModelConfig(**SHAPE, dropout=DROPOUT[name]), settings)
     source = histories(config, data, transport)
     torch.manual_seed(seed)

@@ -4,8 +4,8 @@
     every so many steps: threshold = what a share of 1 - eta of the gradient's entries reaches, per tensor
     send and sum the entries that reach it, the largest if they are more than that share; error = the others
 
-It stands where pipeline/buckets.py stands in the exact step, and has the same verbs. Small tensors are summed whole where they
-hardly take from what the others may send (threshold.go_whole).
+It stands where pipeline/buckets.py stands in the exact step, and has the same verbs. Small tensors are summed whole, out of
+the same share where they take little of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from freescale.compress.entries import sum_entries
-from freescale.compress.threshold import above, budget, check_period, check_share, go_whole, shares, smallest, threshold_of
+from freescale.compress.threshold import SMALL, above, check_period, check_share, left_by_whole, shares, smallest, threshold_of
 from freescale.pipeline.flat import FlatGradients
 from freescale.transport.api import Handle, Transport
 
@@ -57,17 +57,15 @@ class ThresholdedGradients(FlatGradients):
         self._small: list[Tensor] = []
         self._large: list[_Large] = []
         sizes = [p.numel() for p in self.parameters]
-        allowed = budget(sum(sizes), eta)
-        whole = dict(zip(self.parameters, go_whole(sizes, allowed), strict=True))
-        thresholded = [p for p in self.parameters if not whole[p]]
-        allowed -= sum(p.numel() for p in self.parameters if whole[p])
-        most = dict(zip(thresholded, shares([p.numel() for p in thresholded], allowed), strict=True))
+        thresholded = [p for p in self.parameters if p.numel() >= SMALL]
+        allowed = shares([p.numel() for p in thresholded], left_by_whole(sizes, eta))
+        most = dict(zip(thresholded, allowed, strict=True))
         for dtype in dict.fromkeys(p.dtype for p in self.parameters):
             members = [p for p in self.parameters if p.dtype == dtype]
-            if small := [p for p in members if whole[p]]:
+            if small := [p for p in members if p not in most]:
                 self._small.append(_flat(small, device))
                 views |= _views(small, self._small[-1])
-            if large := {p: most[p] for p in members if not whole[p]}:
+            if large := {p: most[p] for p in members if p in most}:
                 self._large.append(_Large(large, device, every))
                 views |= _views(list(large), self._large[-1].gradient)
                 self.state |= self._large[-1].state

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SMALL = 1024  # entries of a tensor below which it is summed whole, where the budget allows it
+SMALL = 1024  # entries of a tensor below which indices cost more than they save: it is summed whole
 _WHOLE_SHARE = 10  # whole tensors take at most one part in so many of the budget: the large ones would have to wait for them
 
 
@@ -28,10 +28,12 @@ def budget(entries: int, eta: float) -> int:
     return math.floor(round((1 - eta) * entries, 6))  # 0.1 of 2,000 is 200, not 199.99999999999997
 
 
-def go_whole(sizes: Sequence[int], allowed: int) -> list[bool]:
-    """Which tensors are summed whole: the small ones, if together they leave nearly all of the budget to the others; else none."""
-    fits = _WHOLE_SHARE * sum(size for size in sizes if size < SMALL) <= allowed
-    return [size < SMALL and (fits or size == 0) for size in sizes]
+def left_by_whole(sizes: Sequence[int], eta: float) -> int:
+    """What of the budget is left to tensors that are thresholded. Where the whole ones would take more than a tenth of it, the
+    model is small, and the others have a budget of their own."""
+    whole = sum(size for size in sizes if size < SMALL)
+    allowed = budget(sum(sizes), eta)
+    return allowed - whole if _WHOLE_SHARE * whole <= allowed else budget(sum(sizes) - whole, eta)
 
 
 def shares(sizes: Sequence[int], allowed: int) -> list[int]:
