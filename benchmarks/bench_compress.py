@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "peer")]
 from compress_arms import DENSE, THRESHOLDED, WHOLE  # noqa: E402
 from compress_quality import ACTIVATIONS, ARMS, DROPOUT, EVERY, EXACT, GRADIENTS, KEEP, SHAPE, SIZES, TRAINING, WIDE  # noqa: E402
 from hosts import RATE, hosts  # noqa: E402
-from results import claim, spread, write  # noqa: E402
+from results import claim, commit, spread, write  # noqa: E402
 from workload import Workload  # noqa: E402
 
 from freescale.observe.figures import merge_step  # noqa: E402
@@ -181,7 +181,7 @@ def datasets(data: Path, folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]
 Run = tuple[str, str, str, int, str]  # histories, data set, arm, seed, out file
 
 
-def quality(data: Path, folder: Path, most: int | None, parallel: int) -> None:
+def quality(data: Path, folder: Path, most: int | None, parallel: int, measured: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     known = datasets(data, folder)
     wanted = [(name, seed, arm) for seed in SEEDS for name in known for arm in ARMS]
@@ -204,6 +204,7 @@ def quality(data: Path, folder: Path, most: int | None, parallel: int) -> None:
         f".venv/bin/python benchmarks/bench_compress.py quality --data {data.name} --folder FOLDER",
         rows,
         quality_claims(rows, list(known)),
+        commit=measured,
         datasets={name: about for name, (_, about) in known.items()},
         model={**SHAPE, **SIZES, "wide": WIDE, "kept_of_wide": KEEP},
         training={name: {**options, "dropout": DROPOUT[name], "reset_every": EVERY} for name, options in TRAINING.items()},
@@ -278,11 +279,12 @@ def main() -> None:
     part.add_argument("--folder", type=Path, required=True, help="for the runs' results")
     part.add_argument("--runs", type=int, help="at most so many now")
     part.add_argument("--parallel", type=int, default=1, help="so many at a time")
+    part.add_argument("--commit", help="of the tree that is measured, where it was copied without its history")
     options = parser.parse_args()
     if options.part == "hosts":
         on_hosts(options.repetitions)
     else:
-        quality(options.data, options.folder, options.runs, options.parallel)
+        quality(options.data, options.folder, options.runs, options.parallel, options.commit or commit())
 
 
 if __name__ == "__main__":
