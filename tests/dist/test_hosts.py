@@ -75,11 +75,13 @@ def train_and_resume(network: Network, tmp_path: Path) -> None:
     generate(data, users=96, items=20_000, median=12, cap=20, global_batch=16, ranks=2, collision=0.1)
     run = tmp_path / "run"  # storage that both hosts see
     common = ["train", "--data", str(data), "--folder", str(run), "--split", "none", "--no-shuffle", "--placement", "sharded"]
+    common += ["--transport", "hostwire-tcp"]
     said = on_every_host(network, [[*common, *SMALL, "--steps", "4", "--checkpoint-every", "2", "--log-every", "1"]] * 2)
     assert "2 ranks on cpu" in said[0] and "2 ranks" not in said[1]  # rank 0 speaks
     ledger = json.loads((run / "ledger.json").read_text())
     assert ledger["steps"] == 4 and ledger["ranks"] == 2
-    assert ledger["bytes_per_step"]["rows"] > 0 and set(ledger["paths"]["rows"]) == {"gloo"}  # over the link, not in shared memory
+    assert ledger["bytes_per_step"]["rows"] > 0 and set(ledger["paths"]["rows"]) == {"hostwire: tcp"}  # not in shared memory
+    assert set(ledger["paths"]["dense"]) == {"gloo"}
     assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-00000002", "step-00000004"]
     # As a job that was stopped and queued again: the same folder, further.
     on_every_host(network, [["train", "--folder", str(run), "--resume", "--steps", "6"]] * 2)
