@@ -411,7 +411,7 @@ def _over(transport, wire, seed):
 
 
 @pytest.mark.parametrize(
-    ("world", "wire"), [*((2, wire) for wire in WIRES), *((3, wire) for wire in WIRES[2:4]), (4, WIRES[0]), (4, WIRES[1])]
+    ("world", "wire"), [*((2, wire) for wire in WIRES), *((3, wire) for wire in (*WIRES[2:4], "tcp")), (4, WIRES[0]), (4, WIRES[1])]
 )
 def test_bit_equal_over_every_wire(world, wire):
     for found in run_ranks(world, _over, wire, world, timeout=240):
