@@ -39,18 +39,25 @@ class TcpWire:
         begin = time.perf_counter()
         out, left = memoryview(bytes(size if after is not None else 0)), size if before is not None else 0
         while out or left:
-            writers = [self.streams[after]] if out and after is not None else []
-            readers = [self.streams[before]] if left and before is not None else []
-            readable, writable, _ = select.select(readers, writers, [], seconds)
-            if not readable and not writable:
+            waiting = select.poll()  # not select(), which takes no descriptor above 1,023
+            wanted = {}  # by rank: of two, the one after is the one before
+            if out and after is not None:
+                wanted[after] = select.POLLOUT
+            if left and before is not None:
+                wanted[before] = wanted.get(before, 0) | select.POLLIN
+            for peer, events in wanted.items():
+                waiting.register(self.streams[peer], events)
+            if not waiting.poll(1e3 * seconds):
                 raise TimeoutError(f"no answer from ranks {before} and {after} in {seconds:.0f} s")
-            for stream in writable:
-                out = out[stream.send(out, socket.MSG_DONTWAIT) :]
-            for stream in readable:
-                came = len(stream.recv(left, socket.MSG_DONTWAIT))
-                if not came:
-                    raise ConnectionResetError(f"rank {before} closed the connection")
-                left -= came
+            with suppress(BlockingIOError):
+                if out and after is not None:
+                    out = out[self.streams[after].send(out, socket.MSG_DONTWAIT) :]
+            with suppress(BlockingIOError):
+                if left and before is not None:
+                    came = len(self.streams[before].recv(left, socket.MSG_DONTWAIT))
+                    if not came:
+                        raise ConnectionResetError(f"rank {before} closed the connection")
+                    left -= came
         return time.perf_counter() - begin
 
     def hang_up(self) -> None:
@@ -107,7 +114,9 @@ def connect(rank: int, peers: list[int], gather: Callable[[bytes], list[bytes]],
             try:
                 streams[peer] = socket.create_connection((where, int(number)), seconds)
             except OSError as error:
-                raise OSError(f"rank {rank} at {address} does not reach rank {peer} at {where}: {error}") from error
+                raise OSError(
+                    f"rank {rank} at {address} does not reach rank {peer} at {where} ({_INTERFACE} names an interface): {error}"
+                ) from error
             streams[peer].sendall(_HELLO.pack(bytes.fromhex(key), rank))
         end = time.monotonic() + seconds
         while len(streams) < len(peers):
