@@ -273,6 +273,46 @@ def test_no_core_is_busy_while_nothing_moves(wire):
     assert run_ranks(2, _idle, wire)[0] < 0.3  # of 1.5 seconds
 
 
+def _one_is_late(transport, wire):
+    """Processor time of ranks that have answers of one peer to read while they wait for another, with more to send than slots."""
+    opening.machine = lambda: b"machine %d" % (transport.rank // 2)
+    made = Hostwire("cpu", Ledger(), transport.group, transport.control, wire, timeout=timedelta(seconds=30))
+    lane, size = made.channel(Side(made.ledger, "ahead")), 20_000_000
+    lane.all_to_all(torch.zeros(3, dtype=torch.uint8), [1] * 3, [1] * 3, "rows").wait()
+    made.gather_bytes(b"")
+    sent = torch.full((3 * size,), made.rank, dtype=torch.uint8)
+    if made.rank == 2:
+        time.sleep(2.5)
+    begin = time.process_time()
+    if made.rank < 2:
+        time.sleep(0.5)  # what it costs to send and to receive is the same on all ranks, and not the point
+    got = lane.all_to_all(sent, [size] * 3, [size] * 3, "rows").wait()
+    used = time.process_time() - begin
+    made.close()
+    return used, got.view(3, size)[:, -1].tolist()
+
+
+@pytest.mark.parametrize("wire", ["tcp"])
+def test_no_core_is_busy_while_one_rank_is_late(wire):
+    (first, _), (second, _), (late, _) = found = run_ranks(3, _one_is_late, wire)
+    assert all(got == [0, 1, 2] for _, got in found)
+    assert max(first, second) < late + 0.7, found  # of 2 seconds
+
+
+def _wrong_interface(transport):
+    if transport.rank == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
+    begin = time.monotonic()
+    with pytest.raises(TransportError) as caught:
+        Hostwire("cpu", Ledger(), transport.group, transport.control, "tcp", shared=False, timeout=timedelta(seconds=30))
+    return str(caught.value), time.monotonic() - begin
+
+
+def test_an_interface_that_one_rank_does_not_have():
+    for text, seconds in run_ranks(3, _wrong_interface):
+        assert "rank 1" in text and "nowhere0" in text and seconds < 10, text
+
+
 def _carrier(transport, wire):
     wire = hostwire(transport, wire)
     name = type(wire._channel).__name__

@@ -62,7 +62,7 @@ class Channel:
                 self._waiting += 1
             self._queues[0].put(transfer)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Ends the threads once what was submitted is done; the wires are whoever's who opened them."""
         for waiting in self._queues:
             waiting.put(None)
@@ -70,6 +70,7 @@ class Channel:
             thread.join(timeout=1.0)
         self._threads = []
         self._halves.close()
+        return True
 
     def _start_threads(self) -> None:
         if not self._threads:

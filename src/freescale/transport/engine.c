@@ -11,7 +11,7 @@
        out   tensor -> slot of the ring -> stream
        in    stream -> slot of the inbox -> tensor
 
-   Nothing here blocks but `until`, which looks around for `awake` seconds after something has moved and then sleeps until a socket
+   Nothing here blocks but `channel_until`, which looks around for `awake` seconds after something has moved and then sleeps until a socket
    has something, in short naps where what it waits for has no socket. On CPU tensors copies are memcpy's; on a GPU the copy engine's,
    and events (of the driver) say when they are over. */
 
@@ -103,6 +103,8 @@ typedef struct {
     int first_landing, landing_count;
     Job jobs[JOBS];
     int64_t submitted, sending, receiving; /* jobs, ever */
+    int64_t hurried; /* jobs, ever, up to the last urgent one: those before it are in its way, and do not give way to it */
+    int stopped;
     Gate *gate;
     Driver driver;
     void *streams[2];
@@ -141,11 +143,21 @@ static int open_gate(Gate *gate, int urgent) {
     return urgent || !__atomic_load_n(&gate->urgent, __ATOMIC_ACQUIRE) || gate->moved + gate->patience <= now();
 }
 
+static int may_go(const Channel *c, const Job *job, int64_t number) {
+    return number < c->hurried || open_gate(c->gate, job->urgent);
+}
+
+static void ended(Channel *c, Job *job) {
+    if (job->gated) gate_end(c->gate);
+    job->gated = 0;
+}
+
 /* ---- a channel */
 
 void channel_free(Channel *c) {
     if (!c) return;
     if (c->driver.use) c->driver.use(c->driver.context);
+    for (int i = 0; i < JOBS; i++) ended(c, &c->jobs[i]);
     for (int i = 0; i < STAGED; i++) {
         if (c->staged[i].event) c->driver.destroy(c->staged[i].event);
         free(c->staged[i].piece);
@@ -211,11 +223,6 @@ static int begun(Channel *c, Job *job) {
     return 1;
 }
 
-static void ended(Channel *c, Job *job) {
-    if (job->gated) gate_end(c->gate);
-    job->gated = 0;
-}
-
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int64_t next_piece(const Part *part, int64_t largest) { /* as `cut` in transfer.py: both sides cut alike */
@@ -246,6 +253,7 @@ static void moved(Channel *c, const Job *job) {
 /* ---- out */
 
 static int slot_is_free(Channel *c, int slot) {
+    int is = 1;
     for (int peer = 0; peer < c->world; peer++) {
         uint64_t goal = c->goal[(size_t)slot * c->world + peer];
         while (c->read[peer] < goal) {
@@ -253,11 +261,13 @@ static int slot_is_free(Channel *c, int slot) {
             ssize_t count = recv(c->out[peer], answers, sizeof answers, MSG_DONTWAIT);
             if (count > 0) c->read[peer] += count;
             else if (count < 0 && errno == EINTR) continue;
-            else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
-            else return fail(c, CLOSED, peer, count ? errno : 0);
+            else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+                is = 0;
+                break;
+            } else return fail(c, CLOSED, peer, count ? errno : 0);
         }
     }
-    return 1;
+    return is;
 }
 
 static int tell(Channel *c, Filled *filled, Piece *piece) {
@@ -300,7 +310,7 @@ static int post(Channel *c, Job *job) {
             Piece *piece = &filled->piece[j];
             if (piece->sent == piece->size || c->stuck[piece->peer]) continue;
             if (c->rings[piece->peer]) any |= tell(c, filled, piece);
-            else if (open_gate(c->gate, job->urgent)) any |= stream(c, piece);
+            else if (may_go(c, job, c->sending)) any |= stream(c, piece);
             else c->stuck[piece->peer] = 1;
         }
     }
@@ -318,7 +328,7 @@ static int is_posted(const Filled *filled) {
 static int fill(Channel *c, Job *job) {
     int slot = c->filled % c->slots, any = 0;
     for (int i = 0; i < c->world; i++) any |= job->out[i].done < job->out[i].size;
-    if (!any || c->staged_count == STAGED || !open_gate(c->gate, job->urgent) || !slot_is_free(c, slot)) return 0;
+    if (!any || c->staged_count == STAGED || !may_go(c, job, c->sending) || !slot_is_free(c, slot)) return 0;
     Filled *filled = &c->staged[(c->first_staged + c->staged_count) % STAGED];
     filled->slot = slot, filled->pieces = 0;
     int64_t used = 0;
@@ -459,7 +469,7 @@ static int go_in(Channel *c) {
     for (int distance = 1; distance < c->world; distance++) {
         int peer = (c->rank - distance + c->world) % c->world;
         Part *part = &job->in[peer];
-        while (part->done < part->size && c->landing_count < LANDING && open_gate(c->gate, job->urgent)) {
+        while (part->done < part->size && c->landing_count < LANDING && may_go(c, job, c->receiving)) {
             if (!(c->rings[peer] ? land : take)(c, job, peer)) break;
             any = 1;
         }
@@ -488,7 +498,8 @@ int64_t channel_submit(Channel *c, int urgent, int host, void *begun_event, int6
     *job = (Job){to, from, largest, begun_event, urgent, host, 0, 0};
     int64_t number = c->submitted++;
     if (c->driver.use) c->driver.use(c->driver.context);
-    while (go_out(c)) {}
+    if (urgent) c->hurried = c->submitted;
+    for (int i = 0; i < STAGED && go_out(c); i++) {} /* not all of a large one: Python waits */
     return number;
 }
 
@@ -525,11 +536,13 @@ static void sleep_until(Channel *c, double idle, double longest) {
     int count = 0, nap = c->landing_count > 0;
     if (c->receiving < c->submitted) {
         Job *job = &c->jobs[c->receiving % JOBS];
-        int open = job->ready && open_gate(c->gate, job->urgent);
+        int open = job->ready && may_go(c, job, c->receiving), room_for_more = 0;
+        for (int i = 0; i < c->inbox.slots; i++) room_for_more |= !c->inbox.taken[i];
         nap |= !open;
-        for (int i = 0; i < c->world && open; i++) {
+        for (int i = 0; i < c->world && open && c->landing_count < LANDING; i++) {
             Part *part = &job->in[i];
             if (part->done == part->size) continue;
+            if (!c->rings[i] && !job->host && c->inbox.slot[i] < 0 && !room_for_more) continue; /* it may not be read now */
             int64_t left = part->size - part->done - (job->host || c->inbox.slot[i] < 0 ? 0 : c->inbox.have[i]);
             int64_t room = job->host || c->rings[i] ? left : c->inbox.bytes - (c->inbox.slot[i] < 0 ? 0 : c->inbox.have[i]);
             if (!c->rings[i]) wake_at(c, i, (left < room ? left : room) + HEADER - c->have[i]);
@@ -538,10 +551,17 @@ static void sleep_until(Channel *c, double idle, double longest) {
     }
     if (c->sending < c->submitted) {
         Job *job = &c->jobs[c->sending % JOBS];
-        int open = job->ready && open_gate(c->gate, job->urgent);
-        nap |= !open || (c->staged_count && !job->host);
-        for (int i = 0; i < c->world && open; i++)
-            if (i != c->rank && (c->rings[i] || c->stuck[i])) c->waiting[count++] = (struct pollfd){c->out[i], c->rings[i] ? POLLIN : POLLOUT, 0};
+        int open = job->ready && may_go(c, job, c->sending), left = 0, lacking = 0;
+        for (int i = 0; i < c->world; i++) left |= job->out[i].done < job->out[i].size;
+        left &= c->staged_count < STAGED;
+        for (int i = 0; i < c->world && open; i++) {
+            int answers = left && c->rings[i] && c->read[i] < c->goal[(size_t)(c->filled % c->slots) * c->world + i];
+            lacking |= answers;
+            if (answers) c->waiting[count++] = (struct pollfd){c->out[i], POLLIN, 0};
+            else if (!c->rings[i] && c->stuck[i]) c->waiting[count++] = (struct pollfd){c->out[i], POLLOUT, 0};
+        }
+        nap |= !open || (left && !lacking); /* the gate has opened, or the event has come, since it was looked at */
+        for (int i = 0; i < c->staged_count && !job->host; i++) nap |= !reached(c, c->staged[(c->first_staged + i) % STAGED].event);
     }
     double seconds = !nap ? longest : idle < 0.002 ? 30e-6 : 200e-6;
     struct timespec limit = {(time_t)seconds, (long)(1e9 * (seconds - (time_t)seconds))};
@@ -556,10 +576,13 @@ static void be_prompt(void) {
     if (is) return;
     is = 1;
     prctl(PR_SET_TIMERSLACK, 1L);
-    if (syscall(SYS_sched_getattr, 0, &own, sizeof own, 0)) return;
+    if (syscall(SYS_sched_getattr, 0, &own, sizeof own, 0) || own.policy) return;
     own.slice = 100000; /* ns; from Linux 6.12, before that ignored */
     syscall(SYS_sched_setattr, 0, &own, 0);
 }
+
+/* Whoever carries leaves, also one that waits for the GPU. */
+void channel_stop(Channel *c) { __atomic_store_n(&c->stopped, 1, __ATOMIC_RELEASE); }
 
 int channel_until(Channel *c, int64_t number, double seconds) {
     be_prompt();
@@ -568,15 +591,18 @@ int channel_until(Channel *c, int64_t number, double seconds) {
     if (urgent) gate_begin(c->gate); /* somebody waits for it */
     double last = now();
     while (!channel_done(c, number) && !c->error) {
-        if (go_out(c) | go_in(c)) {
+        int out = go_out(c), in = go_in(c);
+        if (out || in) {
             last = now();
             continue;
         }
+        if (__atomic_load_n(&c->stopped, __ATOMIC_ACQUIRE)) fail(c, CLOSED, c->rank, 0);
         double idle = now() - last;
         if (idle > seconds) fail(c, LATE, lagging(c), 0);
         else if (idle > c->awake) sleep_until(c, idle, seconds - idle < 0.1 ? seconds - idle + 0.001 : 0.1);
     }
     if (urgent) gate_end(c->gate);
+    for (int i = 0; i < JOBS && c->error; i++) ended(c, &c->jobs[i]); /* others share the gate */
     return c->error;
 }
 

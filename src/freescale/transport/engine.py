@@ -58,6 +58,7 @@ class Calls:
         channel = (c_int, c_int, *ring, *inbox, c_void_p, c_double, POINTER(_Driver), c_void_p, c_void_p)
         self.channel_new = _typed(waiting.channel_new, c_void_p, *channel)
         self.channel_free = _typed(waiting.channel_free, None, c_void_p)
+        self.stop = _typed(quick.channel_stop, None, c_void_p)
         self.peer = _typed(quick.channel_peer, None, c_void_p, c_int, c_int, c_int, c_void_p)
         arrays = (POINTER(c_uint64), POINTER(c_int64)) * 2
         self.submit = _typed(quick.channel_submit, c_int64, c_void_p, c_int, c_int, c_void_p, c_int64, *arrays)
@@ -127,11 +128,22 @@ class EngineChannel:
         cuda = device.type == "cuda"
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if cuda else []
         slot = ring.bytes.numel() // SLOTS
+        assert not slot or self._largest[True] <= slot, (piece, slot)
         # One for each stream at least: ranks whose slots hold beginnings of others' pieces must not wait for each other.
         slots, size = 2 * len(streams) if cuda else 0, max(64 << 10, min(_INBOX, _INBOXES // max(1, 2 * len(streams))))
         self._inbox = Pinned(slots * size, device)
         made = self._calls.channel_new(
-            *(self._world, rank, ring.bytes.data_ptr(), SLOTS, slot, _TOGETHER, self._inbox.bytes.data_ptr(), slots, size),
+            *(
+                self._world,
+                rank,
+                ring.bytes.data_ptr(),
+                SLOTS,
+                slot,
+                min(_TOGETHER, slot or _TOGETHER),
+                self._inbox.bytes.data_ptr(),
+                slots,
+                size,
+            ),
             *(gate.handle, _AWAKE[device.type], byref(_driver()) if cuda else None),
             *([stream.cuda_stream for stream in self._streams] or (None, None)),
         )
@@ -169,11 +181,18 @@ class EngineChannel:
         event = None if begun is None else begun.cuda_event
         arrays = (self._addresses(*out), self._sizes(*out_sizes), self._addresses(*into), self._sizes(*into_sizes))
         arguments = (self._handle, urgent, host, event, self._largest[urgent], *arrays)
-        while (number := self._calls.submit(*arguments)) < 0:
+        while (number := self._submitted(arguments)) < 0:
             self.carry(self._under_way[0])
         carry = Carry(self, number, kind, urgent, (*tensors, begun))
         self._under_way.append(carry)
         return carry
+
+    def _submitted(self, arguments: tuple[object, ...]) -> int:
+        """Its number; -1 if there are too many."""
+        with self._inside:
+            if self._handle is None:
+                raise self._error or TransportError(f"rank {self.rank}: this transport was closed")
+            return self._calls.submit(*arguments)
 
     def carry(self, last: Carry) -> None:
         with self._inside:
@@ -200,11 +219,14 @@ class EngineChannel:
         )
         self._hang_up()  # whoever waits for this rank hears of it
 
-    def close(self) -> None:
-        """A thread that waits for a transfer hears that the connections are gone; one that does not keeps the memory."""
+    def close(self) -> bool:
+        """Whether nobody uses its wires and memory any more: a thread that waits for a transfer is told to leave."""
+        if self._handle is None:
+            return True
+        self._calls.stop(self._handle)
         self._hang_up()
-        if self._handle is None or not self._inside.acquire(timeout=_PATIENCE):
-            return
+        if not self._inside.acquire(timeout=_PATIENCE):
+            return False
         try:
             for stream in self._streams:
                 stream.synchronize()
@@ -215,6 +237,7 @@ class EngineChannel:
             self._inbox.close()
         finally:
             self._inside.release()
+        return True
 
     def _hang_up(self) -> None:
         for wire in self._wires:

@@ -178,12 +178,12 @@ class Hostwire(Collective):
         for below in self._below:
             below.close()
         self._below = []
-        self._channel.close()
-        for wire in self._wires:
-            wire.close()
-            if isinstance(wire, SharedWire):
-                wire.release()
-        self._ring.close()
+        if self._channel.close():
+            for wire in self._wires:
+                wire.close()
+                if isinstance(wire, SharedWire):
+                    wire.release()
+            self._ring.close()
         super().close()
 
 

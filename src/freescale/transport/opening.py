@@ -51,7 +51,7 @@ def open_wires(meeting: Collective, wire: str, neighbours: list[int], timeout: t
             file = shared_file(SLOTS * LARGEST)
         ring = Pinned(SLOTS * LARGEST if neighbours or device.type == "cuda" and elsewhere else 0, device, file)
     except (RuntimeError, OSError) as caught:
-        error = str(caught)
+        error = _said(caught)
     _all_well(meeting, error, "memory that copy engines reach")
     wires: list[AnyWire] = []
     routes: list[AnyWire | None] = [None] * world
@@ -59,7 +59,7 @@ def open_wires(meeting: Collective, wire: str, neighbours: list[int], timeout: t
         try:
             wires.append(connect_shared(rank, neighbours, ring, file or 0, device, meeting.gather_bytes, seconds))
         except (RuntimeError, OSError) as caught:
-            error = str(caught)
+            error = _said(caught)
         _all_well(meeting, error, "shared memory of one machine")
         for peer in neighbours:
             routes[peer] = wires[0]
@@ -69,6 +69,10 @@ def open_wires(meeting: Collective, wire: str, neighbours: list[int], timeout: t
         wires.append(_across(meeting, wire, elsewhere, timeout))
         routes = [route if route is not None else wires[-1] for route in routes]
     return Opened(ring, wires, [route if route is not None else wires[0] for route in routes] if wires else [])
+
+
+def _said(caught: BaseException) -> str:
+    return str(caught) or type(caught).__name__
 
 
 def _all_well(meeting: Collective, error: str, what: str) -> None:
@@ -87,9 +91,9 @@ def _across(meeting: Collective, wire: str, peers: list[int], timeout: timedelta
         _all_well(meeting, lacking, "its engine for streams")
         error = ""
         try:
-            made = connect_tcp(meeting.rank, peers, meeting.gather_bytes, timeout.total_seconds())
-        except OSError as caught:
-            error = str(caught)
+            made = connect_tcp(meeting.rank, peers, meeting.gather_bytes, timeout.total_seconds() / 2)
+        except (OSError, ValueError) as caught:
+            error = _said(caught)
         _all_well(meeting, error, "TCP connections")
         return made
     ranks = dist.get_process_group_ranks(meeting.group)
@@ -99,10 +103,14 @@ def _across(meeting: Collective, wire: str, peers: list[int], timeout: timedelta
 def network_piece(meeting: Collective, routes: list[AnyWire], piece_seconds: float, timeout: float) -> tuple[int, float]:
     """(bytes that the slowest pair moves in `piece_seconds`, seconds that it takes for a byte), measured once; between ranks of one
     machine the largest piece, and 0."""
-    took = 0.0
+    took, error = 0.0, ""
     if any(not isinstance(route, SharedWire) for route in routes):
-        _probe(meeting, routes, _PROBE // 4, timeout)  # opens connections
-        took = min(_probe(meeting, routes, _PROBE, timeout) for _ in range(_PROBES))  # a busy machine is not a slow network
+        try:
+            _probe(meeting, routes, _PROBE // 4, timeout / 2)  # opens connections
+            took = min(_probe(meeting, routes, _PROBE, timeout / 2) for _ in range(_PROBES))  # a busy machine is not a slow network
+        except (OSError, RuntimeError) as caught:
+            error = _said(caught)
+        _all_well(meeting, error, "an answer of the ranks beside each")
     slowest = max(float(text) for text in meeting.gather_bytes(str(took).encode()))
     if not slowest:
         return LARGEST, 0.0

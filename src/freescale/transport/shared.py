@@ -127,10 +127,15 @@ def connect(
     """A collective of all ranks, `peers` or not: `gather` exchanges addresses among all of them. `file` holds the ring."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.settimeout(seconds)
-    name = b"\0freescale-" + uuid.uuid4().hex.encode()  # abstract: leaves nothing behind
-    listener.bind(name)
-    listener.listen(max(1, len(peers)))
-    names = gather(name)
+    name, refused = b"\0freescale-" + uuid.uuid4().hex.encode(), None  # abstract: leaves nothing behind
+    try:
+        listener.bind(name)
+        listener.listen(max(1, len(peers)))
+    except OSError as error:
+        name, refused = b"", error
+    names = gather(name)  # also if it failed: the others wait for it
+    if refused is not None:
+        raise refused
     out: dict[int, socket.socket] = {}
     for peer in peers:
         out[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -11,12 +11,13 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 _HELLO = struct.Struct("<16sI")  # token of who is called, rank of who calls
-_GREETING = 5.0  # seconds that a caller has for it
+_GREETING = 2.0  # seconds that a caller has for it
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # as for gloo, whose control traffic goes the same way
+_REFUSED = b"! "
 _ROOM = 1 << 20  # bytes, that may wait to be read
 _ADDRESS_OF = 0x8915  # ioctl SIOCGIFADDR
 
@@ -51,10 +52,10 @@ class TcpWire:
                 raise TimeoutError(f"no answer from ranks {before} and {after} in {seconds:.0f} s")
             with suppress(BlockingIOError):
                 if out and after is not None:
-                    out = out[self.streams[after].send(out, socket.MSG_DONTWAIT) :]
+                    out = out[self.streams[after].send(out) :]
             with suppress(BlockingIOError):
                 if left and before is not None:
-                    came = len(self.streams[before].recv(left, socket.MSG_DONTWAIT))
+                    came = len(self.streams[before].recv(left))
                     if not came:
                         raise ConnectionResetError(f"rank {before} closed the connection")
                     left -= came
@@ -91,44 +92,55 @@ def own_address() -> str:
     return "127.0.0.1"
 
 
-@contextmanager
-def listening(peers: int, seconds: float) -> Iterator[socket.socket]:
+def listening(peers: int) -> socket.socket:
     address = own_address()
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    with listener:
-        listener.settimeout(seconds)
+    try:
         listener.bind((address, 0))
         listener.listen(max(1, peers))
-        yield listener
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def connect(rank: int, peers: list[int], gather: Callable[[bytes], list[bytes]], seconds: float) -> TcpWire:
     """A collective of all ranks, whatever their `peers`: `gather` exchanges addresses. The lower rank of a pair calls."""
-    token = secrets.token_bytes(16)
+    token, end = secrets.token_bytes(16), time.monotonic() + seconds
+    try:
+        listener = listening(len(peers))
+    except OSError as error:
+        gather(_REFUSED + str(error).encode())  # the others wait for it
+        raise
     streams: dict[int, socket.socket] = {}
-    with listening(len(peers), seconds) as listener:
+    with listener:
         address, port = listener.getsockname()[:2]
-        called = [answer.decode().rsplit(" ", 2) for answer in gather(f"{address} {port} {token.hex()}".encode())]
+        answers = gather(f"{address} {port} {token.hex()}".encode())
+        for peer, answer in enumerate(answers):
+            if answer.startswith(_REFUSED):
+                raise OSError(f"rank {peer} cannot be called: {answer.removeprefix(_REFUSED).decode()}")
+        called = [answer.decode().rsplit(" ", 2) for answer in answers]
         for peer in (peer for peer in peers if peer > rank):
             where, number, key = called[peer]
             try:
-                streams[peer] = socket.create_connection((where, int(number)), seconds)
+                streams[peer] = socket.create_connection((where, int(number)), _left(end))
             except OSError as error:
                 raise OSError(
                     f"rank {rank} at {address} does not reach rank {peer} at {where} ({_INTERFACE} names an interface): {error}"
                 ) from error
             streams[peer].sendall(_HELLO.pack(bytes.fromhex(key), rank))
-        end = time.monotonic() + seconds
-        while len(streams) < len(peers):
-            if time.monotonic() > end:
-                raise TimeoutError(f"ranks {sorted(set(peers) - set(streams))} did not call rank {rank} at {address}")
-            caller, _ = listener.accept()
-            if (peer := _greeted(caller, token)) in peers:
+        while awaited := [peer for peer in peers if peer not in streams]:
+            try:
+                listener.settimeout(_left(end))
+                caller, _ = listener.accept()
+            except TimeoutError:
+                raise TimeoutError(f"ranks {awaited} did not call rank {rank} at {address}") from None
+            if (peer := _greeted(caller, token)) in awaited:
                 streams[peer] = caller
             else:
                 caller.close()
     for stream in streams.values():
-        stream.settimeout(seconds)
+        stream.setblocking(False)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Linux makes room for twice as many bytes, and keeps it: what comes must not wait for who reads it.
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _ROOM)
@@ -138,10 +150,18 @@ def connect(rank: int, peers: list[int], gather: Callable[[bytes], list[bytes]],
 
 def _greeted(caller: socket.socket, token: bytes) -> int:
     """The rank that calls; -1 if it is none."""
-    caller.settimeout(_GREETING)
+    hello, end = b"", time.monotonic() + _GREETING
     with suppress(OSError):
-        hello = caller.recv(_HELLO.size, socket.MSG_WAITALL)
-        if len(hello) == _HELLO.size:
-            given, rank = _HELLO.unpack(hello)
-            return rank if secrets.compare_digest(given, token) else -1
+        while len(hello) < _HELLO.size:
+            caller.settimeout(_left(end))
+            part = caller.recv(_HELLO.size - len(hello))
+            if not part:
+                return -1
+            hello += part
+        given, rank = _HELLO.unpack(hello)
+        return rank if secrets.compare_digest(given, token) else -1
     return -1
+
+
+def _left(end: float) -> float:
+    return max(0.001, end - time.monotonic())
