@@ -153,6 +153,7 @@ def main() -> None:
             "segment": quality.SEGMENT,
             "tokens": quality.TOKENS,
             "epochs": quality.EPOCHS,
+            "token options": quality.TOKEN_OPTIONS,
             "shape": quality.SHAPE,
             "seconds": round(sum(row["seconds"] for row in rows)),
         },

@@ -63,6 +63,8 @@ class ModelConfig(_Checked):
     temperature: float = option(0.1, "softmax temperature (retrieval)", above=0.0)
     segment: int | None = option(None, "cut histories into segments of so many events, seen later by their tokens alone", minimum=1)
     segment_tokens: int = option(4, "learned tokens that stand for a segment, with --segment", minimum=1)
+    segment_weight: float = option(1.0, "events that a token counts for where later segments see it, with --segment", above=0.0)
+    segment_pooling: bool = option(False, "tokens start with the pooled events of their segment, with --segment")
     recompute: bool = option(False, "activation checkpointing: recompute layers in backward to save memory")
 
 
@@ -185,6 +187,11 @@ class RunConfig:
             raise ValueError(f"--segment {segment} is longer than the longest history, --max-length {longest}")
         if segment is not None and tokens > segment:
             raise ValueError(f"--segment-tokens {tokens} are more than the events of a segment, --segment {segment}")
+        if segment is not None and self.model.segment_weight > segment / tokens:
+            raise ValueError(
+                f"--segment-weight {self.model.segment_weight:g} is more than the {segment / tokens:g} events that a token stands "
+                f"for, --segment {segment} by --segment-tokens {tokens}"
+            )
 
     @property
     def label_names(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.prepare import prepare
 from freescale.train.trainer import build_balancer, build_parallel, histories
 
-CUT = ["--segment", 4, "--segment-tokens", 2, "--max-length", 20]
+CUT = ["--segment", 4, "--segment-tokens", 2, "--segment-weight", 1.5, "--segment-pooling", "--max-length", 20]
 
 
 def test_train_resume_eval(tmp_path):
@@ -47,7 +47,7 @@ def one_step(transport, path, balance):
     """The dense parameters before and after a step of SGD."""
     config = RunConfig(
         DataConfig(data="x", max_length=12, negatives=4, shuffle=False),
-        ModelConfig(width=8, segment=3, segment_tokens=2),
+        ModelConfig(width=8, segment=3, segment_tokens=2, segment_weight=1.5, segment_pooling=True),
         TrainConfig(global_batch=32, device="cpu", balance=balance),
     )
     data = histories(config, path, transport)

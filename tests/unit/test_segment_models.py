@@ -19,6 +19,7 @@ from freescale.train.trainer import build_balancer, build_model
 OPTIONS = dict(
     width=WIDTH, layers=2, heads=2, d_qk=3, d_v=5, max_length=14, position_bias=True, time_bias=True, num_time_buckets=20
 )
+WEIGHED = dict(segment_weight=1.75, segment_pooling=True)
 LENGTHS, COUNTS = [5, 0, 1, 13, 4, 8], [3, 2, 0, 5, 1, 2]
 
 
@@ -43,7 +44,9 @@ def defined(encoder, x, candidates, times, key):
         rows.append(x[event] + encoder.position[place])
         at.append((place // segments.length if event < history else history // segments.length, times[event]))
         if event < history and (event + 1) % segments.length == 0:
-            rows += [token + encoder.position[event + 1] for token in encoder.summaries]
+            pooled = torch.stack([rows[row] for row in events[-segments.length :]]).sum(0) * segments.length**-0.5
+            start = encoder.position[event + 1] + (pooled if encoder.segment_pooling else 0)
+            rows += [token + start for token in encoder.summaries]
             at += [(event // segments.length, times[event])] * segments.tokens
     rows = torch.stack(rows)
     total = len(rows)
@@ -59,6 +62,7 @@ def defined(encoder, x, candidates, times, key):
             layer.position_bias[(place[:, None] - place[None]).clamp(0, layer.position_bias.numel() - 1)] + layer.time_bias[bucket]
         )
         weights = F.silu(scores + bias * same) * mask / encoder.max_length
+        weights = torch.where(same, weights, weights * encoder.segment_weight)
         attended = torch.einsum("hij,jhd->ihd", weights, v.view(-1, 2, 5)).flatten(1)
         gated = F.layer_norm(attended, (10,), layer.attention_norm.weight, layer.attention_norm.bias, 1e-6) * u
         if encoder.training:
@@ -69,8 +73,9 @@ def defined(encoder, x, candidates, times, key):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_the_encoder_is_its_definition(training):
-    encoder = model_of("ranking").encoder.train(training)
+@pytest.mark.parametrize("changes", [{}, WEIGHED], ids=["plain", "weighed and pooled"])
+def test_the_encoder_is_its_definition(training, changes):
+    encoder = model_of("ranking", **changes).encoder.train(training)
     generator = torch.Generator().manual_seed(3)
     lengths = torch.tensor(LENGTHS) + torch.tensor(COUNTS)
     x = torch.randn(int(lengths.sum()), WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
@@ -124,12 +129,13 @@ class TestBothHeads:
     def test_a_step_reads_no_device(self, kind, monkeypatch):
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # not known of this device
         monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
-        model, there = model_of(kind).to("meta"), batch_of(LENGTHS, COUNTS).to("meta")
+        model, there = model_of(kind, **WEIGHED).to("meta"), batch_of(LENGTHS, COUNTS).to("meta")
         sum(model(there).values()).backward()
 
+    @pytest.mark.parametrize("changes", [{}, WEIGHED], ids=["plain", "weighed and pooled"])
     @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-    def test_remembered_segments_score_like_the_whole_history(self, kind, dtype, tolerance):
-        model = model_of(kind, dtype).eval()
+    def test_remembered_segments_score_like_the_whole_history(self, kind, dtype, tolerance, changes):
+        model = model_of(kind, dtype, **changes).eval()
         batch = batch_of([5, 0, 1, 13, 4, 8, 9], [3, 2, 0, 5, 1, 2, 1])
         score = model.queries if kind == "retrieval" else model.predictions
         whole = score(batch)
@@ -169,6 +175,8 @@ class TestBadInput:
             (dict(segment=3, tokens=4), "1 to 3 tokens, not 4"),
             (dict(segment=-1), "at least 1 event"),
             (dict(tokens=0), "not 0"),
+            (dict(segment_weight=2.5), "at most the 2 events that it stands for, .* not segment_weight=2.5"),
+            (dict(segment_weight=0.0), "not segment_weight=0.0"),
         ):
             with pytest.raises(ValueError, match=message):
                 model_of("retrieval", **changes)
@@ -182,12 +190,14 @@ class TestBadInput:
             (dict(segment=3, segment_tokens=4), "--segment-tokens 4 are more than the events of a segment, --segment 3"),
             (dict(segment=-2), "--segment must be at least 1, got -2"),
             (dict(segment=5, segment_tokens=-1), "--segment-tokens must be at least 1, got -1"),
+            (dict(segment=6, segment_tokens=4, segment_weight=2.0), "--segment-weight 2 is more than the 1.5 events"),
         ):
             with pytest.raises(ValueError, match=message):
                 of(**changes)
-        config = of(segment=8, segment_tokens=3)
+        config = of(segment=8, segment_tokens=3, segment_weight=2.5, segment_pooling=True)
         assert RunConfig.from_json(config.to_json()) == config
         encoder = build_model(config, 9, 0).encoder
+        assert encoder.segment_weight == 2.5 and encoder.segment_pooling
         assert isinstance(encoder, SegmentedHSTU) and encoder.segments == build_balancer(config, torch.device("cpu")).segments
         assert type(build_model(of(), 9, 0).encoder) is HSTU and build_balancer(of(), torch.device("cpu")).segments is None
 

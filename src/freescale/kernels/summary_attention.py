@@ -26,7 +26,7 @@ def summary_attention(
     v: Tensor,  # [summaries, heads, d_v]
     plan: SummaryPlan,
     *,
-    scale_length: int,
+    scale_length: float,
     alpha: float,
 ) -> Tensor:  # [rows, heads, d_v]
     """In the inputs' dtype (SiLU itself in at least float32)."""
@@ -34,7 +34,7 @@ def summary_attention(
     return _SummaryAttention.apply(q, k, v, plan, float(alpha), float(scale_length))
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan, scale_length: int) -> None:
+def check(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan, scale_length: float) -> None:
     """What both twins refuse."""
     if not q.ndim == k.ndim == v.ndim == 3 or q.shape[1:] != k.shape[1:] or k.shape[:2] != v.shape[:2]:
         raise ValueError(

@@ -27,7 +27,7 @@ def summary_attention(
     v: Tensor,  # [summaries, heads, d_v]
     plan: SummaryPlan,
     *,
-    scale_length: int,
+    scale_length: float,
     alpha: float,
 ) -> Tensor:  # [rows, heads, d_v]
     """In the inputs' dtype; scores, SiLU and sums in float32."""

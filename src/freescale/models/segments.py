@@ -122,8 +122,8 @@ def arrange(
 class _Earlier:
     """What a layer's rows see of earlier segments. Keeps the keys and values of all summaries, if asked to."""
 
-    def __init__(self, rows: Rows, memory: Memory | None, keep: bool = False) -> None:
-        self.rows, self.memory = rows, memory
+    def __init__(self, rows: Rows, memory: Memory | None, weight: float, keep: bool = False) -> None:
+        self.rows, self.memory, self.weight = rows, memory, weight
         self.kept: list[tuple[Tensor, Tensor]] | None = [] if keep else None
         self._order: Tensor | None = None
         if memory is not None and not rows.open:  # remembered ones before those of the same sample
@@ -137,7 +137,8 @@ class _Earlier:
             self.kept.append((k, v))
         if not k.shape[0]:
             return None
-        return summaries_attended(plan, q, k, v, self.rows.plan, scale_length=layer.max_length, alpha=layer.d_qk**-0.5)
+        scale_length = layer.max_length / self.weight
+        return summaries_attended(plan, q, k, v, self.rows.plan, scale_length=scale_length, alpha=layer.d_qk**-0.5)
 
     def _summaries(self, layer: HSTULayer, *of_rows: Tensor) -> tuple[Tensor, ...]:
         """Keys and values [summaries, heads, d] of all summaries, from those of the rows and the remembered ones."""
@@ -153,14 +154,33 @@ class _Earlier:
 class SegmentedHSTU(HSTU):
     """HSTU whose events see segments of `segment` events before their own only through `segment_tokens` learned summaries of each.
 
-    Its other parameters are those of HSTU with the same options, and drawn the same; events keep their positions."""
+    Where they are seen, each counts for `segment_weight` events: 1, or up to the segment / segment_tokens events that it stands
+    for. With `segment_pooling` a summary starts from its learned vector and the pooled events of its segment; else from the vector
+    alone. The other parameters are those of HSTU with the same options, and drawn the same; events keep their positions."""
 
-    def __init__(self, *, width: int, max_length: int, segment: int, segment_tokens: int, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        width: int,
+        max_length: int,
+        segment: int,
+        segment_tokens: int,
+        segment_weight: float = 1.0,
+        segment_pooling: bool = False,
+        **options: Any,
+    ) -> None:
         segments = Segments(segment, segment_tokens)
+        if not 0 < segment_weight <= segment / segment_tokens:
+            raise ValueError(
+                f"a token counts for at most the {segment / segment_tokens:g} events that it stands for, segment / segment_tokens, "
+                f"and for more than 0, not segment_weight={segment_weight}"
+            )
         if segment > max_length:
             raise ValueError(f"a segment of {segment} events is longer than the longest history, max_length={max_length}")
         super().__init__(width=width, max_length=max_length, reach=max(max_length, segments.period - 1), **options)
         self.segments = segments
+        self.segment_weight = segment_weight
+        self.segment_pooling = segment_pooling
         self.summaries = nn.Parameter(torch.empty(segment_tokens, width))
         nn.init.normal_(self.summaries, std=width**-0.5)
 
@@ -175,7 +195,7 @@ class SegmentedHSTU(HSTU):
         memory: Memory | None = None,  # of what came before the first of these events
     ) -> Tensor:  # [tokens, width]
         rows = self._arranged(x, lengths, candidate_counts, host, memory)
-        outputs = self._run(x, rows, _Earlier(rows, memory), keys, timestamps)
+        outputs = self._run(x, rows, _Earlier(rows, memory, self.segment_weight), keys, timestamps)
         return outputs if rows.open else outputs.index_select(0, rows.events)
 
     @torch.no_grad()
@@ -197,7 +217,7 @@ class SegmentedHSTU(HSTU):
                 f"sample {sample} has {rest[sample]} events after its last full segment of {self.segments.length}: "
                 "compress whole segments and score with the rest"
             )
-        earlier = _Earlier(rows, memory, keep=True)
+        earlier = _Earlier(rows, memory, self.segment_weight, keep=True)
         self._run(x, rows, earlier, None, timestamps)
         assert earlier.kept is not None
         keys, values = zip(*earlier.kept, strict=True)
@@ -229,8 +249,14 @@ class SegmentedHSTU(HSTU):
 
     def _interleaved(self, x: Tensor, timestamps: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor | None]:
         """Events -> rows: the summaries between them."""
-        blocks = rows.summaries.numel() // self.segments.tokens
-        summaries = self.summaries.expand(blocks, -1, -1).reshape(-1, self.width) + self.position[rows.summary_positions]
+        length, tokens = self.segments.length, self.segments.tokens
+        blocks = rows.summaries.numel() // tokens
+        summaries = self.summaries.expand(blocks, -1, -1)  # [blocks, tokens, width]
+        if self.segment_pooling:  # over the root of their number: of the size of one event, if they have nothing in common
+            events = rows.last_events[::tokens, None] + torch.arange(1 - length, 1, device=x.device)  # [blocks, length]
+            pooled = x.index_select(0, events.flatten()).view(blocks, length, self.width).sum(1, keepdim=True)
+            summaries = summaries + pooled * length**-0.5
+        summaries = summaries.reshape(-1, self.width) + self.position[rows.summary_positions]
         order = rows.order
         x = torch.cat([x, summaries])
         x = torch.empty_like(x).index_copy(0, order, x)

@@ -80,7 +80,8 @@ def build_model(config: RunConfig, num_items: int, num_actions: int) -> nn.Modul
     """The model as a plain module; its tables are on the meta device, for parallelize to make."""
     model = config.model
     torch.manual_seed(config.train.seed)
-    segments = {} if model.segment is None else {"segment": model.segment, "segment_tokens": model.segment_tokens}
+    names = ("segment", "segment_tokens", "segment_weight", "segment_pooling")
+    segments = {} if model.segment is None else {name: getattr(model, name) for name in names}
     encoder = (SegmentedHSTU if segments else HSTU)(
         width=model.width,
         layers=model.layers,
