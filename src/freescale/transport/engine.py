@@ -75,7 +75,8 @@ def _typed(function: ctypes._FuncPointer, result: type | None, *arguments: type)
 
 def calls() -> Calls | None:
     """None where nothing can be compiled, or FREESCALE_ENGINE=0 asks for Python: in the environment and not in a run's settings,
-    because it is an affair of one machine, as having no compiler is; ranks of both kinds work together."""
+    because it is an affair of one machine, as having no compiler is. Ranks of both kinds share memory with each other; streams need
+    it on all (opening.py)."""
     path = library("engine") if os.environ.get("FREESCALE_ENGINE", "1") != "0" else None
     return Calls(str(path)) if path is not None else None
 
