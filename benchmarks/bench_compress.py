@@ -178,7 +178,7 @@ def datasets(data: Path, folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]
     }
 
 
-Run = tuple[str, str, str, int, str]  # histories, data set, arm, seed, out file
+Run = tuple[str, str, str, int, str, dict[str, Any]]  # histories, data set, arm, seed, out file, changes of settings
 
 
 def quality(data: Path, folder: Path, most: int | None, parallel: int, measured: str) -> None:
@@ -187,7 +187,7 @@ def quality(data: Path, folder: Path, most: int | None, parallel: int, measured:
     wanted = [(name, seed, arm) for seed in SEEDS for name in known for arm in ARMS]
     missing = [run for run in wanted if not result_file(folder, *run).exists()]
     now: list[Run] = [
-        (str(known[name][0]), name, arm, seed, str(result_file(folder, name, seed, arm))) for name, seed, arm in missing[:most]
+        (str(known[name][0]), name, arm, seed, str(result_file(folder, name, seed, arm)), {}) for name, seed, arm in missing[:most]
     ]
     if now:
         train(now, folder, parallel)
@@ -223,7 +223,7 @@ def train(runs: Sequence[Run], folder: Path, parallel: int) -> None:
     of its own, the longest first."""
     if parallel == 1:
         return train_on_ranks(runs, folder / "runs.txt")
-    longest = sorted(runs, key=lambda run: -TRAINING[run[1]]["epochs"])
+    longest = sorted(runs, key=lambda run: -(TRAINING[run[1]] | run[5])["epochs"])
     with ThreadPoolExecutor(parallel) as pool:
         started = [pool.submit(train_on_ranks, [run], folder / f"run-{place}.txt") for place, run in enumerate(longest)]
         try:

@@ -97,11 +97,13 @@ class Carry:
     def __init__(self, channel: EngineChannel, number: int, kind: str, urgent: bool, kept: tuple[object, ...]) -> None:
         self._channel, self.number, self.kind, self.urgent = channel, number, kind, urgent
         self.kept = kept  # tensors and an event that C has the addresses of
-        self.arrived: torch.cuda.Event | None = None  # as a `Transfer` has it; here nothing is left to wait for
+        self.arrived: torch.cuda.Event | None = None  # of what does not travel
 
     def wait(self) -> None:
-        """Until the result is in its place, on the device too."""
+        """Until the result is in its place, but for what `arrived` tells of: that is so for the current stream."""
         self._channel.carry(self)
+        if self.arrived is not None:
+            torch.cuda.current_stream(self._channel.device).wait_event(self.arrived)
 
 
 class EngineChannel:

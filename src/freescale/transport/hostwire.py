@@ -26,7 +26,7 @@ from freescale.transport.halves import URGENT_TIMES
 from freescale.transport.opening import network_piece, open_wires, same_machine
 from freescale.transport.shared import SharedWire
 from freescale.transport.tcp import TcpWire
-from freescale.transport.transfer import Part, Round, Transfer
+from freescale.transport.transfer import Part, Round, Transfer, recorded
 
 _PIECE_SECONDS = 0.004  # that a piece takes at most on the network: what urgent traffic waits for
 _RING = 256 << 10  # bytes that every rank sends: below, an AllGather goes pair by pair
@@ -40,6 +40,11 @@ class Pending:
     def __init__(self, transfer: Transfer | Carry, output: Tensor, arrival: Arrival, path: str, sent: Tensor) -> None:
         self._transfer, self._output, self._arrival, self._sent = transfer, output, arrival, sent
         self.path, self.bytes = path, arrival.sent
+
+    def kept(self, to: Tensor, part: Tensor) -> None:
+        """Copies what does not travel, beside what does: that need not wait for it."""
+        to.copy_(part)
+        self._transfer.arrived = recorded(to.device)
 
     def wait(self, host: bool = False) -> Tensor:
         with self._arrival.wait():
@@ -116,12 +121,15 @@ class Hostwire(Collective):
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Pending:
         assert tensor.is_contiguous() and sum(send) == tensor.shape[0], (send, tensor.shape)
         output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-        if own := send[self.rank]:
-            at, to = sum(send[: self.rank]), sum(receive[: self.rank])
-            output.narrow(0, to, own).copy_(tensor.narrow(0, at, own))
+        at, to, own = sum(send[: self.rank]), sum(receive[: self.rank]), send[self.rank]
         if isinstance(self._channel, EngineChannel):
             row = output.element_size() * math.prod(tensor.shape[1:])
-            return self._carried(self._channel, kind, tensor, _laid_out(tensor, send, row), output, _laid_out(output, receive, row))
+            laid = _laid_out(tensor, send, row), output, _laid_out(output, receive, row)
+            pending = self._carried(self._channel, kind, tensor, *laid)
+            pending.kept(output.narrow(0, to, own), tensor.narrow(0, at, own))
+            return pending
+        if own:
+            output.narrow(0, to, own).copy_(tensor.narrow(0, at, own))
         sent, received = _bytes(tensor, send), _bytes(output, receive)
         order = [(self.rank + distance) % self.world for distance in range(1, self.world)]
         back = [(self.rank - distance) % self.world for distance in range(1, self.world)]
