@@ -109,7 +109,7 @@ class Arm:
     def quiet(self) -> None:
         """Returns when nothing is under way any more; what the schedule has deferred stays so."""
         if isinstance(self.pipeline, Staged):
-            for lane in (self.pipeline.ahead, self.pipeline.urgent):
+            for lane in self.pipeline.lanes:
                 lane.submit(lambda: None).wait()  # jobs of a lane run one after another
 
     def checksum(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 STEPS, RANKS = 8, 16  # at most on the page: it stays small whatever the run was
-LANES = ("compute", "communication", "ahead", "urgent")
+LANES = ("compute", "communication", "ahead", "urgent", "coming")
 _COMPUTE, _COMMUNICATION = 0, 1
 _ROWS = 4  # of a lane, where things overlap
 

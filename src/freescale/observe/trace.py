@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 COMPUTE_LANE, COMMUNICATION_LANE = 0, 1
-LANES = ("compute", "communication", "ahead", "urgent")
+LANES = ("compute", "communication", "ahead", "urgent", "coming")
 
 
 def header(ranks: int) -> list[dict]:

@@ -23,6 +23,7 @@ from freescale.pipeline.reducer import MakeReducer, Reducer
 from freescale.pipeline.stopwatch import Stopwatch
 from freescale.pipeline.summing import Summing
 from freescale.pipeline.upcoming import Upcoming
+from freescale.transport.api import Transport
 
 DENSE_SUMS = ("collective", "parts")
 
@@ -104,8 +105,15 @@ class Schedule(ABC):
     def _run(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:
         """The steps, in the schedule's own order."""
 
-    def _upcoming(self, step: int, batches: Iterator[SequenceBatch], before: Upcoming | None) -> Upcoming:
-        return Upcoming(step, batches, before, self.tables, self.transport, self.balancer, self.stopwatch, self._copies)
+    def _upcoming(
+        self,
+        step: int,
+        batches: Iterator[SequenceBatch],
+        before: Upcoming | None,
+        transport: Transport,
+        computed: Callable[[], tuple[int, int]],
+    ) -> Upcoming:
+        return Upcoming(step, batches, before, self.tables, transport, self.balancer, computed, self._copies)
 
     def _micro_batches(self, batch: SequenceBatch) -> list[SequenceBatch]:
         if self.accumulate == 1 or len(batch) <= 1:
@@ -114,7 +122,7 @@ class Schedule(ABC):
         edges = [len(batch) * part // parts for part in range(parts + 1)]
         return batch.split([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)])
 
-    def _compute(self, micro: list[SequenceBatch], agreement: Agreement, forwarded: Callable[[], None]) -> Tensor:
+    def _compute(self, micro: list[SequenceBatch], agreement: Agreement, forwarded: Callable[[], None] = lambda: None) -> Tensor:
         """Forward and backward of every micro-batch; `forwarded` is called before the last backward. Returns this rank's part of
         the global losses [tasks + total]."""
         device = self.transport.device

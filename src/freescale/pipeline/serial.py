@@ -22,15 +22,15 @@ class Serial(Schedule):
     overlaps_dense = False
 
     def _run(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:
-        coming = self._upcoming(self.steps + 1, batches, None)
+        coming = self._upcoming(self.steps + 1, batches, None, self.transport, self.stopwatch.last)
         while True:
             self.ledger.begin_step(self.steps)
             batch, agreement = coming.complete()
             if not agreement.ready:
                 self.ledger.cancel_step()
                 return
-            coming.count()
-            following = self._upcoming(self.steps + 2, batches, coming)
+            coming.count(self.ledger)
+            following = self._upcoming(self.steps + 2, batches, coming, self.transport, self.stopwatch.last)
             result = self._step(batch, agreement, following)
             self.ledger.end_step()
             yield result

@@ -4,23 +4,24 @@
       b. ids of batch i+1                                        e. gradients of rows that i+1 reads too: send, update
       c. owners compare i and i+1, and say what they share       f. these rows, to their requesters
       a. gradients of i-1 that i did not need: send, update
-      d. rows of i+1 that i does not read
-                               forward of i+1 waits for d and f
+      d. rows of i+1 that i does not read                      lane `coming`, while batch i computes
+                               forward of i+1 waits for d and f      batch i+2: taken, agreed on, balanced
 
 Every row is updated once per step, with the step number and learning rate of the step that made its gradient; the tables are those
 of the serial schedule, bit for bit, once `flush` has applied what is deferred. a before d keeps rows exact that i-1 and i+1 read,
 but not i; b and c do not touch the rows, and go first because e needs what they find. The lanes are threads with channels of their
 own: what is urgent does not queue behind the bulk, and the main thread waits at the next forward only, and before the dense
-optimizer for what is left of its gradients' sums, which begin during the backward. Until then it prepares the batch after the
-next.
+optimizer for what is left of its gradients' sums, which begin during the backward, and of batch i+2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
@@ -50,57 +51,78 @@ class Turn:
     factor: float = 1.0
 
 
+@dataclass
+class Taking:
+    """A batch that the lane `coming` brings."""
+
+    job: Job
+    found: list[Turn | None]  # one, once the job is done; None: the data has ended on every rank
+
+
 class Staged(Schedule):
     overlaps_dense = True
 
     def __init__(self, *arguments: Any, masks: Masks = collision_masks, **options: Any) -> None:
-        """As `Schedule`. `masks` finds the collisions (benchmarks show what happens without). A collective: opens two channels."""
+        """As `Schedule`. `masks` finds the collisions (benchmarks show what happens without). A collective: opens
+        three channels."""
         super().__init__(*arguments, **options)
         self.ahead = Lane("ahead", self.transport)
         self.urgent = Lane("urgent", self.transport, urgent=True)
+        self.coming = Lane("coming", self.transport)
+        self.lanes = (self.ahead, self.urgent, self.coming)
         self._masks = masks
         self._jobs: list[Job] = []  # of the last step
         self._unsettled: Turn | None = None  # the last step, as long as some of its gradients are deferred
+        self._taking: Taking | None = None
         self._failure: Exception | None = None  # of a batch that has yet to come
         self.tables.settle = self.flush
 
     def _run(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:
+        try:
+            yield from self._turns(batches)
+        finally:
+            if self._taking is not None:  # nobody may close the data while the lane reads it
+                with suppress(Exception):
+                    self._taking.job.wait(host=True)
+
+    def _turns(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:
         self.flush()
         self._failure = None
-        self.ahead.side.take(), self.urgent.side.take()
+        for lane in self.lanes:
+            lane.side.take()
         self.ledger.begin_step(self.steps)
-        turn = self._taken(self._upcoming(self.steps + 1, batches, None))
+        self._take(self.steps + 1, batches, None)
+        turn = self._taken()
         if turn is None:
             self.ledger.cancel_step()
             return
+        self._take(self.steps + 2, batches, turn)
         self._fetch_first(turn)
-        coming, following = self._prepare(self._upcoming(self.steps + 2, batches, turn.upcoming), batches, self.steps + 3)
+        coming = self._taken()
         while True:
-            result, then, further = self._step(turn, coming, following, batches)
+            result, then = self._step(turn, coming, batches)
             self.ledger.end_step()
             yield result
             if self._failure is not None:
                 raise self._failure
             if coming is None:
                 break
-            turn, coming, following = coming, then, further
+            turn, coming = coming, then
             self.ledger.begin_step(self.steps)
             self._arrive(turn)
         self.flush()
         self.tables.release()
-        self.ahead.close()
-        self.urgent.close()
+        for lane in self.lanes:
+            lane.close()
 
-    def _step(
-        self, turn: Turn, coming: Turn | None, following: Upcoming, batches: Iterator[SequenceBatch]
-    ) -> tuple[StepResult, Turn | None, Upcoming]:
-        """-> also the batch after the coming one, and the one after that, as far as they are."""
+    def _step(self, turn: Turn, coming: Turn | None, batches: Iterator[SequenceBatch]) -> tuple[StepResult, Turn | None]:
+        """-> also the batch after the coming one."""
         last, self._unsettled = self._unsettled, None
         self._jobs = [self.ahead.submit(lambda: self._while_computing(last, turn, coming), last.gradients if last else ())]
-        turn.upcoming.count()
-        self._compute(turn.micro, turn.agreement, following.forwarded if coming is not None else _nothing)
         if coming is not None:
-            following.differentiated()
+            self._take(self.steps + 3, batches, coming)
+        turn.upcoming.count(self.ledger)
+        self._compute(turn.micro, turn.agreement)
         self.steps += 1
         self.stopwatch.finish(self.steps)
         turn.step, turn.factor = self.steps, self._factor(self.steps)
@@ -108,20 +130,14 @@ class Staged(Schedule):
         self._jobs.append(self.urgent.submit(lambda: self._after_backward(turn, coming), turn.gradients))
         self._unsettled = turn
         self._apply_replicated(turn)
-        then, further = None, following
-        if coming is not None:
-            then, further = self._while_summing(following, batches)
         losses = self.buckets.reduce()
         norm = self._update_dense(turn.factor)
-        return self._result(turn.batch, turn.agreement, losses, norm), then, further
-
-    def _while_summing(self, following: Upcoming, batches: Iterator[SequenceBatch]) -> tuple[Turn | None, Upcoming]:
-        """What the host does for later batches, while it would wait for the sums of the dense gradients, and a GPU for the host."""
+        then = None
         try:
-            return self._prepare(following, batches, self.steps + 3)
+            then = self._taken() if coming is not None else None
         except Exception as error:  # noqa: BLE001 - raised once this step is complete
             self._failure = error
-            return None, following
+        return self._result(turn.batch, turn.agreement, losses, norm), then
 
     # ---- the lanes
 
@@ -162,21 +178,33 @@ class Staged(Schedule):
 
     # ---- verbs of the main thread
 
-    def _taken(self, upcoming: Upcoming) -> Turn | None:
-        """The next batch; None if the data has ended on every rank."""
-        batch, agreement = upcoming.complete()
-        if not agreement.ready:
-            return None
-        placed, compared = Moment(self.transport.device), Moment(self.transport.device)
-        return Turn(batch, agreement, self._micro_batches(batch), upcoming, placed, compared)
+    def _take(self, step: int, batches: Iterator[SequenceBatch], before: Turn | None) -> None:
+        """The lane `coming` begins to bring the batch of that step."""
+        computed = self.stopwatch.last()  # now, and not when the lane asks: of the same step on every rank
+        after, transport = before.upcoming if before is not None else None, self.coming.transport
+        upcoming, found = self._upcoming(step, batches, after, transport, lambda: computed), list[Turn | None]()
 
-    def _prepare(self, upcoming: Upcoming, batches: Iterator[SequenceBatch], step: int) -> tuple[Turn | None, Upcoming]:
-        """The batch, complete; and the one after it, of that step, which the ranks begin to agree on."""
-        turn = self._taken(upcoming)
-        after = self._upcoming(step, batches, upcoming)
-        if turn is not None:
-            after.exchanged()
-        return turn, after
+        def bring() -> None:
+            batch, agreement = upcoming.complete()
+            moments = Moment(self.transport.device), Moment(self.transport.device)
+            found.append(Turn(batch, agreement, self._micro_batches(batch), upcoming, *moments) if agreement.ready else None)
+
+        with torch.cuda.stream(self._copies):  # it depends on nothing that computes
+            self._taking = Taking(self.coming.submit(bring), found)
+
+    def _taken(self) -> Turn | None:
+        """Waits for the batch."""
+        assert self._taking is not None
+        taking, begin = self._taking, self.ledger.clock.stamp()
+        with self.ledger.span("await batch"):
+            taking.job.wait()
+        self._taking = None
+        self.ledger.waited_for(self.coming.side.take(), begin)
+        [turn] = taking.found
+        for batch in turn.micro if turn is not None else ():
+            for tensor in batch.tensors():
+                self.coming.lend(tensor)
+        return turn
 
     def _fetch_first(self, turn: Turn) -> None:
         """The first batch: everything, blocking."""
@@ -248,6 +276,3 @@ def _known(part: Part | None) -> Part:
     assert part is not None, "the requests were not compared"
     return part
 
-
-def _nothing() -> None:
-    pass

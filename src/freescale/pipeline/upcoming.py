@@ -1,7 +1,8 @@
 """The batch of the next step: taken from the data, agreed on by all ranks and, with balancing, moved to where it is computed.
 
-Balanced, its stages are started at three junctures of the step before it, so that nobody waits for them; what has not been started
-when the batch is needed is done then (the first batch: everything). Unbalanced, nothing happens ahead of time.
+In the serial schedule, balanced, its stages are started at three junctures of the step before it, so that nobody waits for them;
+what has not been started when the batch is needed is done then (the first batch: everything). Unbalanced, nothing happens ahead of
+time. The staged schedule completes it in a lane.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from freescale.balance.partition import Assignment
 from freescale.balance.shuffle import Shuffle, host
 from freescale.batch import SequenceBatch
 from freescale.embedding.collection import Tables
+from freescale.observe.ledger import Ledger
 from freescale.pipeline.agreement import Agreement, Asked, Question
-from freescale.pipeline.stopwatch import Stopwatch
 from freescale.transport.api import Transport
 from freescale.wire import empty_batch
 
@@ -34,13 +35,14 @@ class Upcoming:
         tables: Tables,
         transport: Transport,
         balancer: Balancer | None,
-        stopwatch: Stopwatch,
+        computed: Callable[[], tuple[int, int]],
         copies: torch.cuda.Stream | None = None,
     ) -> None:
         """`step` will compute it. `before`: the batch of the step before; without data this rank takes part with an empty one of
-        the same features. `copies`: the stream on which it goes to a GPU."""
+        the same features. `computed`: the last step that was measured, the same on every rank, and its nanoseconds. `copies`: the
+        stream on which it goes to a GPU."""
         self._step, self._batches, self._tables, self._transport = step, batches, tables, transport
-        self._balancer, self._stopwatch, self._copies = balancer, stopwatch, copies
+        self._balancer, self._computed, self._copies = balancer, computed, copies
         self._stages: list[Callable[[], None]] = [self._ask, self._sizes, self._samples]
         self._shuffle: Shuffle | None = None
         self._counters: dict[str, float] = {}
@@ -85,10 +87,10 @@ class Upcoming:
             batch = self.like
         return self._moved(batch), self.agreement
 
-    def count(self) -> None:
+    def count(self, ledger: Ledger) -> None:
         """Its figures, into the ledger of the step that computes it."""
         for name, value in self._counters.items():
-            self._transport.ledger.count(name, value)
+            ledger.count(name, value)
 
     # ---- stages
 
@@ -111,7 +113,7 @@ class Upcoming:
                 batch, error = None, caught
         with self._transport.ledger.span("agree"):
             room = self._room if self._balanced else None
-            self._asked = Asked(Question(batch, error, self.like, room, self._stopwatch.last()), self._transport)
+            self._asked = Asked(Question(batch, error, self.like, room, self._computed()), self._transport)
         self._batch = batch
 
     def _sizes(self) -> None:

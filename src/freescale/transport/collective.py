@@ -182,21 +182,23 @@ class Collective:
         return guarded(lambda: self._gather_bytes(payload), f"rank {self.rank}: exchange of control messages")
 
     def _gather_bytes(self, payload: bytes) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(payload)]), group=self.control)
-        longest = max(int(size) for size in sizes)
-        mine = torch.zeros(max(1, longest), dtype=torch.uint8)
+        sizes = [int(size) for size in self._gather(torch.tensor([len(payload)]))]
+        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         if payload:
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        parts = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(parts, mine, group=self.control)
-        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+        return [part[:size].numpy().tobytes() for part, size in zip(self._gather(mine), sizes, strict=True)]
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's, on the host."""
+        parts = [torch.empty_like(tensor) for _ in range(self.world)]
+        dist.all_gather(parts, tensor, group=self.control)
+        return parts
 
     def channel(self, ledger: Side, urgent: bool = False) -> Collective:
         """Groups of its own: connections and threads of its own."""
         ranks = dist.get_process_group_ranks(self.group)
         lines = [dist.new_group(ranks, timeout=self._timeout, backend="gloo") for _ in range(_LINES[self.device.type])]
-        return Collective(self.device, ledger, group=lines[0], control=self.control, timeout=self._timeout, lines=lines)
+        return Collective(self.device, ledger, group=lines[0], control=lines[0], timeout=self._timeout, lines=lines)
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
         """Ranks of one machine share its monotonic clock; others ping rank 0 in turn and keep the quickest answer."""

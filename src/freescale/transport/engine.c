@@ -226,8 +226,10 @@ static int begun(Channel *c, Job *job) {
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int64_t next_piece(const Part *part, int64_t largest) { /* as `cut` in transfer.py: both sides cut alike */
-    int64_t piece = ((part->size + 3) / 4 + 4095) / 4096 * 4096;
-    return least(part->size - part->done, least(largest, piece < 1 << 20 ? 1 << 20 : piece));
+    int64_t end = ((part->size + 3) / 4 + 4095) / 4096 * 4096, left = part->size - part->done;
+    end = least(largest, end < 1 << 20 ? 1 << 20 : end);
+    if (!part->done || left <= end) return least(left, end);
+    return least(left - end, least(largest, 2 * end));
 }
 
 static void copy(Channel *c, Job *job, int way, char *to, const char *from, int64_t size) {

@@ -75,6 +75,7 @@ class Hostwire(Collective):
         self.wire, self.shared, self._urgent = wire, shared, urgent
         self.lines = 2  # messages under way: one is copied while the other is on the wire
         self._below: list[Hostwire] = []
+        self._opened = False
         seconds = timeout.total_seconds()
         self._gate: Gate = above._gate if above is not None else Gate(_PIECE_SECONDS / 4)
         self._engine_gate: EngineGate | None = above._engine_gate if above is not None else None
@@ -84,6 +85,7 @@ class Hostwire(Collective):
         self.piece: int = above.piece if above is not None else self._agreed_piece(seconds)
         self._carried_by = self.path_of()
         self._channel: Channel | EngineChannel = self._engine(seconds) or self._python(seconds, patient=above is not None)
+        self._opened = above is not None
 
     # ---- opening
 
@@ -159,6 +161,10 @@ class Hostwire(Collective):
             for hop in range(self.world - 1)
         ]
         return self._start(kind, out, into, output, tensor)
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        """Of a channel over the channel: the thread that has the process group is another."""
+        return list(self.all_gather(tensor, "counts").wait()) if self._opened else super()._gather(tensor)
 
     def _carried(self, channel: EngineChannel, kind: str, tensor: Tensor, out: _Laid, output: Tensor, into: _Laid) -> Pending:
         sent, received = (sum(sizes) - sizes[self.rank] for _, sizes in (out, into))

@@ -81,11 +81,15 @@ class Transfer:
 
 
 def cut(size: int, largest: int) -> list[int]:
-    """Bytes of the pieces of a part, the same on both sides. Equal ones: what is copied in comes behind what is copied out by the
-    largest piece, and every copy takes some microseconds more than its bytes do."""
-    piece = min(largest, max(-(-size // 4 // 4096) * 4096, 1 << 20))
-    whole, rest = divmod(size, piece)
-    return [*[piece] * whole, *([rest] if rest else [])]
+    """Bytes of the pieces of a part, the same on both sides. Its first and last quarter are pieces, so that the stages begin and
+    end soon after each other; what is between is cut less often: every copy takes some microseconds more than its bytes do."""
+    quarter = -(-size // 4 // 4096) * 4096
+    end = min(largest, max(quarter, 1 << 20))
+    if size <= 2 * end:
+        return [part for part in (min(size, end), size - end) if part > 0]
+    between = min(largest, 2 * end)
+    whole, rest = divmod(size - 2 * end, between)
+    return [end, *[between] * whole, *([rest] if rest else []), end]
 
 
 def recorded(device: torch.device, blocking: bool = False, stream: Any = None) -> Any:
