@@ -1,6 +1,6 @@
 """What each rank of bench_compress.py's quality runs does: trains arms and evaluates them, one after another. Under torchrun:
 
-    torchrun --nproc-per-node 2 benchmarks/compress_quality.py RUNS.json   # a list of [histories, data set, arm, seed, out, changes]
+    torchrun --nproc-per-node 2 benchmarks/compress_quality.py RUNS.json  # list of [histories, data set, arm, seed, out, changes]
 
 The model is HSTU for retrieval with a wide layer behind it, cut in the middle of that layer, where activations are exchanged.
 What that leaves out depends on the sample alone, not on who computes the upper part, so that here every rank computes both parts.
@@ -120,7 +120,9 @@ def train(transport: Transport, data: Path, name: str, arm: str, seed: int, chan
     if tested:
         best.restore()
         quality = evaluate(config, parallel, data, "test", baseline=True)
-        found = {name: quality["model"][name] for name in ("hr@10", "ndcg@10")} | {"popularity_hr@10": quality["popularity"]["hr@10"]}
+        found = {name: quality["model"][name] for name in ("hr@10", "ndcg@10")} | {
+            "popularity_hr@10": quality["popularity"]["hr@10"]
+        }
     return found | {
         "lr": settings.lr,
         "validation_hr@10": best.hit_rates,

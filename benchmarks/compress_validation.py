@@ -25,7 +25,11 @@ Trial = tuple[str, str, int, dict[str, Any]]  # data set, arm, seed, changes
 TRIALS: list[Trial] = [
     *[("generated", EXACT, seed, {"epochs": epochs}) for epochs in (14, 28, 56) for seed in (SEED, SEED + 1)],
     *[("generated", arm, SEED, {"epochs": epochs}) for epochs in (28, 56) for arm in (GRADIENTS, ACTIVATIONS)],
-    *[("online_retail_ii", EXACT, SEED, {"epochs": epochs, "dropout": dropout}) for epochs in (8, 16) for dropout in (0.3, 0.4, 0.5)],
+    *[
+        ("online_retail_ii", EXACT, SEED, {"epochs": epochs, "dropout": dropout})
+        for epochs in (8, 16)
+        for dropout in (0.3, 0.4, 0.5)
+    ],
 ]
 
 

@@ -3,8 +3,7 @@
     with hosts(2) as network:
         results = network.run("priority_arms:measure", workload, 20)  # function(rank, world, *arguments) on every host
 
-Two hosts share one link, more hang on a bridge in a namespace of its own. Every host is a process pinned to a core, which also works on
-what arrives for it: without that the kernel does so on the core that sent, and takes it from the other host's compute. Needs root and
+Two hosts share one link, more hang on a bridge in a namespace of its own. Every host is a process pinned to a core. Needs root and
 iproute2. The namespaces bear the name of this process and are removed at the end, also after a failure, Ctrl-C or SIGTERM.
 """
 
@@ -37,8 +36,6 @@ class Network:
         self.names = [f"fs{os.getpid()}h{place}" for place in range(count)]
         self.devices = [f"fs{os.getpid()}v{place}" for place in range(count)]
         self.rate = rate
-        cores = sorted(os.sched_getaffinity(0))
-        self.cores = [cores[place % len(cores)] for place in range(count)]
         self._bridge = f"fs{os.getpid()}b"
         self._made: list[str] = []
 
@@ -72,13 +69,6 @@ class Network:
             _ip("-n", name, "addr", "add", f"10.99.0.{place + 1}/24", "dev", device)
             _ip("-n", name, "link", "set", device, "up")
             self._slow_down(name, device)
-            self._receive_on(self.cores[place], name, device)
-
-    def _receive_on(self, core: int, name: str, device: str) -> None:
-        words = [f"{1 << core >> shift & 0xFFFFFFFF:x}" for shift in range(core // 32 * 32, -1, -32)]  # 32 cores each, the last first
-        order = f"echo {','.join(words)} >/sys/class/net/{device}/queues/rx-0/rps_cpus"
-        if subprocess.run(["ip", "netns", "exec", name, "sh", "-c", order], capture_output=True, check=False).returncode:
-            print(f"this kernel cannot choose the core that receives: what reaches {name} may be worked on by another's", flush=True)
 
     def _slow_down(self, name: str, device: str) -> None:
         limits = ("rate", self.rate, "burst", "64kb", "latency", "50ms")
@@ -90,14 +80,15 @@ class Network:
 
     def run(self, target: str, *arguments: Any, timeout: float = 1800) -> list[Any]:
         """`target` is MODULE:FUNCTION, of this folder. What it returned on each host, in rank order."""
-        world = len(self.names)
+        world, cores = len(self.names), sorted(os.sched_getaffinity(0))
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             (folder / "call").write_bytes(pickle.dumps((target, arguments)))
             started: list[subprocess.Popen] = []
             stack.callback(_stop, started)
             for rank, (name, device) in enumerate(zip(self.names, self.devices, strict=True)):
-                command = ["ip", "netns", "exec", name, "taskset", "-c", str(self.cores[rank]), sys.executable, __file__]
+                core = str(cores[rank % len(cores)])
+                command = ["ip", "netns", "exec", name, "taskset", "-c", core, sys.executable, __file__]
                 told = {"GLOO_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1"}
                 command += [str(rank), str(world), str(folder)]
                 started.append(subprocess.Popen(command, env=os.environ | told, start_new_session=True))

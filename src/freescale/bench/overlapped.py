@@ -4,7 +4,7 @@ A measurement is compute of about 30 ms on one stream and AllToAlls of 32 MB bac
 Hostwire carries as many as NCCL does, at most, and in another arm as many as it can itself. The compute's launches queue up behind
 a pause, and the messages begin when all are queued: what is measured is what the kernels lose to the traffic on the device, not
 what launching them loses to the lane's threads. Arms take turns, each after the same compute alone, so that all find the device as
-warm and as fast; a time is the mean of the ranks.
+warm and as fast: how much longer the compute takes is the median of the ratios of such pairs. A time is the mean of the ranks.
 """
 
 from __future__ import annotations
@@ -73,26 +73,25 @@ def _case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 0) -> No
     pause = _pause(bed, compute)
     alone = max(bed.gathered(_time(bed, compute, pause)))
     loads = _loads(bed, alone)
-    found: dict[str, list[tuple[float, float]]] = {load.name: [] for load in loads}
+    found: dict[str, list[tuple[float, float, float]]] = {load.name: [] for load in loads}
     for _ in range(bed.size["repetitions"] + 1):
         for load in loads:
-            _time(bed, compute, pause)
-            found[load.name].append(_overlapped(bed, compute, pause, load))
+            before = _time(bed, compute, pause)
+            found[load.name].append((*_overlapped(bed, compute, pause, load), before))
     counts = {load.name: load.messages for load in loads}
-    baseline = 0.0
-    for name, pairs in found.items():
-        everyone = bed.gathered(pairs[1:])  # the first warmed up
-        times = [mean(rank[number][0] for rank in everyone) for number in range(len(pairs) - 1)]
-        of_ranks = [median(own for own, _ in rank) for rank in everyone]
+    for name, measured in found.items():
+        everyone = bed.gathered(measured[1:])  # the first warmed up
+        repetitions = range(len(measured) - 1)
+        times, befores = ([mean(rank[number][which] for rank in everyone) for number in repetitions] for which in (0, 2))
+        of_ranks = [median(own for own, *_ in rank) for rank in everyone]
         if name == "alone":
-            baseline = median(times)
             bed.add(group, case, name, ms=times, ranks_ms=of_ranks, repeat=repeat)
             continue
-        carried = median(max(rank[number][1] for rank in everyone) for number in range(len(pairs) - 1))
+        carried = median(max(rank[number][1] for rank in everyone) for number in repetitions)
         bytes_ = counts[name] * leaving(bed.size["message"], bed.world)
         bed.add(
-            group, case, name, ms=times, ranks_ms=of_ranks, repeat=repeat, alone_ms=baseline,
-            slower_percent=100 * (median(times) / baseline - 1),
+            group, case, name, ms=times, ranks_ms=of_ranks, repeat=repeat, alone_ms=median(befores),
+            slower_percent=100 * (median(time / before for time, before in zip(times, befores, strict=True)) - 1),
             messages=counts[name], messages_ms=carried, rate=gigabytes(bytes_, carried), unit="GB/s",
         )  # fmt: skip
 

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from freescale.streams import recorded
+
 
 class Clock(Protocol):
     def stamp(self) -> Any:
@@ -40,9 +42,7 @@ class CudaClock:
         self._base_ns = time.perf_counter_ns()
 
     def stamp(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return recorded(enable_timing=True)
 
     def read(self, stamp: torch.cuda.Event) -> int | None:
         if not stamp.query():

@@ -58,16 +58,20 @@ class GradientBuckets(FlatGradients):
         self._bucket = {number: index for index, members in enumerate(self._members) for number in members}
 
     def _cut(self, numbers: list[int]) -> list[list[int]]:
+        """None below the least: it takes the next parameter, however large, and the last joins the one before it."""
         sizes = [self.parameters[number].numel() * self.parameters[number].element_size() for number in numbers]
-        most = largest_bucket(sum(sizes), self._device.type)
+        least, most = _LEAST_BYTES[self._device.type], largest_bucket(sum(sizes), self._device.type)
         buckets: list[list[int]] = []
-        filled = most + 1
+        filled = most
         for number, size in zip(numbers, sizes, strict=True):
-            if filled + size > most:
+            if filled >= least and filled + size > most:
                 buckets.append([])
                 filled = 0
             buckets[-1].append(number)
             filled += size
+        if filled < least and len(buckets) > 1:
+            last = buckets.pop()
+            buckets[-1] += last
         return buckets
 
     def start(self, transport: Transport, losses: Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from freescale.observe.ledger import Side
+from freescale.streams import current_stream, recorded
 from freescale.transport.api import Transport
 from freescale.transport.threads import reached, started
 
@@ -33,8 +34,7 @@ class Moment:
 
     def reach(self) -> None:
         if self._device.type == "cuda":
-            self._event = torch.cuda.Event(blocking=True)  # a core that waits is free for others
-            self._event.record()
+            self._event = recorded(blocking=True)  # a core that waits is free for others
         self._reached.set()
 
     def fail(self, error: BaseException) -> None:
@@ -49,7 +49,7 @@ class Moment:
         if self._event is not None and host:
             reached(self._event)
         elif self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+            current_stream(self._device).wait_event(self._event)
 
 
 class Job(Moment):
@@ -99,7 +99,7 @@ class Lane:
     def lend(self, tensor: Tensor) -> None:
         """A tensor that this lane made, to the caller's stream."""
         if self.stream is not None:
-            tensor.record_stream(torch.cuda.current_stream(self.device))
+            tensor.record_stream(current_stream(self.device))
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -275,4 +275,3 @@ class Staged(Schedule):
 def _known(part: Part | None) -> Part:
     assert part is not None, "the requests were not compared"
     return part
-

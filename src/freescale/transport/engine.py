@@ -17,6 +17,7 @@ from ctypes import POINTER, byref, c_double, c_int, c_int64, c_uint64, c_void_p
 import torch
 from torch import Tensor
 
+from freescale.streams import current_stream, recorded
 from freescale.transport.api import TransportError
 from freescale.transport.compiled import library
 from freescale.transport.halves import LARGEST, SLOTS, URGENT_TIMES
@@ -103,7 +104,7 @@ class Carry:
         """Until the result is in its place, but for what `arrived` tells of: that is so for the current stream."""
         self._channel.carry(self)
         if self.arrived is not None:
-            torch.cuda.current_stream(self._channel.device).wait_event(self.arrived)
+            current_stream(self._channel.device).wait_event(self.arrived)
 
 
 class EngineChannel:
@@ -177,10 +178,7 @@ class EngineChannel:
         if self._error is not None:
             raise self._error
         host = tensors[0].device.type == "cpu"
-        begun = None
-        if not host:
-            begun = torch.cuda.Event()
-            begun.record()
+        begun = None if host else recorded()
         event = None if begun is None else begun.cuda_event
         arrays = (self._addresses(*out), self._sizes(*out_sizes), self._addresses(*into), self._sizes(*into_sizes))
         arguments = (self._handle, urgent, host, event, self._largest[urgent], *arrays)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freescale.streams import current_stream
 from freescale.transport.api import TransportError
 from freescale.transport.gate import Gate
 from freescale.transport.memory import Pinned
@@ -252,7 +253,7 @@ class Halves:
                 raise self.error
         if transfer.arrived is not None:
             with self._on(0):
-                torch.cuda.current_stream(self.device).wait_event(transfer.arrived)
+                current_stream(self.device).wait_event(transfer.arrived)
 
     def _guarded(self, call: Callable[..., Any], transfer: Transfer, peer: int, left: int, *arguments: Any) -> Any:
         try:

@@ -30,7 +30,6 @@ from freescale.transport.transfer import Part, Round, Transfer, recorded
 
 _PIECE_SECONDS = 0.004  # that a piece takes at most on the network: what urgent traffic waits for
 _RING = 256 << 10  # bytes that every rank sends: below, an AllGather goes pair by pair
-_URGENT = ("counts", "samples")  # kinds, whatever the channel: the main thread waits for them
 _Laid = tuple[list[int], list[int]]  # by rank: addresses, bytes
 
 
@@ -169,13 +168,13 @@ class Hostwire(Collective):
     def _carried(self, channel: EngineChannel, kind: str, tensor: Tensor, out: _Laid, output: Tensor, into: _Laid) -> Pending:
         sent, received = (sum(sizes) - sizes[self.rank] for _, sizes in (out, into))
         arrival = self.ledger.arrive(kind, sent, received, self._carried_by)
-        carry = channel.submit(kind, self._urgent or kind in _URGENT, (tensor, output), *out, *into)
+        carry = channel.submit(kind, self._urgent, (tensor, output), *out, *into)
         return Pending(carry, output, arrival, self._carried_by, tensor)
 
     def _start(self, kind: str, out: list[Round], into: list[Round], output: Tensor, tensor: Tensor) -> Pending:
         sent, received = (sum(p.bytes.numel() for r in rounds for p in r.parts) for rounds in (out, into))
         arrival = self.ledger.arrive(kind, sent, received, self._carried_by)
-        transfer = Transfer(kind, out, into, self._urgent or kind in _URGENT, output.device)
+        transfer = Transfer(kind, out, into, self._urgent, output.device)
         assert isinstance(self._channel, Channel)
         self._channel.submit(transfer)
         return Pending(transfer, output, arrival, self._carried_by, tensor)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freescale.streams import current_stream
 from freescale.transport.gate import Gate
 
 
@@ -77,7 +78,7 @@ class Transfer:
         if self.error is not None:
             raise self.error
         if self.arrived is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.arrived)
+            current_stream(self.device).wait_event(self.arrived)
 
 
 def cut(size: int, largest: int) -> list[int]:
@@ -96,5 +97,5 @@ def recorded(device: torch.device, blocking: bool = False, stream: Any = None) -
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(blocking=blocking)
-    event.record(stream)
+    event.record(stream if stream is not None else current_stream(device))
     return event
