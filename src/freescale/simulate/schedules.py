@@ -10,7 +10,8 @@ pipeline/serial.py and pipeline/staged.py; the names of spans and the kinds of c
 A table that the rule of embedding/placement.py replicates has no ids or rows to exchange, whatever the schedule: one AllReduce
 of the whole table after backward.
 
-With balancing, the samples of the batch after change ranks in three stages at three junctures of a step (balance/shuffle.py).
+With balancing, the samples of the batch after change ranks in three stages (balance/shuffle.py): at three junctures of a step, in
+`stale` and `staged` in the lane `coming`, where the ranks agree on a batch too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable
 import numpy as np
 
 from freescale.simulate.costs import Batch, Costs, Message
-from freescale.simulate.timeline import AHEAD, MAIN, URGENT, Meeting, Ranks, Step
+from freescale.simulate.timeline import AHEAD, COMING, MAIN, URGENT, Meeting, Ranks, Step
 
 SCHEDULES = ("serial", "metadata", "stale", "staged")
 
@@ -71,9 +72,10 @@ class Pipeline:
             self._complete(now)
             self._ask(now, MAIN)
             self._fetch_rows(now)
-        if coming is not None:
-            self._complete(coming)
-        if last is not None:
+            if coming is not None:
+                self._complete(coming)
+        else:
+            ranks.work("data", self.costs.every_step)
             ranks.arrive()
         # lane `ahead`, while batch i computes
         ranks.submit(AHEAD)
@@ -85,7 +87,12 @@ class Pipeline:
             self._give(last, AHEAD)  # a
         if coming is not None:
             self._bring(coming, AHEAD)  # d
-        self._compute(now, coming)
+        # lane `coming`: batch i+2, of which the simulation knows as much as of i+1
+        ranks.submit(COMING)
+        if coming is not None:
+            self._take(coming)
+        ranks.compute("forward", self.costs.forward(now))
+        self._backward(now)
         # lane `urgent`, after its backward
         ranks.submit(URGENT)
         ranks.now[URGENT] = np.maximum(ranks.now[URGENT], compared)
@@ -93,6 +100,7 @@ class Pipeline:
             self._give(now, URGENT)  # e
             self._bring(coming, URGENT)  # f
         self._update_dense()
+        ranks.arrive("await batch", [COMING])
 
     def _replicated(self, last: Batch | None, now: Batch, coming: Batch | None) -> None:
         self._complete(now)
@@ -116,6 +124,16 @@ class Pipeline:
     def _agree(self) -> None:
         kind, sent, received, seconds = self.costs.counts(self.balanced)
         self.ranks.meet(kind, "host", sent, received, seconds)
+
+    def _take(self, batch: Batch) -> None:
+        """The same, in the lane `coming`."""
+        ranks, costs = self.ranks, self.costs
+        kind, sent, received, seconds = costs.counts(self.balanced)
+        ranks.tell(kind, "host", sent, received, seconds, COMING)
+        if self.balanced:
+            ranks.work("balance", costs.plan, COMING)
+            ranks.tell("samples", "host", *costs.sample_sizes(), lane=COMING)
+            ranks.tell("samples", "host", *costs.samples(batch), lane=COMING)
 
     def _ask(self, batch: Batch, lane: str) -> None:
         """Deduplicate, AllToAll of sizes and of ids."""
@@ -164,7 +182,7 @@ class Pipeline:
         self._backward(batch)
         if self.balanced:
             ranks.wait(sizes)
-            # In `staged` these are the samples of one batch later: as many, on the mean.
+            # These are the samples of the batch after: as many, on the mean.
             self._samples = ranks.issue("samples", "host", *costs.samples(coming if coming is not None else batch))
 
     def _backward(self, batch: Batch) -> None:

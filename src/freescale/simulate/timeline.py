@@ -1,16 +1,17 @@
 """The ranks of a run in simulated time: every value is a vector over the ranks, every collective a meeting of all of them.
 
-Each rank has a main thread that computes, two lanes that communicate beside it (`ahead`, `urgent`; see pipeline/staged.py) and one
-way to the network. A collective begins when its last rank has arrived. What is recorded is what the ledger records.
+Each rank has a main thread that computes, lanes that communicate beside it (`ahead`, `urgent`, `coming`; see pipeline/staged.py)
+and one way to the network. A collective begins when its last rank has arrived. What is recorded is what the ledger records.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-MAIN, AHEAD, URGENT = "main", "ahead", "urgent"
+MAIN, AHEAD, URGENT, COMING = "main", "ahead", "urgent", "coming"
 Times = np.ndarray  # [ranks] seconds
 
 
@@ -52,12 +53,12 @@ class Ranks:
     def __init__(self, ranks: int, queue: float = 0.0) -> None:
         """`queue`: seconds of traffic that stand before a card in one queue (network.Network.queue_ms)."""
         self.ranks, self.queue = ranks, queue
-        self.now: dict[str, Times] = {lane: np.zeros(ranks) for lane in (MAIN, AHEAD, URGENT)}
+        self.now: dict[str, Times] = {lane: np.zeros(ranks) for lane in (MAIN, AHEAD, URGENT, COMING)}
         self.step = Step(0, np.zeros(ranks), np.zeros(ranks))
         self._wire = np.zeros(ranks)  # busy until then with what is urgent or blocks
         self._beside: list[Beside] = []  # what the lanes do in this step
         self._bulk: list[tuple[Times, Times]] = []  # transfers of the lane `ahead` in this step
-        self._taken: list[Meeting] = []  # of the lanes, until the main thread waits for them
+        self._taken: dict[str, list[Meeting]] = {lane: [] for lane in (AHEAD, URGENT, COMING)}  # until the main thread waits for it
 
     # ---- steps
 
@@ -82,7 +83,7 @@ class Ranks:
         begin = self.now[lane]
         self.now[lane] = begin + part * np.asarray(seconds)
         if lane != MAIN:
-            self._beside.append(Beside(begin, begin + np.asarray(seconds), 0.0))
+            self._add(Beside(begin, begin + np.asarray(seconds), 0.0))
         self.step.spans.append((name if lane == MAIN else f"{lane}/{name}", begin, begin + np.asarray(seconds)))
 
     def compute(self, name: str, seconds: np.ndarray) -> None:
@@ -113,10 +114,21 @@ class Ranks:
         if lane == MAIN:
             self.step.meetings.append(meeting)
         else:
-            self._taken.append(meeting)
+            self._taken[lane].append(meeting)
             if slowdown > 1:
-                self._beside.append(Beside(begin, done, 1 / slowdown))
+                self._add(Beside(begin, done, 1 / slowdown))
         return meeting
+
+    def tell(self, kind: str, path: str, sent: np.ndarray, received: np.ndarray, seconds: np.ndarray | float, lane: str) -> None:
+        """A collective of the host that its lane waits for: so small that the network does not feel it."""
+        issued = self.now[lane]
+        done = np.full(self.ranks, issued.max()) + np.asarray(seconds)
+        self._taken[lane].append(Meeting(kind, path, sent, received, issued, issued, done))
+        self.now[lane] = done
+
+    def _add(self, beside: Beside) -> None:
+        self._beside.append(beside)
+        self._beside.sort(key=lambda one: float(one.begin.mean()))
 
     def issue(self, kind: str, path: str, sent: np.ndarray, received: np.ndarray, seconds: np.ndarray | float) -> Meeting:
         """A collective of the main thread that nobody waits for yet."""
@@ -142,8 +154,7 @@ class Ranks:
             begin = np.maximum(begin, after.done)
         done = self._transmit(begin, seconds, MAIN, False)
         if slowdown > 1:
-            self._beside.append(Beside(begin, done, 1 / slowdown))
-            self._beside.sort(key=lambda one: float(one.begin.mean()))
+            self._add(Beside(begin, done, 1 / slowdown))
         return Meeting(kind, path, sent, received, issued.copy(), issued.copy(), done)
 
     def wait(self, meeting: Meeting | None) -> None:
@@ -155,17 +166,18 @@ class Ranks:
         self.now[MAIN] = meeting.done.copy()
         self.step.meetings.append(meeting)
 
-    def arrive(self) -> None:
+    def arrive(self, span: str = "arrive", lanes: Sequence[str] = (AHEAD, URGENT)) -> None:
         """The main thread waits for what the lanes did; of each of their collectives, the part in this wait stopped it."""
         begin = self.now[MAIN]
-        end = np.maximum.reduce([begin, self.now[AHEAD], self.now[URGENT]])
-        for meeting in self._taken:
-            meeting.done = np.minimum(meeting.done, end)
-            meeting.waited = np.minimum(np.maximum(meeting.waited, begin), meeting.done)
-            self.step.meetings.append(meeting)
-        self._taken = []
+        end = np.maximum.reduce([begin, *(self.now[lane] for lane in lanes)])
+        for lane in lanes:
+            for meeting in self._taken[lane]:
+                meeting.done = np.minimum(meeting.done, end)
+                meeting.waited = np.minimum(np.maximum(meeting.waited, begin), meeting.done)
+                self.step.meetings.append(meeting)
+            self._taken[lane] = []
         self.now[MAIN] = end
-        self.step.spans.append(("arrive", begin, end))
+        self.step.spans.append((span, begin, end))
 
     # ---- the network
 
