@@ -17,7 +17,7 @@ import torch
 _CONTEXT = multiprocessing.get_context("forkserver")
 # With what test modules import, which every rank would otherwise import for itself.
 _CONTEXT.set_forkserver_preload(
-    ["torch", "freescale.train.trainer", "freescale.train.checkpoint", "pytest", "hypothesis.strategies"]
+    ["torch", "torch._dynamo", "freescale.train.trainer", "freescale.train.checkpoint", "pytest", "hypothesis.strategies"]
 )
 
 

@@ -345,7 +345,11 @@ def test_something_travels_in_pieces():
     assert run_ranks(3, _pieces) == [[4]] * 3
 
 
-def _failing(transport):
+def _failing(transport, wire):
+    if wire != "process group":
+        kind, shared = wired(wire)
+        options = {"shared": shared, "timeout": timedelta(seconds=30)}
+        transport = Hostwire("cpu", Ledger(), transport.group, transport.control, kind, **options)
     parallel, pipeline = build(transport, "staged")
 
     def data():
@@ -357,8 +361,10 @@ def _failing(transport):
     list(pipeline.run(data()))
 
 
-def test_errors_reach_all_ranks():
-    for error, _ in gather_ranks(2, _failing, timeout=60):
+@pytest.mark.parametrize("wire", ["process group", "shared memory", "tcp"])
+def test_errors_reach_all_ranks(wire):
+    """By the lane that takes batches, while another thread sums over the process group."""
+    for error, _ in gather_ranks(2, _failing, wire, timeout=60):
         assert error is not None and "the disk is gone" in error
 
 

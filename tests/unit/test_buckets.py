@@ -71,6 +71,22 @@ def test_buckets_leave_during_the_backward_with_their_gradients():
         assert torch.equal(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([265, 10, 800, 10], [[265], [10, 800, 10]]),  # a small one takes the next, however large; the last joins it
+        ([10, 10], [[10, 10]]),
+        ([60, 60, 60, 60], [[60], [60], [60], [60]]),
+        ([900], [[900]]),
+    ],
+)
+def test_no_bucket_is_small(sizes, expected, monkeypatch):
+    """Sizes in the order of the backward; at least 50 numbers to a bucket, at most a fourth of all where that is more."""
+    monkeypatch.setattr("freescale.pipeline.buckets._LEAST_BYTES", {"cpu": 50 * 4})
+    buckets = GradientBuckets([nn.Parameter(torch.zeros(size)) for size in reversed(sizes)], CPU)
+    assert [flat.numel() for flat in buckets.flat] == [sum(bucket) for bucket in expected]
+
+
 def test_the_first_backward_sums_as_the_later_ones():
     """A run that is resumed has its first backward later: its sums are those of the run before."""
     left = []
