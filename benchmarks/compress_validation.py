@@ -1,9 +1,8 @@
-"""Epochs and dropout of `compress_quality.py`, chosen without its test: another seed, and the validation part alone.
+"""What more epochs and another dropout would bring the models of `compress_quality.py`: other seeds, and the validation part alone.
 
     python3 benchmarks/compress_validation.py --data online_retail_ii.parquet --folder FOLDER --parallel 7
 
-How long exact training goes on gaining decides the epochs. The thresholded arms are trained to tell what to expect; they decide
-nothing. Runs that are in the folder are not made again.
+Made after its results; its settings are as they were. Runs that are in the folder are not made again.
 """
 
 from __future__ import annotations
