@@ -1,10 +1,11 @@
 """Compute beside communication: how long the kernels of a rank take alone, beside NCCL's AllToAll and beside hostwire's.
 
 A measurement is compute of about 30 ms on one stream and AllToAlls of 32 MB back to back on a lane's, as many as fit into it.
-Hostwire carries as many as NCCL does, at most, and in another arm as many as it can itself. The compute's launches queue up behind
-a pause, and the messages begin when all are queued: what is measured is what the kernels lose to the traffic on the device, not
-what launching them loses to the lane's threads. Arms take turns, each after the same compute alone, so that all find the device as
-warm and as fast: how much longer the compute takes is the median of the ratios of such pairs. A time is the mean of the ranks.
+Hostwire carries as many as NCCL does, at most, and in another arm as many as it can itself. The compute is one CUDA graph behind a
+pause, and the messages begin when it is queued: what is measured is what the kernels lose to the traffic on the device, not what
+launching them loses to the lane's threads. Arms take turns, each between two measurements of the same compute alone, because a
+device that computes becomes warmer and slower: how much longer the compute takes is the median of the ratios to the mean of these
+two. The arm `alone` is measured so too: by how much it is longer than itself is what noise makes. A time is the mean of the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from freescale.kernels.dispatch import plan_attention
 from freescale.pipeline.lane import Job
 
 _CYCLES = 2_000_000  # of a pause of a millisecond
-_LONGEST_PAUSE = 25.0  # milliseconds
 FULL = "hostwire, as fast as it goes"
 Compute = Callable[[], None]
 
@@ -66,34 +66,51 @@ def _case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 0) -> No
         took = max(bed.gathered(median(_time(bed, once, 0.0) for _ in range(3))))
         repeat = max(1, round(bed.size["measured_ms"] / took))
 
-    def compute() -> None:
-        for _ in range(repeat):
-            once()
-
+    compute = _together(bed, once, repeat)
     pause = _pause(bed, compute)
     alone = max(bed.gathered(_time(bed, compute, pause)))
     loads = _loads(bed, alone)
     found: dict[str, list[tuple[float, float, float]]] = {load.name: [] for load in loads}
-    for _ in range(bed.size["repetitions"] + 1):
+    before = _time(bed, compute, pause)
+    for _ in range(bed.size["pairs"] + 1):
         for load in loads:
-            before = _time(bed, compute, pause)
-            found[load.name].append((*_overlapped(bed, compute, pause, load), before))
+            took, carried = _overlapped(bed, compute, pause, load)
+            after = _time(bed, compute, pause)
+            found[load.name].append((took, carried, (before + after) / 2))
+            before = after
     counts = {load.name: load.messages for load in loads}
     for name, measured in found.items():
         everyone = bed.gathered(measured[1:])  # the first warmed up
         repetitions = range(len(measured) - 1)
-        times, befores = ([mean(rank[number][which] for rank in everyone) for number in repetitions] for which in (0, 2))
-        of_ranks = [median(own for own, *_ in rank) for rank in everyone]
+        times, beside = ([mean(rank[number][which] for rank in everyone) for number in repetitions] for which in (0, 2))
+        longer = 100 * (median(time / other for time, other in zip(times, beside, strict=True)) - 1)
+        shared = {"ms": times, "ranks_ms": [median(own for own, *_ in rank) for rank in everyone], "repeat": repeat}
         if name == "alone":
-            bed.add(group, case, name, ms=times, ranks_ms=of_ranks, repeat=repeat)
+            bed.add(group, case, name, **shared, noise_percent=longer)
             continue
         carried = median(max(rank[number][1] for rank in everyone) for number in repetitions)
         bytes_ = counts[name] * leaving(bed.size["message"], bed.world)
         bed.add(
-            group, case, name, ms=times, ranks_ms=of_ranks, repeat=repeat, alone_ms=median(befores),
-            slower_percent=100 * (median(time / before for time, before in zip(times, befores, strict=True)) - 1),
+            group, case, name, **shared, alone_ms=median(beside), slower_percent=longer,
             messages=counts[name], messages_ms=carried, rate=gigabytes(bytes_, carried), unit="GB/s",
         )  # fmt: skip
+
+
+def _together(bed: Bed, once: Compute, repeat: int) -> Compute:
+    """So many calls in one launch: launched one by one, the kernels of a narrow layer would wait for their launches."""
+
+    def compute() -> None:
+        for _ in range(repeat):
+            once()
+
+    if not bed.cuda:
+        return compute
+    bed.idle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # lanes have threads of their own
+        compute()
+    bed.idle()
+    return graph.replay
 
 
 @dataclass(frozen=True)
@@ -119,7 +136,7 @@ def _pause(bed: Bed, compute: Compute) -> float:
     compute()
     took = 1e3 * (time.perf_counter() - begin)
     bed.idle()
-    return min(_LONGEST_PAUSE, 1.2 * max(bed.gathered(took)) + 1.0) if bed.cuda else 0.0
+    return 1.2 * max(bed.gathered(took)) + 1.0 if bed.cuda else 0.0
 
 
 def _overlapped(bed: Bed, compute: Compute, pause: float, load: Load) -> tuple[float, float]:
