@@ -95,8 +95,7 @@ def rows_of(measured: list[dict], names: list[str], workload: Workload, together
 def claims_of(rows: list[dict[str, Any]], together: dict[str, Any]) -> list[dict[str, Any]]:
     by = {row["arm"]: row for row in rows}
     full, peer = by[FULL], by[SPARSE_DIST]
-    # TorchRec's dense gradients are reduced in C++, where the ledger does not see them: of it there are ids, rows and gradients.
-    below = {key: 100 * (1 - full[key]["median"] / peer["exposed_embedding_ms"]["median"]) for key in _EXPOSED}
+    below = {key: 100 * (1 - full[key]["median"] / peer[key]["median"]) for key in _EXPOSED}
     straggler = peer["straggler_percent"] / max(full["straggler_percent"], 1e-9)
     speed = full["samples_per_second"]["median"] / peer["samples_per_second"]["median"]
     first = max(together[name]["first_step_relative_loss_difference_to_serial"] for name in by)

@@ -83,7 +83,8 @@ def run(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
     failed = []
-    arms = itertools.product(PIPELINES, ROW_OPTIMIZERS, POPULARITIES, (False, True))
+    pipelines = [name for name in PIPELINES if name != "semi_sync"]  # needs CUDA, and is stale
+    arms = itertools.product(pipelines, ROW_OPTIMIZERS, POPULARITIES, (False, True))
     for pipeline, optimizer, popularity, deduplicate in arms:
         workload = dataclasses.replace(
             BASE, row_optimizer=optimizer, row_learning_rate=ROW_LEARNING_RATES[optimizer], popularity=popularity

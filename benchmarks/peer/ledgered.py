@@ -2,8 +2,9 @@
 
 TorchRec starts its AllToAlls through `torch.distributed.all_to_all_single` and waits for what that returns. During a step both are
 wrapped: issued when it starts one, waited when it first waits for it, done when that wait returns. Integers are ids; floats are
-rows when an autograd function's forward sends them and gradients when its backward does. DistributedDataParallel reduces the
-dense gradients in C++ beside the backward pass: they count in the step's time, not as exposed.
+rows when an autograd function's forward sends them and gradients when its backward does. DistributedDataParallel sums the dense
+gradients of a bucket when the backward has made them, and waits for the sums when the backward is over: through a hook that it has
+for this, the same sum is started and both are stamped. On GPUs, where these stamps say nothing, TorchRec is left as it is.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 from torchrec_arms import Arm
 
 from freescale.observe.ledger import Arrival, Ledger
@@ -67,11 +70,34 @@ def _remote(tensor: Tensor, splits: list[int] | None, rank: int) -> int:
     return round(tensor.numel() * tensor.element_size() * (1 - share))
 
 
+def summed(ledger: Ledger, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A hook of DistributedDataParallel: what it does without one, the mean over the ranks."""
+    flat, world = bucket.buffer(), dist.get_world_size()
+    moved = 2 * flat.numel() * flat.element_size() * (world - 1) // world  # as of a ring
+    arrival = ledger.arrive("dense", moved, moved, "torchrec")
+
+    def waits() -> None:
+        arrival.waited = ledger.clock.stamp()
+        if arrival.done is not None:  # before anybody waited
+            arrival.done = arrival.waited
+        ledger.record(arrival)
+
+    def came(sums: Future[list[Tensor]]) -> Tensor:
+        arrival.done = ledger.clock.stamp()
+        return sums.value()[0]
+
+    # Before DistributedDataParallel's own, which waits: it is queued once this hook has returned.
+    torch.autograd.Variable._execution_engine.queue_callback(waits)
+    return dist.all_reduce(flat.div_(world), async_op=True).get_future().then(came)
+
+
 class Ledgered:
     """A TorchRec arm with a ledger."""
 
     def __init__(self, arm: Arm, rank: int) -> None:
         self.arm, self.ledger, self._rank, self._steps = arm, Ledger("cpu"), rank, 0
+        if arm.device.type == "cpu":
+            arm.replicated.register_comm_hook(self.ledger, lambda ledger, bucket: summed(ledger, bucket))  # it may not be annotated
 
     def step(self) -> float:
         """Trains on the next batch. The loss is reduced after the step's time: TorchRec's pipeline itself does not reduce it."""

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 # TorchRec warns about CUDA parts that a CPU build lacks, and logs every plan.
 warnings.filterwarnings("ignore", module=r"(torchrec|fbgemm_gpu|torch\.jit)(\..*)?")
@@ -158,6 +159,7 @@ class Arm:
             sharders=[sharder],
         )
         self.dense: Dense = self._sharded.module.dense
+        self.replicated: DistributedDataParallel = self._sharded._dmp_wrapped_module
         weight = self._sharded.module.embedding.state_dict()["embeddings.item.weight"]
         (shard,) = weight.local_shards()
         self.first_row = shard.metadata.shard_offsets[0]
