@@ -55,7 +55,7 @@ def throughput(bed: Bed) -> None:
 
 
 def _sent(bed: Bed, group: str, arm: Arm, size: int, flight: int, more: str, bound: float = 0.0, what: str = "") -> None:
-    # A message of 16 MB takes 1.2 ms, more or less by 5 % from one repetition to the next; larger ones differ less, and take longer.
+    # A message of 16 MB takes 1.2 ms, more or less by 5 % from one repetition to the next; larger ones differ less and take longer.
     often = bed.size["repetitions"]
     times = bed.message_times(arm, size, flight, 3 * often if size < 64 << 20 else often // 2)
     fields = {"flight": flight} | ({"piece": arm.piece} if arm.piece else {})
