@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("forkserver")
 # With what test modules import, which every rank would otherwise import for itself.
-_CONTEXT.set_forkserver_preload(
+CONTEXT.set_forkserver_preload(
     ["torch", "torch._dynamo", "freescale.train.trainer", "freescale.train.checkpoint", "pytest", "hypothesis.strategies"]
 )
 
@@ -37,10 +37,10 @@ def gather_ranks(
 ) -> list[tuple[str | None, Any]]:
     """(error or None, result) of each rank; of those that are `lost`, which die in the function, ("lost", None)."""
     with tempfile.TemporaryDirectory() as folder:
-        queue = _CONTEXT.Queue()
+        queue = CONTEXT.Queue()
         store = str(Path(folder) / "store")
         processes = [
-            _CONTEXT.Process(target=_rank, args=(rank, world, store, function, args, queue, timeout), daemon=True)
+            CONTEXT.Process(target=_rank, args=(rank, world, store, function, args, queue, timeout), daemon=True)
             for rank in range(world)
         ]
         for process in processes:

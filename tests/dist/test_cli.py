@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from command import freescale, started
 
 SMALL = [
     "--device",
@@ -50,18 +51,8 @@ def interactions(path: Path, users: int = 40, **changes) -> Path:
     return path
 
 
-def freescale(*arguments: object, timeout: float = 100, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "freescale", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, **environment},
-    )
-
-
-def train(folder: Path, data: Path, *more: object, **options) -> subprocess.CompletedProcess:
-    return freescale("train", "--data", data, "--folder", folder / "run", "--cache", folder / "cache", *SMALL, *more, **options)
+def train(folder: Path, data: Path, *more: object, run=freescale, **options) -> subprocess.CompletedProcess:
+    return run("train", "--data", data, "--folder", folder / "run", "--cache", folder / "cache", *SMALL, *more, **options)
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -73,7 +64,7 @@ def test_train_resume_eval_export(tmp_path):
     """A run of two ranks, stopped in the middle and resumed, writes what an uninterrupted one writes, to the bit."""
     data = interactions(tmp_path / "events.parquet")
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    whole = train(tmp_path / "a", data, "--nproc", 2, "--epochs", 4)
+    whole = train(tmp_path / "a", data, "--nproc", 2, "--epochs", 4, run=started)
     assert whole.returncode == 0, whole.stderr
     run = tmp_path / "a" / "run"
     assert {p.name for p in run.iterdir()} >= {
@@ -390,7 +381,7 @@ def test_bench_kernels(tmp_path):
     """Tiny, through the interpreter: every column of the table has something in it, and so has the file."""
     pytest.importorskip("triton", reason="exists for Linux alone")
     output = tmp_path / "kernels.json"
-    done = freescale("bench", "kernels", "--device", "cpu", "--only", "pieces", "--output", output)
+    done = started("bench", "kernels", "--device", "cpu", "--only", "pieces", "--output", output)
     assert done.returncode == 0, done.stderr
     assert "gated norm" in done.stdout and "TB/s" in done.stdout and str(output) in done.stdout
     result = json.loads(output.read_text())
