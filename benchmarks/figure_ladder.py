@@ -98,10 +98,8 @@ def ladder(used: Results) -> str:
     bottom = below + 22 * len(shown) + 46
     against = f"; x: times {peer['arm'].removeprefix('TorchRec ')}" if peer else ""
     note = f"Measured: {conditions(result)}. Medians, lines from the 20th to the 80th percentile{against}."
-    dense = "TorchRec's dense gradients are reduced in C++, where the ledger does not see them: its bar has none."
-    if result["machine"]["gpu"]:
-        dense = "On a GPU the ledger sees nothing of TorchRec. SemiSync trains on stale rows."
-    words, tall = caption(16, bottom, 820, used, note, dense)
+    blind = ["On a GPU the ledger sees nothing of TorchRec. SemiSync trains on stale rows."] if result["machine"]["gpu"] else []
+    words, tall = caption(16, bottom, 820, used, note, *blind)
     return closed([*opened(left + wide + 384, bottom + tall), *parts, *words])
 
 

@@ -44,7 +44,7 @@ def ladder(used: Results, folder: str) -> str:
                 f"{row['samples_per_second']['median']:.0f}",
                 f"{times:.2f} x{slower}",
                 _known(of(row, "exposed_embedding_ms"), "ms", 0),
-                _known(of(row, "exposed_all_ms"), "ms", 0) if ours else "not seen",
+                _known(of(row, "exposed_all_ms"), "ms", 0),
                 _known(of(row, "straggler_percent"), "%", 1),
                 f"{row['largest_relative_loss_difference_to_serial']:.0e}".replace("0e+00", "0"),
             )
