@@ -19,6 +19,8 @@ import pytest
 import torch
 from command import freescale, started
 
+from freescale.train.launch import free_port
+
 SMALL = [
     "--device",
     "cpu",
@@ -269,7 +271,7 @@ def test_a_default_folder_is_the_same_on_all_ranks(tmp_path):
         "1",
     ]
     ranks = []
-    port = _free_port()
+    port = free_port()
     for rank in range(2):
         ranks.append(subprocess.Popen(command, env=_joined(rank, port), stderr=subprocess.PIPE, text=True, cwd=tmp_path))
         time.sleep(1.5)
@@ -296,10 +298,13 @@ def test_a_run_is_not_overwritten(tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def test_a_free_port_is_none_that_a_connection_may_get():
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(given.read_text().split()[0]) if given.exists() else 32_768
+    for port in {free_port() for _ in range(5)}:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", port))
+        assert port < first
 
 
 def _joined(rank: int, port: int) -> dict[str, str]:
@@ -360,7 +365,7 @@ def test_killed_rank_ends_the_run(tmp_path):
 def test_killed_rank_is_noticed_without_a_launcher(tmp_path):
     """Ranks that nobody watches: the one that is left stops by itself, with an error, within a minute."""
     data = interactions(tmp_path / "events.parquet")
-    port = _free_port()
+    port = free_port()
     arguments = ["train", "--data", data, "--folder", tmp_path / "run", "--cache", tmp_path / "cache", *SMALL, *ENDLESS]
     command = [sys.executable, "-m", "freescale", *map(str, arguments)]
     ranks = [

@@ -57,7 +57,9 @@ def _sums(transport, wire):
     return wrong, handle.path, handle.bytes
 
 
-@pytest.mark.parametrize(("world", "wire"), [(2, WIRES[0]), (3, WIRES[0]), (3, WIRES[1]), (4, WIRES[1]), (2, WIRES[2])])
+@pytest.mark.parametrize(
+    ("world", "wire"), [(2, WIRES[0]), (2, WIRES[1]), (3, WIRES[0]), (3, WIRES[1]), (4, WIRES[1]), (2, WIRES[2])]
+)
 def test_sums_in_rank_order(world, wire):
     for wrong, path, size in run_ranks(world, _sums, wire):
         assert not wrong and size == 2 * 4 * SIZES[-1] * (world - 1) // world

@@ -44,7 +44,7 @@ class _Sum:
     def _run(self) -> None:
         lane, tensor = self._summing.lane, self._tensor
         if lane.transport.world == 2:
-            torch.sum(lane.transport.all_gather(tensor, self._kind).wait(), 0, out=tensor)
+            torch.add(*lane.transport.all_gather(tensor, self._kind).wait(), out=tensor)
         else:
             self._by_parts()
         self._arrivals = lane.side.take()

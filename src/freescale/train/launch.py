@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -10,15 +11,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import IO
 
 _GRACE = 20.0  # seconds that the other ranks have to notice a failure by themselves
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Not one of those that the system gives to any connection (from 32,768 on by default, on Linux): the ranks take some seconds
+    until they listen, and it may be gone by then."""
+    for _ in range(100):
+        port = 15_000 + secrets.randbelow(15_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port between 15,000 and 30,000 was found in 100 tries: name one with --port")
 
 
 def check_port(port: int) -> None:
