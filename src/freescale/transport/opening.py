@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -42,33 +43,38 @@ def same_machine(meeting: Collective) -> list[int]:
 
 
 def open_wires(meeting: Collective, wire: str, neighbours: list[int], timeout: timedelta) -> Opened:
-    """`neighbours`: ranks to share memory with. `wire`, to the others: gloo, tcp or ucx."""
-    rank, world, device, seconds = meeting.rank, meeting.world, meeting.device, timeout.total_seconds()
-    elsewhere = [peer for peer in range(world) if peer != rank and peer not in neighbours]
-    error, file = "", None
-    try:
-        if neighbours:
-            file = shared_file(SLOTS * LARGEST)
-        ring = Pinned(SLOTS * LARGEST if neighbours or device.type == "cuda" and elsewhere else 0, device, file)
-    except (RuntimeError, OSError) as caught:
-        error = _said(caught)
-    _all_well(meeting, error, "memory that copy engines reach")
-    wires: list[AnyWire] = []
-    routes: list[AnyWire | None] = [None] * world
-    if any(meeting.gather_bytes(b"y" * len(neighbours))):
+    """`neighbours`: ranks to share memory with. `wire`, to the others: gloo, tcp or ucx. If it fails it closes what it opened."""
+    with ExitStack() as always, ExitStack() as failed:
+        rank, world, device, seconds = meeting.rank, meeting.world, meeting.device, timeout.total_seconds()
+        elsewhere = [peer for peer in range(world) if peer != rank and peer not in neighbours]
+        error, file = "", None
         try:
-            wires.append(connect_shared(rank, neighbours, ring, file or 0, device, meeting.gather_bytes, seconds))
+            if neighbours:
+                file = shared_file(SLOTS * LARGEST)
+                always.callback(os.close, file)
+            ring = Pinned(SLOTS * LARGEST if neighbours or device.type == "cuda" and elsewhere else 0, device, file)
+            failed.callback(ring.close)
         except (RuntimeError, OSError) as caught:
             error = _said(caught)
-        _all_well(meeting, error, "shared memory of one machine")
-        for peer in neighbours:
-            routes[peer] = wires[0]
-    if file is not None:
-        os.close(file)
-    if any(meeting.gather_bytes(b"y" if elsewhere else b"")):
-        wires.append(_across(meeting, wire, elsewhere, timeout))
-        routes = [route if route is not None else wires[-1] for route in routes]
-    return Opened(ring, wires, [route if route is not None else wires[0] for route in routes] if wires else [])
+        _all_well(meeting, error, "memory that copy engines reach")
+        wires: list[AnyWire] = []
+        routes: list[AnyWire | None] = [None] * world
+        if any(meeting.gather_bytes(b"y" * len(neighbours))):
+            try:
+                shared = connect_shared(rank, neighbours, ring, file or 0, device, meeting.gather_bytes, seconds)
+                failed.callback(shared.release)
+                failed.callback(shared.close)
+                wires.append(shared)
+            except (RuntimeError, OSError) as caught:
+                error = _said(caught)
+            _all_well(meeting, error, "shared memory of one machine")
+            for peer in neighbours:
+                routes[peer] = wires[0]
+        if any(meeting.gather_bytes(b"y" if elsewhere else b"")):
+            wires.append(_across(meeting, wire, elsewhere, timeout))
+            routes = [route if route is not None else wires[-1] for route in routes]
+        failed.pop_all()
+        return Opened(ring, wires, [route if route is not None else wires[0] for route in routes] if wires else [])
 
 
 def _said(caught: BaseException) -> str:

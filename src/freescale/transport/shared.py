@@ -14,7 +14,7 @@ import struct
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -125,34 +125,51 @@ def connect(
     seconds: float,
 ) -> SharedWire:
     """A collective of all ranks, `peers` or not: `gather` exchanges addresses among all of them. `file` holds the ring."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.settimeout(seconds)
-    name, refused = b"\0freescale-" + uuid.uuid4().hex.encode(), None  # abstract: leaves nothing behind
-    try:
-        listener.bind(name)
-        listener.listen(max(1, len(peers)))
-    except OSError as error:
-        name, refused = b"", error
-    names = gather(name)  # also if it failed: the others wait for it
-    if refused is not None:
-        raise refused
-    out: dict[int, socket.socket] = {}
-    for peer in peers:
-        out[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        out[peer].settimeout(seconds)
-        out[peer].connect(names[peer])
-        socket.send_fds(out[peer], [_HELLO.pack(rank, ring.bytes.numel())], [file])
-    into: dict[int, socket.socket] = {}
-    rings: dict[int, Pinned] = {}
-    for _ in peers:
-        connection, _ = listener.accept()
-        connection.settimeout(seconds)
-        message, files, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
-        peer, size = _HELLO.unpack(message)
-        into[peer], rings[peer] = connection, Pinned(size, device, files[0])
-        os.close(files[0])
-    listener.close()
-    return SharedWire(ring, out, into, rings)
+    with ExitStack() as always, ExitStack() as failed:
+        listener = always.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.settimeout(seconds)
+        name, refused = b"\0freescale-" + uuid.uuid4().hex.encode(), None  # abstract: leaves nothing behind
+        try:
+            listener.bind(name)
+            listener.listen(max(1, len(peers)))
+        except OSError as error:
+            name, refused = b"", error
+        names = gather(name)  # also if it failed: the others wait for it
+        if refused is not None:
+            raise refused
+        out: dict[int, socket.socket] = {}
+        for peer in peers:
+            out[peer] = failed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            out[peer].settimeout(seconds)
+            out[peer].connect(names[peer])
+            socket.send_fds(out[peer], [_HELLO.pack(rank, ring.bytes.numel())], [file])
+        into: dict[int, socket.socket] = {}
+        rings: dict[int, Pinned] = {}
+        while len(into) < len(peers):
+            connection, _ = listener.accept()
+            if not _is_ours(connection):
+                connection.close()
+                continue
+            failed.enter_context(connection)
+            connection.settimeout(seconds)
+            message, files, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+            with ExitStack() as received:
+                for descriptor in files:
+                    received.callback(os.close, descriptor)
+                peer, size = _HELLO.unpack(message)
+                into[peer], rings[peer] = connection, Pinned(size, device, files[0])
+            failed.callback(rings[peer].close)
+        failed.pop_all()
+        return SharedWire(ring, out, into, rings)
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether who called is a process of this user, or of root: the name of the socket is seen by everybody on the machine."""
+    known = getattr(socket, "SO_PEERCRED", None)  # Linux
+    if known is None:
+        return True
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, known, struct.calcsize("3i")))
+    return user in (os.getuid(), 0)
 
 
 def _some(connection: socket.socket, size: int, end: float) -> bytes:
