@@ -390,11 +390,13 @@ def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
         raise RuntimeError("no memory today")
 
     parallel, pipeline = build(Local(), "staged")
+    jobs, submit = [], pipeline.urgent.submit
+    monkeypatch.setattr(pipeline.urgent, "submit", lambda *job: jobs.append(submit(*job)) or jobs[-1])
     monkeypatch.setattr(exchange.Sharded, "place", crash)
     batches = [batch_of(ids, number) for number, ids in enumerate(colliding(0.3, steps=4))]
     with pytest.raises(RuntimeError, match="no memory today"):
         list(pipeline.run(batches))
-    ahead, urgent = pipeline._jobs
+    [urgent] = jobs
     assert urgent._reached.wait(timeout=30)
     with pytest.raises(RuntimeError, match="no memory today"):
         urgent.wait()

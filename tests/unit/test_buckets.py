@@ -36,6 +36,14 @@ def _model():
     return nn.Sequential(*[nn.Linear(700, 700) for _ in range(8)])
 
 
+def _watching(parameters):
+    """As in a run that goes on."""
+    buckets = GradientBuckets(parameters, CPU)
+    buckets.run = buckets.watching()
+    buckets.run.__enter__()
+    return buckets
+
+
 def _step(buckets, transport, model, x, losses=None, overlapped=True):
     """As the schedules do: staged starts before the backward, serial after it."""
     losses = torch.zeros(1) if losses is None else losses
@@ -53,7 +61,7 @@ def _step(buckets, transport, model, x, losses=None, overlapped=True):
 
 def test_buckets_leave_during_the_backward_with_their_gradients():
     model, transport, seen = _model(), Watched(), []
-    buckets = GradientBuckets(model.parameters(), CPU)
+    buckets = _watching(model.parameters())
     model[0].weight.register_hook(lambda gradient: seen.append(len(transport.left)))
     x, losses = torch.randn(4, 700), torch.tensor([3.0])
     _step(buckets, transport, model, x)
@@ -83,7 +91,7 @@ def test_buckets_leave_during_the_backward_with_their_gradients():
 def test_no_bucket_is_small(sizes, expected, monkeypatch):
     """Sizes in the order of the backward; at least 50 numbers to a bucket, at most a fourth of all where that is more."""
     monkeypatch.setattr("freescale.pipeline.buckets._LEAST_BYTES", {"cpu": 50 * 4})
-    buckets = GradientBuckets([nn.Parameter(torch.zeros(size)) for size in reversed(sizes)], CPU)
+    buckets = _watching([nn.Parameter(torch.zeros(size)) for size in reversed(sizes)])
     assert [flat.numel() for flat in buckets.flat] == [sum(bucket) for bucket in expected]
 
 
@@ -92,7 +100,7 @@ def test_the_first_backward_sums_as_the_later_ones():
     left = []
     for steps in (1, 2):
         model, transport = _model(), Watched()
-        buckets = GradientBuckets(model.parameters(), CPU)
+        buckets = _watching(model.parameters())
         x = torch.ones(4, 700)
         for _ in range(steps):
             transport.left.clear()
@@ -118,7 +126,7 @@ def test_a_rank_without_a_batch_or_with_unused_parameters_sends_the_same():
     order = list(reversed(range(16)))
     for used in (8, 5, 0):
         model, transport = _model(), Told(order)
-        buckets = GradientBuckets(model.parameters(), CPU)
+        buckets = _watching(model.parameters())
         x = torch.randn(2, 700) if used else None
         for _ in range(2):
             _step(buckets, transport, model[:used], x)
@@ -129,7 +137,7 @@ def test_a_rank_without_a_batch_or_with_unused_parameters_sends_the_same():
 
 def test_only_the_last_backward_sends():
     model, transport = _model(), Watched()
-    buckets = GradientBuckets(model.parameters(), CPU)
+    buckets = _watching(model.parameters())
     _step(buckets, transport, model, torch.randn(2, 700))
     transport.left.clear()
     buckets.clear()
@@ -143,7 +151,7 @@ def test_only_the_last_backward_sends():
 @pytest.mark.parametrize("overlapped", [True, False])
 def test_the_order_is_agreed_on_once(overlapped):
     model, transport = _model(), Watched()
-    buckets = GradientBuckets(model.parameters(), CPU)
+    buckets = _watching(model.parameters())
     for _ in range(3):
         _step(buckets, transport, model, torch.randn(2, 700), overlapped=overlapped)
     assert transport.gathered == 1
@@ -153,7 +161,7 @@ def test_both_schedules_divide_alike():
     shapes = []
     for overlapped in (True, False):
         model, transport = Backwards(), Watched()
-        buckets = GradientBuckets(model.parameters(), CPU)
+        buckets = _watching(model.parameters())
         _step(buckets, transport, model, torch.randn(2, 700), overlapped=overlapped)
         shapes.append([sorted(members) for members in buckets._members])
     assert shapes[0] == shapes[1]
@@ -161,7 +169,7 @@ def test_both_schedules_divide_alike():
 
 def test_a_gradient_that_comes_twice_is_an_error():
     layer, transport = nn.Linear(8, 8), Watched()
-    buckets = GradientBuckets(layer.parameters(), CPU)
+    buckets = _watching(layer.parameters())
     buckets.clear()
     buckets.start(transport, torch.zeros(1))
     x = torch.randn(2, 8, requires_grad=True)
@@ -186,7 +194,7 @@ class Backwards(nn.Module):
 
 def test_a_bucket_holds_gradients_that_come_one_after_another():
     model, transport, seen = Backwards(), Watched(), []
-    buckets = GradientBuckets(model.parameters(), CPU)
+    buckets = _watching(model.parameters())
     model.layers[-1].weight.register_hook(lambda gradient: seen.append(len(transport.left)))  # the forward's first layer
     for _ in range(2):
         transport.left.clear()

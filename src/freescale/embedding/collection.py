@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,13 @@ from freescale.embedding.request import Request
 from freescale.embedding.table import available_memory
 from freescale.kernels.dispatch import read_rows
 from freescale.transport.api import Transport
+
+
+class Deferring(Protocol):
+    """A schedule, as the tables see it."""
+
+    def flush(self) -> None: ...
+    def discard(self) -> None: ...
 
 
 class Tables:
@@ -50,11 +58,37 @@ class Tables:
         self._seed, self._std, self._weights = seed, dict(std), dict(weights or {})
         self._where: dict[str, tuple[int, int]] = {}  # table -> (group, table within the group)
         self._requests: list[Request] | None = None
-        self.settle: Callable[[], None] = lambda: None  # applies what a schedule has deferred; a collective
+        self._schedule: Deferring | None = None  # the last that trained
 
     @property
     def placed(self) -> bool:
         return bool(self.placements)
+
+    # ---- what a schedule has deferred
+
+    def take_over(self, schedule: Deferring) -> Deferring | None:
+        """From now on this one trains; what another has deferred is settled. -> who trained before. A collective."""
+        before = self._schedule
+        if before is not schedule:
+            self.settle()
+            self._schedule = schedule
+        return before
+
+    def hand_back(self, schedule: Deferring) -> None:
+        """It trains no more. A collective."""
+        if self._schedule is schedule:
+            self.settle()
+            self._schedule = None
+
+    def settle(self) -> None:
+        """Before the tables are read: what is deferred is applied. A collective."""
+        if self._schedule is not None:
+            self._schedule.flush()
+
+    def discard(self) -> None:
+        """Before the tables are replaced: what is deferred is forgotten, what was fetched ahead is fetched anew. A collective."""
+        if self._schedule is not None:
+            self._schedule.discard()
 
     # ---- before step 1
 

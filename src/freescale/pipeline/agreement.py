@@ -1,11 +1,12 @@
-"""What the ranks tell each other before a step: who has data, who failed, the global counts that losses are divided by and, for
-balancing, how long every sample is (its stage I)."""
+"""What the ranks tell each other before a step: who has data, who failed, left or wants to stop, the global counts that losses are
+divided by and, for balancing, how long every sample is (its stage I)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,21 +17,21 @@ from freescale.transport.api import Handle, Transport
 from freescale.wire import empty_batch, schema_of
 
 MAX_TASKS = 16
-_EXHAUSTED, _READY, _FAILED = 0, 1, 2
+_EXHAUSTED, _READY, _FAILED, _STOPPING, _LEFT = range(5)
 # Columns of what each rank says; behind the weights (float64), a row of COLUMNS for each sample that there is room for.
 _STATE, _NUMBER, _SAMPLES, _FEATURES, _COMPUTED_STEP, _COMPUTED, _WEIGHTS = range(7)
 _ROWS = _WEIGHTS + MAX_TASKS
 
 
 class RemoteError(RuntimeError):
-    """Another rank failed; this one stops with it."""
+    """Another rank failed or left the loop; this one stops with it."""
 
 
 @dataclass(frozen=True)
 class Agreement:
     """The same on every rank."""
 
-    ready: bool  # at least one rank has a batch
+    ready: bool  # at least one rank has a batch, and none failed or wants to stop
     counts: dict[str, float]  # global supervised weight per task
     samples: list[int]  # of each rank
     number: int  # of the global batch
@@ -38,6 +39,8 @@ class Agreement:
     lengths: np.ndarray  # [n, COLUMNS] of the global batch, in rank order; empty if not asked for
     computed_step: int  # a past step
     computed: np.ndarray  # [ranks] seconds that each computed in it; 0 where it is not known
+    stopping: bool = False  # a rank wants to: there is no such step
+    error: Exception | None = None  # of the data: there is no such step, and all ranks raise it
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Question:
     like: SequenceBatch  # has the features of earlier batches
     room: int | None = None  # samples to leave room for, the same on every rank; None: lengths are not needed
     computed: tuple[int, int] = (0, 0)  # the last step that was measured and its nanoseconds of compute
+    stopping: bool = False  # this rank wants the run to end
+    left: int | None = None  # the step after which this rank has left the loop: it takes part no more
 
 
 class Asked:
@@ -69,8 +74,12 @@ class Asked:
         message[_FEATURES] = _digest(self._schema)
         message[_COMPUTED_STEP], message[_COMPUTED] = question.computed
         self._rows = np.zeros((0, COLUMNS), np.int64)
-        if error is not None:
+        if question.left is not None:
+            message[:_SAMPLES] = _LEFT, question.left
+        elif error is not None:
             message[_STATE] = _FAILED
+        elif question.stopping:
+            message[_STATE] = _STOPPING
         elif batch is not None:
             message[:_FEATURES] = _READY, batch.number, len(batch)
             weights = message[_WEIGHTS:_ROWS].view(np.float64)
@@ -81,13 +90,27 @@ class Asked:
         self._pending = _gather(message, transport)
 
     def answer(self) -> Agreement:
-        """Waits. Raises on all ranks if one failed or if they disagree."""
+        """Waits. Raises if another rank has left."""
         transport, room = self._transport, self._room
         gathered = self._pending.wait().numpy()
-        if (gathered[:, _STATE] == _FAILED).any():
-            _raise_everywhere(self._error, transport)
-        ready = gathered[:, _STATE] == _READY
-        names, schema = _features(gathered[:, _FEATURES], ready, self._names, self._schema, transport)
+        states = gathered[:, _STATE]
+        if (states == _LEFT).any():
+            if self._question.left is None:
+                gone = int((states == _LEFT).argmax())
+                raise RemoteError(
+                    f"rank {gone} left the loop at step {gathered[gone, _NUMBER]} and this one did not: "
+                    "`pipeline.stop()` on any rank ends it on all"
+                )
+            return self._no_step()
+        if (states == _FAILED).any():
+            return self._no_step(error=_first_error(self._error, transport))
+        if (states == _STOPPING).any():
+            return self._no_step(stopping=True)
+        ready = states == _READY
+        try:
+            names, schema = _features(gathered[:, _FEATURES], ready, self._names, self._schema, transport)
+        except ValueError as error:  # on every rank
+            return self._no_step(error=error)
         samples = gathered[:, _SAMPLES].tolist()
         table = gathered[:, _ROWS:].reshape(transport.world, room, COLUMNS)
         if self._question.room is not None and max(samples) > room:
@@ -105,6 +128,11 @@ class Asked:
             computed_step=int(gathered[0, _COMPUTED_STEP]),
             computed=gathered[:, _COMPUTED] / 1e9,
         )
+
+    def _no_step(self, **why: Any) -> Agreement:
+        ranks = self._transport.world
+        nothing = np.zeros((0, COLUMNS), np.int64)
+        return Agreement(False, {}, [0] * ranks, self._question.like.number, "", nothing, 0, np.zeros(ranks), **why)
 
 
 def _gather(message: np.ndarray, transport: Transport) -> Handle:
@@ -130,10 +158,11 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def _raise_everywhere(error: Exception | None, transport: Transport) -> None:
+def _first_error(error: Exception | None, transport: Transport) -> Exception:
+    """What to raise: a rank's own error, or that of the first rank that has one."""
     message = f"{type(error).__name__}: {error}" if error is not None else ""
     messages = transport.gather_bytes(message.encode())
     if error is not None:
-        raise error
+        return error
     rank, first = next((r, m.decode()) for r, m in enumerate(messages) if m)
-    raise RemoteError(f"rank {rank} stopped: {first}")
+    return RemoteError(f"rank {rank} stopped: {first}")

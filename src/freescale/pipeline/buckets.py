@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -40,8 +41,17 @@ class GradientBuckets(FlatGradients):
         self._divide(backwards)
         # Parameters by number, as the first backward reached them; None once all know.
         self._came: dict[int, None] | None = {} if len(self.flat) > len({p.dtype for p in self.parameters}) else None
-        for number, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._there, number))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a run: hooks tell which gradients are there. What a run left behind that failed in its backward is forgotten."""
+        self._lacking, self._summed, self._handles, self._sums = [], None, [], None
+        hooks = [p.register_post_accumulate_grad_hook(partial(self._there, number)) for number, p in enumerate(self.parameters)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _divide(self, order: list[int]) -> None:
         """Into buckets, in that order of the parameters."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,10 @@ class FlatGradients:
     parameters: list[nn.Parameter]
     flat: list[Tensor]
     _views: list[Tensor]  # of each parameter
+
+    def watching(self) -> AbstractContextManager[object]:
+        """While a schedule runs."""
+        return nullcontext()
 
     def clear(self) -> None:
         """Zero gradients, attached: before the first backward of a step."""

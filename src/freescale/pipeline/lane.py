@@ -83,11 +83,18 @@ class Lane:
         self._jobs.put(job)
         return job
 
-    def close(self) -> None:
+    def rest(self) -> None:
         """Ends the thread once its jobs are done; the next job starts another."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread = None
+
+    def close(self) -> None:
+        """The thread has ended."""
+        thread = self._thread
+        self.rest()
+        if thread is not None:
+            thread.join()
 
     def borrow(self, *tensors: Tensor | None) -> None:
         """Tensors of another stream that this lane's stream uses: their memory is not given to others before it has."""

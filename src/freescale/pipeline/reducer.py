@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -13,6 +14,9 @@ from freescale.transport.api import Transport
 
 class Reducer(Protocol):
     flat: list[Tensor]  # all gradients, in buffers that the parameters' .grad are views of
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Around a run: the backward tells which gradients are there."""
 
     def clear(self) -> None:
         """Zero gradients, attached: before the first backward of a step."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from freescale.embedding.swap import Parallel
 from freescale.observe.ledger import Ledger
 from freescale.pipeline.agreement import MAX_TASKS, Agreement
 from freescale.pipeline.buckets import GradientBuckets
+from freescale.pipeline.finite import LossWatch
 from freescale.pipeline.garbage import objects_set_aside
 from freescale.pipeline.reducer import MakeReducer, Reducer
+from freescale.pipeline.source import Source
 from freescale.pipeline.stopwatch import Stopwatch
 from freescale.pipeline.summing import Summing
 from freescale.pipeline.upcoming import Upcoming
@@ -61,7 +64,8 @@ class Schedule(ABC):
         reducer: MakeReducer | None = None,
         dense_sums: str = "collective",
     ) -> None:
-        """`learning_rate(step)` scales the learning rates of the dense optimizer and of the rows; steps count from 1.
+        """`learning_rate(step)` scales the learning rates of the dense optimizer and of the rows; steps count from 1. Without it
+        the optimizer's are left alone, for a scheduler of torch's, say.
 
         `accumulate` cuts a rank's batch into that many micro-batches; the step stays one step. `precision` is fp32 (whatever the
         model's parameters are) or bf16 (autocast; no loss scaling). `balancer` moves the samples of the next batch while this one
@@ -76,6 +80,7 @@ class Schedule(ABC):
             raise ValueError(f"dense_sums must be one of {', '.join(DENSE_SUMS)}, not {dense_sums!r}")
         if dense_sums == "parts" and reducer is not None:
             raise ValueError("compressed gradients are summed in their own way: dense_sums='parts' is for exact ones")
+        _refuse_other_parameters(parallel, optimizer)
         self.parallel, self.optimizer = parallel, optimizer
         self.tables, self.transport = parallel.tables, parallel.transport
         assert isinstance(self.transport.ledger, Ledger)
@@ -86,8 +91,13 @@ class Schedule(ABC):
         self.stopwatch = Stopwatch(self.ledger.clock, self.transport.device)
         self._copies = torch.cuda.Stream(self.transport.device) if self.transport.device.type == "cuda" else None
         self.steps = 0  # made so far
-        self._factor = learning_rate or (lambda step: 1.0)
+        self._learning_rate = learning_rate
         self._base_lr = [group["lr"] for group in optimizer.param_groups]
+        self._stop = self._stopped = self._closed = False
+        self._failure: Exception | None = None  # of a batch: raised once the steps before it are made
+        self._taken: list[Upcoming] = []  # batches on their way, in their order
+        self._source: Source | None = None  # of the last run
+        self._loss_watch = LossWatch()
         parts = dense_sums == "parts" and self.transport.world > 1
         self._summing = Summing(self.transport) if parts else None
         exact = partial(GradientBuckets, summing=self._summing)
@@ -95,25 +105,91 @@ class Schedule(ABC):
 
     def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
         """Trains until every rank's data has ended; a rank that runs out joins with empty batches. The data of a rank may fail:
-        then all ranks raise. Who leaves the loop early calls `flush` before reading the tables (checkpoints and evaluation do)."""
-        with objects_set_aside():
-            yield from self._run(iter(data))
+        then all ranks raise, after the steps before it.
+
+        Every rank leaves the loop after the same step, or none; `stop` makes it so. Batches that were taken by then are the first
+        of the next run over the same iterator. What is deferred is settled before a checkpoint, an evaluation or another pipeline
+        reads the tables; who reads them otherwise calls `flush` first."""
+        if self._closed:
+            raise RuntimeError("the pipeline is closed: make another")
+        self._stopped, self._failure = False, None
+        source = self._source = self._source_of(iter(data), self.tables.take_over(self))
+        try:
+            with objects_set_aside(), self.buckets.watching():
+                yield from self._run(source)
+            self._loss_watch.finish()
+        finally:
+            self._end_run()
+            source.give_back([upcoming.taken for upcoming in self._taken if upcoming.taken is not None])
+            self._taken.clear()
+            self._stop = False
+
+    def _source_of(self, iterator: Iterator[SequenceBatch], before: object) -> Source:
+        """With what the last run left of it."""
+        source = before._source if isinstance(before, Schedule) else None
+        if source is None or source.iterator is not iterator:
+            return Source(iterator)
+        source.reopen()
+        return source
+
+    @abstractmethod
+    def _run(self, source: Source) -> Iterator[StepResult]:
+        """The steps, in the schedule's own order."""
+
+    def _end_run(self) -> None:
+        """However it ended: nothing takes batches any more."""
+        if self._summing is not None:
+            self._summing.rest()
+
+    def stop(self) -> None:
+        """Ends the run on all ranks after the same step, one of the next three; whoever calls goes on with its loop. For any rank,
+        thread or signal handler. Between runs it ends the next one."""
+        self._stop = True
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop`, here or on another rank, ended the last run."""
+        return self._stopped
+
+    def close(self) -> None:
+        """Settles, and gives back threads and channels: the next pipeline of this transport uses them again. A collective."""
+        if self._closed:
+            return
+        self.tables.hand_back(self)
+        self._closed = True
         if self._summing is not None:
             self._summing.close()
 
-    @abstractmethod
-    def _run(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:
-        """The steps, in the schedule's own order."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # after an error the ranks may no longer be in step
+            self.close()
 
     def _upcoming(
         self,
-        step: int,
-        batches: Iterator[SequenceBatch],
+        source: Source,
         before: Upcoming | None,
         transport: Transport,
         computed: Callable[[], tuple[int, int]],
+        ahead: bool = False,
     ) -> Upcoming:
-        return Upcoming(step, batches, before, self.tables, transport, self.balancer, computed, self._copies)
+        """The batch after `before`."""
+        step = before.step + 1 if before is not None else self.steps + 1
+        upcoming = Upcoming(
+            step, source, before, self.tables, transport, self.balancer, computed, lambda: self._stop, self._copies, ahead
+        )
+        self._taken.append(upcoming)
+        return upcoming
+
+    def _check_agreed(self, agreement: Agreement) -> None:
+        """What the ranks agreed on, before it is used: the same on all of them."""
+        self._stopped |= agreement.stopping
+        self._failure = self._failure or agreement.error
+        unknown = sorted(set(self.task_weights) - set(agreement.counts))
+        if agreement.ready and unknown:
+            raise ValueError(f"task_weights names {', '.join(unknown)}; the tasks are {', '.join(sorted(agreement.counts))}")
 
     def _micro_batches(self, batch: SequenceBatch) -> list[SequenceBatch]:
         if self.accumulate == 1 or len(batch) <= 1:
@@ -164,21 +240,31 @@ class Schedule(ABC):
             return nullcontext()
         return torch.autocast(self.transport.device.type, dtype=torch.bfloat16)
 
+    def _factor(self, step: int) -> float:
+        return 1.0 if self._learning_rate is None else self._learning_rate(step)
+
     def _update_dense(self, factor: float) -> Tensor | None:
         with self.ledger.span("optimizer"):
             norm = self.buckets.clip(self.clip) if self.clip is not None and self.buckets.flat else None
-            for group, base in zip(self.optimizer.param_groups, self._base_lr, strict=True):
-                group["lr"] = base * factor
+            if self._learning_rate is not None:
+                groups = self.optimizer.param_groups
+                self._base_lr += [group["lr"] for group in groups[len(self._base_lr) :]]  # added since
+                for group, base in zip(groups, self._base_lr, strict=True):
+                    group["lr"] = base * factor
             self.optimizer.step()
         return norm
 
     def _result(self, batch: SequenceBatch, agreement: Agreement, losses: Tensor, norm: Tensor | None) -> StepResult:
         """losses: summed over the ranks."""
+        self._loss_watch.see(self.steps, losses[-1])
         by_task = dict(zip(sorted(agreement.counts), losses.unbind()))
         return StepResult(batch.number, self.steps, by_task, agreement.counts, losses[-1], norm)
 
     def flush(self) -> None:  # noqa: B027 - a schedule that defers nothing has nothing to do
         """Applies what the schedule has deferred; afterwards the tables are those of the serial schedule. A collective."""
+
+    def discard(self) -> None:  # noqa: B027
+        """Forgets what is deferred, and what was fetched ahead: the tables are about to be replaced. A collective."""
 
     # ---- state
 
@@ -189,3 +275,16 @@ class Schedule(ABC):
         self.steps = int(state["steps"])
         if self.balancer:
             self.balancer.load_state_dict(state.get("balancer", {}), self.transport.world)
+
+
+def _refuse_other_parameters(parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer of another model, or of the model before it was parallelized, would train nothing."""
+    own = {id(parameter) for parameter in parallel.dense_parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strange = [parameter for parameter in held if id(parameter) not in own]
+    if strange:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strange[:3])
+        raise ValueError(
+            f"{len(strange)} of the optimizer's {len(held)} parameters are not the model's (shapes {shapes}): make it of "
+            "`sharded.dense_parameters()`; tables have a row optimizer of their own"
+        )

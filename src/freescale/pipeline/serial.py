@@ -6,12 +6,16 @@ batch -> counts -> ids -> rows -> forward, backward -> row gradients -> row upda
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 from freescale.batch import SequenceBatch
 from freescale.pipeline.agreement import Agreement
 from freescale.pipeline.schedule import Schedule, StepResult
+from freescale.pipeline.source import Source
 from freescale.pipeline.upcoming import Upcoming
+from freescale.transport.api import TransportError
 
 _COLLISIONS_EVERY = 10  # steps between two looks at what consecutive batches share
 
@@ -21,20 +25,39 @@ class Serial(Schedule):
 
     overlaps_dense = False
 
-    def _run(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:
-        coming = self._upcoming(self.steps + 1, batches, None, self.transport, self.stopwatch.last)
+    def _run(self, source: Source) -> Iterator[StepResult]:
+        coming = self._next(source, None)
         while True:
             self.ledger.begin_step(self.steps)
             batch, agreement = coming.complete()
+            self._check_agreed(agreement)
             if not agreement.ready:
                 self.ledger.cancel_step()
+                if self._failure is not None:
+                    raise self._failure
                 return
             coming.count(self.ledger)
-            following = self._upcoming(self.steps + 2, batches, coming, self.transport, self.stopwatch.last)
+            self._taken.remove(coming)
+            following = self._next(source, coming)
             result = self._step(batch, agreement, following)
             self.ledger.end_step()
-            yield result
+            try:
+                yield result
+            except GeneratorExit:
+                self._tell_left(following)
+                raise
+            if following.asked:  # balanced: they agreed on it before this step was over
+                following.meet()
             coming = following
+
+    def _tell_left(self, following: Upcoming) -> None:
+        """The others would wait for this rank."""
+        if self.transport.world > 1 and not sys.is_finalizing():
+            with suppress(TransportError):  # nobody is there to hear it
+                following.meet(left=self.steps)
+
+    def _next(self, source: Source, before: Upcoming | None) -> Upcoming:
+        return self._upcoming(source, before, self.transport, self.stopwatch.last)
 
     def _step(self, batch: SequenceBatch, agreement: Agreement, following: Upcoming) -> StepResult:
         if not self.tables.placed:

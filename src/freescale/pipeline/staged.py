@@ -16,6 +16,7 @@ optimizer for what is left of its gradients' sums, which begin during the backwa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,9 +29,11 @@ from freescale.batch import SequenceBatch
 from freescale.embedding.collision import Masks, collision_masks
 from freescale.embedding.exchange import Replicated, Sharded
 from freescale.embedding.request import Part, Request
+from freescale.observe.ledger import Arrival
 from freescale.pipeline.agreement import Agreement
 from freescale.pipeline.lane import Job, Lane, Moment
 from freescale.pipeline.schedule import Schedule, StepResult
+from freescale.pipeline.source import Source
 from freescale.pipeline.upcoming import Upcoming
 from freescale.transport.api import Transport
 
@@ -55,8 +58,11 @@ class Turn:
 class Taking:
     """A batch that the lane `coming` brings."""
 
-    job: Job
-    found: list[Turn | None]  # one, once the job is done; None: the data has ended on every rank
+    upcoming: Upcoming
+    agreed: Moment  # the ranks have agreed on it: all are still there
+    job: Job | None = None  # until it is where it will be computed
+    asked: list[Arrival] = field(default_factory=list)  # collectives of the agreement
+    turn: Turn | None = None  # once the job is done; None: there is no such batch, on any rank
 
 
 class Staged(Schedule):
@@ -74,55 +80,58 @@ class Staged(Schedule):
         self._jobs: list[Job] = []  # of the last step
         self._unsettled: Turn | None = None  # the last step, as long as some of its gradients are deferred
         self._taking: Taking | None = None
-        self._failure: Exception | None = None  # of a batch that has yet to come
-        self.tables.settle = self.flush
+        self._last: Upcoming | None = None  # the newest batch
+        self._replaced = False  # the tables, since rows were fetched ahead
 
-    def _run(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:
-        try:
-            yield from self._turns(batches)
-        finally:
-            if self._taking is not None:  # nobody may close the data while the lane reads it
-                with suppress(Exception):
-                    self._taking.job.wait(host=True)
-
-    def _turns(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:
+    def _run(self, source: Source) -> Iterator[StepResult]:
         self.flush()
-        self._failure = None
+        self._last, self._replaced = None, False
         for lane in self.lanes:
             lane.side.take()
         self.ledger.begin_step(self.steps)
-        self._take(self.steps + 1, batches, None)
-        turn = self._taken()
-        if turn is None:
-            self.ledger.cancel_step()
-            return
-        self._take(self.steps + 2, batches, turn)
-        self._fetch_first(turn)
-        coming = self._taken()
-        while True:
-            result, then = self._step(turn, coming, batches)
+        self._take(source)
+        turn = self._bring()
+        if turn is not None:
+            self._take(source)
+            self._fetch_first(turn)
+            coming = self._bring()
+        while turn is not None:
+            result, then = self._step(turn, coming, source)
             self.ledger.end_step()
-            yield result
-            if self._failure is not None:
-                raise self._failure
-            if coming is None:
-                break
-            turn, coming = coming, then
+            try:
+                yield result
+            except GeneratorExit:
+                self._tell_left(source)
+                raise
             self.ledger.begin_step(self.steps)
-            self._arrive(turn)
+            turn, coming = coming, then
+            if turn is not None:
+                self._arrive(turn)
+        self._take(source)  # the others may have left after the last step
+        self._bring()
+        self.ledger.cancel_step()
         self.flush()
         self.tables.release()
-        for lane in self.lanes:
-            lane.close()
+        if self._failure is not None:
+            raise self._failure
 
-    def _step(self, turn: Turn, coming: Turn | None, batches: Iterator[SequenceBatch]) -> tuple[StepResult, Turn | None]:
+    def _end_run(self) -> None:
+        super()._end_run()
+        if self._taking is not None and self._taking.job is not None:  # nobody may close the data while the lane reads it
+            with suppress(Exception):
+                self._taking.job.wait(host=True)
+        for lane in self.lanes:
+            lane.rest()
+
+    def _step(self, turn: Turn, coming: Turn | None, source: Source) -> tuple[StepResult, Turn | None]:
         """-> also the batch after the coming one."""
         last, self._unsettled = self._unsettled, None
+        self._taken.remove(turn.upcoming)
         self._jobs = [self.ahead.submit(lambda: self._while_computing(last, turn, coming), last.gradients if last else ())]
-        if coming is not None:
-            self._take(self.steps + 3, batches, coming)
+        self._take(source)
         turn.upcoming.count(self.ledger)
         self._compute(turn.micro, turn.agreement)
+        self._agreed()
         self.steps += 1
         self.stopwatch.finish(self.steps)
         turn.step, turn.factor = self.steps, self._factor(self.steps)
@@ -132,11 +141,7 @@ class Staged(Schedule):
         self._apply_replicated(turn)
         losses = self.buckets.reduce()
         norm = self._update_dense(turn.factor)
-        then = None
-        try:
-            then = self._taken() if coming is not None else None
-        except Exception as error:  # noqa: BLE001 - raised once this step is complete
-            self._failure = error
+        then = self._bring()
         return self._result(turn.batch, turn.agreement, losses, norm), then
 
     # ---- the lanes
@@ -178,33 +183,64 @@ class Staged(Schedule):
 
     # ---- verbs of the main thread
 
-    def _take(self, step: int, batches: Iterator[SequenceBatch], before: Turn | None) -> None:
-        """The lane `coming` begins to bring the batch of that step."""
+    def _take(self, source: Source) -> None:
+        """The lane `coming` begins to bring the next batch."""
         computed = self.stopwatch.last()  # now, and not when the lane asks: of the same step on every rank
-        after, transport = before.upcoming if before is not None else None, self.coming.transport
-        upcoming, found = self._upcoming(step, batches, after, transport, lambda: computed), list[Turn | None]()
+        upcoming = self._upcoming(source, self._last, self.coming.transport, lambda: computed, ahead=True)
+        self._last = upcoming
+        taking = self._taking = Taking(upcoming, Moment(torch.device("cpu")))
 
         def bring() -> None:
+            try:
+                upcoming.agree()
+            except BaseException as error:
+                taking.agreed.fail(error)
+                raise
+            taking.asked = self.coming.side.take()
+            taking.agreed.reach()
             batch, agreement = upcoming.complete()
-            moments = Moment(self.transport.device), Moment(self.transport.device)
-            found.append(Turn(batch, agreement, self._micro_batches(batch), upcoming, *moments) if agreement.ready else None)
+            if agreement.ready:
+                moments = Moment(self.transport.device), Moment(self.transport.device)
+                taking.turn = Turn(batch, agreement, self._micro_batches(batch), upcoming, *moments)
 
         with torch.cuda.stream(self._copies):  # it depends on nothing that computes
-            self._taking = Taking(self.coming.submit(bring), found)
+            taking.job = self.coming.submit(bring)
 
-    def _taken(self) -> Turn | None:
-        """Waits for the batch."""
+    def _agreed(self) -> None:
+        """Waits until the ranks have agreed on the next batch: who has left will not take part in what comes now."""
         assert self._taking is not None
+        begin = self.ledger.clock.stamp()
+        with self.ledger.span("await batch"):
+            self._taking.agreed.wait()
+        asked, self._taking.asked = self._taking.asked, []
+        self.ledger.waited_for(asked, begin)
+
+    def _bring(self) -> Turn | None:
+        """Waits for the batch. None: no rank has one, or the data failed, which is raised once the steps before it are made."""
         taking, begin = self._taking, self.ledger.clock.stamp()
+        assert taking is not None and taking.job is not None
         with self.ledger.span("await batch"):
             taking.job.wait()
         self._taking = None
-        self.ledger.waited_for(self.coming.side.take(), begin)
-        [turn] = taking.found
-        for batch in turn.micro if turn is not None else ():
+        self.ledger.waited_for(taking.asked + self.coming.side.take(), begin)
+        assert taking.upcoming.agreement is not None
+        self._check_agreed(taking.upcoming.agreement)
+        for batch in taking.turn.micro if taking.turn is not None else ():
             for tensor in batch.tensors():
                 self.coming.lend(tensor)
-        return turn
+        return taking.turn
+
+    def _tell_left(self, source: Source) -> None:
+        """The others are told that this rank has left the loop."""
+        if self.transport.world == 1 or sys.is_finalizing():
+            return
+        computed = self.stopwatch.last()
+        upcoming = self._upcoming(source, self._last, self.coming.transport, lambda: computed)
+        told = self.coming.submit(lambda: upcoming.meet(left=self.steps))
+        with suppress(Exception):  # nobody is there to hear it
+            for job in (told, *self._jobs):
+                job.wait(host=True)
+        self.coming.side.take()
 
     def _fetch_first(self, turn: Turn) -> None:
         """The first batch: everything, blocking."""
@@ -219,9 +255,12 @@ class Staged(Schedule):
         """Waits for d and f; from now on the model can read the rows of the turn."""
         begin = self.ledger.clock.stamp()
         with self.ledger.span("arrive"):
-            for job in self._jobs:
-                job.wait()
+            self._finish_jobs()
         self.ledger.waited_for(self.ahead.side.take() + self.urgent.side.take(), begin)
+        if self._replaced:
+            self._replaced = False
+            self.tables.fetch(turn.requests)
+            return
         for _, request in self._sharded(turn):
             assert request.rows is not None
             self.ahead.lend(request.rows)
@@ -237,10 +276,25 @@ class Staged(Schedule):
 
     def flush(self) -> None:
         """Applies the gradients that are deferred; afterwards the tables are those of the serial schedule. A collective."""
-        for job in self._jobs:
-            job.wait()
+        self._finish_jobs()
         last, self._unsettled = self._unsettled, None
         self._settle(last, self.transport)
+
+    def discard(self) -> None:
+        """Forgets the gradients that are deferred, and the rows that were fetched ahead. A collective."""
+        self._finish_jobs()
+        self._unsettled, self._replaced = None, True
+
+    def close(self) -> None:
+        super().close()
+        for lane in self.lanes:
+            lane.close()
+
+    def _finish_jobs(self) -> None:
+        """What the lanes do has changed the tables or is there."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.wait()
 
     # ---- verbs of both
 

@@ -30,6 +30,9 @@ class Summing:
         """As `Transport.all_reduce`; tensor [n]."""
         return _Sum(self, tensor, kind)
 
+    def rest(self) -> None:
+        self.lane.rest()
+
     def close(self) -> None:
         self.lane.close()
 

@@ -7,11 +7,12 @@ time. The staged schedule completes it in a lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.partition import Assignment
@@ -20,6 +21,7 @@ from freescale.batch import SequenceBatch
 from freescale.embedding.collection import Tables
 from freescale.observe.ledger import Ledger
 from freescale.pipeline.agreement import Agreement, Asked, Question
+from freescale.pipeline.source import Source
 from freescale.transport.api import Transport
 from freescale.wire import empty_batch
 
@@ -30,19 +32,23 @@ class Upcoming:
     def __init__(
         self,
         step: int,
-        batches: Iterator[SequenceBatch],
+        source: Source,
         before: Upcoming | None,
         tables: Tables,
         transport: Transport,
         balancer: Balancer | None,
         computed: Callable[[], tuple[int, int]],
+        stopping: Callable[[], bool],
         copies: torch.cuda.Stream | None = None,
+        ahead: bool = False,
     ) -> None:
         """`step` will compute it. `before`: the batch of the step before; without data this rank takes part with an empty one of
-        the same features. `computed`: the last step that was measured, the same on every rank, and its nanoseconds. `copies`: the
-        stream on which it goes to a GPU."""
-        self._step, self._batches, self._tables, self._transport = step, batches, tables, transport
+        the same features. `computed`: the last step that was measured, the same on every rank, and its nanoseconds. `stopping`:
+        whether this rank wants the run to end. `copies`: the stream on which it goes to a GPU. `ahead`: more batches are taken
+        before this one is computed."""
+        self.step, self._source, self._tables, self._transport = step, source, tables, transport
         self._balancer, self._computed, self._copies = balancer, computed, copies
+        self._stopping, self._ahead = stopping, ahead
         self._stages: list[Callable[[], None]] = [self._ask, self._sizes, self._samples]
         self._shuffle: Shuffle | None = None
         self._counters: dict[str, float] = {}
@@ -53,7 +59,7 @@ class Upcoming:
         self.agreement: Agreement | None = None
         self._balanced = balancer is not None and transport.world > 1
         self._asked: Asked | None = None
-        self._batch: SequenceBatch | None = None  # as it came from the data
+        self.taken: SequenceBatch | None = None  # as it came from the data
 
     # ---- the junctures of the step before
 
@@ -72,10 +78,28 @@ class Upcoming:
 
     # ---- its own step
 
+    @property
+    def asked(self) -> bool:
+        """The ranks have begun to agree on it."""
+        return self._asked is not None
+
+    def agree(self) -> Agreement:
+        """Stage I, to its end."""
+        self._advance(len(self._stages) - 1)
+        assert self.agreement is not None
+        return self.agreement
+
+    def meet(self, left: int | None = None) -> None:
+        """The ranks tell each other that they are still there; one that is not says after which step it has left the loop, here or
+        where the others ask for the batch."""
+        Asked(Question(None, None, self.like, self._space, self._computed(), left=left), self._transport).answer()
+
     def complete(self) -> tuple[SequenceBatch, Agreement]:
         """The batch, where it is to be computed. Nothing is in it if the data has ended everywhere (`agreement.ready`)."""
         self._advance(len(self._stages))
         assert self.agreement is not None
+        if not self.agreement.ready:
+            return self.like, self.agreement
         if self._shuffle is not None:
             assert self._balancer is not None and self._shuffle.assignment is not None
             with self._balancing():
@@ -102,33 +126,43 @@ class Upcoming:
         """Takes the batch from the data; stage I starts."""
         batch: SequenceBatch | None = None
         error: Exception | None = None
+        stopping = self._stopping()
         with self._transport.ledger.span("data"):
             try:
-                batch = next(self._batches, None)
+                batch = None if stopping else self._source.take()
                 if batch is not None:
-                    batch = host(batch)
+                    self.taken = batch = host(batch)
+                    if self._ahead and self._transport.device.type == "cpu":
+                        # An iterator may fill the same buffers again; to a GPU they are copied anyway.
+                        self.taken = batch = batch.map(Tensor.clone)
                     self._tables.check(batch)
                     self._count(batch)
             except Exception as caught:  # noqa: BLE001 - raised on all ranks, with the answer
-                batch, error = None, caught
+                batch, error, self.taken = None, caught, None
         with self._transport.ledger.span("agree"):
-            room = self._room if self._balanced else None
-            self._asked = Asked(Question(batch, error, self.like, room, self._computed()), self._transport)
-        self._batch = batch
+            question = Question(batch, error, self.like, self._space, self._computed(), stopping)
+            self._asked = Asked(question, self._transport)
+
+    @property
+    def _space(self) -> int | None:
+        return self._room if self._balanced else None
 
     def _sizes(self) -> None:
         """Stage I ends; with balancing, stage II starts."""
         assert self._asked is not None
         with self._transport.ledger.span("agree"):
             self.agreement = self._asked.answer()
-        batch = self._batch
+        if not self.agreement.ready:
+            self._source.close()
+            return
+        batch = self.taken
         if batch is None:
             empty = empty_batch(self.agreement.schema) if self.agreement.schema else self.like.slice(0, 0)
             batch = replace(empty, number=self.agreement.number)
         self.like = batch
-        if self._balanced and self.agreement.ready:
+        if self._balanced:
             assert self._balancer is not None
-            self._shuffle = Shuffle(self._step, batch, self.agreement.samples, self._balancer, self._transport)
+            self._shuffle = Shuffle(self.step, batch, self.agreement.samples, self._balancer, self._transport)
             with self._balancing():
                 self._balancer.learn(self.agreement.computed_step, self.agreement.computed)
                 self._shuffle.sizes(self.agreement.lengths)

@@ -171,6 +171,7 @@ class Checkpoints:
         if not parallel.tables.placed:
             parallel.tables.place(recorded=state["placement"])
         _refuse_other_model(path, state, _description(parallel, optimizer))
+        parallel.tables.discard()
         tensors = _tensors(parallel, optimizer, self.transport, random=optimizer is not None)
         same_ranks = state["ranks"] == self.transport.world and state["device"] == self.transport.device.type
         if not same_ranks:  # other ranks or devices have other random states; each rank keeps its own

@@ -1,0 +1,44 @@
+"""Where a run takes its batches from, and to where those return that were taken ahead and not trained."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from freescale.batch import SequenceBatch
+
+
+class Source:
+    """One iterator. Schedules take batches before their turn; who leaves the loop gives them back, for the next run over the same
+    iterator."""
+
+    def __init__(self, iterator: Iterator[SequenceBatch]) -> None:
+        self.iterator = iterator
+        self._returned: deque[SequenceBatch] = deque()
+        self._open = True
+
+    def take(self) -> SequenceBatch | None:
+        """None once the data has ended or `close` was called. After an error too: an iterator that failed is not asked again."""
+        if not self._open:
+            return None
+        if self._returned:
+            return self._returned.popleft()
+        try:
+            batch = next(self.iterator, None)
+        except BaseException:
+            self._open = False
+            raise
+        self._open = batch is not None
+        return batch
+
+    def close(self) -> None:
+        """This run takes no more."""
+        self._open = False
+
+    def give_back(self, batches: Iterable[SequenceBatch]) -> None:
+        """In the order in which they were taken."""
+        self._returned.extendleft(reversed(list(batches)))
+
+    def reopen(self) -> None:
+        """For another run."""
+        self._open = True
