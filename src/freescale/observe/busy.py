@@ -1,10 +1,40 @@
-"""What the main thread of a rank did with a step when it did not wait. A pure function over plain data."""
+"""What the main thread of a rank did with a step, and for what it waited. Pure functions over plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 OTHER = "other"  # between the spans
+# Spans in which the main thread waits for the rank's other threads: what is no wait for their collectives is one for their own work.
+LANES = ("arrive", "await batch", "await sums")
+
+Part = tuple[int, int]  # begin and end
+
+
+def own_waits(collectives: Sequence[Sequence]) -> list[list[Part]]:
+    """Of each collective, the parts of its wait that count as its own: while several threads wait, the time belongs to the collective
+    that is done last. No moment is counted twice."""
+    waits = sorted((entry[-2], entry[-1], number) for number, entry in enumerate(collectives) if entry[-1] > entry[-2])
+    parts: list[list[Part]] = [[] for _ in collectives]
+    if all(before[1] <= after[0] for before, after in zip(waits[:-1], waits[1:], strict=True)):  # as nearly always
+        for begin, end, number in waits:
+            parts[number].append((begin, end))
+        return parts
+    taken: list[Part] = []
+    for begin, end, number in sorted(waits, key=lambda wait: (-wait[1], wait[0], wait[2])):
+        parts[number] = _without(begin, end, taken)
+        taken = sorted([*taken, *parts[number]])
+    return parts
+
+
+def _without(begin: int, end: int, taken: Sequence[Part]) -> list[Part]:
+    """What of [begin, end) is in none of `taken`, which are sorted and apart."""
+    left: list[Part] = []
+    for a, b in taken:
+        if begin < min(a, end):
+            left.append((begin, min(a, end)))
+        begin = max(begin, b)
+    return [*left, (begin, end)] if begin < end else left
 
 
 def busy(begin: int, end: int, spans: Iterable[Sequence], collectives: Iterable[Sequence]) -> dict[str, int]:

@@ -107,6 +107,8 @@ def print_ledger(console: Console, ledger: Mapping[str, Any]) -> None:
         if ledger["bytes_per_step"].get(kind):
             paths = ", ".join(sorted(ledger.get("paths", {}).get(kind, {})))
             table.add_row(f"  {kind}", f"{value:.2f} ms, {ledger['bytes_per_step'][kind] / 1e6:.2f} MB ({paths})")
+    if any(ledger.get("lane_ms_per_rank") or ()):
+        table.add_row("waiting for its own lanes", f"{sum(ledger['lane_ms_per_rank']) / ledger['ranks']:.2f} ms")
     for name, value in ledger["spans_ms"].items():
         table.add_row(f"  {name}", f"{value:.2f} ms")
     if ledger.get("collision_percent") is not None:

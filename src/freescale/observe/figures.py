@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from freescale.observe.busy import own_waits
 from freescale.observe.ledger import KINDS
 
 # Spans that are this rank's own work: what imbalance compares.
@@ -47,11 +48,13 @@ def merge_step(records: Sequence[Mapping]) -> dict:
     straggler = [0.0] * ranks
     exposed = {kind: [0.0] * ranks for kind in KINDS}
     moved = dict.fromkeys(KINDS, 0)
-    for entries in zip(*(record["collectives"] for record in records), strict=True):
+    waits = [own_waits(record["collectives"]) for record in records]
+    for number, entries in enumerate(zip(*(record["collectives"] for record in records), strict=True)):
         last = max(entry[3] for entry in entries)
-        for rank, (kind, sent, _received, _issued, waited, done) in enumerate(entries):
-            straggler[rank] += max(0, min(done, last) - waited) / 1e6
-            exposed[kind][rank] += max(0, done - max(waited, last)) / 1e6
+        for rank, (kind, sent, *_) in enumerate(entries):
+            for begin, end in waits[rank][number]:
+                straggler[rank] += max(0, min(end, last) - begin) / 1e6
+                exposed[kind][rank] += max(0, end - max(begin, last)) / 1e6
             moved[kind] += sent
     paths: dict[str, dict[str, int]] = {}
     for record in records:
@@ -77,6 +80,7 @@ def merge_step(records: Sequence[Mapping]) -> dict:
         "straggler_ms": straggler,
         "exposed_ms": {kind: sum(times) / ranks for kind, times in exposed.items()},
         "exposed_ms_per_rank": [sum(times) for times in zip(*exposed.values(), strict=True)],
+        "lane_ms": [round(record.get("lanes", 0) / 1e6, 3) for record in records],
         "busy_ms": _busy(records),
         **_shares(records),
         "bytes": moved,
@@ -153,7 +157,7 @@ class Summary:
         for name, value in flat.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
             self._counts[name] = self._counts.get(name, 0) + 1
-        for name in ("compute_ms", "straggler_ms", "exposed_ms_per_rank"):
+        for name in ("compute_ms", "straggler_ms", "exposed_ms_per_rank", "lane_ms"):
             self._add_per_rank(name, figures.get(name))
         for name, values in figures.get("busy_ms", {}).items():
             self._add_per_rank(f"busy_ms/{name}", values)
@@ -209,6 +213,7 @@ class Summary:
             "compute_ms_per_rank": self._per_rank("compute_ms"),
             "straggler_ms_per_rank": self._per_rank("straggler_ms"),
             "exposed_ms_per_rank": self._per_rank("exposed_ms_per_rank"),
+            "lane_ms_per_rank": self._per_rank("lane_ms"),
             # Over all measured steps, also those without the span: with the waits it adds up to the step.
             "busy_ms_per_rank": {
                 name.split("/", 1)[1]: [total / self._busy_steps for total in totals]

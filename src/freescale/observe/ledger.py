@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from freescale.observe.busy import busy
+from freescale.observe.busy import LANES, busy
 from freescale.observe.clock import clock_for
 
 KINDS = ("counts", "ids", "rows", "gradients", "samples", "dense")
@@ -138,6 +138,8 @@ class Ledger:
         spans = [[name, *times] for name, *stamps in step.spans if None not in (times := [read(s) for s in stamps])]
         arrivals = [arrival for arrival in step.arrivals if arrival.done is not None]
         collectives = [self._times(arrival) for arrival in arrivals]
+        spent = busy(begin, end, spans, collectives)  # here and not where ranks are merged: each rank does its own
+        lanes = sum(spent.pop(name, 0) for name in LANES)
         return {
             "step": step.number,
             "begin": begin,
@@ -145,7 +147,8 @@ class Ledger:
             "spans": spans,
             "collectives": collectives,
             "carriers": [[arrival.lane, arrival.path] for arrival in arrivals],  # of each collective: thread and path
-            "busy": busy(begin, end, spans, collectives),  # here and not where ranks are merged: each rank does its own
+            "busy": spent,
+            "lanes": lanes,  # waits for what this rank's other threads do themselves
             "paths": _by_path(arrivals),
             "counters": {name: float(value) for name, value in step.counters.items()},
         }

@@ -15,11 +15,15 @@ BARS = 32  # ranks with a bar, at most
 # Names that have a colour of their own in page/style.css; all others share one.
 COLOURED = frozenset(
     ("forward", "backward", "optimizer", "lookup", "update-rows", "deduplicate", "compare", "data", "agree", "balance", "arrive")
-    + ("other", "straggler", "exposed", "counts", "ids", "rows", "gradients", "samples", "dense")
+    + ("other", "straggler", "exposed", "lanes", "counts", "ids", "rows", "gradients", "samples", "dense")
 )
 # In the order of a bar: what is the model's, what the rest costs, what is lost.
 _ORDER = ("forward", "backward", "optimizer", "lookup", "update rows", "deduplicate", "data", "agree", "balance", "arrive")
-_WAITS = {"straggler": "waiting for the slowest rank", "exposed": "exposed communication"}
+_WAITS = {
+    "straggler": "waiting for the slowest rank",
+    "exposed": "exposed communication",
+    "lanes": "waiting for the rank's own lanes",
+}
 
 
 def colour(name: str) -> str:
@@ -137,6 +141,8 @@ def breakdown(ledger: Mapping) -> dict[str, tuple[str, list[float]]]:
     parts["straggler"] = ("straggler_ms_per_rank", ledger["straggler_ms_per_rank"])
     if ledger.get("exposed_ms_per_rank"):
         parts["exposed"] = ("exposed_ms_per_rank", ledger["exposed_ms_per_rank"])
+    if any(ledger.get("lane_ms_per_rank") or ()):
+        parts["lanes"] = ("lane_ms_per_rank", ledger["lane_ms_per_rank"])
     return parts
 
 

@@ -67,7 +67,8 @@ class _Sum:
 
     def wait(self, host: bool = False) -> Tensor:
         begin = self._summing.ledger.clock.stamp()
-        self._job.wait(host)
+        with self._summing.ledger.span("await sums"):
+            self._job.wait(host)
         self._summing.ledger.waited_for(self._arrivals, begin)
         return self._tensor
 
