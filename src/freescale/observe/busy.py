@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 OTHER = "other"  # between the spans
-# Spans in which the main thread waits for the rank's other threads: what is no wait for their collectives is one for their own work.
+# Spans in which the main thread waits for the rank's other threads: what is no wait for their collectives is for their own work.
 LANES = ("arrive", "await batch", "await sums")
 
 Part = tuple[int, int]  # begin and end
 
 
 def own_waits(collectives: Sequence[Sequence]) -> list[list[Part]]:
-    """Of each collective, the parts of its wait that count as its own: while several threads wait, the time belongs to the collective
-    that is done last. No moment is counted twice."""
+    """Of each collective, the parts of its wait that count as its own: while several threads wait, the time belongs to the one that
+    is done last. No moment is counted twice."""
     waits = sorted((entry[-2], entry[-1], number) for number, entry in enumerate(collectives) if entry[-1] > entry[-2])
     parts: list[list[Part]] = [[] for _ in collectives]
     if all(before[1] <= after[0] for before, after in zip(waits[:-1], waits[1:], strict=True)):  # as nearly always
