@@ -94,6 +94,21 @@ def balance(used: Results, folder: str) -> str:
     return f"{lines(head, rows)}\n\n*{sources(used, folder)}*"
 
 
+def packing(used: Results, folder: str) -> str:
+    """What a balanced step packs and unpacks on the host."""
+    (result,) = used.values()
+    rows = [
+        (
+            f"{row['samples']} samples of up to {row['maximum_length']:,} events, {row['ranks']} ranks",
+            f"{row['bytes'] / 1e6:.1f} MB",
+            f"{row['pack_ms']['median']:.1f} ms",
+            f"{row['unpack_ms']['median']:.1f} ms",
+        )
+        for row in result["rows"]
+    ]
+    return f"{lines(('a rank', 'its message', 'packing', 'unpacking'), rows)}\n\n*One core; medians. {sources(used, folder)}*"
+
+
 def _number(value: float | Sequence[float]) -> str:
     """Or an interval."""
     return " to ".join(f"{edge:g}" for edge in value) if isinstance(value, Sequence) else f"{value:g}"
@@ -119,5 +134,6 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "ladder-paper-hosts": (("ladder-paper-hosts",), ladder),
     "serial": (("serial-cpu",), serial),
     "quality": (("quality-cpu",), quality),
+    "packing": (("packing-cpu",), packing),
     "balance": (("balance-measured-2ranks-cpu", "balance-measured-4ranks-h200", "balance-measured-8ranks-h200"), balance),
 }
