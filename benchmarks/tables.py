@@ -23,7 +23,7 @@ def sources(used: Results, folder: str) -> str:
     )
 
 
-def _known(value: float | None, unit: str, digits: int) -> str:
+def known(value: float | None, unit: str, digits: int) -> str:
     return "not seen" if value is None else f"{value:.{digits}f} {unit}"
 
 
@@ -43,9 +43,9 @@ def ladder(used: Results, folder: str) -> str:
                 row["arm"],
                 f"{row['samples_per_second']['median']:.0f}",
                 f"{times:.2f} x{slower}",
-                _known(of(row, "exposed_embedding_ms"), "ms", 0),
-                _known(of(row, "exposed_all_ms"), "ms", 0),
-                _known(of(row, "straggler_percent"), "%", 1),
+                known(of(row, "exposed_embedding_ms"), "ms", 0),
+                known(of(row, "exposed_all_ms"), "ms", 0),
+                known(of(row, "straggler_percent"), "%", 1),
                 f"{row['largest_relative_loss_difference_to_serial']:.0e}".replace("0e+00", "0"),
             )
         )
@@ -94,24 +94,9 @@ def balance(used: Results, folder: str) -> str:
     return f"{lines(head, rows)}\n\n*{sources(used, folder)}*"
 
 
-def packing(used: Results, folder: str) -> str:
-    """What a balanced step packs and unpacks on the host."""
-    (result,) = used.values()
-    rows = [
-        (
-            f"{row['samples']} samples of up to {row['maximum_length']:,} events, {row['ranks']} ranks",
-            f"{row['bytes'] / 1e6:.1f} MB",
-            f"{row['pack_ms']['median']:.1f} ms",
-            f"{row['unpack_ms']['median']:.1f} ms",
-        )
-        for row in result["rows"]
-    ]
-    return f"{lines(('a rank', 'its message', 'packing', 'unpacking'), rows)}\n\n*One core; medians. {sources(used, folder)}*"
-
-
-def _number(value: float | Sequence[float]) -> str:
+def number(value: float | Sequence[float], digits: int = 6) -> str:
     """Or an interval."""
-    return " to ".join(f"{edge:g}" for edge in value) if isinstance(value, Sequence) else f"{value:g}"
+    return " to ".join(f"{edge:.{digits}g}" for edge in value) if isinstance(value, Sequence) else f"{value:.{digits}g}"
 
 
 def failed(used: Results, folder: str) -> str:
@@ -121,19 +106,10 @@ def failed(used: Results, folder: str) -> str:
         (
             entry["claim"],
             f"{entry['asked']:g} {entry['unit']}",
-            f"{_number(entry['measured'])} {entry['unit']}",
+            f"{number(entry['measured'])} {entry['unit']}",
             f"[{name}]({folder}/{name}.json)",
         )
         for name, entry in claims
         if not entry["holds"]
     ]
     return f"{lines(('', 'asked', 'found', 'raw'), rows)}\n\n*{len(rows)} of {len(claims)} claims; the others hold.*"
-
-
-TABLES: dict[str, tuple[Sequence[str], Table]] = {
-    "ladder-paper-hosts": (("ladder-paper-hosts",), ladder),
-    "serial": (("serial-cpu",), serial),
-    "quality": (("quality-cpu",), quality),
-    "packing": (("packing-cpu",), packing),
-    "balance": (("balance-measured-2ranks-cpu", "balance-measured-4ranks-h200", "balance-measured-8ranks-h200"), balance),
-}
