@@ -7,9 +7,11 @@ from typing import Any
 
 from drawing import origin
 from figure_ladder import conditions, of, peer_of
+from rungs import about
 
 Results = Mapping[str, Mapping[str, Any]]
 Table = Callable[[Results, str], str]
+TICK = "`"
 
 
 def lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -58,7 +60,8 @@ def ladder(used: Results, folder: str) -> str:
     ]
     missed = f"\n\n**Asked of it and missed.** {'; '.join(asked)}." if asked else ""
     where = conditions(result)
-    return f"{lines(head, rows)}\n\n*{where[0].upper()}{where[1:]}; medians, arms in turn. {sources(used, folder)}*{missed}"
+    source = f"*{where[0].upper()}{where[1:]}; medians, arms in turn. {sources(used, folder)}*"
+    return f"{lines(head, rows)}\n\n{about(result, TICK)}\n\n{source}{missed}"
 
 
 def serial(used: Results, folder: str) -> str:

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as tree
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import figures  # noqa: E402
+import rungs  # noqa: E402
 import tables  # noqa: E402
 import technique_tables  # noqa: E402
 
@@ -79,6 +81,25 @@ def test_a_rung_that_loses_is_said_to():
     table = tables.ladder({"ladder-paper-hosts": result}, "x")
     assert "| serial | 1 | 0.01 x, slower than TorchRec |" in table and table.count("slower than TorchRec") == 1
     assert all(f"{entry['measured']:.3g}" in table for entry in result["claims"] if not entry["holds"])
+
+
+def test_the_ladder_says_what_its_hosts_and_rungs_are():
+    table = tables.ladder({"ladder-paper-hosts": json.loads((RESULTS / "ladder-paper-hosts.json").read_text())}, "x")
+    assert "network namespaces of one machine of 2 cores" in table and "between hosts" not in table
+    assert "--balance-adapt" in table and "--transport hostwire-tcp" in table
+    assert "freescale train takes on these ranks unasked" in table and "--transport collective" in table
+
+
+@pytest.mark.parametrize("name", ["ladder-paper-hosts", "ladder-paper-4ranks-h200"])
+def test_the_defaults_are_a_rung_where_they_were_measured(name):
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    result["rows"] = [row for row in result["rows"] if row["arm"] != rungs.DEFAULTS]
+    assert "was not measured in this run" in tables.ladder({name: result}, "x")
+    options = asdict(rungs.OURS[rungs.DEFAULTS]) | {"transport": "pigeons"}
+    result["rows"].append({**result["rows"][-1], "arm": rungs.DEFAULTS, "options": options})
+    table = tables.ladder({name: result}, "x")
+    assert "| defaults | " in table and "unasked: `--schedule staged --balance greedy --transport pigeons" in table
+    assert "not measured" not in table and "pigeons" in figures.figure_ladder.ladder({name: result})
 
 
 def test_marked_parts_are_filled_and_others_left_alone():
