@@ -147,6 +147,24 @@ def priority_gpu(used: Results, folder: str) -> str:
     return f"{lines(head, rows)}\n\n{verdict(used)}\n\n*{sources(used, folder)}*"
 
 
+def ablation(used: Results, folder: str) -> str:
+    """What each technique would give on 256 GPUs."""
+    (result,) = used.values()
+    found = [row for row in result["rows"] if row["figure"] == "by GPUs" and row["gpus"] == 256]
+    step = {row["arm"]: row["step_ms"] for row in found}
+    rows = [
+        (
+            row["arm"],
+            f"{step[row['arm']]:,.0f} ms",
+            f"{row['straggler_percent']:.1f} %",
+            f"{sum(row['exposed_ms'].values()):.1f} ms",
+            f"{step['none'] / step[row['arm']]:.2f} x",
+        )
+        for row in found
+    ]
+    return f"{lines(('', 'step', 'straggler', 'exposed', 'speed-up'), rows)}\n\n*Predicted. {sources(used, folder)}*"
+
+
 def validation(used: Results, folder: str) -> str:
     """Rows within what was asked of the simulator, by testbed and model; without those that a curve was taken from."""
     (result,) = used.values()
@@ -186,5 +204,6 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "priority": (("priority-hosts",), priority),
     "priority-gpu": (("priority-4ranks-h200",), priority_gpu),
     "simulate-claims": (("simulate-paper",), claims),
+    "simulate-ablation": (("simulate-paper",), ablation),
     "simulate-validation": (("simulate-validation",), validation),
 }
