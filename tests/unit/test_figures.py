@@ -102,6 +102,27 @@ def test_the_defaults_are_a_rung_where_they_were_measured(name):
     assert "not measured" not in table and "pigeons" in figures.figure_ladder.ladder({name: result})
 
 
+def test_what_was_asked_of_a_run_is_said_to_hold_or_to_be_missed():
+    used = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in technique_tables.MEASURED}
+    for result in used.values():
+        for entry in result["claims"]:
+            entry["holds"] = True
+    assert "All that was asked holds." in technique_tables.balance_cost(used, "x")
+    entry = used["balance-measured-8ranks-h200"]["claims"][0]
+    entry["holds"] = False
+    table = technique_tables.balance_cost(used, "x")
+    assert f"Missed: balance-measured-8ranks-h200: {entry['claim']}." in table and "All that was asked holds." not in table
+
+
+def test_what_superseded_runs_missed_is_not_counted(tmp_path):
+    result = {"claims": [{"claim": "fast", "asked": 1, "measured": 2, "unit": "s", "holds": False}]}
+    (tmp_path / "archive").mkdir()
+    for path in (tmp_path / "new-cpu.json", tmp_path / "archive" / "old-cpu.json"):
+        path.write_text(json.dumps(result))
+    table = figures.everything(tmp_path)[1]["failed"]("../")
+    assert "new-cpu" in table and "old-cpu" not in table and "1 of 1 claims" in table
+
+
 def test_marked_parts_are_filled_and_others_left_alone():
     ends = "<!-- /measured -->"
     document = f"a\n<!-- measured:x -->\n{ends}\nb\n<!-- measured:gone -->\nkept\n{ends}\nc\n<!-- measured:y -->\nold\n{ends}\n"
