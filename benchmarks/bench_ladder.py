@@ -1,11 +1,13 @@
-"""The ladder: TorchRec's pipelines, then FreeScale with one technique more on each rung, on the same model, data and seeds.
+"""The ladder: TorchRec's pipelines, then FreeScale with one technique more on each rung and with the defaults of `freescale train`,
+on the same model, data and seeds.
 
     freescale bench ladder                       # sets TorchRec up first (.venv-peer), then runs this; about 10 minutes
     freescale bench ladder --workload retail --file online_retail_ii.parquet
     freescale bench ladder --short               # serial against the full system, without TorchRec
 
-Two hosts with a network of 200 Mbit/s between them (testbed A; made and removed here, as root), or two ranks on this machine's
-loopback where that may not be. Each is pinned to a core. Arms take turns in one process. The model is HSTU behind a sharded table.
+Two network namespaces of this machine with 200 Mbit/s between them (testbed A; made and removed here, as root), or two ranks on its
+loopback where that may not be. Each is pinned to a core. Arms take turns in one process. The model is HSTU behind a sharded table
+(with the defaults, too: a small table would be replicated).
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "peer")]
 
 from hosts import RATE, hosts  # noqa: E402
-from ladder_arms import BASE, FULL, OURS, PARTS, PERMUTED, SERIAL, SPARSE_DIST  # noqa: E402
+from ladder_arms import BASE, SPARSE_DIST  # noqa: E402
 from pinned import pinned_ranks  # noqa: E402
 from priority_figures import row  # noqa: E402
 from results import claim, write  # noqa: E402
+from rungs import FULL, OURS, PARTS, PERMUTED, SERIAL  # noqa: E402
 from workload import Workload  # noqa: E402
 
 WORLD = 2
@@ -82,6 +85,8 @@ def rows_of(measured: list[dict], names: list[str], workload: Workload, together
         figures = row([rank[name] for rank in measured], measured[0][SERIAL]["losses"], workload.samples * WORLD)
         figures["straggler_percent"] = 100 * figures["straggler_ms"]["median"] / figures["step_ms"]["median"]
         rows.append({"arm": name, **figures, **together.get(name, {})})
+        if name in OURS:
+            rows[-1]["options"] = measured[0][name]["options"]
         shown = {key: figures[key]["median"] for key in ("samples_per_second", "step_ms", "exposed_embedding_ms", "exposed_all_ms")}
         print(f"{name:34s}", "  ".join(f"{key} {value:.1f}" for key, value in shown.items()), end="  ")
         apart = rows[-1]["largest_relative_loss_difference_to_serial"]

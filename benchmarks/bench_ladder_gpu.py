@@ -1,5 +1,5 @@
 """The ladder on GPU ranks that share one GPU through MPS: TorchRec's pipelines, its stale SemiSync among them, then FreeScale with
-one technique more on each rung, on the same HSTU, data and seeds.
+one technique more on each rung, and with the defaults of `freescale train`, on the same HSTU, data and seeds.
 
     freescale bench ladder --device cuda --nproc 4
     python3 benchmarks/bench_ladder_gpu.py --nproc 4 --commit HASH      # starts its ranks, and MPS, by itself
@@ -30,8 +30,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "peer"),
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from ladder_arms import BASE, OURS, PARTS, SEMI_SYNC, SERIAL, SPARSE_DIST, arm  # noqa: E402
+from ladder_arms import BASE, SEMI_SYNC, SPARSE_DIST, arm, taken  # noqa: E402
 from results import claim, gpu_name, settings, spread, write  # noqa: E402
+from rungs import OURS, PARTS, SERIAL  # noqa: E402
 from workload import Workload  # noqa: E402
 
 from freescale.bench.ranks import divided_gpu, is_rank, join, queues  # noqa: E402
@@ -125,6 +126,7 @@ def rows_of(everyone: list[dict[str, Any]], workload: Workload) -> list[dict[str
             "losses": _losses(name, ranks),
         }
         if name in OURS:
+            row["options"] = everyone[0]["options"][name]
             figures = [merge_step(step) for step in zip(*(rank["records"] for rank in ranks), strict=True)]
             row |= {
                 "exposed_embedding_ms": spread([sum(f["exposed_ms"][kind] for kind in EMBEDDING) for f in figures]),
@@ -197,6 +199,7 @@ def rank_main(options: argparse.Namespace) -> None:
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     arms, peaks = built([*peer, *OURS], workload, device)
     found = {"found": measure(arms, device, options.turns, options.each), "peaks": peaks}
+    found["options"] = {name: taken(name, arms[name]) for name in OURS}
     everyone = [json.loads(part) for part in collective.gather_bytes(json.dumps(found).encode())]
     if collective.rank == 0:
         rows = rows_of(everyone, workload)

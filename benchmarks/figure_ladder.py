@@ -7,14 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drawing import BLUE, GREY, ORANGE, RED, TEAL, Bar, bars, caption, closed, opened, text
+from rungs import FULL, PERMUTED, SERIAL, about
 
 Results = Mapping[str, Mapping[str, Any]]
-SPARSE_DIST, FULL, SERIAL, PERMUTED = (
-    "TorchRec TrainPipelineSparseDist",
-    "staged + balancing + hostwire",
-    "serial",
-    "serial, samples permuted",
-)
+SPARSE_DIST = "TorchRec TrainPipelineSparseDist"
 _EXACT = 1e-9  # of the losses: drawn where the axis begins
 
 
@@ -31,7 +27,9 @@ def conditions(result: Mapping[str, Any]) -> str:
     first = result["rows"][0]
     ranks = first.get("ranks") or len(first["peak_memory_bytes_per_rank"])
     rate = result.get("rate") or ""
-    where = f"{rate.removesuffix('mbit')} Mbit/s between hosts" if rate.endswith("mbit") else rate
+    cores = result["machine"]["cores"]
+    hosts = f"network namespaces of one machine of {cores} cores, {rate.removesuffix('mbit')} Mbit/s between them"
+    where = hosts if rate.endswith("mbit") else rate
     where = "sharing one GPU, NCCL over loopback sockets" if result["machine"]["gpu"] else where
     if workload.get("file"):
         data = workload["file"]["name"]
@@ -99,7 +97,7 @@ def ladder(used: Results) -> str:
     against = f"; x: times {peer['arm'].removeprefix('TorchRec ')}" if peer else ""
     note = f"Measured: {conditions(result)}. Medians, lines from the 20th to the 80th percentile{against}."
     blind = ["On a GPU the ledger sees nothing of TorchRec. SemiSync trains on stale rows."] if result["machine"]["gpu"] else []
-    words, tall = caption(16, bottom, 820, used, note, *blind)
+    words, tall = caption(16, bottom, 820, used, note, *blind, about(result))
     return closed([*opened(left + wide + 384, bottom + tall), *parts, *words])
 
 

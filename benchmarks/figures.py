@@ -29,6 +29,7 @@ import figure_priority  # noqa: E402
 import figure_simulate  # noqa: E402
 import figure_workload  # noqa: E402
 import tables  # noqa: E402
+import technique_tables  # noqa: E402
 from drawing import origin  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,7 +129,7 @@ def everything(results: Path) -> tuple[dict[Path, str], dict[str, Callable[[str]
             return "\n\n".join(shown(figure, name, used, depth) for name, (_, used) in made.items())
 
         parts[f"figure-{figure.name}"] = part
-    for name, (files, table) in tables.TABLES.items():
+    for name, (files, table) in technique_tables.TABLES.items():
         if absent := [file for file in files if not (results / f"{file}.json").exists()]:
             left_out.append(f"table {name}: left out, no {', '.join(f'{one}.json' for one in absent)} in {results.name}")
             continue

@@ -20,6 +20,7 @@ from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
 from freescale.observe.ledger import Arrival, Ledger
 from freescale.pipeline.staged import Staged
 from freescale.transport.collective import Collective
+from freescale.transport.connect import agreed
 from freescale.transport.hostwire import Hostwire
 
 sys.path.insert(0, str(Path(__file__).parent / "peer"))
@@ -81,8 +82,9 @@ class Arm:
         limit = timedelta(seconds=120)
         control = dist.new_group(backend="gloo", timeout=limit) if device != "cpu" else None
         self.transport = Collective(device, self.ledger, control=control, timeout=limit)
-        if transport != "collective":
-            wire = transport.removeprefix("hostwire-")
+        self.carrier, _ = agreed(transport, self.transport)
+        if self.carrier != "collective":
+            wire = self.carrier.removeprefix("hostwire-")
             self.transport = Hostwire(device, self.ledger, self.transport.group, self.transport.control, wire)
         permuted = options.pop("permuted", False)
         model = Model(workload)

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from freescale_arm import build
 from priority_arms import in_turns, peak
+from rungs import OURS, PERMUTED, Rung
 from workload import Workload
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.registry import PARTITIONERS
+from freescale.balance.registry import find_partitioner
 
 BASE, SPARSE_DIST = "TorchRec TrainPipelineBase", "TorchRec TrainPipelineSparseDist"
 SEMI_SYNC = "TorchRec TrainPipelineSemiSync"  # trains on stale rows; needs CUDA
 _PIPELINES = {BASE: "base", SPARSE_DIST: "sparse_dist", SEMI_SYNC: "semi_sync"}
-SERIAL, PERMUTED, FULL = "serial", "serial, samples permuted", "staged + balancing + hostwire"
-PARTS = f"{FULL}, dense by parts"
-# Each rung adds one technique: schedule, balancing (greedy, its costs corrected by measured times), transport, dense sums over it.
-OURS: dict[str, tuple[str, bool, str, str]] = {
-    SERIAL: ("serial", False, "collective", "collective"),
-    "serial + balancing": ("serial", True, "collective", "collective"),
-    "staged": ("staged", False, "collective", "collective"),
-    "staged + balancing": ("staged", True, "collective", "collective"),
-    FULL: ("staged", True, "hostwire-tcp", "collective"),
-    PARTS: ("staged", True, "hostwire-tcp", "parts"),
-}
 
 
 def arm(name: str, workload: Workload, rank: int, world: int, device: torch.device | str = "cpu") -> Any:
@@ -35,9 +26,9 @@ def arm(name: str, workload: Workload, rank: int, world: int, device: torch.devi
     if name == PERMUTED:
         return build(workload, rank, world, "serial", permuted=True)
     if name in OURS:
-        schedule, balanced, transport, sums = OURS[name]
-        balancer = _balancer(workload) if balanced else None
-        return build(workload, rank, world, schedule, transport=transport, device=device, balancer=balancer, dense_sums=sums)
+        rung = OURS[name]
+        options = {"transport": rung.transport, "balancer": _balancer(workload, rung, device), "dense_sums": rung.dense_sums}
+        return build(workload, rank, world, rung.schedule, device=device, **options)
     logging.getLogger("torch.fx").setLevel(logging.ERROR)  # TorchRec's tracing makes it warn on every start
     import torchrec_arms
     from ledgered import Ledgered
@@ -45,7 +36,15 @@ def arm(name: str, workload: Workload, rank: int, world: int, device: torch.devi
     return Ledgered(torchrec_arms.build(workload, rank, world, _PIPELINES[name], device=device), rank)
 
 
-def _balancer(workload: Workload) -> Balancer:
+def taken(name: str, running: Any) -> dict[str, Any]:
+    """The rung's options as they turned out: `auto` is what the ranks agreed on."""
+    return asdict(replace(OURS[name], transport=running.carrier))
+
+
+def _balancer(workload: Workload, rung: Rung, device: torch.device | str) -> Balancer | None:
+    """As the trainer makes it; costs are of this model."""
+    if rung.balance == "none":
+        return None
     each = workload.inner // workload.heads
     sizes = {
         "width": workload.inner,
@@ -54,11 +53,15 @@ def _balancer(workload: Workload) -> Balancer:
         "d_qk": each,
         "d_v": each,
     }
-    return Balancer(PARTITIONERS["greedy"], CostModel.of_hstu(**sizes), adapt=True)
+    return Balancer(find_partitioner(rung.balance, device), CostModel.of_hstu(**sizes), adapt=rung.balance_adapt)
 
 
 def measure(rank: int, world: int, workload: Workload, names: list[str], repetitions: int, steps: int) -> dict[str, dict]:
-    return in_turns({name: arm(name, workload, rank, world) for name in names}, repetitions, steps)
+    arms = {name: arm(name, workload, rank, world) for name in names}
+    found = in_turns(arms, repetitions, steps)
+    for name in OURS.keys() & arms.keys():
+        found[name]["options"] = taken(name, arms[name])
+    return found
 
 
 def alone(rank: int, world: int, workload: Workload, name: str, steps: int) -> dict[str, Any]:

@@ -159,7 +159,6 @@ def validate() -> None:
     rows = testbed_a()
     rows += hstu("A", "balance-measured-2ranks-cpu", load_calibration("this-machine"), preset("this-machine"), ())
     rows += hstu("C", "balance-measured-4ranks-h200", quarter, loopback, ("none",))
-    rows += hstu("C", "balance-measured-4ranks-shorter-h200", quarter, loopback, ())
     rows += hstu("C", "balance-measured-8ranks-h200", half(quarter), replace(loopback, near=shared), ())
     rows += shared_gpu(quarter, loopback)
     claims = []

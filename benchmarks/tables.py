@@ -7,9 +7,11 @@ from typing import Any
 
 from drawing import origin
 from figure_ladder import conditions, of, peer_of
+from rungs import about
 
 Results = Mapping[str, Mapping[str, Any]]
 Table = Callable[[Results, str], str]
+TICK = "`"
 
 
 def lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -23,7 +25,7 @@ def sources(used: Results, folder: str) -> str:
     )
 
 
-def _known(value: float | None, unit: str, digits: int) -> str:
+def known(value: float | None, unit: str, digits: int) -> str:
     return "not seen" if value is None else f"{value:.{digits}f} {unit}"
 
 
@@ -43,9 +45,9 @@ def ladder(used: Results, folder: str) -> str:
                 row["arm"],
                 f"{row['samples_per_second']['median']:.0f}",
                 f"{times:.2f} x{slower}",
-                _known(of(row, "exposed_embedding_ms"), "ms", 0),
-                _known(of(row, "exposed_all_ms"), "ms", 0),
-                _known(of(row, "straggler_percent"), "%", 1),
+                known(of(row, "exposed_embedding_ms"), "ms", 0),
+                known(of(row, "exposed_all_ms"), "ms", 0),
+                known(of(row, "straggler_percent"), "%", 1),
                 f"{row['largest_relative_loss_difference_to_serial']:.0e}".replace("0e+00", "0"),
             )
         )
@@ -58,7 +60,8 @@ def ladder(used: Results, folder: str) -> str:
     ]
     missed = f"\n\n**Asked of it and missed.** {'; '.join(asked)}." if asked else ""
     where = conditions(result)
-    return f"{lines(head, rows)}\n\n*{where[0].upper()}{where[1:]}; medians, arms in turn. {sources(used, folder)}*{missed}"
+    source = f"*{where[0].upper()}{where[1:]}; medians, arms in turn. {sources(used, folder)}*"
+    return f"{lines(head, rows)}\n\n{about(result, TICK)}\n\n{source}{missed}"
 
 
 def serial(used: Results, folder: str) -> str:
@@ -94,9 +97,9 @@ def balance(used: Results, folder: str) -> str:
     return f"{lines(head, rows)}\n\n*{sources(used, folder)}*"
 
 
-def _number(value: float | Sequence[float]) -> str:
+def number(value: float | Sequence[float], digits: int = 6) -> str:
     """Or an interval."""
-    return " to ".join(f"{edge:g}" for edge in value) if isinstance(value, Sequence) else f"{value:g}"
+    return " to ".join(f"{edge:.{digits}g}" for edge in value) if isinstance(value, Sequence) else f"{value:.{digits}g}"
 
 
 def failed(used: Results, folder: str) -> str:
@@ -106,18 +109,10 @@ def failed(used: Results, folder: str) -> str:
         (
             entry["claim"],
             f"{entry['asked']:g} {entry['unit']}",
-            f"{_number(entry['measured'])} {entry['unit']}",
+            f"{number(entry['measured'])} {entry['unit']}",
             f"[{name}]({folder}/{name}.json)",
         )
         for name, entry in claims
         if not entry["holds"]
     ]
     return f"{lines(('', 'asked', 'found', 'raw'), rows)}\n\n*{len(rows)} of {len(claims)} claims; the others hold.*"
-
-
-TABLES: dict[str, tuple[Sequence[str], Table]] = {
-    "ladder-paper-hosts": (("ladder-paper-hosts",), ladder),
-    "serial": (("serial-cpu",), serial),
-    "quality": (("quality-cpu",), quality),
-    "balance": (("balance-measured-2ranks-cpu", "balance-measured-4ranks-h200", "balance-measured-8ranks-h200"), balance),
-}

@@ -11,7 +11,8 @@ import sys
 import numpy as np
 import torch
 
-from freescale.kernels import jagged, rows, triton_jagged, triton_rows, triton_unique, unique
+from freescale.bench import jagged, triton_jagged
+from freescale.kernels import rows, triton_rows, triton_unique, unique
 
 LENGTHS = {
     "mixed": [[3, 0, 1, 700, 5], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]],

@@ -39,11 +39,7 @@ def examine() -> list[tuple[str, str, str]]:
     rows.append(_shared_memory(torch))
     rows.append(_engine())
     rows += _transports(torch)
-    triton = _package("triton")
-    use = (
-        "plain torch kernels run" if triton is None or not torch.cuda.is_available() else "plain torch kernels run; Triton is there"
-    )
-    rows.append(("triton", triton or "no", use))
+    rows.append(_kernels(torch.cuda.is_available(), _triton()))
     for name, purpose in (
         ("pyarrow", "data files"),
         ("rich", "terminal output"),
@@ -73,6 +69,25 @@ def _gpus(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
             (f"gpu {index}", properties.name, f"{properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}")
         )
     return rows
+
+
+def _triton() -> str | None:
+    """Its version; None where the kernels would not find it."""
+    from freescale.kernels.dispatch import has_triton
+
+    return (_package("triton") or "yes") if has_triton() else None
+
+
+def _kernels(gpu: bool, triton: str | None) -> tuple[str, str, str]:
+    """What `kernels.dispatch` chooses on a machine with or without a GPU and Triton."""
+    from freescale.kernels.triton_attention import WIDTHS
+
+    if not gpu:
+        return ("triton", triton or "no", "not used: on CPUs plain torch kernels run")
+    if triton is None:
+        return ("triton", "no", "plain torch kernels run, slowly on GPUs: pip install triton (Linux)")
+    widths = f"{', '.join(map(str, WIDTHS[:-1]))} or {WIDTHS[-1]}"
+    return ("triton", triton, f"Triton kernels run; attention and layers only where --width / --heads is {widths}")
 
 
 def _rdma() -> tuple[str, str, str]:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from freescale.kernels import jagged, rows, triton_jagged, triton_rows, triton_unique
+from freescale.bench import jagged, triton_jagged
+from freescale.kernels import rows, triton_rows, triton_unique
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as tree
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import figures  # noqa: E402
+import rungs  # noqa: E402
 import tables  # noqa: E402
+import technique_tables  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -80,6 +83,46 @@ def test_a_rung_that_loses_is_said_to():
     assert all(f"{entry['measured']:.3g}" in table for entry in result["claims"] if not entry["holds"])
 
 
+def test_the_ladder_says_what_its_hosts_and_rungs_are():
+    table = tables.ladder({"ladder-paper-hosts": json.loads((RESULTS / "ladder-paper-hosts.json").read_text())}, "x")
+    assert "network namespaces of one machine of 2 cores" in table and "between hosts" not in table
+    assert "--balance-adapt" in table and "--transport hostwire-tcp" in table
+    assert "freescale train takes on these ranks unasked" in table and "--transport collective" in table
+
+
+@pytest.mark.parametrize("name", ["ladder-paper-hosts", "ladder-paper-4ranks-h200"])
+def test_the_defaults_are_a_rung_where_they_were_measured(name):
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    result["rows"] = [row for row in result["rows"] if row["arm"] != rungs.DEFAULTS]
+    assert "was not measured in this run" in tables.ladder({name: result}, "x")
+    options = asdict(rungs.OURS[rungs.DEFAULTS]) | {"transport": "pigeons"}
+    result["rows"].append({**result["rows"][-1], "arm": rungs.DEFAULTS, "options": options})
+    table = tables.ladder({name: result}, "x")
+    assert "| defaults | " in table and "unasked: `--schedule staged --balance greedy --transport pigeons" in table
+    assert "not measured" not in table and "pigeons" in figures.figure_ladder.ladder({name: result})
+
+
+def test_what_was_asked_of_a_run_is_said_to_hold_or_to_be_missed():
+    used = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in technique_tables.MEASURED}
+    for result in used.values():
+        for entry in result["claims"]:
+            entry["holds"] = True
+    assert "All that was asked holds." in technique_tables.balance_cost(used, "x")
+    entry = used["balance-measured-8ranks-h200"]["claims"][0]
+    entry["holds"] = False
+    table = technique_tables.balance_cost(used, "x")
+    assert f"Missed: balance-measured-8ranks-h200: {entry['claim']}." in table and "All that was asked holds." not in table
+
+
+def test_what_superseded_runs_missed_is_not_counted(tmp_path):
+    result = {"claims": [{"claim": "fast", "asked": 1, "measured": 2, "unit": "s", "holds": False}]}
+    (tmp_path / "archive").mkdir()
+    for path in (tmp_path / "new-cpu.json", tmp_path / "archive" / "old-cpu.json"):
+        path.write_text(json.dumps(result))
+    table = figures.everything(tmp_path)[1]["failed"]("../")
+    assert "new-cpu" in table and "old-cpu" not in table and "1 of 1 claims" in table
+
+
 def test_marked_parts_are_filled_and_others_left_alone():
     ends = "<!-- /measured -->"
     document = f"a\n<!-- measured:x -->\n{ends}\nb\n<!-- measured:gone -->\nkept\n{ends}\nc\n<!-- measured:y -->\nold\n{ends}\n"
@@ -100,7 +143,7 @@ def test_marked_parts_have_names_that_exist():
         text = path.read_text(encoding="utf-8")
         names = re.findall(r"<!-- measured:([\w-]+) -->", text)
         assert text.count("<!-- /measured -->") == len(names)
-        assert set(names) <= set(parts) | set(tables.TABLES), path
+        assert set(names) <= set(parts) | set(technique_tables.TABLES), path
 
 
 def test_what_the_documents_link_to_exists():

@@ -1,1 +1,1 @@
-"""Which rank computes which sample. Cost and partition are pure; nothing here talks to other ranks."""
+"""Which rank computes which sample: cost and partitioners, which are pure, and the exchange that moves samples (`shuffle`)."""

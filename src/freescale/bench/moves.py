@@ -1,4 +1,7 @@
-"""Jagged moves: dispatch and combine for an AllToAll over W ranks, permutation of samples, transpose of features."""
+"""Jagged moves on a device: dispatch and combine for an AllToAll over W ranks, permutation of samples, transpose of features.
+
+The paper packs so; our training does it on the host (`freescale.wire`, benchmarks/bench_packing.py).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import time
 import numpy as np
 import torch
 
+from freescale.bench import jagged, triton_jagged
 from freescale.bench.measure import Bench, in_turn
-from freescale.kernels import jagged, triton_jagged
 
 WIDTH = 128
 

@@ -1,1 +1,1 @@
-"""Plain-torch references of the operations that a GPU will want its own kernels for."""
+"""The operations that have a GPU kernel: each a reference in plain torch and a twin in Triton; `dispatch` chooses between them."""

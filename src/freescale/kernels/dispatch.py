@@ -40,10 +40,15 @@ def plan_attention(
     lengths: Tensor, heads: int, *, widths: tuple[int, int], dtype: torch.dtype, buckets: int = 0, **options: Any
 ) -> AttentionPlan | TilePlan:
     """The plan of the kernel that fits: head widths (d_qk, d_v) and the dtype that q, k and v will have."""
-    fits = all(width in triton_attention.WIDTHS for width in widths) and dtype in triton_attention.DTYPES
-    fits = fits and buckets <= triton_attention_plan.MAX_BUCKETS and has_triton()
-    plan = triton_attention_plan.plan_attention if lengths.is_cuda and fits else attention.plan_attention
+    fits = attends_in_triton(lengths.is_cuda, has_triton(), widths, dtype, buckets)
+    plan = triton_attention_plan.plan_attention if fits else attention.plan_attention
     return plan(lengths, heads, buckets=buckets, **options)
+
+
+def attends_in_triton(gpu: bool, triton: bool, widths: tuple[int, int], dtype: torch.dtype, buckets: int = 0) -> bool:
+    """The rule by which `plan_attention` chooses. `gpu`: the tensors lie on one; `triton`: it is installed."""
+    fits = all(width in triton_attention.WIDTHS for width in widths) and dtype in triton_attention.DTYPES
+    return gpu and triton and fits and buckets <= triton_attention_plan.MAX_BUCKETS
 
 
 def hstu_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, plan: AttentionPlan | TilePlan, **options: Any) -> Tensor:

@@ -63,12 +63,16 @@ def _joined(device: torch.device, timeout: float, transport: str, owner: bool) -
     group = dist.new_group(timeout=limit)
     control = dist.new_group(timeout=limit, backend="gloo")
     made = Collective(device, Ledger(device), group=group, control=control, owner=owner, timeout=limit)
-    # Ranks may have different packages and devices: they decide by what all of them have.
-    here = [machine().hex(), ucx_installed(), bool(rdma_devices()), calls() is not None]
-    found = [json.loads(part) for part in made.gather_bytes(json.dumps(here).encode())]
-    machines, *everywhere = zip(*found, strict=True)
-    chosen, why = choose(transport, device.type, len(set(machines)), *(all(has) for has in everywhere))
+    chosen, why = agreed(transport, made)
     if chosen != "collective":
         made = Hostwire(device, made.ledger, group, control, chosen.removeprefix("hostwire-"), owner=owner, timeout=limit)
     made.about = f"transport {chosen} ({why})"
     return made
+
+
+def agreed(transport: str, made: Collective) -> tuple[str, str]:
+    """(what joined ranks take, why). They may have different packages and devices, and decide by what all of them have."""
+    here = [machine().hex(), ucx_installed(), bool(rdma_devices()), calls() is not None]
+    found = [json.loads(part) for part in made.gather_bytes(json.dumps(here).encode())]
+    machines, *everywhere = zip(*found, strict=True)
+    return choose(transport, made.device.type, len(set(machines)), *(all(has) for has in everywhere))

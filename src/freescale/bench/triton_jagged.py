@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.kernels.jagged import Move, check_values
+from freescale.bench.jagged import Move, check_values
 from freescale.kernels.launch import blocks, on, require_gpu, uploaded
 
 # Words that a program copies. Of 8 bytes, with 4 warps, they are 64 bytes a thread, four loads of 16 in flight; and a batch of ids
@@ -29,8 +29,8 @@ def move(values: Sequence[Tensor], plan: Move) -> list[Tensor]:
     """The tensors of the plan's source -> those of its target. Differentiable; one dtype, of up to 8 bytes."""
     check_values(values, plan)
     if values[0].dtype.itemsize not in WORDS:
-        raise ValueError(f"elements of up to 8 bytes can be moved, not {values[0].dtype}; use kernels.jagged")
-    require_gpu(values[0].device, "kernels.jagged")
+        raise ValueError(f"elements of up to 8 bytes can be moved, not {values[0].dtype}; use bench.jagged")
+    require_gpu(values[0].device, "bench.jagged")
     if values[0].is_floating_point():
         return list(_Moved.apply(plan, *values))
     return _launch(values, plan)
@@ -56,7 +56,7 @@ def _launch(values: Sequence[Tensor], plan: Move) -> list[Tensor]:
     word = math.gcd(plan.unit * dtype.itemsize, 8, *pointers)
     flat = torch.empty(size * dtype.itemsize // word, dtype=WORDS[word], device=device)
     if len(plan.lengths):
-        from freescale.kernels.triton_jagged_kernels import move_kernel
+        from freescale.bench.triton_jagged_kernels import move_kernel
 
         words = plan.unit * dtype.itemsize // word
         unit = math.gcd(words, MAX_UNIT)

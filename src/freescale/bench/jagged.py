@@ -4,6 +4,9 @@ All four are one thing: runs of elements change places, each exactly once. A pla
 batch from lengths on the host, serves every dtype whose features have the same lengths and shapes, and knows the split sizes of
 an AllToAll. The way back, and so the gradient, is the same plan with its sides exchanged.
 
+`freescale bench kernels` measures them: what packing on a device takes (the paper's figure 7). Training packs on the host, where
+batches come from (`freescale.wire`).
+
     permute     features of n samples        -> the same features, samples in another order
     dispatch    features of n samples        -> one message: for each rank, feature by feature, the samples that go there
     combine     messages of all ranks        -> features, samples in rank order
