@@ -27,7 +27,7 @@ def test_own_model_on_two_ranks():
 def test_snippets_of_own_model(tmp_path):
     """docs/own_model.md, block after block, on two ranks."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_model.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     checks = """
 assert len(losses) == 6 and len(batch) == 2 and len(more) == 3 and more[0] < losses[0]  # the same batch, a second time
 list(freescale.Pipeline(other, torch.optim.AdamW(other.dense_parameters())).run(batches(transport.rank, steps=1)))
