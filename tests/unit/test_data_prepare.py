@@ -113,6 +113,16 @@ def test_row_groups_are_bounded(tmp_path, monkeypatch):
     assert one.read_bytes() == many.read_bytes()  # the buckets leave no trace
 
 
+def test_histories_over_files_of_different_units_are_in_the_order_of_time(tmp_path):
+    paths = []
+    for unit, scale, items in (("us", 1_000_000, (0, 1)), ("ms", 1_000, (2, 3))):
+        columns = {"user_id": [1, 1], "item_id": items, "timestamp": pa.array([i * scale for i in items], pa.timestamp(unit))}
+        paths.append(tmp_path / f"{unit}.parquet")
+        pq.write_table(pa.table(columns), paths[-1])
+    made = pq.read_table(prepare(paths, tmp_path / "c")).to_pylist()
+    assert made == [{"user_id": 1, "item_id": [0, 1, 2, 3], "timestamp": [0, 1_000_000, 2_000_000, 3_000_000]}]
+
+
 def test_cache_is_used_and_told_apart(tmp_path):
     source = write(tmp_path / "e.parquet", [(1, 2, 3, 0), (1, 3, 4, 0)])
     stages = []
