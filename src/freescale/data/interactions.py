@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from freescale.data.labels import not_a_label
 from freescale.data.layouts import FEEDBACK, FORMATS, Layout, blocks, detect_format, layout_of, line_of, parsed, require
 from freescale.data.times import Times, common_unit
 
@@ -31,7 +32,7 @@ _ROWS = 1 << 18  # rows of Parquet
 
 
 class Interactions(Iterator[pa.RecordBatch]):
-    """The batches of one or several files; `vocabulary` and `fraction` grow while it is read."""
+    """The batches of one or several files; `vocabulary`, `fraction` and `no_labels` grow while it is read."""
 
     def __init__(self, paths: Sequence[Path], format: str):
         if format not in ("auto", *FORMATS):
@@ -46,6 +47,7 @@ class Interactions(Iterator[pa.RecordBatch]):
                 raise ValueError(f"{path}: the file is empty (0 bytes); give a file with events")
         self.formats = [detect_format(path) if format == "auto" else format for path in self.paths]
         self.vocabulary: dict[str, dict[str, int]] = {}  # column -> string id -> code
+        self.no_labels: dict[str, tuple[str, str, str]] = {}  # column -> file, column there, value that is not 0 or 1
         self.fraction = 0.0  # of the bytes or rows read so far
         self._done, self._total = 0, sum(path.stat().st_size for path in self.paths)
         self._unit: str | None = None  # of the timestamps, where files are brought to one
@@ -67,6 +69,7 @@ class Interactions(Iterator[pa.RecordBatch]):
                     )
                 schema = batch.schema
                 _check(batch, path)
+                self._note_labels(batch, path, format)
                 events += batch.num_rows
                 if batch.num_rows:
                     yield batch
@@ -91,6 +94,15 @@ class Interactions(Iterator[pa.RecordBatch]):
             if pa.types.is_integer(kind) or pa.types.is_timestamp(kind):
                 files.append(Times.of_type(path, "timestamp", kind))
         return common_unit(files)
+
+    def _note_labels(self, batch: pa.RecordBatch, path: Path, format: str) -> None:
+        for name in batch.schema.names:
+            value = None if name in REQUIRED or name in self.no_labels else not_a_label(batch.column(name).to_numpy())
+            if value is not None:
+                made = name == "action" and format != "parquet"
+                source = (layout_of(path, format).rating or "feedback") if made else name
+                column = f"'action' (made of {source!r})" if made else repr(name)
+                self.no_labels[name] = str(path.absolute()), column, value
 
     def _advance(self, share: float, path: Path) -> None:
         self.fraction = min((self._done + share * path.stat().st_size) / self._total, 1.0)

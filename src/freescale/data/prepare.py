@@ -138,6 +138,7 @@ def _build(
             dropped_users=dropped,
             columns=tuple(schema.names[1:]),
             fingerprint=fingerprint,
+            no_labels=interactions.no_labels,
         )
     finally:
         writer.close(summary)
