@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import tempfile
 import tracemalloc
@@ -16,9 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.data import histories, interactions, prepare
-
-prepare_module = importlib.import_module("freescale.data.prepare")  # the package shows the function under this name
+from freescale.data import build, histories, interactions, prepare
 
 events = st.lists(
     st.tuples(st.integers(0, 12), st.integers(0, 30), st.integers(-5, 5), st.integers(0, 9)), min_size=1, max_size=120
@@ -84,12 +81,12 @@ def large(path: Path, count: int, ties: bool = False) -> Path:
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("fan_out", [3, 128])
 def test_many_buckets_recursion_and_ties(tmp_path, monkeypatch, ties, fan_out):
-    monkeypatch.setattr(prepare_module, "_FAN_OUT", fan_out)  # 3: both partitions recurse several times
-    monkeypatch.setattr(prepare_module, "_SAMPLES", 4)
+    monkeypatch.setattr(build, "_FAN_OUT", fan_out)  # 3: both partitions recurse several times
+    monkeypatch.setattr(build, "_SAMPLES", 4)
     source = large(tmp_path / "e.parquet", 20_000, ties)
     buckets = []
-    whole = prepare_module._histories
-    monkeypatch.setattr(prepare_module, "_histories", lambda table: (buckets.append(table), whole(table))[1])
+    whole = build._histories
+    monkeypatch.setattr(build, "_histories", lambda table: (buckets.append(table), whole(table))[1])
     made = prepare(source, tmp_path / "cache", bucket_events=400)
     for bucket in buckets:  # bounded, whatever the one long history that it may hold besides
         longest = max(bucket.column("user_id").value_counts().to_pylist(), key=lambda c: c["counts"])
