@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from freescale.data.build import Progress, build
-from freescale.data.histories import HistoriesFile, fingerprint_of, is_histories
+from freescale.data.digest import contents, digest_of
+from freescale.data.histories import VERSION, HistoriesFile, is_histories
 from freescale.data.interactions import read_interactions
 
 BUCKET_EVENTS = 2_000_000
@@ -29,24 +30,29 @@ def prepare(
 
     Users with fewer than two events are dropped (and counted in the metadata). Events of equal timestamp keep the order
     of the file; exact duplicates are kept. String ids are numbered; `vocabulary.parquet` beside the result says how.
-    `progress` is called with a stage ("read", "sort", "write") and the share done.
+    Data is found in the cache by the paths and all bytes of its files. `progress` is called with a stage ("hash", "read",
+    "sort", "write") and the share done.
     """
+    cache, report = Path(cache), progress or (lambda stage, share: None)
     interactions = read_interactions(source, format)
     if num_items is not None and num_items < 1:
         raise ValueError(f"num_items is {num_items}; it must be 1 or more")
     if len(interactions.paths) == 1 and interactions.formats[0] == "parquet" and is_histories(interactions.paths[0]):
         return HistoriesFile(interactions.paths[0], num_items).path
-    files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in interactions.paths]
-    fingerprint = fingerprint_of(files, interactions.formats, num_items)
-    target = Path(cache) / fingerprint / "histories.parquet"
+    sources = contents(interactions.paths, cache / "digests", lambda share: report("hash", share))
+    # A run goes on with the same data wherever it lies. The cache tells paths apart, since what it holds names them in errors.
+    fingerprint = digest_of([source.digest for source in sources], interactions.formats, num_items)
+    key = digest_of(VERSION, fingerprint, [str(path.resolve()) for path in interactions.paths])
+    target = cache / key / "histories.parquet"
     if target.is_file():
         return target
-    target.parent.parent.mkdir(parents=True, exist_ok=True)
-    report = progress or (lambda stage, share: None)
-    with _alone(Path(cache)), tempfile.TemporaryDirectory(dir=cache, prefix=f".{fingerprint}-") as folder:
+    cache.mkdir(parents=True, exist_ok=True)
+    with _alone(cache), tempfile.TemporaryDirectory(dir=cache, prefix=f".{key}-") as folder:
         if target.is_file():  # another rank made it while this one waited
             return target
         made = build(interactions, Path(folder), num_items, fingerprint, report, bucket_events)
+        for content in sources:
+            content.check_unchanged()
         target.parent.mkdir(exist_ok=True)
         for path in made:  # the histories last: their presence says that all is there
             os.replace(path, target.parent / path.name)
