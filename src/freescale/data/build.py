@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,18 @@ _SAMPLES = 64  # order samples taken per bucket of events: how evenly the second
 Progress = Callable[[str, float], None]
 
 
+@dataclass
+class Spilled:
+    """How much of the disk the work takes, as far as it is known."""
+
+    bytes: int = 0  # of events, so far
+    share: float = 0.0  # of the source that they are
+
+    def most(self) -> float | None:
+        """Bytes at the peak: the histories lie there twice while users are ordered."""
+        return 2 * self.bytes / self.share if self.share else None
+
+
 def build(
     interactions: Interactions,
     folder: Path,
@@ -33,7 +46,9 @@ def build(
     fingerprint: str,
     report: Progress,
     limit: int,
+    spilled: Spilled,
 ) -> list[Path]:
+    """Writes histories.parquet, and before it vocabulary.parquet where ids are strings, to `folder`; their paths, in that order."""
     largest, events, dropped = -1, 0, 0
 
     def counted() -> Iterator[pa.RecordBatch]:
@@ -46,6 +61,7 @@ def build(
                     "raise num_items or leave it out"
                 )
             events += batch.num_rows
+            spilled.bytes, spilled.share = spilled.bytes + batch.nbytes, interactions.fraction
             report("read", interactions.fraction)
             yield batch
 

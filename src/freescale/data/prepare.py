@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from freescale.data.build import Progress, build
+from freescale.data.build import Progress, Spilled, build
 from freescale.data.digest import contents, digest_of
 from freescale.data.histories import VERSION, HistoriesFile, is_histories
 from freescale.data.interactions import read_interactions
+from freescale.data.workspace import clear, full_disk_named, locked, workspace
 
 BUCKET_EVENTS = 2_000_000
 
@@ -44,27 +43,35 @@ def prepare(
     fingerprint = digest_of([source.digest for source in sources], interactions.formats, num_items)
     key = digest_of(VERSION, fingerprint, [str(path.resolve()) for path in interactions.paths])
     target = cache / key / "histories.parquet"
+    clear(cache)
     if target.is_file():
         return target
-    cache.mkdir(parents=True, exist_ok=True)
-    with _alone(cache), tempfile.TemporaryDirectory(dir=cache, prefix=f".{key}-") as folder:
-        if target.is_file():  # another rank made it while this one waited
-            return target
-        made = build(interactions, Path(folder), num_items, fingerprint, report, bucket_events)
-        for content in sources:
-            content.check_unchanged()
-        target.parent.mkdir(exist_ok=True)
-        for path in made:  # the histories last: their presence says that all is there
-            os.replace(path, target.parent / path.name)
+    spilled = Spilled()
+    work = f"preparing {interactions.paths[0]}"
+    with full_disk_named(cache, work, "make room, or name a cache folder on another disk", spilled.most):
+        cache.mkdir(parents=True, exist_ok=True)
+        with _alone(cache), workspace(cache, key) as folder:
+            if target.is_file():  # another rank made it while this one waited
+                return target
+            made = build(interactions, folder, num_items, fingerprint, report, bucket_events, spilled)
+            for content in sources:
+                content.check_unchanged()
+            target.parent.mkdir(exist_ok=True)
+            for path in made:  # the histories last: their presence says that all is there
+                os.replace(path, target.parent / path.name)
     return target
 
 
 @contextmanager
 def _alone(cache: Path) -> Iterator[None]:
-    """One process at a time: the ranks of a machine all ask for the same file. The lock ends with its holder, however it ends."""
-    folder = os.open(cache, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+    """One process at a time: the ranks of a machine all ask for the same file. The lock ends with its holder, however it ends.
+
+    NFS locks no folders but files; where nothing can be locked, ranks may each make the file, and the last one's stays.
+    """
+    with ExitStack() as stack:
+        for path, flags in ((cache, os.O_RDONLY), (cache / "lock", os.O_RDWR | os.O_CREAT)):
+            descriptor = os.open(path, flags, 0o666)
+            stack.callback(os.close, descriptor)
+            if locked(descriptor):
+                break
         yield
-    finally:
-        os.close(folder)
