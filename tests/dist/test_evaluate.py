@@ -16,6 +16,7 @@ from freescale.train.metrics import area_under_curve, normalized_entropy, rankin
 from freescale.transport.local import Local
 
 ITEMS = 37
+POPULARITY = (1 << 53) + torch.arange(ITEMS) // 4  # ties, and counts that no float tells apart
 
 
 def encoder():
@@ -46,9 +47,14 @@ def retrieval_batch(seed, samples=7):
 def evaluated(transport, placement):
     parallel = sharded(Retrieval(encoder(), num_items=ITEMS, table_device="meta"), transport, placement)
     parallel.tables.place()
-    popularity = torch.arange(ITEMS) // 4  # ties
+    popularity = POPULARITY
     data = [rank_slice(retrieval_batch(seed, samples), transport.rank, transport.world) for seed, samples in ((0, 7), (1, 2))]
     return evaluate_retrieval(parallel, data, popularity=popularity)
+
+
+def last_place(scores, target):
+    """Rank of the target in the sorted catalogue, the last of those that score alike."""
+    return max(place for place, score in enumerate(sorted(scores, reverse=True), start=1) if score == scores[target])
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +74,8 @@ def expected():
             scores = model.queries(batch) @ model.catalogue(table).T
         for row, target, weight in zip(scores, batch.dense["target"].tolist(), batch.weights["next_item"].tolist()):
             if weight:
-                ranks.append(1 + sorted(range(ITEMS), key=lambda i, s=row: (-float(s[i]), i)).index(target))
-                popular.append(1 + sorted(range(ITEMS), key=lambda i: (-(i // 4), i)).index(target))
+                ranks.append(last_place(row.tolist(), target))
+                popular.append(last_place(POPULARITY.tolist(), target))
     return {"model": ranking_quality(torch.tensor(ranks)), "popularity": ranking_quality(torch.tensor(popular))}
 
 

@@ -183,6 +183,51 @@ def test_bad_files_get_one_line(tmp_path, make, words):
         assert word in message, message
 
 
+def stamps(folder: Path, name: str, times: list[int], kind: pa.DataType) -> Path:
+    columns = {"user_id": [1] * len(times), "item_id": list(range(len(times))), "timestamp": pa.array(times, kind)}
+    pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+    return folder / f"{name}.parquet"
+
+
+def test_timestamps_of_several_files_are_in_the_finest_unit(tmp_path):
+    fine = stamps(tmp_path, "fine", [5_000_001, 7_000_000], pa.timestamp("us"))
+    coarse = stamps(tmp_path, "coarse", [4_000, 6_000, -1], pa.timestamp("ms"))
+    expected = {"fine": [5_000_001, 7_000_000], "coarse": [4_000_000, 6_000_000, -1_000]}
+    assert [row["timestamp"] for row in rows([fine, coarse])] == [*expected["fine"], *expected["coarse"]]
+    assert [row["timestamp"] for row in rows([coarse, fine])] == [*expected["coarse"], *expected["fine"]]
+    assert [row["timestamp"] for row in rows(coarse)] == [4_000, 6_000, -1]  # alone it keeps its own
+    berlin = stamps(tmp_path, "berlin", [4_000], pa.timestamp("ms", "Europe/Berlin"))
+    utc = stamps(tmp_path, "utc", [5_000_000], pa.timestamp("us", "UTC"))
+    assert [row["timestamp"] for row in rows([berlin, utc])] == [4_000_000, 5_000_000]  # zones are shown, values are UTC
+
+
+def test_text_files_of_two_releases_are_in_one_unit(tmp_path):
+    seconds = text(tmp_path, "old.jsonl", '{"reviewerID": "a", "asin": "x", "overall": 5.0, "unixReviewTime": 1400000000}\n')
+    thousandths = text(tmp_path, "new.csv", "user_id,parent_asin,rating,timestamp\na,y,5.0,1500000000123\n")
+    assert [row["timestamp"] for row in rows([thousandths, seconds])] == [1_500_000_000_123, 1_400_000_000_000]
+    other = text(tmp_path, "other.csv", "user_id,item_id,rating,timestamp\na,z,5.0,1600000000\n")
+    with pytest.raises(ValueError, match=r"other.csv: .*'timestamp' .* of no known unit, beside int64 \(ms\) of .*new.csv"):
+        rows([thousandths, other])
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (pa.int64(), ["b.parquet: column 'timestamp' holds int64, of no known unit", "timestamp[ns, tz=UTC]", "a.parquet", "cast"]),
+        (pa.timestamp("ns"), ["b.parquet: column 'timestamp' holds timestamp[ns], of no time zone", "a.parquet"]),
+        (pa.timestamp("s", "UTC"), ["b.parquet: column 'timestamp'", str(1 << 40), "fit int64 in ns"]),
+    ],
+)
+def test_timestamps_that_cannot_be_brought_together_are_refused(tmp_path, kind, words):
+    first = stamps(tmp_path, "a", [1], pa.timestamp("ns", "UTC"))
+    second = stamps(tmp_path, "b", [1 << 40], kind)
+    for paths in ([first, second], [second, first]):
+        with pytest.raises(ValueError) as error:
+            rows(paths)
+        for word in words:
+            assert word in str(error.value), error.value
+
+
 def test_unknown_format_and_mixed_files(tmp_path):
     path = text(tmp_path, "ratings.dat", "1::2::3::4\n")
     with pytest.raises(ValueError, match="unknown format 'csv'.*movielens"):

@@ -33,7 +33,7 @@ def make(path: Path, users: int = USERS, seed: int = 0, group: int = GROUP) -> l
                 "timestamp": sorted(draw.randrange(60) for _ in range(length)),
                 "action": [draw.randrange(4) for _ in range(length)],
                 "like": [draw.randrange(2) for _ in range(length)],
-                "score": [draw.random() for _ in range(length)],
+                "score": [float(draw.random() < 0.5) for _ in range(length)],
             }
         )
     lists = {n: pa.list_(pa.int64()) for n in ("item_id", "timestamp", "action", "like")}

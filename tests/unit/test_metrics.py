@@ -29,6 +29,7 @@ def test_area_under_curve_counts_pairs():
     expected = sum(1.0 if p > n else 0.5 if p == n else 0.0 for p, n in pairs) / len(pairs)
     assert area_under_curve(predictions, labels) == pytest.approx(expected)
     assert math.isnan(area_under_curve(predictions, torch.zeros(60)))
+    assert math.isnan(area_under_curve(torch.where(labels == 1, math.nan, predictions), labels))  # not the best of all
 
 
 def test_normalized_entropy():
@@ -38,11 +39,20 @@ def test_normalized_entropy():
     assert math.isnan(normalized_entropy(torch.full((4,), 0.25), torch.zeros(4)))
 
 
-def test_ties_and_nonsense_never_flatter():
-    ids = torch.tensor([5, 3, 9])
-    scores = torch.tensor([[1.0, 1.0, 2.0], [float("nan")] * 3])
-    goal = torch.tensor([1.0, float("nan")])
-    assert better_items(scores, ids, goal, torch.tensor([5, 5])).tolist() == [2, 3]  # 9 is better, 3 ties with a smaller id
+def test_the_target_is_last_among_equal_scores_and_not_counted_itself():
+    scores = torch.tensor([[1.0, 1.0, 2.0, 1.0, 0.0], [3.0, 1.0, 2.0, 1.0, 0.0]])
+    ids = torch.tensor([5, 3, 9, 7, 1])
+    assert better_items(scores, ids, torch.tensor([1.0, 3.0]), torch.tensor([5, 5])).tolist() == [3, 0]  # 9, and the ties 3 and 7
+    equal, all_ids = torch.zeros(1, 1000), torch.arange(1000)
+    for target in (0, 9, 500, 999):  # a model that has collapsed, whatever the target's id
+        assert better_items(equal, all_ids, torch.zeros(1), torch.tensor([target])).item() == 999
+
+
+def test_scores_that_are_no_number_never_flatter():
+    nan = float("nan")
+    scores = torch.tensor([[nan, nan, nan], [nan, 1.0, 2.0], [1.0, nan, 0.0], [torch.inf, torch.inf, 0.0]])
+    ids, targets = torch.tensor([5, 3, 9]), torch.tensor([5, 5, 5, 5])
+    assert better_items(scores, ids, scores[:, 0], targets).tolist() == [2, 2, 1, 1]  # a target of no number is last of all
 
 
 def test_learning_rate():

@@ -2,13 +2,13 @@
 
 Columns: user_id (int64) and the lists item_id, timestamp, optional action and side columns, each history in time order.
 Under the key `freescale` the file's metadata says, as JSON: version, num_items, num_users, num_events, dropped_users,
-columns, fingerprint. Files made elsewhere need the columns only.
+columns, fingerprint, no_labels. Files made elsewhere need the columns only.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class Summary:
     columns: tuple[str, ...]  # list columns
     fingerprint: str
     version: int = VERSION
+    # Columns whose source holds something else than 0 and 1: its file, its name there, the value. None: not looked for.
+    no_labels: Mapping[str, Sequence[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class HistoriesFile:
         if num_items is not None and largest >= num_items:
             raise ValueError(f"{self.path}: item id {largest} is not below num_items {num_items}; raise num_items")
         self.num_items: int = num_items or largest + 1
+        self.no_labels: Mapping[str, Sequence[str]] | None = known.get("no_labels") if known else None
         self.fingerprint: str = known["fingerprint"] if known else fingerprint_of(self.path.stat().st_size, rows, self.num_items)
 
     @property
@@ -115,17 +118,27 @@ class HistoriesFile:
 
     def largest(self, name: str) -> int:
         """Largest value of an integer column, -1 without any: from the row groups' statistics if they are there."""
-        metadata, largest = self.file.metadata, -1
-        for g in range(metadata.num_row_groups):
-            group = metadata.row_group(g)
-            columns = [group.column(c) for c in range(group.num_columns)]
-            column = next(c for c in columns if c.path_in_schema.split(".")[0] == name)
-            if column.is_stats_set and column.statistics.has_min_max:
-                largest = max(largest, int(column.statistics.max))
+        largest = -1
+        for group in range(self.num_groups):
+            extremes = self.extremes(group, name)
+            if extremes is not None:
+                largest = max(largest, extremes[1])
             else:
-                values = _flat(self.file.read_row_group(g, [name]).column(name))[1]
+                values = _flat(self.file.read_row_group(group, [name]).column(name))[1]
                 largest = max(largest, int(values.max(initial=-1)))
         return largest
+
+    def extremes(self, group: int, name: str) -> tuple[int, int] | None:
+        """Smallest and largest value of an integer column in a row group, if its statistics say so."""
+        kind = self.file.schema_arrow.field(name).type.value_type
+        if pa.types.is_floating(kind):
+            return None
+        about = self.file.metadata.row_group(group)
+        columns = [about.column(c) for c in range(about.num_columns)]
+        column = next(c for c in columns if c.path_in_schema.split(".")[0] == name)
+        if not (column.is_stats_set and column.statistics.has_min_max):
+            return None
+        return int(column.statistics.min), int(column.statistics.max)
 
     def read(self, group: int, columns: tuple[str, ...]) -> Group:
         """Decodes the columns of one row group and checks them: equal lengths, ids in range, time order, no nulls."""

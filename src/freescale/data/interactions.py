@@ -8,8 +8,9 @@
 | kuairand  | log csv; the 0/1 feedback columns are kept as side columns    | bit mask of feedback, in order |
 
 Timestamps keep the unit of the file (KuaiRand and the newer Amazon files count milliseconds): rounding to seconds
-would lose the order of events. Memory is one block of the file; the ids of Amazon files are strings, and their codes
-(dense, in order of first appearance) need memory for the catalogue and the users.
+would lose the order of events. Several files are brought to the finest unit among them. Memory is one block of the
+file; the ids of Amazon files are strings, and their codes (dense, in order of first appearance) need memory for the
+catalogue and the users.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from freescale.data.labels import not_a_label
 from freescale.data.layouts import FEEDBACK, FORMATS, Layout, blocks, detect_format, layout_of, line_of, parsed, require
+from freescale.data.times import Times, common_unit
 
 IDS = ("user_id", "item_id")
 REQUIRED = (*IDS, "timestamp")
@@ -29,7 +32,7 @@ _ROWS = 1 << 18  # rows of Parquet
 
 
 class Interactions(Iterator[pa.RecordBatch]):
-    """The batches of one or several files; `vocabulary` and `fraction` grow while it is read."""
+    """The batches of one or several files; `vocabulary`, `fraction` and `no_labels` grow while it is read."""
 
     def __init__(self, paths: Sequence[Path], format: str):
         if format not in ("auto", *FORMATS):
@@ -44,8 +47,10 @@ class Interactions(Iterator[pa.RecordBatch]):
                 raise ValueError(f"{path}: the file is empty (0 bytes); give a file with events")
         self.formats = [detect_format(path) if format == "auto" else format for path in self.paths]
         self.vocabulary: dict[str, dict[str, int]] = {}  # column -> string id -> code
+        self.no_labels: dict[str, tuple[str, str, str]] = {}  # column -> file, column there, value that is not 0 or 1
         self.fraction = 0.0  # of the bytes or rows read so far
         self._done, self._total = 0, sum(path.stat().st_size for path in self.paths)
+        self._unit: str | None = None  # of the timestamps, where files are brought to one
         self._batches = self._read()
 
     def __next__(self) -> pa.RecordBatch:
@@ -53,6 +58,7 @@ class Interactions(Iterator[pa.RecordBatch]):
 
     def _read(self) -> Iterator[pa.RecordBatch]:
         schema: pa.Schema | None = None
+        self._unit = self._common_unit()
         for path, format in zip(self.paths, self.formats, strict=True):
             events = 0
             for batch in self._parquet(path) if format == "parquet" else self._text(path, layout_of(path, format)):
@@ -63,6 +69,7 @@ class Interactions(Iterator[pa.RecordBatch]):
                     )
                 schema = batch.schema
                 _check(batch, path)
+                self._note_labels(batch, path, format)
                 events += batch.num_rows
                 if batch.num_rows:
                     yield batch
@@ -70,6 +77,32 @@ class Interactions(Iterator[pa.RecordBatch]):
                 raise ValueError(f"{path}: the file has no events (0 rows); give a file with events")
             self._done += path.stat().st_size
         self.fraction = 1.0
+
+    def _common_unit(self) -> str | None:
+        """Of several files; one keeps its own. What cannot be read here is refused where it is read."""
+        if len(self.paths) == 1:
+            return None
+        files: list[Times] = []
+        for path, format in zip(self.paths, self.formats, strict=True):
+            if format != "parquet":
+                files.append(_text_times(path, layout_of(path, format)))
+                continue
+            try:
+                kind = pq.read_schema(path).field("timestamp").type
+            except (pa.ArrowException, KeyError):
+                continue
+            if pa.types.is_integer(kind) or pa.types.is_timestamp(kind):
+                files.append(Times.of_type(path, "timestamp", kind))
+        return common_unit(files)
+
+    def _note_labels(self, batch: pa.RecordBatch, path: Path, format: str) -> None:
+        for name in batch.schema.names:
+            value = None if name in REQUIRED or name in self.no_labels else not_a_label(batch.column(name).to_numpy())
+            if value is not None:
+                made = name == "action" and format != "parquet"
+                source = (layout_of(path, format).rating or "feedback") if made else name
+                column = f"'action' (made of {source!r})" if made else repr(name)
+                self.no_labels[name] = str(path.absolute()), column, value
 
     def _advance(self, share: float, path: Path) -> None:
         self.fraction = min((self._done + share * path.stat().st_size) / self._total, 1.0)
@@ -93,10 +126,13 @@ class Interactions(Iterator[pa.RecordBatch]):
             if actions and not pa.types.is_integer(schema.field("action").type):
                 raise ValueError(f"{path}: column 'action' holds {schema.field('action').type}; cast it to int64")
             columns, rows = [*REQUIRED, *actions, *sides], 0
+            times = Times.of_type(path, "timestamp", schema.field("timestamp").type)
             for batch in file.iter_batches(_ROWS, columns=columns):
                 rows += batch.num_rows
                 self._advance(rows / file.metadata.num_rows, path)
-                arrays = [_whole(batch.column(n), n, path) for n in [*REQUIRED, *actions]]
+                arrays = [_whole(batch.column(n), n, path) for n in IDS]
+                arrays += [times.converted(batch.column("timestamp"), self._unit)]
+                arrays += [_whole(batch.column(n), n, path) for n in actions]
                 flags = [batch.column(n) for n in sides]
                 arrays += [a.cast(pa.int8()) if pa.types.is_boolean(a.type) else a for a in flags]
                 yield pa.RecordBatch.from_arrays(arrays, names=columns)
@@ -117,7 +153,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         for name, source in zip(IDS, (layout.user, layout.item), strict=True):
             array = _filled(table, source, path)
             columns[name] = self._codes(name, array) if layout.text_ids else array
-        columns["timestamp"] = _filled(table, layout.time, path)
+        columns["timestamp"] = _text_times(path, layout).converted(_filled(table, layout.time, path), self._unit)
         if layout.rating is not None:
             doubled = pc.round(pc.multiply(_filled(table, layout.rating, path), 2.0), round_mode="half_up")
             columns["action"] = doubled.cast(pa.int64())
@@ -146,6 +182,10 @@ def read_interactions(path: str | Path | Sequence[str | Path], format: str = "au
     """Record batches with int64 columns user_id, item_id, timestamp, optional action, and further numeric columns."""
     paths = [path] if isinstance(path, str | Path) else path
     return Interactions([Path(p) for p in paths], format)
+
+
+def _text_times(path: Path, layout: Layout) -> Times:
+    return Times(path, layout.time, layout.unit, shown="int64" if layout.unit is None else f"int64 ({layout.unit})")
 
 
 def _filled(table: pa.Table, name: str, path: Path) -> pa.Array:

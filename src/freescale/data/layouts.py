@@ -39,6 +39,7 @@ class Layout:
     text_ids: bool = False
     header: bool = True
     separator: bytes = b","  # b"{" for json lines
+    unit: str | None = None  # of the timestamps, where the release says it
 
     def types(self) -> dict[str, pa.DataType]:
         ids = pa.string() if self.text_ids else pa.int64()
@@ -76,15 +77,15 @@ def layout_of(path: Path, format: str) -> Layout:
         fields = _fields(line, separator)
         if "movieId" in fields or separator == b",":
             require(path, ("userId", "movieId", "rating", "timestamp"), fields)
-            return Layout(fields, "userId", "movieId", "timestamp", "rating", separator=separator)
+            return Layout(fields, "userId", "movieId", "timestamp", "rating", separator=separator, unit="s")
         if len(fields) != 4:
             raise ValueError(f"{path}: {len(fields)} columns, not the 4 of user::item::rating::timestamp; see --format")
         names = ["user", "item", "rating", "timestamp"]
-        return Layout(names, "user", "item", "timestamp", "rating", header=False, separator=separator)
+        return Layout(names, "user", "item", "timestamp", "rating", header=False, separator=separator, unit="s")
     if format == "kuairand":
         fields = _fields(line, b",")
         require(path, ("user_id", "video_id", "time_ms"), fields)
-        return Layout(fields, "user_id", "video_id", "time_ms", feedback=[n for n in FEEDBACK if n in fields])
+        return Layout(fields, "user_id", "video_id", "time_ms", feedback=[n for n in FEEDBACK if n in fields], unit="ms")
     if line.lstrip().startswith(b"{"):
         try:
             fields = list(json.loads(line))
@@ -106,7 +107,10 @@ def _amazon(path: Path, fields: Sequence[str], separator: bytes = b",", header: 
     found = {role: next((n for n in names if n in fields), None) for role, names in _AMAZON.items()}
     require(path, ["|".join(_AMAZON[role]) for role, name in found.items() if name is None], fields)
     user, item, rating, time = (str(found[role]) for role in ("user", "item", "rating", "time"))
-    return Layout(fields, user, item, time, rating, text_ids=True, header=header, separator=separator)
+    named = header or separator == b"{"
+    # Seconds in 2014 and 2018, milliseconds in 2023; other files with names of their own may count anything.
+    unit = "ms" if "parent_asin" in fields else "s" if time == "unixReviewTime" or not named else None
+    return Layout(fields, user, item, time, rating, text_ids=True, header=header, separator=separator, unit=unit)
 
 
 def parsed(block: bytes, layout: Layout, path: Path) -> pa.Table:

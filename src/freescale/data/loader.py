@@ -18,6 +18,7 @@ from torch import Tensor
 
 from freescale.batch import Jagged, Nested, SequenceBatch, ranges
 from freescale.data.histories import Group, HistoriesFile
+from freescale.data.labels import check_labels
 from freescale.data.negatives import draw_negatives
 from freescale.data.order import EpochOrder
 from freescale.kernels.random import derive
@@ -116,9 +117,7 @@ class Histories:
                 f"{self.file.path}: label columns {', '.join(map(repr, missing)) or 'not named'}; "
                 f"the file has {', '.join(map(repr, labels)) or 'none'}; name some of these as tasks"
             )
-        for name in self.tasks:
-            if self.file.largest(name) > 1:
-                raise ValueError(f"{self.file.path}: label column {name!r} holds {self.file.largest(name)}; labels are 0 or 1")
+        check_labels(self.file, self.tasks)
 
     def _seek(self, start: int) -> None:
         total = self.epochs * self.batches_per_epoch

@@ -1,33 +1,19 @@
-"""Turns interaction files, in any order and of any size, into a histories file.
-
-Two external partitions, both recursive, so that memory is a bucket of events (or the longest single history) and not
-the file: by hash of the user, to bring each history together and sort it; then by range of (last timestamp, user), to
-order the users.
-"""
+"""Turns interaction files into a histories file, once: the cache of what was made, by path and content of the sources."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-import torch
-
-from freescale.data.histories import HistoriesFile, HistoriesWriter, Summary, fingerprint_of, is_histories, schema_of
-from freescale.data.interactions import Interactions, read_interactions
-from freescale.kernels.random import derive, integers
+from freescale.data.build import Progress, Spilled, build
+from freescale.data.digest import contents, digest_of
+from freescale.data.histories import VERSION, HistoriesFile, is_histories
+from freescale.data.interactions import read_interactions
+from freescale.data.workspace import clear, full_disk_named, locked, workspace
 
 BUCKET_EVENTS = 2_000_000
-_FAN_OUT = 128  # files open at once in a partition
-_SAMPLES = 64  # order samples taken per bucket of events: how evenly the second partition cuts
-
-Progress = Callable[[str, float], None]
 
 
 def prepare(
@@ -43,260 +29,49 @@ def prepare(
 
     Users with fewer than two events are dropped (and counted in the metadata). Events of equal timestamp keep the order
     of the file; exact duplicates are kept. String ids are numbered; `vocabulary.parquet` beside the result says how.
-    `progress` is called with a stage ("read", "sort", "write") and the share done.
+    Data is found in the cache by the paths and all bytes of its files. `progress` is called with a stage ("hash", "read",
+    "sort", "write") and the share done.
     """
+    cache, report = Path(cache), progress or (lambda stage, share: None)
     interactions = read_interactions(source, format)
     if num_items is not None and num_items < 1:
         raise ValueError(f"num_items is {num_items}; it must be 1 or more")
     if len(interactions.paths) == 1 and interactions.formats[0] == "parquet" and is_histories(interactions.paths[0]):
         return HistoriesFile(interactions.paths[0], num_items).path
-    files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in interactions.paths]
-    fingerprint = fingerprint_of(files, interactions.formats, num_items)
-    target = Path(cache) / fingerprint / "histories.parquet"
+    sources = contents(interactions.paths, cache / "digests", lambda share: report("hash", share))
+    # A run goes on with the same data wherever it lies. The cache tells paths apart, since what it holds names them in errors.
+    fingerprint = digest_of([source.digest for source in sources], interactions.formats, num_items)
+    key = digest_of(VERSION, fingerprint, [str(path.resolve()) for path in interactions.paths])
+    target = cache / key / "histories.parquet"
+    clear(cache)
     if target.is_file():
         return target
-    target.parent.parent.mkdir(parents=True, exist_ok=True)
-    report = progress or (lambda stage, share: None)
-    with _alone(Path(cache)), tempfile.TemporaryDirectory(dir=cache, prefix=f".{fingerprint}-") as folder:
-        if target.is_file():  # another rank made it while this one waited
-            return target
-        made = _build(interactions, Path(folder), num_items, fingerprint, report, bucket_events)
-        target.parent.mkdir(exist_ok=True)
-        for path in made:  # the histories last: their presence says that all is there
-            os.replace(path, target.parent / path.name)
+    spilled = Spilled()
+    work = f"preparing {interactions.paths[0]}"
+    with full_disk_named(cache, work, "make room, or name a cache folder on another disk", spilled.most):
+        cache.mkdir(parents=True, exist_ok=True)
+        with _alone(cache), workspace(cache, key) as folder:
+            if target.is_file():  # another rank made it while this one waited
+                return target
+            made = build(interactions, folder, num_items, fingerprint, report, bucket_events, spilled)
+            for content in sources:
+                content.check_unchanged()
+            target.parent.mkdir(exist_ok=True)
+            for path in made:  # the histories last: their presence says that all is there
+                os.replace(path, target.parent / path.name)
     return target
 
 
 @contextmanager
 def _alone(cache: Path) -> Iterator[None]:
-    """One process at a time: the ranks of a machine all ask for the same file. The lock ends with its holder, however it ends."""
-    folder = os.open(cache, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+    """One process at a time: the ranks of a machine all ask for the same file. The lock ends with its holder, however it ends.
+
+    NFS locks no folders but files; where nothing can be locked, ranks may each make the file, and the last one's stays.
+    """
+    with ExitStack() as stack:
+        for path, flags in ((cache, os.O_RDONLY), (cache / "lock", os.O_RDWR | os.O_CREAT)):
+            descriptor = os.open(path, flags, 0o666)
+            stack.callback(os.close, descriptor)
+            if locked(descriptor):
+                break
         yield
-    finally:
-        os.close(folder)
-
-
-def _build(
-    interactions: Interactions,
-    folder: Path,
-    num_items: int | None,
-    fingerprint: str,
-    report: Progress,
-    limit: int,
-) -> list[Path]:
-    largest, events, dropped = -1, 0, 0
-
-    def counted() -> Iterator[pa.RecordBatch]:
-        nonlocal largest, events
-        for batch in interactions:
-            largest = max(largest, int(batch.column("item_id").to_numpy().max()))
-            if num_items is not None and largest >= num_items:
-                raise ValueError(
-                    f"{interactions.paths[0]}: item id {largest} is not below num_items {num_items}; "
-                    "raise num_items or leave it out"
-                )
-            events += batch.num_rows
-            report("read", interactions.fraction)
-            yield batch
-
-    # Histories of one bucket after another, cut to users with two events; order samples on the way.
-    samples: list[np.ndarray] = []
-    kept_events = kept_users = 0
-
-    def histories() -> Iterator[pa.Table]:
-        nonlocal kept_events, kept_users, dropped
-        done = 0
-        for table in _by_user(counted(), _rows(interactions), folder, limit):
-            done += table.num_rows
-            table, short = _histories(table)
-            dropped += short
-            kept_users += table.num_rows
-            kept_events += int(_ends(table)[-1])
-            samples.append(_order_samples(table, max(limit // _SAMPLES, 1)))
-            report("sort", done / events)
-            yield table
-
-    unordered = folder / "unordered.arrow"
-    _spill(histories(), unordered)
-    if kept_users == 0:
-        raise ValueError(f"{interactions.paths[0]}: no user has 2 or more events ({dropped} users with one); give a longer log")
-    order = np.unique(np.concatenate(samples), axis=0)  # [samples, 2]: (last timestamp, user)
-    schema = _schema(unordered)
-    path = folder / "histories.parquet"
-    writer, written, summary = HistoriesWriter(path, schema), 0, None
-    try:
-        for table in _by_last_event(_load(unordered), order, folder):
-            writer.write(table.drop_columns("last"))
-            written += table.num_rows
-            report("write", written / kept_users)
-        summary = Summary(
-            num_items=num_items or largest + 1,
-            num_users=kept_users,
-            num_events=kept_events,
-            dropped_users=dropped,
-            columns=tuple(schema.names[1:]),
-            fingerprint=fingerprint,
-        )
-    finally:
-        writer.close(summary)
-    if not interactions.vocabulary:
-        return [path]
-    vocabulary = folder / "vocabulary.parquet"
-    _write_vocabulary(interactions.vocabulary, vocabulary)
-    return [vocabulary, path]
-
-
-def _by_user(batches: Iterable[pa.RecordBatch], rows: int, folder: Path, limit: int, level: int = 0) -> Iterator[pa.Table]:
-    """Partitions events by a hash of the user; yields buckets of about `limit` events, each user whole in one."""
-    parts = int(np.clip(-(-2 * rows // limit), 1, _FAN_OUT))  # twice as many as needed: hashing is uneven
-    seed = derive(level, 0)
-
-    def part(batch: pa.RecordBatch) -> np.ndarray:
-        users = torch.from_numpy(batch.column("user_id").to_numpy().copy())
-        return integers(derive(seed, users), parts).numpy()
-
-    for path, count in _partition(batches, part, parts, folder / f"users{level}"):
-        if count > limit and (count < rows or level == 0):  # one user may be larger than a bucket: no use cutting again
-            yield from _by_user(_load(path), count, folder, limit, level + 1)
-        elif count:
-            yield _all(path)
-        path.unlink()
-
-
-def _by_last_event(tables: Iterable[pa.RecordBatch], samples: np.ndarray, folder: Path, level: int = 0) -> Iterator[pa.Table]:
-    """Users in order of (last timestamp, user). `samples` [n, 2], sorted and unique, say where to cut."""
-    parts = min(-(-len(samples) // _SAMPLES), _FAN_OUT)
-    if parts <= 1:
-        table = pa.Table.from_batches(list(tables))
-        yield table.take(pa.array(np.lexsort((_numpy(table, "user_id"), _numpy(table, "last")))))
-        return
-    cuts = len(samples) * np.arange(1, parts) // parts
-    splitters = samples[cuts]  # [parts - 1, 2]
-
-    def part(batch: pa.RecordBatch) -> np.ndarray:
-        """How many splitters are at or before each user, by sorting both together: pairs have no searchsorted."""
-        last = np.concatenate([splitters[:, 0], batch.column("last").to_numpy()])
-        user = np.concatenate([splitters[:, 1], batch.column("user_id").to_numpy()])
-        order = np.lexsort((user, last))  # stable: a splitter comes before the user that it equals
-        ranks = np.empty(len(order), np.int64)
-        ranks[order] = np.cumsum(order < len(splitters))
-        return ranks[len(splitters) :]
-
-    edges = [0, *cuts.tolist(), len(samples)]
-    for index, (path, count) in enumerate(_partition(tables, part, parts, folder / f"last{level}")):
-        if count:
-            inner = samples[edges[index] : edges[index + 1]]
-            yield from _by_last_event(_load(path), inner, folder, level + 1)
-        path.unlink()
-
-
-def _partition(
-    batches: Iterable[pa.RecordBatch], part: Callable[[pa.RecordBatch], np.ndarray], parts: int, folder: Path
-) -> list[tuple[Path, int]]:
-    """Writes each row to the file of its part, in order; returns path and number of rows of each part."""
-    folder.mkdir(exist_ok=True)
-    paths = [folder / f"{p}.arrow" for p in range(parts)]
-    counts = np.zeros(parts, np.int64)
-    with ExitStack() as stack:
-        writers: list[pa.ipc.RecordBatchStreamWriter] = []
-        for batch in batches:
-            if not writers:
-                for path in paths:
-                    sink = stack.enter_context(pa.OSFile(str(path), "wb"))
-                    writers.append(stack.enter_context(pa.ipc.new_stream(sink, batch.schema)))
-            belongs = part(batch)
-            order = np.argsort(belongs, kind="stable")
-            sizes = np.bincount(belongs, minlength=parts)
-            ordered, start = batch.take(pa.array(order)), 0
-            for p in np.flatnonzero(sizes):
-                writers[p].write_batch(ordered.slice(start, sizes[p]))
-                start += sizes[p]
-            counts += sizes
-    return list(zip(paths, counts.tolist(), strict=True))
-
-
-def _histories(events: pa.Table) -> tuple[pa.Table, int]:
-    """Flat events -> one row per user with lists in time order and the last timestamp; number of users dropped."""
-    users, times = _numpy(events, "user_id"), _numpy(events, "timestamp")
-    order = np.lexsort((times, users))  # stable
-    users = users[order]
-    starts = np.flatnonzero(np.concatenate([[len(users) > 0], users[1:] != users[:-1]]))
-    counts = np.diff(np.append(starts, len(users)))
-    keep = counts >= 2
-    order = order[np.repeat(keep, counts)]
-    ends = np.cumsum(counts[keep])
-    offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
-    sorted_events = events.drop_columns("user_id").take(pa.array(order)).combine_chunks()
-    columns: dict[str, pa.Array] = {"user_id": pa.array(users[starts[keep]])}
-    for name in sorted_events.column_names:
-        chunks = sorted_events.column(name).chunks
-        values = chunks[0] if chunks else pa.array([], sorted_events.schema.field(name).type)
-        columns[name] = pa.ListArray.from_arrays(offsets, values)
-    columns["last"] = pa.array(times[order[ends - 1]]) if len(ends) else pa.array([], pa.int64())
-    return pa.table(columns), int((~keep).sum())
-
-
-def _order_samples(table: pa.Table, step: int) -> np.ndarray:
-    """[n, 2] pairs (last timestamp, user), one for every `step` events in their order."""
-    last, users = _numpy(table, "last"), _numpy(table, "user_id")
-    counts = np.diff(_ends(table))
-    order = np.lexsort((users, last))
-    ends = np.cumsum(counts[order])
-    total = int(ends[-1]) if len(ends) else 0
-    picked = order[np.searchsorted(ends, np.arange(0, total, step), "right")]
-    return np.stack([last[picked], users[picked]], axis=1)
-
-
-def _rows(interactions: Interactions) -> int:
-    """Number of events, or about as many: a text line of them has seldom fewer than 24 bytes."""
-    sizes = [
-        pq.read_metadata(p).num_rows if f == "parquet" else p.stat().st_size // 24
-        for p, f in zip(interactions.paths, interactions.formats, strict=True)
-    ]
-    return sum(sizes)
-
-
-def _write_vocabulary(vocabulary: dict[str, dict[str, int]], path: Path) -> None:
-    schema = pa.schema([("column", pa.string()), ("id", pa.int64()), ("text", pa.string())])
-    with pq.ParquetWriter(path, schema) as writer:
-        for name, codes in vocabulary.items():
-            columns = [pa.repeat(name, len(codes)), pa.array(np.arange(len(codes))), pa.array(list(codes), pa.string())]
-            writer.write_table(pa.table(columns, schema=schema))
-
-
-def _spill(tables: Iterable[pa.Table], path: Path) -> None:
-    with ExitStack() as stack:
-        writer = None
-        for table in tables:
-            if writer is None:
-                sink = stack.enter_context(pa.OSFile(str(path), "wb"))
-                writer = stack.enter_context(pa.ipc.new_stream(sink, table.schema))
-            writer.write_table(table)
-
-
-def _load(path: Path) -> Iterator[pa.RecordBatch]:
-    with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
-        yield from reader
-
-
-def _all(path: Path) -> pa.Table:
-    with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
-        return reader.read_all()
-
-
-def _schema(path: Path) -> pa.Schema:
-    with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
-        fields = [f for f in reader.schema if f.name not in ("user_id", "last")]
-        return schema_of({field.name: field.type.value_type for field in fields})
-
-
-def _numpy(table: pa.Table, name: str) -> np.ndarray:
-    return table.column(name).to_numpy()
-
-
-def _ends(table: pa.Table) -> np.ndarray:
-    """Offsets of the histories of a table made by `_histories`."""
-    chunks = table.column("item_id").chunks
-    return chunks[0].offsets.to_numpy() if chunks else np.zeros(1, np.int64)

@@ -9,7 +9,6 @@ popular items only. One number from 0 to 2 goes through all of it; it is found b
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from freescale.batch import offsets_of
 from freescale.data.draws import SHORTEST, TASTES, Draws, Source, length_distribution
 from freescale.data.histories import HistoriesWriter, Summary, fingerprint_of, schema_of
+from freescale.data.workspace import full_disk_named, workspace
 from freescale.kernels.random import derive, integers, key_of, normal, uniform
 
 _EPOCH = 1_600_000_000  # seconds: last event of the first user
@@ -101,8 +101,9 @@ def generate(
     schema = schema_of(columns | {name: pa.int8() for name in labels})
     collisions, histogram = _Collisions(items), np.zeros(len(sizes), np.int64)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
-        made = Path(folder) / path.name
+    full = full_disk_named(path.parent, f"generating {path.name}", "make room, or name another folder")
+    with full, workspace(path.parent, path.name) as folder:
+        made = folder / path.name
         writer, summary = HistoriesWriter(made, schema), None
         try:
             for number in range(source.batches):

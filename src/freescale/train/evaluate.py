@@ -48,13 +48,13 @@ def _gather_rows(tensor: Tensor, transport: Transport) -> tuple[Tensor, list[int
 
 
 def better_items(scores: Tensor, ids: Tensor, target_scores: Tensor, targets: Tensor) -> Tensor:
-    """scores [q, n] of items ids [n] -> [q]: how many rank before the target. Of equal scores the smaller id is first.
+    """scores [q, n] of items ids [n] -> [q]: how many rank before the target. Of equal scores the target is last.
 
-    Counts what is not worse, so that a score that is not a number puts the target last, never first.
+    So a model that scores all items alike ranks last, whatever the order of the ids. Counts what is not worse, so that a score
+    that is not a number puts the target behind it, never before.
     """
-    goal = target_scores[:, None]
-    worse = (scores < goal) | ((scores == goal) & (ids[None, :] >= targets[:, None]))
-    return scores.shape[1] - worse.sum(dim=1)
+    worse = scores < target_scores[:, None]
+    return (~worse & (ids[None, :] != targets[:, None])).sum(dim=1)
 
 
 def evaluate_retrieval(
@@ -67,6 +67,7 @@ def evaluate_retrieval(
     """{"model": metrics, "popularity": metrics}: ranks of dense["target"] in the full catalogue. The same on every rank.
 
     `popularity` [rows]: how often the training part holds each item; the baseline that recommends the most popular to all.
+    Of equal scores, and of equally popular items, the target ranks last.
     """
     transport = parallel.transport
     parallel.tables.settle()
@@ -77,7 +78,8 @@ def evaluate_retrieval(
         module.eval()
         catalogue = module.catalogue(rows)  # type: ignore[operator]  # [n, width]
         module.train(was)
-    counts = popularity.to(ids.device)[ids].to(catalogue.dtype) if popularity is not None else None
+    # In its own dtype: rounded counts would tie, and ties would make the baseline look worse than it is.
+    counts = popularity.to(ids.device)[ids] if popularity is not None else None
     ranks: list[Tensor] = []
     popular: list[Tensor] = []
 

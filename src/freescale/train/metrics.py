@@ -30,10 +30,10 @@ def normalized_entropy(predictions: Tensor, labels: Tensor) -> float:
 
 
 def area_under_curve(predictions: Tensor, labels: Tensor) -> float:
-    """AUC by ranks; ties count half."""
+    """AUC by ranks; ties count half. Predictions that are no number have no rank, so with them the AUC is none either."""
     positives = labels > 0.5
     count, total = int(positives.sum()), labels.numel()
-    if count in (0, total):
+    if count in (0, total) or predictions.isnan().any():
         return math.nan
     _, inverse, sizes = torch.unique(predictions.double(), return_inverse=True, return_counts=True)
     middle = sizes.cumsum(0).double() - (sizes.double() - 1) / 2  # mean rank of each tied value

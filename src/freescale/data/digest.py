@@ -1,0 +1,144 @@
+"""Which data a file holds: a digest of all its bytes, remembered while the file is certainly the same.
+
+A name, a size and a time of change do not tell files apart: archives and images carry times along. The kernel's own time
+of the last change (ctime) cannot be carried along, so a digest is used again where path, inode, size and both times are
+those that it was made of, in the same boot of the machine. Where the file system takes times from elsewhere (images,
+overlays, FUSE), and where a file is so new that another change might bear the same time, every start reads it whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+_BLOCK = 1 << 18
+_THREADS = 4
+_SETTLED_S = 2.0  # no file system that keeps its own times counts them more coarsely
+_KEPT_S = 30 * 24 * 3600  # of what is remembered
+_DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "jfs", "zfs", "bcachefs", "tmpfs", "ramfs"}
+_SHARED = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph"}
+
+Stamp = tuple[int, ...]  # device, inode, size, mtime, ctime
+
+
+@dataclass(frozen=True)
+class Content:
+    """A file as it was when it was read."""
+
+    path: Path  # as given
+    digest: str
+    stamp: Stamp
+
+    def check_unchanged(self) -> None:
+        """Of size and times: what is made of a file that changed under the reader's hands belongs to no digest."""
+        if _stamp(os.stat(self.path))[2:] != self.stamp[2:]:
+            raise _changed(self.path)
+
+
+def digest_of(*parts: Any) -> str:
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def contents(paths: Sequence[Path], memory: Path, report: Callable[[float], None]) -> list[Content]:
+    """`memory`: a folder for digests, which other processes and machines may use too. `report` gets the share done, where
+    files have to be read."""
+    sizes = [path.stat().st_size for path in paths]
+
+    def read_on(before: int, read: int) -> None:
+        report(min((before + read) / max(sum(sizes), 1), 1.0))
+
+    return [_content(path, memory, partial(read_on, sum(sizes[:number]))) for number, path in enumerate(paths)]
+
+
+def _content(path: Path, memory: Path, report: Callable[[int], None]) -> Content:
+    with open(path, "rb", buffering=0) as file:
+        stamp = _stamp(os.fstat(file.fileno()))
+        known = _known(path, memory)
+        if known is not None:
+            with suppress(OSError, ValueError, KeyError, TypeError):  # of no use: the file is read
+                about = json.loads(known.read_text(encoding="utf-8"))
+                if tuple(about["stamp"]) == stamp:
+                    return Content(path, str(about["digest"]), stamp)
+        content = Content(path, _digest(file, report), stamp)
+        if _stamp(os.fstat(file.fileno())) != stamp:
+            raise _changed(path)
+    content.check_unchanged()  # another file may have taken the name
+    if known is not None and time.time() - stamp[4] / 1e9 > _SETTLED_S:
+        _remember(known, content)
+    return content
+
+
+def _digest(file: FileIO, report: Callable[[int], None]) -> str:
+    """Of the digests of its blocks, which threads make at once."""
+    whole, pending, read = hashlib.blake2b(digest_size=16), deque[Future[bytes]](), 0
+    with ThreadPoolExecutor(_THREADS) as threads:
+        while block := file.read(_BLOCK):
+            pending.append(threads.submit(lambda block: hashlib.blake2b(block, digest_size=32).digest(), block))
+            read += len(block)
+            if len(pending) > _THREADS:
+                whole.update(pending.popleft().result())
+                report(read)
+        for future in pending:
+            whole.update(future.result())
+    report(read)
+    return whole.hexdigest()
+
+
+def _known(path: Path, memory: Path) -> Path | None:
+    """Where the digest of a file is remembered, if it may be."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    resolved = path.resolve()
+    if not keeps_its_times(resolved, mounts):
+        return None
+    return memory / f"{digest_of(boot, str(resolved))}.json"
+
+
+def keeps_its_times(path: Path, mounts: str) -> bool:
+    """Whether the file system under `path` sets the time of a change itself. `mounts`: as /proc/self/mountinfo."""
+    best, answer = -1, False
+    for line in mounts.splitlines():
+        fields = line.split()
+        after = fields.index("-")
+        point = Path(fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\"))
+        if path.is_relative_to(point) and len(point.parts) >= best:  # of two at one point the later one is on top
+            written = "ro" not in fields[after + 3].split(",")  # the file system itself, not this view of it
+            best, answer = len(point.parts), fields[after + 1] in _DISKS | _SHARED and written
+    return answer
+
+
+def _remember(known: Path, content: Content) -> None:
+    """An attempt: a folder that cannot be written, or a full disk, costs the next start a reading and no more."""
+    with suppress(OSError):
+        known.parent.mkdir(parents=True, exist_ok=True)
+        for other in known.parent.iterdir():
+            if time.time() - other.stat().st_mtime > _KEPT_S:
+                other.unlink()
+        mine = known.with_suffix(f".{os.getpid()}")
+        try:
+            mine.write_text(json.dumps({"stamp": content.stamp, "digest": content.digest}), encoding="utf-8")
+            os.replace(mine, known)
+        finally:
+            mine.unlink(missing_ok=True)
+
+
+def _stamp(about: os.stat_result) -> Stamp:
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+
+
+def _changed(path: Path) -> ValueError:
+    return ValueError(f"{path}: the file changed while it was read; start again when it is complete")

@@ -1,0 +1,66 @@
+"""Timestamps of several files in one unit, so that events of one user that lie in two files come into their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+_UNITS = ("s", "ms", "us", "ns")  # the finest last
+
+
+@dataclass(frozen=True)
+class Times:
+    """What is known about a file's timestamps."""
+
+    path: Path
+    column: str
+    unit: str | None  # None: integers, counting whatever they count
+    zoned: bool | None = None  # whether a time zone is given, so that the values count from 1970 in UTC; None: not said
+    shown: str = "int64"
+
+    @staticmethod
+    def of_type(path: Path, column: str, kind: pa.DataType) -> Times:
+        if not pa.types.is_timestamp(kind):
+            return Times(path, column, None, shown=str(kind))
+        return Times(path, column, kind.unit, kind.tz is not None, str(kind))
+
+    def converted(self, values: pa.Array, unit: str | None) -> pa.Array:
+        """values, integers or timestamps, as int64 in `unit`."""
+        try:
+            if unit in (None, self.unit):
+                return values.cast(pa.int64())
+            if not pa.types.is_timestamp(values.type):
+                values = values.cast(pa.int64()).cast(pa.timestamp(self.unit))
+            return values.cast(pa.timestamp(unit, values.type.tz)).cast(pa.int64())
+        except pa.ArrowException as error:
+            reason = str(error).splitlines()[0][:200]
+            where = f" in {unit}, the finest unit of the files" if unit != self.unit else ""
+            raise ValueError(f"{self.path}: column {self.column!r}: {reason}; it must fit int64{where}") from error
+
+
+def common_unit(files: Sequence[Times]) -> str | None:
+    """The finest unit of the files: what is coarser is converted to it without loss. None: all are integers, taken as they are.
+
+    Refuses what cannot be brought together: integers beside timestamps, and times with a zone beside times without one.
+    """
+    known = [times for times in files if times.unit is not None]
+    if not known:
+        return None
+    for times in files:
+        if times.unit is None:
+            raise _refused(times, "of no known unit", known[0])
+    zoned = next((times for times in files if times.zoned), None)
+    for times in files:
+        if zoned is not None and times.zoned is False:
+            raise _refused(times, "of no time zone", zoned)
+    return max((times.unit for times in known if times.unit), key=_UNITS.index)
+
+
+def _refused(times: Times, what: str, other: Times) -> ValueError:
+    return ValueError(
+        f"{times.path}: column {times.column!r} holds {times.shown}, {what}, beside {other.shown} of {other.path}; "
+        "cast both to timestamps of one kind"
+    )
