@@ -1,82 +1,30 @@
-"""Checkpoints with torch.distributed.checkpoint: independent of ranks and placement, atomic, free of pickled code.
-
-A checkpoint is a folder `step-00000100` with torch's sharded tensor files and `state.json`. It is written under a temporary
-name and renamed when every rank has finished, so that a killed save never spoils an earlier one. Tables are stored whole in
-spread order (embedding/layout.py), dense parameters and optimizer state by parameter name.
-"""
+"""The checkpoints of a run: saved and loaded by all ranks together."""
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from freescale.embedding.collection import Tables
 from freescale.embedding.swap import Parallel
 from freescale.pipeline.reducer import Reducer
-from freescale.train.carried import Carried
+from freescale.train.checkpoint.carried import Carried
+from freescale.train.checkpoint.safe import SafeReader, checkpointing
 from freescale.transport.api import Transport
 from freescale.transport.collective import Collective
 
 _FORMAT = 1
-
-# What torch's checkpoint metadata consists of. Nothing else is ever constructed while a checkpoint is read.
-_ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "StorageMeta",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "ChunkStorageMetadata",
-        "MetadataIndex",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"} | {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)},
-    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _ALLOWED.get(module, ()):
-            raise ValueError(f"the checkpoint's metadata holds {module}.{name}, which no checkpoint of ours does: refused")
-        return super().find_class(module, name)
-
-
-class SafeReader(dcp.FileSystemReader):
-    """torch's reader, except that its metadata can build nothing but metadata and its files stay in their folder."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise ValueError(f"the checkpoint {self.path} has no metadata")
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise ValueError(f"entry {name!r} of checkpoint {self.path} is not a tensor: refused")
-        for info in (metadata.storage_data or {}).values():
-            if PurePosixPath(info.relative_path).name != info.relative_path:
-                raise ValueError(f"checkpoint {self.path} points to a file outside it ({info.relative_path}): refused")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
 
 
 @dataclass
@@ -191,19 +139,6 @@ class Checkpoints:
 
     def _barrier(self) -> None:
         self.transport.gather_bytes(b"")
-
-
-@contextmanager
-def checkpointing(failure: str) -> Iterator[None]:
-    """Around torch's save and load: what fails on any rank is one line on all. A single process is no accident here, so that
-    torch need not warn about it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except dcp.api.CheckpointException as error:
-            first = next(iter(error.failures.values()))[0]
-            raise ValueError(f"{failure}: {first}") from error
 
 
 def _sync_folder(folder: Path) -> None:
