@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +19,57 @@ from freescale.embedding.collection import Tables
 from freescale.embedding.swap import Parallel
 from freescale.pipeline.reducer import Reducer
 from freescale.train.checkpoint.carried import Carried
-from freescale.train.checkpoint.safe import SafeReader, checkpointing
+from freescale.train.checkpoint.files import (
+    FORMAT,
+    CheckpointFolder,
+    Intact,
+    checksum,
+    intact,
+    last_intact,
+    read_state,
+    step_of,
+    write_state,
+)
+from freescale.train.checkpoint.safe import SafeReader
+from freescale.train.checkpoint.together import Writer, checkpointing, reason, together
 from freescale.transport.api import Transport
 from freescale.transport.collective import Collective
-
-_FORMAT = 1
 
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of a run's folder. `save` and `load` are collectives."""
+    """The checkpoints of a run's folder. `save`, `load` and `last_intact` are collectives.
+
+    A folder holds one run. Steps ahead of the one that is saved are refused: they are another run's. Who goes back to an earlier
+    checkpoint, by loading it with its optimizer, leaves the later ones behind: the next save removes them.
+    """
 
     folder: Path
     transport: Transport
     keep: int = 2
+    _left_behind: set[int] = field(default_factory=set, init=False, repr=False)  # rank 0's
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError(f"keep must be at least 1, got {self.keep}")
+        self.files = CheckpointFolder(Path(self.folder))
 
     # ---- which there are
 
     def steps(self) -> list[int]:
-        found = self.folder.glob("step-*") if self.folder.is_dir() else []
-        return sorted(int(path.name[5:]) for path in found if (path / "state.json").exists())
+        return self.files.steps()
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        return self.files.path(step)
 
     def latest(self) -> Path | None:
+        """By its name; whether its files are as they were written, `last_intact` finds out."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
+
+    def last_intact(self) -> Intact | None:
+        """The last checkpoint, for `load`; if it is damaged, the one before, with a warning."""
+        return last_intact(self.folder, self.transport)
 
     # ---- save
 
@@ -60,54 +83,74 @@ class Checkpoints:
         """`progress` is plain JSON with at least `step`: where the run stands. `reducer` is the pipeline's (`pipeline.buckets`):
         one that compresses carries errors from step to step."""
         step = int(progress["step"])
-        final, temporary = self.path(step), self.folder / f".writing-{step:08d}"
-        if self.transport.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".writing-*"):
-                shutil.rmtree(leftover)
-            temporary.mkdir()
-        self._barrier()
+        self._together(lambda: self._refuse_ahead(step))
         parallel.tables.settle()
         tensors = _tensors(parallel, optimizer, self.transport)
         carried = Carried(reducer, _names(parallel))
         tensors |= carried.tensors(self.transport.rank)
-        writer = dcp.FileSystemWriter(temporary, overwrite=True)
-        with checkpointing(f"checkpoint {final} could not be written"):
-            dcp.save(tensors, storage_writer=writer, **self._coordination())
-        if self.transport.rank == 0:
-            state = _description(parallel, optimizer) | {"progress": dict(progress)}
-            state |= {"ranks": self.transport.world, "device": self.transport.device.type}
-            state |= {"carried": carried.names} if carried.names else {}
-            with open(temporary / "state.json", "w", encoding="utf-8") as file:
-                json.dump(state, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            if final.exists():
-                shutil.rmtree(final)
-            temporary.rename(final)
-            _sync_folder(self.folder)
-            for old in self.steps()[: -self.keep]:
-                shutil.rmtree(self.path(old))
-        self._barrier()
-        return final
+        state = _description(parallel, optimizer) | {"progress": dict(progress)}
+        state |= {"ranks": self.transport.world, "device": self.transport.device.type}
+        state |= {"carried": carried.names} if carried.names else {}
+        failure = f"checkpoint {self.path(step)} could not be written"
+        try:
+            self._together(lambda: self.files.begin(step), failure)
+            self._write(self.files.writing(step), tensors, state, failure)
+            self._together(lambda: self.files.finish(step), failure)
+        except ValueError:  # all ranks are here, none writes any more
+            if self.transport.rank == 0:
+                self.files.clear()
+            raise
+        self._together(lambda: self._remove_old(step))
+        return self.path(step)
+
+    def _write(self, folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], failure: str) -> None:
+        rank = self.transport.rank
+        with checkpointing(failure):
+            dcp.save(tensors, storage_writer=Writer(folder, overwrite=True), **self._coordination())
+
+        def sums() -> dict[str, list[int]]:
+            mine = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
+            return {path.name: checksum(path) for path in mine}
+
+        said = together(self.transport, sums)
+        files = [json.loads(part) for part in self.transport.gather_bytes(json.dumps(said).encode())]
+        state["files"] = {name: sum_of for part in files for name, sum_of in part.items()}
+        self._together(lambda: write_state(folder, state), failure)
+
+    def _together(self, work: Callable[[], object], failure: str = "") -> None:
+        """Rank 0's work; if it fails, all ranks say so."""
+
+        def done() -> None:
+            try:
+                if self.transport.rank == 0:
+                    work()
+            except OSError as error:
+                raise ValueError(f"{failure}: {reason(error)}") from error
+
+        together(self.transport, done)
+
+    def _refuse_ahead(self, step: int) -> None:
+        ahead = [self.path(found).name for found in self.steps() if found > step and found not in self._left_behind]
+        if ahead:
+            raise ValueError(
+                f"{self.folder} holds checkpoints ahead of step {step} ({', '.join(ahead)}), which this run did not come from: "
+                "go on from one of them (load it; --resume), remove them, or use another folder"
+            )
+
+    def _remove_old(self, step: int) -> None:
+        """Those left behind, and all but the last `keep`; never the one just saved."""
+        others = [found for found in self.steps() if found != step]
+        old = [found for found in others if found not in self._left_behind]
+        self.files.remove([found for found in others if found in self._left_behind] + old[: max(0, len(old) - self.keep + 1)])
+        self._left_behind.clear()
 
     # ---- load
 
-    @staticmethod
-    def read_state(path: Path) -> dict:
-        try:
-            state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ValueError(f"{path} is not a checkpoint: it has no state.json") from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}/state.json is damaged ({error}): use an earlier checkpoint") from None
-        if state.get("format") != _FORMAT:
-            raise ValueError(f"{path} has checkpoint format {state.get('format')}, this version reads {_FORMAT}")
-        return state
+    read_state = staticmethod(read_state)
 
     def load(
         self,
-        path: Path,
+        checkpoint: Path | Intact,
         parallel: Parallel,
         optimizer: torch.optim.Optimizer | None = None,
         reducer: Reducer | None = None,
@@ -115,7 +158,8 @@ class Checkpoints:
         """Restores tables, dense weights and (if given) optimizer state and random state; returns the progress. An optimizer's
         settings (learning rate, weight decay, ...) stay the caller's: they may have changed on purpose. Errors of compression go to
         the pipeline's `reducer`; where its state was not saved it begins with none, where it is exact they are left."""
-        state = self.read_state(path)
+        found = checkpoint if isinstance(checkpoint, Intact) else intact(Path(checkpoint), self.transport)
+        path, state = found.path, found.state
         if not parallel.tables.placed:
             parallel.tables.place(recorded=state["placement"])
         _refuse_other_model(path, state, _description(parallel, optimizer))
@@ -130,23 +174,23 @@ class Checkpoints:
         if optimizer is not None and same_ranks:
             _restore_random(tensors, self.transport)
         carried.restore(same_ranks=state["ranks"] == self.transport.world)
+        if optimizer is not None and self.transport.rank == 0:
+            self._leave_behind(path)
         return state["progress"]
+
+    def _leave_behind(self, path: Path) -> None:
+        step = step_of(path)
+        if step is None or path.resolve().parent != self.folder.resolve():
+            return
+        self._left_behind = {found for found in self.steps() if found > step}
+        if self._left_behind:
+            names = ", ".join(self.path(found).name for found in sorted(self._left_behind))
+            warnings.warn(f"going on from {path.name}: {names} will be removed when the next checkpoint is saved", stacklevel=3)
 
     def _coordination(self) -> dict[str, Any]:
         if isinstance(self.transport, Collective):
             return {"process_group": self.transport.control}
         return {"no_dist": True}
-
-    def _barrier(self) -> None:
-        self.transport.gather_bytes(b"")
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _tensors(
@@ -228,7 +272,7 @@ def _description(parallel: Parallel, optimizer: torch.optim.Optimizer | None) ->
     """What a checkpoint says of the model, so that another model is refused before anything is read."""
     tables = parallel.tables
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         "dense": {n: [list(v.shape), str(v.dtype)] for n, v in parallel.module.state_dict().items()},
         "tables": {
             name: [spec.rows, spec.width, str(spec.dtype), tables.optimizers[name].name] for name, spec in tables.specs.items()

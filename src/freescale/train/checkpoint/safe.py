@@ -7,9 +7,7 @@ functions that their values are pickled with. Everything else in a pickle is ref
 from __future__ import annotations
 
 import pickle
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, NoReturn
@@ -143,16 +141,3 @@ class SafeReader(dcp.FileSystemReader):
             place = info.relative_path
             if type(place) is not str or place == ".." or PurePosixPath(place).name != place:
                 raise _Refused(f"checkpoint {self.path} points to a file outside it ({place}): refused")
-
-
-@contextmanager
-def checkpointing(failure: str) -> Iterator[None]:
-    """Around torch's save and load: what fails on any rank is one line on all. A single process is no accident here, so that
-    torch need not warn about it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except dcp.api.CheckpointException as error:
-            first = next(iter(error.failures.values()))[0]
-            raise ValueError(f"{failure}: {first}") from error
