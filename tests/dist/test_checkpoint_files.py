@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -20,7 +19,7 @@ from freescale.train.checkpoint import Checkpoints
 from freescale.train.export import export_run
 from freescale.transport.local import Local
 
-from test_checkpoint import batches, build  # isort: skip
+from test_checkpoint import batches, build, older  # isort: skip
 from test_serial import snapshot  # isort: skip
 
 
@@ -216,13 +215,6 @@ def test_the_one_before_is_taken_with_a_warning(tmp_path):
     path.write_bytes(flipped(path.read_bytes()))
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="step-00000001/__0_0.distcp is damaged"):
         checkpoints.last_intact()
-
-
-def older(path):
-    """As it was written before there were checksums."""
-    state = json.loads((path / "state.json").read_text())
-    known = ("dense", "tables", "placement", "optimizer", "progress", "ranks", "device", "carried")
-    (path / "state.json").write_text(json.dumps({"format": 1} | {key: state[key] for key in known if key in state}))
 
 
 def test_a_checkpoint_without_checksums_loads(tmp_path):

@@ -51,6 +51,8 @@ class Tables:
         self._where: dict[str, tuple[int, int]] = {}  # table -> (group, table within the group)
         self._requests: list[Request] | None = None
         self.settle: Callable[[], None] = lambda: None  # applies what a schedule has deferred; a collective
+        self.discard: Callable[[], None] = lambda: None  # forgets it instead, before other rows are loaded
+        self.reload: Callable[[], None] = lambda: None  # fetches again what was fetched ahead, once they are; a collective
 
     @property
     def placed(self) -> bool:

@@ -188,6 +188,7 @@ class Trainer:
             self._load()
         else:
             self.parallel.tables.place(self.data.batch(0))
+        self.checkpoints.check(self.parallel, self.optimizer, self.pipeline.steps)
 
     def train(self) -> dict[str, Any]:
         """Trains to the end of the configuration; returns the last loss, the test quality and the ledger (rank 0)."""

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
-from freescale.embedding.collection import Tables
 from freescale.embedding.swap import Parallel
 from freescale.pipeline.reducer import Reducer
 from freescale.train.checkpoint.carried import Carried
@@ -30,6 +27,19 @@ from freescale.train.checkpoint.files import (
     step_of,
     write_state,
 )
+from freescale.train.checkpoint.model import (
+    dense_tensors,
+    description,
+    names_of,
+    pack_extra,
+    random_tensors,
+    refuse_other_model,
+    restore_extra,
+    restore_random,
+    table_tensors,
+)
+from freescale.train.checkpoint.optimizer import optimizer_state, pack_optimizer, refuse_before_it_steps
+from freescale.train.checkpoint.plain import Room
 from freescale.train.checkpoint.safe import SafeReader
 from freescale.train.checkpoint.together import Writer, checkpointing, reason, together
 from freescale.transport.api import Transport
@@ -73,6 +83,17 @@ class Checkpoints:
 
     # ---- save
 
+    def check(self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
+        """Before training, at `step`: whatever could not be saved later is refused now, by name. A collective."""
+        self._together(lambda: self._refuse_ahead(step))
+
+        def nameable() -> None:
+            dense_tensors(parallel.module)
+            pack_extra(parallel.module, {})
+            refuse_before_it_steps(optimizer, names_of(parallel))
+
+        together(self.transport, nameable)
+
     def save(
         self,
         parallel: Parallel,
@@ -85,12 +106,7 @@ class Checkpoints:
         step = int(progress["step"])
         self._together(lambda: self._refuse_ahead(step))
         parallel.tables.settle()
-        tensors = _tensors(parallel, optimizer, self.transport)
-        carried = Carried(reducer, _names(parallel))
-        tensors |= carried.tensors(self.transport.rank)
-        state = _description(parallel, optimizer) | {"progress": dict(progress)}
-        state |= {"ranks": self.transport.world, "device": self.transport.device.type}
-        state |= {"carried": carried.names} if carried.names else {}
+        tensors, state = together(self.transport, lambda: self._contents(parallel, optimizer, progress, reducer))
         failure = f"checkpoint {self.path(step)} could not be written"
         try:
             self._together(lambda: self.files.begin(step), failure)
@@ -102,6 +118,33 @@ class Checkpoints:
             raise
         self._together(lambda: self._remove_old(step))
         return self.path(step)
+
+    def _contents(
+        self,
+        parallel: Parallel,
+        optimizer: torch.optim.Optimizer,
+        progress: Mapping[str, Any],
+        reducer: Reducer | None,
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything as named tensors, and the rest as JSON. Makes nothing and changes nothing."""
+        try:
+            json.dumps(dict(progress))
+        except TypeError as error:
+            raise ValueError(f"progress must be plain JSON: {error}") from None
+        transport, names = self.transport, names_of(parallel)
+        tensors = dense_tensors(parallel.module) | table_tensors(parallel.tables, transport)
+        beside: dict[str, Tensor] = {}
+        extra = pack_extra(parallel.module, beside)
+        own, shared = pack_optimizer(optimizer, names, beside)
+        carried = Carried(reducer, names)
+        state = {"format": FORMAT} | description(parallel, optimizer) | {"progress": dict(progress)}
+        state |= {"ranks": transport.world, "device": transport.device.type}
+        state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
+        if transport.device.type != "cpu":
+            state["on_host"] = [name for name, value in beside.items() if value.device.type == "cpu"]
+        if carried.names:
+            state["carried"] = carried.names
+        return tensors | beside | carried.tensors(transport.rank) | random_tensors(transport), state
 
     def _write(self, folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], failure: str) -> None:
         rank = self.transport.rank
@@ -159,22 +202,32 @@ class Checkpoints:
         settings (learning rate, weight decay, ...) stay the caller's: they may have changed on purpose. Errors of compression go to
         the pipeline's `reducer`; where its state was not saved it begins with none, where it is exact they are left."""
         found = checkpoint if isinstance(checkpoint, Intact) else intact(Path(checkpoint), self.transport)
-        path, state = found.path, found.state
+        path, state, transport, names = found.path, found.state, self.transport, names_of(parallel)
         if not parallel.tables.placed:
             parallel.tables.place(recorded=state["placement"])
-        _refuse_other_model(path, state, _description(parallel, optimizer))
-        tensors = _tensors(parallel, optimizer, self.transport, random=optimizer is not None)
-        same_ranks = state["ranks"] == self.transport.world and state["device"] == self.transport.device.type
-        if not same_ranks:  # other ranks or devices have other random states; each rank keeps its own
-            tensors = {name: value for name, value in tensors.items() if not name.startswith("random/")}
-        carried = Carried(reducer, _names(parallel))
-        tensors |= carried.room(state.get("carried", ()), self.transport.rank, self.transport.world, state["ranks"])
+        refuse_other_model(path, state, parallel, optimizer)
+        reader = SafeReader(path)
+        room = Room(state, together(transport, reader.read_metadata), transport.device)
+        tensors = dense_tensors(parallel.module) | table_tensors(parallel.tables, transport)
+        extra = {name: room.of(packed) for name, packed in state.get("extra_state", {}).items()}
+        kept = optimizer_state(optimizer, names, state, room) if optimizer is not None else {}
+        # Other ranks or devices have other random states; each rank keeps its own.
+        same_ranks = state["ranks"] == transport.world and state["device"] == transport.device.type
+        random = random_tensors(transport) if optimizer is not None and same_ranks else {}
+        carried = Carried(reducer, names)
+        errors = carried.room(state.get("carried", ()), transport.rank, transport.world, state["ranks"])
+        parallel.tables.discard()
         with checkpointing(f"checkpoint {path} could not be read"):
-            dcp.load(tensors, storage_reader=SafeReader(path), **self._coordination())
-        if optimizer is not None and same_ranks:
-            _restore_random(tensors, self.transport)
-        carried.restore(same_ranks=state["ranks"] == self.transport.world)
-        if optimizer is not None and self.transport.rank == 0:
+            dcp.load(tensors | room.tensors | random | errors, storage_reader=reader, **self._coordination())
+        restore_extra(parallel.module, extra)
+        if optimizer is not None:
+            optimizer.state.clear()
+            optimizer.state.update(kept)
+        if random:
+            restore_random(random, transport)
+        carried.restore(same_ranks=state["ranks"] == transport.world)
+        parallel.tables.reload()
+        if optimizer is not None and transport.rank == 0:
             self._leave_behind(path)
         return state["progress"]
 
@@ -191,105 +244,3 @@ class Checkpoints:
         if isinstance(self.transport, Collective):
             return {"process_group": self.transport.control}
         return {"no_dist": True}
-
-
-def _tensors(
-    parallel: Parallel, optimizer: torch.optim.Optimizer | None, transport: Transport, random: bool = True
-) -> dict[str, Tensor]:
-    """Everything as named tensors that share memory with the originals: saved from, loaded into."""
-    tensors: dict[str, Tensor] = {}
-    for name, value in parallel.module.state_dict(keep_vars=True).items():
-        tensors[f"dense/{name}"] = value.detach()
-    for name in parallel.tables.specs:
-        for part, value in parallel.tables.local(name).items():
-            tensors[f"table/{name}/{part}"] = _whole(value, name, parallel.tables, transport)
-    if optimizer is not None:
-        for name, entries in _optimizer_state(parallel, optimizer).items():
-            for key, value in entries.items():
-                tensors[f"optimizer/{name}/{key}"] = value
-    if random:
-        tensors[f"random/{transport.rank}/cpu"] = torch.get_rng_state()
-        if transport.device.type == "cuda":
-            tensors[f"random/{transport.rank}/cuda"] = torch.cuda.get_rng_state(transport.device)
-    return tensors
-
-
-def _whole(local: Tensor, name: str, tables: Tables, transport: Transport) -> Tensor:
-    """A rank's part of a table as torch's sharded tensor; a replicated table is a plain tensor of the same name and shape."""
-    if tables.placements[name].kind == "replicated" or not isinstance(transport, Collective):
-        return local
-    device = transport.device.type
-    group = transport.group if device == "cuda" else transport.control
-    mesh = DeviceMesh.from_group(group, device)
-    shape = torch.Size((tables.specs[name].rows, *local.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-
-
-def _names(parallel: Parallel) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in parallel.module.named_parameters()}
-
-
-def _optimizer_state(parallel: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """State by parameter name. Made if the optimizer has not stepped yet, so that a load has tensors to fill."""
-    names = _names(parallel)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not optimizer.state:
-        _make_state(optimizer, parameters)
-    result: dict[str, dict[str, Tensor]] = {}
-    for parameter in parameters:
-        entries = optimizer.state.get(parameter, {})
-        result[names[id(parameter)]] = {k: v for k, v in entries.items() if isinstance(v, Tensor)}
-    return result
-
-
-def _make_state(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
-    """One step with zero gradients and zero learning rate: fills in the state, changes no parameter."""
-    saved = [(p, p.grad) for p in parameters]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for parameter, gradient in saved:
-        parameter.grad = gradient
-    for entries in optimizer.state.values():
-        for value in entries.values():
-            if isinstance(value, Tensor):
-                value.zero_()
-
-
-def _restore_random(tensors: Mapping[str, Tensor], transport: Transport) -> None:
-    torch.set_rng_state(tensors[f"random/{transport.rank}/cpu"])
-    if transport.device.type == "cuda":
-        torch.cuda.set_rng_state(tensors[f"random/{transport.rank}/cuda"], transport.device)
-
-
-def _description(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> dict:
-    """What a checkpoint says of the model, so that another model is refused before anything is read."""
-    tables = parallel.tables
-    return {
-        "format": FORMAT,
-        "dense": {n: [list(v.shape), str(v.dtype)] for n, v in parallel.module.state_dict().items()},
-        "tables": {
-            name: [spec.rows, spec.width, str(spec.dtype), tables.optimizers[name].name] for name, spec in tables.specs.items()
-        },
-        "placement": {name: placement.kind for name, placement in tables.placements.items()},
-        "optimizer": type(optimizer).__name__ if optimizer is not None else None,
-    }
-
-
-def _refuse_other_model(path: Path, saved: Mapping, here: Mapping) -> None:
-    for part in ("tables", "dense"):
-        for name in sorted(set(saved[part]) | set(here[part])):
-            there, now = saved[part].get(name), here[part].get(name)
-            if there != now:
-                what = "table" if part == "tables" else "parameter"
-                raise ValueError(
-                    f"{path} is a checkpoint of another model: {what} {name!r} is {there or 'absent'} there, {now or 'absent'} here"
-                )
-    if here["optimizer"] is not None and saved["optimizer"] != here["optimizer"]:
-        raise ValueError(f"{path} was trained with {saved['optimizer']}, not {here['optimizer']}: use the same dense optimizer")
