@@ -9,17 +9,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from freescale.embedding.layout import positions
-from freescale.train.checkpoint import Checkpoints, SafeReader, checkpointing
+from freescale.train.checkpoint import Intact, SafeReader, checkpointing, intact, last_intact
 from freescale.transport.local import Local
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-def export_checkpoint(path: Path, out: Path) -> Iterator[Path]:
+def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
     """Writes `dense.safetensors` and `table.NAME.safetensors` (tensor `weight` [rows, width] in the order of ids)."""
     from safetensors.torch import save_file
 
-    state = Checkpoints.read_state(path)
+    found = checkpoint if isinstance(checkpoint, Intact) else intact(checkpoint, Local())
+    path, state = found.path, found.state
     out.mkdir(parents=True, exist_ok=True)
     dense = {f"dense/{name}": torch.empty(shape, dtype=_DTYPES[kind]) for name, (shape, kind) in state["dense"].items()}
     _filled(dense, path)
@@ -45,7 +46,7 @@ def _written(save_file, tensors: dict[str, torch.Tensor], path: Path) -> Path:  
 
 
 def export_run(folder: Path, out: Path) -> Iterator[Path]:
-    latest = Checkpoints(folder / "checkpoints", Local()).latest()
-    if latest is None:
+    found = last_intact(folder / "checkpoints", Local())
+    if found is None:
         raise ValueError(f"{folder} holds no checkpoint: name the folder of a run")
-    yield from export_checkpoint(latest, out)
+    yield from export_checkpoint(found, out)

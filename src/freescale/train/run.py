@@ -65,11 +65,11 @@ def run_evaluation(config: RunConfig, folder: Path, part: str, prepared: Callabl
     path = prepared()
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
     checkpoints = Checkpoints(folder / "checkpoints", transport)
-    latest = checkpoints.latest()
-    if latest is None:
+    found = checkpoints.last_intact()
+    if found is None:
         raise ValueError(f"{folder} holds no checkpoint")
     parallel = build_parallel(config, histories(config, path, transport), transport)
-    progress = checkpoints.load(latest, parallel)
+    progress = checkpoints.load(found, parallel)
     quality = evaluate(config, parallel, path, part, baseline=True)
     if transport.rank == 0:
         from rich.console import Console
@@ -77,8 +77,8 @@ def run_evaluation(config: RunConfig, folder: Path, part: str, prepared: Callabl
         from freescale.observe.console import print_quality
 
         console = Console()
-        console.print(f"{latest}, step {progress['step']}, {part} part", highlight=False, soft_wrap=True)
+        console.print(f"{found.path}, step {progress['step']}, {part} part", highlight=False, soft_wrap=True)
         print_quality(console, quality, part)
-        result = {"checkpoint": latest.name, "part": part, "torch": torch.__version__, "quality": quality}
+        result = {"checkpoint": found.path.name, "part": part, "torch": torch.__version__, "quality": quality}
         (folder / f"eval-{part}.json").write_text(plain_json(result) + "\n", encoding="utf-8")
     transport.close()

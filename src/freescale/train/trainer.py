@@ -188,6 +188,7 @@ class Trainer:
             self._load()
         else:
             self.parallel.tables.place(self.data.batch(0))
+        self.checkpoints.check(self.parallel, self.optimizer, self.pipeline.steps)
 
     def train(self) -> dict[str, Any]:
         """Trains to the end of the configuration; returns the last loss, the test quality and the ledger (rank 0)."""
@@ -264,10 +265,10 @@ class Trainer:
         self.checkpoints.save(self.parallel, self.optimizer, progress, self.pipeline.buckets)
 
     def _load(self) -> None:
-        latest = self.checkpoints.latest()
-        if latest is None:
+        found = self.checkpoints.last_intact()
+        if found is None:
             raise ValueError(f"nothing to resume: {self.checkpoints.folder} holds no checkpoint")
-        progress = self.checkpoints.load(latest, self.parallel, self.optimizer, self.pipeline.buckets)
+        progress = self.checkpoints.load(found, self.parallel, self.optimizer, self.pipeline.buckets)
         self.pipeline.load_state_dict(progress["pipeline"])
         self.data.load_state_dict(progress["data"])
         self._forget_after(progress["step"])

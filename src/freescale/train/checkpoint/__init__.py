@@ -1,0 +1,13 @@
+"""Checkpoints with torch.distributed.checkpoint: independent of ranks and placement, atomic, free of pickled code.
+
+A checkpoint is a folder `step-00000100` with torch's sharded tensor files and `state.json`. It is written under a temporary
+name and renamed when every rank has finished, so that a killed save never spoils an earlier one. Tables are stored whole in
+spread order (embedding/layout.py), dense parameters and optimizer state by parameter name.
+"""
+
+from freescale.train.checkpoint.checkpoints import Checkpoints
+from freescale.train.checkpoint.files import Damaged, Intact, intact, last_intact
+from freescale.train.checkpoint.safe import SafeReader
+from freescale.train.checkpoint.together import checkpointing
+
+__all__ = ["Checkpoints", "Damaged", "Intact", "SafeReader", "checkpointing", "intact", "last_intact"]

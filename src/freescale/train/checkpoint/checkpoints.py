@@ -1,0 +1,245 @@
+"""The checkpoints of a run: saved and loaded by all ranks together."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from freescale.embedding.swap import Parallel
+from freescale.pipeline.reducer import Reducer
+from freescale.train.checkpoint.carried import Carried
+from freescale.train.checkpoint.files import (
+    FORMAT,
+    CheckpointFolder,
+    Intact,
+    checksum,
+    intact,
+    last_intact,
+    read_state,
+    step_of,
+    write_state,
+)
+from freescale.train.checkpoint.model import (
+    dense_tensors,
+    description,
+    names_of,
+    pack_extra,
+    random_tensors,
+    refuse_other_model,
+    restore_extra,
+    restore_random,
+    table_tensors,
+)
+from freescale.train.checkpoint.optimizer import optimizer_state, pack_optimizer, refuse_before_it_steps
+from freescale.train.checkpoint.plain import Room
+from freescale.train.checkpoint.safe import SafeReader
+from freescale.train.checkpoint.together import Writer, checkpointing, reason, together
+from freescale.transport.api import Transport
+from freescale.transport.collective import Collective
+
+
+@dataclass
+class Checkpoints:
+    """The checkpoints of a run's folder. `save`, `load` and `last_intact` are collectives.
+
+    A folder holds one run. Steps ahead of the one that is saved are refused: they are another run's. Who goes back to an earlier
+    checkpoint, by loading it with its optimizer, leaves the later ones behind: the next save removes them.
+    """
+
+    folder: Path
+    transport: Transport
+    keep: int = 2
+    _left_behind: set[int] = field(default_factory=set, init=False, repr=False)  # rank 0's
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError(f"keep must be at least 1, got {self.keep}")
+        self.files = CheckpointFolder(Path(self.folder))
+
+    # ---- which there are
+
+    def steps(self) -> list[int]:
+        return self.files.steps()
+
+    def path(self, step: int) -> Path:
+        return self.files.path(step)
+
+    def latest(self) -> Path | None:
+        """By its name; whether its files are as they were written, `last_intact` finds out."""
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def last_intact(self) -> Intact | None:
+        """The last checkpoint, for `load`; if it is damaged, the one before, with a warning."""
+        return last_intact(self.folder, self.transport)
+
+    # ---- save
+
+    def check(self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
+        """Before training, at `step`: whatever could not be saved later is refused now, by name. A collective."""
+        self._together(lambda: self._refuse_ahead(step))
+
+        def nameable() -> None:
+            dense_tensors(parallel.module)
+            pack_extra(parallel.module, {})
+            refuse_before_it_steps(optimizer, names_of(parallel))
+
+        together(self.transport, nameable)
+
+    def save(
+        self,
+        parallel: Parallel,
+        optimizer: torch.optim.Optimizer,
+        progress: Mapping[str, Any],
+        reducer: Reducer | None = None,
+    ) -> Path:
+        """`progress` is plain JSON with at least `step`: where the run stands. `reducer` is the pipeline's (`pipeline.buckets`):
+        one that compresses carries errors from step to step."""
+        step = int(progress["step"])
+        self._together(lambda: self._refuse_ahead(step))
+        parallel.tables.settle()
+        tensors, state = together(self.transport, lambda: self._contents(parallel, optimizer, progress, reducer))
+        failure = f"checkpoint {self.path(step)} could not be written"
+        try:
+            self._together(lambda: self.files.begin(step), failure)
+            self._write(self.files.writing(step), tensors, state, failure)
+            self._together(lambda: self.files.finish(step), failure)
+        except ValueError:  # all ranks are here, none writes any more
+            if self.transport.rank == 0:
+                self.files.clear()
+            raise
+        self._together(lambda: self._remove_old(step))
+        return self.path(step)
+
+    def _contents(
+        self,
+        parallel: Parallel,
+        optimizer: torch.optim.Optimizer,
+        progress: Mapping[str, Any],
+        reducer: Reducer | None,
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything as named tensors, and the rest as JSON. Makes nothing and changes nothing."""
+        try:
+            json.dumps(dict(progress))
+        except TypeError as error:
+            raise ValueError(f"progress must be plain JSON: {error}") from None
+        transport, names = self.transport, names_of(parallel)
+        tensors = dense_tensors(parallel.module) | table_tensors(parallel.tables, transport)
+        beside: dict[str, Tensor] = {}
+        extra = pack_extra(parallel.module, beside)
+        own, shared = pack_optimizer(optimizer, names, beside)
+        carried = Carried(reducer, names)
+        state = {"format": FORMAT} | description(parallel, optimizer) | {"progress": dict(progress)}
+        state |= {"ranks": transport.world, "device": transport.device.type}
+        state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
+        if transport.device.type != "cpu":
+            state["on_host"] = [name for name, value in beside.items() if value.device.type == "cpu"]
+        if carried.names:
+            state["carried"] = carried.names
+        return tensors | beside | carried.tensors(transport.rank) | random_tensors(transport), state
+
+    def _write(self, folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], failure: str) -> None:
+        rank = self.transport.rank
+        with checkpointing(failure):
+            dcp.save(tensors, storage_writer=Writer(folder, overwrite=True), **self._coordination())
+
+        def sums() -> dict[str, list[int]]:
+            mine = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
+            return {path.name: checksum(path) for path in mine}
+
+        said = together(self.transport, sums)
+        files = [json.loads(part) for part in self.transport.gather_bytes(json.dumps(said).encode())]
+        state["files"] = {name: sum_of for part in files for name, sum_of in part.items()}
+        self._together(lambda: write_state(folder, state), failure)
+
+    def _together(self, work: Callable[[], object], failure: str = "") -> None:
+        """Rank 0's work; if it fails, all ranks say so."""
+
+        def done() -> None:
+            try:
+                if self.transport.rank == 0:
+                    work()
+            except OSError as error:
+                raise ValueError(f"{failure}: {reason(error)}") from error
+
+        together(self.transport, done)
+
+    def _refuse_ahead(self, step: int) -> None:
+        ahead = [self.path(found).name for found in self.steps() if found > step and found not in self._left_behind]
+        if ahead:
+            raise ValueError(
+                f"{self.folder} holds checkpoints ahead of step {step} ({', '.join(ahead)}), which this run did not come from: "
+                "go on from one of them (load it; --resume), remove them, or use another folder"
+            )
+
+    def _remove_old(self, step: int) -> None:
+        """Those left behind, and all but the last `keep`; never the one just saved."""
+        others = [found for found in self.steps() if found != step]
+        old = [found for found in others if found not in self._left_behind]
+        self.files.remove([found for found in others if found in self._left_behind] + old[: max(0, len(old) - self.keep + 1)])
+        self._left_behind.clear()
+
+    # ---- load
+
+    read_state = staticmethod(read_state)
+
+    def load(
+        self,
+        checkpoint: Path | Intact,
+        parallel: Parallel,
+        optimizer: torch.optim.Optimizer | None = None,
+        reducer: Reducer | None = None,
+    ) -> dict:
+        """Restores tables, dense weights and (if given) optimizer state and random state; returns the progress. An optimizer's
+        settings (learning rate, weight decay, ...) stay the caller's: they may have changed on purpose. Errors of compression go to
+        the pipeline's `reducer`; where its state was not saved it begins with none, where it is exact they are left."""
+        found = checkpoint if isinstance(checkpoint, Intact) else intact(Path(checkpoint), self.transport)
+        path, state, transport, names = found.path, found.state, self.transport, names_of(parallel)
+        if not parallel.tables.placed:
+            parallel.tables.place(recorded=state["placement"])
+        refuse_other_model(path, state, parallel, optimizer)
+        reader = SafeReader(path)
+        room = Room(state, together(transport, reader.read_metadata), transport.device)
+        tensors = dense_tensors(parallel.module) | table_tensors(parallel.tables, transport)
+        extra = {name: room.of(packed) for name, packed in state.get("extra_state", {}).items()}
+        kept = optimizer_state(optimizer, names, state, room) if optimizer is not None else {}
+        # Other ranks or devices have other random states; each rank keeps its own.
+        same_ranks = state["ranks"] == transport.world and state["device"] == transport.device.type
+        random = random_tensors(transport) if optimizer is not None and same_ranks else {}
+        carried = Carried(reducer, names)
+        errors = carried.room(state.get("carried", ()), transport.rank, transport.world, state["ranks"])
+        parallel.tables.discard()
+        with checkpointing(f"checkpoint {path} could not be read"):
+            dcp.load(tensors | room.tensors | random | errors, storage_reader=reader, **self._coordination())
+        restore_extra(parallel.module, extra)
+        if optimizer is not None:
+            optimizer.state.clear()
+            optimizer.state.update(kept)
+        if random:
+            restore_random(random, transport)
+        carried.restore(same_ranks=state["ranks"] == transport.world)
+        if optimizer is not None and transport.rank == 0:
+            self._leave_behind(path)
+        return state["progress"]
+
+    def _leave_behind(self, path: Path) -> None:
+        step = step_of(path)
+        if step is None or path.resolve().parent != self.folder.resolve():
+            return
+        self._left_behind = {found for found in self.steps() if found > step}
+        if self._left_behind:
+            names = ", ".join(self.path(found).name for found in sorted(self._left_behind))
+            warnings.warn(f"going on from {path.name}: {names} will be removed when the next checkpoint is saved", stacklevel=3)
+
+    def _coordination(self) -> dict[str, Any]:
+        if isinstance(self.transport, Collective):
+            return {"process_group": self.transport.control}
+        return {"no_dist": True}

@@ -1,0 +1,212 @@
+"""The folder of a run's checkpoints: which there are, how one takes its place, and whether its files are as they were written.
+
+    .writing-00000100    being written; becomes step-00000100 by a rename
+    step-00000100.replaced    while a checkpoint of the same step takes its place; counts until it has
+    .removing-00000100    being removed
+
+A process may be killed between any two operations: what is listed is whole, and the next save clears the rest.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import warnings
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from freescale.train.checkpoint.together import together
+from freescale.transport.api import Transport
+
+FORMAT = 2  # 1 has no checksums, and of an optimizer's state only the tensors
+_CHUNK = 1 << 22
+_STATE = "state.json"
+
+
+class Damaged(ValueError):
+    """A checkpoint's files are not as they were written."""
+
+
+@dataclass(frozen=True)
+class Intact:
+    """A checkpoint whose files are as they were written."""
+
+    path: Path
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """Reading is for any process; only rank 0 changes anything."""
+
+    folder: Path
+
+    def steps(self) -> list[int]:
+        paths = self.folder.iterdir() if self.folder.is_dir() else []
+        steps = {step for path in paths if (step := step_of(path)) is not None and (path / _STATE).exists()}
+        return sorted(steps)
+
+    def path(self, step: int) -> Path:
+        final, replaced = self._final(step), self._replaced(step)
+        return replaced if replaced.exists() and not final.exists() else final
+
+    def _final(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def _replaced(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.replaced"
+
+    # ---- rank 0
+
+    def writing(self, step: int) -> Path:
+        return self.folder / f".writing-{step:08d}"
+
+    def begin(self, step: int) -> None:
+        """An empty folder to write in; what killed processes left is cleared."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.clear()
+        for replaced in self.folder.glob("step-*.replaced"):
+            known = step_of(replaced)
+            if known is None:
+                continue
+            if self._final(known).exists():
+                self._discard(replaced)
+            else:  # killed before the new one was in its place
+                replaced.rename(self._final(known))
+        self.writing(step).mkdir()
+
+    def finish(self, step: int) -> None:
+        """A checkpoint that is written takes its place, also that of one of the same step."""
+        temporary, final, replaced = self.writing(step), self._final(step), self._replaced(step)
+        _sync(temporary)
+        if final.exists():
+            final.rename(replaced)
+        temporary.rename(final)
+        _sync(self.folder)
+        if replaced.exists():
+            self._discard(replaced)
+
+    def remove(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            self._discard(self._final(step))
+
+    def clear(self) -> None:
+        for kind in (".writing-*", ".removing-*"):
+            for leftover in self.folder.glob(kind):
+                shutil.rmtree(leftover)
+
+    def _discard(self, path: Path) -> None:
+        """Half removed, it must not count."""
+        going = path.with_name(f".removing-{path.name.removeprefix('step-')}")
+        path.rename(going)
+        shutil.rmtree(going)
+
+
+def step_of(path: Path) -> int | None:
+    """Of a checkpoint's folder; of copies that somebody made beside them, and whatever else, None."""
+    match = re.fullmatch(r"step-([0-9]{8,})(\.replaced)?", path.name)
+    step = int(match[1]) if match else -1
+    return step if match and match[1] == f"{step:08d}" else None
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- checksums
+
+
+def checksum(path: Path) -> list[int]:
+    """[bytes, CRC-32]. It finds what disks, memory and copies do to a file, about as fast as a disk reads it; SHA-256 would take
+    several times as long, and keep out only who may not write the other files either."""
+    size = total = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            size, total = size + len(chunk), zlib.crc32(chunk, total)
+    return [size, total]
+
+
+def _sum_of(state: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """With the checksum of everything else in it."""
+    plain = json.loads(json.dumps(state))  # as it will be read: keys are text
+    with open(folder / _STATE, "w", encoding="utf-8") as file:
+        json.dump(plain | {"checksum": _sum_of(plain)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path} is not a checkpoint: it has no {_STATE}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise Damaged(f"{path}/{_STATE} is damaged ({error}): use an earlier checkpoint") from None
+    if not isinstance(state, dict):
+        raise Damaged(f"{path}/{_STATE} is damaged (no object): use an earlier checkpoint")
+    if state.get("format") not in (1, FORMAT):
+        raise ValueError(f"{path} has checkpoint format {state.get('format')}, this version reads 1 to {FORMAT}")
+    if state["format"] >= 2 and state.pop("checksum", None) != _sum_of(state):
+        raise Damaged(f"{path}/{_STATE} is damaged (its checksum is another): use an earlier checkpoint")
+    return state
+
+
+def intact(path: Path, transport: Transport) -> Intact:
+    """Compares all files with what was written, each on one rank. A collective: Damaged on all ranks names the one that differs."""
+
+    def compared() -> dict[str, Any]:
+        state = read_state(path)
+        written: dict[str, list[int]] = state.get("files", {})
+        by_size = sorted(written, key=lambda name: (-written[name][0], name))
+        for name in by_size[transport.rank :: transport.world]:
+            _compare(path / name, written[name])
+        return state
+
+    state = together(transport, compared, Damaged)
+    seen = transport.gather_bytes(str(_sum_of(state)).encode())
+    if len(set(seen)) > 1:
+        raise ValueError(f"the ranks see different files in {path}: it must be one folder for all")
+    return Intact(path, state)
+
+
+def _compare(path: Path, written: list[int]) -> None:
+    try:
+        found = checksum(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EIO):
+            raise
+        raise Damaged(f"{path} cannot be read ({error.strerror}): use an earlier checkpoint") from None
+    if found[0] != written[0]:
+        raise Damaged(f"{path} is damaged ({found[0]:,} bytes, {written[0]:,} were written): use an earlier checkpoint")
+    if found != written:
+        raise Damaged(f"{path} is damaged (its checksum is not that of what was written): use an earlier checkpoint")
+
+
+def last_intact(folder: Path, transport: Transport) -> Intact | None:
+    """The last checkpoint; if it is damaged, with a warning, the one before, and so on. A collective; the same on all ranks."""
+    files = CheckpointFolder(folder)
+    listed = transport.gather_bytes(json.dumps(files.steps()).encode())  # rank 0's counts
+    steps: list[int] = json.loads(listed[0])
+    for step in reversed(steps):
+        try:
+            return intact(files.path(step), transport)
+        except Damaged as error:
+            if step == steps[0]:
+                raise
+            if transport.rank == 0:
+                warnings.warn(f"{error}. Taking the one before", stacklevel=2)
+    return None

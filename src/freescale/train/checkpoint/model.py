@@ -1,0 +1,128 @@
+"""A model in a checkpoint: its dense part and tables as named tensors, what its modules keep beside them, and what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from freescale.embedding.collection import Tables
+from freescale.embedding.swap import Parallel
+from freescale.train.checkpoint.plain import pack
+from freescale.transport.api import Transport
+from freescale.transport.collective import Collective
+
+_EXTRA = "_extra_state"  # torch's name for what a module's get_extra_state returns
+
+
+def names_of(parallel: Parallel) -> dict[int, str]:
+    """Of the dense parameters, by identity."""
+    return {id(parameter): name for name, parameter in parallel.module.named_parameters()}
+
+
+def dense_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Named tensors that share memory with the module's: saved from, loaded into."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if _is_extra(name):
+            continue
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} in the model's state_dict is a {type(value).__name__}, not a tensor: use get_extra_state")
+        tensors[f"dense/{name}"] = value.detach()
+    return tensors
+
+
+def table_tensors(tables: Tables, transport: Transport) -> dict[str, Tensor]:
+    """The same of the tables; each is whole, over all ranks."""
+    return {
+        f"table/{name}/{part}": _whole(value, name, tables, transport)
+        for name in tables.specs
+        for part, value in tables.local(name).items()
+    }
+
+
+def _whole(local: Tensor, name: str, tables: Tables, transport: Transport) -> Tensor:
+    """A rank's part of a table as torch's sharded tensor; a replicated table is a plain tensor of the same name and shape."""
+    if tables.placements[name].kind == "replicated" or not isinstance(transport, Collective):
+        return local
+    device = transport.device.type
+    group = transport.group if device == "cuda" else transport.control
+    mesh = DeviceMesh.from_group(group, device)
+    shape = torch.Size((tables.specs[name].rows, *local.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+# ---- what modules keep beside their tensors
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA
+
+
+def pack_extra(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """By module."""
+    found = {name: value for name, value in module.state_dict(keep_vars=True).items() if _is_extra(name)}
+    return {name.rpartition(".")[0]: pack(value, f"extra/{name}", tensors) for name, value in found.items()}
+
+
+def restore_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
+    for name, value in extra.items():
+        module.get_submodule(name).set_extra_state(value)
+
+
+# ---- random state
+
+
+def random_tensors(transport: Transport) -> dict[str, Tensor]:
+    tensors = {f"random/{transport.rank}/cpu": torch.get_rng_state()}
+    if transport.device.type == "cuda":
+        tensors[f"random/{transport.rank}/cuda"] = torch.cuda.get_rng_state(transport.device)
+    return tensors
+
+
+def restore_random(tensors: Mapping[str, Tensor], transport: Transport) -> None:
+    torch.set_rng_state(tensors[f"random/{transport.rank}/cpu"])
+    if transport.device.type == "cuda":
+        torch.cuda.set_rng_state(tensors[f"random/{transport.rank}/cuda"], transport.device)
+
+
+# ---- what it is
+
+
+def description(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """What a checkpoint says of the model, so that another model is refused before anything is read."""
+    tables = parallel.tables
+    dense = {name: value for name, value in parallel.module.state_dict().items() if isinstance(value, Tensor)}
+    return {
+        "dense": {name: [list(value.shape), str(value.dtype)] for name, value in dense.items() if not _is_extra(name)},
+        "tables": {
+            name: [spec.rows, spec.width, str(spec.dtype), tables.optimizers[name].name] for name, spec in tables.specs.items()
+        },
+        "placement": {name: placement.kind for name, placement in tables.placements.items()},
+        "optimizer": type(optimizer).__name__ if optimizer is not None else None,
+    }
+
+
+def refuse_other_model(path: Path, saved: Mapping, parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> None:
+    here = description(parallel, optimizer)
+    for part in ("tables", "dense"):
+        for name in sorted(name for name in {*saved[part], *here[part]} if not _is_extra(name)):
+            there, now = saved[part].get(name), here[part].get(name)
+            if there != now:
+                what = "table" if part == "tables" else "parameter"
+                raise ValueError(
+                    f"{path} is a checkpoint of another model: {what} {name!r} is {there or 'absent'} there, {now or 'absent'} here"
+                )
+    if "extra_state" in saved:
+        there, now = set(saved["extra_state"]), set(pack_extra(parallel.module, {}))
+        for name in sorted(there ^ now):
+            only = "there" if name in there else "here"
+            raise ValueError(f"{path} is a checkpoint of another model: module {name!r} has extra state only {only}")
+    if here["optimizer"] is not None and saved["optimizer"] != here["optimizer"]:
+        raise ValueError(f"{path} was trained with {saved['optimizer']}, not {here['optimizer']}: use the same dense optimizer")

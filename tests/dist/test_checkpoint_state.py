@@ -1,0 +1,305 @@
+"""What optimizers and modules keep from step to step: saved as it is, restored as it was, or refused by name before training."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from toys import Clicks, clicks_batch
+
+import freescale
+from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from freescale.data.synthetic import generate
+from freescale.train.checkpoint import Checkpoints
+from freescale.train.trainer import Trainer
+from freescale.transport.local import Local
+
+from test_checkpoint import older  # isort: skip
+from test_serial import snapshot  # isort: skip
+
+OPTIMIZERS = {
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD with dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+
+
+class PlainAdam(torch.optim.Optimizer):
+    """Its step is a number, as outside torch it often is."""
+
+    def __init__(self, parameters, lr=1e-2):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
+                state["step"] += 1
+                state["mean"].lerp_(p.grad, 0.1)
+                state["square"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+                root = (state["square"] / (1 - 0.999 ** state["step"])).sqrt().add_(1e-8)
+                p.addcdiv_(state["mean"], root, value=-group["lr"] / (1 - 0.9 ** state["step"]))
+
+
+class Hoarder(torch.optim.SGD):
+    """Keeps a bit of everything that can be saved."""
+
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            history = self.state[p].setdefault("history", {"last": [], 7: ("text", None, True, 0.1 + 0.2), "empty": {}})
+            history["last"] = [*history["last"], p.detach().clone()][-2:]
+        self.state["seen"] = {"steps": self.state["seen"].get("steps", 0) + 1, "total": torch.tensor(3)}
+
+
+class Counter:
+    """No checkpoint can hold it without executing what it reads."""
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        torch.rand(1)
+        self.state[self.param_groups[0]["params"][0]]["counter"] = [Counter()]
+
+
+class Remembering(Clicks):
+    """With state beside its tensors, in the model and in a module of it."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.count, self.kept = 0, torch.zeros(2)
+        self.inner = Inner()
+
+    def forward(self, batch):
+        self.count += len(batch)
+        self.kept = self.kept + 1
+        self.inner.seen = f"batch {batch.number}"
+        return super().forward(batch)
+
+    def get_extra_state(self):
+        return {"count": self.count, "kept": [self.kept]}
+
+    def set_extra_state(self, state):
+        self.count, (self.kept,) = state["count"], state["kept"]
+
+
+class Inner(nn.Module):
+    seen = ""
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+class Frozen(Clicks):
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+
+
+def build(optimizer=OPTIMIZERS["AdamW"], model=Clicks):
+    torch.manual_seed(3)
+    parallel = freescale.parallelize(model(), Clicks.ids, freescale.Adam(lr=0.1), placement="sharded", init_std=0.3)
+    dense = optimizer(parallel.dense_parameters())
+    return parallel, dense, freescale.Pipeline(parallel, dense)
+
+
+def run(pipeline, first, last):
+    list(pipeline.run([clicks_batch(5, seed) for seed in range(first, last)]))
+
+
+def assert_equal(actual, expected):
+    actual, expected = snapshot(actual), snapshot(expected)
+    assert [name for name, value in expected.items() if not torch.equal(actual[name], value)] == []
+
+
+def same(left, right):
+    if isinstance(right, torch.Tensor):
+        return isinstance(left, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(right, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in right)
+    if isinstance(right, (list, tuple)):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and left == right
+
+
+def state_of(optimizer, parallel):
+    named = {id(p): name for name, p in parallel.module.named_parameters()}
+    return {named.get(id(key), key): entries for key, entries in optimizer.state.items()}
+
+
+# ---- optimizers
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_save_before_the_first_step_changes_nothing(tmp_path, optimizer):
+    expected, _, pipeline = build(optimizer)
+    run(pipeline, 0, 4)
+    saved, dense, pipeline = build(optimizer)
+    saved.tables.place()
+    before = {key: dict(entries) for key, entries in state_of(dense, saved).items()}
+    checkpoints = Checkpoints(tmp_path, Local())
+    checkpoints.check(saved, dense)
+    checkpoints.save(saved, dense, {"step": 0})
+    assert same(state_of(dense, saved), before)
+    run(pipeline, 0, 4)
+    assert_equal(saved, expected)
+    resumed, dense, pipeline = build(optimizer)
+    checkpoints.load(checkpoints.path(0), resumed, dense)
+    run(pipeline, 0, 4)
+    assert_equal(resumed, expected)
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS.values(), PlainAdam, Hoarder], ids=[*OPTIMIZERS, "PlainAdam", "Hoarder"])
+def test_any_optimizer_resumes_to_the_bit(tmp_path, optimizer):
+    parallel, dense, pipeline = build(optimizer)
+    run(pipeline, 0, 3)
+    checkpoints = Checkpoints(tmp_path, Local())
+    checkpoints.save(parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()})
+    resumed, fresh, again = build(optimizer)
+    again.load_state_dict(checkpoints.load(checkpoints.path(3), resumed, fresh)["pipeline"])
+    assert same(state_of(fresh, resumed), state_of(dense, parallel))
+    run(pipeline, 3, 6)
+    run(again, 3, 6)
+    assert_equal(resumed, parallel)
+    # And going back, in an optimizer that has state: nothing of it is left.
+    again.load_state_dict(checkpoints.load(checkpoints.path(3), resumed, fresh)["pipeline"])
+    run(again, 3, 6)
+    assert_equal(resumed, parallel)
+
+
+def test_a_checkpoint_with_tensors_alone_resumes(tmp_path):
+    """As they were saved before other state was."""
+    parallel, dense, pipeline = build()
+    run(pipeline, 0, 3)
+    checkpoints = Checkpoints(tmp_path, Local())
+    older(checkpoints.save(parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()}))
+    resumed, fresh, again = build()
+    again.load_state_dict(checkpoints.load(checkpoints.path(3), resumed, fresh)["pipeline"])
+    run(pipeline, 3, 6)
+    run(again, 3, 6)
+    assert_equal(resumed, parallel)
+
+
+def test_a_model_with_a_frozen_parameter_resumes(tmp_path):
+    parallel, dense, pipeline = build(model=Frozen)
+    run(pipeline, 0, 3)
+    checkpoints = Checkpoints(tmp_path, Local())
+    checkpoints.save(parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()})
+    resumed, fresh, again = build(model=Frozen)
+    again.load_state_dict(checkpoints.load(checkpoints.path(3), resumed, fresh)["pipeline"])
+    assert resumed.module.scale not in fresh.state
+    run(pipeline, 3, 5)
+    run(again, 3, 5)
+    assert_equal(resumed, parallel)
+
+
+def test_state_that_cannot_be_saved_is_refused_by_name_before_training_and_at_a_save(tmp_path):
+    parallel, dense, pipeline = build(lambda p: Counting(p, lr=0.1))
+    checkpoints = Checkpoints(tmp_path, Local())
+    before, noise = snapshot_of_dense(parallel), torch.get_rng_state()
+    with pytest.raises(ValueError, match="optimizer/layers.0.weight/counter/0 is a Counter"):
+        checkpoints.check(parallel, dense)
+    assert torch.equal(torch.get_rng_state(), noise) and not dense.state
+    assert all(torch.equal(value, before[name]) for name, value in snapshot_of_dense(parallel).items())
+    run(pipeline, 0, 1)
+    with pytest.raises(ValueError, match="optimizer/layers.0.weight/counter/0 is a Counter"):
+        checkpoints.save(parallel, dense, {"step": 1})
+    assert not list(tmp_path.iterdir())
+
+
+def snapshot_of_dense(parallel):
+    return {name: p.detach().clone() for name, p in parallel.module.named_parameters()}
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
+    parallel, _, _ = build()
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    with pytest.raises(ValueError, match=r"parameter of shape \(3,\) that is not the model's"):
+        Checkpoints(tmp_path, Local()).check(parallel, other)
+
+
+def test_progress_that_is_no_json_is_refused(tmp_path):
+    parallel, dense, _ = build()
+    parallel.tables.place()
+    with pytest.raises(ValueError, match="progress must be plain JSON"):
+        Checkpoints(tmp_path, Local()).save(parallel, dense, {"step": 1, "data": torch.zeros(1)})
+
+
+def test_what_a_schedule_has_deferred_is_discarded_before_a_load_and_fetched_again_after_it(tmp_path):
+    parallel, dense, pipeline = build()
+    run(pipeline, 0, 2)
+    checkpoints = Checkpoints(tmp_path, Local())
+    checkpoints.save(parallel, dense, {"step": 2})
+    loaded = snapshot(parallel)
+    run(pipeline, 2, 3)
+    before, seen = snapshot(parallel), []
+    parallel.tables.discard = lambda: seen.append(("discard", snapshot(parallel)))
+    parallel.tables.reload = lambda: seen.append(("reload", snapshot(parallel)))
+    checkpoints.load(checkpoints.path(2), parallel, dense)
+    for (name, state), (expected_name, expected) in zip(seen, [("discard", before), ("reload", loaded)], strict=True):
+        assert name == expected_name and all(torch.equal(state[key], value) for key, value in expected.items())
+
+
+# ---- modules
+
+
+def test_extra_state_of_modules_is_saved_and_restored(tmp_path):
+    parallel, dense, pipeline = build(model=Remembering)
+    run(pipeline, 0, 2)
+    checkpoints = Checkpoints(tmp_path, Local())
+    checkpoints.check(parallel, dense)
+    path = checkpoints.save(parallel, dense, {"step": 2})
+    resumed, fresh, _ = build(model=Remembering)
+    checkpoints.load(path, resumed, fresh)
+    assert resumed.module.count == 10 and torch.equal(resumed.module.kept, torch.full((2,), 2.0))
+    assert resumed.module.inner.seen == "batch 1"
+    assert json.loads((path / "state.json").read_text())["extra_state"]["inner"] == "batch 1"
+    other, fresh, _ = build()
+    with pytest.raises(ValueError, match="another model: module '' has extra state only there"):
+        checkpoints.load(path, other, fresh)
+
+
+def test_extra_state_that_cannot_be_saved_is_refused_by_name(tmp_path):
+    parallel, dense, pipeline = build(model=Remembering)
+    parallel.module.inner.seen = Counter()
+    with pytest.raises(ValueError, match="extra/inner._extra_state is a Counter"):
+        Checkpoints(tmp_path, Local()).check(parallel, dense)
+    run(pipeline, 0, 1)
+    parallel.module.inner.seen = Counter()
+    with pytest.raises(ValueError, match="extra/inner._extra_state is a Counter"):
+        Checkpoints(tmp_path, Local()).save(parallel, dense, {"step": 1})
+
+
+# ---- a run
+
+
+def trainer(folder, steps, resume=False, **options):
+    data = folder / "data.parquet"
+    if not data.exists():
+        generate(data, users=60, items=40, median=8.0, cap=12, seed=1)
+    sizes = DataConfig(data=str(data), max_length=10, negatives=4)
+    settings = TrainConfig(global_batch=8, steps=steps, trace_steps=0, **options)
+    config = RunConfig(sizes, ModelConfig(width=8, layers=1, heads=1), settings)
+    return Trainer(config, data, folder / "run", Local(), resume=resume)
+
+
+def test_a_run_refuses_a_folder_with_other_checkpoints_before_it_trains(tmp_path):
+    trainer(tmp_path, 2).train()
+    with pytest.raises(ValueError, match=r"ahead of step 0 \(step-00000002\)"):
+        trainer(tmp_path, 4)
+    trainer(tmp_path, 4, resume=True).train()
