@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -86,6 +86,8 @@ class Schedule(ABC):
         self.stopwatch = Stopwatch(self.ledger.clock, self.transport.device)
         self._copies = torch.cuda.Stream(self.transport.device) if self.transport.device.type == "cuda" else None
         self.steps = 0  # made so far
+        self._stop = False
+        self.stopped = False  # the last run ended because a rank asked for it
         self._factor = learning_rate or (lambda step: 1.0)
         self._base_lr = [group["lr"] for group in optimizer.param_groups]
         parts = dense_sums == "parts" and self.transport.world > 1
@@ -96,10 +98,19 @@ class Schedule(ABC):
     def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
         """Trains until every rank's data has ended; a rank that runs out joins with empty batches. The data of a rank may fail:
         then all ranks raise. Who leaves the loop early calls `flush` before reading the tables (checkpoints and evaluation do)."""
-        with objects_set_aside():
-            yield from self._run(iter(data))
+        self.stopped = False
+        with objects_set_aside(), closing(self._run(iter(data))) as steps:  # type: ignore[type-var]
+            for result in steps:
+                yield result
+                if any(wish == b"1" for wish in self.transport.gather_bytes(b"1" if self._stop else b"")):
+                    self._stop, self.stopped = False, True
+                    break
         if self._summing is not None:
             self._summing.close()
+
+    def stop(self) -> None:
+        """Ends `run` on all ranks after the same step, one of the next. Any rank, from any thread; before `run` too."""
+        self._stop = True
 
     @abstractmethod
     def _run(self, batches: Iterator[SequenceBatch]) -> Iterator[StepResult]:
