@@ -31,7 +31,9 @@ from freescale.pipeline.api import Pipeline
 from freescale.pipeline.serial import StepResult
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.evaluate import evaluate_ranking, evaluate_retrieval
+from freescale.train.folder import RunFolder
 from freescale.train.schedules import learning_rate
+from freescale.train.stopping import Stopping
 from freescale.transport.api import Transport
 
 _NOTHING_SUPERVISED = (
@@ -44,7 +46,7 @@ _COLLECT_EVERY = 50  # steps between two collections of the ranks' ledgers
 class Watcher(Protocol):
     """Who shows a run to a person (progress bar, TensorBoard). Called on rank 0 only."""
 
-    def started(self, lines: list[str], total: int, done: int) -> None: ...
+    def started(self, folder: Path, lines: list[str], total: int, done: int) -> None: ...
     def stepped(self, entry: Mapping[str, Any]) -> None: ...
     def advanced(self, step: int) -> None: ...
     def evaluated(self, entry: Mapping[str, Any]) -> None: ...
@@ -158,13 +160,15 @@ class Trainer:
         self,
         config: RunConfig,
         path: Path,
-        folder: Path,
+        folder: Path | None,
         transport: Transport,
         watcher: Watcher | None = None,
         resume: bool = False,
     ) -> None:
-        """`path`: the prepared histories. Builds everything and, with `resume`, loads the folder's last checkpoint."""
-        self.config, self.path, self.folder, self.transport, self.resume = config, path, folder, transport, resume
+        """`path`: the prepared histories. Builds everything and, with `resume`, loads the folder's last checkpoint. `folder` None:
+        a new one under runs/."""
+        self.config, self.path, self.transport, self.resume = config, path, transport, resume
+        self._claimed = RunFolder(folder, resume, transport)
         self.watcher = watcher if transport.rank == 0 else None
         settings = config.train
         self.data = histories(config, path, transport)
@@ -183,21 +187,34 @@ class Trainer:
             reducer=build_reducer(config),
             dense_sums=config.train.dense_sums,
         )
-        self.checkpoints = Checkpoints(folder / "checkpoints", transport, settings.keep_checkpoints)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", transport, settings.keep_checkpoints)
+        self._saved = 0  # the last step in a checkpoint
         if resume:
             self._load()
         else:
             self.parallel.tables.place(self.data.batch(0))
 
-    def train(self) -> dict[str, Any]:
-        """Trains to the end of the configuration; returns the last loss, the test quality and the ledger (rank 0)."""
+    @property
+    def folder(self) -> Path:
+        """A default name is final once training has begun."""
+        return self._claimed.path
+
+    def train(self, stopping: Stopping | None = None) -> dict[str, Any]:
+        """Trains to the end of the configuration, or until a rank was asked to stop; returns the last loss, the test quality, the
+        ledger (rank 0) and `stopped`: the number of the signal that ended it, or 0."""
         if self.pipeline.steps >= self.total:
             raise ValueError(
                 f"{self.folder} is at step {self.pipeline.steps} of {self.total}: ask for more --epochs or --steps to go on"
             )
         self._open_folder()
+        try:
+            return self._train(stopping or Stopping(self.pipeline.stop, self.transport.rank))
+        finally:
+            self._claimed.close()
+
+    def _train(self, stopping: Stopping) -> dict[str, Any]:
         if self.watcher:
-            self.watcher.started(self._describe(), self.total, self.pipeline.steps)
+            self.watcher.started(self.folder, [*self._claimed.notes, *self._describe()], self.total, self.pipeline.steps)
         ledger, gather = self.pipeline.ledger, self.transport.gather_bytes
         collector = Collector(
             ledger,
@@ -210,24 +227,32 @@ class Trainer:
             resumed=self.resume,
         )
         results: dict[str, Any] = {}
-        last = self._loop(collector)
-        results["loss"] = last.loss
-        self._save(last.number)
+        last = self._loop(collector, stopping)
+        stopping.agreed()
+        if last is not None:
+            results["loss"] = last.loss
+            self._checkpoint(last.number)
+        stopping.saved = True
         results["ledger"] = collector.close(self.transport.device)
-        if self.config.data.split != "none":
+        # Whichever rank was told: all skip what is left.
+        results["stopped"] = max(int(number) for number in gather(b"%d" % stopping.number))
+        if not results["stopped"]:
+            stopping.close()
+        if self.config.data.split != "none" and not results["stopped"]:
             results["test"] = evaluate(self.config, self.parallel, self.path, "test", baseline=True)
             self._write({"step": self.pipeline.steps, "test": results["test"]})
         if self.watcher:
             self.watcher.finished()
         return results
 
-    def _loop(self, collector: Collector) -> StepResult:
-        """Steps until the data or --steps ends; the last step's result."""
+    def _loop(self, collector: Collector, stopping: Stopping) -> StepResult | None:
+        """Steps until the data or --steps ends, or somebody wants it to; the last step's result."""
         settings, result = self.config.train, None
         clock, seen, supervised = time.perf_counter(), 0, 0.0
         with closing(prefetched(self.data)) as batches:
             for result in self.pipeline.run(batches):
                 step = result.step
+                stopping.stepped()
                 seen += self.data.batch_size(result.number)
                 if step % settings.log_every == 0 or step == self.total:
                     loss = result.loss  # waits for the device, hence not every step
@@ -246,13 +271,19 @@ class Trainer:
                 supervised += sum(result.counts.values())
                 if not supervised and (step == self.total or (result.number + 1) % self.data.batches_per_epoch == 0):
                     raise ValueError(_NOTHING_SUPERVISED.format(data=self.config.data))
-                self._validate(result.number, step)
-                if step >= self.total:
-                    break
-                if step % settings.checkpoint_every == 0:
-                    self._save(result.number)
-        assert result is not None
+                with stopping.working():
+                    self._validate(result.number, step)
+                    if step >= self.total:
+                        break
+                    if step % settings.checkpoint_every == 0:
+                        self._checkpoint(result.number)
         return result
+
+    def _checkpoint(self, number: int) -> None:
+        """Of the step just made, unless it is there."""
+        if self._saved != self.pipeline.steps:
+            self._save(number)
+            self._saved = self.pipeline.steps
 
     def _save(self, number: int) -> None:
         """The data position is that of the last batch applied; prefetching may have read further."""
@@ -273,13 +304,8 @@ class Trainer:
         self._forget_after(progress["step"])
 
     def _open_folder(self) -> None:
-        """Once nothing can be refused any more: a run that never began leaves no folder."""
-        if self.transport.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            temporary = self.folder / "config.json.tmp"
-            temporary.write_text(self.config.to_json(), encoding="utf-8")
-            temporary.replace(self.folder / "config.json")
-        self.transport.gather_bytes(b"")
+        self._claimed.open(self.config.to_json())
+        self.checkpoints.folder = self.folder / "checkpoints"
 
     def _validate(self, number: int, step: int) -> None:
         every = self.config.train.evaluate_every
