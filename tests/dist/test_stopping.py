@@ -83,6 +83,21 @@ def test_all_ranks_save_after_the_same_step(who, arguments, tmp_path):
     assert again.returncode == 0, again.stderr
 
 
+def test_a_second_ctrl_c_ends_ranks_that_do_not_answer(arguments, tmp_path):
+    run = tmp_path / "run"
+    with Begun(*arguments, "--folder", run, "--nproc", 2) as begun:
+        stepped(run)
+        ranks = begun.ranks()
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
+        os.kill(begun.pid, signal.SIGINT)
+        time.sleep(stopping.SAME_PRESS + 0.2)
+        os.kill(begun.pid, signal.SIGINT)
+        done = begun.ended(timeout=30)
+    assert done.returncode == 128 + signal.SIGINT and "freescale: interrupted" in done.stderr
+    assert all(not Path(f"/proc/{rank}").exists() for rank in ranks) and not (run / "checkpoints").exists()
+
+
 def test_survivors_of_a_failure_under_torchrun_save_nothing(arguments, tmp_path):
     """They get SIGTERM, as from a cluster that wants the machine back, but have no agreement with the rank that is gone."""
     run = tmp_path / "run"
