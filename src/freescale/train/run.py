@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from freescale.config import RunConfig
+from freescale.train.build import build_parallel, evaluate, histories
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.stopping import Stopping
-from freescale.train.trainer import Trainer, build_parallel, evaluate, histories, plain_json
+from freescale.train.trainer import Trainer, plain_json
 from freescale.transport.connect import connect
 
 
