@@ -32,8 +32,8 @@ from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import Memory
 from freescale.observe.figures import merge_step
+from freescale.train.build import evaluate, histories
 from freescale.train.schedules import learning_rate
-from freescale.train.trainer import evaluate, histories
 from freescale.transport.api import Transport
 from freescale.transport.local import Local
 

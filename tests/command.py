@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,17 +28,50 @@ def started(*arguments: object, timeout: float = 100) -> subprocess.CompletedPro
 
 def freescale(*arguments: object, timeout: float = 100, **environment: str) -> subprocess.CompletedProcess:
     """As `started`, but for who imports torch."""
-    words, told = [str(word) for word in arguments], {**os.environ, **environment}
-    with tempfile.TemporaryDirectory() as folder:
-        said = [Path(folder) / name for name in ("out", "err")]
-        process = CONTEXT.Process(target=_forked, args=(words, told, os.getcwd(), [str(file) for file in said]))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(words, timeout)
-        return subprocess.CompletedProcess(words, process.exitcode, *(file.read_text(errors="replace") for file in said))
+    with Begun(*arguments, **environment) as begun:
+        return begun.ended(timeout)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"it did not come in {seconds:.0f} s"
+        time.sleep(0.02)
+
+
+class Begun:
+    """`freescale ...` while it runs; whoever leaves the block early kills it."""
+
+    def __init__(self, *arguments: object, **environment: str) -> None:
+        self._words = [str(word) for word in arguments]
+        self._folder = tempfile.TemporaryDirectory()
+        self._said = [Path(self._folder.name) / name for name in ("out", "err")]
+        told, said = {**os.environ, **environment}, [str(file) for file in self._said]
+        self._process = CONTEXT.Process(target=_forked, args=(self._words, told, os.getcwd(), said))
+
+    def __enter__(self) -> Begun:
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        return self
+
+    def ranks(self) -> list[int]:
+        """Processes of the ranks that it started."""
+        return [int(child) for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
+    def ended(self, timeout: float = 100) -> subprocess.CompletedProcess:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._words, timeout)
+        return subprocess.CompletedProcess(
+            self._words, self._process.exitcode, *(file.read_text(errors="replace") for file in self._said)
+        )
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        self._folder.cleanup()
 
 
 def _forked(words: Sequence[str], environment: Mapping[str, str], folder: str, said: Sequence[str]) -> None:

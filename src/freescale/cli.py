@@ -122,7 +122,6 @@ def _train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, 
             raise ValueError(f"--resume needs --folder with the folder of an earlier run, not {run_folder}")
         base = RunConfig.from_json((run_folder / "config.json").read_text(encoding="utf-8"))
     config = _configured(given, base)
-    folder = run_folder or Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
     if not _is_rank():
         if nproc > 1:
             _refuse_missing_gpus(config.train.device, nproc)
@@ -130,12 +129,11 @@ def _train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, 
         if nproc > 1:
             from freescale.train.launch import launch
 
-            arguments = ["train", *_as_arguments(given), "--folder", str(folder), *(["--resume"] if resume else [])]
-            return launch(arguments, nproc, port)
+            where = ["--folder", str(run_folder)] if run_folder else []  # else rank 0 finds a name that is free
+            return launch(["train", *_as_arguments(given), *where, *(["--resume"] if resume else [])], nproc, port)
     from freescale.train.run import run_training
 
-    run_training(config, folder, resume, lambda: _prepared(config))
-    return 0
+    return run_training(config, run_folder, resume, lambda: _prepared(config))
 
 
 def _refuse_missing_gpus(device: str, nproc: int) -> None:
@@ -197,8 +195,9 @@ def demo(nproc: int, run_folder: Path | None) -> None:
 
 def _demo(nproc: int, run_folder: Path | None) -> int:
     from freescale.train.demo import DEMO_SETTINGS, compare, demo_data, short_data
+    from freescale.train.folder import new_folder
 
-    folder = run_folder or Path("runs") / datetime.now().strftime("demo-%Y-%m-%d-%H%M%S")
+    folder = run_folder or new_folder(Path("runs") / datetime.now().strftime("demo-%Y-%m-%d-%H%M%S"))
     path = demo_data(Path("runs") / "demo-data.parquet")
     status = _train(nproc, folder, False, None, {**DEMO_SETTINGS, "data": str(path)})
     if status or nproc == 1:  # one rank waits for nobody: nothing to compare

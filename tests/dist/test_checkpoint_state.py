@@ -240,21 +240,6 @@ def test_progress_that_is_no_json_is_refused(tmp_path):
         Checkpoints(tmp_path, Local()).save(parallel, dense, {"step": 1, "data": torch.zeros(1)})
 
 
-def test_what_a_schedule_has_deferred_is_discarded_before_a_load_and_fetched_again_after_it(tmp_path):
-    parallel, dense, pipeline = build()
-    run(pipeline, 0, 2)
-    checkpoints = Checkpoints(tmp_path, Local())
-    checkpoints.save(parallel, dense, {"step": 2})
-    loaded = snapshot(parallel)
-    run(pipeline, 2, 3)
-    before, seen = snapshot(parallel), []
-    parallel.tables.discard = lambda: seen.append(("discard", snapshot(parallel)))
-    parallel.tables.reload = lambda: seen.append(("reload", snapshot(parallel)))
-    checkpoints.load(checkpoints.path(2), parallel, dense)
-    for (name, state), (expected_name, expected) in zip(seen, [("discard", before), ("reload", loaded)], strict=True):
-        assert name == expected_name and all(torch.equal(state[key], value) for key, value in expected.items())
-
-
 # ---- modules
 
 

@@ -359,6 +359,7 @@ def test_killed_rank_ends_the_run(tmp_path):
     assert launcher.returncode == 1
     assert "killed by signal 9" in error and "a rank died" in error
     assert all(not Path(f"/proc/{child}").exists() for child in children)
+    assert not (tmp_path / "run" / "checkpoints").exists()  # SIGTERM, which ends survivors too, saves only where all are there
 
 
 def test_killed_rank_is_noticed_without_a_launcher(tmp_path):

@@ -13,7 +13,7 @@ from test_cli import interactions, metrics, train
 import freescale
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.prepare import prepare
-from freescale.train.trainer import build_balancer, build_parallel, histories
+from freescale.train.build import build_balancer, build_parallel, histories
 
 CUT = ["--segment", 4, "--segment-tokens", 2, "--segment-weight", 1.5, "--segment-pooling", "--max-length", 20]
 

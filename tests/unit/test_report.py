@@ -145,7 +145,6 @@ def test_a_run_that_did_not_end(tmp_path):
         ("config.json", "{", "config.json is damaged"),
         ("ledger.json", "[]", "ledger.json is damaged"),
         ("ledger.json", '{"measured_steps": 4}', "ledger.json is damaged: it has no ranks, step_ms"),
-        ("ledger.json", '{"measured_steps": 0, "steps": 2, "ranks": 1}', "empty ledger: 2 steps"),
         ("ledger.jsonl", "{}\nnope\n{}\n", "ledger.jsonl, line 2 is damaged"),
         ("metrics.jsonl", "3\n{}\n", "metrics.jsonl, line 1 is damaged"),
         ("trace.json.gz", "not gzip", "trace.json.gz is damaged"),
@@ -165,9 +164,41 @@ def test_what_is_no_run(tmp_path):
         read_run(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="has no config.json"):
         read_run(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="before its first figures"):
-        read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        (["config.json"], "the run ended before its first figures, or is still on the way to them"),
+        (["config.json", "metrics.jsonl"], "the run ended before its first figures"),
+        (["config.json", "metrics.jsonl", "ledger.jsonl"], "the run made 2 steps, and the first two are warm-up"),
+    ],
+)
+def test_a_run_that_was_killed_early_has_a_page(tmp_path, left, words):
+    """Whatever it left, alone and beside one that ended."""
+    folder = run_folder(tmp_path / "a")
+    lines = (folder / "ledger.jsonl").read_text().splitlines(True)
+    (folder / "ledger.jsonl").write_text("".join(lines[:2]))
+    for path in folder.iterdir():
+        if path.name not in left:
+            path.unlink()
+    for folders in ([folder], [folder, run_folder(tmp_path / "b")], [tmp_path / "b", folder]):
+        text = page(read_runs(folders))
+        assert Page(text).open == []
+        missing = unescape(text[text.index('id="missing"') : text.index("</aside>")])
+        assert words in missing and "Nothing was measured" in text
+        assert ("4.0000" in text) is ("metrics.jsonl" in left or len(folders) > 1)  # the last loss
+
+
+def test_lines_that_go_further_than_the_ledger_count(tmp_path):
+    """A run that was stopped, went on and was killed: its ledger.json is the first part's."""
+    folder = run_folder(tmp_path / "a")
+    ledger = json.loads((folder / "ledger.json").read_text())
+    (folder / "ledger.json").write_text(
+        json.dumps({**ledger, "steps": 5, "measured_steps": 3, "step_ms": {"mean": 1, "median": 1}})
+    )
+    run = read_run(folder)
+    assert run.ledger == ledger and "the run did not end" in run.missing[0]
 
 
 def test_names_tell_runs_apart(tmp_path):

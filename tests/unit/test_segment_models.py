@@ -14,7 +14,7 @@ from freescale.batch import Jagged, SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig
 from freescale.kernels.random import derive, keep_mask
 from freescale.models import HSTU, Ranking, Retrieval, SegmentedHSTU, split_history
-from freescale.train.trainer import build_balancer, build_model
+from freescale.train.build import build_balancer, build_model
 
 OPTIONS = dict(
     width=WIDTH, layers=2, heads=2, d_qk=3, d_v=5, max_length=14, position_bias=True, time_bias=True, num_time_buckets=20

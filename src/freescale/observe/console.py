@@ -14,20 +14,19 @@ from rich.table import Table
 class RunView:
     """Shows a training run. On a terminal a progress bar; in a log plain lines."""
 
-    def __init__(self, folder: Path, tensorboard: bool = False) -> None:
+    def __init__(self, tensorboard: bool = False) -> None:
         self.console = Console()
-        self._folder = folder
         self._progress: Progress | None = None
         self._task: Any = None
         self._tensorboard = tensorboard
         self._writer: Any = None
 
-    def started(self, lines: list[str], total: int, done: int) -> None:
+    def started(self, folder: Path, lines: list[str], total: int, done: int) -> None:
         if self._tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._folder / "tensorboard"))
-        self.console.print(f"run folder {self._folder}", highlight=False, soft_wrap=True)
+            self._writer = SummaryWriter(str(folder / "tensorboard"))
+        self.console.print(f"run folder {folder}", highlight=False, soft_wrap=True)
         for line in lines:
             self.console.print(line, highlight=False, soft_wrap=True)
         if self.console.is_terminal:

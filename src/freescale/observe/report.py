@@ -39,7 +39,7 @@ def page(runs: Sequence[Run]) -> str:
     """The report."""
     drawn = []
     for run in runs:
-        compute = run.ledger["compute_ms_per_rank"]
+        compute = run.ledger["compute_ms_per_rank"] if run.measured else [0.0]
         drawn.append(timeline(run.events, compute.index(max(compute))))
     parts = "".join(f'<section id="{name}"><h2>{title}</h2>{made(runs)}</section>' for name, title, made in _SECTIONS)
     names = ", ".join(run.name for run in runs)

@@ -22,6 +22,11 @@ class Run:
     events: list[dict[str, Any]]  # of trace.json.gz
     missing: list[str] = field(default_factory=list)  # in words, for the page
 
+    @property
+    def measured(self) -> bool:
+        """Whether the ledger has figures: a run that ended early, or has just begun, has none."""
+        return bool(self.ledger.get("measured_steps"))
+
 
 def read_runs(folders: list[Path]) -> list[Run]:
     """All runs, with names that tell them apart."""
@@ -43,7 +48,8 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     metrics = _lines(folder / "metrics.jsonl", missing)
     ledger = _ledger(folder, steps, missing)
     events = _events(folder / "trace.json.gz", missing)
-    missing += [words for key, words in _LATER.items() if not ledger.get(key)]
+    if ledger.get("measured_steps"):
+        missing += [words for key, words in _LATER.items() if not ledger.get(key)]
     if steps and not any("before" in figures for figures in steps):
         missing.append("histories and costs of each rank before and after balancing (older version)")
     if events and not any(event.get("args", {}).get("path") for event in events):
@@ -72,22 +78,22 @@ _NEEDED = (
 
 
 def _ledger(folder: Path, steps: list[dict], missing: list[str]) -> dict[str, Any]:
+    """ledger.json, or what the lines of ledger.jsonl say where these go further; of a run without figures, why it has none."""
     path = folder / "ledger.json"
-    if path.exists():
-        ledger = _parsed(path, path.read_bytes())
-    elif steps:
+    ledger = _parsed(path, path.read_bytes()) if path.exists() else {}
+    if len(steps) > (ledger.get("steps", len(steps)) if ledger else 0):
         from freescale.observe.figures import Summary  # imports torch; only a run that did not end needs it
 
         missing.append("ledger.json: the run did not end; its figures are those of the steps in ledger.jsonl")
         summary = Summary(len(steps[-1]["straggler_ms"]))
         for figures in steps:
             summary.add(figures)
-        ledger = summary.result()
-    else:
-        raise ValueError(f"{folder} has neither ledger.json nor ledger.jsonl: the run ended before its first figures")
-    if ledger.get("measured_steps") == 0:
-        raise ValueError(f"{folder} has an empty ledger: {ledger.get('steps', 0)} steps, and the first two are warm-up")
-    if lacking := [name for name in _NEEDED if name not in ledger]:
+        ledger = {**ledger, **summary.result()}
+    if not ledger:
+        missing.append("where the time went: the run ended before its first figures, or is still on the way to them")
+    elif ledger.get("measured_steps") == 0:
+        missing.append(f"where the time went: the run made {ledger.get('steps', 0)} steps, and the first two are warm-up")
+    elif lacking := [name for name in _NEEDED if name not in ledger]:
         raise ValueError(f"{path} is damaged: it has no {', '.join(lacking)}")
     return ledger
 

@@ -62,13 +62,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") ->
     return f'<div class="scroll"><table class="{name}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def cards(runs: Sequence[Run], made: Callable[[int, Run], str]) -> str:
-    """Runs beside each other, where there is room."""
+def cards(runs: Sequence[Run], made: Callable[[int, Run], str], measured: bool = True) -> str:
+    """Runs beside each other, where there is room. `measured`: what is made takes the figures of a ledger, which a run may lack."""
     several = len(runs) > 1
     parts = []
     for place, run in enumerate(runs):
         title = f'<h3><i class="run r-{place % 8}"></i>{escape(run.name)}</h3>' if several else ""
-        parts.append(f'<div class="card">{title}{made(place, run)}</div>')
+        words = made(place, run) if run.measured or not measured else "<p>Nothing was measured.</p>"
+        parts.append(f'<div class="card">{title}{words}</div>')
     return f'<div class="cards">{"".join(parts)}</div>'
 
 
@@ -114,8 +115,8 @@ def _quality(name: str, place: int, run: Run) -> str:
 
 def _against(runs: Sequence[Run], run: Run) -> str:
     """How much faster than the first run."""
-    first = runs[0].ledger["samples_per_second"]
-    return "" if run is runs[0] or not first else f" <small>({run.ledger['samples_per_second'] / first:.2f} x)</small>"
+    first, own = (one.ledger.get("samples_per_second") for one in (runs[0], run))
+    return "" if run is runs[0] or not first or own is None else f" <small>({own / first:.2f} x)</small>"
 
 
 def _last_loss(run: Run) -> str:
@@ -147,9 +148,8 @@ def breakdown(ledger: Mapping) -> dict[str, tuple[str, list[float]]]:
 
 
 def step_time(runs: Sequence[Run]) -> str:
-    longest = max(
-        sum(values[rank] for _, values in breakdown(r.ledger).values()) for r in runs for rank in range(r.ledger["ranks"])
-    )
+    bars = [(breakdown(run.ledger), rank) for run in runs if run.measured for rank in range(run.ledger["ranks"])]
+    longest = max((sum(values[rank] for _, values in parts.values()) for parts, rank in bars), default=0.0)
     return cards(runs, lambda place, run: _bars(place, run, longest))
 
 
@@ -240,7 +240,7 @@ def _part(run: Run, part: str) -> Mapping[str, Any]:
 
 
 def machines(runs: Sequence[Run]) -> str:
-    return cards(runs, _machines)
+    return cards(runs, _machines, measured=False)
 
 
 def _machines(place: int, run: Run) -> str:

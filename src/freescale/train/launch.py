@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO
 
+from freescale.train.stopping import SAME_PRESS
+
 _GRACE = 20.0  # seconds that the other ranks have to notice a failure by themselves
 
 
@@ -45,8 +47,9 @@ def launch(
     extra: Callable[[int], Mapping[str, str]] = lambda rank: {},
     seconds: float | None = None,
 ) -> int:
-    """Runs `python -m freescale ARGUMENTS` as `ranks` local ranks. Returns 0 if all succeeded, else 1. `extra`: what a rank has in
-    its environment besides. After `seconds`, if given, all are stopped: TimeoutError."""
+    """Runs `python -m freescale ARGUMENTS` as `ranks` local ranks. Returns 0 if all succeeded, 1 after a failure, 128 and the
+    signal's number if they stopped for one. `extra`: what a rank has in its environment besides. After `seconds`, if given, all are
+    stopped: TimeoutError."""
     if port is not None:
         check_port(port)
     port = port or free_port()
@@ -54,7 +57,7 @@ def launch(
     lock = threading.Lock()
     processes: list[subprocess.Popen] = []
     readers: list[threading.Thread] = []
-    restore = _forward_signals(processes)
+    signals = _Signals(processes)
     try:
         for rank in range(ranks):
             process = subprocess.Popen(
@@ -68,18 +71,28 @@ def launch(
             assert process.stderr is not None
             readers.append(threading.Thread(target=_relay, args=(process.stderr, rank, said, lock), daemon=True))
             readers[-1].start()
+        signals.all_started()
         failed = _watch(processes, seconds)
         for reader in readers:
             reader.join(timeout=5)
     finally:
-        restore()
+        signals.restore()
         _stop(processes)
-    if failed is not None:
-        rank, status = failed
-        how = f"was killed by signal {-status}" if status < 0 else f"stopped with status {status}"
-        print(f"freescale: rank {rank} {how}; the run has ended on all ranks", file=sys.stderr)
-        return 1
-    return 0
+    return _outcome(failed, signals.first)
+
+
+def _outcome(failed: tuple[int, int] | None, number: int) -> int:
+    """The exit status, after `number`, the first signal that came here (0: none)."""
+    if failed is None:
+        return 0
+    rank, status = failed
+    if status > 128:  # the ranks stopped on purpose, and rank 0 has said what was saved
+        return 128 + (number or status - 128)
+    if number == signal.SIGINT and status == -signal.SIGTERM:  # they had nothing to save yet
+        raise KeyboardInterrupt
+    how = f"was killed by signal {-status}" if status < 0 else f"stopped with status {status}"
+    print(f"freescale: rank {rank} {how}; the run has ended on all ranks", file=sys.stderr)
+    return 128 + number if number and status == -number else 1
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -121,7 +134,7 @@ def _watch(processes: Sequence[subprocess.Popen], seconds: float | None) -> tupl
             deadline = time.monotonic() + _GRACE
         if None not in ended.values() or (deadline is not None and time.monotonic() > deadline):
             _stop(processes)
-            return min(failures, key=lambda failure: failure[1] >= 0) if failures else None
+            return min(failures, key=lambda failure: (failure[1] >= 0, failure[1] > 128)) if failures else None
         if end is not None and time.monotonic() > end:
             running = [rank for rank, status in ended.items() if status is None]
             raise TimeoutError(f"the run has taken {seconds:.0f} s, its limit, with ranks {running} still at work; it was stopped")
@@ -141,21 +154,38 @@ def _stop(processes: Sequence[subprocess.Popen]) -> None:
             process.wait()
 
 
-def _forward_signals(processes: Sequence[subprocess.Popen]):
-    """Ctrl-C and SIGTERM end the ranks too. Returns a function that puts the old handlers back."""
-    old: dict[int, object] = {}
+class _Signals:
+    """Ctrl-C and SIGTERM, which the ranks get too, until `restore`. The launcher itself waits for them: they may have to save.
 
-    def handler(number: int, _frame: object) -> None:
-        for process in processes:
+    The first is passed on as SIGTERM, whichever it is: a terminal's Ctrl-C reaches the ranks by itself, and twice would mean more.
+    A second Ctrl-C ends all.
+    """
+
+    def __init__(self, processes: Sequence[subprocess.Popen]) -> None:
+        self._processes, self._at = processes, 0.0
+        self.first = 0  # its number
+        self._old: dict[int, object] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._old = {number: signal.signal(number, self._received) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _received(self, number: int, _frame: object) -> None:
+        if not self.first:
+            self.first, self._at = number, time.monotonic()
+            self._send(signal.SIGTERM)
+        elif number == signal.SIGINT and time.monotonic() - self._at > SAME_PRESS:
+            self._send(signal.SIGINT)
+            raise KeyboardInterrupt
+
+    def all_started(self) -> None:
+        """A signal may have come before the last of them."""
+        if self.first:
+            self._send(signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
+        for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)
-        raise KeyboardInterrupt
 
-    if threading.current_thread() is threading.main_thread():
-        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, previous in old.items():
+    def restore(self) -> None:
+        for number, previous in self._old.items():
             signal.signal(number, previous)  # type: ignore[arg-type]
-
-    return restore

@@ -2,45 +2,64 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from freescale.config import RunConfig
+from freescale.train.build import build_parallel, evaluate, histories
 from freescale.train.checkpoint import Checkpoints
-from freescale.train.trainer import Trainer, build_parallel, evaluate, histories, plain_json
-from freescale.transport.api import Transport
+from freescale.train.stopping import Stopping
+from freescale.train.trainer import Trainer, plain_json
 from freescale.transport.connect import connect
 
 
-def _agreed_folder(folder: Path, resume: bool, transport: Transport) -> Path:
-    """Rank 0's folder on all ranks: a default name has the time in it, which differs. A run that is there is not overwritten."""
-    mine = json.dumps([str(folder), not resume and (folder / "config.json").exists()]).encode()
-    name, taken = json.loads(transport.gather_bytes(mine)[0])
-    if taken:
-        raise ValueError(f"{name} already holds a run: name another folder, or pass --resume to go on with it")
-    return Path(name)
-
-
-def run_training(config: RunConfig, folder: Path, resume: bool, prepared: Callable[[], Path]) -> None:
+def run_training(config: RunConfig, folder: Path | None, resume: bool, prepared: Callable[[], Path]) -> int:
+    """Returns the exit status: 0, or after a signal 128 and its number, as shells say it of a process that the signal ended."""
     path = prepared()  # before the ranks meet: it may take long, and its errors are the same on every rank
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
-    folder = _agreed_folder(folder, resume, transport)
     watcher = None
     if transport.rank == 0:
         from freescale.observe.console import RunView
 
-        watcher = RunView(folder, config.train.tensorboard)
-    results = Trainer(config, path, folder, transport, watcher, resume).train()
-    if transport.rank == 0:
-        _show(results, folder)
-    transport.close()
+        watcher = RunView(config.train.tensorboard)
+    trainer = Trainer(config, path, folder, transport, watcher, resume)
+    with Stopping(trainer.pipeline.stop, transport.rank) as stopping:
+        results = trainer.train(stopping)
+        if transport.rank == 0:
+            _show(results, trainer.folder, _how_it_stopped(trainer) if results["stopped"] else "")
+        if results["stopped"]:
+            transport.gather_bytes(b"")  # the first that ends makes a launcher end the others: let all be through
+        transport.close()
+    return 128 + results["stopped"] if results["stopped"] else 0
 
 
-def _show(results: dict, folder: Path) -> None:
+def _how_it_stopped(trainer: Trainer) -> str:
+    """And how to go on."""
+    step, latest = trainer.pipeline.steps, trainer.checkpoints.latest()
+    if step == trainer.total:
+        left = trainer.config.data.split != "none"
+        rest = f"; the test part is left: freescale eval {shlex.quote(str(trainer.folder))}" if left else ""
+        return f"stopped after the last step, {step}: the run is complete and saved{rest}"
+    if latest is None:
+        return "stopped before the first step: nothing to save; start it again with the same command"
+    return f"stopped after step {step}, saved in {latest}; go on with: {resume_command(trainer.folder, os.environ)}"
+
+
+def resume_command(folder: Path, environment: Mapping[str, str]) -> str:
+    """As this run was started: by torchrun, by `--nproc`, or as one process."""
+    arguments = f"train --folder {shlex.quote(str(folder))} --resume"
+    ranks, local = (int(environment.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if "TORCHELASTIC_RUN_ID" in environment:
+        machines = f"--nnodes {ranks // local} ... " if ranks > local else ""
+        return f"torchrun {machines}--nproc-per-node {local} -m freescale {arguments}"
+    return f"freescale {arguments}" + (f" --nproc {ranks}" if ranks > 1 else "")
+
+
+def _show(results: dict, folder: Path, stopped: str) -> None:
     from rich.console import Console
 
     from freescale.observe.console import print_ledger, print_quality
@@ -59,6 +78,8 @@ def _show(results: dict, folder: Path) -> None:
         soft_wrap=True,
     )
     console.print(f"where the time went: freescale report {shlex.quote(str(folder))}", highlight=False, soft_wrap=True)
+    if stopped:
+        console.print(stopped, highlight=False, soft_wrap=True)
 
 
 def run_evaluation(config: RunConfig, folder: Path, part: str, prepared: Callable[[], Path]) -> None:

@@ -1,4 +1,4 @@
-"""The training run: builds the parts from a configuration, then loops. What a step does is the pipeline's business."""
+"""The training run: the loop over the parts that build.py makes. What a step does is the pipeline's business."""
 
 from __future__ import annotations
 
@@ -11,27 +11,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
-from freescale.balance.balancer import Balancer
-from freescale.balance.cost import CostModel
-from freescale.balance.registry import find_partitioner
-from freescale.compress.dense import Thresholding
 from freescale.config import RunConfig
-from freescale.data.loader import Histories
 from freescale.data.prefetch import prefetched
-from freescale.embedding.optimizers import ROW_OPTIMIZERS
-from freescale.embedding.swap import Parallel, parallelize
-from freescale.kernels.segments import Segments
-from freescale.models.heads import Ranking, Retrieval
-from freescale.models.hstu import HSTU
-from freescale.models.segments import SegmentedHSTU
 from freescale.observe.collect import Collector
 from freescale.pipeline.api import Pipeline
+from freescale.pipeline.finite import NotFinite
 from freescale.pipeline.serial import StepResult
+from freescale.train.build import build_balancer, build_parallel, build_reducer, evaluate, histories
 from freescale.train.checkpoint import Checkpoints
-from freescale.train.evaluate import evaluate_ranking, evaluate_retrieval
+from freescale.train.folder import RunFolder
 from freescale.train.schedules import learning_rate
+from freescale.train.stopping import Stopping
 from freescale.transport.api import Transport
 
 _NOTHING_SUPERVISED = (
@@ -44,111 +35,11 @@ _COLLECT_EVERY = 50  # steps between two collections of the ranks' ledgers
 class Watcher(Protocol):
     """Who shows a run to a person (progress bar, TensorBoard). Called on rank 0 only."""
 
-    def started(self, lines: list[str], total: int, done: int) -> None: ...
+    def started(self, folder: Path, lines: list[str], total: int, done: int) -> None: ...
     def stepped(self, entry: Mapping[str, Any]) -> None: ...
     def advanced(self, step: int) -> None: ...
     def evaluated(self, entry: Mapping[str, Any]) -> None: ...
     def finished(self) -> None: ...
-
-
-def histories(config: RunConfig, path: Path, transport: Transport, part: str = "train") -> Histories:
-    """One rank's data of a part of the split."""
-    data, train = config.data, config.train
-    training = part == "train"
-    return Histories(
-        path,
-        train.global_batch if training else train.eval_batch,
-        rank=transport.rank,
-        world=transport.world,
-        max_length=data.max_length,
-        task=config.model.task,
-        tasks=config.label_names,
-        part=part,
-        split=data.split,
-        split_time=data.split_time,
-        negatives=data.negatives,
-        in_batch_share=data.in_batch_share,
-        candidates=data.candidates,
-        seed=train.seed,
-        shuffle=data.shuffle and training,
-        epochs=train.epochs if training else 1,
-        num_items=data.num_items,
-    )
-
-
-def build_model(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:
-    """The model as a plain module; its tables are on the meta device, for parallelize to make."""
-    model = config.model
-    torch.manual_seed(config.train.seed)
-    names = ("segment", "segment_tokens", "segment_weight", "segment_pooling")
-    segments = {} if model.segment is None else {name: getattr(model, name) for name in names}
-    encoder = (SegmentedHSTU if segments else HSTU)(
-        width=model.width,
-        layers=model.layers,
-        heads=model.heads,
-        max_length=config.data.max_length + (config.data.candidates if model.task == "ranking" else 0),
-        dropout=model.dropout,
-        position_bias=model.position_bias,
-        time_bias=model.time_bias,
-        checkpoint=model.recompute,
-        **segments,
-    )
-    sizes: dict[str, Any] = {"num_items": num_items, "num_actions": num_actions, "table_device": "meta"}
-    if model.task == "ranking":
-        return Ranking(encoder, tasks=config.label_names, **sizes)
-    return Retrieval(encoder, temperature=model.temperature, **sizes)
-
-
-def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
-    """Costs come from the model's shapes. They stay as they are, so that assignments depend on the data alone, or are adapted."""
-    if config.train.balance == "none":
-        return None
-    model = config.model
-    cost = CostModel.of_hstu(
-        width=model.width,
-        layers=model.layers,
-        heads=model.heads,
-        d_qk=model.width // model.heads,
-        d_v=model.width // model.heads,
-        negatives=config.data.negatives if model.task == "retrieval" else 0,
-        tasks=len(config.label_names),
-    )
-    partitioner = find_partitioner(config.train.balance, device)
-    segments = None if model.segment is None else Segments(model.segment, model.segment_tokens)
-    return Balancer(partitioner, cost, config.train.balance_cap, adapt=config.train.balance_adapt, segments=segments)
-
-
-def build_reducer(config: RunConfig) -> Thresholding | None:
-    """None: the exact sum."""
-    eta = config.train.compress_dense
-    return None if eta is None else Thresholding(eta, config.train.compress_every)
-
-
-def build_parallel(config: RunConfig, data: Histories, transport: Transport) -> Parallel:
-    train = config.train
-    model = build_model(config, data.num_items, data.num_actions)
-    return parallelize(
-        model,
-        model.features,  # type: ignore[arg-type]
-        ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr),
-        transport=transport,
-        placement=config.placements,
-        init_std=config.model.width**-0.5,
-        seed=train.seed,
-        row_clip=train.row_clip,
-        wire_dtype=torch.bfloat16 if train.wire_precision == "bf16" else None,
-    )
-
-
-def evaluate(config: RunConfig, parallel: Parallel, path: Path, part: str, baseline: bool = False) -> dict[str, dict[str, float]]:
-    """Metrics of the model on a part, the same on all ranks; with the popularity baseline beside it if asked."""
-    data = histories(config, path, parallel.transport, part)
-    if config.model.task == "ranking":
-        return evaluate_ranking(parallel, data, config.label_names)
-    popularity = None
-    if baseline:
-        popularity = histories(config, path, parallel.transport).item_counts()
-    return evaluate_retrieval(parallel, data, popularity=popularity)
 
 
 class Trainer:
@@ -158,13 +49,15 @@ class Trainer:
         self,
         config: RunConfig,
         path: Path,
-        folder: Path,
+        folder: Path | None,
         transport: Transport,
         watcher: Watcher | None = None,
         resume: bool = False,
     ) -> None:
-        """`path`: the prepared histories. Builds everything and, with `resume`, loads the folder's last checkpoint."""
-        self.config, self.path, self.folder, self.transport, self.resume = config, path, folder, transport, resume
+        """`path`: the prepared histories. Builds everything and, with `resume`, loads the folder's last checkpoint. `folder` None:
+        a new one under runs/."""
+        self.config, self.path, self.transport, self.resume = config, path, transport, resume
+        self._claimed = RunFolder(folder, resume, transport)
         self.watcher = watcher if transport.rank == 0 else None
         settings = config.train
         self.data = histories(config, path, transport)
@@ -183,22 +76,35 @@ class Trainer:
             reducer=build_reducer(config),
             dense_sums=config.train.dense_sums,
         )
-        self.checkpoints = Checkpoints(folder / "checkpoints", transport, settings.keep_checkpoints)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", transport, settings.keep_checkpoints)
+        self._saved = 0  # the last step in a checkpoint
         if resume:
             self._load()
         else:
             self.parallel.tables.place(self.data.batch(0))
         self.checkpoints.check(self.parallel, self.optimizer, self.pipeline.steps)
 
-    def train(self) -> dict[str, Any]:
-        """Trains to the end of the configuration; returns the last loss, the test quality and the ledger (rank 0)."""
+    @property
+    def folder(self) -> Path:
+        """A default name is final once training has begun."""
+        return self._claimed.path
+
+    def train(self, stopping: Stopping | None = None) -> dict[str, Any]:
+        """Trains to the end of the configuration, or until a rank was asked to stop; returns the last loss, the test quality, the
+        ledger (rank 0) and `stopped`: the number of the signal that ended it, or 0."""
         if self.pipeline.steps >= self.total:
             raise ValueError(
                 f"{self.folder} is at step {self.pipeline.steps} of {self.total}: ask for more --epochs or --steps to go on"
             )
         self._open_folder()
+        try:
+            return self._train(stopping or Stopping(self.pipeline.stop, self.transport.rank))
+        finally:
+            self._claimed.close()
+
+    def _train(self, stopping: Stopping) -> dict[str, Any]:
         if self.watcher:
-            self.watcher.started(self._describe(), self.total, self.pipeline.steps)
+            self.watcher.started(self.folder, [*self._claimed.notes, *self._describe()], self.total, self.pipeline.steps)
         ledger, gather = self.pipeline.ledger, self.transport.gather_bytes
         collector = Collector(
             ledger,
@@ -211,31 +117,40 @@ class Trainer:
             resumed=self.resume,
         )
         results: dict[str, Any] = {}
-        last = self._loop(collector)
-        results["loss"] = last.loss
-        self._save(last.number)
+        try:
+            last = self._loop(collector, stopping)
+        except NotFinite as error:
+            raise ValueError(
+                f"the loss is {error.loss} at step {error.step}: lower --lr and --row-lr, or set --clip and --row-clip"
+            ) from error
+        stopping.agreed()
+        if last is not None:
+            results["loss"] = last.loss
+            self._checkpoint(last.number)
+        stopping.saved = True
         results["ledger"] = collector.close(self.transport.device)
-        if self.config.data.split != "none":
+        # Whichever rank was told: all skip what is left.
+        results["stopped"] = max(int(number) for number in gather(b"%d" % stopping.number))
+        if not results["stopped"]:
+            stopping.close()
+        if self.config.data.split != "none" and not results["stopped"]:
             results["test"] = evaluate(self.config, self.parallel, self.path, "test", baseline=True)
             self._write({"step": self.pipeline.steps, "test": results["test"]})
         if self.watcher:
             self.watcher.finished()
         return results
 
-    def _loop(self, collector: Collector) -> StepResult:
-        """Steps until the data or --steps ends; the last step's result."""
+    def _loop(self, collector: Collector, stopping: Stopping) -> StepResult | None:
+        """Steps until the data or --steps ends, or somebody wants it to; the last step's result."""
         settings, result = self.config.train, None
         clock, seen, supervised = time.perf_counter(), 0, 0.0
         with closing(prefetched(self.data)) as batches:
             for result in self.pipeline.run(batches):
                 step = result.step
+                stopping.stepped()
                 seen += self.data.batch_size(result.number)
                 if step % settings.log_every == 0 or step == self.total:
                     loss = result.loss  # waits for the device, hence not every step
-                    if not math.isfinite(loss):  # the same on every rank: all stop here
-                        raise ValueError(
-                            f"the loss is {loss} at step {step}: lower --lr and --row-lr, or set --clip and --row-clip"
-                        )
                     rate = seen / (time.perf_counter() - clock)
                     clock, seen = time.perf_counter(), 0
                     epoch = result.number // self.data.batches_per_epoch
@@ -247,13 +162,19 @@ class Trainer:
                 supervised += sum(result.counts.values())
                 if not supervised and (step == self.total or (result.number + 1) % self.data.batches_per_epoch == 0):
                     raise ValueError(_NOTHING_SUPERVISED.format(data=self.config.data))
-                self._validate(result.number, step)
-                if step >= self.total:
-                    break
-                if step % settings.checkpoint_every == 0:
-                    self._save(result.number)
-        assert result is not None
+                with stopping.working():
+                    self._validate(result.number, step)
+                    if step >= self.total:
+                        break
+                    if step % settings.checkpoint_every == 0:
+                        self._checkpoint(result.number)
         return result
+
+    def _checkpoint(self, number: int) -> None:
+        """Of the step just made, unless it is there."""
+        if self._saved != self.pipeline.steps:
+            self._save(number)
+            self._saved = self.pipeline.steps
 
     def _save(self, number: int) -> None:
         """The data position is that of the last batch applied; prefetching may have read further."""
@@ -274,13 +195,8 @@ class Trainer:
         self._forget_after(progress["step"])
 
     def _open_folder(self) -> None:
-        """Once nothing can be refused any more: a run that never began leaves no folder."""
-        if self.transport.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            temporary = self.folder / "config.json.tmp"
-            temporary.write_text(self.config.to_json(), encoding="utf-8")
-            temporary.replace(self.folder / "config.json")
-        self.transport.gather_bytes(b"")
+        self._claimed.open(self.config.to_json())
+        self.checkpoints.folder = self.folder / "checkpoints"
 
     def _validate(self, number: int, step: int) -> None:
         every = self.config.train.evaluate_every

@@ -62,7 +62,10 @@ class Checkpoints:
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise ValueError(f"keep must be at least 1, got {self.keep}")
-        self.files = CheckpointFolder(Path(self.folder))
+
+    @property
+    def files(self) -> CheckpointFolder:
+        return CheckpointFolder(Path(self.folder))
 
     # ---- which there are
 

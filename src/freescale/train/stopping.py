@@ -1,0 +1,138 @@
+"""SIGTERM, which Slurm, Kubernetes and spot machines send before they take the machine, and Ctrl-C, while a run trains: a wish to
+stop. All ranks follow it after the same step, save, and end.
+
+Those who start ranks also send SIGTERM to the survivors of a failure. These save nothing: they come to no agreement with the rank
+that is gone, and end when they notice, or after seconds of silence.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import NoReturn
+
+SILENCE = 10.0  # seconds without a step, after the signal, until this rank ends without saving
+SAME_PRESS = 1.0  # seconds in which a second Ctrl-C is the first one, passed on by whoever started this process
+_SLOW_STEPS = 3  # the silence may last as long as this many steps, where those are slower than that
+_LOOK = 0.25  # seconds between two looks at the clock, after the signal
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopping:
+    """From the beginning to the end of the `with` block, in the main thread, signals are heard.
+
+    By a thread of its own: the main one may be waiting for a peer that is gone, in code that no handler of Python's interrupts.
+    """
+
+    def __init__(self, stop: Callable[[], None], rank: int) -> None:
+        """`stop` is called once, from the thread. Rank 0 speaks."""
+        self._stop, self._rank = stop, rank
+        self.number = 0  # of the first signal
+        self.saved = False  # the run, or there was nothing to save
+        self._first = self._heard = time.monotonic()
+        self._step = 0.0  # seconds of the last one
+        self._working = False
+        self._handlers: dict[int, object] = {}
+        self._thread: threading.Thread | None = None
+
+    # ---- what the loop says
+
+    def stepped(self) -> None:
+        """A step is complete: the peers are alive."""
+        now = time.monotonic()
+        self._step, self._heard = now - self._heard, now
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around what takes its time, and has a limit of its own: a checkpoint, an evaluation."""
+        self._working = True
+        try:
+            yield
+        finally:
+            self._heard, self._working = time.monotonic(), False
+
+    def agreed(self) -> None:
+        """All ranks have left the loop after the same step: what follows has limits of its own."""
+        self._working = True
+
+    # ---- hearing
+
+    def __enter__(self) -> Stopping:
+        self._mouth, self._ear = socket.socketpair()
+        self._mouth.setblocking(False)
+        self._woken = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        # What they do does not matter: with a handler, Python writes the number to the socket at once, whatever a thread is doing.
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+        self._thread = threading.Thread(target=self._listen, name="freescale-signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """From here on signals do what they did before."""
+        if self._thread is None:
+            return
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(self._woken)
+        self._mouth.close()  # the thread hears that
+        self._thread.join()
+        self._ear.close()
+        self._thread = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+        if error is not None and self.number and not self.saved:
+            self._say(f"nothing was saved after {self._name()}: the run failed")
+
+    def _listen(self) -> None:
+        while True:
+            self._ear.settimeout(_LOOK if self.number else None)
+            try:
+                numbers = self._ear.recv(64)
+            except TimeoutError:
+                self._end_after_silence()
+                continue
+            if not numbers:
+                return
+            for number in numbers:
+                if number in _SIGNALS:
+                    self._received(number)
+
+    def _received(self, number: int) -> None:
+        now = time.monotonic()
+        if not self.number:
+            self._first = self._heard = now
+            self.number = number
+            self._stop()
+            if self._rank == 0:
+                self._say("stopping: the run is saved after this step (Ctrl-C, once more, ends it without)")
+        elif number == signal.SIGINT and now - self._first > SAME_PRESS:
+            self._end("interrupted again" if self.saved else "ended without saving", 128 + number)
+        # SIGTERM again says nothing new: launchers pass it on, and send it to the others when the first of the ranks has ended.
+
+    def _end_after_silence(self) -> None:
+        limit = max(SILENCE, _SLOW_STEPS * self._step)
+        if not self._working and time.monotonic() - self._heard > limit:
+            self._end(f"ended without saving: {self._name()} came, and for {limit:.0f} s no step was complete on all ranks", 1)
+
+    def _end(self, words: str, status: int) -> NoReturn:
+        """From the thread: nothing in this process is waited for."""
+        if sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), b"\x1b[?25h")  # a progress bar had hidden the cursor
+        self._say(words)
+        sys.stdout.flush()
+        os._exit(status)
+
+    def _say(self, words: str) -> None:
+        who = "" if self._rank == 0 else f"rank {self._rank}: "
+        print(f"freescale: {who}{words}", file=sys.stderr, flush=True)
+
+    def _name(self) -> str:
+        return signal.Signals(self.number).name
