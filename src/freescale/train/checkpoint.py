@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from freescale.config import TrainConfig
 from freescale.embedding.collection import Tables
 from freescale.embedding.swap import Parallel
 from freescale.pipeline.reducer import Reducer
@@ -85,7 +86,7 @@ class Checkpoints:
 
     folder: Path
     transport: Transport
-    keep: int = 2
+    keep: int = TrainConfig.keep_checkpoints
 
     # ---- which there are
 
