@@ -69,7 +69,8 @@ class Arm:
     def __init__(self, name: str, shape: dict[str, int], device: torch.device, data: list[SequenceBatch]) -> None:
         torch.manual_seed(0)
         self.transport = Collective(device, Ledger(device))
-        encoder = HSTU(width=shape["width"], layers=shape["layers"], heads=shape["heads"], max_length=shape["cap"])
+        plain = {"dropout": 0.0, "position_bias": False, "time_bias": False}
+        encoder = HSTU(width=shape["width"], layers=shape["layers"], heads=shape["heads"], max_length=shape["cap"], **plain)
         model = Retrieval(encoder, num_items=shape["items"], table_device="meta")
         parallel = freescale.parallelize(
             model, model.features, freescale.RowWiseAdagrad(lr=0.01), transport=self.transport, placement="sharded", init_std=0.1

@@ -34,7 +34,7 @@ from freescale.models import Retrieval, split_history  # noqa: E402
 WITNESSES = (1,)  # seeds of the arm `recent`
 SEEDS, STUDENT = (0, 1, 2, 3, 4), 2.776  # t of 95 % with 4 degrees of freedom
 REPETITIONS = 20
-WIDE: dict[str, Any] = dict(width=128, layers=4, heads=4, position_bias=True, time_bias=True)
+WIDE: dict[str, Any] = dict(width=128, layers=4, heads=4, dropout=0.0, position_bias=True, time_bias=True)
 SMALL = quality.WINDOW, quality.SEGMENT, quality.TOKENS, 4631, quality.SHAPE | {"dropout": 0.0}
 # window, segment, tokens, catalogue, shape; requests at a time
 SETTINGS: dict[str, tuple[tuple[int, int, int, int, dict[str, Any]], int]] = {

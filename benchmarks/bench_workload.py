@@ -53,7 +53,7 @@ DRAWN = {"items": 1_000_000, "popularity": 1.0, "ranks": 8, "batch": 8, "cap": 2
 def shape(sweep: str, value: int) -> list[dict[str, Any]]:
     """Sparsity and predicted straggler % of one configuration, by partitioner."""
     at = USUAL | {sweep: value}
-    source = Generated(at["batch"] * at["ranks"], median=MEDIAN, cap=at["cap"], items=1000)
+    source = Generated(at["batch"] * at["ranks"], median=MEDIAN, cap=at["cap"], items=1000, collisions=None)
     home = np.repeat(np.arange(at["ranks"]), at["batch"])
     found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
     for step in range(STEPS):
@@ -87,7 +87,7 @@ def expected_percent(source: Generated, rank_of: np.ndarray, ranks: int) -> floa
 def expected(sweep: str, value: float) -> dict[str, Any]:
     at = CATALOGUE | {sweep: value}
     cap, ranks, batch = int(at["cap"]), int(at["ranks"]), USUAL["batch"]
-    source = Generated(batch * ranks, median=MEDIAN, cap=cap, items=int(at["items"]), popularity=at["popularity"])
+    source = Generated(batch * ranks, median=MEDIAN, cap=cap, items=int(at["items"]), popularity=at["popularity"], collisions=None)
     rank_of = np.repeat(np.arange(ranks), batch)
     share = expected_percent(source, rank_of, ranks)
     return {"figure": "collisions", "sweep": sweep, **at, "batch": batch, "arm": "expected", "collision_percent": share}
@@ -101,7 +101,7 @@ def drawn(ranks: int) -> list[dict[str, Any]]:
     source = Source(2 * samples, int(at["items"]), sizes, at["popularity"], samples, ranks, 0)
     before, now = (source.requests(batch, source.items_of(batch, None)) for batch in map(source.batch, (0, 1)))
     counted = 100 * float(np.isin(now, before).mean())
-    model = Generated(samples, median=median, cap=cap, items=int(at["items"]), popularity=at["popularity"])
+    model = Generated(samples, median=median, cap=cap, items=int(at["items"]), popularity=at["popularity"], collisions=None)
     rank_of = np.arange(samples) * ranks // samples
     share = expected_percent(model, rank_of, ranks)
     row = {"figure": "collisions", "sweep": "drawn", **at}

@@ -94,7 +94,8 @@ def train(transport: Transport, data: Path, name: str, arm: str, seed: int, chan
     config = RunConfig(DataConfig(data=str(data), **SIZES), ModelConfig(**SHAPE, dropout=dropout), settings)
     source = histories(config, data, transport)
     torch.manual_seed(seed)
-    encoder = HSTU(**SHAPE, max_length=SIZES["max_length"], dropout=config.model.dropout)
+    unbiased = {"position_bias": False, "time_bias": False}
+    encoder = HSTU(**SHAPE, **unbiased, max_length=SIZES["max_length"], dropout=config.model.dropout)
     keep = KEEP if arm == ACTIVATIONS else WIDE
     model = Cut(encoder, keep, num_items=source.num_items, temperature=config.model.temperature, table_device="meta")
     rows = freescale.Adam(lr=settings.row_lr)

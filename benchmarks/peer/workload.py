@@ -184,7 +184,8 @@ class Dense(nn.Module):
             from freescale.models.hstu import HSTU
 
             shape = {"width": workload.inner, "layers": workload.layers, "heads": workload.heads}
-            self.encoder = HSTU(**shape, max_length=workload.maximum_length)
+            plain = {"dropout": 0.0, "position_bias": False, "time_bias": False}
+            self.encoder = HSTU(**shape, **plain, max_length=workload.maximum_length)
             self.layers: nn.Module = nn.Linear(workload.width, workload.inner)
         else:
             self.layers = _mlp((workload.width, *workload.hidden, workload.width))

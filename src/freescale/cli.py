@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import click
 
 from freescale import __version__
 from freescale.cli_measure import bench, report
-from freescale.config import DataConfig, ModelConfig, RunConfig, SimulateConfig, TrainConfig
+from freescale.config import DataConfig, GenerateConfig, ModelConfig, RunConfig, SimulateConfig, TrainConfig
 from freescale.guard import guarded
 
 _PARTS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
@@ -207,28 +207,17 @@ def _demo(nproc: int, run_folder: Path | None) -> int:
 
 @main.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--users", type=click.IntRange(1), default=10_000, show_default=True, help="histories")
-@click.option("--items", type=click.IntRange(1), default=100_000, show_default=True, help="size of the catalogue")
-@click.option("--lengths", type=click.Choice(("lognormal", "zipf")), default="lognormal", show_default=True, help="of histories")
-@click.option("--median", type=float, default=200.0, show_default=True, help="median length (lognormal)")
-@click.option("--sigma", type=float, default=1.0, show_default=True, help="spread of the logarithm (lognormal)")
-@click.option("--zipf-exponent", type=float, default=1.5, show_default=True, help="of lengths (zipf)")
-@click.option("--cap", type=click.IntRange(1, 21000), default=21000, show_default=True, help="longest history")
-@click.option("--popularity", type=float, default=1.0, show_default=True, help="Zipf exponent of item popularity")
-@click.option("--collision", type=float, help="share of a batch's requests whose row the batch before reads too, 0 to 1")
-@click.option("--global-batch", type=click.IntRange(1), default=64, show_default=True, help="batch that --collision speaks of")
-@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="ranks that --collision speaks of")
-@click.option("--labels", default="", help="label columns to make, comma-separated (for ranking)")
-@click.option("--seed", type=int, default=0, show_default=True)
-def generate(path: Path, labels: str, **options: Any) -> None:
+@partial(_config_options, kinds=(GenerateConfig,))
+def generate(path: Path, **given: Any) -> None:
     """Write production-like histories: heavy-tailed lengths, popular items, a chosen collision rate."""
 
     def action() -> None:
         from freescale.data.synthetic import generate as write
 
-        names = [name.strip() for name in labels.split(",") if name.strip()]
+        config = GenerateConfig(**{name: value for name, value in given.items() if value is not None})
+        options = asdict(config) | {"labels": config.label_names, "actions": bool(config.label_names)}
         with _shown_progress() as progress:
-            report = write(path, labels=names, actions=bool(names), progress=progress, **options)
+            report = write(path, progress=progress, **options)
         met = "" if report.measured_collision is None else f", {report.measured_collision:.1%} collisions"
         click.echo(f"{report.path}: {report.users:,} users, {report.tokens:,} events, lengths {report.lengths}{met}")
 

@@ -13,6 +13,11 @@ def option(default: Any, help: str, **checks: Any) -> Any:
     return field(default=default, metadata={"help": help, **checks})
 
 
+def _names(text: str) -> tuple[str, ...]:
+    """Of a comma-separated list."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 class _Checked:
     def __post_init__(self) -> None:
         for entry in fields(self):  # type: ignore[arg-type]
@@ -124,6 +129,31 @@ class TrainConfig(_Checked):
 
 
 @dataclass(frozen=True)
+class GenerateConfig(_Checked):
+    """Of `freescale generate`."""
+
+    users: int = option(10_000, "histories", minimum=1)
+    items: int = option(100_000, "size of the catalogue", minimum=1)
+    lengths: str = option("lognormal", "of histories", choices=("lognormal", "zipf"))
+    median: float = option(200.0, "median length (lognormal)", above=0.0)
+    sigma: float = option(1.0, "spread of the logarithm (lognormal)", minimum=0.0)
+    zipf_exponent: float = option(1.5, "of lengths (zipf)")
+    cap: int = option(21_000, "longest history", minimum=2, maximum=21_000)
+    popularity: float = option(1.0, "Zipf exponent of item popularity", minimum=0.0)
+    collision: float | None = option(
+        None, "share of a batch's requests whose row the batch before reads too, 0 to 1", minimum=0.0, maximum=1.0
+    )
+    global_batch: int = option(64, "batch that --collision speaks of", minimum=1)
+    ranks: int = option(1, "ranks that --collision speaks of", minimum=1)
+    labels: str = option("", "label columns to make, comma-separated (for ranking)")
+    seed: int = option(0, "of everything random")
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        return _names(self.labels)
+
+
+@dataclass(frozen=True)
 class SimulateConfig(_Checked):
     """Of `freescale simulate`. The defaults are the paper's setting; what the paper does not say is marked (assumed)."""
 
@@ -195,7 +225,7 @@ class RunConfig:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        return tuple(name.strip() for name in self.model.labels.split(",") if name.strip())
+        return _names(self.model.labels)
 
     @property
     def placements(self) -> str | dict[str, str]:

@@ -168,7 +168,7 @@ def test_ranking(tmp_path):
     assert "error of the cost model" in done.stdout
     assert set(metrics(tmp_path)[-1]["test"]["model"]) == {"ne/is_click", "auc/is_click", "ne/is_like", "auc/is_like"}
     (tmp_path / "b").mkdir()
-    for column, word in (("is_gold", "'is_gold'"), ("action", "'action' holds 3; labels are 0 or 1")):
+    for column, word in (("is_gold", "'is_gold'"), ("action", "events.parquet: label column 'action' holds 3, not 0 or 1")):
         done = train(tmp_path / "b", data, "--task", "ranking", "--labels", column)
         check_refused(done, word, tmp_path / "b", prepared=True)
 

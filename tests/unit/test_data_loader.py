@@ -171,7 +171,7 @@ def test_ranks_together_are_the_global_batch(data, batch, world, halo, share, sh
 
 
 def test_an_empty_rank_has_every_feature(data):
-    first, last = (Histories(data[0], 2, rank=r, world=5).batch(0) for r in (0, 4))
+    first, last = (Histories(data[0], 2, rank=r, world=5, negatives=128).batch(0) for r in (0, 4))
     assert len(first) == 0 and len(last) == 1
     assert first.parts().keys() == last.parts().keys()
     assert first.dense["negatives"].shape == (0, 128)
@@ -210,7 +210,7 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
     make(tmp_path / "h.parquet", users=96, group=4)
     # Windows of 4 groups are 16 samples; batches of 12 span two windows, and their last samples' negatives come from
     # the first ones.
-    loader = Histories(tmp_path / "h.parquet", 12, shuffle_groups=4, halo=3, rank=1, world=2, epochs=3)
+    loader = Histories(tmp_path / "h.parquet", 12, shuffle_groups=4, in_batch_share=0.5, halo=3, rank=1, world=2, epochs=3)
     reads: list[int] = []
     read = loader.file.read
     monkeypatch.setattr(loader.file, "read", lambda group, columns: (reads.append(group), read(group, columns))[1])
@@ -260,7 +260,7 @@ def test_negatives_cover_sample_and_catalogue_evenly(tmp_path):
 
 
 def test_resume_from_any_batch_is_the_tail(data):
-    options = {"epochs": 2, "rank": 1, "world": 3, "negatives": 5, "shuffle_groups": 2}
+    options = {"epochs": 2, "rank": 1, "world": 3, "negatives": 6, "in_batch_share": 0.5, "shuffle_groups": 2}
     whole = list(Histories(data[0], 11, **options))
     for start in range(len(whole) + 1):
         loader = Histories(data[0], 11, start=start, **options)

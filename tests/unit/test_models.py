@@ -16,6 +16,7 @@ from freescale.models.hstu import projected
 
 ITEMS, ACTIONS, WIDTH, NEGATIVES, TASKS = 30, 4, 8, 7, ("click", "like")
 LENGTHS, COUNTS = [5, 0, 1, 12, 3, 12], [3, 2, 0, 5, 1, 2]
+UNBIASED = {"position_bias": False, "time_bias": False}
 
 
 def encoder(**changes):
@@ -253,7 +254,7 @@ class TestRetrieval:
 
     def test_without_options(self):
         torch.manual_seed(0)
-        plain = HSTU(width=WIDTH, layers=1, heads=2, max_length=12)
+        plain = HSTU(width=WIDTH, layers=1, heads=2, max_length=12, dropout=0.0, **UNBIASED)
         model = Retrieval(plain, num_items=ITEMS, normalize=False)
         assert model.features == {"item": ["history", "targets", "negatives"]}
         assert torch.equal(model.catalogue(model.item.weight), model.item.weight)
@@ -262,7 +263,7 @@ class TestRetrieval:
     def test_learns_a_cycle(self):
         """Items follow each other in a circle: some steps of Adam predict the next one."""
         torch.manual_seed(0)
-        model = Retrieval(HSTU(width=16, layers=2, heads=2, max_length=8, dropout=0.1), num_items=12, temperature=0.1)
+        model = Retrieval(HSTU(width=16, layers=2, heads=2, max_length=8, dropout=0.1, **UNBIASED), num_items=12, temperature=0.1)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         start = torch.randint(0, 12, (16, 1))
         items = ((start + torch.arange(9)) % 12)[:, :8].flatten()
@@ -345,7 +346,7 @@ class TestEncoder:
 
     def test_dropout_scales_and_differs_by_token_and_layer(self):
         torch.manual_seed(0)
-        module = HSTU(width=16, layers=2, heads=2, max_length=100, dropout=0.25).double()
+        module = HSTU(width=16, layers=2, heads=2, max_length=100, dropout=0.25, **UNBIASED).double()
         x, lengths, keys = torch.randn(150, 16, dtype=torch.float64), torch.tensor([100, 50]), torch.tensor([1, 2])
         seen = []
         for layer in module.layers:
@@ -374,8 +375,8 @@ class TestEncoder:
     def test_attention_scale_is_the_configured_length(self):
         """Two models that differ in max_length only differ in outputs: nothing is divided by the batch's lengths."""
         torch.manual_seed(0)
-        short = HSTU(width=WIDTH, layers=1, heads=2, max_length=12)
-        long = HSTU(width=WIDTH, layers=1, heads=2, max_length=24)
+        short = HSTU(width=WIDTH, layers=1, heads=2, max_length=12, dropout=0.0, **UNBIASED)
+        long = HSTU(width=WIDTH, layers=1, heads=2, max_length=24, dropout=0.0, **UNBIASED)
         state = copy.deepcopy(short.state_dict())
         state["position"] = torch.cat([state["position"], torch.zeros(12, WIDTH)])
         long.load_state_dict(state)

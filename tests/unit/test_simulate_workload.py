@@ -19,7 +19,7 @@ def home(samples: int) -> np.ndarray:
 
 def test_expected_rows_are_those_of_drawn_ids():
     """Zipf ids drawn one by one, deduplicated per rank and compared by training's own masks."""
-    source = Generated(64, median=200, cap=1000, items=20_000, popularity=1.0)
+    source = Generated(64, median=200, cap=1000, items=20_000, popularity=1.0, collisions=None)
     random = np.random.default_rng(0)
     mass = np.arange(1, 10_001) ** -1.0
     ends = np.cumsum(mass) / mass.sum()
@@ -51,7 +51,7 @@ def test_collisions_are_those_asked_for(target):
 def test_strata_of_the_catalogue_do_not_matter():
     rows = []
     for strata in (256, 4096):
-        source = Generated(64, median=200, cap=1000, items=1_000_000, strata=strata)
+        source = Generated(64, median=200, cap=1000, items=1_000_000, collisions=None, strata=strata)
         one = source.asked(0, home(64), RANKS)
         rows.append(source.demand(one, one, one).late.asked.sum())
     assert rows[0] == pytest.approx(rows[1], rel=0.01)

@@ -14,6 +14,7 @@ import numpy as np
 from freescale.balance.cost import AdaptiveCost, CostModel, features
 from freescale.balance.movement import local
 from freescale.balance.partition import Assignment, Partitioner, Problem, assign, greedy
+from freescale.config import TrainConfig
 from freescale.kernels.segments import Segments
 
 _CAPPED = (greedy, local)  # partitioners that keep a cap
@@ -35,9 +36,9 @@ class Balancer:
         self,
         partitioner: Partitioner,
         cost: CostModel,
-        cap: int | None = None,
+        cap: int | None = TrainConfig.balance_cap,
         nodes: np.ndarray | None = None,
-        adapt: bool = False,
+        adapt: bool = TrainConfig.balance_adapt,
         segments: Segments | None = None,
     ) -> None:
         """`cap` is the tokens a rank may hold; partitioners that keep one have a default, mean + largest sample, which always can

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from freescale.compress.entries import sum_entries
 from freescale.compress.threshold import SMALL, above, check_period, check_share, left_by_whole, shares, smallest, threshold_of
+from freescale.config import TrainConfig
 from freescale.pipeline.flat import FlatGradients
 from freescale.transport.api import Handle, Transport
-
-EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Thresholding:
     """The option `reducer` of a schedule: a share `eta` of the entries is held back; thresholds are reset every `every` steps."""
 
     eta: float
-    every: int = EVERY
+    every: int = TrainConfig.compress_every
 
     def __post_init__(self) -> None:
         check_share(self.eta)
@@ -47,7 +46,9 @@ class ThresholdedGradients(FlatGradients):
     which have not been applied.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, eta: float, every: int = EVERY) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], device: torch.device, eta: float, every: int = TrainConfig.compress_every
+    ) -> None:
         check_share(eta)
         check_period(every)
         self.every = every

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from freescale.config import DataConfig
 from freescale.kernels.random import key_of
 
 VERSION = 1
@@ -65,7 +66,7 @@ def is_histories(path: Path) -> bool:
 class HistoriesFile:
     """Reads a histories file row group by row group; only the row groups' sizes stay in memory."""
 
-    def __init__(self, path: str | Path, num_items: int | None = None):
+    def __init__(self, path: str | Path, num_items: int | None = DataConfig.num_items):
         self.path = Path(path)
         if not self.path.is_file():
             raise ValueError(f"{self.path}: no such file; give a histories file (`prepare` makes one)")

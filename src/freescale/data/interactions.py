@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from freescale.config import DataConfig
 from freescale.data.labels import not_a_label
 from freescale.data.layouts import FEEDBACK, FORMATS, Layout, blocks, detect_format, layout_of, line_of, parsed, require
 from freescale.data.times import Times, common_unit
@@ -178,7 +179,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         return codes.take(encoded.indices)
 
 
-def read_interactions(path: str | Path | Sequence[str | Path], format: str = "auto") -> Interactions:
+def read_interactions(path: str | Path | Sequence[str | Path], format: str = DataConfig.format) -> Interactions:
     """Record batches with int64 columns user_id, item_id, timestamp, optional action, and further numeric columns."""
     paths = [path] if isinstance(path, str | Path) else path
     return Interactions([Path(p) for p in paths], format)

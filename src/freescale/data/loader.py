@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import Jagged, Nested, SequenceBatch, ranges
+from freescale.config import DataConfig, ModelConfig, TrainConfig
 from freescale.data.histories import Group, HistoriesFile
 from freescale.data.labels import check_labels
 from freescale.data.negatives import draw_negatives
@@ -52,22 +53,22 @@ class Histories:
         *,
         rank: int = 0,
         world: int = 1,
-        max_length: int = 200,
-        task: str = "retrieval",
+        max_length: int = DataConfig.max_length,
+        task: str = ModelConfig.task,
         tasks: Sequence[str] = (),
         part: str = "train",
-        split: str = "leave-one-out",
-        split_time: int | None = None,
-        negatives: int = 128,
-        in_batch_share: float = 0.5,
+        split: str = DataConfig.split,
+        split_time: int | None = DataConfig.split_time,
+        negatives: int = DataConfig.negatives,
+        in_batch_share: float = DataConfig.in_batch_share,
         halo: int = 16,
-        candidates: int = 8,
-        seed: int = 0,
-        shuffle: bool = True,
+        candidates: int = DataConfig.candidates,
+        seed: int = TrainConfig.seed,
+        shuffle: bool = DataConfig.shuffle,
         shuffle_groups: int = 8,
         epochs: int = 1,
         start: int = 0,
-        num_items: int | None = None,
+        num_items: int | None = DataConfig.num_items,
     ):
         _choose("task", task, TASKS)
         _choose("part", part, PARTS)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from freescale.config import DataConfig
 from freescale.data.build import Progress, Spilled, build
 from freescale.data.digest import contents, digest_of
 from freescale.data.histories import VERSION, HistoriesFile, is_histories
@@ -19,8 +20,8 @@ BUCKET_EVENTS = 2_000_000
 def prepare(
     source: str | Path | Sequence[str | Path],
     cache: Path,
-    format: str = "auto",
-    num_items: int | None = None,
+    format: str = DataConfig.format,
+    num_items: int | None = DataConfig.num_items,
     progress: Progress | None = None,
     *,
     bucket_events: int = BUCKET_EVENTS,
@@ -70,7 +71,10 @@ def _alone(cache: Path) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for path, flags in ((cache, os.O_RDONLY), (cache / "lock", os.O_RDWR | os.O_CREAT)):
-            descriptor = os.open(path, flags, 0o666)
+            try:
+                descriptor = os.open(path, flags, 0o666)
+            except PermissionError:  # another user's
+                continue
             stack.callback(os.close, descriptor)
             if locked(descriptor):
                 break

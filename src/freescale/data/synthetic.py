@@ -18,6 +18,7 @@ import pyarrow as pa
 import torch
 
 from freescale.batch import offsets_of
+from freescale.config import GenerateConfig
 from freescale.data.draws import SHORTEST, TASTES, Draws, Source, length_distribution
 from freescale.data.histories import HistoriesWriter, Summary, fingerprint_of, schema_of
 from freescale.data.workspace import full_disk_named, workspace
@@ -68,16 +69,16 @@ def generate(
     *,
     users: int,
     items: int,
-    lengths: str = "lognormal",
-    median: float = 64.0,
-    sigma: float = 1.0,
-    zipf_exponent: float = 1.2,
-    cap: int = 21_000,
-    popularity: float = 1.0,
-    collision: float | None = None,
-    global_batch: int = 1024,
-    ranks: int = 1,
-    seed: int = 0,
+    lengths: str = GenerateConfig.lengths,
+    median: float = GenerateConfig.median,
+    sigma: float = GenerateConfig.sigma,
+    zipf_exponent: float = GenerateConfig.zipf_exponent,
+    cap: int = GenerateConfig.cap,
+    popularity: float = GenerateConfig.popularity,
+    collision: float | None = GenerateConfig.collision,
+    global_batch: int = GenerateConfig.global_batch,
+    ranks: int = GenerateConfig.ranks,
+    seed: int = GenerateConfig.seed,
     actions: bool = False,
     labels: Sequence[str] = (),
     progress: Callable[[str, float], None] | None = None,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
+from freescale.config import TrainConfig
 from freescale.embedding.exchange import Replicated, Sharded
 from freescale.embedding.layout import Layout, TableSpec, announced_ids
 from freescale.embedding.optimizers import RowOptimizer
@@ -38,11 +39,11 @@ class Tables:
         optimizers: Mapping[str, RowOptimizer],
         transport: Transport,
         *,
-        placement: str | Mapping[str, str] = "auto",
-        seed: int = 0,
+        placement: str | Mapping[str, str] = TrainConfig.placement,
+        seed: int = TrainConfig.seed,
         std: Mapping[str, float],
         weights: Mapping[str, Tensor] | None = None,
-        row_clip: float | None = None,
+        row_clip: float | None = TrainConfig.row_clip,
         wire: torch.dtype | None = None,
     ) -> None:
         if row_clip is not None and not row_clip > 0:

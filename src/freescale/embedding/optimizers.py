@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from freescale.config import TrainConfig
 from freescale.kernels.dispatch import optimizers_for
 
 
@@ -32,7 +33,7 @@ class RowOptimizer(Protocol):
 
 @dataclass(frozen=True)
 class _Named:
-    lr: float = 0.01
+    lr: float = TrainConfig.row_lr
 
     def __post_init__(self) -> None:
         if not self.lr >= 0:

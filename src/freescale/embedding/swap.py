@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from freescale.config import TrainConfig
 from freescale.embedding.collection import Tables
 from freescale.embedding.layout import TableSpec
-from freescale.embedding.optimizers import RowOptimizer, RowWiseAdagrad
+from freescale.embedding.optimizers import ROW_OPTIMIZERS, RowOptimizer
 from freescale.transport.api import Transport
 from freescale.transport.local import Local
 
@@ -63,11 +64,11 @@ def parallelize(
     row_optimizer: RowOptimizer | Mapping[str, RowOptimizer] | None = None,
     *,
     transport: Transport | None = None,
-    placement: str | Mapping[str, str] = "auto",
+    placement: str | Mapping[str, str] = TrainConfig.placement,
     init: str = "rows",
     init_std: float | Mapping[str, float] = 1.0,
-    seed: int = 0,
-    row_clip: float | None = None,
+    seed: int = TrainConfig.seed,
+    row_clip: float | None = TrainConfig.row_clip,
     wire_dtype: torch.dtype | None = None,
 ) -> Parallel:
     """Swaps the nn.Embedding modules named in `ids` for tables over all ranks of `transport`; changes `model` in place.
@@ -88,7 +89,8 @@ def parallelize(
         for name, m in modules.items()
     ]
     names = [spec.name for spec in specs]
-    optimizer: RowOptimizer | Mapping[str, RowOptimizer] = row_optimizer if row_optimizer is not None else RowWiseAdagrad()
+    usual = ROW_OPTIMIZERS[TrainConfig.row_optimizer]()
+    optimizer: RowOptimizer | Mapping[str, RowOptimizer] = usual if row_optimizer is None else row_optimizer
     optimizers = optimizer if isinstance(optimizer, Mapping) else dict.fromkeys(names, optimizer)
     stds = init_std if isinstance(init_std, Mapping) else dict.fromkeys(names, init_std)
     for what, mapping in (("row_optimizer", optimizers), ("init_std", stds)):

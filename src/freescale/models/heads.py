@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from freescale.batch import HostSizes, Jagged, Nested, SequenceBatch, offsets_of, ranges
+from freescale.config import ModelConfig
 from freescale.kernels.groups import Groups
 from freescale.models.hstu import HSTU
 from freescale.models.segments import Memory, SegmentedHSTU
@@ -80,7 +81,7 @@ class Retrieval(_Sequential):
         *,
         num_items: int,
         num_actions: int = 0,
-        temperature: float = 0.05,
+        temperature: float = ModelConfig.temperature,
         normalize: bool = True,
         table_device: str | None = None,
     ) -> None:

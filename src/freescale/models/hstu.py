@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from freescale.batch import HostSizes, offsets_of
+from freescale.config import ModelConfig
 from freescale.kernels.attention import AttentionPlan
 from freescale.kernels.dispatch import gated_norm, hstu_attention, layer_norm, plan_attention, silu_split
 from freescale.kernels.random import derive
@@ -155,11 +156,11 @@ class HSTU(nn.Module):
         max_length: int,
         d_qk: int | None = None,
         d_v: int | None = None,
-        dropout: float = 0.0,
-        position_bias: bool = False,
-        time_bias: bool = False,
+        dropout: float = ModelConfig.dropout,
+        position_bias: bool = ModelConfig.position_bias,
+        time_bias: bool = ModelConfig.time_bias,
         num_time_buckets: int = 128,
-        checkpoint: bool = False,
+        checkpoint: bool = ModelConfig.recompute,
         reach: int | None = None,
     ) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from freescale.batch import HostSizes, Jagged, SequenceBatch, offsets_of, ranges
+from freescale.config import ModelConfig
 from freescale.kernels.attention import AttentionPlan
 from freescale.kernels.attention_checks import read_sizes
 from freescale.kernels.dispatch import summaries_attended
@@ -164,9 +165,9 @@ class SegmentedHSTU(HSTU):
         width: int,
         max_length: int,
         segment: int,
-        segment_tokens: int,
-        segment_weight: float = 1.0,
-        segment_pooling: bool = False,
+        segment_tokens: int = ModelConfig.segment_tokens,
+        segment_weight: float = ModelConfig.segment_weight,
+        segment_pooling: bool = ModelConfig.segment_pooling,
         **options: Any,
     ) -> None:
         segments = Segments(segment, segment_tokens)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from freescale.config import TrainConfig
 from freescale.observe.figures import Summary, merge_step, shifted
 from freescale.observe.ledger import Ledger
 from freescale.observe.machine import machine, versions
@@ -30,7 +31,7 @@ class Collector:
         folder: Path | None,
         *,
         offsets: Callable[[], tuple[list[int], list[int]]] | None = None,
-        trace_steps: int = 100,
+        trace_steps: int = TrainConfig.trace_steps,
         resumed: bool = False,
     ) -> None:
         """`offsets` measures (clock offset to rank 0, its uncertainty) of every rank in ns; called now and at the end.

@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from freescale.config import TrainConfig
+
 
 class RunView:
     """Shows a training run. On a terminal a progress bar; in a log plain lines."""
 
-    def __init__(self, tensorboard: bool = False) -> None:
+    def __init__(self, tensorboard: bool = TrainConfig.tensorboard) -> None:
         self.console = Console()
         self._progress: Progress | None = None
         self._task: Any = None

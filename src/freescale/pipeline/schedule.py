@@ -15,6 +15,7 @@ from torch import Tensor
 
 from freescale.balance.balancer import Balancer
 from freescale.batch import SequenceBatch
+from freescale.config import TrainConfig
 from freescale.embedding.swap import Parallel
 from freescale.observe.ledger import Ledger
 from freescale.pipeline.agreement import MAX_TASKS, Agreement
@@ -55,14 +56,14 @@ class Schedule(ABC):
         parallel: Parallel,
         optimizer: torch.optim.Optimizer,
         *,
-        accumulate: int = 1,
-        clip: float | None = None,
-        precision: str = "fp32",
+        accumulate: int = TrainConfig.accumulate,
+        clip: float | None = TrainConfig.clip,
+        precision: str = TrainConfig.precision,
         learning_rate: Callable[[int], float] | None = None,
         task_weights: Mapping[str, float] | None = None,
         balancer: Balancer | None = None,
         reducer: MakeReducer | None = None,
-        dense_sums: str = "collective",
+        dense_sums: str = TrainConfig.dense_sums,
     ) -> None:
         """`learning_rate(step)` scales the learning rates of the dense optimizer and of the rows; steps count from 1. Without it
         the optimizer's are left alone, for a scheduler of torch's, say.

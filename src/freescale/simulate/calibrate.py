@@ -144,7 +144,8 @@ def _stack(device: str, width: int, heads: int, layers: int, lengths: np.ndarray
     """The encoder alone, then a whole retrieval model: what is more of it is the head's."""
     torch.manual_seed(0)
     tokens, longest = int(lengths.sum()), int(lengths.max())
-    encoder = HSTU(width=width, layers=layers, heads=heads, max_length=max(longest, 2)).to(device)
+    plain: dict[str, Any] = {"dropout": 0.0, "position_bias": False, "time_bias": False}
+    encoder = HSTU(width=width, layers=layers, heads=heads, max_length=max(longest, 2), **plain).to(device)
     there = torch.from_numpy(lengths)
     on_device = there.to(device)
     x = torch.randn(tokens, width, device=device).requires_grad_()

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from freescale.config import SimulateConfig
+
 WAYS = ("forward", "backward", "head_forward", "head_backward")
 CALIBRATIONS = Path(__file__).parent / "calibrations"
 
@@ -26,11 +28,11 @@ CALIBRATIONS = Path(__file__).parent / "calibrations"
 class Model:
     """An HSTU encoder and its item table."""
 
-    width: int = 512
-    layers: int = 8
-    heads: int = 4
+    width: int = SimulateConfig.width
+    layers: int = SimulateConfig.layers
+    heads: int = SimulateConfig.heads
     precision: str = "bf16"
-    longest: int = 21_000  # its position table has a row more
+    longest: int = SimulateConfig.cap  # its position table has a row more
     dense: int | None = None  # dense parameters, where they are not those of HSTU
 
     @property

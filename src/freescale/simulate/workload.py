@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from freescale.config import SimulateConfig
 from freescale.data.draws import length_distribution
 from freescale.embedding.collision import collision_masks
 from freescale.embedding.layout import Layout, TableSpec
@@ -86,13 +87,13 @@ class Generated:
         self,
         samples: int,
         *,
-        median: float = 3000.0,
-        sigma: float = 1.0,
-        cap: int = 21_000,
-        items: int = 100_000_000,
-        popularity: float = 1.0,
-        collisions: float | None = None,
-        seed: int = 0,
+        median: float = SimulateConfig.median,
+        sigma: float = SimulateConfig.sigma,
+        cap: int = SimulateConfig.cap,
+        items: int = SimulateConfig.items,
+        popularity: float = SimulateConfig.popularity,
+        collisions: float | None = SimulateConfig.collisions,
+        seed: int = SimulateConfig.seed,
         strata: int = 1024,
     ) -> None:
         """`samples` of a global batch. `collisions`: share of a batch's requests that the batch before makes too, by binding items
@@ -194,7 +195,15 @@ class _Read:
 class Recorded:
     """The lengths and ids of a histories file. Where it has fewer users than a global batch, they come again: noted."""
 
-    def __init__(self, path: str | Path, samples: int, *, cap: int = 21_000, seed: int = 0, events: int = 4_000_000) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        samples: int,
+        *,
+        cap: int = SimulateConfig.cap,
+        seed: int = SimulateConfig.seed,
+        events: int = 4_000_000,
+    ) -> None:
         """`events` of a step are looked at, at most; of more, a sample by the hash of the id."""
         from freescale.data.loader import Histories
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from freescale.config import TrainConfig
 from freescale.observe.ledger import Ledger
 from freescale.transport.api import Transport, TransportError
 from freescale.transport.choice import choose, rdma_devices, ucx_installed
@@ -33,7 +34,11 @@ def choose_device(device: str, local_rank: int, local_world: int) -> torch.devic
     return torch.device("cuda", local_rank)
 
 
-def connect(device: str | torch.device = "auto", timeout: float = 120.0, transport: str = "auto") -> Transport:
+def connect(
+    device: str | torch.device = TrainConfig.device,
+    timeout: float = TrainConfig.timeout,
+    transport: str = TrainConfig.transport,
+) -> Transport:
     """A transport over all ranks. Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ... are set) it joins them; alone it is
     `Local`. A process group that exists already is used as it is. `timeout` bounds every collective, in seconds. `transport`: auto,
     collective, hostwire-gloo, hostwire-tcp or hostwire-ucx; `about` of what is returned says which and why."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from freescale.config import TrainConfig
 from freescale.observe.ledger import Arrival, Ledger, Side
 from freescale.transport.channel import Channel
 from freescale.transport.collective import Collective
@@ -65,7 +66,7 @@ class Hostwire(Collective):
         wire: str = "gloo",
         shared: bool = True,
         owner: bool = False,
-        timeout: timedelta = timedelta(seconds=120),
+        timeout: timedelta = timedelta(seconds=TrainConfig.timeout),
         above: Hostwire | None = None,
         urgent: bool = False,
     ) -> None:

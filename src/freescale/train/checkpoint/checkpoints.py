@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from freescale.config import TrainConfig
 from freescale.embedding.swap import Parallel
 from freescale.pipeline.reducer import Reducer
 from freescale.train.checkpoint.carried import Carried
@@ -56,7 +57,7 @@ class Checkpoints:
 
     folder: Path
     transport: Transport
-    keep: int = 2
+    keep: int = TrainConfig.keep_checkpoints
     _left_behind: set[int] = field(default_factory=set, init=False, repr=False)  # rank 0's
 
     def __post_init__(self) -> None:

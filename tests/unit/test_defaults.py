@@ -1,0 +1,101 @@
+"""One place for defaults: what a person gets on the command line is what a program gets that leaves an option out."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from datetime import timedelta
+
+import pytest
+import torch
+
+from freescale import Pipeline, Thresholding, connect, parallelize
+from freescale.balance.balancer import Balancer
+from freescale.cli import main
+from freescale.compress.dense import ThresholdedGradients
+from freescale.config import DataConfig, GenerateConfig, ModelConfig, SimulateConfig, TrainConfig
+from freescale.data import Histories, generate, prepare, read_interactions
+from freescale.data.histories import HistoriesFile
+from freescale.embedding.collection import Tables
+from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.models.heads import Ranking, Retrieval
+from freescale.models.hstu import HSTU
+from freescale.models.segments import SegmentedHSTU
+from freescale.observe.collect import Collector
+from freescale.observe.console import RunView
+from freescale.pipeline.schedule import Schedule
+from freescale.simulate.compute import Model
+from freescale.simulate.workload import Generated, Recorded
+from freescale.train.checkpoint import Checkpoints
+from freescale.transport.hostwire import Hostwire
+
+TRAINING = (DataConfig, ModelConfig, TrainConfig)
+OTHER_NAMES = {
+    "checkpoint": "recompute",
+    "cap": "balance_cap",
+    "adapt": "balance_adapt",
+    "every": "compress_every",
+    "lr": "row_lr",  # of row optimizers
+    "keep": "keep_checkpoints",
+}
+# Options that share a name and no meaning with a setting of the command line.
+OTHER_THINGS = {
+    (Histories, "epochs"),  # of a loader: one pass, as of any iterable. A run passes its own number
+    (parallelize, "row_optimizer"),  # an object: below
+    (parallelize, "transport"),  # an object
+}
+CALLABLES = [
+    *(Histories, HistoriesFile, prepare, read_interactions, HSTU, SegmentedHSTU, Retrieval, Ranking, Balancer, Thresholding),
+    *(ThresholdedGradients, Tables, parallelize, Pipeline, Schedule, Collector, RunView, Checkpoints, connect),
+    *ROW_OPTIMIZERS.values(),
+]
+
+
+def options_with_defaults(function) -> dict:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def settings(*kinds) -> dict:
+    return {entry.name: entry.default for kind in kinds for entry in fields(kind)}
+
+
+@pytest.mark.parametrize("function", CALLABLES, ids=lambda function: function.__name__)
+def test_constructors_have_the_defaults_of_the_command_line(function):
+    usual = settings(*TRAINING)
+    for name, default in options_with_defaults(function).items():
+        setting = OTHER_NAMES.get(name, name)
+        if setting in usual and (function, name) not in OTHER_THINGS:
+            assert default == usual[setting], f"{function.__name__}({name}={default!r}), --{setting} {usual[setting]!r}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "names"),
+    [
+        (GenerateConfig, generate, {}),
+        (SimulateConfig, Generated, {}),
+        (SimulateConfig, Recorded, {}),
+        (SimulateConfig, Model, {"longest": "cap"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_so_have_the_functions_behind_the_other_commands(kind, function, names):
+    usual = settings(kind) | ({"labels": ()} if kind is GenerateConfig else {})  # a list, on the command line a text
+    compared = {name: default for name, default in options_with_defaults(function).items() if names.get(name, name) in usual}
+    assert compared == {name: usual[names.get(name, name)] for name in compared} and compared
+
+
+def test_defaults_that_are_objects_are_made_of_the_settings():
+    assert options_with_defaults(Hostwire)["timeout"] == timedelta(seconds=TrainConfig.timeout)
+    model = torch.nn.ModuleDict({"item": torch.nn.Embedding(3, 2)})
+    tables = parallelize(model, {"item": ["history"]}).tables
+    assert tables.optimizers == {"item": ROW_OPTIMIZERS[TrainConfig.row_optimizer](lr=TrainConfig.row_lr)}
+
+
+@pytest.mark.parametrize(
+    ("command", "kinds"), [("train", TRAINING), ("generate", (GenerateConfig,)), ("simulate", (SimulateConfig,))]
+)
+def test_the_command_line_has_no_defaults_of_its_own(command, kinds):
+    options = {option.name: option.default for option in main.commands[command].params}
+    assert set(options) >= set(settings(*kinds))
+    assert {name for name in settings(*kinds) if options[name] is not None} == set()
