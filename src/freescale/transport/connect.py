@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from freescale.observe.ledger import Ledger
 from freescale.transport.api import Transport, TransportError
-from freescale.transport.choice import choose, rdma_devices, ucx_installed
+from freescale.transport.choice import choose, may_need_engine, rdma_devices, ucx_installed
 from freescale.transport.collective import Collective
-from freescale.transport.engine import calls
+from freescale.transport.engine import lacking
 from freescale.transport.hostwire import Hostwire
 from freescale.transport.local import Local
 from freescale.transport.shared import machine
@@ -64,7 +64,8 @@ def _joined(device: torch.device, timeout: float, transport: str, owner: bool) -
     control = dist.new_group(timeout=limit, backend="gloo")
     made = Collective(device, Ledger(device), group=group, control=control, owner=owner, timeout=limit)
     # Ranks may have different packages and devices: they decide by what all of them have.
-    here = [machine().hex(), ucx_installed(), bool(rdma_devices()), calls() is not None]
+    engine = may_need_engine(transport, device.type) and not lacking()
+    here = [machine().hex(), ucx_installed(), bool(rdma_devices()), engine]
     found = [json.loads(part) for part in made.gather_bytes(json.dumps(here).encode())]
     machines, *everywhere = zip(*found, strict=True)
     chosen, why = choose(transport, device.type, len(set(machines)), *(all(has) for has in everywhere))

@@ -13,13 +13,14 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_double, c_int, c_int64, c_uint64, c_void_p
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from freescale.streams import current_stream, recorded
 from freescale.transport.api import TransportError
-from freescale.transport.compiled import library
+from freescale.transport.compiled import loaded
 from freescale.transport.halves import LARGEST, SLOTS, URGENT_TIMES
 from freescale.transport.memory import Pinned
 from freescale.transport.shared import SharedWire
@@ -74,12 +75,24 @@ def _typed(function: ctypes._FuncPointer, result: type | None, *arguments: type)
     return function
 
 
+@cache
+def _loaded() -> tuple[Calls | None, str]:
+    return loaded("engine", Calls)
+
+
 def calls() -> Calls | None:
-    """None where nothing can be compiled, or FREESCALE_ENGINE=0 asks for Python: in the environment and not in a run's settings,
-    because it is an affair of one machine, as having no compiler is. Ranks of both kinds share memory with each other; streams need
-    it on all (opening.py)."""
-    path = library("engine") if os.environ.get("FREESCALE_ENGINE", "1") != "0" else None
-    return Calls(str(path)) if path is not None else None
+    """None where `lacking` says why. Ranks of both kinds share memory with each other; streams need it on all (opening.py)."""
+    return None if _refused() else _loaded()[0]
+
+
+def lacking() -> str:
+    """Why there is no engine, or nothing: it cannot be compiled, kept or loaded, or FREESCALE_ENGINE=0 asks for Python. In the
+    environment and not in a run's settings, because it is an affair of one machine."""
+    return "FREESCALE_ENGINE=0" if _refused() else _loaded()[1]
+
+
+def _refused() -> bool:
+    return os.environ.get("FREESCALE_ENGINE", "1") == "0"
 
 
 class EngineGate:

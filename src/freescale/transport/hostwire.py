@@ -9,6 +9,7 @@ without the copies.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import accumulate
@@ -20,7 +21,7 @@ from torch import Tensor
 from freescale.observe.ledger import Arrival, Ledger, Side
 from freescale.transport.channel import Channel
 from freescale.transport.collective import Collective
-from freescale.transport.engine import Carry, EngineChannel, EngineGate, calls
+from freescale.transport.engine import Carry, EngineChannel, EngineGate, calls, lacking
 from freescale.transport.gate import Gate
 from freescale.transport.halves import URGENT_TIMES
 from freescale.transport.opening import network_piece, open_wires, same_machine
@@ -83,20 +84,33 @@ class Hostwire(Collective):
         self._ring, self._wires, self._routes = opened.ring, opened.wires, opened.routes
         self.piece: int = above.piece if above is not None else self._agreed_piece(seconds)
         self._carried_by = self.path_of()
+        if above is None:
+            self._tell_who_lacks()
         self._channel: Channel | EngineChannel = self._engine(seconds) or self._python(seconds, patient=above is not None)
         self._opened = above is not None
 
     # ---- opening
 
     def _engine(self, seconds: float) -> EngineChannel | None:
-        """Where all others share memory with this rank, if there is a compiler (ranks need not agree on it), or are on streams."""
+        """Where all others share memory with this rank, if it has the engine (ranks need not agree on it), or are on streams."""
         wires = [wire for wire in self._wires if isinstance(wire, SharedWire | TcpWire)]
-        found = calls() if wires and len(wires) == len(self._wires) else None
+        found = calls() if self._could_be_compiled() else None
         if found is None:
             return None
         if self._engine_gate is None:
             self._engine_gate = EngineGate(found, self._gate.patience)
         return EngineChannel(found, self.rank, self.device, wires, self._ring, self._engine_gate, self.piece, seconds)
+
+    def _could_be_compiled(self) -> bool:
+        return bool(self._wires) and all(isinstance(wire, SharedWire | TcpWire) for wire in self._wires)
+
+    def _tell_who_lacks(self) -> None:
+        """Ranks that Python carries for where C could: one line, of rank 0. A collective."""
+        why = lacking() if self._could_be_compiled() else ""
+        reasons = {rank: text.decode() for rank, text in enumerate(self.gather_bytes(why.encode())) if text}
+        if reasons and self.rank == 0:
+            ranks = f"rank{'s' if len(reasons) > 1 else ''} {', '.join(map(str, reasons))}"
+            print(f"freescale: Python carries for {ranks}, not the engine in C: {next(iter(reasons.values()))}", file=sys.stderr)
 
     def _python(self, seconds: float, patient: bool) -> Channel:
         name = self.ledger.name if isinstance(self.ledger, Side) else "main"
