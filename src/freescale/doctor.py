@@ -106,7 +106,7 @@ def _shared_memory(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-de
 
 def _engine() -> tuple[str, str, str]:
     """Tries to compile it."""
-    from freescale.transport.engine import lacking
+    from freescale.transport.calls import lacking
 
     if not (why := lacking()):
         return ("engine", "yes", "transfers inside a machine and over TCP run in C, without Python's lock")
@@ -114,7 +114,7 @@ def _engine() -> tuple[str, str, str]:
 
 
 def _transports(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
-    from freescale.transport.engine import lacking
+    from freescale.transport.calls import lacking
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []

@@ -23,6 +23,7 @@ from freescale.observe.ledger import Arrival, Ledger, Side
 from freescale.transport.api import Handle, TransportError
 
 _PINGS = 8
+_LONGEST = 1 << 32  # bytes of a control message
 _PLANNING = ("counts", "samples")  # kinds
 _LINES = {"cpu": 1, "cuda": 3}  # of a channel: gloo moves a group's bytes by one thread, which is not enough for a GPU's
 
@@ -183,6 +184,9 @@ class Collective:
 
     def _gather_bytes(self, payload: bytes) -> list[bytes]:
         sizes = [int(size) for size in self._gather(torch.tensor([len(payload)]))]
+        for rank, size in enumerate(sizes):
+            if not 0 <= size <= _LONGEST:
+                raise TransportError(f"rank {self.rank}: rank {rank} names a control message of {size:,} bytes")
         mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         if payload:
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from freescale.observe.ledger import Ledger
 from freescale.transport.api import Transport, TransportError
+from freescale.transport.calls import lacking
 from freescale.transport.choice import choose, may_need_engine, rdma_devices, ucx_installed
 from freescale.transport.collective import Collective
-from freescale.transport.engine import lacking
 from freescale.transport.hostwire import Hostwire
 from freescale.transport.local import Local
 from freescale.transport.shared import machine

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freescale.observe.ledger import Arrival, Ledger, Side
+from freescale.transport.calls import calls, lacking
 from freescale.transport.channel import Channel
 from freescale.transport.collective import Collective
-from freescale.transport.engine import Carry, EngineChannel, EngineGate, calls, lacking
+from freescale.transport.engine import Carry, EngineChannel, EngineGate
 from freescale.transport.gate import Gate
 from freescale.transport.halves import URGENT_TIMES
 from freescale.transport.opening import network_piece, open_wires, same_machine

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from freescale.transport.api import TransportError
+from freescale.transport.calls import lacking
 from freescale.transport.collective import Collective
-from freescale.transport.engine import lacking
 from freescale.transport.halves import LARGEST, SLOTS
 from freescale.transport.memory import Pinned, shared_file
 from freescale.transport.shared import SharedWire, machine
