@@ -21,6 +21,7 @@ from torch import Tensor
 from freescale.observe.ledger import Arrival, Ledger, Side
 from freescale.transport.calls import calls, lacking
 from freescale.transport.channel import Channel
+from freescale.transport.channels import Use
 from freescale.transport.collective import Collective
 from freescale.transport.engine import Carry, EngineChannel, EngineGate
 from freescale.transport.gate import Gate
@@ -38,9 +39,11 @@ _Laid = tuple[list[int], list[int]]  # by rank: addresses, bytes
 class Pending:
     """A transfer under way."""
 
-    def __init__(self, transfer: Transfer | Carry, output: Tensor, arrival: Arrival, path: str, sent: Tensor) -> None:
+    def __init__(self, transfer: Transfer | Carry, output: Tensor, arrival: Arrival, path: str, sent: Tensor, use: Use) -> None:
         self._transfer, self._output, self._arrival, self._sent = transfer, output, arrival, sent
         self.path, self.bytes = path, arrival.sent
+        self._use: Use | None = use
+        use.begun += 1
 
     def kept(self, to: Tensor, part: Tensor) -> None:
         """Copies what does not travel, beside what does: that need not wait for it."""
@@ -52,6 +55,9 @@ class Pending:
             self._transfer.wait()
             if host and self._transfer.arrived is not None:
                 self._transfer.arrived.synchronize()
+        if self._use is not None:
+            self._use.ended += 1
+            self._use = None
         return self._output
 
 
@@ -75,7 +81,6 @@ class Hostwire(Collective):
         super().__init__(device, ledger, group=group, control=control, owner=owner, timeout=timeout)
         self.wire, self.shared, self._urgent = wire, shared, urgent
         self.lines = 2  # messages under way: one is copied while the other is on the wire
-        self._below: list[Hostwire] = []
         self._opened = False
         seconds = timeout.total_seconds()
         self._gate: Gate = above._gate if above is not None else Gate(_PIECE_SECONDS / 4)
@@ -184,7 +189,7 @@ class Hostwire(Collective):
         sent, received = (sum(sizes) - sizes[self.rank] for _, sizes in (out, into))
         arrival = self.ledger.arrive(kind, sent, received, self._carried_by)
         carry = channel.submit(kind, self._urgent, (tensor, output), *out, *into)
-        return Pending(carry, output, arrival, self._carried_by, tensor)
+        return Pending(carry, output, arrival, self._carried_by, tensor, self.use)
 
     def _start(self, kind: str, out: list[Round], into: list[Round], output: Tensor, tensor: Tensor) -> Pending:
         sent, received = (sum(p.bytes.numel() for r in rounds for p in r.parts) for rounds in (out, into))
@@ -192,20 +197,20 @@ class Hostwire(Collective):
         transfer = Transfer(kind, out, into, self._urgent, output.device)
         assert isinstance(self._channel, Channel)
         self._channel.submit(transfer)
-        return Pending(transfer, output, arrival, self._carried_by, tensor)
+        return Pending(transfer, output, arrival, self._carried_by, tensor, self.use)
 
-    def channel(self, ledger: Side, urgent: bool = False) -> Hostwire:
+    def _open_channel(self, ledger: Side, urgent: bool) -> Hostwire:
         assert self._timeout is not None
-        made = Hostwire(
+        return Hostwire(
             self.device, ledger, self.group, self.control, self.wire, self.shared, timeout=self._timeout, above=self, urgent=urgent
         )
-        self._below.append(made)
-        return made
+
+    def _abandon(self) -> None:
+        self.close()
 
     def close(self) -> None:
-        for below in self._below:
-            below.close()
-        self._below = []
+        for channel in self._channels.all():
+            channel.close()
         if self._channel.close():
             for wire in self._wires:
                 wire.close()
