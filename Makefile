@@ -4,14 +4,14 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test browser lint bench clean
+.PHONY: demo test browser compiler lint bench clean
 
 # A model on two ranks, then serial against all techniques; under two minutes once installed.
 demo: $(READY)
 	$(VENV)/bin/freescale demo --nproc 2
 
 # Three at a time: most tests wait, for processes of their own or for a timeout.
-test: $(READY) browser
+test: $(READY) browser compiler
 	$(RUN) -m pytest -n 3 --dist worksteal
 
 # The report's tests drive Chromium. Where it cannot be installed they fail and say what to do; FREESCALE_NO_BROWSER=1 skips them.
@@ -19,6 +19,12 @@ browser:
 	@command -v chromedriver >/dev/null || test -n "$$FREESCALE_NO_BROWSER" || \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 		chromium chromium-driver fonts-dejavu-core >/dev/null; } || echo "no browser: the report's tests will fail"
+
+# The engine's tests compile it, and run it with gcc's sanitizers.
+compiler:
+	@gcc -print-file-name=libasan.so 2>/dev/null | grep -q / || \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+		gcc libc6-dev >/dev/null; } || echo "no gcc: the engine's tests will fail"
 
 lint: $(READY)
 	$(VENV)/bin/ruff check src tests benchmarks examples

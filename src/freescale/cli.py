@@ -17,6 +17,7 @@ import click
 from freescale import __version__
 from freescale.cli_measure import bench, report
 from freescale.config import DataConfig, GenerateConfig, ModelConfig, RunConfig, SimulateConfig, TrainConfig
+from freescale.folders import cache_folder
 from freescale.guard import guarded
 
 _PARTS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
@@ -67,7 +68,7 @@ def _prepared(config: RunConfig) -> Path:
     """The histories file of the data, made if need be: by one process of a machine, the others wait for it."""
     from freescale.data.prepare import prepare
 
-    cache = Path(config.data.cache) if config.data.cache else Path.home() / ".cache" / "freescale"
+    cache = Path(config.data.cache) if config.data.cache else cache_folder()
     with _shown_progress() as progress:
         return prepare(config.data.data, cache, config.data.format, config.data.num_items, progress)
 

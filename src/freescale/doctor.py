@@ -121,21 +121,19 @@ def _shared_memory(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-de
 
 def _engine() -> tuple[str, str, str]:
     """Tries to compile it."""
-    from freescale.transport.compiled import compiler
-    from freescale.transport.engine import calls
+    from freescale.transport.calls import lacking
 
-    if calls() is not None:
+    if not (why := lacking()):
         return ("engine", "yes", "transfers inside a machine and over TCP run in C, without Python's lock")
-    why = "FREESCALE_ENGINE=0" if compiler() else "no C compiler (cc, gcc, clang or CC)"
     return ("engine", "no", f"transfers run in Python, which slows GPU ranks down, and there is no hostwire-tcp: {why}")
 
 
 def _transports(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
-    from freescale.transport.engine import calls
+    from freescale.transport.calls import lacking
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
     for machines in (1, 2):
-        name, why = choose("auto", device, machines, ucx_installed(), bool(rdma_devices()), calls() is not None)
+        name, why = choose("auto", device, machines, ucx_installed(), bool(rdma_devices()), not lacking())
         rows.append((f"transport, {'one machine' if machines == 1 else 'several'}", name, why))
     return rows

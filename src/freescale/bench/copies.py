@@ -11,7 +11,8 @@ from itertools import accumulate
 import torch
 
 from freescale.bench.arms import SECONDS, Bed
-from freescale.transport.engine import Calls, Carry, EngineChannel, EngineGate
+from freescale.transport.calls import Calls
+from freescale.transport.engine import Carry, EngineChannel, EngineGate
 from freescale.transport.halves import SLOTS
 from freescale.transport.memory import Pinned, shared_file
 from freescale.transport.shared import PIECE, READ, SharedWire

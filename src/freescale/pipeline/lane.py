@@ -67,7 +67,7 @@ class Lane:
         """Opens a channel: a collective."""
         self.name, self.device = name, transport.device
         self.side = Side(transport.ledger, name)
-        self.transport = transport.channel(self.side, urgent)
+        self._transport, self.transport = transport, transport.channel(self.side, urgent)
         cuda = self.device.type == "cuda"
         # Ahead of the compute, whose kernels fill the device: a lane's are many, small, and wait for each other.
         self.stream = torch.cuda.Stream(self.device, priority=-2 if urgent else -1) if cuda else None
@@ -90,11 +90,12 @@ class Lane:
             self._thread = None
 
     def close(self) -> None:
-        """The thread has ended."""
+        """Gives the channel back: another lane may have it. In the same order on every rank."""
         thread = self._thread
         self.rest()
         if thread is not None:
             thread.join()
+        self._transport.release(self.transport)
 
     def borrow(self, *tensors: Tensor | None) -> None:
         """Tensors of another stream that this lane's stream uses: their memory is not given to others before it has."""

@@ -13,6 +13,7 @@ from typing import Any
 from freescale.config import SimulateConfig
 from freescale.data.prepare import prepare
 from freescale.embedding.placement import Placement
+from freescale.folders import cache_folder
 from freescale.simulate.compute import Model, load_calibration
 from freescale.simulate.costs import Batch
 from freescale.simulate.engine import Cluster, Setting, placed, plan, simulate
@@ -63,7 +64,7 @@ def cluster_of(config: SimulateConfig, gpus: int) -> Cluster:
 def source_of(config: SimulateConfig, gpus: int) -> Source:
     samples = config.batch * gpus
     if config.data:
-        histories = prepare(config.data, Path(config.cache) if config.cache else Path.home() / ".cache" / "freescale")
+        histories = prepare(config.data, Path(config.cache) if config.cache else cache_folder())
         return Recorded(histories, samples, cap=config.cap, seed=config.seed)
     shape = {"median": config.median, "sigma": config.sigma, "cap": config.cap}
     ids = {"items": config.items, "popularity": config.popularity, "collisions": None if config.natural else config.collisions}

@@ -50,7 +50,12 @@ class Transport(Protocol):
 
     def channel(self, ledger: Side, urgent: bool = False) -> Transport:
         """Another transport over the same ranks, for another thread: its traffic neither waits for this one's nor holds it up, and
-        what is urgent goes ahead of the rest where the transport can. For AllToAll only. A collective."""
+        what is urgent goes ahead of the rest where the transport can. For AllToAll, AllGather and control messages: what is summed
+        by torch's groups is the main thread's. One that was released is handed out again. A collective."""
+
+    def release(self, channel: Transport) -> None:
+        """Gives a channel back, which nobody uses any more: the thread that did has ended. Once all ranks have released it, the
+        next `channel` of that urgency gets it. One that failed, or has something under way, is closed instead."""
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
         """Each rank's clock offset to rank 0 and its uncertainty, in nanoseconds."""

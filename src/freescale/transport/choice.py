@@ -17,6 +17,11 @@ def rdma_devices() -> list[str]:
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
+def may_need_engine(asked: str, device: str) -> bool:
+    """Whether the choice depends on what is compiled. Where it does not, nothing is."""
+    return asked == "auto" and device != "cpu"
+
+
 def choose(asked: str, device: str, machines: int, ucx: bool, rdma: bool, engine: bool) -> tuple[str, str]:
     """(transport, why). `device`: cpu or cuda. `machines`: that the ranks are on. `ucx`, `rdma`, `engine` (compiled): whether every
     rank has it."""

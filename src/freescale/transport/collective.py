@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freescale.observe.ledger import Arrival, Ledger, Side
-from freescale.transport.api import Handle, TransportError
+from freescale.transport.api import Handle, Transport, TransportError
+from freescale.transport.channels import Channels, Use
 
 _PINGS = 8
+_LONGEST = 1 << 32  # bytes of a control message
 _PLANNING = ("counts", "samples")  # kinds
 _LINES = {"cpu": 1, "cuda": 3}  # of a channel: gloo moves a group's bytes by one thread, which is not enough for a GPU's
 
@@ -47,8 +49,9 @@ def guarded(call: Callable[[], Any], what: str) -> Any:
 
 
 class _Pending:
-    def __init__(self, start: Callable[[], UnderWay], arrival: Arrival, describe: str) -> None:
-        self._arrival, self._describe = arrival, describe
+    def __init__(self, start: Callable[[], UnderWay], arrival: Arrival, describe: str, use: Use) -> None:
+        self._arrival, self._describe, self._use = arrival, describe, use
+        use.begun += 1
         self.path, self.bytes = arrival.path, arrival.sent
         self._under_way: UnderWay | None = guarded(start, describe)
 
@@ -60,6 +63,7 @@ class _Pending:
             guarded(work.wait, self._describe)
             if host and result.device.type == "cuda":
                 torch.cuda.current_stream(result.device).synchronize()
+        self._use.ended += 1
         return result
 
 
@@ -121,6 +125,7 @@ class Collective:
         """`owner`: torch's default group was made for this transport and ends with it. `timeout` is that of further channels.
         `lines`: gloo's groups, whatever the device, that AllToAlls take in turn."""
         self._owner, self._timeout = owner, timeout
+        self.use, self._channels = Use(), Channels[Collective]()
         self.about = "transport collective"
         self.lines, self._next_line = max(1, len(lines)), cycle(lines) if lines else None
         self.device = torch.device(device)
@@ -137,7 +142,7 @@ class Collective:
 
     def _begin(self, kind: str, sent: int, received: int, path: str, start: Callable[[], UnderWay]) -> _Pending:
         arrival = self.ledger.arrive(kind, sent, received, path)
-        return _Pending(start, arrival, f"rank {self.rank}: exchange of {kind} ({sent:,} bytes out, {received:,} in)")
+        return _Pending(start, arrival, f"rank {self.rank}: exchange of {kind} ({sent:,} bytes out, {received:,} in)", self.use)
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Handle:
         assert tensor.is_contiguous() and sum(send) == tensor.shape[0], (send, tensor.shape)
@@ -179,10 +184,16 @@ class Collective:
         return "gloo" if tensor.device.type == "cpu" else "nccl"
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        return guarded(lambda: self._gather_bytes(payload), f"rank {self.rank}: exchange of control messages")
+        self.use.begun += 1
+        gathered = guarded(lambda: self._gather_bytes(payload), f"rank {self.rank}: exchange of control messages")
+        self.use.ended += 1
+        return gathered
 
     def _gather_bytes(self, payload: bytes) -> list[bytes]:
         sizes = [int(size) for size in self._gather(torch.tensor([len(payload)]))]
+        for rank, size in enumerate(sizes):
+            if not 0 <= size <= _LONGEST:
+                raise TransportError(f"rank {self.rank}: rank {rank} names a control message of {size:,} bytes")
         mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         if payload:
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
@@ -195,6 +206,24 @@ class Collective:
         return parts
 
     def channel(self, ledger: Side, urgent: bool = False) -> Collective:
+        made, lost = self._channels.again(urgent, self.gather_bytes)
+        for channel in lost:
+            channel._abandon()
+        if made is None:
+            made = self._open_channel(ledger, urgent)
+            self._channels.add(made, urgent, made.use)
+        made.ledger = ledger
+        return made
+
+    def release(self, channel: Transport) -> None:
+        assert isinstance(channel, Collective)
+        if not self._channels.release(channel):
+            channel._abandon()
+
+    def _abandon(self) -> None:
+        """Of a channel that failed. Groups stay until the transport closes: gloo would wait here for what is under way."""
+
+    def _open_channel(self, ledger: Side, urgent: bool) -> Collective:
         """Groups of its own: connections and threads of its own."""
         ranks = dist.get_process_group_ranks(self.group)
         lines = [dist.new_group(ranks, timeout=self._timeout, backend="gloo") for _ in range(_LINES[self.device.type])]

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from freescale.config import TrainConfig
 from freescale.observe.ledger import Ledger
 from freescale.transport.api import Transport, TransportError
-from freescale.transport.choice import choose, rdma_devices, ucx_installed
+from freescale.transport.calls import lacking
+from freescale.transport.choice import choose, may_need_engine, rdma_devices, ucx_installed
 from freescale.transport.collective import Collective
-from freescale.transport.engine import calls
 from freescale.transport.hostwire import Hostwire
 from freescale.transport.local import Local
 from freescale.transport.shared import machine
@@ -77,7 +77,8 @@ def _joined(device: torch.device, timeout: float, transport: str, owner: bool) -
 
 def agreed(transport: str, made: Collective) -> tuple[str, str]:
     """(what joined ranks take, why). They may have different packages and devices, and decide by what all of them have."""
-    here = [machine().hex(), ucx_installed(), bool(rdma_devices()), calls() is not None]
+    engine = may_need_engine(transport, made.device.type) and not lacking()
+    here = [machine().hex(), ucx_installed(), bool(rdma_devices()), engine]
     found = [json.loads(part) for part in made.gather_bytes(json.dumps(here).encode())]
     machines, *everywhere = zip(*found, strict=True)
     return choose(transport, made.device.type, len(set(machines)), *(all(has) for has in everywhere))

@@ -28,7 +28,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { CLOSED = 1, LATE = 2, SIZES = 3, DEVICE = 4 };
+enum { CLOSED = 1, LATE = 2, SIZES = 3, DEVICE = 4, OUTSIDE = 5, ANSWERS = 6 };
 enum { STAGED = 4, LANDING = 32, JOBS = 64, NOT_READY = 600, HEADER = 16 };
 enum { LOW_WATER = 128 << 10 }; /* bytes of a stream that wake who waits: not every packet may interrupt the compute */
 
@@ -90,6 +90,7 @@ typedef struct {
     char *ring;
     int *out, *in; /* sockets, by peer */
     char **rings; /* NULL: a stream */
+    int64_t *ring_bytes;
     int *stuck, *low; /* by peer: its stream takes no more now; bytes that wake */
     Inbox inbox;
     uint64_t *sent, *read, *goal; /* pieces, by peer; goal [slots, world]: as many must be read before the slot is free */
@@ -109,7 +110,8 @@ typedef struct {
     Driver driver;
     void *streams[2];
     double awake;
-    int error, peer, cause;
+    int error, peer;
+    int64_t cause;
     struct pollfd *waiting;
 } Channel;
 
@@ -119,7 +121,7 @@ static double now(void) {
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
-static int fail(Channel *c, int error, int peer, int cause) {
+static int fail(Channel *c, int error, int peer, int64_t cause) {
     if (!c->error) c->error = error, c->peer = peer, c->cause = cause;
     return 0;
 }
@@ -166,7 +168,7 @@ void channel_free(Channel *c) {
         if (c->landing[i].event) c->driver.destroy(c->landing[i].event);
     for (int i = 0; i < JOBS; i++) free(c->jobs[i].out), free(c->jobs[i].in);
     free(c->out), free(c->in), free(c->rings), free(c->sent), free(c->read), free(c->goal), free(c->header), free(c->have), free(c->waiting);
-    free(c->stuck), free(c->low), free(c->inbox.taken), free(c->inbox.slot), free(c->inbox.have);
+    free(c->stuck), free(c->low), free(c->inbox.taken), free(c->inbox.slot), free(c->inbox.have), free(c->ring_bytes);
     free(c);
 }
 
@@ -180,10 +182,10 @@ Channel *channel_new(int world, int rank, char *ring, int slots, int64_t slot_by
     c->out = calloc(world, sizeof(int)), c->in = calloc(world, sizeof(int)), c->rings = calloc(world, sizeof(char *));
     c->sent = calloc(world, 8), c->read = calloc(world, 8), c->goal = calloc((size_t)slots * world, 8);
     c->header = calloc(world, HEADER), c->have = calloc(world, sizeof(int)), c->waiting = calloc(2 * world, sizeof(struct pollfd));
-    c->stuck = calloc(world, sizeof(int)), c->low = calloc(world, sizeof(int));
+    c->stuck = calloc(world, sizeof(int)), c->low = calloc(world, sizeof(int)), c->ring_bytes = calloc(world, 8);
     c->inbox = (Inbox){inbox, calloc(inbox_slots + 1, 1), inbox_slots, calloc(world, sizeof(int)), inbox_bytes, calloc(world, 8)};
     int well = c->out && c->in && c->rings && c->sent && c->read && c->goal && c->header && c->have && c->waiting && c->stuck && c->low;
-    well = well && c->inbox.taken && c->inbox.slot && c->inbox.have;
+    well = well && c->ring_bytes && c->inbox.taken && c->inbox.slot && c->inbox.have;
     for (int i = 0; i < world && well; i++) c->inbox.slot[i] = -1;
     c->room = world + together / 4096 + 8;
     for (int i = 0; i < STAGED && well; i++) well = (c->staged[i].piece = calloc(c->room, sizeof(Piece))) != NULL;
@@ -201,7 +203,9 @@ Channel *channel_new(int world, int rank, char *ring, int slots, int64_t slot_by
     return c;
 }
 
-void channel_peer(Channel *c, int peer, int out, int in, char *ring) { c->out[peer] = out, c->in[peer] = in, c->rings[peer] = ring; }
+void channel_peer(Channel *c, int peer, int out, int in, char *ring, int64_t ring_bytes) {
+    c->out[peer] = out, c->in[peer] = in, c->rings[peer] = ring, c->ring_bytes[peer] = ring_bytes;
+}
 
 /* ---- parts of both ways */
 
@@ -259,8 +263,10 @@ static int slot_is_free(Channel *c, int slot) {
         while (c->read[peer] < goal) {
             char answers[256];
             ssize_t count = recv(c->out[peer], answers, sizeof answers, MSG_DONTWAIT);
-            if (count > 0) c->read[peer] += count;
-            else if (count < 0 && errno == EINTR) continue;
+            if (count > 0) {
+                c->read[peer] += count;
+                if (c->read[peer] > c->sent[peer]) return fail(c, ANSWERS, peer, c->read[peer]);
+            } else if (count < 0 && errno == EINTR) continue;
             else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
                 is = 0;
                 break;
@@ -273,8 +279,12 @@ static int slot_is_free(Channel *c, int slot) {
 static int tell(Channel *c, Filled *filled, Piece *piece) {
     uint64_t message[2] = {(uint64_t)(piece->at - c->ring), (uint64_t)piece->size};
     ssize_t count;
-    do count = send(c->out[piece->peer], message, sizeof message, MSG_NOSIGNAL);
-    while (count < 0 && (errno == EINTR || errno == EAGAIN)); /* what is unread is bounded by the slots: it fits */
+    do count = send(c->out[piece->peer], message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    while (count < 0 && errno == EINTR);
+    if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) { /* what is unread is bounded by the slots: only of a peer that lies */
+        c->stuck[piece->peer] = 1;
+        return 0;
+    }
     if (count != sizeof message) return fail(c, CLOSED, piece->peer, count < 0 ? errno : 0);
     c->goal[(size_t)filled->slot * c->world + piece->peer] = ++c->sent[piece->peer];
     piece->sent = piece->size;
@@ -411,7 +421,7 @@ static int take(Channel *c, Job *job, int peer) { /* from a stream */
     Inbox *inbox = &c->inbox;
     uint64_t message[2];
     if (!header(c, peer, message)) return 0;
-    if ((int64_t)message[0] != c->receiving || (int64_t)message[1] != part->size) return fail(c, SIZES, peer, (int)message[1]);
+    if ((int64_t)message[0] != c->receiving || (int64_t)message[1] != part->size) return fail(c, SIZES, peer, message[1]);
     int64_t left = part->size - part->done;
     if (job->host) {
         int64_t count = some(c, peer, part->at + part->done, left);
@@ -439,7 +449,8 @@ static int land(Channel *c, Job *job, int peer) { /* from the ring of a rank of 
     uint64_t message[2];
     if (!header(c, peer, message)) return 0;
     int64_t size = next_piece(part, job->largest);
-    if ((int64_t)message[1] != size) return fail(c, SIZES, peer, (int)message[1]);
+    if ((int64_t)message[1] != size) return fail(c, SIZES, peer, message[1]);
+    if (size > c->ring_bytes[peer] || message[0] > (uint64_t)(c->ring_bytes[peer] - size)) return fail(c, OUTSIDE, peer, message[0]);
     c->have[peer] = 0;
     lands(c, job, peer, -1, c->rings[peer] + message[0], size);
     return 1;
@@ -452,8 +463,9 @@ static int settle(Channel *c) {
         if (!landing->host && !reached(c, landing->event)) break;
         ssize_t count = 0;
         if (landing->slot >= 0) c->inbox.taken[landing->slot] = 0;
-        else do count = send(c->in[landing->peer], ".", 1, MSG_NOSIGNAL); /* a peer that has closed does not wait for it */
-            while (count < 0 && (errno == EINTR || errno == EAGAIN));
+        else do count = send(c->in[landing->peer], ".", 1, MSG_NOSIGNAL | MSG_DONTWAIT); /* a peer that has closed does not wait for it */
+            while (count < 0 && errno == EINTR);
+        if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break; /* it does not read what it is told */
         c->first_landing = (c->first_landing + 1) % LANDING, c->landing_count--;
         any = 1;
     }
@@ -522,7 +534,7 @@ static int lagging(const Channel *c) {
     }
     for (int i = 0; i < c->world && c->sending < c->submitted; i++)
         if (out->out[i].done < out->out[i].size) return i;
-    return c->rank;
+    return c->landing_count ? c->landing[c->first_landing].peer : c->rank;
 }
 
 static void wake_at(Channel *c, int peer, int64_t left) {
@@ -620,7 +632,7 @@ int64_t channel_left(const Channel *c) {
     return left;
 }
 
-int channel_error(const Channel *c, int *peer, int *cause) {
+int channel_error(const Channel *c, int *peer, int64_t *cause) {
     *peer = c->peer, *cause = c->cause;
     return c->error;
 }

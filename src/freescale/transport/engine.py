@@ -12,21 +12,28 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_double, c_int, c_int64, c_uint64, c_void_p
+from ctypes import byref, c_int, c_int64, c_uint64, c_void_p
 
 import torch
 from torch import Tensor
 
 from freescale.streams import current_stream, recorded
 from freescale.transport.api import TransportError
-from freescale.transport.compiled import library
+from freescale.transport.calls import Calls, Driver
 from freescale.transport.halves import LARGEST, SLOTS, URGENT_TIMES
 from freescale.transport.memory import Pinned
 from freescale.transport.shared import SharedWire
 from freescale.transport.tcp import TcpWire
 
 _AWAKE = {"cpu": 0.0, "cuda": 0.0003}  # seconds that who waits looks around before it naps; a CPU has other things to do
-_REASONS = {1: "the connection was closed", 2: "the time ran out", 4: "the driver of the GPU refused"}
+_REASONS = {
+    1: "the connection was closed",
+    2: "the time ran out",
+    3: "a piece of {:,} bytes came that was not expected: ranks disagree on sizes",
+    4: "the driver of the GPU refused",
+    5: "it names bytes from {:,} on, which are outside its ring",
+    6: "it says that it read {:,} pieces, more than were sent",
+}
 _PATIENCE = 2.0  # seconds that closing waits for a thread
 _TOGETHER = 1 << 20  # bytes of pieces that share a slot: what is large leaves as soon as it is copied
 _INBOX = 1 << 20  # bytes of a slot that a stream fills before they are copied to a GPU, at most
@@ -34,52 +41,14 @@ _INBOXES = 64 << 20  # of all of them
 _WAITING = 4  # pieces, that may wait in a stream of a slow network
 
 
-class _Driver(ctypes.Structure):
-    _fields_ = [(name, c_void_p) for name in ("copy", "record", "query", "create", "destroy", "use", "context")]
-
-
-def _driver() -> _Driver:
+def _driver() -> Driver:
     """Of the current thread's context: torch's."""
     cuda = ctypes.CDLL("libcuda.so.1")
     context = c_void_p()
     if cuda.cuCtxGetCurrent(byref(context)) or not context.value:
         raise RuntimeError("there is no CUDA context in this thread")
     names = ("cuMemcpyAsync", "cuEventRecord", "cuEventQuery", "cuEventCreate", "cuEventDestroy_v2", "cuCtxSetCurrent")
-    return _Driver(*(ctypes.cast(getattr(cuda, name), c_void_p).value for name in names), context.value)
-
-
-class Calls:
-    """The functions of engine.c. Those that wait let other threads run; the others are over before that would pay."""
-
-    def __init__(self, path: str) -> None:
-        quick, waiting = ctypes.PyDLL(path), ctypes.CDLL(path)
-        self.gate_new = _typed(quick.gate_new, c_void_p, c_double)
-        self.gate_free = _typed(quick.gate_free, None, c_void_p)
-        ring, inbox = (c_void_p, c_int, c_int64, c_int64), (c_void_p, c_int, c_int64)
-        channel = (c_int, c_int, *ring, *inbox, c_void_p, c_double, POINTER(_Driver), c_void_p, c_void_p)
-        self.channel_new = _typed(waiting.channel_new, c_void_p, *channel)
-        self.channel_free = _typed(waiting.channel_free, None, c_void_p)
-        self.stop = _typed(quick.channel_stop, None, c_void_p)
-        self.peer = _typed(quick.channel_peer, None, c_void_p, c_int, c_int, c_int, c_void_p)
-        arrays = (POINTER(c_uint64), POINTER(c_int64)) * 2
-        self.submit = _typed(quick.channel_submit, c_int64, c_void_p, c_int, c_int, c_void_p, c_int64, *arrays)
-        self.until = _typed(waiting.channel_until, c_int, c_void_p, c_int64, c_double)
-        self.done = _typed(quick.channel_done, c_int, c_void_p, c_int64)
-        self.left = _typed(quick.channel_left, c_int64, c_void_p)
-        self.error = _typed(quick.channel_error, c_int, c_void_p, POINTER(c_int), POINTER(c_int))
-
-
-def _typed(function: ctypes._FuncPointer, result: type | None, *arguments: type) -> ctypes._FuncPointer:  # type: ignore[name-defined]
-    function.restype, function.argtypes = result, arguments
-    return function
-
-
-def calls() -> Calls | None:
-    """None where nothing can be compiled, or FREESCALE_ENGINE=0 asks for Python: in the environment and not in a run's settings,
-    because it is an affair of one machine, as having no compiler is. Ranks of both kinds share memory with each other; streams need
-    it on all (opening.py)."""
-    path = library("engine") if os.environ.get("FREESCALE_ENGINE", "1") != "0" else None
-    return Calls(str(path)) if path is not None else None
+    return Driver(*(ctypes.cast(getattr(cuda, name), c_void_p).value for name in names), context.value)
 
 
 class EngineGate:
@@ -156,9 +125,10 @@ class EngineChannel:
         self._handle: int | None = made
         for peer, shared in rings.items():
             out, into = shared.out[peer].fileno(), shared.into[peer].fileno()
-            self._calls.peer(made, peer, out, into, shared.rings[peer].bytes.data_ptr())
+            theirs = shared.rings[peer].bytes
+            self._calls.peer(made, peer, out, into, theirs.data_ptr(), theirs.numel())
         for peer, stream in streams.items():
-            self._calls.peer(made, peer, stream.fileno(), stream.fileno(), None)
+            self._calls.peer(made, peer, stream.fileno(), stream.fileno(), None, 0)
         for wire in wires:
             if isinstance(wire, TcpWire) and piece < LARGEST:  # what is urgent waits for less than a few milliseconds
                 wire.limit(_WAITING // 2 * piece)  # the kernel doubles it
@@ -208,9 +178,9 @@ class EngineChannel:
         return bool(self._calls.done(self._handle, carry.number))
 
     def _fail(self, last: Carry) -> None:
-        peer, cause = c_int(), c_int()
+        peer, cause = c_int(), c_int64()
         code = self._calls.error(self._handle, byref(peer), byref(cause))
-        reason = _REASONS.get(code, f"a piece of {cause.value:,} bytes came that was not expected: ranks disagree on sizes")
+        reason = _REASONS[code].format(cause.value)
         if code == 4 or (code == 1 and cause.value):
             reason += f", {os.strerror(cause.value)}" if code == 1 else f", error {cause.value}"
         what = f"{'urgent' if last.urgent else 'bulk'} exchange of {last.kind} failed"

@@ -9,6 +9,7 @@ without the copies.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import accumulate
@@ -19,9 +20,11 @@ from torch import Tensor
 
 from freescale.config import TrainConfig
 from freescale.observe.ledger import Arrival, Ledger, Side
+from freescale.transport.calls import calls, lacking
 from freescale.transport.channel import Channel
+from freescale.transport.channels import Use
 from freescale.transport.collective import Collective
-from freescale.transport.engine import Carry, EngineChannel, EngineGate, calls
+from freescale.transport.engine import Carry, EngineChannel, EngineGate
 from freescale.transport.gate import Gate
 from freescale.transport.halves import URGENT_TIMES
 from freescale.transport.opening import network_piece, open_wires, same_machine
@@ -37,9 +40,11 @@ _Laid = tuple[list[int], list[int]]  # by rank: addresses, bytes
 class Pending:
     """A transfer under way."""
 
-    def __init__(self, transfer: Transfer | Carry, output: Tensor, arrival: Arrival, path: str, sent: Tensor) -> None:
+    def __init__(self, transfer: Transfer | Carry, output: Tensor, arrival: Arrival, path: str, sent: Tensor, use: Use) -> None:
         self._transfer, self._output, self._arrival, self._sent = transfer, output, arrival, sent
         self.path, self.bytes = path, arrival.sent
+        self._use: Use | None = use
+        use.begun += 1
 
     def kept(self, to: Tensor, part: Tensor) -> None:
         """Copies what does not travel, beside what does: that need not wait for it."""
@@ -51,6 +56,9 @@ class Pending:
             self._transfer.wait()
             if host and self._transfer.arrived is not None:
                 self._transfer.arrived.synchronize()
+        if self._use is not None:
+            self._use.ended += 1
+            self._use = None
         return self._output
 
 
@@ -74,7 +82,6 @@ class Hostwire(Collective):
         super().__init__(device, ledger, group=group, control=control, owner=owner, timeout=timeout)
         self.wire, self.shared, self._urgent = wire, shared, urgent
         self.lines = 2  # messages under way: one is copied while the other is on the wire
-        self._below: list[Hostwire] = []
         self._opened = False
         seconds = timeout.total_seconds()
         self._gate: Gate = above._gate if above is not None else Gate(_PIECE_SECONDS / 4)
@@ -84,20 +91,33 @@ class Hostwire(Collective):
         self._ring, self._wires, self._routes = opened.ring, opened.wires, opened.routes
         self.piece: int = above.piece if above is not None else self._agreed_piece(seconds)
         self._carried_by = self.path_of()
+        if above is None:
+            self._tell_who_lacks()
         self._channel: Channel | EngineChannel = self._engine(seconds) or self._python(seconds, patient=above is not None)
         self._opened = above is not None
 
     # ---- opening
 
     def _engine(self, seconds: float) -> EngineChannel | None:
-        """Where all others share memory with this rank, if there is a compiler (ranks need not agree on it), or are on streams."""
+        """Where all others share memory with this rank, if it has the engine (ranks need not agree on it), or are on streams."""
         wires = [wire for wire in self._wires if isinstance(wire, SharedWire | TcpWire)]
-        found = calls() if wires and len(wires) == len(self._wires) else None
+        found = calls() if self._could_be_compiled() else None
         if found is None:
             return None
         if self._engine_gate is None:
             self._engine_gate = EngineGate(found, self._gate.patience)
         return EngineChannel(found, self.rank, self.device, wires, self._ring, self._engine_gate, self.piece, seconds)
+
+    def _could_be_compiled(self) -> bool:
+        return bool(self._wires) and all(isinstance(wire, SharedWire | TcpWire) for wire in self._wires)
+
+    def _tell_who_lacks(self) -> None:
+        """Ranks that Python carries for where C could: one line, of rank 0. A collective."""
+        why = lacking() if self._could_be_compiled() else ""
+        reasons = {rank: text.decode() for rank, text in enumerate(self.gather_bytes(why.encode())) if text}
+        if reasons and self.rank == 0:
+            ranks = f"rank{'s' if len(reasons) > 1 else ''} {', '.join(map(str, reasons))}"
+            print(f"freescale: Python carries for {ranks}, not the engine in C: {next(iter(reasons.values()))}", file=sys.stderr)
 
     def _python(self, seconds: float, patient: bool) -> Channel:
         name = self.ledger.name if isinstance(self.ledger, Side) else "main"
@@ -170,7 +190,7 @@ class Hostwire(Collective):
         sent, received = (sum(sizes) - sizes[self.rank] for _, sizes in (out, into))
         arrival = self.ledger.arrive(kind, sent, received, self._carried_by)
         carry = channel.submit(kind, self._urgent, (tensor, output), *out, *into)
-        return Pending(carry, output, arrival, self._carried_by, tensor)
+        return Pending(carry, output, arrival, self._carried_by, tensor, self.use)
 
     def _start(self, kind: str, out: list[Round], into: list[Round], output: Tensor, tensor: Tensor) -> Pending:
         sent, received = (sum(p.bytes.numel() for r in rounds for p in r.parts) for rounds in (out, into))
@@ -178,20 +198,20 @@ class Hostwire(Collective):
         transfer = Transfer(kind, out, into, self._urgent, output.device)
         assert isinstance(self._channel, Channel)
         self._channel.submit(transfer)
-        return Pending(transfer, output, arrival, self._carried_by, tensor)
+        return Pending(transfer, output, arrival, self._carried_by, tensor, self.use)
 
-    def channel(self, ledger: Side, urgent: bool = False) -> Hostwire:
+    def _open_channel(self, ledger: Side, urgent: bool) -> Hostwire:
         assert self._timeout is not None
-        made = Hostwire(
+        return Hostwire(
             self.device, ledger, self.group, self.control, self.wire, self.shared, timeout=self._timeout, above=self, urgent=urgent
         )
-        self._below.append(made)
-        return made
+
+    def _abandon(self) -> None:
+        self.close()
 
     def close(self) -> None:
-        for below in self._below:
-            below.close()
-        self._below = []
+        for channel in self._channels.all():
+            channel.close()
         if self._channel.close():
             for wire in self._wires:
                 wire.close()

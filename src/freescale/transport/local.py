@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from freescale.observe.ledger import Ledger, Side
+from freescale.transport.api import Transport
 
 
 class _Done:
@@ -50,6 +51,9 @@ class Local:
 
     def channel(self, ledger: Side, urgent: bool = False) -> Local:
         return Local(self.device, ledger)
+
+    def release(self, channel: Transport) -> None:
+        pass
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
         return [0], [0]

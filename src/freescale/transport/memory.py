@@ -42,9 +42,13 @@ class Pinned:
 
 
 def shared_file(size: int) -> int:
-    """A file without a name, in memory: whoever gets its descriptor can map it, and it goes with the last of them."""
-    file = os.memfd_create("freescale", os.MFD_CLOEXEC)
+    """A file without a name, in memory: whoever gets its descriptor can map it, and it goes with the last of them. Its size is
+    final: who has mapped it is not left with memory that is gone."""
+    import fcntl  # not on Windows, where ranks talk otherwise
+
+    file = os.memfd_create("freescale", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, size)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return file
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from freescale.transport.api import TransportError
+from freescale.transport.calls import lacking
 from freescale.transport.collective import Collective
-from freescale.transport.engine import calls
 from freescale.transport.halves import LARGEST, SLOTS
 from freescale.transport.memory import Pinned, shared_file
 from freescale.transport.shared import SharedWire, machine
@@ -93,8 +93,8 @@ def _across(meeting: Collective, wire: str, peers: list[int], timeout: timedelta
 
         return UcxWire(meeting.rank, meeting.world, meeting.gather_bytes)
     if wire == "tcp":
-        lacking = "" if calls() is not None else "no C compiler (cc, gcc, clang), or FREESCALE_ENGINE=0; hostwire-gloo needs none"
-        _all_well(meeting, lacking, "its engine for streams")
+        why = lacking()
+        _all_well(meeting, why and f"{why}; hostwire-gloo needs none", "its engine for streams")
         error = ""
         try:
             made = connect_tcp(meeting.rank, peers, meeting.gather_bytes, timeout.total_seconds() / 2)

@@ -14,12 +14,13 @@ import struct
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from freescale.transport.greeting import heard
 from freescale.transport.memory import Pinned
 
 PIECE = struct.Struct("<QQ")  # where it begins in the ring, its size
@@ -57,6 +58,8 @@ class _Sending:
         wire, peer = self._wire, self._peer
         while wire.read[peer] < self._goal:  # pieces are read in the order in which they were sent
             wire.read[peer] += len(_some(wire.out[peer], 4096, time.monotonic() + seconds))
+        if wire.read[peer] > wire.sent[peer]:
+            raise RuntimeError(f"it says that it read {wire.read[peer]:,} pieces where {wire.sent[peer]:,} were sent")
 
 
 class _Arriving:
@@ -64,13 +67,18 @@ class _Arriving:
         self._wire, self._peer, self._size = wire, peer, size
 
     def ready(self) -> bool:
-        return bool(select.select([self._wire.into[self._peer]], [], [], 0)[0])
+        waiting = select.poll()  # not select(), which takes no descriptor above 1,023
+        waiting.register(self._wire.into[self._peer], select.POLLIN)
+        return bool(waiting.poll(0))
 
     def wait(self, seconds: float) -> Tensor:
         begin, size = PIECE.unpack(_exactly(self._wire.into[self._peer], PIECE.size, seconds))
         if size != self._size:
             raise RuntimeError(f"a piece of {size:,} bytes came where {self._size:,} were expected: ranks disagree on sizes")
-        return self._wire.rings[self._peer].bytes[begin : begin + size]
+        ring = self._wire.rings[self._peer].bytes
+        if begin + size > ring.numel():
+            raise RuntimeError(f"it names bytes {begin:,} to {begin + size:,} of a ring of {ring.numel():,}")
+        return ring[begin : begin + size]
 
     def free(self) -> None:
         with suppress(OSError):  # a peer that has closed does not wait for it
@@ -127,11 +135,10 @@ def connect(
     """A collective of all ranks, `peers` or not: `gather` exchanges addresses among all of them. `file` holds the ring."""
     with ExitStack() as always, ExitStack() as failed:
         listener = always.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        listener.settimeout(seconds)
         name, refused = b"\0freescale-" + uuid.uuid4().hex.encode(), None  # abstract: leaves nothing behind
         try:
             listener.bind(name)
-            listener.listen(max(1, len(peers)))
+            listener.listen(socket.SOMAXCONN)  # strangers must not fill the queue before the ranks call
         except OSError as error:
             name, refused = b"", error
         names = gather(name)  # also if it failed: the others wait for it
@@ -145,22 +152,33 @@ def connect(
             socket.send_fds(out[peer], [_HELLO.pack(rank, ring.bytes.numel())], [file])
         into: dict[int, socket.socket] = {}
         rings: dict[int, Pinned] = {}
+        callers = always.enter_context(closing(heard(listener, _HELLO.size, len(peers), time.monotonic() + seconds, _is_ours)))
         while len(into) < len(peers):
-            connection, _ = listener.accept()
-            if not _is_ours(connection):
-                connection.close()
+            try:
+                caller = failed.enter_context(closing(next(callers)))
+            except TimeoutError:
+                raise TimeoutError(f"ranks {[peer for peer in peers if peer not in into]} did not call rank {rank}") from None
+            peer, size = _HELLO.unpack(caller.hello)
+            if peer not in peers or peer in into or not _is_ring(caller.files, size) or size != ring.bytes.numel():
+                caller.close()
                 continue
-            failed.enter_context(connection)
-            connection.settimeout(seconds)
-            message, files, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
-            with ExitStack() as received:
-                for descriptor in files:
-                    received.callback(os.close, descriptor)
-                peer, size = _HELLO.unpack(message)
-                into[peer], rings[peer] = connection, Pinned(size, device, files[0])
+            rings[peer] = Pinned(size, device, caller.files[0])
             failed.callback(rings[peer].close)
+            caller.drop_files()
+            caller.connection.settimeout(seconds)
+            into[peer] = caller.connection
         failed.pop_all()
         return SharedWire(ring, out, into, rings)
+
+
+def _is_ring(files: list[int], size: int) -> bool:
+    """Whether a caller sent memory of that size which it cannot take away again: to read what is gone would end this process."""
+    import fcntl
+
+    try:
+        return bool(fcntl.fcntl(files[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK) and os.fstat(files[0]).st_size == size
+    except (OSError, IndexError):
+        return False
 
 
 def _is_ours(connection: socket.socket) -> bool:

@@ -11,11 +11,12 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, suppress
+
+from freescale.transport.greeting import heard
 
 _HELLO = struct.Struct("<16sI")  # token of who is called, rank of who calls
-_GREETING = 2.0  # seconds that a caller has for it
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # as for gloo, whose control traffic goes the same way
 _REFUSED = b"! "
 _ROOM = 1 << 20  # bytes, that may wait to be read
@@ -92,12 +93,12 @@ def own_address() -> str:
     return "127.0.0.1"
 
 
-def listening(peers: int) -> socket.socket:
+def listening() -> socket.socket:
     address = own_address()
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.bind((address, 0))
-        listener.listen(max(1, peers))
+        listener.listen(socket.SOMAXCONN)  # strangers must not fill the queue before the ranks call
     except OSError:
         listener.close()
         raise
@@ -108,12 +109,12 @@ def connect(rank: int, peers: list[int], gather: Callable[[bytes], list[bytes]],
     """A collective of all ranks, whatever their `peers`: `gather` exchanges addresses. The lower rank of a pair calls."""
     token, end = secrets.token_bytes(16), time.monotonic() + seconds
     try:
-        listener = listening(len(peers))
+        listener = listening()
     except OSError as error:
         gather(_REFUSED + str(error).encode())  # the others wait for it
         raise
     streams: dict[int, socket.socket] = {}
-    with listener:
+    with listener, ExitStack() as failed:
         address, port = listener.getsockname()[:2]
         answers = gather(f"{address} {port} {token.hex()}".encode())
         for peer, answer in enumerate(answers):
@@ -123,22 +124,15 @@ def connect(rank: int, peers: list[int], gather: Callable[[bytes], list[bytes]],
         for peer in (peer for peer in peers if peer > rank):
             where, number, key = called[peer]
             try:
-                streams[peer] = socket.create_connection((where, int(number)), _left(end))
+                streams[peer] = failed.enter_context(socket.create_connection((where, int(number)), _left(end)))
             except OSError as error:
                 raise OSError(
                     f"rank {rank} at {address} does not reach rank {peer} at {where} ({_INTERFACE} names an interface): {error}"
                 ) from error
             streams[peer].sendall(_HELLO.pack(bytes.fromhex(key), rank))
-        while awaited := [peer for peer in peers if peer not in streams]:
-            try:
-                listener.settimeout(_left(end))
-                caller, _ = listener.accept()
-            except TimeoutError:
-                raise TimeoutError(f"ranks {awaited} did not call rank {rank} at {address}") from None
-            if (peer := _greeted(caller, token)) in awaited:
-                streams[peer] = caller
-            else:
-                caller.close()
+        for peer, stream in _callers(listener, token, {peer for peer in peers if peer < rank}, end, f"rank {rank} at {address}"):
+            streams[peer] = failed.enter_context(stream)
+        failed.pop_all()
     for stream in streams.values():
         stream.setblocking(False)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -148,19 +142,26 @@ def connect(rank: int, peers: list[int], gather: Callable[[bytes], list[bytes]],
     return TcpWire(streams)
 
 
-def _greeted(caller: socket.socket, token: bytes) -> int:
-    """The rank that calls; -1 if it is none."""
-    hello, end = b"", time.monotonic() + _GREETING
-    with suppress(OSError):
-        while len(hello) < _HELLO.size:
-            caller.settimeout(_left(end))
-            part = caller.recv(_HELLO.size - len(hello))
-            if not part:
-                return -1
-            hello += part
-        given, rank = _HELLO.unpack(hello)
-        return rank if secrets.compare_digest(given, token) else -1
-    return -1
+def _callers(
+    listener: socket.socket, token: bytes, awaited: set[int], end: float, where: str
+) -> Iterator[tuple[int, socket.socket]]:
+    """The ranks that are awaited, as they call: they bring the token, once."""
+    if not awaited:
+        return
+    with closing(heard(listener, _HELLO.size, len(awaited), end)) as callers:
+        try:
+            for caller in callers:
+                given, peer = _HELLO.unpack(caller.hello)
+                if not secrets.compare_digest(given, token) or peer not in awaited:
+                    caller.close()
+                    continue
+                awaited.discard(peer)
+                caller.drop_files()
+                yield peer, caller.connection
+                if not awaited:
+                    return
+        except TimeoutError:
+            raise TimeoutError(f"ranks {sorted(awaited)} did not call {where}") from None
 
 
 def _left(end: float) -> float:

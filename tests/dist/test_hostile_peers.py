@@ -1,0 +1,79 @@
+"""A peer that names bytes it does not have ends the exchange, by an error that names it: in C and in Python."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import pytest
+import torch
+from ranks import gather_ranks
+
+from freescale.transport.api import TransportError
+from freescale.transport.calls import calls
+from freescale.transport.channel import Channel
+from freescale.transport.engine import EngineChannel, EngineGate
+from freescale.transport.gate import Gate
+from freescale.transport.halves import LARGEST, SLOTS
+from freescale.transport.memory import Pinned, shared_file
+from freescale.transport.shared import SharedWire
+from freescale.transport.transfer import Part, Round, Transfer
+
+RING, SIZE = SLOTS * LARGEST, 1000
+CPU = torch.device("cpu")
+NONSENSE = {
+    "beyond its ring": (struct.pack("<QQ", 1 << 46, SIZE), b"", "names bytes"),
+    "across the end of its ring": (struct.pack("<QQ", RING - SIZE + 1, SIZE), b"", "names bytes"),
+    "before its ring": (struct.pack("<QQ", (1 << 64) - 16, SIZE), b"", "names bytes"),
+    "another size": (struct.pack("<QQ", 0, 1 << 62), b"", "ranks disagree on sizes"),
+    "more answers than pieces": (struct.pack("<QQ", 0, SIZE), b"." * 100, "it says that it read"),
+}
+
+
+def _met(transport, carrier, message, answers):
+    """This rank exchanges with a peer that is not there: what it would say waits in the sockets."""
+    ring, theirs = (Pinned(RING, CPU, shared_file(RING)) for _ in range(2))
+    (out, told), (into, telling) = socket.socketpair(), socket.socketpair()
+    telling.sendall(message)
+    told.sendall(answers)
+    wire = SharedWire(ring, {1: out}, {1: into}, {1: theirs})
+    sent, came = torch.zeros(2 * RING, dtype=torch.uint8), torch.zeros(SIZE, dtype=torch.uint8)
+    channel: EngineChannel | Channel
+    if carrier == "engine":
+        found = calls()
+        assert found is not None
+        channel = EngineChannel(found, 0, CPU, [wire], ring, EngineGate(found, 0.001), LARGEST // 2, 5.0)
+        laid = [([0, tensor.data_ptr()], [0, tensor.numel()]) for tensor in (sent, came)]
+        wait = lambda: channel.submit("rows", False, (sent, came), *laid[0], *laid[1]).wait()  # noqa: E731
+    else:
+        channel = Channel("test", 0, CPU, [wire, wire], ring, Gate(0.001), LARGEST // 2, 5.0, patient=True)
+        transfer = Transfer("rows", [Round([Part(1, sent)])], [Round([Part(1, came)])], False, CPU)
+        wait = lambda: (channel.submit(transfer), transfer.wait())  # noqa: E731
+    with pytest.raises(TransportError) as caught:
+        wait()
+    channel.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("carrier", ["engine", "python"])
+@pytest.mark.parametrize("what", NONSENSE)
+def test_nonsense_is_an_error_that_names_the_peer(carrier, what):
+    message, answers, reason = NONSENSE[what]
+    ((error, text),) = gather_ranks(1, _met, carrier, message, answers, timeout=20)
+    assert error is None, error
+    assert text.startswith("rank 0: bulk exchange of rows failed: rank 1 ") and reason in text
+
+
+def _names_a_size(transport, size):
+    gather = transport._gather
+    if transport.rank == 1:
+        transport._gather = lambda tensor: gather(torch.tensor([size]) if tensor.dtype == torch.int64 else tensor)
+    with pytest.raises(TransportError) as caught:
+        transport.gather_bytes(b"x")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [-5, 1 << 60])
+def test_the_length_of_a_control_message_is_checked(size):
+    for error, text in gather_ranks(2, _names_a_size, size, timeout=20):
+        assert error is None and f"rank 1 names a control message of {size:,} bytes" in text, (error, text)
