@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -9,13 +12,16 @@ import torch
 from ranks import gather_ranks, run_ranks
 from torch import nn
 from toys import Clicks
+from wires import wired
 
 import freescale
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.registry import PARTITIONERS
+from freescale.observe.ledger import Ledger
 from freescale.pipeline.agreement import RemoteError
 from freescale.train.checkpoint import Checkpoints
+from freescale.transport.hostwire import Hostwire
 from freescale.transport.local import Local
 
 from test_priority import batch_of, build, colliding, share_of, state_of  # isort: skip
@@ -281,6 +287,28 @@ def test_a_closed_pipeline_is_settled_and_refuses_to_run():
     assert same(state_of(expected), state_of(parallel)) == []
     with pytest.raises(RuntimeError, match="closed"):
         next(pipeline.run(stream(Local())))
+
+
+def _sweep(transport, wire):
+    """Descriptors, threads and mapped memory of this process, after each of five pipelines."""
+    if wire is not None:
+        kind, shared = wired(wire)
+        options = {"shared": shared, "timeout": timedelta(seconds=30)}
+        transport = Hostwire("cpu", Ledger(), transport.group, transport.control, kind, **options)
+    found = []
+    for _ in range(5):
+        _, pipeline = build(transport, "staged", dense_sums="parts")
+        with pipeline:
+            list(pipeline.run(stream(transport, steps=3)))
+        rings = sum(1 for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:freescale" in line)
+        found.append((len(os.listdir("/proc/self/fd")), threading.active_count(), rings))
+    return found
+
+
+@pytest.mark.parametrize("wire", [None, "shared memory", "tcp"])
+def test_pipelines_one_after_another_take_what_one_does(wire):
+    for found in run_ranks(2, _sweep, wire, timeout=60):
+        assert found[1:] == [found[0]] * 4
 
 
 # ---- learning rates, and what is refused

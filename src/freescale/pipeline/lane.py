@@ -73,13 +73,15 @@ class Lane:
         self.stream = torch.cuda.Stream(self.device, priority=-2 if urgent else -1) if cuda else None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._ending: list[threading.Thread] = []
 
     def submit(self, function: Callable[[], None], tensors: Sequence[Tensor] = ()) -> Job:
         """`tensors`: those of another stream that the function uses."""
         self.borrow(*tensors)
         job = Job(self.device, function)
         if self._thread is None:
-            self._thread = started(self.name, self._work, partial(self._jobs.put, None))
+            self._ending = [thread for thread in self._ending if thread.is_alive()]
+            self._thread = started(self.name, partial(self._work, self._jobs), partial(self._jobs.put, None))
         self._jobs.put(job)
         return job
 
@@ -87,13 +89,13 @@ class Lane:
         """Ends the thread once its jobs are done; the next job starts another."""
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread = None
+            self._ending.append(self._thread)
+            self._thread, self._jobs = None, queue.SimpleQueue()
 
     def close(self) -> None:
         """Gives the channel back: another lane may have it. In the same order on every rank."""
-        thread = self._thread
         self.rest()
-        if thread is not None:
+        for thread in self._ending:
             thread.join()
         self._transport.release(self.transport)
 
@@ -109,8 +111,8 @@ class Lane:
         if self.stream is not None:
             tensor.record_stream(current_stream(self.device))
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+    def _work(self, jobs: queue.SimpleQueue[Job | None]) -> None:
+        while (job := jobs.get()) is not None:
             self._run(job)
 
     def _run(self, job: Job) -> None:
