@@ -113,7 +113,7 @@ class Schedule(ABC):
         reads the tables; who reads them otherwise calls `flush` first."""
         if self._closed:
             raise RuntimeError("the pipeline is closed: make another")
-        self._stopped, self._failure = False, None
+        self._stopped, self._failure, self._loss_watch = False, None, LossWatch()
         source = self._source = self._source_of(iter(data), self.tables.take_over(self))
         try:
             with objects_set_aside(), self.buckets.watching():

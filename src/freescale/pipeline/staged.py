@@ -120,6 +120,7 @@ class Staged(Schedule):
         if self._taking is not None and self._taking.job is not None:  # nobody may close the data while the lane reads it
             with suppress(Exception):
                 self._taking.job.wait(host=True)
+        self._taking = None
         for lane in self.lanes:
             lane.rest()
 
@@ -131,13 +132,13 @@ class Staged(Schedule):
         self._take(source)
         turn.upcoming.count(self.ledger)
         self._compute(turn.micro, turn.agreement)
-        self._agreed()
         self.steps += 1
         self.stopwatch.finish(self.steps)
         turn.step, turn.factor = self.steps, self._factor(self.steps)
         turn.gradients = [request.gradient() for _, request in self._sharded(turn)]
         self._jobs.append(self.urgent.submit(lambda: self._after_backward(turn, coming), turn.gradients))
         self._unsettled = turn
+        self._agreed()
         self._apply_replicated(turn)
         losses = self.buckets.reduce()
         norm = self._update_dense(turn.factor)
