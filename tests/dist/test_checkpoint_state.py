@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from toys import Clicks, clicks_batch
 
@@ -111,9 +114,11 @@ class Frozen(Clicks):
         self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
 
 
-def build(optimizer=OPTIMIZERS["AdamW"], model=Clicks):
+def build(optimizer=OPTIMIZERS["AdamW"], model=Clicks, transport=None):
     torch.manual_seed(3)
-    parallel = freescale.parallelize(model(), Clicks.ids, freescale.Adam(lr=0.1), placement="sharded", init_std=0.3)
+    parallel = freescale.parallelize(
+        model(), Clicks.ids, freescale.Adam(lr=0.1), transport=transport, placement="sharded", init_std=0.3
+    )
     dense = optimizer(parallel.dense_parameters())
     return parallel, dense, freescale.Pipeline(parallel, dense)
 
@@ -285,6 +290,60 @@ def test_extra_state_that_cannot_be_saved_is_refused_by_name(tmp_path):
         Checkpoints(tmp_path, Local()).save(parallel, dense, {"step": 1})
 
 
+# ---- divergence
+
+
+class Masked(Clicks):
+    """With a mask as models of attention have it."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+
+
+def diverge(transport, folder, where):
+    """On the last rank alone. -> what each rank said."""
+    parallel, dense, pipeline = build(model=Masked, transport=transport)
+    run(pipeline, 0, 2)
+    checkpoints = Checkpoints(Path(folder), transport, keep=1)
+    checkpoints.save(parallel, dense, {"step": 2})
+    assert checkpoints.steps() == [2]
+    if transport.rank == transport.world - 1:
+        tensors = {
+            "table": parallel.tables.local("item")["rows"],
+            "row state": parallel.tables.local("item")["first"],
+            "dense": parallel.module.layers[0].weight.data,
+            "mask": parallel.module.mask,
+            "optimizer": dense.state[parallel.module.layers[0].weight]["exp_avg"],
+        }
+        tensors[where].view(-1)[-1] = float("nan")
+    with pytest.raises(ValueError, match="is not finite at step 3") as error:
+        checkpoints.save(parallel, dense, {"step": 3})
+    assert [path.name for path in Path(folder).iterdir()] == ["step-00000002"]
+    fresh, again, _ = build(model=Masked, transport=transport)
+    assert checkpoints.load(checkpoints.path(2), fresh, again)["step"] == 2
+    return str(error.value)
+
+
+NAMES = {
+    "table": "table/item/rows",
+    "row state": "table/item/first",
+    "dense": "dense/layers.0.weight",
+    "mask": "dense/mask",
+    "optimizer": "optimizer/layers.0.weight/exp_avg",
+}
+
+
+@pytest.mark.parametrize("where", NAMES)
+def test_what_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp_path, where):
+    assert diverge(Local(), tmp_path, where).startswith(f"{NAMES[where]} is not finite")
+
+
+def test_all_ranks_refuse_what_one_finds_not_finite(tmp_path):
+    said = run_ranks(2, diverge, str(tmp_path), "table")
+    assert said[0] == said[1] and said[0].startswith("table/item/rows is not finite")
+
+
 # ---- a run
 
 
@@ -303,3 +362,14 @@ def test_a_run_refuses_a_folder_with_other_checkpoints_before_it_trains(tmp_path
     with pytest.raises(ValueError, match=r"ahead of step 0 \(step-00000002\)"):
         trainer(tmp_path, 4)
     trainer(tmp_path, 4, resume=True).train()
+
+
+def test_a_run_that_diverges_between_two_looks_at_its_loss_keeps_its_good_checkpoints(tmp_path):
+    settings = {"checkpoint_every": 2, "log_every": 1000, "keep_checkpoints": 2}
+    trainer(tmp_path, 4, **settings).train()
+    checkpoints = tmp_path / "run" / "checkpoints"
+    before = sorted(path.name for path in checkpoints.iterdir())
+    with pytest.raises(ValueError, match="is not finite at step 6.*Lower --lr and --row-lr, or set --clip and --row-clip"):
+        trainer(tmp_path, 40, resume=True, lr=1e30, row_lr=1e30, **settings).train()
+    assert sorted(path.name for path in checkpoints.iterdir()) == before == ["step-00000002", "step-00000004"]
+    assert math.isfinite(trainer(tmp_path, 8, resume=True, **settings).train()["loss"])

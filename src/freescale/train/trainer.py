@@ -29,7 +29,7 @@ from freescale.models.segments import SegmentedHSTU
 from freescale.observe.collect import Collector
 from freescale.pipeline.api import Pipeline
 from freescale.pipeline.serial import StepResult
-from freescale.train.checkpoint import Checkpoints
+from freescale.train.checkpoint import Checkpoints, NotFinite
 from freescale.train.evaluate import evaluate_ranking, evaluate_retrieval
 from freescale.train.schedules import learning_rate
 from freescale.transport.api import Transport
@@ -262,7 +262,10 @@ class Trainer:
             "pipeline": self.pipeline.state_dict(),
             "data": self.data.state_dict(number + 1),
         }
-        self.checkpoints.save(self.parallel, self.optimizer, progress, self.pipeline.buckets)
+        try:
+            self.checkpoints.save(self.parallel, self.optimizer, progress, self.pipeline.buckets)
+        except NotFinite as error:
+            raise ValueError(f"{error}. Lower --lr and --row-lr, or set --clip and --row-clip") from None
 
     def _load(self) -> None:
         found = self.checkpoints.last_intact()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from freescale.train.checkpoint.files import (
     step_of,
     write_state,
 )
+from freescale.train.checkpoint.finite import NotFinite, first_not_finite
 from freescale.train.checkpoint.model import (
     dense_tensors,
     description,
@@ -37,6 +38,7 @@ from freescale.train.checkpoint.model import (
     restore_extra,
     restore_random,
     table_tensors,
+    untrained,
 )
 from freescale.train.checkpoint.optimizer import optimizer_state, pack_optimizer, refuse_before_it_steps
 from freescale.train.checkpoint.plain import Room
@@ -107,6 +109,7 @@ class Checkpoints:
         self._together(lambda: self._refuse_ahead(step))
         parallel.tables.settle()
         tensors, state = together(self.transport, lambda: self._contents(parallel, optimizer, progress, reducer))
+        together(self.transport, lambda: self._refuse_diverged(step, tensors, untrained(parallel.module)), NotFinite)
         failure = f"checkpoint {self.path(step)} could not be written"
         try:
             self._together(lambda: self.files.begin(step), failure)
@@ -179,6 +182,10 @@ class Checkpoints:
                 f"{self.folder} holds checkpoints ahead of step {step} ({', '.join(ahead)}), which this run did not come from: "
                 "go on from one of them (load it; --resume), remove them, or use another folder"
             )
+
+    def _refuse_diverged(self, step: int, tensors: Mapping[str, Tensor], untrained: Collection[str]) -> None:
+        if name := first_not_finite(tensors, untrained):
+            raise NotFinite(f"{name} is not finite at step {step}, which is therefore not saved: the checkpoints before it stay")
 
     def _remove_old(self, step: int) -> None:
         """Those left behind, and all but the last `keep`; never the one just saved."""
