@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from toys import Clicks, clicks_batch
+from toys import Clicks, clicks_batch, rank_slice
 
 import freescale
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
@@ -288,6 +288,65 @@ def test_extra_state_that_cannot_be_saved_is_refused_by_name(tmp_path):
     parallel.module.inner.seen = Counter()
     with pytest.raises(ValueError, match="extra/inner._extra_state is a Counter"):
         Checkpoints(tmp_path, Local()).save(parallel, dense, {"step": 1})
+
+
+# ---- the order of sums
+
+
+class Alternating(nn.Module):
+    """The order of its layers, and so of its backward, is each batch's own."""
+
+    ids = {"item": ["history"]}
+
+    def __init__(self):
+        super().__init__()
+        self.item = nn.Embedding(200, 16)
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(16, 2500), nn.Tanh(), nn.Linear(2500, 16)) for _ in range(2))
+        self.out = nn.Linear(16, 2)
+
+    def forward(self, batch):
+        history = batch.sequences["history"]
+        sample = torch.repeat_interleave(torch.arange(len(batch)), history.lengths)
+        x = torch.zeros(len(batch), 16).index_add(0, sample, self.item(history.values))
+        for branch in self.branches if batch.number % 2 == 0 else reversed(self.branches):
+            x = x + branch(x)
+        losses = nn.functional.binary_cross_entropy_with_logits(self.out(x), batch.dense["labels"], reduction="none").sum(0)
+        return {"click": losses[0], "like": losses[1]}
+
+
+def alternating(transport):
+    torch.manual_seed(0)
+    parallel = freescale.parallelize(Alternating(), Alternating.ids, transport=transport, placement="sharded", init_std=0.1)
+    dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
+    return parallel, dense, freescale.Pipeline(parallel, dense, schedule="staged")
+
+
+def resume_after_an_odd_step(transport, folder):
+    data = [rank_slice(clicks_batch(9, seed), transport.rank, transport.world) for seed in range(7)]
+    parallel, dense, pipeline = alternating(transport)
+    checkpoints = Checkpoints(Path(folder), transport)
+    for result in pipeline.run(data):
+        if result.step == 3:
+            checkpoints.save(parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()}, pipeline.buckets)
+    resumed, dense, again = alternating(transport)
+    assert len(again.buckets.flat) > 1
+    again.load_state_dict(checkpoints.load(checkpoints.path(3), resumed, dense, again.buckets)["pipeline"])
+    list(again.run(data[3:]))
+    assert_equal(resumed, parallel)
+
+
+def load_the_order(transport, folder):
+    parallel, dense, pipeline = alternating(transport)
+    Checkpoints(Path(folder), transport).load(Path(folder) / "step-00000003", parallel, dense, pipeline.buckets)
+    names = [name for name, _ in parallel.module.named_parameters()]
+    return [names[number] for number in pipeline.buckets.order]
+
+
+def test_sums_go_on_in_the_order_that_they_had(tmp_path):
+    """Three numbers have sums that depend on it; on another number of ranks the order is the same."""
+    run_ranks(3, resume_after_an_odd_step, str(tmp_path))
+    saved = json.loads((tmp_path / "step-00000003" / "state.json").read_text())["order"]
+    assert load_the_order(Local(), tmp_path) == saved and len(saved) == 10
 
 
 # ---- divergence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -24,8 +24,8 @@ class GradientBuckets(FlatGradients):
     Parameters that a rank's batch did not reach count as zero, so that all ranks reduce the same buffers; one further message
     carries the step's summed losses. The order is the same on every rank, whatever it computes: losses, then the buckets. Which
     parameters make a bucket is found in the first backward: those whose gradients came one after another. It sends nothing before
-    it has ended; each later one sends a bucket as soon as it is complete. The division is a function of the model, so that a run
-    which is resumed sums as the one before.
+    it has ended; each later one sends a bucket as soon as it is complete. Where a backward's order depends on its batch, another
+    would divide otherwise, and sum in another order: `order` is kept in a checkpoint, for `adopt` in the run that resumes.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, summing: Summing | None = None) -> None:
@@ -36,15 +36,25 @@ class GradientBuckets(FlatGradients):
         self._summed: Handle | None = None
         self._handles: list[Handle] = []
         self._sums: Transport | Summing | None = None
-        backwards = list(reversed(range(len(self.parameters))))
-        self._divide(backwards)
-        # Parameters by number, as the first backward reached them; None once all know.
-        self._came: dict[int, None] | None = {} if len(self.flat) > len({p.dtype for p in self.parameters}) else None
+        self._came: dict[int, None] | None  # parameters by number, as the first backward reached them; None once all know
+        self.adopt(None)
         for number, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._there, number))
 
+    @property
+    def order(self) -> list[int] | None:
+        """Parameters by number, as they were divided; None before the first backward has shown it."""
+        return self._order if self._came is None else None
+
+    def adopt(self, order: Sequence[int] | None) -> None:
+        """Between two steps, the same on every rank: divides as an earlier run, which had that `order`, or by the next backward."""
+        self._divide(list(reversed(range(len(self.parameters)))) if order is None else list(order))
+        several = len(self.flat) > len({p.dtype for p in self.parameters})
+        self._came = {} if order is None and several else None
+
     def _divide(self, order: list[int]) -> None:
         """Into buckets, in that order of the parameters."""
+        self._order = order
         self.flat = []
         self._members: list[set[int]] = []  # of each bucket: parameters by number
         views: dict[int, Tensor] = {}

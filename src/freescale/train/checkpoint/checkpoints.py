@@ -15,7 +15,7 @@ from torch import Tensor
 
 from freescale.embedding.swap import Parallel
 from freescale.pipeline.reducer import Reducer
-from freescale.train.checkpoint.carried import Carried
+from freescale.train.checkpoint.carried import Carried, adopt_bucket_order, bucket_order
 from freescale.train.checkpoint.files import (
     FORMAT,
     CheckpointFolder,
@@ -103,8 +103,8 @@ class Checkpoints:
         progress: Mapping[str, Any],
         reducer: Reducer | None = None,
     ) -> Path:
-        """`progress` is plain JSON with at least `step`: where the run stands. `reducer` is the pipeline's (`pipeline.buckets`):
-        one that compresses carries errors from step to step."""
+        """`progress` is plain JSON with at least `step`: where the run stands. `reducer` is the pipeline's (`pipeline.buckets`): it
+        carries the order of sums, and errors where it compresses, from step to step."""
         step = int(progress["step"])
         self._together(lambda: self._refuse_ahead(step))
         parallel.tables.settle()
@@ -145,8 +145,7 @@ class Checkpoints:
         state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
         if transport.device.type != "cpu":
             state["on_host"] = [name for name, value in beside.items() if value.device.type == "cpu"]
-        if carried.names:
-            state["carried"] = carried.names
+        state |= bucket_order(reducer, names) | ({"carried": carried.names} if carried.names else {})
         return tensors | beside | carried.tensors(transport.rank) | random_tensors(transport), state
 
     def _write(self, folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], failure: str) -> None:
@@ -206,8 +205,8 @@ class Checkpoints:
         reducer: Reducer | None = None,
     ) -> dict:
         """Restores tables, dense weights and (if given) optimizer state and random state; returns the progress. An optimizer's
-        settings (learning rate, weight decay, ...) stay the caller's: they may have changed on purpose. Errors of compression go to
-        the pipeline's `reducer`; where its state was not saved it begins with none, where it is exact they are left."""
+        settings (learning rate, weight decay, ...) stay the caller's: they may have changed on purpose. Errors of compression and
+        the order of sums go to the pipeline's `reducer`; where they were not saved it begins anew."""
         found = checkpoint if isinstance(checkpoint, Intact) else intact(Path(checkpoint), self.transport)
         path, state, transport, names = found.path, found.state, self.transport, names_of(parallel)
         if not parallel.tables.placed:
@@ -233,6 +232,7 @@ class Checkpoints:
         if random:
             restore_random(random, transport)
         carried.restore(same_ranks=state["ranks"] == transport.world)
+        adopt_bucket_order(reducer, names, state)
         parallel.tables.reload()
         if optimizer is not None and transport.rank == 0:
             self._leave_behind(path)
