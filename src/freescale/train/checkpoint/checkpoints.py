@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from freescale.train.checkpoint.files import (
     checksum,
     intact,
     last_intact,
-    read_state,
     step_of,
     write_state,
 )
@@ -64,7 +64,8 @@ class Checkpoints:
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise ValueError(f"keep must be at least 1, got {self.keep}")
-        self.files = CheckpointFolder(Path(self.folder))
+        self.folder = Path(self.folder)
+        self.files = CheckpointFolder(self.folder)
 
     # ---- which there are
 
@@ -117,7 +118,8 @@ class Checkpoints:
             self._together(lambda: self.files.finish(step), failure)
         except ValueError:  # all ranks are here, none writes any more
             if self.transport.rank == 0:
-                self.files.clear()
+                with suppress(OSError):  # the next save tries again
+                    self.files.clear()
             raise
         self._together(lambda: self._remove_old(step))
         return self.path(step)
@@ -162,7 +164,7 @@ class Checkpoints:
         state["files"] = {name: sum_of for part in files for name, sum_of in part.items()}
         self._together(lambda: write_state(folder, state), failure)
 
-    def _together(self, work: Callable[[], object], failure: str = "") -> None:
+    def _together(self, work: Callable[[], object], failure: str | None = None) -> None:
         """Rank 0's work; if it fails, all ranks say so."""
 
         def done() -> None:
@@ -170,7 +172,7 @@ class Checkpoints:
                 if self.transport.rank == 0:
                     work()
             except OSError as error:
-                raise ValueError(f"{failure}: {reason(error)}") from error
+                raise ValueError(f"{failure or self.folder}: {reason(error)}") from error
 
         together(self.transport, done)
 
@@ -194,8 +196,6 @@ class Checkpoints:
         self._left_behind.clear()
 
     # ---- load
-
-    read_state = staticmethod(read_state)
 
     def load(
         self,
