@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
-from toys import Clicks, clicks_batch
+from toys import Clicks, clicks_batch, rank_slice
 
 import freescale
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
@@ -111,9 +114,11 @@ class Frozen(Clicks):
         self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
 
 
-def build(optimizer=OPTIMIZERS["AdamW"], model=Clicks):
+def build(optimizer=OPTIMIZERS["AdamW"], model=Clicks, transport=None):
     torch.manual_seed(3)
-    parallel = freescale.parallelize(model(), Clicks.ids, freescale.Adam(lr=0.1), placement="sharded", init_std=0.3)
+    parallel = freescale.parallelize(
+        model(), Clicks.ids, freescale.Adam(lr=0.1), transport=transport, placement="sharded", init_std=0.3
+    )
     dense = optimizer(parallel.dense_parameters())
     return parallel, dense, freescale.Pipeline(parallel, dense)
 
@@ -270,6 +275,119 @@ def test_extra_state_that_cannot_be_saved_is_refused_by_name(tmp_path):
         Checkpoints(tmp_path, Local()).save(parallel, dense, {"step": 1})
 
 
+# ---- the order of sums
+
+
+class Alternating(nn.Module):
+    """The order of its layers, and so of its backward, is each batch's own."""
+
+    ids = {"item": ["history"]}
+
+    def __init__(self):
+        super().__init__()
+        self.item = nn.Embedding(200, 16)
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(16, 2500), nn.Tanh(), nn.Linear(2500, 16)) for _ in range(2))
+        self.out = nn.Linear(16, 2)
+
+    def forward(self, batch):
+        history = batch.sequences["history"]
+        sample = torch.repeat_interleave(torch.arange(len(batch)), history.lengths)
+        x = torch.zeros(len(batch), 16).index_add(0, sample, self.item(history.values))
+        for branch in self.branches if batch.number % 2 == 0 else reversed(self.branches):
+            x = x + branch(x)
+        losses = nn.functional.binary_cross_entropy_with_logits(self.out(x), batch.dense["labels"], reduction="none").sum(0)
+        return {"click": losses[0], "like": losses[1]}
+
+
+def alternating(transport):
+    torch.manual_seed(0)
+    parallel = freescale.parallelize(Alternating(), Alternating.ids, transport=transport, placement="sharded", init_std=0.1)
+    dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
+    return parallel, dense, freescale.Pipeline(parallel, dense, schedule="staged")
+
+
+def resume_after_an_odd_step(transport, folder):
+    data = [rank_slice(clicks_batch(9, seed), transport.rank, transport.world) for seed in range(7)]
+    parallel, dense, pipeline = alternating(transport)
+    checkpoints = Checkpoints(Path(folder), transport)
+    for result in pipeline.run(data):
+        if result.step == 3:
+            checkpoints.save(parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()}, pipeline.buckets)
+    resumed, dense, again = alternating(transport)
+    assert len(again.buckets.flat) > 1
+    again.load_state_dict(checkpoints.load(checkpoints.path(3), resumed, dense, again.buckets)["pipeline"])
+    list(again.run(data[3:]))
+    assert_equal(resumed, parallel)
+
+
+def load_the_order(transport, folder):
+    parallel, dense, pipeline = alternating(transport)
+    Checkpoints(Path(folder), transport).load(Path(folder) / "step-00000003", parallel, dense, pipeline.buckets)
+    names = [name for name, _ in parallel.module.named_parameters()]
+    return [names[number] for number in pipeline.buckets.order]
+
+
+def test_sums_go_on_in_the_order_that_they_had(tmp_path):
+    """Three numbers have sums that depend on it; on another number of ranks the order is the same."""
+    run_ranks(3, resume_after_an_odd_step, str(tmp_path))
+    saved = json.loads((tmp_path / "step-00000003" / "state.json").read_text())["order"]
+    assert load_the_order(Local(), tmp_path) == saved and len(saved) == 10
+
+
+# ---- divergence
+
+
+class Masked(Clicks):
+    """With a mask as models of attention have it."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+
+
+def diverge(transport, folder, where):
+    """On the last rank alone. -> what each rank said."""
+    parallel, dense, pipeline = build(model=Masked, transport=transport)
+    run(pipeline, 0, 2)
+    checkpoints = Checkpoints(Path(folder), transport, keep=1)
+    checkpoints.save(parallel, dense, {"step": 2})
+    assert checkpoints.steps() == [2]
+    if transport.rank == transport.world - 1:
+        tensors = {
+            "table": parallel.tables.local("item")["rows"],
+            "row state": parallel.tables.local("item")["first"],
+            "dense": parallel.module.layers[0].weight.data,
+            "mask": parallel.module.mask,
+            "optimizer": dense.state[parallel.module.layers[0].weight]["exp_avg"],
+        }
+        tensors[where].view(-1)[-1] = float("nan")
+    with pytest.raises(ValueError, match="is not finite at step 3") as error:
+        checkpoints.save(parallel, dense, {"step": 3})
+    assert [path.name for path in Path(folder).iterdir()] == ["step-00000002"]
+    fresh, again, _ = build(model=Masked, transport=transport)
+    assert checkpoints.load(checkpoints.path(2), fresh, again)["step"] == 2
+    return str(error.value)
+
+
+NAMES = {
+    "table": "table/item/rows",
+    "row state": "table/item/first",
+    "dense": "dense/layers.0.weight",
+    "mask": "dense/mask",
+    "optimizer": "optimizer/layers.0.weight/exp_avg",
+}
+
+
+@pytest.mark.parametrize("where", NAMES)
+def test_what_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp_path, where):
+    assert diverge(Local(), tmp_path, where).startswith(f"{NAMES[where]} is not finite")
+
+
+def test_all_ranks_refuse_what_one_finds_not_finite(tmp_path):
+    said = run_ranks(2, diverge, str(tmp_path), "table")
+    assert said[0] == said[1] and said[0].startswith("table/item/rows is not finite")
+
+
 # ---- a run
 
 
@@ -288,3 +406,14 @@ def test_a_run_refuses_a_folder_with_other_checkpoints_before_it_trains(tmp_path
     with pytest.raises(ValueError, match=r"ahead of step 0 \(step-00000002\)"):
         trainer(tmp_path, 4)
     trainer(tmp_path, 4, resume=True).train()
+
+
+def test_a_run_that_diverges_between_two_looks_at_its_loss_keeps_its_good_checkpoints(tmp_path):
+    settings = {"checkpoint_every": 2, "log_every": 1000, "keep_checkpoints": 2}
+    trainer(tmp_path, 4, **settings).train()
+    checkpoints = tmp_path / "run" / "checkpoints"
+    before = sorted(path.name for path in checkpoints.iterdir())
+    with pytest.raises(ValueError, match="is not finite at step 6.*Lower --lr and --row-lr, or set --clip and --row-clip"):
+        trainer(tmp_path, 40, resume=True, lr=1e30, row_lr=1e30, **settings).train()
+    assert sorted(path.name for path in checkpoints.iterdir()) == before == ["step-00000002", "step-00000004"]
+    assert math.isfinite(trainer(tmp_path, 8, resume=True, **settings).train()["loss"])

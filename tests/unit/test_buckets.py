@@ -202,3 +202,28 @@ def test_a_bucket_holds_gradients_that_come_one_after_another():
     assert seen[0] == 1 and seen[1] >= 1 + 3
     firsts = [min(members) for members in buckets._members]
     assert firsts == sorted(firsts)  # parameters are registered in the order of the backward here
+
+
+def test_an_order_is_adopted_and_nothing_is_agreed_on_again():
+    """That of a run before, whose first backward was another one; the next backward sends as it comes."""
+    first, transport = Backwards(), Watched()
+    shown = GradientBuckets(first.parameters(), CPU)
+    assert shown.order is None
+    x = torch.ones(2, 700)
+    _step(shown, transport, first, x)
+    assert sorted(shown.order) == list(range(16)) and shown.order != list(reversed(range(16)))
+    model, transport = Backwards(), Watched()
+    buckets = GradientBuckets(model.parameters(), CPU)
+    buckets.adopt(shown.order)
+    _step(buckets, transport, model, x)
+    assert transport.gathered == 0 and buckets._members == shown._members and buckets.order == shown.order
+    for ours, theirs in zip(model.parameters(), first.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    buckets.adopt(None)  # back to before the first step
+    assert buckets.order is None
+    _step(buckets, transport, model, x)
+    assert transport.gathered == 1 and buckets.order == shown.order
+
+
+def test_a_model_of_one_bucket_has_an_order_from_the_beginning():
+    assert GradientBuckets(nn.Linear(2, 2).parameters(), CPU).order == [1, 0]

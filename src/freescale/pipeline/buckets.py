@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -25,8 +25,8 @@ class GradientBuckets(FlatGradients):
     Parameters that a rank's batch did not reach count as zero, so that all ranks reduce the same buffers; one further message
     carries the step's summed losses. The order is the same on every rank, whatever it computes: losses, then the buckets. Which
     parameters make a bucket is found in the first backward: those whose gradients came one after another. It sends nothing before
-    it has ended; each later one sends a bucket as soon as it is complete. The division is a function of the model, so that a run
-    which is resumed sums as the one before.
+    it has ended; each later one sends a bucket as soon as it is complete. Where a backward's order depends on its batch, another
+    would divide otherwise, and sum in another order: `order` is kept in a checkpoint, for `adopt` in the run that resumes.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, summing: Summing | None = None) -> None:
@@ -37,15 +37,14 @@ class GradientBuckets(FlatGradients):
         self._summed: Handle | None = None
         self._handles: list[Handle] = []
         self._sums: Transport | Summing | None = None
-        backwards = list(reversed(range(len(self.parameters))))
-        self._divide(backwards)
-        # Parameters by number, as the first backward reached them; None once all know.
-        self._came: dict[int, None] | None = {} if len(self.flat) > len({p.dtype for p in self.parameters}) else None
+        self._came: dict[int, None] | None  # parameters by number, as the first backward reached them; None once all know
+        self.adopt(None)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around a run: hooks tell which gradients are there. What a run left behind that failed in its backward is forgotten."""
         self._lacking, self._summed, self._handles, self._sums = [], None, [], None
+        self._came = None if self._came is None else {}
         hooks = [p.register_post_accumulate_grad_hook(partial(self._there, number)) for number, p in enumerate(self.parameters)]
         try:
             yield
@@ -53,8 +52,20 @@ class GradientBuckets(FlatGradients):
             for hook in hooks:
                 hook.remove()
 
+    @property
+    def order(self) -> list[int] | None:
+        """Parameters by number, as they were divided; None before the first backward has shown it."""
+        return self._order if self._came is None else None
+
+    def adopt(self, order: Sequence[int] | None) -> None:
+        """Between two steps, the same on every rank: divides as an earlier run, which had that `order`, or by the next backward."""
+        self._divide(list(reversed(range(len(self.parameters)))) if order is None else list(order))
+        several = len(self.flat) > len({p.dtype for p in self.parameters})
+        self._came = {} if order is None and several else None
+
     def _divide(self, order: list[int]) -> None:
         """Into buckets, in that order of the parameters."""
+        self._order = order
         self.flat = []
         self._members: list[set[int]] = []  # of each bucket: parameters by number
         views: dict[int, Tensor] = {}

@@ -13,7 +13,7 @@ from freescale.streams import recorded
 _LATER = 2  # steps, on a GPU: by then it has long computed the loss, and nobody waits
 
 
-class NotFinite(ValueError):
+class LossNotFinite(ValueError):
     """The loss of a step is infinite or not a number."""
 
     def __init__(self, step: int, loss: float) -> None:
@@ -53,4 +53,4 @@ class LossWatch:
 def _check(step: int, total: Tensor) -> None:
     loss = float(total)
     if not math.isfinite(loss):
-        raise NotFinite(step, loss)
+        raise LossNotFinite(step, loss)

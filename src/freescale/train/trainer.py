@@ -16,10 +16,10 @@ from freescale.config import RunConfig
 from freescale.data.prefetch import prefetched
 from freescale.observe.collect import Collector
 from freescale.pipeline.api import Pipeline
-from freescale.pipeline.finite import NotFinite
+from freescale.pipeline.finite import LossNotFinite
 from freescale.pipeline.serial import StepResult
 from freescale.train.build import build_balancer, build_parallel, build_reducer, evaluate, histories
-from freescale.train.checkpoint import Checkpoints
+from freescale.train.checkpoint import Checkpoints, NotFinite
 from freescale.train.folder import RunFolder
 from freescale.train.schedules import learning_rate
 from freescale.train.stopping import Stopping
@@ -119,7 +119,7 @@ class Trainer:
         results: dict[str, Any] = {}
         try:
             last = self._loop(collector, stopping)
-        except NotFinite as error:
+        except LossNotFinite as error:
             raise ValueError(
                 f"the loss is {error.loss} at step {error.step}: lower --lr and --row-lr, or set --clip and --row-clip"
             ) from error
@@ -183,7 +183,10 @@ class Trainer:
             "pipeline": self.pipeline.state_dict(),
             "data": self.data.state_dict(number + 1),
         }
-        self.checkpoints.save(self.parallel, self.optimizer, progress, self.pipeline.buckets)
+        try:
+            self.checkpoints.save(self.parallel, self.optimizer, progress, self.pipeline.buckets)
+        except NotFinite as error:
+            raise ValueError(f"{error}. Lower --lr and --row-lr, or set --clip and --row-clip") from None
 
     def _load(self) -> None:
         found = self.checkpoints.last_intact()

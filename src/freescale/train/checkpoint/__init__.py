@@ -7,7 +7,8 @@ spread order (embedding/layout.py), dense parameters and optimizer state by para
 
 from freescale.train.checkpoint.checkpoints import Checkpoints
 from freescale.train.checkpoint.files import Damaged, Intact, intact, last_intact
+from freescale.train.checkpoint.finite import NotFinite
 from freescale.train.checkpoint.safe import SafeReader
 from freescale.train.checkpoint.together import checkpointing
 
-__all__ = ["Checkpoints", "Damaged", "Intact", "SafeReader", "checkpointing", "intact", "last_intact"]
+__all__ = ["Checkpoints", "Damaged", "Intact", "NotFinite", "SafeReader", "checkpointing", "intact", "last_intact"]

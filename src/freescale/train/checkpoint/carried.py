@@ -1,13 +1,16 @@
-"""What compression carries from step to step, in a checkpoint: each rank's own errors and thresholds, by parameter name."""
+"""What a schedule's reducer carries from step to step, in a checkpoint, by parameter name: of compression, each rank's own errors
+and thresholds; of exact sums, the order of the buckets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from freescale.compress.dense import ThresholdedGradients
+from freescale.pipeline.buckets import GradientBuckets
 from freescale.pipeline.reducer import Reducer
 
 State = dict[nn.Parameter, dict[str, Tensor]]
@@ -55,3 +58,21 @@ class Carried:
             for parameter, entries in state.items()
             for key, value in entries.items()
         }
+
+
+def bucket_order(reducer: Reducer | None, names: Mapping[int, str]) -> dict[str, list[str] | None]:
+    """For a checkpoint: {"order": parameters, or None before the first backward}; nothing of a reducer without buckets."""
+    if not isinstance(reducer, GradientBuckets):
+        return {}
+    order = reducer.order
+    return {"order": None if order is None else [names[id(reducer.parameters[number])] for number in order]}
+
+
+def adopt_bucket_order(reducer: Reducer | None, names: Mapping[int, str], state: Mapping[str, Any]) -> None:
+    """Of a checkpoint that has one; of other parameters than are trained now, the next backward's."""
+    if not isinstance(reducer, GradientBuckets) or "order" not in state:
+        return
+    numbers = {names[id(parameter)]: number for number, parameter in enumerate(reducer.parameters)}
+    order: list[str] | None = state["order"]
+    known = order is not None and sorted(order) == sorted(numbers)
+    reducer.adopt([numbers[name] for name in order] if order is not None and known else None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from freescale.config import TrainConfig
 from freescale.embedding.swap import Parallel
 from freescale.pipeline.reducer import Reducer
-from freescale.train.checkpoint.carried import Carried
+from freescale.train.checkpoint.carried import Carried, adopt_bucket_order, bucket_order
 from freescale.train.checkpoint.files import (
     FORMAT,
     CheckpointFolder,
@@ -24,10 +25,10 @@ from freescale.train.checkpoint.files import (
     checksum,
     intact,
     last_intact,
-    read_state,
     step_of,
     write_state,
 )
+from freescale.train.checkpoint.finite import NotFinite, first_not_finite
 from freescale.train.checkpoint.model import (
     dense_tensors,
     description,
@@ -38,6 +39,7 @@ from freescale.train.checkpoint.model import (
     restore_extra,
     restore_random,
     table_tensors,
+    untrained,
 )
 from freescale.train.checkpoint.optimizer import optimizer_state, pack_optimizer, refuse_before_it_steps
 from freescale.train.checkpoint.plain import Room
@@ -63,10 +65,11 @@ class Checkpoints:
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise ValueError(f"keep must be at least 1, got {self.keep}")
+        self.folder = Path(self.folder)
 
     @property
     def files(self) -> CheckpointFolder:
-        return CheckpointFolder(Path(self.folder))
+        return CheckpointFolder(self.folder)
 
     # ---- which there are
 
@@ -105,12 +108,13 @@ class Checkpoints:
         progress: Mapping[str, Any],
         reducer: Reducer | None = None,
     ) -> Path:
-        """`progress` is plain JSON with at least `step`: where the run stands. `reducer` is the pipeline's (`pipeline.buckets`):
-        one that compresses carries errors from step to step."""
+        """`progress` is plain JSON with at least `step`: where the run stands. `reducer` is the pipeline's (`pipeline.buckets`): it
+        carries the order of sums, and errors where it compresses, from step to step."""
         step = int(progress["step"])
         self._together(lambda: self._refuse_ahead(step))
         parallel.tables.settle()
         tensors, state = together(self.transport, lambda: self._contents(parallel, optimizer, progress, reducer))
+        together(self.transport, lambda: self._refuse_diverged(step, tensors, untrained(parallel.module)), NotFinite)
         failure = f"checkpoint {self.path(step)} could not be written"
         try:
             self._together(lambda: self.files.begin(step), failure)
@@ -118,7 +122,8 @@ class Checkpoints:
             self._together(lambda: self.files.finish(step), failure)
         except ValueError:  # all ranks are here, none writes any more
             if self.transport.rank == 0:
-                self.files.clear()
+                with suppress(OSError):  # the next save tries again
+                    self.files.clear()
             raise
         self._together(lambda: self._remove_old(step))
         return self.path(step)
@@ -146,8 +151,7 @@ class Checkpoints:
         state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
         if transport.device.type != "cpu":
             state["on_host"] = [name for name, value in beside.items() if value.device.type == "cpu"]
-        if carried.names:
-            state["carried"] = carried.names
+        state |= bucket_order(reducer, names) | ({"carried": carried.names} if carried.names else {})
         return tensors | beside | carried.tensors(transport.rank) | random_tensors(transport), state
 
     def _write(self, folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], failure: str) -> None:
@@ -164,7 +168,7 @@ class Checkpoints:
         state["files"] = {name: sum_of for part in files for name, sum_of in part.items()}
         self._together(lambda: write_state(folder, state), failure)
 
-    def _together(self, work: Callable[[], object], failure: str = "") -> None:
+    def _together(self, work: Callable[[], object], failure: str | None = None) -> None:
         """Rank 0's work; if it fails, all ranks say so."""
 
         def done() -> None:
@@ -172,7 +176,7 @@ class Checkpoints:
                 if self.transport.rank == 0:
                     work()
             except OSError as error:
-                raise ValueError(f"{failure}: {reason(error)}") from error
+                raise ValueError(f"{failure or self.folder}: {reason(error)}") from error
 
         together(self.transport, done)
 
@@ -184,6 +188,10 @@ class Checkpoints:
                 "go on from one of them (load it; --resume), remove them, or use another folder"
             )
 
+    def _refuse_diverged(self, step: int, tensors: Mapping[str, Tensor], untrained: Collection[str]) -> None:
+        if name := first_not_finite(tensors, untrained):
+            raise NotFinite(f"{name} is not finite at step {step}, which is therefore not saved: the checkpoints before it stay")
+
     def _remove_old(self, step: int) -> None:
         """Those left behind, and all but the last `keep`; never the one just saved."""
         others = [found for found in self.steps() if found != step]
@@ -193,8 +201,6 @@ class Checkpoints:
 
     # ---- load
 
-    read_state = staticmethod(read_state)
-
     def load(
         self,
         checkpoint: Path | Intact,
@@ -203,8 +209,8 @@ class Checkpoints:
         reducer: Reducer | None = None,
     ) -> dict:
         """Restores tables, dense weights and (if given) optimizer state and random state; returns the progress. An optimizer's
-        settings (learning rate, weight decay, ...) stay the caller's: they may have changed on purpose. Errors of compression go to
-        the pipeline's `reducer`; where its state was not saved it begins with none, where it is exact they are left."""
+        settings (learning rate, weight decay, ...) stay the caller's: they may have changed on purpose. Errors of compression and
+        the order of sums go to the pipeline's `reducer`; where they were not saved it begins anew."""
         found = checkpoint if isinstance(checkpoint, Intact) else intact(Path(checkpoint), self.transport)
         path, state, transport, names = found.path, found.state, self.transport, names_of(parallel)
         if not parallel.tables.placed:
@@ -230,6 +236,7 @@ class Checkpoints:
         if random:
             restore_random(random, transport)
         carried.restore(same_ranks=state["ranks"] == transport.world)
+        adopt_bucket_order(reducer, names, state)
         if optimizer is not None and transport.rank == 0:
             self._leave_behind(path)
         return state["progress"]

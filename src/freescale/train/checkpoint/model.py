@@ -37,6 +37,12 @@ def dense_tensors(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def untrained(module: nn.Module) -> set[str]:
+    """Of the dense tensors: buffers and frozen parameters."""
+    trained = {name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    return {name for name in dense_tensors(module) if name.removeprefix("dense/") not in trained}
+
+
 def table_tensors(tables: Tables, transport: Transport) -> dict[str, Tensor]:
     """The same of the tables; each is whole, over all ranks."""
     return {

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -41,7 +41,7 @@ class Room:
     def __init__(self, state: Mapping[str, Any], metadata: Metadata, device: torch.device) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.metadata, self._device = metadata, device
-        self._on_host: Collection[str] | None = state.get("on_host")
+        self._on_host = set(state["on_host"]) if "on_host" in state else None
 
     def of(self, packed: Any, device: torch.device | None = None, never_on_host: bool = False) -> Any:
         """The value that was packed, with tensors still to be filled: on `device`, or on the host if they were. A checkpoint from a

@@ -1,0 +1,78 @@
+"""Checkpoints on a GPU: optimizer state comes back to where it was, device or host; what is not finite is found there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toys import Clicks, clicks_batch
+
+import freescale
+from freescale.train.checkpoint import Checkpoints
+from freescale.train.checkpoint.finite import first_not_finite
+from freescale.transport.local import Local
+
+from test_cuda import CudaClicks  # isort: skip
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "AdamW, capturable": lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+}
+
+
+def build(device, optimizer):
+    torch.manual_seed(3)
+    parallel = freescale.parallelize(CudaClicks(), Clicks.ids, freescale.Adam(lr=0.1), transport=Local(device), init_std=0.3)
+    dense = optimizer(parallel.dense_parameters())
+    return parallel, dense, freescale.Pipeline(parallel, dense)
+
+
+def run(pipeline, first, last):
+    list(pipeline.run([clicks_batch(5, seed) for seed in range(first, last)]))
+
+
+def places(optimizer):
+    return [[(key, value.device.type) for key, value in entries.items()] for entries in optimizer.state.values()]
+
+
+@pytest.mark.parametrize("before", ["cuda", "cpu"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_resumes_with_its_state_where_it_belongs(tmp_path, name, before):
+    """From a CPU, where nothing is capturable, too."""
+    parallel, dense, pipeline = build(before, OPTIMIZERS[name if before == "cuda" else name.partition(",")[0]])
+    run(pipeline, 0, 3)
+    checkpoints = Checkpoints(tmp_path, parallel.transport)
+    checkpoints.save(parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()}, pipeline.buckets)
+    resumed, fresh, again = build("cuda", OPTIMIZERS[name])
+    checkpoints = Checkpoints(tmp_path, resumed.transport)
+    again.load_state_dict(checkpoints.load(checkpoints.path(3), resumed, fresh, again.buckets)["pipeline"])
+    if before == "cuda":
+        assert places(fresh) == places(dense)
+    run(pipeline, 3, 6)
+    run(again, 3, 6)
+    for ours, theirs in zip(resumed.dense_parameters(), parallel.dense_parameters(), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs.cpu(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_that_is_not_finite_is_found(dtype, bad):
+    for size in (1, 33, 100_000):
+        for place in (0, size // 2, size - 1):
+            values = torch.ones(size, dtype=dtype, device="cuda")
+            assert first_not_finite({"a": values}) is None
+            values[place] = bad
+            assert first_not_finite({"a": values, "b": torch.ones(2)}) == "a"
+
+
+def test_looking_for_them_takes_no_second_tensor():
+    values = torch.ones(1 << 26, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert first_not_finite({"a": values}) is None
+    assert torch.cuda.max_memory_allocated() - before < 1 << 22
