@@ -14,6 +14,7 @@ from freescale.transport.api import Transport, TransportError
 from freescale.transport.calls import lacking
 from freescale.transport.choice import choose, may_need_engine, rdma_devices, ucx_installed
 from freescale.transport.collective import Collective
+from freescale.transport.descriptors import check, raised
 from freescale.transport.hostwire import Hostwire
 from freescale.transport.local import Local
 from freescale.transport.shared import machine
@@ -46,6 +47,7 @@ def connect(device: str | torch.device = "auto", timeout: float = 120.0, transpo
         return _joined(chosen, timeout, transport, owner=False)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Local(chosen, Ledger(chosen))
+    check(transport, chosen.type, int(os.environ["WORLD_SIZE"]), local_world, raised(), int(os.environ["RANK"]))
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     try:
         meeting = timedelta(seconds=max(timeout, _MEETING))
@@ -59,16 +61,18 @@ def connect(device: str | torch.device = "auto", timeout: float = 120.0, transpo
 
 def _joined(device: torch.device, timeout: float, transport: str, owner: bool) -> Collective:
     """Groups of our own for the step's tensors and for control traffic: the two never mix, and `timeout` holds for both."""
-    limit = timedelta(seconds=timeout)
+    limit, files = timedelta(seconds=timeout), raised()
     group = dist.new_group(timeout=limit)
     control = dist.new_group(timeout=limit, backend="gloo")
     made = Collective(device, Ledger(device), group=group, control=control, owner=owner, timeout=limit)
     # Ranks may have different packages and devices: they decide by what all of them have.
     engine = may_need_engine(transport, device.type) and not lacking()
-    here = [machine().hex(), ucx_installed(), bool(rdma_devices()), engine]
+    here = [machine().hex(), files, ucx_installed(), bool(rdma_devices()), engine]
     found = [json.loads(part) for part in made.gather_bytes(json.dumps(here).encode())]
-    machines, *everywhere = zip(*found, strict=True)
+    machines, limits, *everywhere = zip(*found, strict=True)
     chosen, why = choose(transport, device.type, len(set(machines)), *(all(has) for has in everywhere))
+    for rank, most in enumerate(limits):
+        check(chosen, device.type, made.world, machines.count(machines[rank]), most, rank)
     if chosen != "collective":
         made = Hostwire(device, made.ledger, group, control, chosen.removeprefix("hostwire-"), owner=owner, timeout=limit)
     made.about = f"transport {chosen} ({why})"
