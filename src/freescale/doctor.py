@@ -39,6 +39,7 @@ def examine() -> list[tuple[str, str, str]]:
     rows.append(_shared_memory(torch))
     rows.append(_engine())
     rows += _transports(torch)
+    rows.append(_descriptors(torch))
     rows.append(_kernels(torch.cuda.is_available(), _triton()))
     for name, purpose in (
         ("pyarrow", "data files"),
@@ -137,3 +138,14 @@ def _transports(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped
         name, why = choose("auto", device, machines, ucx_installed(), bool(rdma_devices()), not lacking())
         rows.append((f"transport, {'one machine' if machines == 1 else 'several'}", name, why))
     return rows
+
+
+def _descriptors(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-def]
+    from freescale.transport.descriptors import fitting, hard_limit, per_rank
+
+    limit, device = hard_limit(), "cuda" if torch.cuda.is_available() else "cpu"
+    if limit is None:
+        return ("open files", "unlimited", "any number of ranks")
+    name, _ = choose("auto", device, 2, ucx_installed(), bool(rdma_devices()), engine=True)
+    fits = f"about {fitting(name, device, limit):,} ranks fit over {name}: {per_rank(name, device)} for each other rank"
+    return ("open files", f"{limit:,}", f"{fits}, {per_rank('hostwire-tcp', device, neighbour=True)} over shared memory")

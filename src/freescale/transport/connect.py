@@ -15,6 +15,7 @@ from freescale.transport.api import Transport, TransportError
 from freescale.transport.calls import lacking
 from freescale.transport.choice import choose, may_need_engine, rdma_devices, ucx_installed
 from freescale.transport.collective import Collective
+from freescale.transport.descriptors import check, raised
 from freescale.transport.hostwire import Hostwire
 from freescale.transport.local import Local
 from freescale.transport.shared import machine
@@ -51,6 +52,7 @@ def connect(
         return _joined(chosen, timeout, transport, owner=False)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Local(chosen, Ledger(chosen))
+    check(transport, chosen.type, int(os.environ["WORLD_SIZE"]), local_world, raised(), int(os.environ["RANK"]))
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     try:
         meeting = timedelta(seconds=max(timeout, _MEETING))
@@ -65,6 +67,7 @@ def connect(
 def _joined(device: torch.device, timeout: float, transport: str, owner: bool) -> Collective:
     """Groups of our own for the step's tensors and for control traffic: the two never mix, and `timeout` holds for both."""
     limit = timedelta(seconds=timeout)
+    raised()  # before connections are made
     group = dist.new_group(timeout=limit)
     control = dist.new_group(timeout=limit, backend="gloo")
     made = Collective(device, Ledger(device), group=group, control=control, owner=owner, timeout=limit)
@@ -76,9 +79,14 @@ def _joined(device: torch.device, timeout: float, transport: str, owner: bool) -
 
 
 def agreed(transport: str, made: Collective) -> tuple[str, str]:
-    """(what joined ranks take, why). They may have different packages and devices, and decide by what all of them have."""
-    engine = may_need_engine(transport, made.device.type) and not lacking()
-    here = [machine().hex(), ucx_installed(), bool(rdma_devices()), engine]
+    """(what joined ranks take, why). They may have different packages and devices, and decide by what all of them have. Where a
+    rank may not open as many files as that takes, all say so."""
+    device = made.device.type
+    engine = may_need_engine(transport, device) and not lacking()
+    here = [machine().hex(), raised(), ucx_installed(), bool(rdma_devices()), engine]
     found = [json.loads(part) for part in made.gather_bytes(json.dumps(here).encode())]
-    machines, *everywhere = zip(*found, strict=True)
-    return choose(transport, made.device.type, len(set(machines)), *(all(has) for has in everywhere))
+    machines, limits, *everywhere = zip(*found, strict=True)
+    chosen, why = choose(transport, device, len(set(machines)), *(all(has) for has in everywhere))
+    for rank, most in enumerate(limits):
+        check(chosen, device, made.world, machines.count(machines[rank]), most, rank)
+    return chosen, why
