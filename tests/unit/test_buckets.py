@@ -214,12 +214,12 @@ def test_an_order_is_adopted_and_nothing_is_agreed_on_again():
     assert sorted(shown.order) == list(range(16)) and shown.order != list(reversed(range(16)))
     model, transport = Backwards(), Watched()
     buckets = GradientBuckets(model.parameters(), CPU)
-    buckets.adopt(shown.order)
+    buckets.adopt_order(shown.order)
     _step(buckets, transport, model, x)
     assert transport.gathered == 0 and buckets._members == shown._members and buckets.order == shown.order
     for ours, theirs in zip(model.parameters(), first.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
-    buckets.adopt(None)  # back to before the first step
+    buckets.adopt_order(None)  # back to before the first step
     assert buckets.order is None
     _step(buckets, transport, model, x)
     assert transport.gathered == 1 and buckets.order == shown.order

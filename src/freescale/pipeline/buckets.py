@@ -26,7 +26,7 @@ class GradientBuckets(FlatGradients):
     carries the step's summed losses. The order is the same on every rank, whatever it computes: losses, then the buckets. Which
     parameters make a bucket is found in the first backward: those whose gradients came one after another. It sends nothing before
     it has ended; each later one sends a bucket as soon as it is complete. Where a backward's order depends on its batch, another
-    would divide otherwise, and sum in another order: `order` is kept in a checkpoint, for `adopt` in the run that resumes.
+    would divide otherwise, and sum in another order: `order` is part of a pipeline's state, for the run that resumes.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, summing: Summing | None = None) -> None:
@@ -38,7 +38,7 @@ class GradientBuckets(FlatGradients):
         self._handles: list[Handle] = []
         self._sums: Transport | Summing | None = None
         self._came: dict[int, None] | None  # parameters by number, as the first backward reached them; None once all know
-        self.adopt(None)
+        self.adopt_order(None)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -57,7 +57,7 @@ class GradientBuckets(FlatGradients):
         """Parameters by number, as they were divided; None before the first backward has shown it."""
         return self._order if self._came is None else None
 
-    def adopt(self, order: Sequence[int] | None) -> None:
+    def adopt_order(self, order: Sequence[int] | None) -> None:
         """Between two steps, the same on every rank: divides as an earlier run, which had that `order`, or by the next backward."""
         self._divide(list(reversed(range(len(self.parameters)))) if order is None else list(order))
         several = len(self.flat) > len({p.dtype for p in self.parameters})

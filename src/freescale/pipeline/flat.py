@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,6 +15,14 @@ class FlatGradients:
     parameters: list[nn.Parameter]
     flat: list[Tensor]
     _views: list[Tensor]  # of each parameter
+
+    @property
+    def order(self) -> list[int] | None:
+        """In which parameters were divided, where sums depend on it."""
+        return None
+
+    def adopt_order(self, order: Sequence[int] | None) -> None:
+        """That of an earlier run."""
 
     def watching(self) -> AbstractContextManager[object]:
         """While a schedule runs."""

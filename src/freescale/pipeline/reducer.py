@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -14,6 +14,13 @@ from freescale.transport.api import Transport
 
 class Reducer(Protocol):
     flat: list[Tensor]  # all gradients, in buffers that the parameters' .grad are views of
+
+    @property
+    def order(self) -> list[int] | None:
+        """Parameters by number, as their sums were divided; None where it does not matter, or is not known yet."""
+
+    def adopt_order(self, order: Sequence[int] | None) -> None:
+        """Between two steps: goes on with the order of an earlier run."""
 
     def watching(self) -> AbstractContextManager[object]:
         """Around a run: the backward tells which gradients are there."""

@@ -269,11 +269,26 @@ class Schedule(ABC):
 
     # ---- state
 
+    def _trained(self) -> list[str]:
+        """Names of the dense parameters, as the reducer counts them."""
+        return [name for name, parameter in self.parallel.module.named_parameters() if parameter.requires_grad]
+
+    def _order(self) -> list[str] | None:
+        """In which dense gradients are summed: three numbers have sums that depend on it."""
+        names = self._trained()
+        return None if self.buckets.order is None else [names[number] for number in self.buckets.order]
+
     def state_dict(self) -> dict:
-        return {"steps": self.steps, "balancer": self.balancer.state_dict(self.steps) if self.balancer else {}}
+        balancer = self.balancer.state_dict(self.steps) if self.balancer else {}
+        return {"steps": self.steps, "balancer": balancer, "order": self._order()}
 
     def load_state_dict(self, state: Mapping) -> None:
         self.steps = int(state["steps"])
+        if "order" in state:
+            numbers = {name: number for number, name in enumerate(self._trained())}
+            order = [numbers.get(name) for name in state["order"] or ()]
+            # Of other parameters than are trained now: by the next backward.
+            self.buckets.adopt_order(order if order and sorted(state["order"]) == sorted(numbers) else None)  # type: ignore[arg-type]
         if self.balancer:
             self.balancer.load_state_dict(state.get("balancer", {}), self.transport.world)
 

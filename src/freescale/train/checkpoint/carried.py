@@ -58,21 +58,3 @@ class Carried:
             for parameter, entries in state.items()
             for key, value in entries.items()
         }
-
-
-def bucket_order(reducer: Reducer | None, names: Mapping[int, str]) -> dict[str, list[str] | None]:
-    """For a checkpoint: {"order": parameters, or None before the first backward}; nothing of a reducer without buckets."""
-    if not isinstance(reducer, GradientBuckets):
-        return {}
-    order = reducer.order
-    return {"order": None if order is None else [names[id(reducer.parameters[number])] for number in order]}
-
-
-def adopt_bucket_order(reducer: Reducer | None, names: Mapping[int, str], state: Mapping[str, Any]) -> None:
-    """Of a checkpoint that has one; of other parameters than are trained now, the next backward's."""
-    if not isinstance(reducer, GradientBuckets) or "order" not in state:
-        return
-    numbers = {names[id(parameter)]: number for number, parameter in enumerate(reducer.parameters)}
-    order: list[str] | None = state["order"]
-    known = order is not None and sorted(order) == sorted(numbers)
-    reducer.adopt([numbers[name] for name in order] if order is not None and known else None)

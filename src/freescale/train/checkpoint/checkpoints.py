@@ -17,7 +17,7 @@ from torch import Tensor
 from freescale.config import TrainConfig
 from freescale.embedding.swap import Parallel
 from freescale.pipeline.reducer import Reducer
-from freescale.train.checkpoint.carried import Carried, adopt_bucket_order, bucket_order
+from freescale.train.checkpoint.carried import Carried
 from freescale.train.checkpoint.files import (
     FORMAT,
     CheckpointFolder,
@@ -151,7 +151,7 @@ class Checkpoints:
         state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
         if transport.device.type != "cpu":
             state["on_host"] = [name for name, value in beside.items() if value.device.type == "cpu"]
-        state |= bucket_order(reducer, names) | ({"carried": carried.names} if carried.names else {})
+        state |= {"carried": carried.names} if carried.names else {}
         return tensors | beside | carried.tensors(transport.rank) | random_tensors(transport), state
 
     def _write(self, folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], failure: str) -> None:
@@ -236,7 +236,6 @@ class Checkpoints:
         if random:
             restore_random(random, transport)
         carried.restore(same_ranks=state["ranks"] == transport.world)
-        adopt_bucket_order(reducer, names, state)
         if optimizer is not None and transport.rank == 0:
             self._leave_behind(path)
         return state["progress"]
