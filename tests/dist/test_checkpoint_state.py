@@ -404,7 +404,7 @@ def trainer(folder, steps, resume=False, **options):
 
 def test_a_run_refuses_a_folder_with_other_checkpoints_before_it_trains(tmp_path):
     trainer(tmp_path, 2).train()
-    with pytest.raises(ValueError, match=r"ahead of step 0 \(step-00000002\)"):
+    with pytest.raises(ValueError, match="already holds a run: name another folder"):
         trainer(tmp_path, 4)
     trainer(tmp_path, 4, resume=True).train()
 
@@ -414,7 +414,7 @@ def test_a_run_that_diverges_between_two_looks_at_its_loss_keeps_its_good_checkp
     trainer(tmp_path, 4, **settings).train()
     checkpoints = tmp_path / "run" / "checkpoints"
     before = sorted(path.name for path in checkpoints.iterdir())
-    with pytest.raises(ValueError, match="is not finite at step 6.*Lower --lr and --row-lr, or set --clip and --row-clip"):
+    with pytest.raises(ValueError, match="the loss is nan at step 6: lower --lr and --row-lr, or set --clip and --row-clip"):
         trainer(tmp_path, 40, resume=True, lr=1e30, row_lr=1e30, **settings).train()
     assert sorted(path.name for path in checkpoints.iterdir()) == before == ["step-00000002", "step-00000004"]
     assert math.isfinite(trainer(tmp_path, 8, resume=True, **settings).train()["loss"])

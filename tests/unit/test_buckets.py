@@ -207,13 +207,13 @@ def test_a_bucket_holds_gradients_that_come_one_after_another():
 def test_an_order_is_adopted_and_nothing_is_agreed_on_again():
     """That of a run before, whose first backward was another one; the next backward sends as it comes."""
     first, transport = Backwards(), Watched()
-    shown = GradientBuckets(first.parameters(), CPU)
+    shown = _watching(first.parameters())
     assert shown.order is None
     x = torch.ones(2, 700)
     _step(shown, transport, first, x)
     assert sorted(shown.order) == list(range(16)) and shown.order != list(reversed(range(16)))
     model, transport = Backwards(), Watched()
-    buckets = GradientBuckets(model.parameters(), CPU)
+    buckets = _watching(model.parameters())
     buckets.adopt_order(shown.order)
     _step(buckets, transport, model, x)
     assert transport.gathered == 0 and buckets._members == shown._members and buckets.order == shown.order

@@ -29,6 +29,7 @@ _NOTHING_SUPERVISED = (
     "no user of {data.data} has events enough for --split {data.split}: leave-one-out needs 4 or more events of a user, "
     "--split none needs 2"
 )
+_DIVERGED = "lower --lr and --row-lr, or set --clip and --row-clip"
 _COLLECT_EVERY = 50  # steps between two collections of the ranks' ledgers
 
 
@@ -120,9 +121,7 @@ class Trainer:
         try:
             last = self._loop(collector, stopping)
         except LossNotFinite as error:
-            raise ValueError(
-                f"the loss is {error.loss} at step {error.step}: lower --lr and --row-lr, or set --clip and --row-clip"
-            ) from error
+            raise ValueError(f"the loss is {error.loss} at step {error.step}: {_DIVERGED}") from error
         stopping.agreed()
         if last is not None:
             results["loss"] = last.loss
@@ -186,7 +185,7 @@ class Trainer:
         try:
             self.checkpoints.save(self.parallel, self.optimizer, progress, self.pipeline.buckets)
         except NotFinite as error:
-            raise ValueError(f"{error}. Lower --lr and --row-lr, or set --clip and --row-clip") from None
+            raise ValueError(f"{error}; {_DIVERGED}") from None
 
     def _load(self) -> None:
         found = self.checkpoints.last_intact()

@@ -4,13 +4,11 @@ and thresholds; of exact sums, the order of the buckets."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from freescale.compress.dense import ThresholdedGradients
-from freescale.pipeline.buckets import GradientBuckets
 from freescale.pipeline.reducer import Reducer
 
 State = dict[nn.Parameter, dict[str, Tensor]]
