@@ -77,7 +77,7 @@ def parallelize(
     they are, as dense parameters. With init="rows" rows are drawn from a normal distribution (`init_std`) as a function of (seed,
     table, row), so that the number of ranks does not matter; modules may then be on the meta device and need no memory.
     init="weights" keeps the modules' values. `placement` is auto, sharded or replicated, for all tables or per table.
-    Dense parameters and buffers are rank 0's, bit for bit. `wire_dtype` (torch.bfloat16) rounds rows and gradients that are exchanged.
+    Dense parameters and buffers are rank 0's, bit for bit. `wire_dtype` (torch.bfloat16) rounds rows and gradients on the wire.
     """
     transport = transport or Local()
     given = _given_names(model, ids)
