@@ -381,7 +381,7 @@ def test_the_choice_of_a_transport():
     name, why = choose("auto", "cuda", 2, False, True, True)
     assert name == "hostwire-tcp" and "ucxx is missing" in why
     name, why = choose("auto", "cuda", 2, False, True, False)
-    assert name == "hostwire-gloo" and "C compiler" in why
+    assert name == "hostwire-gloo" and "engine" in why
     assert choose("hostwire-gloo", "cpu", 1, False, False, False) == ("hostwire-gloo", "as asked")
     with pytest.raises(ValueError, match="pip install"):
         choose("hostwire-ucx", "cuda", 1, False, True, True)

@@ -12,6 +12,7 @@ from freescale.config import TrainConfig
 from freescale.embedding.collection import Tables
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import ROW_OPTIMIZERS, RowOptimizer
+from freescale.embedding.replicas import refuse, take_from_rank_zero
 from freescale.transport.api import Transport
 from freescale.transport.local import Local
 
@@ -77,12 +78,13 @@ def parallelize(
     they are, as dense parameters. With init="rows" rows are drawn from a normal distribution (`init_std`) as a function of (seed,
     table, row), so that the number of ranks does not matter; modules may then be on the meta device and need no memory.
     init="weights" keeps the modules' values. `placement` is auto, sharded or replicated, for all tables or per table.
-    Dense parameters are taken from rank 0. `wire_dtype` (torch.bfloat16) rounds rows and gradients that are exchanged.
+    Dense parameters and buffers are rank 0's, bit for bit. `wire_dtype` (torch.bfloat16) rounds rows and gradients on the wire.
     """
     transport = transport or Local()
     given = _given_names(model, ids)
     modules: dict[str, nn.Embedding] = {name: model.get_submodule(name) for name in given}  # type: ignore[misc]
     _refuse(model, modules, init)
+    refuse(model, [module.weight for module in modules.values()], transport)
     features = {name: tuple(ids[short]) for name, short in given.items()}
     specs = [
         TableSpec(name, m.num_embeddings, m.embedding_dim, m.weight.dtype, features[name], m.padding_idx)
@@ -106,7 +108,7 @@ def parallelize(
             parent, _, attribute = path.rpartition(".")
             setattr(model.get_submodule(parent), attribute, readers[id(module)])
     model.to(transport.device)
-    _take_from_rank_zero(model, transport)
+    take_from_rank_zero(model, transport)
     return Parallel(model, tables)
 
 
@@ -161,15 +163,3 @@ def _refuse(model: nn.Module, modules: Mapping[str, nn.Embedding], init: str) ->
             refused = "init='weights' needs values, and its weight is on the meta device"
         if refused:
             raise ValueError(f"cannot shard embedding {name!r}: {refused}")
-
-
-def _take_from_rank_zero(model: nn.Module, transport: Transport) -> None:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_meta:
-            raise ValueError(f"dense parameter {name!r} is on the meta device: build everything but the tables on a real one")
-        if transport.world > 1:
-            value = tensor.detach()
-            value = value.view(torch.uint8) if value.dtype == torch.bool else value  # gloo adds no booleans
-            if transport.rank != 0:
-                value.zero_()
-            transport.all_reduce(value, "dense").wait()

@@ -45,6 +45,9 @@ class Transport(Protocol):
     def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
         """The sum over ranks, in place."""
 
+    def broadcast(self, tensor: Tensor, kind: str) -> Handle:
+        """Rank 0's, in place; tensor of one shape on every rank."""
+
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's bytes, of any length, in rank order. Blocking; for control, not for the step."""
 

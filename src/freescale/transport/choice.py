@@ -23,7 +23,7 @@ def may_need_engine(asked: str, device: str) -> bool:
 
 
 def choose(asked: str, device: str, machines: int, ucx: bool, rdma: bool, engine: bool) -> tuple[str, str]:
-    """(transport, why). `device`: cpu or cuda. `machines`: that the ranks are on. `ucx`, `rdma`, `engine` (compiled): whether every
+    """(transport, why). `device`: cpu or cuda. `machines`: that the ranks are on. `ucx`, `rdma`, `engine` (in C): whether every
     rank has it."""
     if asked not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {asked!r}")
@@ -41,4 +41,4 @@ def choose(asked: str, device: str, machines: int, ucx: bool, rdma: bool, engine
     if engine:
         return "hostwire-tcp", f"copy engines and TCP carry what is not summed, NCCL the rest; for UCX {lacking} is missing"
     why = f"copy engines and TCP (gloo) carry what is not summed, NCCL the rest; for UCX {lacking} is missing"
-    return "hostwire-gloo", f"{why}, for hostwire-tcp a C compiler"
+    return "hostwire-gloo", f"{why}, for hostwire-tcp the engine (freescale doctor says why)"

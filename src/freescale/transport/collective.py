@@ -180,6 +180,12 @@ class Collective:
         reduce = lambda: (dist.all_reduce(tensor, group=self.group, async_op=True), tensor)  # noqa: E731
         return self._begin(kind, size, size, self._path(tensor), reduce)
 
+    def broadcast(self, tensor: Tensor, kind: str) -> _Pending:
+        size = tensor.numel() * tensor.element_size()  # along a tree or a ring most ranks pass it on once
+        first = self.rank == 0
+        give = lambda: (dist.broadcast(tensor, group_src=0, group=self.group, async_op=True), tensor)  # noqa: E731
+        return self._begin(kind, size if first else 0, 0 if first else size, self._path(tensor), give)
+
     def _path(self, tensor: Tensor) -> str:
         return "gloo" if tensor.device.type == "cpu" else "nccl"
 

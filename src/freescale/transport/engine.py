@@ -2,7 +2,7 @@
 streams between machines.
 
 The thread that waits carries, as with `Carried`. In Python a transfer keeps the interpreter, which the main thread then lacks for
-launching kernels; here only building the call does. Where nothing can be compiled, channel.py runs.
+launching kernels; here only building the call does. Where there is no engine (calls.py), channel.py runs.
 """
 
 from __future__ import annotations

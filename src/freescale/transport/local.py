@@ -46,6 +46,9 @@ class Local:
     def all_reduce(self, tensor: Tensor, kind: str) -> _Done:
         return self._through(tensor, kind)
 
+    def broadcast(self, tensor: Tensor, kind: str) -> _Done:
+        return self._through(tensor, kind)
+
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload]
 

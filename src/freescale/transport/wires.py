@@ -1,4 +1,5 @@
-"""Wires: pieces of host memory go from rank to rank, below hostwire. Over gloo here; shared memory and UCX have their own files.
+"""Wires: pieces of host memory go from rank to rank, below hostwire. Over gloo here; shared memory and UCX have their own
+files, and so have TCP streams, which only engine.c carries.
 
 Between two ranks pieces arrive in the order in which they were sent, and both sides know their sizes. A piece leaves when its
 receiver expects it: what is expected bounds what is on the way, and what is urgent need not queue behind more than that.
