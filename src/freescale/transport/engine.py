@@ -126,9 +126,10 @@ class EngineChannel:
         for peer, shared in rings.items():
             out, into = shared.out[peer].fileno(), shared.into[peer].fileno()
             theirs = shared.rings[peer].bytes
-            self._calls.peer(made, peer, out, into, theirs.data_ptr(), theirs.numel())
+            assert theirs.numel() == ring.bytes.numel(), "rings are of one size: what a peer names is checked against it"
+            self._calls.peer(made, peer, out, into, theirs.data_ptr())
         for peer, stream in streams.items():
-            self._calls.peer(made, peer, stream.fileno(), stream.fileno(), None, 0)
+            self._calls.peer(made, peer, stream.fileno(), stream.fileno(), None)
         for wire in wires:
             if isinstance(wire, TcpWire) and piece < LARGEST:  # what is urgent waits for less than a few milliseconds
                 wire.limit(_WAITING // 2 * piece)  # the kernel doubles it
