@@ -32,7 +32,6 @@ _REASONS = {
     3: "a piece of {:,} bytes came that was not expected: ranks disagree on sizes",
     4: "the driver of the GPU refused",
     5: "it names bytes from {:,} on, which are outside its ring",
-    6: "it says that it read {:,} pieces, more than were sent",
 }
 _PATIENCE = 2.0  # seconds that closing waits for a thread
 _TOGETHER = 1 << 20  # bytes of pieces that share a slot: what is large leaves as soon as it is copied
