@@ -66,8 +66,8 @@ class Rank:
         inbox = (ctypes.addressof(self.inbox), slots, INBOX)
         self.channel = calls.channel_new(world, rank, *ring, *inbox, self.gate, 0.0, driver, None, None)
         for peer in out:
-            theirs = (ctypes.addressof(rings[peer]), SLOTS * SLOT) if peer in rings else (None, 0)
-            calls.peer(self.channel, peer, out[peer].fileno(), into[peer].fileno(), *theirs)
+            theirs = ctypes.addressof(rings[peer]) if peer in rings else None
+            calls.peer(self.channel, peer, out[peer].fileno(), into[peer].fileno(), theirs)
         self.kept = []
 
     def exchange(self, sent, sizes, urgent=False, largest=8 << 10):
@@ -200,7 +200,7 @@ def hostile(calls, seed, rounds):
         rank.close()
         for end in (*mine, *theirs):
             end.close()
-    assert errors >= {1, 2, 3, 5, 6}, errors  # every answer to nonsense was seen
+    assert errors >= {1, 2, 3, 5}, errors  # every answer to nonsense was seen
 
 
 def deaf(calls, sends):

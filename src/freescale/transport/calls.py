@@ -26,7 +26,7 @@ class Calls:
         self.channel_new = _typed(waiting.channel_new, c_void_p, *channel)
         self.channel_free = _typed(waiting.channel_free, None, c_void_p)
         self.stop = _typed(quick.channel_stop, None, c_void_p)
-        self.peer = _typed(quick.channel_peer, None, c_void_p, c_int, c_int, c_int, c_void_p, c_int64)
+        self.peer = _typed(quick.channel_peer, None, c_void_p, c_int, c_int, c_int, c_void_p)
         arrays = (POINTER(c_uint64), POINTER(c_int64)) * 2
         self.submit = _typed(quick.channel_submit, c_int64, c_void_p, c_int, c_int, c_void_p, c_int64, *arrays)
         self.until = _typed(waiting.channel_until, c_int, c_void_p, c_int64, c_double)

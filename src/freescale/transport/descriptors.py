@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 _GROUPS = 3  # of gloo, with a connection to each rank: torch's own, the tensors', the control messages'
+_STORE = 1  # of rank 0, which may keep the store where ranks meet
 _LANES = 4  # channels of a pipeline, beside the main thread's: three of the staged schedule, one for dense sums by parts
 _LINES = {"cpu": 1, "cuda": 3}  # groups of gloo of a channel (collective.py, opening.py)
 _SHARED = 3  # of a channel, to a rank of the same machine: a socket each way and its memory
@@ -14,11 +15,12 @@ _OTHERS = 256  # that do not depend on the number of ranks: libraries, threads' 
 
 def per_rank(transport: str, device: str, neighbour: bool = False) -> int:
     """Descriptors that a rank needs for each other one. `transport`: not auto. `neighbour`: of the other, on the same machine."""
+    common = _GROUPS + _STORE
     if transport == "collective":
-        return _GROUPS + _LANES * _LINES[device]
+        return common + _LANES * _LINES[device]
     if transport == "hostwire-ucx":
-        return _GROUPS + (1 + _LANES) * _UCX
-    return _GROUPS + (1 + _LANES) * (_SHARED if neighbour else _LINES[device] if transport == "hostwire-gloo" else 1)
+        return common + (1 + _LANES) * _UCX
+    return common + (1 + _LANES) * (_SHARED if neighbour else _LINES[device] if transport == "hostwire-gloo" else 1)
 
 
 def needed(transport: str, device: str, world: int, local_world: int) -> int:

@@ -28,7 +28,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { CLOSED = 1, LATE = 2, SIZES = 3, DEVICE = 4, OUTSIDE = 5, ANSWERS = 6 };
+enum { CLOSED = 1, LATE = 2, SIZES = 3, DEVICE = 4, OUTSIDE = 5 };
 enum { STAGED = 4, LANDING = 32, JOBS = 64, NOT_READY = 600, HEADER = 16 };
 enum { LOW_WATER = 128 << 10 }; /* bytes of a stream that wake who waits: not every packet may interrupt the compute */
 
@@ -89,8 +89,7 @@ typedef struct {
     int64_t slot_bytes, together; /* pieces share a slot up to so many bytes */
     char *ring;
     int *out, *in; /* sockets, by peer */
-    char **rings; /* NULL: a stream */
-    int64_t *ring_bytes;
+    char **rings; /* as large as this rank's; NULL: a stream */
     int *stuck, *low; /* by peer: its stream takes no more now; bytes that wake */
     Inbox inbox;
     uint64_t *sent, *read, *goal; /* pieces, by peer; goal [slots, world]: as many must be read before the slot is free */
@@ -168,7 +167,7 @@ void channel_free(Channel *c) {
         if (c->landing[i].event) c->driver.destroy(c->landing[i].event);
     for (int i = 0; i < JOBS; i++) free(c->jobs[i].out), free(c->jobs[i].in);
     free(c->out), free(c->in), free(c->rings), free(c->sent), free(c->read), free(c->goal), free(c->header), free(c->have), free(c->waiting);
-    free(c->stuck), free(c->low), free(c->inbox.taken), free(c->inbox.slot), free(c->inbox.have), free(c->ring_bytes);
+    free(c->stuck), free(c->low), free(c->inbox.taken), free(c->inbox.slot), free(c->inbox.have);
     free(c);
 }
 
@@ -182,10 +181,10 @@ Channel *channel_new(int world, int rank, char *ring, int slots, int64_t slot_by
     c->out = calloc(world, sizeof(int)), c->in = calloc(world, sizeof(int)), c->rings = calloc(world, sizeof(char *));
     c->sent = calloc(world, 8), c->read = calloc(world, 8), c->goal = calloc((size_t)slots * world, 8);
     c->header = calloc(world, HEADER), c->have = calloc(world, sizeof(int)), c->waiting = calloc(2 * world, sizeof(struct pollfd));
-    c->stuck = calloc(world, sizeof(int)), c->low = calloc(world, sizeof(int)), c->ring_bytes = calloc(world, 8);
+    c->stuck = calloc(world, sizeof(int)), c->low = calloc(world, sizeof(int));
     c->inbox = (Inbox){inbox, calloc(inbox_slots + 1, 1), inbox_slots, calloc(world, sizeof(int)), inbox_bytes, calloc(world, 8)};
     int well = c->out && c->in && c->rings && c->sent && c->read && c->goal && c->header && c->have && c->waiting && c->stuck && c->low;
-    well = well && c->ring_bytes && c->inbox.taken && c->inbox.slot && c->inbox.have;
+    well = well && c->inbox.taken && c->inbox.slot && c->inbox.have;
     for (int i = 0; i < world && well; i++) c->inbox.slot[i] = -1;
     c->room = world + together / 4096 + 8;
     for (int i = 0; i < STAGED && well; i++) well = (c->staged[i].piece = calloc(c->room, sizeof(Piece))) != NULL;
@@ -203,9 +202,7 @@ Channel *channel_new(int world, int rank, char *ring, int slots, int64_t slot_by
     return c;
 }
 
-void channel_peer(Channel *c, int peer, int out, int in, char *ring, int64_t ring_bytes) {
-    c->out[peer] = out, c->in[peer] = in, c->rings[peer] = ring, c->ring_bytes[peer] = ring_bytes;
-}
+void channel_peer(Channel *c, int peer, int out, int in, char *ring) { c->out[peer] = out, c->in[peer] = in, c->rings[peer] = ring; }
 
 /* ---- parts of both ways */
 
@@ -261,12 +258,10 @@ static int slot_is_free(Channel *c, int slot) {
     for (int peer = 0; peer < c->world; peer++) {
         uint64_t goal = c->goal[(size_t)slot * c->world + peer];
         while (c->read[peer] < goal) {
-            char answers[256];
-            ssize_t count = recv(c->out[peer], answers, sizeof answers, MSG_DONTWAIT);
-            if (count > 0) {
-                c->read[peer] += count;
-                if (c->read[peer] > c->sent[peer]) return fail(c, ANSWERS, peer, c->read[peer]);
-            } else if (count < 0 && errno == EINTR) continue;
+            char answers[256]; /* no more than pieces were sent, whatever the peer says */
+            ssize_t count = recv(c->out[peer], answers, least(sizeof answers, c->sent[peer] - c->read[peer]), MSG_DONTWAIT);
+            if (count > 0) c->read[peer] += count;
+            else if (count < 0 && errno == EINTR) continue;
             else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
                 is = 0;
                 break;
@@ -448,9 +443,9 @@ static int land(Channel *c, Job *job, int peer) { /* from the ring of a rank of 
     Part *part = &job->in[peer];
     uint64_t message[2];
     if (!header(c, peer, message)) return 0;
-    int64_t size = next_piece(part, job->largest);
+    int64_t size = next_piece(part, job->largest), end = c->slots * c->slot_bytes;
     if ((int64_t)message[1] != size) return fail(c, SIZES, peer, message[1]);
-    if (size > c->ring_bytes[peer] || message[0] > (uint64_t)(c->ring_bytes[peer] - size)) return fail(c, OUTSIDE, peer, message[0]);
+    if (size > end || message[0] > (uint64_t)(end - size)) return fail(c, OUTSIDE, peer, message[0]);
     c->have[peer] = 0;
     lands(c, job, peer, -1, c->rings[peer] + message[0], size);
     return 1;

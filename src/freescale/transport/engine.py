@@ -32,7 +32,6 @@ _REASONS = {
     3: "a piece of {:,} bytes came that was not expected: ranks disagree on sizes",
     4: "the driver of the GPU refused",
     5: "it names bytes from {:,} on, which are outside its ring",
-    6: "it says that it read {:,} pieces, more than were sent",
 }
 _PATIENCE = 2.0  # seconds that closing waits for a thread
 _TOGETHER = 1 << 20  # bytes of pieces that share a slot: what is large leaves as soon as it is copied
@@ -126,9 +125,10 @@ class EngineChannel:
         for peer, shared in rings.items():
             out, into = shared.out[peer].fileno(), shared.into[peer].fileno()
             theirs = shared.rings[peer].bytes
-            self._calls.peer(made, peer, out, into, theirs.data_ptr(), theirs.numel())
+            assert theirs.numel() == ring.bytes.numel(), "rings are of one size: what a peer names is checked against it"
+            self._calls.peer(made, peer, out, into, theirs.data_ptr())
         for peer, stream in streams.items():
-            self._calls.peer(made, peer, stream.fileno(), stream.fileno(), None, 0)
+            self._calls.peer(made, peer, stream.fileno(), stream.fileno(), None)
         for wire in wires:
             if isinstance(wire, TcpWire) and piece < LARGEST:  # what is urgent waits for less than a few milliseconds
                 wire.limit(_WAITING // 2 * piece)  # the kernel doubles it
