@@ -32,7 +32,7 @@ def freescale(*arguments: object, timeout: float = 100, **environment: str) -> s
         return begun.ended(timeout)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 150) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"it did not come in {seconds:.0f} s"

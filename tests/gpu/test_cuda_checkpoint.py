@@ -55,8 +55,10 @@ def test_resumes_with_its_state_where_it_belongs(tmp_path, name, before):
         assert places(fresh) == places(dense)
     run(pipeline, 3, 6)
     run(again, 3, 6)
+    # A capturable optimizer has its bias corrections in float32, where a CPU's has them in Python's numbers.
+    close = {"rtol": 1e-4, "atol": 1e-6} if name.endswith("capturable") and before == "cpu" else {"rtol": 1e-9, "atol": 1e-12}
     for ours, theirs in zip(resumed.dense_parameters(), parallel.dense_parameters(), strict=True):
-        torch.testing.assert_close(ours.cpu(), theirs.cpu(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(ours.cpu(), theirs.cpu(), **close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
