@@ -15,9 +15,11 @@ import pytest
 from command import Begun, freescale, wait_for
 from ranks import CONTEXT, gather_ranks
 
+from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.synthetic import generate
 from freescale.train import folder as module
 from freescale.train.folder import RunFolder
+from freescale.train.trainer import Trainer
 from freescale.transport.local import Local
 
 SMALL = ["--device", "cpu", "--global-batch", 16, "--width", 8, "--layers", 1, "--negatives", 8, "--max-length", 20]
@@ -39,6 +41,20 @@ def test_runs_of_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
         run.open(f'{{"lr": {place}}}')
     assert [str(run.path) for run in runs] == [f"runs/2026-01-01-120000{end}" for end in ("", "-2", "-3")]
     assert [json.loads((run.path / "config.json").read_text())["lr"] for run in runs] == [0, 1, 2]
+
+
+def test_a_run_that_begins_while_another_of_its_second_has_saved(tmp_path, monkeypatch):
+    """What lies in the folder that it would have had is none of its business."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "datetime", Noon)
+    data = tmp_path / "data.parquet"
+    generate(data, users=60, items=40, median=8.0, cap=12, seed=1)
+    settings = TrainConfig(global_batch=8, steps=2, trace_steps=0)
+    config = RunConfig(DataConfig(data=str(data), max_length=10, negatives=4), ModelConfig(width=8, layers=1, heads=1), settings)
+    for end in ("", "-2"):
+        run = Trainer(config, data, None, Local())
+        run.train()
+        assert run.folder == Path(f"runs/2026-01-01-120000{end}") and run.checkpoints.steps() == [2]
 
 
 def test_a_folder_in_use_is_refused_on_all_ranks(tmp_path):

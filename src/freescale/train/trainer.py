@@ -83,7 +83,7 @@ class Trainer:
             self._load()
         else:
             self.parallel.tables.place(self.data.batch(0))
-        self.checkpoints.check(self.parallel, self.optimizer, self.pipeline.steps)
+        self.checkpoints.check(self.parallel, self.optimizer, step=None)  # the folder is RunFolder's to refuse
 
     @property
     def folder(self) -> Path:

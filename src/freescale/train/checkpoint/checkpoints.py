@@ -90,9 +90,11 @@ class Checkpoints:
 
     # ---- save
 
-    def check(self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
-        """Before training, at `step`: whatever could not be saved later is refused now, by name. A collective."""
-        self._together(lambda: self._refuse_ahead(step))
+    def check(self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int | None = 0) -> None:
+        """Before training, at `step`: whatever could not be saved later is refused now, by name. Without a step the folder is not
+        looked at: it is not known yet. A collective."""
+        if step is not None:
+            self._together(lambda: self._refuse_ahead(step))
 
         def nameable() -> None:
             dense_tensors(parallel.module)
