@@ -227,3 +227,19 @@ def test_an_order_is_adopted_and_nothing_is_agreed_on_again():
 
 def test_a_model_of_one_bucket_has_an_order_from_the_beginning():
     assert GradientBuckets(nn.Linear(2, 2).parameters(), CPU).order == [1, 0]
+
+
+def test_the_norm_of_complex_gradients_has_both_parts():
+    def parameters():
+        torch.manual_seed(0)
+        return [nn.Parameter(torch.randn(7, dtype=torch.complex64)), nn.Parameter(torch.randn(5))]
+
+    ours, theirs = parameters(), parameters()
+    buckets = _watching(ours)
+    buckets.clear()
+    for both in (ours, theirs):
+        sum((3 * parameter.abs().square()).sum() for parameter in both).backward()
+    expected = nn.utils.clip_grad_norm_(theirs, 0.5)
+    torch.testing.assert_close(buckets.clip(0.5), expected.double(), rtol=1e-6, atol=0)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)

@@ -37,7 +37,8 @@ class FlatGradients:
 
     def clip(self, limit: float) -> Tensor:
         """Scales all gradients to a global norm of at most `limit`; returns the norm before. Nothing is read by the host."""
-        norm = torch.stack([flat.double().square().sum() for flat in self.flat]).sum().sqrt()
+        sizes = [flat.abs() if flat.is_complex() else flat for flat in self.flat]
+        norm = torch.stack([size.double().square().sum() for size in sizes]).sum().sqrt()
         factor = (limit / norm.clamp(min=1e-30)).clamp(max=1.0)
         for flat in self.flat:
             flat.mul_(factor.to(flat.dtype))
