@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from stale import no_collisions  # noqa: E402
 
 ITEMS = 6000
-STEPS = 32
+STEPS = 20
 
 
 def batch_of(ids: list[int], number: int, per_sample: int = 5) -> SequenceBatch:

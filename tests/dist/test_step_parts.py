@@ -33,8 +33,8 @@ def _slow_lane(transport, schedule, dense_sums):
     options = {"masks": masks} if schedule == "staged" else {}
     parallel, pipeline = build(transport, schedule, dense_sums=dense_sums, **options)
     if schedule == "staged":
-        finish = pipeline._finish_jobs
-        pipeline._finish_jobs = lambda: (waiting.set(), finish())
+        arrive = pipeline._arrive
+        pipeline._arrive = lambda turn: (waiting.set(), arrive(turn))
     batches = [share_of(batch_of(ids, number), transport) for number, ids in enumerate(colliding(0.3, steps=8))]
     list(pipeline.run(batches))
     gathered = transport.gather_bytes(json.dumps(pipeline.ledger.drain()).encode())
