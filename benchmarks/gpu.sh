@@ -29,7 +29,7 @@ part priority-4 90 4 benchmarks/bench_priority_gpu.py
 part balance-4 120 4 benchmarks/bench_balance_measured.py --device cuda --steps 70
 part balance-8 120 8 benchmarks/bench_balance_measured.py --device cuda --steps 70
 # Starts its ranks and MPS by itself.
-timeout -k 20 150 python3 benchmarks/bench_overlap.py --commit "$commit" >"$folder/overlap-4.log" 2>&1
+timeout -k 20 300 python3 benchmarks/bench_overlap.py --commit "$commit" >"$folder/overlap-4.log" 2>&1
 echo "overlap-4: exit $? after $SECONDS s"
 grep -E "is done|holds|FAILS|rror" "$folder/overlap-4.log" | tail -24
 python3 benchmarks/bench_balance.py --device cuda --seeds 3 --repetitions 20 --commit "$commit" | tail -3

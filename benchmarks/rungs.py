@@ -29,8 +29,10 @@ class Rung:
     dense_sums: str = TrainConfig.dense_sums
 
 
+# What does not differ between rungs, and is not `freescale train`'s.
+_SHARED = "model, sharded table, optimizers and precision are the ladder's own on every rung"
 _ADAPTED = {"balance": "greedy", "balance_adapt": True}
-# Each rung adds one technique; what `freescale train` does without being asked is measured beside them.
+# Each rung adds one technique; the choices that `freescale train` makes by default are measured beside them.
 OURS = {
     SERIAL: Rung("serial", "none", False, "collective", "collective"),
     "serial + balancing": Rung("serial", **_ADAPTED, transport="collective", dense_sums="collective"),
@@ -59,8 +61,8 @@ def about(result: Mapping[str, Any], tick: str = "") -> str:
     said += f', "dense by parts" {tick}--dense-sums parts{tick}' if PARTS in rows else ""
     device = "cuda" if result["machine"]["gpu"] else "cpu"
     if DEFAULTS in rows:
-        unasked = words(rows[DEFAULTS]["options"])
-        return f'{said}. "{DEFAULTS}" is what freescale train takes on these ranks unasked: {tick}{unasked}{tick}.'
+        taken = words(rows[DEFAULTS]["options"])
+        return f'{said}. "{DEFAULTS}" takes what freescale train takes by default on these ranks, {tick}{taken}{tick}; {_SHARED}.'
     carrier, _ = choose(Rung().transport, device, 1, ucx=False, rdma=False, engine=True)
-    unasked = words(asdict(replace(Rung(), transport=carrier)))
-    return f"{said}. What freescale train takes on these ranks unasked was not measured in this run: {tick}{unasked}{tick}."
+    taken = words(asdict(replace(Rung(), transport=carrier)))
+    return f"{said}. The defaults of freescale train on these ranks, {tick}{taken}{tick}, were not measured in this run; {_SHARED}."

@@ -87,18 +87,20 @@ def test_the_ladder_says_what_its_hosts_and_rungs_are():
     table = tables.ladder({"ladder-paper-hosts": json.loads((RESULTS / "ladder-paper-hosts.json").read_text())}, "x")
     assert "network namespaces of one machine of 2 cores" in table and "between hosts" not in table
     assert "--balance-adapt" in table and "--transport hostwire-tcp" in table
-    assert "freescale train takes on these ranks unasked" in table and "--transport collective" in table
+    assert "freescale train takes by default on these ranks" in table and "--transport collective" in table
 
 
 @pytest.mark.parametrize("name", ["ladder-paper-hosts", "ladder-paper-4ranks-h200"])
 def test_the_defaults_are_a_rung_where_they_were_measured(name):
     result = json.loads((RESULTS / f"{name}.json").read_text())
     result["rows"] = [row for row in result["rows"] if row["arm"] != rungs.DEFAULTS]
-    assert "was not measured in this run" in tables.ladder({name: result}, "x")
+    assert "were not measured in this run" in tables.ladder({name: result}, "x")
     options = asdict(rungs.OURS[rungs.DEFAULTS]) | {"transport": "pigeons"}
     result["rows"].append({**result["rows"][-1], "arm": rungs.DEFAULTS, "options": options})
     table = tables.ladder({name: result}, "x")
-    assert "| defaults | " in table and "unasked: `--schedule staged --balance greedy --transport pigeons" in table
+    assert (
+        "| defaults | " in table and "by default on these ranks, `--schedule staged --balance greedy --transport pigeons" in table
+    )
     assert "not measured" not in table and "pigeons" in figures.figure_ladder.ladder({name: result})
 
 

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH, MANIFEST = ROOT / "examples" / "slurm" / "train.sbatch", ROOT / "examples" / "kubernetes" / "train.yaml"
@@ -85,7 +86,6 @@ def test_options_exist():
 
 
 def test_the_manifest_is_one():
-    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: the manifest is not parsed")
     service, job = yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8"))
     assert (service["kind"], job["kind"]) == ("Service", "Job")
     pod = job["spec"]["template"]["spec"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from freescale.streams import recorded
 
-_LATER = 2  # steps, on a GPU: by then it has long computed the loss, and nobody waits
+_LATER = 2  # steps, on a GPU: the host waits only where it is further ahead of the device than this
 
 
 class LossNotFinite(ValueError):
