@@ -28,13 +28,13 @@ from results import claim, gpu_name, spread, write  # noqa: E402
 import freescale  # noqa: E402
 from freescale.balance.balancer import Balancer  # noqa: E402
 from freescale.balance.cost import CostModel  # noqa: E402
-from freescale.balance.registry import PARTITIONERS  # noqa: E402
+from freescale.balance.partitioners.registry import PARTITIONERS  # noqa: E402
 from freescale.batch import Jagged, SequenceBatch  # noqa: E402
+from freescale.ledger.collector import Collector  # noqa: E402
+from freescale.ledger.ledger import Ledger  # noqa: E402
 from freescale.models.heads import Retrieval  # noqa: E402
 from freescale.models.hstu import HSTU  # noqa: E402
-from freescale.observe.collect import Collector  # noqa: E402
-from freescale.observe.ledger import Ledger  # noqa: E402
-from freescale.transport.collective import Collective  # noqa: E402
+from freescale.transport.process_group import Collective  # noqa: E402
 
 ARMS = ("none", "greedy", "local", "adapted")
 EACH = 5  # steps of an arm's turn

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hosts import hosts  # noqa: E402
 from results import claim, spread, write  # noqa: E402
 
-from freescale.observe.ledger import Ledger, Side  # noqa: E402
-from freescale.transport.collective import Collective  # noqa: E402
-from freescale.transport.hostwire import Hostwire  # noqa: E402
+from freescale.ledger.ledger import Ledger, Side  # noqa: E402
+from freescale.transport.hostwire.transport import Hostwire  # noqa: E402
+from freescale.transport.process_group import Collective  # noqa: E402
 
 URGENT, BULK, DRAIN = 1_000_000, 5_000_000, 200_000  # bytes per peer
 HEAD_START = 0.02  # seconds

@@ -36,7 +36,7 @@ from rungs import OURS, PARTS, SERIAL  # noqa: E402
 from workload import Workload  # noqa: E402
 
 from freescale.bench.ranks import divided_gpu, is_rank, join, queues  # noqa: E402
-from freescale.observe.figures import merge_step  # noqa: E402
+from freescale.ledger.summary import merge_step  # noqa: E402
 
 # The paper's shape divided by 3: log-normal histories of median 3,000 and at most 21,000 items, 12 % collisions.
 SHAPES = {

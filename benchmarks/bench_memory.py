@@ -40,7 +40,7 @@ def _torch_alone() -> int:
 def measure(rank: int, world: int, workload: Workload) -> dict[str, int]:
     from freescale_arm import build, feed
 
-    from freescale.observe.memory import peak_memory
+    from freescale.ledger.peak_memory import peak_memory
 
     batch = next(feed(workload, rank, world))
     before = _torch_alone()

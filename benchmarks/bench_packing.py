@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/bench_packing.py
 
 The samples of a retrieval batch (histories, times, actions, targets, negatives) go to ranks of chance, packed and unpacked as every
-balanced step does it (`freescale.wire`); one thread. The staged schedule has it in a lane, beside the compute.
+balanced step does it (`freescale.batch_codec`); one thread. The staged schedule has it in a lane, beside the compute.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from results import spread, write  # noqa: E402
 
 from freescale.batch import Jagged, SequenceBatch  # noqa: E402
+from freescale.batch_codec import pack, unpack  # noqa: E402
 from freescale.config import DataConfig  # noqa: E402
-from freescale.wire import pack, unpack  # noqa: E402
 
 # Samples a rank, median and longest history, ranks: the ladder on hosts and on GPU ranks, the paper's batch.
 SHAPES = ((16, 150, 1050, 2), (32, 1000, 7000, 8), (128, 3000, 21_000, 8), (128, 3000, 21_000, 64), (128, 3000, 21_000, 512))

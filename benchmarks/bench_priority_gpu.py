@@ -30,10 +30,10 @@ from stale import no_collisions  # noqa: E402
 
 import freescale  # noqa: E402
 from freescale.batch import Jagged, SequenceBatch  # noqa: E402
-from freescale.observe.figures import merge_step  # noqa: E402
-from freescale.observe.ledger import Ledger  # noqa: E402
-from freescale.transport.collective import Collective  # noqa: E402
-from freescale.transport.hostwire import Hostwire  # noqa: E402
+from freescale.ledger.ledger import Ledger  # noqa: E402
+from freescale.ledger.summary import merge_step  # noqa: E402
+from freescale.transport.hostwire.transport import Hostwire  # noqa: E402
+from freescale.transport.process_group import Collective  # noqa: E402
 
 SHAPES = {
     "cuda": {"rows": 4_000_000, "width": 128, "tokens": 53_000, "samples": 128, "hidden": 1280, "passes": 12},

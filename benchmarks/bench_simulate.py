@@ -24,8 +24,8 @@ from results import claim, write  # noqa: E402
 from simulate_validation import validate  # noqa: E402
 
 from freescale.config import SimulateConfig  # noqa: E402
-from freescale.simulate.engine import Setting  # noqa: E402
 from freescale.simulate.run import Plans, cluster_of, source_of  # noqa: E402
+from freescale.simulate.simulator import Setting  # noqa: E402
 from freescale.simulate.workload import Demand, Generated, Rows  # noqa: E402
 
 

@@ -12,8 +12,8 @@ from priority_arms import in_turns
 from workload import Workload
 
 import freescale
-from freescale.observe.ledger import Ledger
-from freescale.transport.collective import Collective
+from freescale.ledger.ledger import Ledger
+from freescale.transport.process_group import Collective
 
 DENSE, WHOLE, THRESHOLDED = "dense AllReduce", "whole rows", "thresholded"
 

@@ -27,13 +27,13 @@ import freescale
 from freescale.batch import SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.prefetch import prefetched
-from freescale.embedding.swap import Parallel
+from freescale.embedding.parallelize import Parallel
+from freescale.ledger.summary import merge_step
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import Memory
-from freescale.observe.figures import merge_step
 from freescale.train.build import evaluate, histories
-from freescale.train.schedules import learning_rate
+from freescale.train.learning_rate import learning_rate
 from freescale.transport.api import Transport
 from freescale.transport.local import Local
 

@@ -39,8 +39,8 @@ from drawing import (
 from figure_simulate import over_lengths
 
 from freescale.balance.cost import CostModel
-from freescale.balance.partition import Problem, assign
-from freescale.balance.registry import PARTITIONERS
+from freescale.balance.partitioners.registry import PARTITIONERS
+from freescale.balance.problem import Problem, assign
 
 WIDTH, LEFT, ROW, GAP = 250, 60, 16, 30
 SHADES = ("#4c78a8", "#7a9cc6")  # neighbouring samples

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import freescale
 from freescale.batch import Jagged, SequenceBatch
 from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
-from freescale.observe.ledger import Arrival, Ledger
+from freescale.ledger.ledger import Arrival, Ledger
 from freescale.pipeline.staged import Staged
-from freescale.transport.collective import Collective
 from freescale.transport.connect import agreed
-from freescale.transport.hostwire import Hostwire
+from freescale.transport.hostwire.transport import Hostwire
+from freescale.transport.process_group import Collective
 
 sys.path.insert(0, str(Path(__file__).parent / "peer"))
 

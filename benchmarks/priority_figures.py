@@ -9,7 +9,7 @@ from typing import Any
 from priority_arms import DEDUPLICATED, SERIAL, STAGED, STALE, TORCHREC
 from results import claim, spread
 
-from freescale.observe.figures import merge_step
+from freescale.ledger.summary import merge_step
 
 EMBEDDING = ("ids", "rows", "gradients")
 TENTH = "10 % collisions"

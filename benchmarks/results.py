@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from freescale.bench.report import spread  # noqa: E402
 from freescale.bench.repository import commit as commit_of  # noqa: E402
-from freescale.observe.machine import gpu_name, machine, settings, versions  # noqa: E402
+from freescale.ledger.machine import gpu_name, machine, settings, versions  # noqa: E402
 
 __all__ = ["Asked", "claim", "claims_of", "commit", "gpu_name", "machine", "settings", "spread", "versions", "write"]
 FOLDER = ROOT / "benchmarks" / "results"

@@ -13,9 +13,9 @@ import numpy as np
 from results import FOLDER, claim, write
 
 from freescale.simulate.compute import Calibration, Curve, Model, Shape, load_calibration
-from freescale.simulate.engine import Cluster, Setting, simulate
 from freescale.simulate.network import Network, preset
 from freescale.simulate.output import collected
+from freescale.simulate.simulator import Cluster, Setting, simulate
 from freescale.simulate.workload import Demand, Rows
 
 STEP, POINTS = 10.0, 2.0  # asked: per cent of the step time; points of the step

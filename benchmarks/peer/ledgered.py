@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.futures import Future
 from torchrec_arms import Arm
 
-from freescale.observe.ledger import Arrival, Ledger
+from freescale.ledger.ledger import Arrival, Ledger
 
 
 class _Waited(dist.Work):

@@ -16,11 +16,11 @@ _EXPORTS = {
     "Adagrad": "freescale.embedding.optimizers",
     "Adam": "freescale.embedding.optimizers",
     "RowWiseAdagrad": "freescale.embedding.optimizers",
-    "Parallel": "freescale.embedding.swap",
-    "parallelize": "freescale.embedding.swap",
+    "Parallel": "freescale.embedding.parallelize",
+    "parallelize": "freescale.embedding.parallelize",
     "ThresholdedExchange": "freescale.compress.activations",
-    "Thresholding": "freescale.compress.dense",
-    "Pipeline": "freescale.pipeline.api",
+    "Thresholding": "freescale.pipeline.dense.thresholded",
+    "Pipeline": "freescale.pipeline.pipeline",
     "connect": "freescale.transport.connect",
     "data": "freescale.data",
 }
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from freescale import data
     from freescale.batch import Jagged, Nested, SequenceBatch
     from freescale.compress.activations import ThresholdedExchange
-    from freescale.compress.dense import Thresholding
     from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
-    from freescale.embedding.swap import Parallel, parallelize
-    from freescale.pipeline.api import Pipeline
+    from freescale.embedding.parallelize import Parallel, parallelize
+    from freescale.pipeline.dense.thresholded import Thresholding
+    from freescale.pipeline.pipeline import Pipeline
     from freescale.transport.connect import connect
 
 

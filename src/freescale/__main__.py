@@ -1,3 +1,3 @@
-from freescale.cli import main
+from freescale.cli.main import main
 
 main()

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import Clicks, clicks_batch, rank_slice
+from helpers.toys import Clicks, clicks_batch, rank_slice
 
 import freescale
 from freescale.batch import SequenceBatch
+from freescale.ledger.ledger import Ledger
+from freescale.ledger.summary import merge_step
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
-from freescale.observe.figures import merge_step
-from freescale.observe.ledger import Ledger
 from freescale.transport.local import Local
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -72,7 +72,7 @@ def test_training_equals_the_cpu(placement, optimizer):
 
 def test_sums_of_duplicates_are_in_order():
     """Hundreds of contributions of very different size to a row: the bits of the CPU, every time."""
-    from freescale.kernels.rows import sum_duplicates
+    from freescale.kernels.reference.rows import sum_duplicates
 
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 40, (8000,), generator=generator)
@@ -172,7 +172,7 @@ rows = freescale.Adagrad(lr=0.1)
 parallel = freescale.parallelize(CudaClicks(), Clicks.ids, rows, transport=transport, placement="sharded", init_std=0.3)
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.registry import find_partitioner
+from freescale.balance.partitioners.registry import find_partitioner
 partitioner = sys.argv[2]
 balancer = None if partitioner == "none" else Balancer(find_partitioner(partitioner, "cuda"), CostModel.balanced_at(5), adapt=True)
 pipeline = freescale.Pipeline(parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2), clip=0.5, balancer=balancer)
@@ -182,7 +182,7 @@ from freescale.train.checkpoint import Checkpoints
 from pathlib import Path
 folder = Path(sys.argv[1])
 Checkpoints(folder / "checkpoints", transport).save(parallel, pipeline.optimizer, {{"step": 4}})
-from freescale.observe.collect import Collector
+from freescale.ledger.collector import Collector
 torch.cuda.synchronize()
 gather, offsets = transport.gather_bytes, transport.clock_offsets
 collector = Collector(transport.ledger, transport.rank, transport.world, gather, None, offsets=offsets)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import segment_cases
 import torch
-from attention_cases import compare, isolation
+from helpers import segment_cases
+from helpers.attention_cases import compare, isolation
 
-from freescale.kernels.segments import Segments, SummaryPlan
-from freescale.kernels.triton_attention import hstu_attention
-from freescale.kernels.triton_attention_plan import plan_attention
-from freescale.kernels.triton_summary_attention import summary_attention
+from freescale.kernels.triton.attention import hstu_attention
+from freescale.kernels.triton.attention_plan import plan_attention
+from freescale.kernels.triton.summary_attention import summary_attention
+from freescale.segments import Segments, SummaryPlan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

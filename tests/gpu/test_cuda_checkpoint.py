@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import Clicks, clicks_batch
+from helpers.toys import Clicks, clicks_batch
 
 import freescale
 from freescale.train.checkpoint import Checkpoints

@@ -19,7 +19,7 @@ os.environ["NCCL_HOSTID"] = "host" + os.environ["RANK"]
 os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 os.environ["FREESCALE_ENGINE"] = "0" if sys.argv[1] == "python" or (sys.argv[1] == "mixed" and int(os.environ["RANK"]) % 2) else "1"
 import freescale
-from freescale.observe.ledger import Side
+from freescale.ledger.ledger import Side
 from freescale.transport import opening
 machines = {"streams": 1, "two machines": 2}.get(sys.argv[1], 0)  # ranks of each; 0: all
 if machines:

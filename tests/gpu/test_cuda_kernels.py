@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import kernel_cases
 import numpy as np
 import pytest
 import torch
+from helpers import kernel_cases
 
 from freescale.bench import jagged, triton_jagged
-from freescale.kernels import rows, triton_rows, triton_unique
+from freescale.kernels.reference import rows
+from freescale.kernels.triton import rows as triton_rows
+from freescale.kernels.triton import unique as triton_unique
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

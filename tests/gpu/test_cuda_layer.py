@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import layer_cases
 import pytest
 import torch
+from helpers import layer_cases
 
 from freescale.batch import Jagged, Nested, SequenceBatch
-from freescale.kernels import attention
-from freescale.kernels.random import derive, keep_mask
-from freescale.kernels.triton_attention_plan import TilePlan
-from freescale.kernels.triton_layer import gated_norm, layer_norm, silu_split
+from freescale.kernels.reference import attention
+from freescale.kernels.triton.attention_plan import TilePlan
+from freescale.kernels.triton.layer import gated_norm, layer_norm, silu_split
 from freescale.models import HSTU, Ranking, Retrieval
+from freescale.random import derive, keep_mask
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

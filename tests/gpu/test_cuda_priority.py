@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.toys import Clicks, clicks_batch, rank_slice
 from test_cuda import CudaClicks
-from toys import Clicks, clicks_batch, rank_slice
 
 import freescale
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.registry import PARTITIONERS
+from freescale.balance.partitioners.registry import PARTITIONERS
 from freescale.embedding import collision
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.transport.local import Local

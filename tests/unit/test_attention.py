@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.kernels import attention as attention_module
-from freescale.kernels.attention import hstu_attention, plan_attention
 from freescale.kernels.groups import Groups, plan_groups
+from freescale.kernels.reference import attention as attention_module
+from freescale.kernels.reference.attention import hstu_attention, plan_attention
 
 HEADS, D_QK, D_V, SCALE, ALPHA, BUCKETS = 2, 5, 3, 40, 0.3, 12
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from freescale.bench.all import Runner
 from freescale.bench.registry import Benchmark, Machine, chosen, done_before, read_registry
 from freescale.bench.repository import commit
-from freescale.cli import main
+from freescale.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from freescale.observe.ledger import Ledger
-from freescale.pipeline.buckets import GradientBuckets
+from freescale.ledger.ledger import Ledger
+from freescale.pipeline.dense.buckets import GradientBuckets
 from freescale.transport.local import Local
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def test_buckets_leave_during_the_backward_with_their_gradients():
 )
 def test_no_bucket_is_small(sizes, expected, monkeypatch):
     """Sizes in the order of the backward; at least 50 numbers to a bucket, at most a fourth of all where that is more."""
-    monkeypatch.setattr("freescale.pipeline.buckets._LEAST_BYTES", {"cpu": 50 * 4})
+    monkeypatch.setattr("freescale.pipeline.dense.buckets._LEAST_BYTES", {"cpu": 50 * 4})
     buckets = _watching([nn.Parameter(torch.zeros(size)) for size in reversed(sizes)])
     assert [flat.numel() for flat in buckets.flat] == [sum(bucket) for bucket in expected]
 

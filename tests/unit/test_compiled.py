@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from freescale import folders
-from freescale.transport import compiled
+from freescale.transport.hostwire import compiled
 
 SOURCE = Path(compiled.__file__).with_name("engine.c")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from freescale.batch import SequenceBatch
 from freescale.data import Histories, prefetched
-from freescale.kernels.random import derive
+from freescale.random import derive
 
 USERS, GROUP = 53, 6  # 9 row groups, the last one short
 

@@ -11,23 +11,23 @@ import torch
 
 from freescale import Pipeline, Thresholding, connect, parallelize
 from freescale.balance.balancer import Balancer
-from freescale.cli import main
-from freescale.compress.dense import ThresholdedGradients
+from freescale.cli.main import main
 from freescale.config import DataConfig, GenerateConfig, ModelConfig, SimulateConfig, TrainConfig
 from freescale.data import Histories, generate, prepare, read_interactions
 from freescale.data.histories import HistoriesFile
-from freescale.embedding.collection import Tables
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.embedding.tables import Tables
+from freescale.ledger.collector import Collector
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import SegmentedHSTU
-from freescale.observe.collect import Collector
-from freescale.observe.console import RunView
+from freescale.pipeline.dense.thresholded import ThresholdedGradients
 from freescale.pipeline.schedule import Schedule
+from freescale.report.console import RunView
 from freescale.simulate.compute import Model
 from freescale.simulate.workload import Generated, Recorded
 from freescale.train.checkpoint import Checkpoints
-from freescale.transport.hostwire import Hostwire
+from freescale.transport.hostwire.transport import Hostwire
 
 TRAINING = (DataConfig, ModelConfig, TrainConfig)
 OTHER_NAMES = {

@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
-from freescale.doctor import _kernels, examine
-from freescale.kernels.attention import AttentionPlan
+from freescale.cli.doctor import _kernels, examine
 from freescale.kernels.dispatch import attends_in_triton, has_triton, plan_attention
+from freescale.kernels.reference.attention import AttentionPlan
 
 
 @pytest.mark.parametrize("triton", [None, "3.6.0"])

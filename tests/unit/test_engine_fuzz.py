@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from freescale.transport.compiled import FLAGS, source
+from freescale.transport.hostwire.compiled import FLAGS, source
 
 SANITIZERS = ["-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-FUZZ = Path(__file__).parents[1] / "engine_fuzz.py"
+FUZZ = Path(__file__).parents[1] / "helpers" / "engine_fuzz.py"
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="the engine is for Linux")

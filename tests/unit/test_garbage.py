@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from toys import Clicks, clicks_batch
+from helpers.toys import Clicks, clicks_batch
 
 import freescale
 from freescale.transport.local import Local

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from freescale.transport import greeting, shared, tcp
-from freescale.transport.memory import Pinned, shared_file
+from freescale.transport.hostwire import greeting
+from freescale.transport.hostwire.pinned import Pinned, shared_file
+from freescale.transport.hostwire.wires import shared, tcp
 
 SIZE = 1 << 12
 

@@ -12,10 +12,10 @@ import freescale
 CORE = [
     "freescale.batch",
     "freescale.config",
-    "freescale.embedding.swap",
+    "freescale.embedding.parallelize",
     "freescale.models.heads",
-    "freescale.observe.collect",
-    "freescale.pipeline.api",
+    "freescale.ledger.collector",
+    "freescale.pipeline.pipeline",
     "freescale.train.checkpoint",
     "freescale.train.evaluate",
     "freescale.transport.connect",
@@ -46,7 +46,7 @@ freescale.parallelize, freescale.Pipeline, freescale.SequenceBatch
 def test_help_does_not_import_torch():
     out = python("""
 import sys
-from freescale.cli import main
+from freescale.cli.main import main
 try:
     main(["train", "--help"], prog_name="freescale")
 except SystemExit:

@@ -8,9 +8,9 @@ import json
 import pytest
 import torch
 
-from freescale.observe.collect import Collector
-from freescale.observe.figures import Summary, merge_step, shifted
-from freescale.observe.ledger import Ledger
+from freescale.ledger.collector import Collector
+from freescale.ledger.ledger import Ledger
+from freescale.ledger.summary import Summary, merge_step, shifted
 
 MS = 1_000_000
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from freescale.train.evaluate import better_items
+from freescale.train.learning_rate import learning_rate
 from freescale.train.metrics import area_under_curve, normalized_entropy, ranking_quality
-from freescale.train.schedules import learning_rate
 
 
 def test_ranking_quality():

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.balance.cost import CostModel
-from freescale.balance.device import FixedOnDevice
-from freescale.balance.partition import Problem, _many_at_a_time, _one_at_a_time, assign, descending, fixed, greedy, stay
-from freescale.balance.published import Variable, karmarkar_karp
-from freescale.balance.registry import PARTITIONERS, find_partitioner
+from freescale.balance.partitioners.device import FixedOnDevice
+from freescale.balance.partitioners.published import Variable, karmarkar_karp
+from freescale.balance.partitioners.registry import PARTITIONERS, find_partitioner
+from freescale.balance.problem import Problem, _many_at_a_time, _one_at_a_time, assign, descending, fixed, greedy, stay
 
 EQUAL_COUNTS = ("fixed", "greedy_equal", "karmarkar_karp")
 CAPPED = ("greedy", "local")
@@ -228,7 +228,7 @@ def test_bad_problems_are_refused():
 
 def test_names():
     assert find_partitioner("greedy") is greedy
-    assert find_partitioner("freescale.balance.partition:fixed") is fixed
+    assert find_partitioner("freescale.balance.problem:fixed") is fixed
     for name, message in (
         ("clever", "unknown partitioner 'clever'"),
         ("nowhere:f", "cannot be found"),

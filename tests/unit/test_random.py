@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from freescale.kernels.random import derive, integers, keep_mask, key_of, mix, normal, uniform
+from freescale.random import derive, integers, keep_mask, key_of, mix, normal, uniform
 
 
 def _mix_in_python(x: int) -> int:

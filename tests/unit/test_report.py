@@ -10,13 +10,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report_cases import run_folder
+from helpers.report_cases import run_folder
 
-from freescale.observe.busy import busy
-from freescale.observe.charts import Series, lines, thinned, ticks
-from freescale.observe.report import page
-from freescale.observe.runs import read_run, read_runs
-from freescale.observe.timeline import RANKS, STEPS, chosen, timeline
+from freescale.ledger.busy import busy
+from freescale.report.charts import Series, lines, thinned, ticks
+from freescale.report.page import page
+from freescale.report.runs import read_run, read_runs
+from freescale.report.timeline import RANKS, STEPS, chosen, timeline
 
 
 class Page(HTMLParser):
@@ -109,7 +109,7 @@ def test_names_cannot_break_the_page(tmp_path):
 
 
 def test_the_page_loads_nothing():
-    for path in (Path(__file__).parents[2] / "src/freescale/observe/page").iterdir():
+    for path in (Path(__file__).parents[2] / "src/freescale/report/static").iterdir():
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\((?!#)", path.read_text()), path
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from freescale.embedding.optimizers import ROW_OPTIMIZERS, SGD, Adagrad, Adam, RowWiseAdagrad
-from freescale.kernels import rows as kernels
+from freescale.kernels.reference import rows as kernels
 
 torch_twins = [
     (SGD(lr=0.3), lambda p: torch.optim.SGD(p, lr=0.3)),

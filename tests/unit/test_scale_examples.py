@@ -77,7 +77,7 @@ def test_options_of_the_job_go_to_training(cluster):
 
 
 def test_options_exist():
-    from freescale.cli import main
+    from freescale.cli.main import main
 
     known = {option for parameter in main.commands["train"].params for option in (*parameter.opts, *parameter.secondary_opts)}
     for text in (SBATCH.read_text(), script_of(MANIFEST)):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
-import segment_cases
 import torch
+from helpers import segment_cases
 from test_models import ACTIONS, ITEMS, TASKS, WIDTH, assert_equal, batch_of, losses_and_gradients
 from torch.nn import functional as F
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig
-from freescale.kernels.random import derive, keep_mask
 from freescale.models import HSTU, Ranking, Retrieval, SegmentedHSTU, split_history
+from freescale.random import derive, keep_mask
 from freescale.train.build import build_balancer, build_model
 
 OPTIONS = dict(

@@ -6,18 +6,18 @@ import math
 
 import numpy as np
 import pytest
-import segment_cases
 import torch
+from helpers import segment_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel, features
-from freescale.balance.partition import greedy
-from freescale.kernels import summary_attention as reference
-from freescale.kernels import triton_summary_attention as twin
-from freescale.kernels.segments import Segments, SummaryPlan
+from freescale.balance.problem import greedy
+from freescale.kernels.reference import summary_attention as reference
+from freescale.kernels.triton import summary_attention as twin
 from freescale.models.segments import arrange
+from freescale.segments import Segments, SummaryPlan
 
 SMALL = {name: options for name, options in segment_cases.CASES.items() if "dtype" not in options and "widths" not in options}
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from freescale.transport import shared
-from freescale.transport.memory import Pinned, shared_file
+from freescale.transport.hostwire.pinned import Pinned, shared_file
+from freescale.transport.hostwire.wires import shared
 
 SIZE = 1 << 12
 # Another user of the machine: reads the socket's name, which everybody can, and says that it is rank 1.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from freescale.cli import main
+from freescale.cli.main import main
 from freescale.config import SimulateConfig
 from freescale.data.synthetic import generate
 from freescale.simulate.calibrate import calibrate, fit

@@ -10,11 +10,11 @@ import pytest
 
 from freescale.simulate.compute import Calibration, Curve, Model, RowWork, Shape
 from freescale.simulate.costs import Costs
-from freescale.simulate.engine import Cluster, Setting, plan, simulate
 from freescale.simulate.network import Link, Network
 from freescale.simulate.output import collected, records
+from freescale.simulate.ranks import Beside, slowed
 from freescale.simulate.schedules import SCHEDULES
-from freescale.simulate.timeline import Beside, slowed
+from freescale.simulate.simulator import Cluster, Setting, plan, simulate
 from freescale.simulate.workload import Generated
 
 STEPS = 6

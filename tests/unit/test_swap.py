@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.toys import Clicks, clicks_batch
 from torch import nn
-from toys import Clicks, clicks_batch
 
 import freescale
 from freescale.batch import Jagged, SequenceBatch
-from freescale.embedding.swap import TableReader
+from freescale.embedding.parallelize import TableReader
 
 
 class Pair(nn.Module):

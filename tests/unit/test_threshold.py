@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import freescale
-from freescale.cli import main
-from freescale.compress.dense import ThresholdedGradients
+from freescale.cli.main import main
 from freescale.compress.entries import owners, packed, unpacked
 from freescale.compress.threshold import above, budget, left_by_whole, shares, threshold_of
 from freescale.config import TrainConfig
-from freescale.pipeline.buckets import GradientBuckets
+from freescale.pipeline.dense.buckets import GradientBuckets
+from freescale.pipeline.dense.thresholded import ThresholdedGradients
 from freescale.transport.local import Local
 
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import sys
 
-import attention_cases
-import interpreter
 import numpy as np
 import pytest
 import torch
+from helpers import attention_cases, interpreter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.kernels import attention, triton_attention_plan
-from freescale.kernels.triton_attention import hstu_attention
-from freescale.kernels.triton_attention_plan import plan_attention
+from freescale.kernels.reference import attention
+from freescale.kernels.triton import attention_plan as triton_attention_plan
+from freescale.kernels.triton.attention import hstu_attention
+from freescale.kernels.triton.attention_plan import plan_attention
 
 
 @pytest.fixture(scope="module")

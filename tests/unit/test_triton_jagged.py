@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 
-import interpreter
-import kernel_cases
 import numpy as np
 import pytest
 import torch
+from helpers import interpreter, kernel_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

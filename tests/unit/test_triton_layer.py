@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 
-import interpreter
-import layer_cases
 import pytest
 import torch
+from helpers import interpreter, layer_cases
 
-from freescale.kernels.triton_layer import gated_norm, layer_norm, silu_split
+from freescale.kernels.triton.layer import gated_norm, layer_norm, silu_split
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 
-import interpreter
-import kernel_cases
 import pytest
 import torch
+from helpers import interpreter, kernel_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.kernels import triton_rows, triton_unique, unique
+from freescale.kernels.reference import unique
+from freescale.kernels.triton import rows as triton_rows
+from freescale.kernels.triton import unique as triton_unique
 
 
 @pytest.fixture(scope="module")

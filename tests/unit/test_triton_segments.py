@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import interpreter
 import pytest
-import segment_cases
+from helpers import interpreter, segment_cases
 
 
 @pytest.fixture(scope="module")

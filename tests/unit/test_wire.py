@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_batch import made, plain, samples
 
 from freescale.batch import Jagged, SequenceBatch
-from freescale.wire import empty_batch, pack, schema_of, unpack
+from freescale.batch_codec import empty_batch, pack, schema_of, unpack
 
 
 @settings(deadline=None)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from freescale.balance.cost import AdaptiveCost, CostModel, features
-from freescale.balance.movement import local
-from freescale.balance.partition import Assignment, Partitioner, Problem, assign, greedy
+from freescale.balance.partitioners.local import local
+from freescale.balance.problem import Assignment, Partitioner, Problem, assign, greedy
 from freescale.config import TrainConfig
-from freescale.kernels.segments import Segments
+from freescale.segments import Segments
 
 _CAPPED = (greedy, local)  # partitioners that keep a cap
 _REMEMBERED = 8  # steps whose measurement may still come

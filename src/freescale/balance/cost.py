@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from freescale.kernels.segments import Segments
+from freescale.segments import Segments
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from freescale.balance.balancer import Balancer
-from freescale.balance.partition import Assignment
+from freescale.balance.problem import Assignment
 from freescale.batch import SequenceBatch
+from freescale.batch_codec import pack, unpack
 from freescale.transport.api import Transport
-from freescale.wire import pack, unpack
 
 COLUMNS = 3  # of stage I: history length, candidates, tokens
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from freescale.bench.ranks import divided_gpu, queues
 from freescale.bench.registry import Benchmark, Machine, chosen, done_before, read_registry
 from freescale.bench.repository import changed, commit, peer_python
-from freescale.observe.machine import machine as described
+from freescale.ledger.machine import machine as described
 
 FAILED, LEFT_OUT = "FAILED", "left out"
 

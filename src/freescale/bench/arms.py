@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freescale.bench.report import spread
-from freescale.observe.ledger import Ledger
+from freescale.ledger.ledger import Ledger
 from freescale.pipeline.lane import Lane
-from freescale.transport.collective import Collective
-from freescale.transport.hostwire import Hostwire
+from freescale.transport.hostwire.transport import Hostwire
+from freescale.transport.process_group import Collective
 
 SECONDS = 60.0  # that a collective may take
 # Sizes are bytes of a rank's tensor, what stays with it included. cpu: only to try the code.

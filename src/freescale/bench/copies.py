@@ -11,12 +11,12 @@ from itertools import accumulate
 import torch
 
 from freescale.bench.arms import SECONDS, Bed
-from freescale.transport.calls import Calls
-from freescale.transport.engine import Carry, EngineChannel, EngineGate
-from freescale.transport.halves import SLOTS
-from freescale.transport.memory import Pinned, shared_file
-from freescale.transport.shared import PIECE, READ, SharedWire
-from freescale.transport.transfer import cut
+from freescale.transport.hostwire.calls import Calls
+from freescale.transport.hostwire.engine import Carry, EngineChannel, EngineGate
+from freescale.transport.hostwire.pinned import Pinned, shared_file
+from freescale.transport.hostwire.steps import SLOTS
+from freescale.transport.hostwire.transfer import cut
+from freescale.transport.hostwire.wires.shared import PIECE, READ, SharedWire
 
 WAYS = ("device to host", "host to device")
 _FLIGHT = 2  # transfers under way, as of a lane

@@ -5,7 +5,7 @@ batch from lengths on the host, serves every dtype whose features have the same 
 an AllToAll. The way back, and so the gradient, is the same plan with its sides exchanged.
 
 `freescale bench kernels` measures them: what packing on a device takes (the paper's figure 7). Training packs on the host, where
-batches come from (`freescale.wire`).
+batches come from (`freescale.batch_codec`).
 
     permute     features of n samples        -> the same features, samples in another order
     dispatch    features of n samples        -> one message: for each rank, feature by feature, the samples that go there

@@ -19,7 +19,7 @@ from freescale.bench.moves import moves
 from freescale.bench.report import show_table
 from freescale.bench.table_rows import table_rows
 from freescale.kernels.dispatch import has_triton
-from freescale.observe.machine import machine, versions
+from freescale.ledger.machine import machine, versions
 
 # Each returns figures by name, what a claim can be made of.
 PARTS: dict[str, Callable[[Bench], dict[str, float]]] = {

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from freescale.bench.measure import Bench, Call
-from freescale.kernels import attention, layer, triton_attention, triton_attention_plan, triton_layer
-from freescale.kernels.random import derive
+from freescale.kernels.reference import attention, layer
+from freescale.kernels.triton import attention as triton_attention
+from freescale.kernels.triton import attention_plan as triton_attention_plan
+from freescale.kernels.triton import layer as triton_layer
 from freescale.models.hstu import HSTULayer
+from freescale.random import derive
 
 HEADS, DROPOUT = 4, 0.2
 

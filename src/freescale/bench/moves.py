@@ -1,6 +1,6 @@
 """Jagged moves on a device: dispatch and combine for an AllToAll over W ranks, permutation of samples, transpose of features.
 
-The paper packs so; our training does it on the host (`freescale.wire`, benchmarks/bench_packing.py).
+The paper packs so; our training does it on the host (`freescale.batch_codec`, benchmarks/bench_packing.py).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from freescale.bench.report import show_table
 from freescale.bench.transfers import WAYS, alone, throughput
 from freescale.bench.witness import witness
 from freescale.kernels.dispatch import has_triton
-from freescale.observe.machine import machine, settings, versions
+from freescale.ledger.machine import machine, settings, versions
 
 LIMIT = 300.0  # seconds of a whole run
 PARTS: dict[str, Callable[[Bed], None]] = {

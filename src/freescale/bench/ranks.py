@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from freescale.train.launch import launch
-from freescale.transport.collective import Collective
 from freescale.transport.connect import connect
+from freescale.transport.process_group import Collective
 
 _CONTROL = "nvidia-cuda-mps-control"
 _QUEUES = 64  # hardware queues that ranks on one GPU can have together: with more, the last of them finds no memory

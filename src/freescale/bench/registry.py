@@ -46,7 +46,7 @@ class Machine:
     def here(file: str | None) -> Machine:
         import torch
 
-        from freescale.observe.machine import gpu_name
+        from freescale.ledger.machine import gpu_name
 
         hosts = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -10,7 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from freescale.bench.measure import Bench
-from freescale.kernels import rows, triton_rows, triton_unique, unique
+from freescale.kernels.reference import rows, unique
+from freescale.kernels.triton import rows as triton_rows
+from freescale.kernels.triton import unique as triton_unique
 
 WIDTH = 128
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from freescale.bench.arms import Arm, Bed, closed, gigabytes, leaving, words
 from freescale.bench.copies import WAYS, Copies
-from freescale.transport.calls import calls
+from freescale.transport.hostwire.calls import calls
 
 
 def alone(bed: Bed) -> None:

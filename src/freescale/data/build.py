@@ -19,7 +19,7 @@ import torch
 
 from freescale.data.histories import HistoriesWriter, Summary, schema_of
 from freescale.data.interactions import Interactions
-from freescale.kernels.random import derive, integers
+from freescale.random import derive, integers
 
 _FAN_OUT = 128  # files open at once in a partition
 _SAMPLES = 64  # order samples taken per bucket of events: how evenly the second partition cuts

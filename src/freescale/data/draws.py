@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import offsets_of
-from freescale.kernels.random import derive, integers, key_of, uniform
+from freescale.random import derive, integers, key_of, uniform
 
 SHORTEST = 2  # events of a history
 TASTES = 4

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from freescale.config import DataConfig
-from freescale.kernels.random import key_of
+from freescale.random import key_of
 
 VERSION = 1
 KEY = b"freescale"

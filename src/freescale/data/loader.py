@@ -22,7 +22,7 @@ from freescale.data.histories import Group, HistoriesFile
 from freescale.data.labels import check_labels
 from freescale.data.negatives import draw_negatives
 from freescale.data.order import EpochOrder
-from freescale.kernels.random import derive
+from freescale.random import derive
 
 PARTS, SPLITS, TASKS = ("train", "validation", "test"), ("leave-one-out", "time", "none"), ("retrieval", "ranking")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import Jagged
-from freescale.kernels.random import derive, integers, key_of
+from freescale.random import derive, integers, key_of
 
 _UNIFORM, _SAMPLE, _POSITION = key_of("uniform negative"), key_of("negative's sample"), key_of("negative's position")
 

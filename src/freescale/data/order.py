@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import offsets_of, ranges
-from freescale.kernels.random import derive, key_of
+from freescale.random import derive, key_of
 
 _GROUPS, _ROWS = key_of("order of row groups"), key_of("order of rows")
 

@@ -22,7 +22,7 @@ from freescale.config import GenerateConfig
 from freescale.data.draws import SHORTEST, TASTES, Draws, Source, length_distribution
 from freescale.data.histories import HistoriesWriter, Summary, fingerprint_of, schema_of
 from freescale.data.workspace import full_disk_named, workspace
-from freescale.kernels.random import derive, integers, key_of, normal, uniform
+from freescale.random import derive, integers, key_of, normal, uniform
 
 _EPOCH = 1_600_000_000  # seconds: last event of the first user
 _SAMPLE_EVENTS = 2_000_000  # on which the collision rate is calibrated first

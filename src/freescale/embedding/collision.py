@@ -16,7 +16,7 @@ from torch import Tensor
 
 from freescale.kernels.dispatch import collision_masks
 from freescale.kernels.launch import uploaded
-from freescale.kernels.unique import grouped
+from freescale.kernels.reference.unique import grouped
 
 # (rows asked by the current batch, by the coming one) -> (which of the current ones are shared, which of the coming ones collide)
 Masks = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -28,7 +28,7 @@ from freescale.embedding.collision import Asked, Masks, collision_masks, divided
 from freescale.embedding.layout import Layout, TableSpec, positions
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.request import Index, Part, Request, announced, parts_of
-from freescale.embedding.table import Rows, Segment
+from freescale.embedding.storage import Rows, Segment
 from freescale.kernels.dispatch import deduplicate, gather_rows, grouped, marked_rows
 from freescale.transport.api import Handle, Transport
 

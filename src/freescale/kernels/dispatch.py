@@ -14,21 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.kernels import (
-    attention,
-    layer,
-    rows,
-    summary_attention,
-    triton_attention,
-    triton_attention_plan,
-    triton_layer,
-    triton_rows,
-    triton_summary_attention,
-    triton_unique,
-    unique,
-)
-from freescale.kernels.attention import AttentionPlan
-from freescale.kernels.triton_attention_plan import TilePlan
+from freescale.kernels.reference import attention, layer, rows, summary_attention, unique
+from freescale.kernels.reference.attention import AttentionPlan
+from freescale.kernels.triton import attention as triton_attention
+from freescale.kernels.triton import attention_plan as triton_attention_plan
+from freescale.kernels.triton import layer as triton_layer
+from freescale.kernels.triton import rows as triton_rows
+from freescale.kernels.triton import summary_attention as triton_summary_attention
+from freescale.kernels.triton import unique as triton_unique
+from freescale.kernels.triton.attention_plan import TilePlan
 
 
 @cache

@@ -16,7 +16,7 @@ def require_gpu(device: torch.device, instead: str) -> None:
 
 
 def interpreted() -> bool:
-    from freescale.kernels.triton_rows_kernels import INTERPRETED
+    from freescale.kernels.triton.rows_kernels import INTERPRETED
 
     return INTERPRETED
 

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from freescale.batch import HostSizes, offsets_of
 from freescale.config import ModelConfig
-from freescale.kernels.attention import AttentionPlan
 from freescale.kernels.dispatch import gated_norm, hstu_attention, layer_norm, plan_attention, silu_split
-from freescale.kernels.random import derive
-from freescale.kernels.triton_attention_plan import TilePlan
+from freescale.kernels.reference.attention import AttentionPlan
+from freescale.kernels.triton.attention_plan import TilePlan
+from freescale.random import derive
 
 TOO_LONG = "a history has {} events, the model was built for max_length={}; cut the histories or raise max_length"
 

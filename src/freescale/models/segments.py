@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from freescale.batch import HostSizes, Jagged, SequenceBatch, offsets_of, ranges
 from freescale.config import ModelConfig
-from freescale.kernels.attention import AttentionPlan
 from freescale.kernels.attention_checks import read_sizes
 from freescale.kernels.dispatch import summaries_attended
 from freescale.kernels.launch import uploaded
-from freescale.kernels.segments import Segments, SummaryPlan
-from freescale.kernels.triton_attention_plan import TilePlan
+from freescale.kernels.reference.attention import AttentionPlan
+from freescale.kernels.triton.attention_plan import TilePlan
 from freescale.models.hstu import HSTU, TOO_LONG, HSTULayer, positions_in_sample
+from freescale.segments import Segments, SummaryPlan
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 
 from freescale.balance.shuffle import COLUMNS, measured
 from freescale.batch import SequenceBatch
+from freescale.batch_codec import empty_batch, schema_of
 from freescale.transport.api import Handle, Transport
-from freescale.wire import empty_batch, schema_of
 
 MAX_TASKS = 16
 _EXHAUSTED, _READY, _FAILED, _STOPPING, _LEFT = range(5)

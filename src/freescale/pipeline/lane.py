@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from freescale.observe.ledger import Side
+from freescale.ledger.ledger import Side
 from freescale.streams import current_stream, recorded
 from freescale.transport.api import Transport
 from freescale.transport.threads import reached, started

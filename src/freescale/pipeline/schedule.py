@@ -16,17 +16,17 @@ from torch import Tensor
 from freescale.balance.balancer import Balancer
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
-from freescale.embedding.swap import Parallel
-from freescale.observe.ledger import Ledger
+from freescale.embedding.parallelize import Parallel
+from freescale.ledger.ledger import Ledger
 from freescale.pipeline.agreement import MAX_TASKS, Agreement
-from freescale.pipeline.buckets import GradientBuckets
-from freescale.pipeline.finite import LossWatch
-from freescale.pipeline.garbage import objects_set_aside
-from freescale.pipeline.reducer import MakeReducer, Reducer
+from freescale.pipeline.dense.buckets import GradientBuckets
+from freescale.pipeline.dense.partitioned import Summing
+from freescale.pipeline.dense.reducer import MakeReducer, Reducer
+from freescale.pipeline.gc_freeze import objects_set_aside
+from freescale.pipeline.loss_watch import LossWatch
+from freescale.pipeline.next_batch import Upcoming
 from freescale.pipeline.source import Source
 from freescale.pipeline.stopwatch import Stopwatch
-from freescale.pipeline.summing import Summing
-from freescale.pipeline.upcoming import Upcoming
 from freescale.transport.api import Transport
 
 DENSE_SUMS = ("collective", "parts")

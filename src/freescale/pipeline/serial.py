@@ -12,9 +12,9 @@ from contextlib import suppress
 
 from freescale.batch import SequenceBatch
 from freescale.pipeline.agreement import Agreement
+from freescale.pipeline.next_batch import Upcoming
 from freescale.pipeline.schedule import Schedule, StepResult
 from freescale.pipeline.source import Source
-from freescale.pipeline.upcoming import Upcoming
 from freescale.transport.api import TransportError
 
 _COLLISIONS_EVERY = 10  # steps between two looks at what consecutive batches share

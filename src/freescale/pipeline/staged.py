@@ -29,12 +29,12 @@ from freescale.batch import SequenceBatch
 from freescale.embedding.collision import Masks, collision_masks
 from freescale.embedding.exchange import Replicated, Sharded
 from freescale.embedding.request import Part, Request
-from freescale.observe.ledger import Arrival
+from freescale.ledger.ledger import Arrival
 from freescale.pipeline.agreement import Agreement
 from freescale.pipeline.lane import Job, Lane, Moment
+from freescale.pipeline.next_batch import Upcoming
 from freescale.pipeline.schedule import Schedule, StepResult
 from freescale.pipeline.source import Source
-from freescale.pipeline.upcoming import Upcoming
 from freescale.transport.api import Transport
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from freescale.observe.clock import Clock
+from freescale.ledger.clock import Clock
 
 
 class _Worked:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from freescale.embedding.collision import pieces_for
-from freescale.pipeline.buckets import largest_bucket
+from freescale.pipeline.dense.buckets import largest_bucket
 from freescale.simulate.compute import Calibration, Load, Model
 from freescale.simulate.network import Network
 from freescale.simulate.workload import Demand, Rows

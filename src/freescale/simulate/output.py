@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from freescale.observe.figures import Summary, merge_step
-from freescale.observe.trace import header, step_events, write_trace
-from freescale.simulate.timeline import Step
+from freescale.ledger.summary import Summary, merge_step
+from freescale.ledger.trace import header, step_events, write_trace
+from freescale.simulate.ranks import Step
 
 WARMUP = 2  # steps that fetch everything, or compare with none: counted, not averaged (as in a measured run)
 TRACED = 16  # ranks in the trace, at most

@@ -16,9 +16,9 @@ from freescale.embedding.placement import Placement
 from freescale.folders import cache_folder
 from freescale.simulate.compute import Model, load_calibration
 from freescale.simulate.costs import Batch
-from freescale.simulate.engine import Cluster, Setting, placed, plan, simulate
 from freescale.simulate.network import Network, load, preset
 from freescale.simulate.output import collected
+from freescale.simulate.simulator import Cluster, Setting, placed, plan, simulate
 from freescale.simulate.workload import Generated, Recorded, Source
 
 

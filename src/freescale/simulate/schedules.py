@@ -21,7 +21,7 @@ from collections.abc import Callable
 import numpy as np
 
 from freescale.simulate.costs import Batch, Costs, Message
-from freescale.simulate.timeline import AHEAD, COMING, MAIN, URGENT, Meeting, Ranks, Step
+from freescale.simulate.ranks import AHEAD, COMING, MAIN, URGENT, Meeting, Ranks, Step
 
 SCHEDULES = ("serial", "metadata", "stale", "staged")
 

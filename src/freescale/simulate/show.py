@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from freescale.config import SimulateConfig
-from freescale.observe.console import print_ledger
+from freescale.report.console import print_ledger
 from freescale.simulate.calibrate import calibrate
 from freescale.simulate.network import preset, presets
 from freescale.simulate.run import Outcome, run

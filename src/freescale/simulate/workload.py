@@ -20,7 +20,7 @@ from freescale.config import SimulateConfig
 from freescale.data.draws import length_distribution
 from freescale.embedding.collision import collision_masks
 from freescale.embedding.layout import Layout, TableSpec
-from freescale.kernels.random import derive, integers, key_of, uniform
+from freescale.random import derive, integers, key_of, uniform
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ from torch import nn
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.registry import find_partitioner
-from freescale.compress.dense import Thresholding
+from freescale.balance.partitioners.registry import find_partitioner
 from freescale.config import RunConfig
 from freescale.data.loader import Histories
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
-from freescale.embedding.swap import Parallel, parallelize
-from freescale.kernels.segments import Segments
+from freescale.embedding.parallelize import Parallel, parallelize
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import SegmentedHSTU
+from freescale.pipeline.dense.thresholded import Thresholding
+from freescale.segments import Segments
 from freescale.train.evaluate import evaluate_ranking, evaluate_retrieval
 from freescale.transport.api import Transport
 

@@ -80,8 +80,8 @@ def compare(data: Path, folder: Path, ranks: int, as_arguments: Callable[[dict[s
     from rich.console import Console
     from rich.table import Table
 
-    from freescale.observe.report import page
-    from freescale.observe.runs import read_runs
+    from freescale.report.page import page
+    from freescale.report.runs import read_runs
 
     console = Console()
     runs = {name: folder / f"short-{settings['schedule']}" for name, settings in SHORT_ARMS.items()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.swap import Parallel
+from freescale.embedding.parallelize import Parallel
 from freescale.train.metrics import area_under_curve, normalized_entropy, ranking_quality
 from freescale.transport.api import Transport
 

@@ -23,7 +23,7 @@ def run_training(config: RunConfig, folder: Path | None, resume: bool, prepared:
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
     watcher = None
     if transport.rank == 0:
-        from freescale.observe.console import RunView
+        from freescale.report.console import RunView
 
         watcher = RunView(config.train.tensorboard)
     trainer = Trainer(config, path, folder, transport, watcher, resume)
@@ -62,7 +62,7 @@ def resume_command(folder: Path, environment: Mapping[str, str]) -> str:
 def _show(results: dict, folder: Path, stopped: str) -> None:
     from rich.console import Console
 
-    from freescale.observe.console import print_ledger, print_quality
+    from freescale.report.console import print_ledger, print_quality
 
     console = Console()
     if results.get("test"):
@@ -95,7 +95,7 @@ def run_evaluation(config: RunConfig, folder: Path, part: str, prepared: Callabl
     if transport.rank == 0:
         from rich.console import Console
 
-        from freescale.observe.console import print_quality
+        from freescale.report.console import print_quality
 
         console = Console()
         console.print(f"{found.path}, step {progress['step']}, {part} part", highlight=False, soft_wrap=True)

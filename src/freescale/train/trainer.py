@@ -14,14 +14,14 @@ import torch
 
 from freescale.config import RunConfig
 from freescale.data.prefetch import prefetched
-from freescale.observe.collect import Collector
-from freescale.pipeline.api import Pipeline
-from freescale.pipeline.finite import LossNotFinite
+from freescale.ledger.collector import Collector
+from freescale.pipeline.loss_watch import LossNotFinite
+from freescale.pipeline.pipeline import Pipeline
 from freescale.pipeline.serial import StepResult
 from freescale.train.build import build_balancer, build_parallel, build_reducer, evaluate, histories
 from freescale.train.checkpoint import Checkpoints, NotFinite
-from freescale.train.folder import RunFolder
-from freescale.train.schedules import learning_rate
+from freescale.train.learning_rate import learning_rate
+from freescale.train.run_folder import RunFolder
 from freescale.train.stopping import Stopping
 from freescale.transport.api import Transport
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from freescale.observe.ledger import Ledger, Side
+from freescale.ledger.ledger import Ledger, Side
 
 
 class TransportError(RuntimeError):

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 from freescale.config import TrainConfig
-from freescale.observe.ledger import Ledger
+from freescale.ledger.ledger import Ledger
 from freescale.transport.api import Transport, TransportError
-from freescale.transport.calls import lacking
 from freescale.transport.choice import choose, may_need_engine, rdma_devices, ucx_installed
-from freescale.transport.collective import Collective
 from freescale.transport.descriptors import check, raised
-from freescale.transport.hostwire import Hostwire
+from freescale.transport.hostwire.calls import lacking
+from freescale.transport.hostwire.transport import Hostwire
+from freescale.transport.hostwire.wires.shared import machine
 from freescale.transport.local import Local
-from freescale.transport.shared import machine
+from freescale.transport.process_group import Collective
 
 _MEETING = 600.0  # seconds that the first rank waits for the last: machines prepare their data at different speeds
 

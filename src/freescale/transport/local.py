@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from freescale.observe.ledger import Ledger, Side
+from freescale.ledger.ledger import Ledger, Side
 from freescale.transport.api import Transport
 
 

@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from freescale.config import TrainConfig
-from freescale.embedding.swap import Parallel
-from freescale.pipeline.reducer import Reducer
-from freescale.train.checkpoint.carried import Carried
+from freescale.embedding.parallelize import Parallel
+from freescale.pipeline.dense.reducer import Reducer
+from freescale.train.checkpoint.compression_state import Carried
 from freescale.train.checkpoint.files import (
     FORMAT,
     CheckpointFolder,
@@ -46,7 +46,7 @@ from freescale.train.checkpoint.plain import Room
 from freescale.train.checkpoint.safe import SafeReader
 from freescale.train.checkpoint.together import Writer, checkpointing, reason, together
 from freescale.transport.api import Transport
-from freescale.transport.collective import Collective
+from freescale.transport.process_group import Collective
 
 
 @dataclass

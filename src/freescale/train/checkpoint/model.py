@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from freescale.embedding.collection import Tables
-from freescale.embedding.swap import Parallel
+from freescale.embedding.parallelize import Parallel
+from freescale.embedding.tables import Tables
 from freescale.train.checkpoint.plain import pack
 from freescale.transport.api import Transport
-from freescale.transport.collective import Collective
+from freescale.transport.process_group import Collective
 
 _EXTRA = "_extra_state"  # torch's name for what a module's get_extra_state returns
 

@@ -1,0 +1,1 @@
+"""Partitioners: pure functions from a `Problem` to the rank of each sample."""

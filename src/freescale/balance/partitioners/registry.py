@@ -1,0 +1,43 @@
+"""Partitioners by name, and a user's own by `module:function`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+from freescale.balance.partitioners.device import FixedOnDevice
+from freescale.balance.partitioners.local import local
+from freescale.balance.partitioners.published import Variable, karmarkar_karp, variable
+from freescale.balance.problem import Partitioner, fixed, greedy, greedy_equal, stay
+
+PARTITIONERS: dict[str, Partitioner] = {
+    "none": stay,
+    "fixed": fixed,
+    "variable": variable,
+    "greedy": greedy,
+    "greedy_equal": greedy_equal,
+    "local": local,
+    "karmarkar_karp": karmarkar_karp,
+}
+
+
+def find_partitioner(name: str, device: torch.device | str = "cpu") -> Partitioner:
+    """One of PARTITIONERS, or `module:function` of the user's. `variable` comes with a tuner of its own, which learns only where
+    problems bring measured times; `fixed` is planned on the device if that is a GPU."""
+    if name == "fixed" and torch.device(device).type == "cuda":
+        return FixedOnDevice(torch.device(device))
+    if name == "variable":
+        return Variable()
+    if name in PARTITIONERS:
+        return PARTITIONERS[name]
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise ValueError(f"unknown partitioner {name!r}; there is {', '.join(PARTITIONERS)}, or module:function of your own")
+    try:
+        found = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"partitioner {name!r} cannot be found: {error}") from error
+    if not callable(found):
+        raise ValueError(f"partitioner {name!r} is not a function")
+    return found

@@ -1,0 +1,252 @@
+"""All tables of a model: placed once, then requested, fetched, read and updated step by step."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from freescale.batch import SequenceBatch
+from freescale.config import TrainConfig
+from freescale.embedding.exchange import Replicated, Sharded
+from freescale.embedding.layout import Layout, TableSpec, announced_ids
+from freescale.embedding.optimizers import RowOptimizer
+from freescale.embedding.placement import Placement, choose, overridden
+from freescale.embedding.request import Request
+from freescale.embedding.storage import available_memory
+from freescale.kernels.dispatch import read_rows
+from freescale.transport.api import Transport
+
+
+class Deferring(Protocol):
+    """A schedule, as the tables see it."""
+
+    def flush(self) -> None: ...
+    def discard(self) -> None: ...
+
+
+class Tables:
+    """Lives from `parallelize` on; has memory from `place` on, which happens before step 1 and once."""
+
+    def __init__(
+        self,
+        specs: Sequence[TableSpec],
+        optimizers: Mapping[str, RowOptimizer],
+        transport: Transport,
+        *,
+        placement: str | Mapping[str, str] = TrainConfig.placement,
+        seed: int = TrainConfig.seed,
+        std: Mapping[str, float],
+        weights: Mapping[str, Tensor] | None = None,
+        row_clip: float | None = TrainConfig.row_clip,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        if row_clip is not None and not row_clip > 0:
+            raise ValueError(f"row_clip must be positive, got {row_clip}")
+        self.specs = {spec.name: spec for spec in specs}
+        self.optimizers = dict(optimizers)
+        self.transport = transport
+        self.row_clip = row_clip
+        self._wire = wire
+        self.placements: dict[str, Placement] = {}
+        self.groups: list[Sharded | Replicated] = []
+        self._wanted = overridden(placement, list(self.specs))
+        self._seed, self._std, self._weights = seed, dict(std), dict(weights or {})
+        self._where: dict[str, tuple[int, int]] = {}  # table -> (group, table within the group)
+        self._requests: list[Request] | None = None
+        self._schedule: Deferring | None = None  # the last that trained
+
+    @property
+    def placed(self) -> bool:
+        return bool(self.placements)
+
+    # ---- what a schedule has deferred
+
+    def take_over(self, schedule: Deferring) -> Deferring | None:
+        """From now on this one trains; what another has deferred is settled. -> who trained before. A collective."""
+        before = self._schedule
+        if before is not schedule:
+            self.settle()
+            self._schedule = schedule
+        return before
+
+    def hand_back(self, schedule: Deferring) -> None:
+        """It trains no more. A collective."""
+        if self._schedule is schedule:
+            self.settle()
+            self._schedule = None
+
+    def settle(self) -> None:
+        """Before the tables are read: what is deferred is applied. A collective."""
+        if self._schedule is not None:
+            self._schedule.flush()
+
+    def discard(self) -> None:
+        """Before the tables are replaced: what is deferred is forgotten, what was fetched ahead is fetched anew. A collective."""
+        if self._schedule is not None:
+            self._schedule.discard()
+
+    # ---- before step 1
+
+    def place(self, batch: SequenceBatch | None = None, recorded: Mapping[str, str] | None = None) -> None:
+        """Decides where each table lives and allocates it. A collective; `recorded` repeats a decision made earlier (a resumed
+        run must not change it)."""
+        assert not self.placed, "tables are placed once"
+        rows_read = self._rows_read(batch)
+        for name, spec in self.specs.items():
+            if name in self._wanted:
+                self.placements[name] = Placement(self._wanted[name], "as asked")
+            elif recorded and name in recorded:
+                self.placements[name] = Placement(recorded[name], "as in the checkpoint")
+            else:
+                self.placements[name] = choose(spec, self._state_bytes(spec), rows_read.get(name))
+        self._refuse_too_large()
+        grouped: dict[tuple, list[TableSpec]] = {}
+        for name, spec in self.specs.items():
+            kind = (self.placements[name].kind, spec.width, spec.dtype, self.optimizers[name])
+            grouped.setdefault(kind, []).append(spec)
+        for (kind, _, _, optimizer), specs in grouped.items():
+            sharded = kind == "sharded"
+            group = (
+                Sharded(specs, optimizer, self.transport, self._wire) if sharded else Replicated(specs, optimizer, self.transport)
+            )
+            self._where |= {spec.name: (len(self.groups), table) for table, spec in enumerate(specs)}
+            self.groups.append(group)
+        for name in self.specs:
+            rows = self.group(name).rows
+            if name in self._weights:
+                rows.copy_from(name, self._weights[name])
+            else:
+                rows.initialise(name, self._seed, self._std[name])
+        self._weights.clear()
+
+    def _rows_read(self, batch: SequenceBatch | None) -> dict[str, float]:
+        """Distinct rows that a rank reads of each table, mean over ranks that have a batch."""
+        mine: dict[str, int] = {}
+        if batch is not None and len(batch):
+            for name, spec in self.specs.items():
+                mine[name] = int(torch.cat([ids.reshape(-1) for _, ids in announced_ids(batch, spec)]).unique().numel())
+        seen = [json.loads(part) for part in self.transport.gather_bytes(json.dumps(mine).encode())]
+        seen = [counts for counts in seen if counts]
+        return {name: sum(counts[name] for counts in seen) / len(seen) for name in self.specs} if seen else {}
+
+    def _state_bytes(self, spec: TableSpec) -> int:
+        shapes = self.optimizers[spec.name].state_shapes(spec.width).values()
+        return sum(torch.Size(shape).numel() for shape in shapes) * spec.dtype.itemsize
+
+    def _refuse_too_large(self) -> None:
+        """Compares what the ranks of each machine need with what it has, so that all ranks refuse together."""
+        need = 0
+        for name, spec in self.specs.items():
+            parts = self.transport.world if self.placements[name].kind == "sharded" else 1
+            need += Layout((spec,), parts).size * (spec.bytes_per_row + self._state_bytes(spec))
+        # Containers of one host have limits of their own, and names of their own.
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        machine = f"{boot.read_text().strip() if boot.exists() else self.transport.rank}/{platform.node()}"
+        device = self.transport.device
+        mine = {"machine": f"{machine}/{device}", "need": need, "free": available_memory(device)}
+        everyone = [json.loads(part) for part in self.transport.gather_bytes(json.dumps(mine).encode())]
+        for machine in sorted({one["machine"] for one in everyone}):
+            here = [one for one in everyone if one["machine"] == machine]
+            total, free = sum(one["need"] for one in here), min(one["free"] for one in here)
+            if total > free:
+                largest = max(self.specs.values(), key=lambda spec: spec.rows * spec.bytes_per_row)
+                raise ValueError(
+                    f"the tables need {total / 2**30:.1f} GiB on a machine with {free / 2**30:.1f} GiB free (the largest is "
+                    f"{largest.name!r}, {largest.rows:,} x {largest.width}): use more machines, a smaller width, or RowWiseAdagrad"
+                )
+
+    def describe(self) -> list[str]:
+        """One line per table, for the start of a run."""
+        return [
+            f"table {name}: {spec.rows:,} x {spec.width}, {self.optimizers[name].name}, "
+            f"{self.placements[name].kind} ({self.placements[name].reason})"
+            for name, spec in self.specs.items()
+        ]
+
+    def group(self, name: str) -> Sharded | Replicated:
+        return self.groups[self._where[name][0]]
+
+    # ---- every step
+
+    def check(self, batch: SequenceBatch, *, strict: bool = True) -> None:
+        """Refuses ids that no table row has. Reads the ids: call it while the batch is on the host."""
+        for name, spec in self.specs.items():
+            for feature, ids in announced_ids(batch, spec, strict=strict):
+                if ids.dtype not in (torch.int64, torch.int32):
+                    raise ValueError(f"feature {feature!r} holds {ids.dtype}; table {name!r} is read by integer ids")
+                if not ids.numel():
+                    continue
+                low, high = (int(v) for v in ids.aminmax())
+                if low < 0 or high >= spec.rows:
+                    bad = low if low < 0 else high
+                    raise ValueError(f"feature {feature!r} holds id {bad}, but table {name!r} has rows 0 to {spec.rows - 1}")
+
+    def request(self, batches: Sequence[SequenceBatch], transport: Transport | None = None) -> list[Request]:
+        """Deduplicates and exchanges the ids of some (micro-)batches. A collective, over another transport if one is given."""
+        return [group.request(batches, transport or self.transport) for group in self.groups]
+
+    def fetch(self, requests: list[Request], train: bool = True) -> None:
+        """Brings the requested rows here; from now on the model can read them. A collective."""
+        for group, request in zip(self.groups, requests, strict=True):
+            group.fetch(request, self.transport, train)
+        self._requests = requests
+
+    def apply(self, requests: list[Request], *, step: int, factor: float = 1.0) -> None:
+        """Sends the gradients to the owners and updates the rows. A collective."""
+        self._requests = None
+        for group, request in zip(self.groups, requests, strict=True):
+            group.apply(request, self.transport, step=step, factor=factor, clip=self.row_clip)
+
+    def open(self, requests: list[Request]) -> None:
+        """From now on the model can read these rows, which are here."""
+        self._requests = requests
+
+    def release(self) -> None:
+        """Forgets the fetched rows without an update (evaluation)."""
+        self._requests = None
+
+    def collisions(self, requests: list[Request]) -> tuple[int, Tensor | int]:
+        """Over all groups: (requests at this owner, those whose row the last step read too)."""
+        pairs = [group.collisions(request) for group, request in zip(self.groups, requests, strict=True)]
+        return sum(total for total, _ in pairs), sum(hit for _, hit in pairs)
+
+    def read(self, name: str, ids: Tensor) -> Tensor:
+        """What nn.Embedding would return: rows [..., width] of ids [...], out of the rows that were fetched."""
+        if self._requests is None:
+            raise RuntimeError(f"table {name!r} is read outside a step: its rows are fetched by a pipeline or an evaluation")
+        spec = self.specs[name]
+        group, table = self._where[name]
+        rows, index, found = self.groups[group].read(self._requests[group], table, ids)
+        if found is not None and ids.numel():
+            found = found & (ids >= 0) & (ids < spec.rows)
+        if found is not None and ids.numel() and not bool(found.all()):
+            missing = int(ids[~found].reshape(-1)[0])
+            raise ValueError(
+                f"module {name!r} was asked for id {missing}, which none of its announced features "
+                f"({', '.join(spec.features)}) holds: add the feature to `ids` of parallelize"
+            )
+        result = read_rows(rows, index)
+        if spec.padding is not None:
+            result = torch.where((ids == spec.padding)[..., None], result.detach(), result)
+        return result
+
+    # ---- for checkpoints, export and evaluation
+
+    def local(self, name: str) -> dict[str, Tensor]:
+        """Views of this rank's part of a table: `rows` and the state of its optimizer, in spread order."""
+        return self.group(name).rows.tensors(name)
+
+    def share(self, name: str) -> tuple[Tensor, Tensor]:
+        """(ids [n], rows [n, width]): a part of the table, so that the ranks' parts make up the whole, each row once."""
+        rows = self.group(name).rows
+        ids, weight = rows.ids(name), rows.tensors(name)["rows"]
+        if self.placements[name].kind == "sharded":
+            return ids, weight
+        first, last = Layout((self.specs[name],), self.transport.world).owned(0, self.transport.rank)
+        return ids[first:last], weight[first:last]

@@ -1,0 +1,45 @@
+"""What surrounds the attention in an HSTU layer, in plain torch: the norm before, SiLU and split, the gated norm after.
+
+The reference of `triton_layer`, which rounds once where this rounds after each operation. `dtype` is that of the product that comes
+next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from freescale.random import derive, keep_mask
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x [tokens, width] -> the same shape, in `dtype`."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
+
+
+def silu_split(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """x [tokens, sum(sizes)] -> SiLU(x), cut into columns of these sizes."""
+    return F.silu(x).split(list(sizes), dim=1)
+
+
+def gated_norm(
+    x: Tensor,  # [tokens, width]
+    gate: Tensor,  # [tokens, width], may be a slice of a wider projection
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    keys: Tensor | None = None,  # [tokens] int64; None: nothing is dropped
+    stream: int = 0,  # which of the draws that a key gives: layers drop different elements
+    keep: float = 1.0,  # the share that is kept
+) -> Tensor:  # [tokens, width], in `dtype`
+    """layer_norm(x) * gate, with dropout that is a function of the tokens' keys."""
+    gated = F.layer_norm(x, weight.shape, weight, bias, eps) * gate
+    if keys is not None:
+        mask = keep_mask(derive(keys, stream), gated.shape[1], keep)
+        gated = gated * mask.to(gated.dtype).mul_(1 / keep)
+    return gated.to(dtype)

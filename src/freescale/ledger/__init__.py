@@ -1,0 +1,1 @@
+"""Where the time of each step went, on every rank."""

@@ -1,0 +1,120 @@
+"""Brings the ranks' ledgers together in the run's folder, now and then and at the end, in bounded memory.
+
+Every rank calls `collect` at the same steps (it is a collective: `gather` brings every rank's bytes to all). Rank 0 merges the
+steps that all ranks have finished and writes `ledger.jsonl` (a line per step), `ledger.json` and `trace.json.gz`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from freescale.config import TrainConfig
+from freescale.ledger.ledger import Ledger
+from freescale.ledger.machine import machine, versions
+from freescale.ledger.peak_memory import peak_memory
+from freescale.ledger.summary import Summary, merge_step, shifted
+from freescale.ledger.trace import header, step_events, write_trace
+
+
+class Collector:
+    def __init__(
+        self,
+        ledger: Ledger,
+        rank: int,
+        world: int,
+        gather: Callable[[bytes], list[bytes]],
+        folder: Path | None,
+        *,
+        offsets: Callable[[], tuple[list[int], list[int]]] | None = None,
+        trace_steps: int = TrainConfig.trace_steps,
+        resumed: bool = False,
+    ) -> None:
+        """`offsets` measures (clock offset to rank 0, its uncertainty) of every rank in ns; called now and at the end.
+
+        `folder` None keeps the figures in memory only. The trace holds the first `trace_steps` steps from here on. `resumed` goes
+        on with the figures of the steps that `ledger.jsonl` holds.
+        """
+        self._ledger, self._rank, self._world = ledger, rank, world
+        self._gather, self._folder = gather, folder
+        self._measure = offsets
+        self._offsets, self._residuals = offsets() if offsets else ([0] * world, [0] * world)
+        self._drift = [0] * world
+        self._queues: list[deque[dict]] = [deque() for _ in range(world)]
+        self._trace_steps = trace_steps
+        self._trace: list[dict] = []
+        self._traced = 0
+        self._origin: int | None = None
+        self.summary = Summary(world)
+        if resumed and folder and (folder / "ledger.jsonl").exists():
+            with open(folder / "ledger.jsonl", encoding="utf-8") as file:
+                for line in file:
+                    self.summary.add(json.loads(line))
+
+    def collect(self) -> None:
+        payload = json.dumps(self._ledger.drain()).encode()
+        parts = self._gather(payload)
+        if self._rank != 0:
+            return
+        for queue, part, offset in zip(self._queues, parts, self._offsets, strict=True):
+            queue.extend(shifted(record, offset) for record in json.loads(part))
+        lines: list[str] = []
+        while all(self._queues):
+            records = [queue.popleft() for queue in self._queues]
+            figures = merge_step(records)
+            self.summary.add(figures)
+            lines.append(json.dumps(figures) + "\n")
+            self._add_to_trace(records)
+        if lines and self._folder:
+            with open(self._folder / "ledger.jsonl", "a", encoding="utf-8") as file:
+                file.writelines(lines)
+
+    def _add_to_trace(self, records: Sequence[dict]) -> None:
+        if self._traced >= self._trace_steps:
+            return
+        self._traced += 1
+        if self._origin is None:
+            self._origin = min(record["begin"] for record in records)
+        self._trace += step_events(records, self._origin)
+
+    def close(self, device: torch.device | str = "cpu") -> dict | None:
+        """The last collection; writes the run's figures. Returns them on rank 0."""
+        self.collect()
+        if self._measure:
+            offsets, residuals = self._measure()
+            self._drift = [after - before for before, after in zip(self._offsets, offsets, strict=True)]
+            self._residuals = [max(a, b) for a, b in zip(self._residuals, residuals, strict=True)]
+        mine = [peak_memory(device), {**machine(), "versions": versions("freescale", "triton")}]
+        peaks, machines = zip(*(json.loads(part) for part in self._gather(json.dumps(mine).encode())), strict=True)
+        if self._rank != 0:
+            return None
+        result = self.summary.result()
+        result["peak_memory_bytes_per_rank"] = list(peaks)
+        result["machines"] = _distinct(machines)
+        result["clock"] = {
+            "offset_us": [o / 1e3 for o in self._offsets],
+            "residual_us": [r / 1e3 for r in self._residuals],
+            "drift_us": [d / 1e3 for d in self._drift],
+        }
+        if self._folder:
+            temporary = self._folder / "ledger.json.tmp"
+            temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(self._folder / "ledger.json")
+            write_trace(self._folder / "trace.json.gz", header(self._world) + self._trace)
+        return result
+
+
+def _distinct(machines: Sequence[dict]) -> list[dict]:
+    """Machines that differ in what they are, each with its ranks."""
+    found: list[dict] = []
+    for rank, one in enumerate(machines):
+        alike = next((other for other in found if {**other, "ranks": None} == {**one, "ranks": None}), None)
+        if alike is None:
+            found.append({**one, "ranks": [rank]})
+        else:
+            alike["ranks"].append(rank)
+    return found

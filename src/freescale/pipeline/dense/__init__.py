@@ -1,0 +1,1 @@
+"""How the gradients of the dense parameters are summed over the ranks."""

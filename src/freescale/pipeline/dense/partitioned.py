@@ -1,0 +1,79 @@
+"""AllReduce out of exchanges that add nothing: every rank gets its part of all ranks' numbers, sums it, and gives the sum to all.
+
+    AllToAll: part r of every rank -> rank r          sum, in rank order          AllToAll: part r of the sum -> all
+
+For transports that exchange without multiprocessors (hostwire): what is left on the device are a few additions. It moves the bytes
+of a ring. The order of the sum is the ranks', whatever the size of a message: how gradients are divided changes no bit. Two ranks
+give each other all their numbers and both sum: as many bytes, one round instead of two.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from freescale.ledger.ledger import Arrival, Ledger
+from freescale.pipeline.lane import Job, Lane
+from freescale.transport.api import Handle, Transport
+
+
+class Summing:
+    """Sums one after another, by a lane of its own: they go on while the main thread computes."""
+
+    def __init__(self, transport: Transport) -> None:
+        """Opens a channel: a collective."""
+        assert isinstance(transport.ledger, Ledger)
+        self.ledger, self.gather_bytes = transport.ledger, transport.gather_bytes
+        self.lane = Lane("dense", transport, urgent=True)  # who waits for a sum computes nothing until it is there
+
+    def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
+        """As `Transport.all_reduce`; tensor [n]."""
+        return _Sum(self, tensor, kind)
+
+    def rest(self) -> None:
+        self.lane.rest()
+
+    def close(self) -> None:
+        self.lane.close()
+
+
+class _Sum:
+    def __init__(self, summing: Summing, tensor: Tensor, kind: str) -> None:
+        self._summing, self._tensor, self._kind = summing, tensor, kind
+        self._arrivals: list[Arrival] = []
+        self.path, self.bytes = "", 0  # known once it has travelled
+        self._job: Job = summing.lane.submit(self._run, [tensor])
+
+    def _run(self) -> None:
+        lane, tensor = self._summing.lane, self._tensor
+        if lane.transport.world == 2:
+            torch.add(*lane.transport.all_gather(tensor, self._kind).wait(), out=tensor)
+        else:
+            self._by_parts()
+        self._arrivals = lane.side.take()
+        self.path, self.bytes = self._arrivals[0].path, sum(arrival.sent for arrival in self._arrivals)
+
+    def _by_parts(self) -> None:
+        lane, tensor = self._summing.lane, self._tensor
+        rank, world = lane.transport.rank, lane.transport.world
+        sizes = divided(tensor.numel(), world)
+        mine = [sizes[rank]] * world
+        came = lane.transport.all_to_all(tensor, sizes, mine, self._kind).wait()
+        first, *others = came.split(mine)
+        total = first.clone()
+        for part in others:
+            total += part
+        tensor.copy_(lane.transport.all_to_all(total.repeat(world), mine, sizes, self._kind).wait())
+
+    def wait(self, host: bool = False) -> Tensor:
+        begin = self._summing.ledger.clock.stamp()
+        with self._summing.ledger.span("await sums"):
+            self._job.wait(host)
+        self._summing.ledger.waited_for(self._arrivals, begin)
+        return self._tensor
+
+
+def divided(count: int, world: int) -> list[int]:
+    """Numbers that each rank sums: equal parts, in rank order; the last ones may have fewer, or none."""
+    each = -(-count // world)
+    return [min(each, max(0, count - rank * each)) for rank in range(world)]

@@ -1,0 +1,1 @@
+"""What a run looked like: the HTML page and the terminal."""

@@ -1,0 +1,173 @@
+"""A simulated run: batches from a source, assigned by the partitioners of training, through a schedule, step by step.
+
+Memory is bounded: of the ids of three batches are held, of the steps none (each is handed to whoever asked).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from freescale.balance.balancer import Balancer
+from freescale.balance.cost import CostModel
+from freescale.balance.partitioners.registry import find_partitioner
+from freescale.balance.problem import Assignment
+from freescale.embedding.layout import TableSpec
+from freescale.embedding.placement import CHOICES, Placement, choose
+from freescale.simulate.compute import Calibration, Load, Model
+from freescale.simulate.costs import Batch, Costs
+from freescale.simulate.network import TRANSPORTS, Network
+from freescale.simulate.ranks import Ranks, Step
+from freescale.simulate.schedules import SCHEDULES, Pipeline
+from freescale.simulate.workload import Demand, Rows, Source
+
+_STATE_BYTES = 4  # of a row: row-wise Adagrad
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One configuration of a run."""
+
+    schedule: str = "serial"
+    balance: str = "none"
+    transport: str = "collective"
+    adapt: bool = False  # the balancer's cost model learns from the simulated times
+    placement: str = "auto"  # of the table: by the rule of training, or one of its CHOICES
+    deduplicate: bool = True  # without it, every event of a history is a request, as in plain TorchRec
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        if self.placement not in ("auto", *CHOICES):
+            raise ValueError(f"placement {self.placement!r} is not one of auto, {', '.join(CHOICES)}")
+        if not self.deduplicate and self.schedule in ("stale", "staged"):
+            raise ValueError(f"schedule {self.schedule!r} needs requests without duplicates; leave deduplication on")
+
+    @property
+    def name(self) -> str:
+        balance = "" if self.balance == "none" else f", {self.balance}" + (" adapted" if self.adapt else "")
+        return f"{self.schedule}{balance}, {self.transport}" + ("" if self.deduplicate else ", not deduplicated")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a run happens on."""
+
+    model: Model
+    calibration: Calibration
+    network: Network
+    gpus: int
+    jitter: float | None = None  # standard deviation of a rank's compute from the curve; None: the calibration's
+
+
+def simulate(setting: Setting, cluster: Cluster, source: Source, steps: int, planned: Sequence[Batch] = ()) -> Iterator[Step]:
+    """The steps of a run; the first one fetches everything blocking, in every schedule. `planned`: of `plan`, if it was called."""
+    samples = -(-len(source.lengths(0)) // cluster.gpus)
+    machine = (cluster.model, cluster.calibration, cluster.network, cluster.gpus)
+    costs = Costs(*machine, setting.transport, samples, cluster.jitter, source.items)
+    ranks = Ranks(cluster.gpus, cluster.network.queue_ms * 1e-3)
+    assigned = None if planned else _Assigned(setting.balance, setting.adapt, cluster, source, steps)
+    batches = map(partial(_asked, setting), planned or assigned or ())
+    last: Batch | None = None
+    now = next(batches, None)
+    replicated = now is not None and placed(setting, cluster.model, source.items, now).kind == "replicated"
+    pipeline = Pipeline(ranks, costs, setting.schedule, setting.balance != "none", replicated)
+    number = 0
+    while now is not None:
+        coming = next(batches, None)
+        step = pipeline.run(number, last, now, coming)
+        step.counters = _counters(now)
+        if assigned is not None:
+            assigned.learn(step)
+        yield step
+        last, now, number = now, coming, number + 1
+
+
+def placed(setting: Setting, model: Model, items: int, first: Batch) -> Placement:
+    """Whether the table is sharded, by training's own rule and the first batch."""
+    if setting.placement != "auto":
+        return Placement(setting.placement, "as asked")
+    spec = TableSpec("item", items, model.width, torch.float32, ())
+    return choose(spec, _STATE_BYTES, float(first.demand.whole.asked.mean()))
+
+
+def plan(balance: str, cluster: Cluster, source: Source, steps: int) -> list[Batch]:
+    """The batches of a run, to be used by several: they depend on the partitioner and on nothing else of a setting (as long as its
+    cost model does not learn). A few numbers for each rank and step."""
+    return list(_Assigned(balance, False, cluster, source, steps))
+
+
+def _asked(setting: Setting, batch: Batch) -> Batch:
+    """What the setting makes of a batch's requests."""
+    demand = batch.demand
+    if setting.schedule == "stale":
+        nothing = Rows(np.zeros_like(demand.whole.asked), np.zeros_like(demand.whole.asked))
+        demand = Demand(demand.whole, nothing, nothing)
+    if not setting.deduplicate:
+        demand = Demand(Rows.spread(batch.load.tokens), demand.late, demand.shared)
+    return replace(batch, demand=demand)
+
+
+class _Assigned:
+    """Batches by the partitioners of training, one after another, each compared with its neighbours."""
+
+    def __init__(self, balance: str, adapt: bool, cluster: Cluster, source: Source, steps: int) -> None:
+        self._balanced, self._adapt = balance != "none", adapt
+        self._gpus, self._source, self._steps = cluster.gpus, source, steps
+        model, head = cluster.model, cluster.model.width // cluster.model.heads
+        cost = CostModel.of_hstu(width=model.width, layers=model.layers, heads=model.heads, d_qk=head, d_v=head)
+        nodes = cluster.network.node_of(cluster.gpus)
+        self._balancer = Balancer(find_partitioner(balance), cost, nodes=nodes, adapt=adapt)
+
+    def __iter__(self) -> Iterator[Batch]:
+        before = None
+        now = self._assign(0)
+        for step in range(self._steps):
+            after = self._assign(step + 1) if step + 1 < self._steps else None
+            demand = self._source.demand(before and before[3], now[3], after and after[3])
+            yield self._batch(*now[:3], demand)
+            if after is not None:
+                before, now = now, after
+
+    def _assign(self, step: int) -> tuple[np.ndarray, np.ndarray, Assignment, Any]:
+        """(lengths [n], ranks that read them [n], their assignment, what the ranks ask for)."""
+        lengths, gpus = self._source.lengths(step), self._gpus
+        home = np.arange(len(lengths)) * gpus // len(lengths)
+        table = np.stack([lengths, np.zeros_like(lengths), lengths], axis=1)
+        assignment = self._balancer.plan(step, table, home, gpus)
+        return lengths, home, assignment, self._source.asked(step, assignment.rank_of, gpus)
+
+    def _batch(self, lengths: np.ndarray, home: np.ndarray, assignment: Assignment, demand: Demand) -> Batch:
+        moving = assignment.rank_of != home
+        out = np.bincount(home[moving], lengths[moving], self._gpus)
+        into = np.bincount(assignment.rank_of[moving], lengths[moving], self._gpus)
+        load = Load.of(lengths, assignment.rank_of, self._gpus)
+        imbalance = assignment.imbalance if self._balanced else None
+        return Batch(load, demand, out, into, int(lengths.max(initial=0)), imbalance, assignment.moved_tokens)
+
+    def learn(self, step: Step) -> None:
+        if self._adapt:
+            spans = [end - begin for name, begin, end in step.spans if name in ("forward", "backward")]
+            self._balancer.learn(step.number, np.sum(spans, axis=0))
+
+
+def _counters(batch: Batch) -> dict[str, np.ndarray]:
+    """As the ledgers count: sums over ranks, or the largest of them where the name begins with max_."""
+    counted = {
+        "samples": batch.load.samples,
+        "tokens": batch.load.tokens,
+        "requests": batch.demand.whole.owed,
+        "collisions": batch.demand.late.owed,
+    }
+    ranks = len(batch.load.samples)
+    most = {"max_length": float(batch.longest)}
+    if batch.predicted_imbalance is not None:
+        most |= {"max_predicted_imbalance": batch.predicted_imbalance, "max_moved_tokens": float(batch.moved_tokens)}
+    return counted | {name: np.full(ranks, value) for name, value in most.items()}

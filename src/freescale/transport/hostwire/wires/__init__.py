@@ -1,0 +1,1 @@
+"""What carries pieces of host memory from rank to rank."""

@@ -1,0 +1,168 @@
+"""Streams between machines, carried by engine.c: a TCP connection for every pair of ranks.
+
+A connection is taken for a rank's only if it brings the token that this rank gave out over the control group.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, suppress
+
+from freescale.transport.hostwire.greeting import heard
+
+_HELLO = struct.Struct("<16sI")  # token of who is called, rank of who calls
+_INTERFACE = "GLOO_SOCKET_IFNAME"  # as for gloo, whose control traffic goes the same way
+_REFUSED = b"! "
+_ROOM = 1 << 20  # bytes, that may wait to be read
+_ADDRESS_OF = 0x8915  # ioctl SIOCGIFADDR
+
+
+class TcpWire:
+    """`streams`: by peer."""
+
+    path = "tcp"
+
+    def __init__(self, streams: Mapping[int, socket.socket]) -> None:
+        self.streams = streams
+
+    def limit(self, size: int) -> None:
+        """Bytes that wait in a stream, about: what is urgent on another queues behind them on the network."""
+        for stream in self.streams.values():
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+
+    def probe(self, after: int | None, before: int | None, size: int, seconds: float) -> float:
+        """How long `size` bytes take to rank `after` while as many come from `before`. These ranks probe too."""
+        begin = time.perf_counter()
+        out, left = memoryview(bytes(size if after is not None else 0)), size if before is not None else 0
+        while out or left:
+            waiting = select.poll()  # not select(), which takes no descriptor above 1,023
+            wanted = {}  # by rank: of two, the one after is the one before
+            if out and after is not None:
+                wanted[after] = select.POLLOUT
+            if left and before is not None:
+                wanted[before] = wanted.get(before, 0) | select.POLLIN
+            for peer, events in wanted.items():
+                waiting.register(self.streams[peer], events)
+            if not waiting.poll(1e3 * seconds):
+                raise TimeoutError(f"no answer from ranks {before} and {after} in {seconds:.0f} s")
+            with suppress(BlockingIOError):
+                if out and after is not None:
+                    out = out[self.streams[after].send(out) :]
+            with suppress(BlockingIOError):
+                if left and before is not None:
+                    came = len(self.streams[before].recv(left))
+                    if not came:
+                        raise ConnectionResetError(f"rank {before} closed the connection")
+                    left -= came
+        return time.perf_counter() - begin
+
+    def hang_up(self) -> None:
+        """Wakes whoever waits, here and there."""
+        for stream in self.streams.values():
+            with suppress(OSError):
+                stream.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.hang_up()
+        for stream in self.streams.values():
+            stream.close()
+
+
+def own_address() -> str:
+    """By which other machines reach this one: of the interface that GLOO_SOCKET_IFNAME names, or of the way to MASTER_ADDR."""
+    if name := os.environ.get(_INTERFACE, "").split(",")[0]:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            try:
+                answer = fcntl.ioctl(asking, _ADDRESS_OF, struct.pack("256s", name.encode()))
+            except OSError as error:
+                raise OSError(f"interface {name!r} ({_INTERFACE}) has no IPv4 address: {error}") from error
+        return socket.inet_ntoa(answer[20:24])
+    target = os.environ.get("MASTER_ADDR", "")
+    for family, _, _, _, where in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM) if target else ():
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect(where)  # sends nothing
+            return asking.getsockname()[0]
+    return "127.0.0.1"
+
+
+def listening() -> socket.socket:
+    address = own_address()
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+        listener.listen(socket.SOMAXCONN)  # strangers must not fill the queue before the ranks call
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def connect(rank: int, peers: list[int], gather: Callable[[bytes], list[bytes]], seconds: float) -> TcpWire:
+    """A collective of all ranks, whatever their `peers`: `gather` exchanges addresses. The lower rank of a pair calls."""
+    token, end = secrets.token_bytes(16), time.monotonic() + seconds
+    try:
+        listener = listening()
+    except OSError as error:
+        gather(_REFUSED + str(error).encode())  # the others wait for it
+        raise
+    streams: dict[int, socket.socket] = {}
+    with listener, ExitStack() as failed:
+        address, port = listener.getsockname()[:2]
+        answers = gather(f"{address} {port} {token.hex()}".encode())
+        for peer, answer in enumerate(answers):
+            if answer.startswith(_REFUSED):
+                raise OSError(f"rank {peer} cannot be called: {answer.removeprefix(_REFUSED).decode()}")
+        called = [answer.decode().rsplit(" ", 2) for answer in answers]
+        for peer in (peer for peer in peers if peer > rank):
+            where, number, key = called[peer]
+            try:
+                streams[peer] = failed.enter_context(socket.create_connection((where, int(number)), _left(end)))
+            except OSError as error:
+                raise OSError(
+                    f"rank {rank} at {address} does not reach rank {peer} at {where} ({_INTERFACE} names an interface): {error}"
+                ) from error
+            streams[peer].sendall(_HELLO.pack(bytes.fromhex(key), rank))
+        for peer, stream in _callers(listener, token, {peer for peer in peers if peer < rank}, end, f"rank {rank} at {address}"):
+            streams[peer] = failed.enter_context(stream)
+        failed.pop_all()
+    for stream in streams.values():
+        stream.setblocking(False)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Linux makes room for twice as many bytes, and keeps it: what comes must not wait for who reads it.
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _ROOM)
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    return TcpWire(streams)
+
+
+def _callers(
+    listener: socket.socket, token: bytes, awaited: set[int], end: float, where: str
+) -> Iterator[tuple[int, socket.socket]]:
+    """The ranks that are awaited, as they call: they bring the token, once."""
+    if not awaited:
+        return
+    with closing(heard(listener, _HELLO.size, len(awaited), end)) as callers:
+        try:
+            for caller in callers:
+                given, peer = _HELLO.unpack(caller.hello)
+                if not secrets.compare_digest(given, token) or peer not in awaited:
+                    caller.close()
+                    continue
+                awaited.discard(peer)
+                caller.drop_files()
+                yield peer, caller.connection
+                if not awaited:
+                    return
+        except TimeoutError:
+            raise TimeoutError(f"ranks {sorted(awaited)} did not call {where}") from None
+
+
+def _left(end: float) -> float:
+    return max(0.001, end - time.monotonic())

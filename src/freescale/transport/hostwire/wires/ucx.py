@@ -1,0 +1,264 @@
+"""The wire over UCX (by ucxx): sockets, shared memory or RDMA, whatever UCX finds and its own UCX_TLS allows.
+
+One thread owns what is UCX's: it posts what others ask for, moves it, wakes who waits for it, and sleeps when nothing moves.
+A peer is gone when its connection breaks (shared memory has none), when its process ends (seen on the same machine) or when it says
+goodbye, which `close` does. Else it is silent, and `wait` has its limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freescale.transport.api import TransportError
+from freescale.transport.hostwire.wires.shared import machine
+
+# Unless the user's UCX_... say otherwise. Pieces from 16 KB leave when they are expected. One rail: a goodbye must not overtake a
+# piece. No CUDA: only host memory is sent, and UCX would ask the driver about all of it. Over sockets that it watches, UCX copies a
+# piece segment by segment: in 8 KB, its own choice, at a third of the speed.
+_SETTINGS = {
+    "RNDV_THRESH": "16K",
+    "MAX_RNDV_RAILS": "1",
+    "TLS": "^cuda",
+    "TCP_TX_SEG_SIZE": "128K",
+    "TCP_RX_SEG_SIZE": "128K",
+}
+_MEMORY = {"self", "sysv", "posix", "cma", "xpmem", "knem"}  # transports that have no connection which could break
+_HELLO, _GOODBYE = 1, 2
+_LEFT = "it closed its wire"
+_PATIENCE = 0.5  # seconds that a rank which closes waits for the others to answer
+
+
+class _Piece:
+    def __init__(self, peer: int, memory: Tensor, tag: int, out: bool) -> None:
+        self.peer, self.memory, self.tag, self.out = peer, memory, tag, out
+        self._done, self._error = threading.Event(), ""
+
+    def finish(self, error: str = "") -> None:
+        if not self._done.is_set():
+            self._error = error
+            self._done.set()
+
+    def ready(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, seconds: float) -> Tensor:
+        if not self._done.wait(seconds):
+            raise TimeoutError(f"silent for {seconds:g} s")
+        if self._error:
+            raise ConnectionError(self._error)
+        return self.memory
+
+    def free(self) -> None:
+        pass
+
+
+class UcxWire:
+    direct = True
+
+    def __init__(self, rank: int, world: int, gather: Callable[[bytes], list[bytes]]) -> None:
+        """A collective of all ranks: `gather` exchanges addresses. If UCX fails on one, all say so."""
+        self._rank, self._world = rank, world
+        failure, address = "", b""
+        try:
+            self._api, self._array, self._tag = _load()
+            settings = {name: value for name, value in _SETTINGS.items() if f"UCX_{name}" not in os.environ}
+            context = self._api.UCXContext(settings, (self._api.Feature.TAG, self._api.Feature.WAKEUP))
+            self._worker = self._api.UCXWorker(context)
+            self._worker.init_blocking_progress_mode()
+            address = self._worker.address.tobytes()
+        except Exception as error:
+            failure = str(error) or type(error).__name__
+        _all_well(gather, failure)
+        found = {line.split()[-1].split("/")[0] for line in context.info.splitlines() if " resource " in line}
+        self._connected = not found <= _MEMORY
+        self.path = "ucx: tcp" if found <= {"tcp", "self"} else "ucx" if self._connected else "ucx: shared memory"
+        self._gone = [""] * world  # why a peer is
+        self._parted: set[int] = set()  # peers that this rank said goodbye to
+        self._endpoints: dict[int, Any] = {}
+        self._lives: dict[int, int] = {}  # a file that can be read once a process has ended -> the peer it is
+        addresses, places = gather(address), gather(b"%d " % os.getpid() + _place())
+        for peer in (peer for peer in range(world) if peer != rank):
+            try:
+                there = self._api.UCXAddress.create_from_buffer(addresses[peer])
+                self._endpoints[peer] = self._api.UCXEndpoint.create_from_worker_address(self._worker, there, self._connected)
+                process, place = places[peer].split(b" ", 1)
+                if place == _place():
+                    self._lives[os.pidfd_open(int(process))] = peer
+            except Exception as error:
+                failure = f"no way to rank {peer}: {error}"
+        _all_well(gather, failure)
+        self._bell = os.eventfd(0)
+        self._poll = select.poll()
+        for file in (self._bell, self._worker.epoll_file_descriptor, *self._lives):
+            self._poll.register(file, select.POLLIN)
+        self._lock = threading.Lock()  # of what others ask for
+        self._asked: deque[_Piece] = deque()
+        self._asleep = self._closed = False
+        self._posted: list[tuple[_Piece, Any]] = []  # each with UCX's request
+        for peer in self._endpoints:  # connects now: a rank that only receives would not see a connection break
+            self._say(peer, _HELLO)
+            self._listen(peer)
+        self._thread = threading.Thread(target=self._run, name="freescale ucx", daemon=True)
+        self._thread.start()
+
+    def send(self, peer: int, piece: Tensor) -> _Piece:
+        return self._ask(_Piece(peer, piece, self._rank, out=True))
+
+    def expect(self, peer: int, size: int, into: Tensor | None) -> _Piece:
+        assert into is not None and into.numel() == size
+        return self._ask(_Piece(peer, into, peer, out=False))
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._ring()
+        self._thread.join(timeout=10 * _PATIENCE)
+
+    def _ask(self, piece: _Piece) -> _Piece:
+        with self._lock:
+            if self._closed:
+                raise ConnectionError("the wire is closed")
+            self._asked.append(piece)
+            self._ring()
+        return piece
+
+    def _ring(self) -> None:
+        if self._asleep:
+            self._asleep = False
+            os.eventfd_write(self._bell, 1)
+
+    # ---- of the thread
+
+    def _run(self) -> None:
+        reason = "the wire was closed"
+        try:
+            while not self._closed:
+                while self._asked:
+                    self._post(self._asked.popleft())
+                self._move()
+                with self._lock:
+                    self._asleep = not self._asked and not self._closed
+                if self._asleep:
+                    self._sleep(None)
+        except Exception as error:
+            reason = f"UCX: {error}"
+        with self._lock:
+            self._closed, self._asleep = True, False
+        for piece in (*self._asked, *(piece for piece, _ in self._posted)):
+            piece.finish(reason)
+        self._end()
+
+    def _sleep(self, milliseconds: float | None) -> None:
+        """Until something happens. What happened before UCX was armed keeps it from being armed."""
+        for file, _ in self._poll.poll(milliseconds) if self._worker.arm() else ():
+            if file == self._bell:
+                os.eventfd_read(file)
+            elif file in self._lives:
+                self._poll.unregister(file)
+                self._leave(self._lives[file], "its process ended")
+
+    def _post(self, piece: _Piece) -> None:
+        endpoint, array, tag = self._endpoints[piece.peer], self._array(piece.memory.numpy()), self._tag(piece.tag)
+        self._posted.append((piece, endpoint.tag_send(array, tag) if piece.out else endpoint.tag_recv(array, tag)))
+
+    def _move(self) -> None:
+        self._worker.progress()
+        for peer, endpoint in self._endpoints.items():
+            if not endpoint.alive:
+                self._leave(peer, "its connection broke")
+        posted, self._posted = self._posted, []
+        for piece, request in posted:
+            if not request.completed:
+                self._posted.append((piece, request))
+                continue
+            try:
+                request.check_error()
+            except Exception as error:
+                self._leave(piece.peer, f"UCX: {error}")
+                piece.finish(self._gone[piece.peer])
+                continue
+            piece.finish()
+            if piece.tag == self._world + piece.peer:  # what it said
+                if piece.memory[0] == _HELLO:
+                    self._listen(piece.peer)
+                else:
+                    self._leave(piece.peer, _LEFT)
+                    self._part(piece.peer)
+        if any(self._gone):
+            for piece, _ in self._posted:  # these stay: UCX may yet write to what is expected
+                if self._gone[piece.peer]:
+                    piece.finish(self._gone[piece.peer])
+
+    def _leave(self, peer: int, why: str) -> None:
+        self._gone[peer] = self._gone[peer] or why  # the first reason is the cause
+
+    def _say(self, peer: int, what: int) -> None:
+        self._post(_Piece(peer, torch.tensor([what], dtype=torch.uint8), self._world + self._rank, out=True))
+
+    def _listen(self, peer: int) -> None:
+        self._post(_Piece(peer, torch.zeros(1, dtype=torch.uint8), self._world + peer, out=False))
+
+    def _part(self, peer: int) -> None:
+        """A goodbye is answered at once: who hears the answer knows that all it sent has come."""
+        if peer not in self._parted:
+            self._parted.add(peer)
+            self._say(peer, _GOODBYE)
+
+    def _end(self) -> None:
+        with suppress(Exception):  # what UCX cannot send any more
+            for peer in self._endpoints:
+                if not self._gone[peer]:
+                    self._part(peer)
+            end = time.monotonic() + _PATIENCE
+            while not all(self._gone[peer] for peer in self._endpoints) and time.monotonic() < end:
+                self._move()
+                self._sleep(10)
+        for file in self._lives:
+            os.close(file)
+        os.close(self._bell)  # nobody rings: nobody is asleep
+        everything = (self._worker, self._endpoints, self._posted)
+        if self._connected or all(self._gone[peer] == _LEFT for peer in self._endpoints):
+            for endpoint in self._endpoints.values():
+                endpoint.close_blocking()
+        else:  # UCX would wait for who is silent, without end: it keeps what it has, and the memory that it may write to
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(everything))
+        memory = [piece.memory for piece, _ in self._posted]
+        del everything, self._worker
+        self._endpoints, self._posted = {}, []
+        del memory  # after UCX's worker
+
+
+def _all_well(gather: Callable[[bytes], list[bytes]], failure: str) -> None:
+    for rank, text in enumerate(gather(failure.encode())):
+        if text:
+            raise TransportError(f"UCX fails on rank {rank}: {text.decode()}")
+
+
+def _place() -> bytes:
+    """Equal where one process can watch another."""
+    return machine() + b" %d" % os.stat("/proc/self/ns/pid").st_ino
+
+
+def _load() -> tuple[Any, Any, Any]:
+    before = set(os.environ)
+    try:
+        from ucxx._lib import libucxx
+        from ucxx._lib.arr import Array
+        from ucxx.types import Tag
+    except ImportError as error:
+        raise TransportError(f"{error}: pip install 'freescale[ucx]' brings ucxx") from error
+    finally:
+        for name in set(os.environ) - before:  # ucxx sets some of UCX's, for GPUs; what is not the user's stays UCX's
+            del os.environ[name]
+    return libucxx, Array, Tag

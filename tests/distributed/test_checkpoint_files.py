@@ -1,0 +1,285 @@
+"""The folder of checkpoints: the one just saved stays, a kill or a full disk leaves one that loads, damage is found by name."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ranks
+from helpers.ranks import run_ranks
+from helpers.toys import clicks_batch
+
+from freescale.train.checkpoint import Checkpoints
+from freescale.train.export import export_run
+from freescale.transport.local import Local
+
+from test_checkpoint import batches, build, older  # isort: skip
+from test_serial import snapshot  # isort: skip
+
+
+def trained(folder, *steps, keep=5, transport=None):
+    """A run of one batch a step, saved after some."""
+    transport = transport or Local()
+    parallel, dense, pipeline = build(transport)
+    checkpoints = Checkpoints(Path(folder), transport, keep)
+    for result in pipeline.run(batches(transport, 0, steps[-1])):
+        if result.step in steps:
+            checkpoints.save(parallel, dense, {"step": result.step, "pipeline": pipeline.state_dict()})
+    return parallel, dense, checkpoints
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---- which stay
+
+
+def test_a_copy_beside_the_checkpoints_is_ignored(tmp_path):
+    parallel, dense, checkpoints = trained(tmp_path, 1, 2)
+    copies = ["step-00000002-keep", "step-00000002.bak", "step-2", "step-000000009", "step-last"]
+    for name in copies:
+        shutil.copytree(tmp_path / "step-00000002", tmp_path / name)
+    (tmp_path / "step-00000009").write_text("a file")
+    assert checkpoints.steps() == [1, 2] and checkpoints.latest() == tmp_path / "step-00000002"
+    checkpoints.keep = 1
+    checkpoints.save(parallel, dense, {"step": 3})
+    assert names(tmp_path) == sorted([*copies, "step-00000003", "step-00000009"])
+
+
+def test_steps_of_another_run_are_refused_before_anything_is_written(tmp_path):
+    trained(tmp_path, 5, 10)
+    before = names(tmp_path)
+    parallel, dense, pipeline = build(Local())
+    list(pipeline.run([clicks_batch(5, 0)]))
+    with pytest.raises(ValueError, match=r"ahead of step 1 \(step-00000005, step-00000010\).*remove them, or use another folder"):
+        Checkpoints(tmp_path, Local()).save(parallel, dense, {"step": 1})
+    assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_checkpoint_just_saved_is_never_removed(tmp_path, keep):
+    """Also where the folder holds those of an equal step and of earlier ones."""
+    trained(tmp_path, 1, 2, 3)
+    parallel, dense, _ = build(Local())
+    parallel.tables.place()
+    saved = Checkpoints(tmp_path, Local(), keep).save(parallel, dense, {"step": 3})
+    assert saved.exists() and names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"][-keep:]
+
+
+def test_going_back_leaves_the_later_ones_behind(tmp_path):
+    """They go with the next save that succeeds, whatever its step: nobody falls back to what was given up."""
+    trained(tmp_path, 1, 2, 4, 6)
+    parallel, dense, _ = build(Local())
+    checkpoints = Checkpoints(tmp_path, Local(), keep=5)
+    with pytest.warns(UserWarning, match="going on from step-00000002: step-00000004, step-00000006 will be removed"):
+        checkpoints.load(checkpoints.path(2), parallel, dense)
+    assert checkpoints.steps() == [1, 2, 4, 6]
+    checkpoints.save(parallel, dense, {"step": 5})
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000005"]
+    with pytest.raises(ValueError, match="ahead of step 4"):  # it came from 5 now
+        checkpoints.save(parallel, dense, {"step": 4})
+
+
+def test_looking_at_an_earlier_checkpoint_leaves_nothing_behind(tmp_path, recwarn):
+    parallel, dense, checkpoints = trained(tmp_path, 1, 2)
+    other, _, _ = build(Local())
+    checkpoints.load(checkpoints.path(1), other)
+    assert not [said for said in recwarn if "removed" in str(said.message)]
+    checkpoints.save(parallel, dense, {"step": 3})
+    assert checkpoints.steps() == [1, 2, 3]
+
+
+# ---- killed
+
+CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
+
+
+def killed_at(number, action):
+    """In a process of its own, which ends before its operation `number` on files. Whether there were so many."""
+    child = os.fork()
+    if child == 0:
+        seen = 0
+
+        def watch(event, arguments):
+            nonlocal seen
+            if event in CHANGES or (event == "open" and isinstance(arguments[1], str) and "w" in arguments[1]):
+                seen += 1
+                if seen > number:
+                    os._exit(9)
+
+        try:
+            sys.addaudithook(watch)
+            action()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 9)
+    return status == 9
+
+
+@pytest.mark.parametrize("step", [3, 4], ids=["over the same step", "after it"])
+def test_a_kill_at_any_point_leaves_a_checkpoint_that_loads(tmp_path, step):
+    parallel, dense, checkpoints = trained(tmp_path / "run", 3, keep=1)
+    before, whole = snapshot(parallel), tmp_path / "whole"
+    shutil.copytree(tmp_path / "run", whole)
+    parallel.module.layers[0].weight.data += 1
+    after = snapshot(parallel)
+    number, found = 0, []
+    while killed_at(number, lambda: checkpoints.save(parallel, dense, {"step": step})):
+        fresh, optimizer, _ = build(Local())
+        again = Checkpoints(tmp_path / "run", Local(), keep=1)
+        progress = again.load(again.latest(), fresh, optimizer)
+        now = snapshot(fresh)
+        old, new = (all(torch.equal(now[name], value) for name, value in state.items()) for state in (before, after))
+        assert (old and progress["step"] == 3) or (new and progress["step"] == step), number
+        found.append(new)
+        again.save(fresh, optimizer, {"step": 5})  # and the next save clears what is left
+        assert names(tmp_path / "run") == ["step-00000005"]
+        shutil.rmtree(tmp_path / "run")
+        shutil.copytree(whole, tmp_path / "run")
+        number += 1
+    assert number > 10 and found == sorted(found) and found[0] != found[-1]
+    assert names(tmp_path / "run") == [f"step-{step:08d}"]
+
+
+# ---- damaged
+
+
+def flipped(data):
+    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 0x40]) + data[len(data) // 2 + 1 :]
+
+
+def zeroed(data):
+    return data[:512] + bytes(len(data) - 512)
+
+
+def half(data):
+    return data[: len(data) // 2]
+
+
+def short(data):
+    return data[:-1]
+
+
+@pytest.mark.parametrize("damage", [flipped, zeroed, half, short])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json"])
+def test_damage_is_found_and_named_before_anything_is_loaded(tmp_path, name, damage):
+    _, _, checkpoints = trained(tmp_path, 1)
+    path = tmp_path / "step-00000001" / name
+    path.write_bytes(damage(path.read_bytes()))
+    parallel, dense, _ = build(Local())
+    parallel.tables.place()
+    before = snapshot(parallel)
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        checkpoints.load(path.parent, parallel, dense)
+    after = snapshot(parallel)
+    assert all(torch.equal(after[key], value) for key, value in before.items()) and not dense.state
+
+
+def test_a_missing_file_and_one_of_another_step_are_damage(tmp_path):
+    _, _, checkpoints = trained(tmp_path, 1, 2)
+    parallel, dense, _ = build(Local())
+    tensors = tmp_path / "step-00000002" / "__0_0.distcp"
+    shutil.copy(tmp_path / "step-00000001" / "__0_0.distcp", tensors)
+    with pytest.raises(ValueError, match="__0_0.distcp is damaged"):
+        checkpoints.load(tensors.parent, parallel, dense)
+    tensors.unlink()
+    with pytest.raises(ValueError, match="__0_0.distcp cannot be read"):
+        checkpoints.load(tensors.parent, parallel, dense)
+
+
+def test_the_one_before_is_taken_with_a_warning(tmp_path):
+    _, _, checkpoints = trained(tmp_path / "checkpoints", 1, 2, 3)
+    for step, name in ((3, "__0_0.distcp"), (2, "state.json")):
+        path = checkpoints.path(step) / name
+        path.write_bytes(flipped(path.read_bytes()))
+    with pytest.warns(UserWarning) as said:
+        found = checkpoints.last_intact()
+    assert found.path == checkpoints.path(1)
+    assert "step-00000003/__0_0.distcp is damaged" in str(said[0].message)
+    assert "step-00000002/state.json is damaged" in str(said[1].message) and len(said) == 2
+    with pytest.warns(UserWarning):
+        assert [path.name for path in export_run(tmp_path, tmp_path / "out")][0] == "dense.safetensors"
+    parallel, dense, _ = build(Local())
+    with pytest.warns(UserWarning, match="step-00000002, step-00000003 will be removed"):
+        assert checkpoints.load(found, parallel, dense)["step"] == 1
+    path = checkpoints.path(1) / "__0_0.distcp"
+    path.write_bytes(flipped(path.read_bytes()))
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="step-00000001/__0_0.distcp is damaged"):
+        checkpoints.last_intact()
+
+
+def test_a_checkpoint_without_checksums_loads(tmp_path):
+    parallel, _, checkpoints = trained(tmp_path, 2)
+    older(checkpoints.path(2))
+    fresh, dense, _ = build(Local())
+    assert checkpoints.load(checkpoints.last_intact(), fresh, dense)["step"] == 2
+    expected, actual = snapshot(parallel), snapshot(fresh)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items()) and dense.state
+
+
+def _fall_back(transport, folder):
+    """Each file is compared on one rank; what it finds all know. -> what was loaded, and the files that were written."""
+    _, _, checkpoints = trained(Path(folder), 1, 2, transport=transport)
+    files = sorted(path.name for path in checkpoints.path(2).iterdir())
+    if transport.rank == 0:
+        path = checkpoints.path(2) / "__1_0.distcp"
+        path.write_bytes(flipped(path.read_bytes()))
+    transport.gather_bytes(b"")
+    parallel, dense, _ = build(transport)
+    try:
+        checkpoints.load(checkpoints.path(2), parallel, dense)
+    except ValueError as error:
+        said = str(error)
+    step = checkpoints.load(checkpoints.last_intact(), parallel, dense)["step"]
+    checkpoints.save(parallel, dense, {"step": 2})
+    return said, step, files, checkpoints.steps()
+
+
+def test_all_ranks_take_the_same_one(tmp_path):
+    results = run_ranks(2, _fall_back, str(tmp_path))
+    assert results[0] == results[1]
+    said, step, files, left = results[0]
+    assert "step-00000002/__1_0.distcp is damaged" in said and step == 1 and left == [1, 2]
+    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"]
+
+
+# ---- full
+
+
+def _fill(transport, folder):
+    parallel, dense, pipeline = build(transport, items=5000)
+    checkpoints = Checkpoints(Path(folder), transport)
+    for result in pipeline.run(batches(transport, 0, 3)):
+        checkpoints.save(parallel, dense, {"step": result.step})
+
+
+def full_disk(folder):
+    """On a disk that holds one checkpoint and a half."""
+    ranks.CONTEXT = multiprocessing.get_context("fork")  # all that is needed is imported
+    folder = Path(folder)
+    said = [error.strip().splitlines()[-1] for error, _ in ranks.gather_ranks(2, _fill, str(folder), timeout=60)]
+    failed = f"ValueError: checkpoint {folder}/step-00000002 could not be written"
+    assert said == [f"{failed}: the disk is full: make room, or keep fewer checkpoints"] * 2, said
+    assert names(folder) == ["step-00000001"], names(folder)
+    parallel, dense, _ = build(Local(), items=5000)
+    assert Checkpoints(folder, Local()).load(folder / "step-00000001", parallel, dense)["step"] == 1
+
+
+def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path):
+    mounted = f"mount -t tmpfs -o size=1700k tmpfs {tmp_path}"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mounted], capture_output=True).returncode:
+        pytest.skip("no small disk to be had here: mounts are not allowed")
+    tests = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    code = f"import sys; sys.path[:0] = {tests}; import test_checkpoint_files as t; t.full_disk({str(tmp_path)!r})"
+    run = ["unshare", "-rm", "sh", "-c", f'{mounted} && exec "$@"', "sh", sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,1 @@
+"""What tests share: ranks, models and batches, cases, commands and a browser."""

@@ -1,0 +1,116 @@
+"""Cases for the Triton pieces of a layer, and how far they are from the plain ones. As a program: all, through the interpreter.
+
+Memory that nothing has written is NaN here.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from freescale.kernels.reference import attention, layer
+from freescale.kernels.triton import attention_plan as triton_attention_plan
+from freescale.kernels.triton import layer as triton_layer
+from freescale.models.hstu import HSTULayer
+from freescale.random import derive, keep_mask
+
+LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
+SIZES = [(0, 32), (1, 32), (37, 3), (37, 100), (21, 512)]  # tokens, width
+CASES = {
+    f"{piece}, {tokens} x {width}, {dtype}": dict(piece=piece, tokens=tokens, width=width, dtype=dtype)
+    for piece in ("layer_norm", "gated_norm", "dropout", "silu_split")
+    for tokens, width in SIZES
+    for dtype in ("float32", "bfloat16")
+    if dtype == "float32" or width == 100
+} | {
+    "many parts": dict(piece="dropout", tokens=300, width=40, dtype="float32", parts=7),
+    "float32 to bfloat16": dict(piece="layer_norm", tokens=9, width=64, dtype="float32", out="bfloat16"),
+    "a slice of a projection": dict(piece="dropout", tokens=9, width=64, dtype="bfloat16", sliced=True),
+    "float16": dict(piece="dropout", tokens=9, width=64, dtype="float16"),
+}
+
+
+def drawn(*shape, dtype, device, generator):
+    return (torch.randn(*shape, generator=generator) * 2 + 0.5).to(device, getattr(torch, dtype))
+
+
+def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, device="cpu"):
+    """Relative errors of outputs and gradients against the plain one in float64; whether exactly the masked elements are 0."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape, dtype=dtype: drawn(*shape, dtype=dtype, device=device, generator=generator)  # noqa: E731
+    x, weight, bias = draw(tokens, width), draw(width, dtype="float32"), draw(width, dtype="float32")
+    gate = draw(tokens, 3 * width)[:, width : 2 * width] if sliced else draw(tokens, width)
+    keys = torch.randint(-(2**63), 2**63 - 1, (tokens,), generator=generator).to(device)
+    drop = {"keys": keys, "stream": 2, "keep": 0.7} if piece == "dropout" else {}
+    sizes = [2 * width, width, 3, 1]
+    wide, slopes = draw(tokens, sum(sizes)), draw(tokens, sum(sizes))
+
+    def run(module, exact):
+        target = torch.float64 if exact else getattr(torch, out or dtype)
+        if piece == "layer_norm":
+            leaves = {"x": x, "weight": weight, "bias": bias}
+            function = lambda **leaf: module.layer_norm(**leaf, eps=1e-6, dtype=target)  # noqa: E731
+        elif piece == "silu_split":
+            leaves = {"x": wide}
+            function = lambda x: torch.cat(module.silu_split(x, sizes), 1)  # noqa: E731
+        else:
+            leaves = {"x": x, "gate": gate, "weight": weight, "bias": bias}
+            function = lambda **leaf: module.gated_norm(**leaf, eps=1e-6, dtype=target, **drop)  # noqa: E731
+        leaves = {name: (leaf.double() if exact else leaf).detach().requires_grad_() for name, leaf in leaves.items()}
+        result = function(**leaves)
+        grads = torch.autograd.grad(result, list(leaves.values()), slopes[:, : result.shape[1]].to(result.dtype))
+        assert all(grad.dtype == leaf.dtype and grad.shape == leaf.shape for grad, leaf in zip(grads, leaves.values(), strict=True))
+        return dict(zip(["out", *leaves], [result.detach(), *grads], strict=True))
+
+    most = triton_layer.MOST_PARTS
+    triton_layer.MOST_PARTS = parts or most
+    try:
+        ours, exact = run(triton_layer, False), run(layer, True)
+    finally:
+        triton_layer.MOST_PARTS = most
+    found = {name: ((ours[name].double() - value).norm() / value.norm().clamp(min=1e-9)).item() for name, value in exact.items()}
+    if drop:
+        kept = keep_mask(derive(keys, 2), width, 0.7)
+        there = kept & (gate != 0)  # among many draws one is 0
+        found["mask"] = torch.equal(ours["out"] != 0, there) and not ours["gate"][~kept].any()
+    return found
+
+
+def whole(dtype, dropout, device="cpu", planner=triton_attention_plan.plan_attention):
+    """A layer with everything in Triton (or what the plan says) against plain torch in float64. Half precision is by autocast."""
+    torch.manual_seed(0)
+    options = dict(width=48, heads=2, d_qk=32, d_v=64, max_length=80, dropout=dropout)
+    module = HSTULayer(number=3, position_bias=False, time_bias=False, num_time_buckets=1, **options)
+    lengths = torch.tensor([70, 0, 1, 20], device=device)
+    x, slope = torch.randn(2, int(lengths.sum()), 48).to(device)
+    keys = derive(5, torch.arange(len(x))).to(device) if dropout else None
+
+    def run(planner, to):
+        copied = HSTULayer(number=3, position_bias=False, time_bias=False, num_time_buckets=1, **options)
+        copied.load_state_dict(module.state_dict())
+        copied.to(device, to)
+        leaf = x.to(to).detach().requires_grad_()
+        with torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32" and to == torch.float32):
+            out = copied(leaf, lengths, keys, None, None, planner(lengths, 2))
+        assert out.dtype == to
+        named = dict(copied.named_parameters())
+        grads = torch.autograd.grad(out, [leaf, *named.values()], slope.to(out.dtype))
+        return dict(zip(["out", "x", *named], [out.detach(), *grads], strict=True))
+
+    ours, exact = run(planner, torch.float32), run(attention.plan_attention, torch.float64)
+    return {name: ((ours[name].double() - value).norm() / value.norm().clamp(min=1e-9)).item() for name, value in exact.items()}
+
+
+WHOLE = {
+    "layer": dict(dtype="float32", dropout=0.0),
+    "layer, dropout": dict(dtype="float32", dropout=0.25),
+    "layer, dropout, half precision": dict(dtype="float16", dropout=0.25),  # the interpreter's products know no bfloat16
+}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    found = {case: compare(**options) for case, options in CASES.items()}
+    print(json.dumps(found | {case: whole(**options) for case, options in WHOLE.items()}))
