@@ -1,11 +1,13 @@
-"""Thresholded communication: the time of a step on hosts with a slow network (testbed A), and what it does to quality.
+"""Thresholded communication: the time of a step on hosts with a slow network (testbed A), and what
+it does to quality.
 
     .venv/bin/python benchmarks/bench_compress.py hosts
     .venv/bin/python benchmarks/bench_compress.py quality --data online_retail_ii.parquet --folder FOLDER
 
-`hosts` needs root and iproute2. `quality` trains every arm with the same seeds, on the file and on generated histories; each run's
-result is kept in the folder, so that it can be interrupted and called again (`--runs N`: at most so many now; `--parallel N`: so
-many at a time, on two cores each); what they say is written when all are there. Another protocol in compress_quality.py wants
+`hosts` needs root and iproute2. `quality` trains every arm with the same seeds, on the file and on
+generated histories; each run's result is kept in the folder, so that it can be interrupted and
+called again (`--runs N`: at most so many now; `--parallel N`: so many at a time, on two cores
+each); what they say is written when all are there. Another protocol in compress_quality.py wants
 another folder. Online Retail II: UCI Machine Learning Repository; Chen, 2012; CC BY 4.0.
 """
 
@@ -27,7 +29,19 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "peer")]
 
 from compress_arms import DENSE, THRESHOLDED, WHOLE  # noqa: E402
-from compress_quality import ACTIVATIONS, ARMS, DROPOUT, EVERY, EXACT, GRADIENTS, KEEP, SHAPE, SIZES, TRAINING, WIDE  # noqa: E402
+from compress_quality import (
+    ACTIVATIONS,
+    ARMS,
+    DROPOUT,
+    EVERY,
+    EXACT,
+    GRADIENTS,
+    KEEP,
+    SHAPE,
+    SIZES,
+    TRAINING,
+    WIDE,
+)  # noqa: E402
 from hosts import RATE, hosts  # noqa: E402
 from results import claim, commit, spread, write  # noqa: E402
 from workload import Workload  # noqa: E402
@@ -64,17 +78,27 @@ def row(measured: Sequence[Mapping], arm: str) -> dict[str, Any]:
     ranks = len(measured)
 
     def mean(name: str) -> float:
-        return statistics.fmean(record["counters"].get(name, 0) for records in steps for record in records)
+        return statistics.fmean(
+            record["counters"].get(name, 0) for records in steps for record in records
+        )
 
     entries = measured[0][arm]["dense_parameters"]
-    sent = mean("dense_entries_sent") + entries - mean("dense_entries") if arm == THRESHOLDED else entries
-    # Small tensors, and all of the exact arm, go through AllReduce: a ring passes each entry twice, but for a rank's own part.
+    sent = (
+        mean("dense_entries_sent") + entries - mean("dense_entries")
+        if arm == THRESHOLDED
+        else entries
+    )
+    # Small tensors, and all of the exact arm, go through AllReduce: a ring passes each entry twice,
+    # but for a rank's own part.
     ring = 2 * (ranks - 1) / ranks * (entries - mean("dense_entries"))
     return {
         "step_ms": spread([max(r["end"] - r["begin"] for r in records) / 1e6 for records in steps]),
         "compute_ms": statistics.median(statistics.fmean(f["compute_ms"]) for f in figures),
         "exposed_dense_ms": statistics.median(f["exposed_ms"]["dense"] for f in figures),
-        "spans_ms": {name: statistics.median(f["spans_ms"].get(name, 0.0) for f in figures) for name in figures[0]["spans_ms"]},
+        "spans_ms": {
+            name: statistics.median(f["spans_ms"].get(name, 0.0) for f in figures)
+            for name in figures[0]["spans_ms"]
+        },
         "dense_parameters": entries,
         "entries_of_its_gradient_a_rank_sends": sent,
         "entries_that_leave_a_rank": ring + mean("dense_entries_on_wire"),
@@ -86,10 +110,14 @@ def row(measured: Sequence[Mapping], arm: str) -> dict[str, Any]:
 
 def exchange_row(measured: Sequence[Mapping], arm: str) -> dict[str, Any]:
     entries = [e for rank in measured for e in rank[arm]]
-    slower = [max(pair) for pair in zip(*([e["ms"] for e in rank[arm]] for rank in measured), strict=True)]
+    slower = [
+        max(pair) for pair in zip(*([e["ms"] for e in rank[arm]] for rank in measured), strict=True)
+    ]
     return {
         "exchange_ms": spread(slower),
-        "entries_that_leave_a_rank": statistics.fmean(e["activation_entries_sent"] for e in entries),
+        "entries_that_leave_a_rank": statistics.fmean(
+            e["activation_entries_sent"] for e in entries
+        ),
         "bytes_there": statistics.fmean(e["rows"] for e in entries),
         "bytes_back": statistics.fmean(e["gradients"] for e in entries),
     }
@@ -118,13 +146,16 @@ def on_hosts(repetitions: int) -> None:
         workloads={name: asdict(workload) for name, workload in WORKLOADS.items()}
         | {EXCHANGE: dict(zip(("rows", "width", "keep"), sizes, strict=True))},
         method=f"2 hosts, a pinned core each, {RATE} each way (tbf); arms in turn in one process, {repetitions} turns of 2 steps, "
-        f"the second counted; serial schedule; eta {ETA}, thresholds reset every 10 steps; means over ranks, times of the slower",
+        f"the second counted; serial schedule; eta {ETA}, thresholds reset every 10 steps; means "
+        "over ranks, times of the slower",
     )
 
 
 def fewer(rows: Sequence[Mapping], configuration: str, *names: str) -> float:
     """The first arm's numbers over the second's."""
-    first, second = (sum(row[name] for name in names) for row in rows if row["configuration"] == configuration)
+    first, second = (
+        sum(row[name] for name in names) for row in rows if row["configuration"] == configuration
+    )
     return first / second
 
 
@@ -132,10 +163,23 @@ def ratios(rows: Sequence[Mapping]) -> list[dict[str, Any]]:
     """How many times less the thresholded arm sends; bytes with their indices."""
     found: list[dict[str, Any]] = []
     for name in WORKLOADS:
-        counts = ("entries_of_its_gradient_a_rank_sends", "entries_that_leave_a_rank", "bytes_that_leave_a_rank")
-        found.append({"configuration": name, "arm": "times fewer"} | {count: fewer(rows, name, count) for count in counts})
-    both = {"entries_that_leave_a_rank": ("entries_that_leave_a_rank",), "bytes_there_and_back": ("bytes_there", "bytes_back")}
-    found.append({"configuration": EXCHANGE, "arm": "times fewer"} | {n: fewer(rows, EXCHANGE, *of) for n, of in both.items()})
+        counts = (
+            "entries_of_its_gradient_a_rank_sends",
+            "entries_that_leave_a_rank",
+            "bytes_that_leave_a_rank",
+        )
+        found.append(
+            {"configuration": name, "arm": "times fewer"}
+            | {count: fewer(rows, name, count) for count in counts}
+        )
+    both = {
+        "entries_that_leave_a_rank": ("entries_that_leave_a_rank",),
+        "bytes_there_and_back": ("bytes_there", "bytes_back"),
+    }
+    found.append(
+        {"configuration": EXCHANGE, "arm": "times fewer"}
+        | {n: fewer(rows, EXCHANGE, *of) for n, of in both.items()}
+    )
     return found
 
 
@@ -146,14 +190,31 @@ def host_claims(rows: Sequence[Mapping]) -> list[dict[str, Any]]:
         times = [at[name, arm]["step_ms"]["median"] for arm in (DENSE, THRESHOLDED)]
         less = at[name, "times fewer"]
         found += [
-            claim(f"dense part, {name}", 20e6, at[name, DENSE]["dense_parameters"], "parameters", at_least=True),
-            claim(f"step below dense AllReduce, {name}", 37, 100 * (1 - times[1] / times[0]), "%", at_least=True),
+            claim(
+                f"dense part, {name}",
+                20e6,
+                at[name, DENSE]["dense_parameters"],
+                "parameters",
+                at_least=True,
+            ),
+            claim(
+                f"step below dense AllReduce, {name}",
+                37,
+                100 * (1 - times[1] / times[0]),
+                "%",
+                at_least=True,
+            ),
         ]
         for text, count in (
             ("entries of its gradient that a rank sends", "entries_of_its_gradient_a_rank_sends"),
-            ("entries that leave a rank, sums that it sends back counted", "entries_that_leave_a_rank"),
+            (
+                "entries that leave a rank, sums that it sends back counted",
+                "entries_that_leave_a_rank",
+            ),
         ):
-            found.append(claim(f"{text}, times fewer, {name}", 100, less[count], "x", at_least=True))
+            found.append(
+                claim(f"{text}, times fewer, {name}", 100, less[count], "x", at_least=True)
+            )
     entries = at[EXCHANGE, "times fewer"]["entries_that_leave_a_rank"]
     return [*found, claim("entries of activations, times fewer", 20, entries, "x", at_least=True)]
 
@@ -174,11 +235,15 @@ def datasets(data: Path, folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]
             prepare(str(data), folder / "cache", "auto", None, None),
             {"name": data.name, "sha256": hashlib.sha256(data.read_bytes()).hexdigest()},
         ),
-        "generated": (generated, {"name": "freescale.data.synthetic.generate", "options": GENERATED}),
+        "generated": (
+            generated,
+            {"name": "freescale.data.synthetic.generate", "options": GENERATED},
+        ),
     }
 
 
-Run = tuple[str, str, str, int, str, dict[str, Any]]  # histories, data set, arm, seed, out file, changes of settings
+# histories, data set, arm, seed, out file, changes of settings
+Run = tuple[str, str, str, int, str, dict[str, Any]]
 
 
 def quality(data: Path, folder: Path, most: int | None, parallel: int, measured: str) -> None:
@@ -187,7 +252,8 @@ def quality(data: Path, folder: Path, most: int | None, parallel: int, measured:
     wanted = [(name, seed, arm) for seed in SEEDS for name in known for arm in ARMS]
     missing = [run for run in wanted if not result_file(folder, *run).exists()]
     now: list[Run] = [
-        (str(known[name][0]), name, arm, seed, str(result_file(folder, name, seed, arm)), {}) for name, seed, arm in missing[:most]
+        (str(known[name][0]), name, arm, seed, str(result_file(folder, name, seed, arm)), {})
+        for name, seed, arm in missing[:most]
     ]
     if now:
         train(now, folder, parallel)
@@ -195,7 +261,12 @@ def quality(data: Path, folder: Path, most: int | None, parallel: int, measured:
         print(f"{len(missing) - most} runs are left: call it again")
         return
     rows = [
-        {"dataset": name, "seed": seed, "arm": arm, **json.loads(result_file(folder, name, seed, arm).read_text())}
+        {
+            "dataset": name,
+            "seed": seed,
+            "arm": arm,
+            **json.loads(result_file(folder, name, seed, arm).read_text()),
+        }
         for name, seed, arm in wanted
     ]
     write(
@@ -207,9 +278,13 @@ def quality(data: Path, folder: Path, most: int | None, parallel: int, measured:
         commit=measured,
         datasets={name: about for name, (_, about) in known.items()},
         model={**SHAPE, **SIZES, "wide": WIDE, "kept_of_wide": KEEP},
-        training={name: {**options, "dropout": DROPOUT[name], "reset_every": EVERY} for name, options in TRAINING.items()},
+        training={
+            name: {**options, "dropout": DROPOUT[name], "reset_every": EVERY}
+            for name, options in TRAINING.items()
+        },
         method="2 ranks, serial schedule; same seed, same data order, first weights and negatives in every arm; weights of the "
-        "epoch with the best validation HR@10, evaluated on the test part once; differences are relative and paired by seed, with "
+        "epoch with the best validation HR@10, evaluated on the test part once; differences are "
+        "relative and paired by seed, with "
         "Student's 95 % interval over 5 seeds",
     )
 
@@ -219,13 +294,16 @@ def result_file(folder: Path, name: str, seed: int, arm: str) -> Path:
 
 
 def train(runs: Sequence[Run], folder: Path, parallel: int) -> None:
-    """One after another on two ranks, which stay: starting them takes as long as a short run. Or so many at a time, each on ranks
-    of its own, the longest first."""
+    """One after another on two ranks, which stay: starting them takes as long as a short run. Or so
+    many at a time, each on ranks of its own, the longest first."""
     if parallel == 1:
         return train_on_ranks(runs, folder / "runs.txt")
     longest = sorted(runs, key=lambda run: -(TRAINING[run[1]] | run[5])["epochs"])
     with ThreadPoolExecutor(parallel) as pool:
-        started = [pool.submit(train_on_ranks, [run], folder / f"run-{place}.txt") for place, run in enumerate(longest)]
+        started = [
+            pool.submit(train_on_ranks, [run], folder / f"run-{place}.txt")
+            for place, run in enumerate(longest)
+        ]
         try:
             for done, one in enumerate(as_completed(started), start=1):
                 one.result()
@@ -238,7 +316,16 @@ def train(runs: Sequence[Run], folder: Path, parallel: int) -> None:
 def train_on_ranks(runs: Sequence[Run], listed: Path) -> None:
     listed.write_text(json.dumps(runs), encoding="utf-8")
     script = str(Path(__file__).with_name("compress_quality.py"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, str(listed)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        script,
+        str(listed),
+    ]
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
@@ -254,13 +341,29 @@ def quality_claims(rows: Sequence[Mapping], names: Sequence[str]) -> list[dict[s
     found = []
     for name in names:
         for arm in (GRADIENTS, ACTIVATIONS):
-            pairs = [(at[name, arm, seed]["hr@10"], at[name, EXACT, seed]["hr@10"]) for seed in SEEDS]
-            mean, low, high = (round(100 * value, 2) for value in interval([(a - b) / b for a, b in pairs]))
+            pairs = [
+                (at[name, arm, seed]["hr@10"], at[name, EXACT, seed]["hr@10"]) for seed in SEEDS
+            ]
+            mean, low, high = (
+                round(100 * value, 2) for value in interval([(a - b) / b for a, b in pairs])
+            )
             about = f"HR@10 of {arm} against exact, relative, {name}"
             found += [
-                {"claim": f"95 % interval includes 0: {about}", "asked": 0, "measured": [low, high], "unit": "%", "mean": mean}
+                {
+                    "claim": f"95 % interval includes 0: {about}",
+                    "asked": 0,
+                    "measured": [low, high],
+                    "unit": "%",
+                    "mean": mean,
+                }
                 | {"holds": low <= 0 <= high},
-                {"claim": f"95 % interval excludes -5 %: {about}", "asked": -5, "measured": low, "unit": "%", "holds": low > -5},
+                {
+                    "claim": f"95 % interval excludes -5 %: {about}",
+                    "asked": -5,
+                    "measured": low,
+                    "unit": "%",
+                    "holds": low > -5,
+                },
             ]
         runs = [at[name, GRADIENTS, seed] for seed in SEEDS]
         times = sum(r["dense_entries"] for r in runs) / sum(r["dense_entries_sent"] for r in runs)
@@ -270,7 +373,9 @@ def quality_claims(rows: Sequence[Mapping], names: Sequence[str]) -> list[dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parts = parser.add_subparsers(dest="part", required=True)
     part = parts.add_parser("hosts", help="time of a step and traffic")
     part.add_argument("--repetitions", type=int, default=20)
@@ -279,12 +384,16 @@ def main() -> None:
     part.add_argument("--folder", type=Path, required=True, help="for the runs' results")
     part.add_argument("--runs", type=int, help="at most so many now")
     part.add_argument("--parallel", type=int, default=1, help="so many at a time")
-    part.add_argument("--commit", help="of the tree that is measured, where it was copied without its history")
+    part.add_argument(
+        "--commit", help=("of the tree that is measured, where it was copied without its history")
+    )
     options = parser.parse_args()
     if options.part == "hosts":
         on_hosts(options.repetitions)
     else:
-        quality(options.data, options.folder, options.runs, options.parallel, options.commit or commit())
+        quality(
+            options.data, options.folder, options.runs, options.parallel, options.commit or commit()
+        )
 
 
 if __name__ == "__main__":

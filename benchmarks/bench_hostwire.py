@@ -1,9 +1,11 @@
-"""Does urgent traffic overtake bulk? Two hosts, 200 Mbit/s (testbed A): an AllToAll of 1 MB per peer alone, and behind one of 5 MB.
+"""Does urgent traffic overtake bulk? Two hosts, 200 Mbit/s (testbed A): an AllToAll of 1 MB per
+peer alone, and behind one of 5 MB.
 
     .venv/bin/python benchmarks/bench_hostwire.py        # as root: it makes the hosts and removes them; about 2 minutes
 
-Arms, in turns: hostwire over TCP, gloo and UCX (TCP), its urgent class beside its bulk class; a second gloo group beside the first;
-the same gloo group. Before every timed message the token bucket is drained; the bulk has a head start of 20 ms.
+Arms, in turns: hostwire over TCP, gloo and UCX (TCP), its urgent class beside its bulk class; a
+second gloo group beside the first; the same gloo group. Before every timed message the token bucket
+is drained; the bulk has a head start of 20 ms.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ Pair = tuple[Any, Any]  # transports of the bulk and of the urgent message
 
 def _hostwire(base: Collective, wire: str) -> tuple[Pair, str, int]:
     over = Hostwire("cpu", Ledger(), base.group, base.control, wire, timeout=timedelta(seconds=60))
-    pair = tuple(over.channel(Side(over.ledger, name), urgent=name == "urgent") for name in ("bulk", "urgent"))
+    pair = tuple(
+        over.channel(Side(over.ledger, name), urgent=name == "urgent")
+        for name in ("bulk", "urgent")
+    )
     return pair, over.path_of(), over.piece  # type: ignore[return-value]
 
 
@@ -57,13 +62,16 @@ def measure(rank: int, world: int, repetitions: int) -> dict[str, Any]:
         about[f"hostwire-{wire}"] = {"path": path, "piece_bytes": piece}
     arms["second gloo group"] = (groups[0], groups[1])
     arms["same gloo group"] = (groups[0], groups[0])
-    found: dict[str, dict[str, list[float]]] = {name: {"alone": [], "behind": [], "bulk": []} for name in arms}
+    found: dict[str, dict[str, list[float]]] = {
+        name: {"alone": [], "behind": [], "bulk": []} for name in arms
+    }
     for turn in range(repetitions + 1):
         for name, (bulk, urgent) in arms.items():
             alone = _timed(base, lambda urgent=urgent: _send(urgent, URGENT, world).wait())
             _drain(base, bulk, world)
             begin = time.perf_counter()
-            large = threading.Thread(target=_send(bulk, BULK, world).wait)  # as a lane does: who waits may have to carry it
+            # as a lane does: who waits may have to carry it
+            large = threading.Thread(target=_send(bulk, BULK, world).wait)
             large.start()
             time.sleep(HEAD_START)
             issued = time.perf_counter()
@@ -93,7 +101,9 @@ def _timed(base: Collective, call: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repetitions", type=int, default=20)
     options = parser.parse_args()
     with hosts(2) as network:
@@ -102,20 +112,36 @@ def main() -> None:
     for name in results[0]["times"]:
         # A message is there when the slower host has it.
         slower = {
-            what: [max(pair) for pair in zip(*(result["times"][name][what] for result in results), strict=True)]
+            what: [
+                max(pair)
+                for pair in zip(*(result["times"][name][what] for result in results), strict=True)
+            ]
             for what in ("alone", "behind", "bulk")
         }
         row: dict[str, Any] = {"arm": name, **results[0]["about"].get(name, {})}
         row |= {f"{what}_ms": spread(times) for what, times in slower.items()}
         row["behind_over_alone"] = row["behind_ms"]["median"] / row["alone_ms"]["median"]
         rows.append(row)
-        print(f"{name:20s} alone {row['alone_ms']['median']:6.1f} ms  behind {row['behind_ms']['median']:6.1f} ms", end="  ")
-        print(f"= {row['behind_over_alone']:.2f} x  with the bulk {row['bulk_ms']['median']:6.1f} ms")
+        print(
+            (
+                f"{name:20s} alone {row['alone_ms']['median']:6.1f} ms  behind "
+                f"{row['behind_ms']['median']:6.1f} ms"
+            ),
+            end="  ",
+        )
+        print(
+            f"= {row['behind_over_alone']:.2f} x  with the bulk {row['bulk_ms']['median']:6.1f} ms"
+        )
         if name.startswith("hostwire"):
             text = f"{name}: urgent 1 MB per peer behind 5 MB of bulk, over its time alone"
             claims.append(claim(text, ASKED, row["behind_over_alone"], "times", at_least=False))
     command = f".venv/bin/python benchmarks/bench_hostwire.py --repetitions {options.repetitions}"
-    sizes = {"urgent_bytes": URGENT, "bulk_bytes": BULK, "head_start_ms": 1e3 * HEAD_START, "rate": "200 Mbit/s"}
+    sizes = {
+        "urgent_bytes": URGENT,
+        "bulk_bytes": BULK,
+        "head_start_ms": 1e3 * HEAD_START,
+        "rate": "200 Mbit/s",
+    }
     write("hostwire", "hosts", command, rows, claims, packages=("ucxx-cu13",), **sizes)
 
 

@@ -1,13 +1,14 @@
-"""The ladder: TorchRec's pipelines, then FreeScale with one technique more on each rung and with the defaults of `freescale train`,
-on the same model, data and seeds.
+"""The ladder: TorchRec's pipelines, then FreeScale with one technique more on each rung and with
+the defaults of `freescale train`, on the same model, data and seeds.
 
     freescale bench ladder                       # sets TorchRec up first (.venv-peer), then runs this; about 10 minutes
     freescale bench ladder --workload retail --file online_retail_ii.parquet
     freescale bench ladder --short               # serial against the full system, without TorchRec
 
-Two network namespaces of this machine with 200 Mbit/s between them (testbed A; made and removed here, as root), or two ranks on its
-loopback where that may not be. Each is pinned to a core. Arms take turns in one process. The model is HSTU behind a sharded table
-(with the defaults, too: a small table would be replicated).
+Two network namespaces of this machine with 200 Mbit/s between them (testbed A; made and removed
+here, as root), or two ranks on its loopback where that may not be. Each is pinned to a core. Arms
+take turns in one process. The model is HSTU behind a sharded table (with the defaults, too: a small
+table would be replicated).
 """
 
 from __future__ import annotations
@@ -34,9 +35,18 @@ from rungs import FULL, OURS, PARTS, PERMUTED, SERIAL  # noqa: E402
 from workload import Workload  # noqa: E402
 
 WORLD = 2
-# The paper's shape divided by 20: log-normal histories of median 3,000 and at most 21,000 items, 12 % collisions.
+# The paper's shape divided by 20: log-normal histories of median 3,000 and at most 21,000 items, 12
+# % collisions.
 PAPER = Workload(
-    rows=400_000, width=256, samples=16, median_length=150, sigma=1.0, maximum_length=1050, collisions=0.12, layers=1, steps=12
+    rows=400_000,
+    width=256,
+    samples=16,
+    median_length=150,
+    sigma=1.0,
+    maximum_length=1050,
+    collisions=0.12,
+    layers=1,
+    steps=12,
 )
 PARITY_STEPS = 24
 _EXPOSED = {
@@ -53,7 +63,13 @@ def testbed() -> Iterator[tuple[Run, str]]:
         with hosts(WORLD) as network:
             yield network.run, "hosts"
         return
-    print("no root or no iproute2: two ranks on this machine's loopback instead of hosts with a slow network", flush=True)
+    print(
+        (
+            "no root or no iproute2: two ranks on this machine's loopback instead of hosts with a "
+            "slow network"
+        ),
+        flush=True,
+    )
 
     def run(target: str, *arguments: Any) -> list[Any]:
         import ladder_arms
@@ -64,10 +80,16 @@ def testbed() -> Iterator[tuple[Run, str]]:
 
 
 def parity(run: Run, workload: Workload, names: list[str]) -> dict[str, Any]:
-    """Losses of the first steps of each arm, and of serial with the samples of each batch in another order, against serial's."""
-    found = {name: run("ladder_arms:alone", workload, name, PARITY_STEPS) for name in [*names, PERMUTED]}
+    """Losses of the first steps of each arm, and of serial with the samples of each batch in
+    another order, against serial's."""
+    found = {
+        name: run("ladder_arms:alone", workload, name, PARITY_STEPS) for name in [*names, PERMUTED]
+    }
     serial = found[SERIAL][0]["losses"]
-    apart = {name: [abs(a - b) / abs(b) for a, b in zip(ranks[0]["losses"], serial, strict=True)] for name, ranks in found.items()}
+    apart = {
+        name: [abs(a - b) / abs(b) for a, b in zip(ranks[0]["losses"], serial, strict=True)]
+        for name, ranks in found.items()
+    }
     return {
         name: {
             "first_step_relative_loss_difference_to_serial": apart[name][0],
@@ -79,19 +101,36 @@ def parity(run: Run, workload: Workload, names: list[str]) -> dict[str, Any]:
     }
 
 
-def rows_of(measured: list[dict], names: list[str], workload: Workload, together: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(
+    measured: list[dict], names: list[str], workload: Workload, together: dict[str, Any]
+) -> list[dict[str, Any]]:
     rows = []
     for name in names:
-        figures = row([rank[name] for rank in measured], measured[0][SERIAL]["losses"], workload.samples * WORLD)
-        figures["straggler_percent"] = 100 * figures["straggler_ms"]["median"] / figures["step_ms"]["median"]
+        figures = row(
+            [rank[name] for rank in measured],
+            measured[0][SERIAL]["losses"],
+            workload.samples * WORLD,
+        )
+        figures["straggler_percent"] = (
+            100 * figures["straggler_ms"]["median"] / figures["step_ms"]["median"]
+        )
         rows.append({"arm": name, **figures, **together.get(name, {})})
         if name in OURS:
             rows[-1]["options"] = measured[0][name]["options"]
-        shown = {key: figures[key]["median"] for key in ("samples_per_second", "step_ms", "exposed_embedding_ms", "exposed_all_ms")}
-        print(f"{name:34s}", "  ".join(f"{key} {value:.1f}" for key, value in shown.items()), end="  ")
+        shown = {
+            key: figures[key]["median"]
+            for key in ("samples_per_second", "step_ms", "exposed_embedding_ms", "exposed_all_ms")
+        }
+        print(
+            f"{name:34s}", "  ".join(f"{key} {value:.1f}" for key, value in shown.items()), end="  "
+        )
         apart = rows[-1]["largest_relative_loss_difference_to_serial"]
         print(
-            f"straggler {figures['straggler_percent']:.1f} %  compute {figures['compute_ms']:.1f} ms  loss apart {apart:.0e}",
+            (
+                f"straggler {figures['straggler_percent']:.1f} %  compute "
+                f"{figures['compute_ms']:.1f} "
+                f"ms  loss apart {apart:.0e}"
+            ),
             flush=True,
         )
     return rows
@@ -107,40 +146,86 @@ def claims_of(rows: list[dict[str, Any]], together: dict[str, Any]) -> list[dict
     later = max(together[name]["largest_relative_loss_difference_to_serial"] for name in by)
     control = together[PERMUTED]["largest_relative_loss_difference_to_serial"]
     return [
-        *(claim(f"full system: {text} below TorchRec's", 90.0, below[key], "%", at_least=True) for key, text in _EXPOSED.items()),
-        claim("full system: straggler % below TorchRec SparseDist's", 5.0, straggler, "times", at_least=True),
-        claim("full system: samples/s over TorchRec SparseDist's", 1.8, speed, "times", at_least=True),
-        claim("largest relative difference of the first step's loss to serial's", 1e-5, first, "", at_least=False),
-        claim("largest later difference over that of permuted samples", 1.0, later / control, "times", at_least=False),
+        *(
+            claim(f"full system: {text} below TorchRec's", 90.0, below[key], "%", at_least=True)
+            for key, text in _EXPOSED.items()
+        ),
+        claim(
+            "full system: straggler % below TorchRec SparseDist's",
+            5.0,
+            straggler,
+            "times",
+            at_least=True,
+        ),
+        claim(
+            "full system: samples/s over TorchRec SparseDist's", 1.8, speed, "times", at_least=True
+        ),
+        claim(
+            "largest relative difference of the first step's loss to serial's",
+            1e-5,
+            first,
+            "",
+            at_least=False,
+        ),
+        claim(
+            "largest later difference over that of permuted samples",
+            1.0,
+            later / control,
+            "times",
+            at_least=False,
+        ),
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workload", choices=("paper", "retail", "own"), default="paper")
-    parser.add_argument("--file", help="Parquet with user_id, item_id, timestamp; for retail and own")
+    parser.add_argument(
+        "--file", help=("Parquet with user_id, item_id, timestamp; for retail and own")
+    )
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--short", action="store_true", help="serial against the full system, few turns, no results kept")
+    parser.add_argument(
+        "--short",
+        action="store_true",
+        help=("serial against the full system, few turns, no results kept"),
+    )
     options = parser.parse_args()
     if (options.workload != "paper") != bool(options.file):
         parser.error("--file belongs to the workloads retail and own")
     workload = PAPER
     if options.file:
         workload = replace(PAPER, collisions=None, file=options.file, rows=items_of(options.file))
-    names = [SERIAL, FULL] if options.short else [BASE, SPARSE_DIST, *(name for name in OURS if name != PARTS)]  # parts: for GPUs
+    # parts: for GPUs
+    names = (
+        [SERIAL, FULL]
+        if options.short
+        else [BASE, SPARSE_DIST, *(name for name in OURS if name != PARTS)]
+    )
     repetitions = 4 if options.short else options.repetitions
     with testbed() as (run, name):
         together = {} if options.short else parity(run, workload, names)
-        rows = rows_of(run("ladder_arms:measure", workload, names, repetitions, 3), names, workload, together)
+        rows = rows_of(
+            run("ladder_arms:measure", workload, names, repetitions, 3), names, workload, together
+        )
     if options.short:
         serial, full = (row["samples_per_second"]["median"] for row in rows)
-        print(f"the full system trains {full / serial:.2f} times as many samples/s as serial on this machine")
+        print(
+            f"the full system trains {full / serial:.2f} times as many samples/s as serial on "
+            "this machine"
+        )
         return
     described = asdict(workload)
     if options.file:  # by name and checksum, not by path
         content = Path(options.file).read_bytes()
-        described["file"] = {"name": Path(options.file).name, "sha256": hashlib.sha256(content).hexdigest()}
-    given = f" --workload {options.workload} --file {Path(options.file).name}" if options.file else ""
+        described["file"] = {
+            "name": Path(options.file).name,
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+    given = (
+        f" --workload {options.workload} --file {Path(options.file).name}" if options.file else ""
+    )
     write(
         f"ladder-{options.workload}",
         name,

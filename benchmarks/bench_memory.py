@@ -1,7 +1,8 @@
 """Peak memory of a rank that trains a 2-million-row, 128-wide Adagrad table on 2 ranks.
 
-Two readings: of the whole process, and without what a process takes that has imported torch and made one step of an optimizer on
-sixteen numbers (about 300 MiB here, a third of the floor by itself).
+Two readings: of the whole process, and without what a process takes that has imported torch and
+made one step of an optimizer on sixteen numbers (about 300 MiB here, a third of the floor by
+itself).
 
 .venv/bin/python benchmarks/bench_memory.py
 """
@@ -18,16 +19,21 @@ from pinned import pinned_ranks  # noqa: E402
 from results import claim, write  # noqa: E402
 from workload import Workload  # noqa: E402
 
-WORKLOAD = Workload(rows=2_000_000, width=128, popularity="unique", row_optimizer="adagrad", steps=8)
+WORKLOAD = Workload(
+    rows=2_000_000, width=128, popularity="unique", row_optimizer="adagrad", steps=8
+)
 
 
 def _resident() -> int:
     text = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmRSS")) * 1024
+    return (
+        next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmRSS")) * 1024
+    )
 
 
 def _torch_alone() -> int:
-    """What any training process of torch takes: an optimizer's first step imports a good deal of it."""
+    """What any training process of torch takes: an optimizer's first step imports a good deal of
+    it."""
     import torch
 
     layer = torch.nn.Linear(4, 4)
@@ -68,10 +74,31 @@ def main() -> None:
         whole = row["process_peak"] / floor
         own = (row["process_peak"] - row["process_before"]) / floor
         claims.append(
-            claim(f"rank {rank}: peak memory over shard + state + one batch, whole process", 1.3, whole, "x", at_least=False)
+            claim(
+                f"rank {rank}: peak memory over shard + state + one batch, whole process",
+                1.3,
+                whole,
+                "x",
+                at_least=False,
+            )
         )
-        claims.append(claim(f"rank {rank}: the same without what torch takes alone", 1.3, own, "x", at_least=False))
-    write("memory", "cpu", ".venv/bin/python benchmarks/bench_memory.py", rows, claims, workload=asdict(WORKLOAD))
+        claims.append(
+            claim(
+                f"rank {rank}: the same without what torch takes alone",
+                1.3,
+                own,
+                "x",
+                at_least=False,
+            )
+        )
+    write(
+        "memory",
+        "cpu",
+        ".venv/bin/python benchmarks/bench_memory.py",
+        rows,
+        claims,
+        workload=asdict(WORKLOAD),
+    )
 
 
 if __name__ == "__main__":

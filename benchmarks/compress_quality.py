@@ -1,13 +1,15 @@
-"""What each rank of bench_compress.py's quality runs does: trains arms and evaluates them, one after another. Under torchrun:
+"""What each rank of bench_compress.py's quality runs does: trains arms and evaluates them, one
+after another. Under torchrun:
 
     torchrun --nproc-per-node 2 benchmarks/compress_quality.py RUNS.json  # list of [histories, data set, arm, seed, out, changes]
 
-The model is HSTU for retrieval with a wide layer behind it, cut in the middle of that layer, where activations are exchanged.
-What that leaves out depends on the sample alone, not on who computes the upper part, so that here every rank computes both parts.
+The model is HSTU for retrieval with a wide layer behind it, cut in the middle of that layer, where
+activations are exchanged. What that leaves out depends on the sample alone, not on who computes the
+upper part, so that here every rank computes both parts.
 
-Every arm of a data set is trained alike: the learning rate falls to zero, the validation part is looked at after
-every epoch, and the weights of its best epoch are evaluated on the test part, once. Rates and dropout were chosen on the validation
-part, with a seed that is none of the benchmark's.
+Every arm of a data set is trained alike: the learning rate falls to zero, the validation part is
+looked at after every epoch, and the weights of its best epoch are evaluated on the test part, once.
+Rates and dropout were chosen on the validation part, with a seed that is none of the benchmark's.
 """
 
 from __future__ import annotations
@@ -43,10 +45,17 @@ WIDE, KEEP = 200, 10  # entries of an activation, and how many of them are kept
 SIZES = {"max_length": 20, "negatives": 32}
 SHAPE = {"width": 32, "layers": 1, "heads": 2}
 TRAINING: dict[str, dict[str, Any]] = {  # by data set; `lr` is that of the dense parameters
-    "online_retail_ii": {"epochs": 8, "global_batch": 64, "lr": 1e-2, "row_lr": 1e-1, "decay": "linear"},
+    "online_retail_ii": {
+        "epochs": 8,
+        "global_batch": 64,
+        "lr": 1e-2,
+        "row_lr": 1e-1,
+        "decay": "linear",
+    },
     "generated": {"epochs": 14, "global_batch": 64, "lr": 1e-2, "row_lr": 3e-2, "decay": "linear"},
 }
-EVERY = 1  # steps between two resets of the thresholds: one that has grown old sends less than its share
+# steps between two resets of the thresholds: one that has grown old sends less than its share
+EVERY = 1
 DROPOUT = {"online_retail_ii": 0.3, "generated": 0.1}
 _COUNTERS = ("dense_entries", "dense_entries_sent", "dense_entries_on_wire")
 
@@ -69,14 +78,20 @@ class Best:
 
     def __init__(self, parallel: Parallel) -> None:
         tables = parallel.tables
-        self._weights = [*parallel.dense_parameters(), *(tables.local(name)["rows"] for name in tables.specs)]
+        self._weights = [
+            *parallel.dense_parameters(),
+            *(tables.local(name)["rows"] for name in tables.specs),
+        ]
         self._kept: list[Tensor] = []
         self.epoch, self.hit_rates = 0, list[float]()
 
     def seen(self, hit_rate: float) -> None:
         """After an epoch."""
         if hit_rate > max(self.hit_rates, default=-1.0):
-            self.epoch, self._kept = len(self.hit_rates) + 1, [w.detach().clone() for w in self._weights]
+            self.epoch, self._kept = (
+                len(self.hit_rates) + 1,
+                [w.detach().clone() for w in self._weights],
+            )
         self.hit_rates.append(hit_rate)
 
     @torch.no_grad()
@@ -85,22 +100,39 @@ class Best:
             weight.copy_(kept)
 
 
-def train(transport: Transport, data: Path, name: str, arm: str, seed: int, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The same on every rank. `changes`: of the data set's settings; `tested` false: the test part is not looked at."""
+def train(
+    transport: Transport, data: Path, name: str, arm: str, seed: int, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The same on every rank. `changes`: of the data set's settings; `tested` false: the test part
+    is not looked at."""
     begin = time.perf_counter()
     changes = dict(changes)
     tested, dropout = changes.pop("tested", True), changes.pop("dropout", DROPOUT[name])
     settings = TrainConfig(seed=seed, **TRAINING[name] | changes)
-    config = RunConfig(DataConfig(data=str(data), **SIZES), ModelConfig(**SHAPE, dropout=dropout), settings)
+    config = RunConfig(
+        DataConfig(data=str(data), **SIZES), ModelConfig(**SHAPE, dropout=dropout), settings
+    )
     source = histories(config, data, transport)
     torch.manual_seed(seed)
     unbiased = {"position_bias": False, "time_bias": False}
-    encoder = HSTU(**SHAPE, **unbiased, max_length=SIZES["max_length"], dropout=config.model.dropout)
+    encoder = HSTU(
+        **SHAPE, **unbiased, max_length=SIZES["max_length"], dropout=config.model.dropout
+    )
     keep = KEEP if arm == ACTIVATIONS else WIDE
-    model = Cut(encoder, keep, num_items=source.num_items, temperature=config.model.temperature, table_device="meta")
+    model = Cut(
+        encoder,
+        keep,
+        num_items=source.num_items,
+        temperature=config.model.temperature,
+        table_device="meta",
+    )
     rows = freescale.Adam(lr=settings.row_lr)
-    parallel = freescale.parallelize(model, model.features, rows, transport=transport, init_std=SHAPE["width"] ** -0.5, seed=seed)
-    optimizer = torch.optim.AdamW(parallel.dense_parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    parallel = freescale.parallelize(
+        model, model.features, rows, transport=transport, init_std=SHAPE["width"] ** -0.5, seed=seed
+    )
+    optimizer = torch.optim.AdamW(
+        parallel.dense_parameters(), lr=settings.lr, weight_decay=settings.weight_decay
+    )
     pipeline = freescale.Pipeline(
         parallel,
         optimizer,
@@ -138,8 +170,14 @@ def train(transport: Transport, data: Path, name: str, arm: str, seed: int, chan
 def traffic(records: list[dict]) -> dict[str, float]:
     """What this rank sent of its dense gradients, over all steps."""
     sent = sum(merge_step([record])["bytes"]["dense"] for record in records)
-    counted = {name: sum(record["counters"].get(name, 0) for record in records) for name in _COUNTERS}
-    return {"steps": len(records), "dense_bytes_sent_per_step": round(sent / len(records)), **counted}
+    counted = {
+        name: sum(record["counters"].get(name, 0) for record in records) for name in _COUNTERS
+    }
+    return {
+        "steps": len(records),
+        "dense_bytes_sent_per_step": round(sent / len(records)),
+        **counted,
+    }
 
 
 def main() -> None:
@@ -149,7 +187,13 @@ def main() -> None:
         found = train(transport, Path(histories_file), name, arm, seed, changes)
         if transport.rank == 0:
             best = max(found["validation_hr@10"])
-            print(f"{Path(out).stem}, {arm}: HR@10 of the validation part {best:.4f}, {found['seconds']:.0f} s", flush=True)
+            print(
+                (
+                    f"{Path(out).stem}, {arm}: HR@10 of the validation part {best:.4f}, "
+                    f"{found['seconds']:.0f} s"
+                ),
+                flush=True,
+            )
             Path(out).write_text(json.dumps(found), encoding="utf-8")
     transport.close()
 

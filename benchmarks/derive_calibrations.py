@@ -1,4 +1,5 @@
-"""Compute curves for the simulator from results that are committed here, where no `freescale simulate calibrate` has run yet.
+"""Compute curves for the simulator from results that are committed here, where no `freescale
+simulate calibrate` has run yet.
 
     .venv/bin/python benchmarks/derive_calibrations.py
 
@@ -32,9 +33,22 @@ def curve(quadratic: float, linear: float) -> dict[str, float]:
 
 
 def kept(
-    name: str, source: str, like: dict[str, Any], shapes: list, rows: dict, optimizer: dict, slowdown: dict, **more: Any
+    name: str,
+    source: str,
+    like: dict[str, Any],
+    shapes: list,
+    rows: dict,
+    optimizer: dict,
+    slowdown: dict,
+    **more: Any,
 ) -> None:
-    data = {"name": name, "source": source, "machine": like["machine"], "date": like["date"], "commit": like["commit"]}
+    data = {
+        "name": name,
+        "source": source,
+        "machine": like["machine"],
+        "date": like["date"],
+        "commit": like["commit"],
+    }
     data |= {"shapes": shapes, "rows": rows, "optimizer": optimizer, "slowdown": slowdown, **more}
     (OUT / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     print(name, json.dumps(data["shapes"]), json.dumps(rows), json.dumps(optimizer))
@@ -51,7 +65,9 @@ def row_kernels() -> dict[str, float]:
         "update_per_byte": ms["rowwise_adagrad, 1,000,000 of 8,000,000 x 128"] / 1e3 / (1e6 * row)
         + ms["sum of duplicates, 250,000"] / 1e3 / (250_000 * row),
         "read_per_byte": ms["read, 621,822 tokens of 89,268 rows"] / 1e3 / (621_822 * row),
-        "read_backward_per_byte": ms["read backward, 621,822 tokens of 89,268 rows"] / 1e3 / (621_822 * row),
+        "read_backward_per_byte": ms["read backward, 621,822 tokens of 89,268 rows"]
+        / 1e3
+        / (621_822 * row),
         "constant": 0.0,
     }
 
@@ -59,30 +75,49 @@ def row_kernels() -> dict[str, float]:
 def testbed_c(rows: dict[str, float]) -> None:
     kernels, data = read("kernels-h200"), read("balance-measured-4ranks-h200")
     ms = {row["case"]: row["ms"]["median"] for row in kernels["rows"] if "ms" in row}
-    benched = np.minimum(np.random.default_rng(0).lognormal(np.log(3000), 1.0, 128).astype(np.int64), 21_000).astype(float)
+    benched = np.minimum(
+        np.random.default_rng(0).lognormal(np.log(3000), 1.0, 128).astype(np.int64), 21_000
+    ).astype(float)
     none = next(row for row in data["rows"] if row["arm"] == "none")
     shape, per_rank = data["shape"], []
     for rank in range(4):  # as bench_balance_measured.batches
         for number in range(2, data["steps"]):
-            draws = np.exp(np.random.default_rng((7, rank, number)).normal(np.log(shape["median"]), 1.0, shape["samples"]))
+            draws = np.exp(
+                np.random.default_rng((7, rank, number)).normal(
+                    np.log(shape["median"]), 1.0, shape["samples"]
+                )
+            )
             length = np.clip(np.rint(draws), 1, shape["cap"])
             per_rank.append(((length**2).sum(), length.sum()))
     squares, tokens = np.mean(per_rank, axis=0)
     ways = {}
     for way in ("forward", "backward"):
-        attention = 4 * ms[f"attention {way}, log-normal, 128 samples, 4 heads of 64"] / 1e3 / (benched**2).sum()
+        attention = (
+            4
+            * ms[f"attention {way}, log-normal, 128 samples, 4 heads of 64"]
+            / 1e3
+            / (benched**2).sum()
+        )
         linear = (none["spans_ms"][way] / 1e3 / shape["layers"] - attention * squares) / tokens
         assert linear > 0, (way, attention, linear)
         ways[way] = curve(float(attention), float(linear))
     parameters = none["bytes_per_step"]["dense"] / 6 / 4
-    source = f"kernels-h200.json at a quarter of its rate, and balance-measured-4ranks-h200.json, commit {data['commit']}"
+    source = (
+        "kernels-h200.json at a quarter of its rate, and balance-measured-4ranks-h200.json, "
+        f"commit {data['commit']}"
+    )
     shapes = [{"width": 256, "heads": 4, "precision": "bf16", "longest": 21_000, **ways}]
     optimizer = {"per_parameter": none["spans_ms"]["optimizer"] / 1e3 / parameters, "constant": 0.0}
     quarter = {name: 4 * value for name, value in rows.items()}  # of the device, too
-    # Equal loads, and yet 4 ranks wait: the largest of four is 1.03 standard deviations above their mean.
+    # Equal loads, and yet 4 ranks wait: the largest of four is 1.03 standard deviations above their
+    # mean.
     equal = next(row for row in read("priority-4ranks-h200")["rows"] if row["arm"] == "serial")
     waited = equal["straggler_percent"]["median"] / 100 * equal["step_ms"]["median"]
-    jitter = waited / 1.03 / float(np.hypot(*(equal["spans_ms"][way]["median"] for way in ("forward", "backward"))))
+    jitter = (
+        waited
+        / 1.03
+        / float(np.hypot(*(equal["spans_ms"][way]["median"] for way in ("forward", "backward"))))
+    )
     kept("testbed-c", source, data, shapes, quarter, optimizer, {"collective": 1.162, "hostwire": 1.006}, jitter=jitter,
          jitter_source="priority-4ranks-h200.json, serial: equal loads")  # fmt: skip
 
@@ -90,7 +125,11 @@ def testbed_c(rows: dict[str, float]) -> None:
 def testbed_a() -> None:
     data = read("priority-hosts")
     serial, stale = (
-        next(row for row in data["rows"] if row["configuration"] == "0 % collisions" and row["arm"] == arm)
+        next(
+            row
+            for row in data["rows"]
+            if row["configuration"] == "0 % collisions" and row["arm"] == arm
+        )
         for arm in ("serial", "stale")
     )
     tokens, row, passes = 64 * 120, 4 * 128, 10
@@ -106,21 +145,40 @@ def testbed_a() -> None:
         "constant": 0.0,
     }
     # What compute lost in `stale`, less the lane's own work, of the time that its transfers took.
-    own = sum(spans[name] for name in ("deduplicate", "lookup", "update rows")) + rows["compare_per_key"] * 2 * tokens
+    own = (
+        sum(spans[name] for name in ("deduplicate", "lookup", "update rows"))
+        + rows["compare_per_key"] * 2 * tokens
+    )
     lost = (stale["compute_ms"] - serial["compute_ms"]) / 1e3 - own
     share = lost / ((serial["exposed_ms"]["rows"] + serial["exposed_ms"]["gradients"]) / 1e3)
     slowdown = 1 / (1 - share)
-    known = sum(spans.values()) + sum(serial["exposed_ms"].values()) / 1e3 + serial["straggler_ms"]["mean"] / 1e3
-    # Two ranks with equal loads wait 0.564 standard deviations of one, on the mean: that is the jitter.
+    known = (
+        sum(spans.values())
+        + sum(serial["exposed_ms"].values()) / 1e3
+        + serial["straggler_ms"]["mean"] / 1e3
+    )
+    # Two ranks with equal loads wait 0.564 standard deviations of one, on the mean: that is the
+    # jitter.
     source = (
-        f"serial and stale at 0 % collisions and length 120 of priority-hosts.json, commit {data['commit']}: one pinned core a rank"
+        "serial and stale at 0 % collisions and length 120 of priority-hosts.json, commit "
+        f"{data['commit']}: one pinned core a rank"
     )
     shapes = [{"width": 128, "heads": 1, "precision": "fp32", "longest": 240, **ways}]
     kept("testbed-a", source, data, shapes, rows, {"per_parameter": 0.0, "constant": spans["optimizer"]},
          {"collective": slowdown, "hostwire": slowdown},
          jitter=serial["straggler_ms"]["median"] / 1e3 / 0.564 / float(np.hypot(spans["forward"], spans["backward"])),
          every_step=spans["data"] + spans["agree"] + max(0.0, serial["step_ms"]["median"] / 1e3 - known))  # fmt: skip
-    print("lost", lost, "share", share, "slowdown", slowdown, "known", known, serial["step_ms"]["median"])
+    print(
+        "lost",
+        lost,
+        "share",
+        share,
+        "slowdown",
+        slowdown,
+        "known",
+        known,
+        serial["step_ms"]["median"],
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Pieces of the pictures: axes, lines, bars, captions, as plain SVG. White ground, so that they read on light and dark pages.
+"""Pieces of the pictures: axes, lines, bars, captions, as plain SVG. White ground, so that they
+read on light and dark pages.
 
-Measured and predicted look different everywhere: measured lines are full with filled dots, predicted ones dashed with hollow dots.
-Bars are measured, all of them.
+Measured and predicted look different everywhere: measured lines are full with filled dots,
+predicted ones dashed with hollow dots. Bars are measured, all of them.
 """
 
 from __future__ import annotations
@@ -21,16 +22,25 @@ GREY, RED, TEAL, BLUE, ORANGE, GREEN, VIOLET, BROWN = (
 INK = (GREY, RED, TEAL, BLUE, ORANGE, GREEN, VIOLET, BROWN)
 UNITS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 2000, 5000)
 LETTER = 6.1  # pixels of a letter, about
-LEAST_WIDTH = 860  # of a picture: pages show all of them equally wide, and their letters should be equally large
+# of a picture: pages show all of them equally wide, and their letters should be equally large
+LEAST_WIDTH = 860
 NOTE = "Full lines, filled dots: measured. Dashed lines, hollow dots: predicted."
 
 
-def text(x: float, y: float, words: str, anchor: str = "start", more: str = "", style: str = TEXT) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more} {style}>{escape(words, quote=False)}</text>'
+def text(
+    x: float, y: float, words: str, anchor: str = "start", more: str = "", style: str = TEXT
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more} '
+        f"{style}>{escape(words, quote=False)}</text>"
+    )
 
 
 def opened(width: float, height: float) -> list[str]:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        'role="img">'
+    )
     return [head, '<rect width="100%" height="100%" fill="#fff"/>']
 
 
@@ -57,11 +67,15 @@ def origin(result: Mapping[str, Any]) -> str:
     return f"{machine_of(result)}, commit {result['commit']}, {result['date'][:10]}"
 
 
-def caption(left: float, top: float, wide: float, used: Mapping[str, Mapping[str, Any]], *notes: str) -> tuple[list[str], float]:
+def caption(
+    left: float, top: float, wide: float, used: Mapping[str, Mapping[str, Any]], *notes: str
+) -> tuple[list[str], float]:
     """The notes, in lines of at most `wide`, then where the numbers are from; (parts, height)."""
     lines = [line for note in notes for line in wrap(note, int(wide / 5.7))]
     lines += [f"{name}.json: {origin(result)}" for name, result in used.items()]
-    return [text(left, top + 15 * place, line, style=SMALL) for place, line in enumerate(lines)], 15.0 * len(lines)
+    return [
+        text(left, top + 15 * place, line, style=SMALL) for place, line in enumerate(lines)
+    ], 15.0 * len(lines)
 
 
 # ---- lines over ticks
@@ -78,7 +92,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Axes:
-    """A panel of lines. `ticks`: (value, label), evenly spaced, or where they are on the scale if `linear`."""
+    """A panel of lines. `ticks`: (value, label), evenly spaced, or where they are on the scale if
+    `linear`."""
 
     title: str
     below: str
@@ -91,7 +106,9 @@ class Axes:
     def drawn(self, left: float, top: float) -> list[str]:
         """`left`, `top`: of the plot itself; its title and labels lie around it."""
         most = max(
-            [y for line in self.lines for _, y in line.points] + [b[2] for line in self.lines for b in line.bars], default=1.0
+            [y for line in self.lines for _, y in line.points]
+            + [b[2] for line in self.lines for b in line.bars],
+            default=1.0,
         )
         unit = next((unit for unit in UNITS if most / unit <= 6), UNITS[-1])
         scale = self.high / (unit * max(1, -(-most // unit)))
@@ -100,7 +117,9 @@ class Axes:
             if self.linear:
                 first, last = self.ticks[0][0], self.ticks[-1][0]
                 return left + (value - first) / (last - first) * self.wide
-            return left + [tick for tick, _ in self.ticks].index(value) * self.wide / max(1, len(self.ticks) - 1)
+            return left + [tick for tick, _ in self.ticks].index(value) * self.wide / max(
+                1, len(self.ticks) - 1
+            )
 
         def y_of(value: float) -> float:
             return top + self.high - value * scale
@@ -108,10 +127,16 @@ class Axes:
         parts = [text(left, top - 14, self.title, more='font-weight="bold"')]
         for number in range(round(self.high / scale / unit) + 1):
             y = y_of(number * unit)
-            parts.append(f'<line x1="{left}" x2="{left + self.wide}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e6e6e6"/>')
+            parts.append(
+                f'<line x1="{left}" x2="{left + self.wide}" y1="{y:.1f}" y2="{y:.1f}" '
+                'stroke="#e6e6e6"/>'
+            )
             parts.append(text(left - 7, y + 4, f"{number * unit:g}", "end"))
         for value, label in self.ticks:
-            parts.append(f'<line x1="{x_of(value):.1f}" x2="{x_of(value):.1f}" y1="{y_of(0)}" y2="{y_of(0) + 4}" stroke="#999"/>')
+            parts.append(
+                f'<line x1="{x_of(value):.1f}" x2="{x_of(value):.1f}" y1="{y_of(0)}" '
+                f'y2="{y_of(0) + 4}" stroke="#999"/>'
+            )
             parts.append(text(x_of(value), top + self.high + 18, label, "middle"))
         parts.append(text(left + self.wide / 2, top + self.high + 36, self.below, "middle"))
         for line in self.lines:
@@ -122,14 +147,24 @@ class Axes:
     def _line(line: Line, x_of: Any, y_of: Any) -> list[str]:
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in line.points)
         dashes = ' stroke-dasharray="5 4"' if line.predicted else ""
-        parts = [f'<polyline points="{path}" fill="none" stroke="{line.ink}" stroke-width="2"{dashes}/>']
+        parts = [
+            (
+                f'<polyline points="{path}" fill="none" stroke="{line.ink}" '
+                f'stroke-width="2"{dashes}/>'
+            )
+        ]
         for x, low, high in line.bars:
-            ends = f'x1="{x_of(x):.1f}" x2="{x_of(x):.1f}" y1="{y_of(low):.1f}" y2="{y_of(high):.1f}"'
+            ends = (
+                f'x1="{x_of(x):.1f}" x2="{x_of(x):.1f}" y1="{y_of(low):.1f}" y2="{y_of(high):.1f}"'
+            )
             parts.append(f'<line {ends} stroke="{line.ink}" stroke-opacity="0.5"/>')
         fill = "#fff" if line.predicted else line.ink
         for x, y in line.points:
             tip = f"<title>{escape(line.name)}: {y:.4g}</title>"
-            parts.append(f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="3" fill="{fill}" stroke="{line.ink}">{tip}</circle>')
+            parts.append(
+                f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="3" fill="{fill}" '
+                f'stroke="{line.ink}">{tip}</circle>'
+            )
         return parts
 
 
@@ -142,20 +177,29 @@ def legend(lines: Sequence[Line], left: float, top: float, wide: float) -> tuple
         if x > left and x + needed > left + wide:
             x, y = left, y + 18
         dashes = ' stroke-dasharray="5 4"' if line.predicted else ""
-        parts.append(f'<line x1="{x:.1f}" x2="{x + 24:.1f}" y1="{y}" y2="{y}" stroke="{line.ink}" stroke-width="2"{dashes}/>')
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x + 24:.1f}" y1="{y}" y2="{y}" stroke="{line.ink}" '
+            f'stroke-width="2"{dashes}/>'
+        )
         fill = "#fff" if line.predicted else line.ink
-        parts.append(f'<circle cx="{x + 12:.1f}" cy="{y}" r="3" fill="{fill}" stroke="{line.ink}"/>')
+        parts.append(
+            f'<circle cx="{x + 12:.1f}" cy="{y}" r="3" fill="{fill}" stroke="{line.ink}"/>'
+        )
         parts.append(text(x + 30, y + 4, line.name))
         x += needed
     return parts, y - top + 18
 
 
-def panels(axes: Sequence[Axes], used: Mapping[str, Mapping[str, Any]], columns: int = 3, note: str = NOTE) -> str:
+def panels(
+    axes: Sequence[Axes], used: Mapping[str, Mapping[str, Any]], columns: int = 3, note: str = NOTE
+) -> str:
     """A picture: panels in rows, one legend, where the numbers are from."""
     wide, high = axes[0].wide + 66, axes[0].high + 88
     rows = -(-len(axes) // columns)
     width = max(wide * min(columns, len(axes)) + 16, LEAST_WIDTH)
-    names, taken = legend([line for one in axes for line in one.lines], 50, rows * high + 20, width - 70)
+    names, taken = legend(
+        [line for one in axes for line in one.lines], 50, rows * high + 20, width - 70
+    )
     below = rows * high + 20 + taken + 6
     words, tall = caption(50, below, width - 70, used, note)
     parts = opened(width, below + tall)
@@ -177,18 +221,34 @@ class Bar:
     high: float | None = None
 
 
-def bars(title: str, rows: Sequence[Bar], left: float, top: float, wide: float, names: bool = True, most: float = 0.0) -> list[str]:
-    """Horizontal bars, 22 high; names stand left of them. `most`: what the width stands for, the largest value otherwise."""
+def bars(
+    title: str,
+    rows: Sequence[Bar],
+    left: float,
+    top: float,
+    wide: float,
+    names: bool = True,
+    most: float = 0.0,
+) -> list[str]:
+    """Horizontal bars, 22 high; names stand left of them. `most`: what the width stands for, the
+    largest value otherwise."""
     most = most or max([row.high or row.value for row in rows] + [1e-12])
     parts = [text(left, top - 10, title, more='font-weight="bold"')]
-    parts.append(f'<line x1="{left}" x2="{left}" y1="{top - 3}" y2="{top + 22 * len(rows)}" stroke="#999"/>')
+    parts.append(
+        f'<line x1="{left}" x2="{left}" y1="{top - 3}" y2="{top + 22 * len(rows)}" stroke="#999"/>'
+    )
     for place, row in enumerate(rows):
         y, long = top + 22 * place, max(0.0, row.value) / most * wide
-        parts.append(f'<rect x="{left}" y="{y}" width="{max(long, 0.8):.1f}" height="15" fill="{row.ink}"/>')
+        parts.append(
+            f'<rect x="{left}" y="{y}" width="{max(long, 0.8):.1f}" height="15" fill="{row.ink}"/>'
+        )
         end = long
         if row.low is not None and row.high is not None:
             end = row.high / most * wide
-            span = f'x1="{left + row.low / most * wide:.1f}" x2="{left + end:.1f}" y1="{y + 7.5}" y2="{y + 7.5}"'
+            span = (
+                f'x1="{left + row.low / most * wide:.1f}" x2="{left + end:.1f}" y1="{y + 7.5}" '
+                f'y2="{y + 7.5}"'
+            )
             parts.append(f'<line {span} stroke="#333" stroke-opacity="0.6"/>')
         if names:
             parts.append(text(left - 8, y + 12, row.name, "end"))

@@ -1,4 +1,5 @@
-"""Draws consecutive steps of a run as a picture: per rank a compute lane and a communication lane, from its trace.
+"""Draws consecutive steps of a run as a picture: per rank a compute lane and a communication lane,
+from its trace.
 
 .venv/bin/python benchmarks/figure_step.py RUN docs/figures/serial_step.svg --first 20 --steps 2
 """
@@ -43,12 +44,17 @@ def load(run: Path, first: int, steps: int) -> tuple[list[dict], float, float]:
     if not frames:
         raise SystemExit(f"{run} has no steps {first} to {first + steps - 1} in its trace")
     begin, end = min(e["ts"] for e in frames), max(e["ts"] + e["dur"] for e in frames)
-    inside = [e for e in events if e["ts"] >= begin and e["ts"] + e["dur"] <= end + 1 and not e["name"].startswith("step ")]
+    inside = [
+        e
+        for e in events
+        if e["ts"] >= begin and e["ts"] + e["dur"] <= end + 1 and not e["name"].startswith("step ")
+    ]
     return inside + frames, begin, end
 
 
 def straggler_parts(events: list[dict]) -> dict[int, float]:
-    """By event: microseconds of a collective before its last rank arrived. All ranks have the same ones in the same order."""
+    """By event: microseconds of a collective before its last rank arrived. All ranks have the same
+    ones in the same order."""
     lanes: dict[int, list[dict]] = {}
     for event in sorted(events, key=lambda e: e["ts"]):
         if event["tid"] == 1:
@@ -81,25 +87,35 @@ def draw(events: list[dict], begin: float, end: float, title: str) -> str:
         waited = min(width, waits.get(id(event), 0.0) * scale)
         for left, wide, opacity in ((x, waited, 0.3), (x + waited, width - waited, 1.0)):
             box = f'x="{left:.1f}" y="{y}" width="{wide:.1f}" height="{LANE}"'
-            parts.append(f'<rect {box} fill="{fill}" fill-opacity="{opacity}"><title>{tip}</title></rect>')
+            parts.append(
+                f'<rect {box} fill="{fill}" fill-opacity="{opacity}"><title>{tip}</title></rect>'
+            )
     for rank in range(ranks):
         top = 40 + rank * (2 * LANE + 2 * GAP + 10)
         parts.append(f'<text x="10" y="{top + 17}" {TEXT}>rank {rank}: compute</text>')
         parts.append(f'<text x="10" y="{top + LANE + GAP + 17}" {TEXT}>rank {rank}: network</text>')
     base = 40 + ranks * (2 * LANE + 2 * GAP + 10) + 16
     parts.append(f'<text x="{LEFT}" y="{base}" {TEXT}>0 ms</text>')
-    parts.append(f'<text x="{LEFT + WIDTH}" y="{base}" text-anchor="end" {TEXT}>{(end - begin) / 1e3:.0f} ms</text>')
+    parts.append(
+        f'<text x="{LEFT + WIDTH}" y="{base}" text-anchor="end" '
+        f"{TEXT}>{(end - begin) / 1e3:.0f} ms</text>"
+    )
     for place, name in enumerate(names):
         x, y = LEFT + 128 * (place % 7), base + 16 + 24 * (place // 7)
         parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{COLOURS[name]}"/>')
         parts.append(f'<text x="{x + 20}" y="{y + 12}" {TEXT}>{name}</text>')
-    note = "Pale: waiting for the slower rank (straggler time). Full colour: the exchange itself, compute stopped (exposed)."
+    note = (
+        "Pale: waiting for the slower rank (straggler time). Full colour: the exchange itself, "
+        "compute stopped (exposed)."
+    )
     parts.append(f'<text x="{LEFT}" y="{height - 12}" {TEXT}>{note}</text>')
     return closed(parts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--first", type=int, default=20)

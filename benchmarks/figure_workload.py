@@ -1,4 +1,5 @@
-"""What the workload does to a step by itself: sparsity and straggler % over its shape, collision % over the catalogue."""
+"""What the workload does to a step by itself: sparsity and straggler % over its shape, collision %
+over the catalogue."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ from typing import Any
 from drawing import BLUE, GREY, ORANGE, RED, TEAL, Axes, Line, panels
 
 Results = Mapping[str, Mapping[str, Any]]
-NOTE = "Full lines: counted on what the generator drew. Dashed lines, hollow dots: predicted. Bars: 20th to 80th percentile."
+NOTE = (
+    "Full lines: counted on what the generator drew. Dashed lines, hollow dots: predicted. "
+    "Bars: 20th to 80th percentile."
+)
 
 
 def short(value: float) -> str:
@@ -22,7 +26,9 @@ def short(value: float) -> str:
 def shape(used: Results) -> str:
     rows = [row for row in used["workload-cpu"]["rows"] if row["figure"] == "shape"]
     below = {"cap": "longest history", "batch": "samples of a rank", "ranks": "ranks"}
-    return panels([_shape_over(rows, sweep, words) for sweep, words in below.items()], used, note=NOTE)
+    return panels(
+        [_shape_over(rows, sweep, words) for sweep, words in below.items()], used, note=NOTE
+    )
 
 
 def _shape_over(rows: Sequence[Mapping], sweep: str, below: str) -> Axes:
@@ -31,7 +37,13 @@ def _shape_over(rows: Sequence[Mapping], sweep: str, below: str) -> Axes:
     def line(name: str, figure: str, arm: str, ink: str, predicted: bool) -> Line:
         of_arm = [row for row in mine if row["arm"] == arm]
         points = [(row[sweep], row[figure]["median"]) for row in of_arm]
-        return Line(name, points, ink, predicted, [(row[sweep], row[figure]["p20"], row[figure]["p80"]) for row in of_arm])
+        return Line(
+            name,
+            points,
+            ink,
+            predicted,
+            [(row[sweep], row[figure]["p20"], row[figure]["p80"]) for row in of_arm],
+        )
 
     lines = [
         line("sparsity of the lengths drawn", "sparsity_percent", "none", TEAL, False),
@@ -45,17 +57,44 @@ def _shape_over(rows: Sequence[Mapping], sweep: str, below: str) -> Axes:
 
 def collisions(used: Results) -> str:
     rows = [row for row in used["workload-cpu"]["rows"] if row["figure"] == "collisions"]
-    below = {"ranks": "ranks", "items": "items of the catalogue", "popularity": "Zipf exponent", "cap": "longest history"}
+    below = {
+        "ranks": "ranks",
+        "items": "items of the catalogue",
+        "popularity": "Zipf exponent",
+        "cap": "longest history",
+    }
     axes = []
     for sweep, words in below.items():
         mine = [row for row in rows if row["sweep"] == sweep]
-        line = Line("expected from the popularity", [(row[sweep], row["collision_percent"]) for row in mine], GREY, True)
-        axes.append(Axes(f"collision %, over the {words}", words, [(row[sweep], short(row[sweep])) for row in mine], [line]))
+        line = Line(
+            "expected from the popularity",
+            [(row[sweep], row["collision_percent"]) for row in mine],
+            GREY,
+            True,
+        )
+        axes.append(
+            Axes(
+                f"collision %, over the {words}",
+                words,
+                [(row[sweep], short(row[sweep])) for row in mine],
+                [line],
+            )
+        )
     drawn = [row for row in rows if row["sweep"] == "drawn"]
     lines = [
-        Line(name, [(row["ranks"], row["collision_percent"]) for row in drawn if row["arm"] == arm], ink, arm == "expected")
-        for arm, name, ink in (("expected", "expected from the popularity", GREY), ("drawn", "counted on ids drawn", BLUE))
+        Line(
+            name,
+            [(row["ranks"], row["collision_percent"]) for row in drawn if row["arm"] == arm],
+            ink,
+            arm == "expected",
+        )
+        for arm, name, ink in (
+            ("expected", "expected from the popularity", GREY),
+            ("drawn", "counted on ids drawn", BLUE),
+        )
     ]
     ticks = [(value, str(value)) for value in sorted({row["ranks"] for row in drawn})]
-    axes.append(Axes("collision %, small enough to draw ids", "ranks of 8 samples, 1M items", ticks, lines))
+    axes.append(
+        Axes("collision %, small enough to draw ids", "ranks of 8 samples, 1M items", ticks, lines)
+    )
     return panels(axes, used, note=NOTE)

@@ -3,9 +3,10 @@
     .venv/bin/python benchmarks/figures.py             # draws docs/figures/*.svg, fills the marked parts of README.md and docs/*.md
     .venv/bin/python benchmarks/figures.py --check     # says what would change, and changes nothing; status 1 if something would
 
-A figure whose results are missing is left out, with a message; it is drawn when they are there. In the documents, what stands
-between `<!-- measured:NAME -->` and `<!-- /measured -->` is made here: do not edit it. Pictures of a run
-(docs/figures/priority-trace.svg, serial_step.svg) need the run: figure_priority.py and figure_step.py draw them.
+A figure whose results are missing is left out, with a message; it is drawn when they are there. In
+the documents, what stands between `<!-- measured:NAME -->` and `<!-- /measured -->` is made here:
+do not edit it. Pictures of a run (docs/figures/priority-trace.svg, serial_step.svg) need the run:
+figure_priority.py and figure_step.py draw them.
 """
 
 from __future__ import annotations
@@ -39,21 +40,43 @@ Results = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Figure:
-    """`files`: the results it is made of, by name. With `each`, one pattern, and a picture for every file that fits it."""
+    """`files`: the results it is made of, by name. With `each`, one pattern, and a picture for
+    every file that fits it."""
 
     name: str
     about: str  # what it shows: the picture's text in the documents
     files: Sequence[str]
     draw: Callable[[Results], str]
     each: bool = False
-    table: tables.Table | None = None  # to stand above the picture, and to say where the numbers are from
+    # to stand above the picture, and to say where the numbers are from
+    table: tables.Table | None = None
 
 
 PICTURES = (
-    Figure("workload", "Sparsity and straggler % over history cap, batch and ranks", ("workload-cpu",), figure_workload.shape),
-    Figure("collisions", "Collision % over ranks, catalogue and lengths", ("workload-cpu",), figure_workload.collisions),
-    Figure("kernel-ranks", "Time of dispatch and combine over ranks", ("kernels-h200",), figure_kernels.over_ranks),
-    Figure("kernels", "Share of the GPU that each kernel reaches", ("kernels-h200",), figure_kernels.shares),
+    Figure(
+        "workload",
+        "Sparsity and straggler % over history cap, batch and ranks",
+        ("workload-cpu",),
+        figure_workload.shape,
+    ),
+    Figure(
+        "collisions",
+        "Collision % over ranks, catalogue and lengths",
+        ("workload-cpu",),
+        figure_workload.collisions,
+    ),
+    Figure(
+        "kernel-ranks",
+        "Time of dispatch and combine over ranks",
+        ("kernels-h200",),
+        figure_kernels.over_ranks,
+    ),
+    Figure(
+        "kernels",
+        "Share of the GPU that each kernel reaches",
+        ("kernels-h200",),
+        figure_kernels.shares,
+    ),
     Figure(
         "straggler",
         "Straggler % with and without balancing",
@@ -72,10 +95,22 @@ PICTURES = (
         ("priority-hosts", "simulate-paper"),
         figure_priority.exposed,
     ),
-    Figure("priority", "Exposed communication and samples/s over the collision rate", ("priority-hosts",), figure_priority.curve),
-    Figure("overlap", "Compute beside communication", ("overlap-4ranks-h200",), figure_overlap.beside),
     Figure(
-        "ladder", "Samples/s, waits and losses, rung by rung", ("ladder-*",), figure_ladder.ladder, each=True, table=tables.ladder
+        "priority",
+        "Exposed communication and samples/s over the collision rate",
+        ("priority-hosts",),
+        figure_priority.curve,
+    ),
+    Figure(
+        "overlap", "Compute beside communication", ("overlap-4ranks-h200",), figure_overlap.beside
+    ),
+    Figure(
+        "ladder",
+        "Samples/s, waits and losses, rung by rung",
+        ("ladder-*",),
+        figure_ladder.ladder,
+        each=True,
+        table=tables.ladder,
     ),
     Figure("simulate", "Predicted to 4,096 GPUs", ("simulate-paper",), figure_simulate.picture),
 )
@@ -93,13 +128,18 @@ def drawn(figure: Figure, results: Path) -> dict[str, tuple[str, Results]]:
     """By the picture's name: the picture, and the results that it is made of."""
     if figure.each:
         names = sorted(path.stem for path in results.glob(f"{figure.files[0]}.json"))
-        return {name: (figure.draw(used), used) for name in names for used in ({name: read(name, results)},)}
+        return {
+            name: (figure.draw(used), used)
+            for name in names
+            for used in ({name: read(name, results)},)
+        }
     used = {name: read(name, results) for name in figure.files}
     return {figure.name: (figure.draw(used), used)}
 
 
 def shown(figure: Figure, name: str, used: Results, depth: str) -> str:
-    """The picture in a document, and where its numbers are from. `depth`: from the document to the root."""
+    """The picture in a document, and where its numbers are from. `depth`: from the document to the
+    root."""
     image = f"![{figure.about}]({'' if depth else 'docs/'}figures/{name}.svg)"
     if figure.table:
         return f"### {name}\n\n{figure.table(used, f'{depth}benchmarks/results')}\n\n{image}"
@@ -111,16 +151,21 @@ def shown(figure: Figure, name: str, used: Results, depth: str) -> str:
 
 
 def everything(results: Path) -> tuple[dict[Path, str], dict[str, Callable[[str], str]], list[str]]:
-    """(files of pictures, parts of documents by name, what is left out). A part is made for its document: links depend on where
-    that lies."""
+    """(files of pictures, parts of documents by name, what is left out). A part is made for its
+    document: links depend on where that lies."""
     pictures: dict[Path, str] = {}
     parts: dict[str, Callable[[str], str]] = {}
     left_out: list[str] = []
     for figure in PICTURES:
         if absent := missing(figure, results):
-            why = f"{figure.name}: left out, no {', '.join(f'{name}.json' for name in absent)} in {results.name}"
+            why = (
+                f"{figure.name}: left out, no {', '.join(f'{name}.json' for name in absent)} in "
+                f"{results.name}"
+            )
             left_out.append(why)
-            parts[f"figure-{figure.name}"] = lambda depth, why=why: f"*Not measured yet ({why.partition(': ')[2]}).*"  # type: ignore[misc]
+            parts[f"figure-{figure.name}"] = lambda depth, why=why: (
+                f"*Not measured yet ({why.partition(': ')[2]}).*"
+            )  # type: ignore[misc]
             continue
         made = drawn(figure, results)
         pictures |= {FIGURES / f"{name}.svg": picture for name, (picture, _) in made.items()}
@@ -131,10 +176,15 @@ def everything(results: Path) -> tuple[dict[Path, str], dict[str, Callable[[str]
         parts[f"figure-{figure.name}"] = part
     for name, (files, table) in technique_tables.TABLES.items():
         if absent := [file for file in files if not (results / f"{file}.json").exists()]:
-            left_out.append(f"table {name}: left out, no {', '.join(f'{one}.json' for one in absent)} in {results.name}")
+            left_out.append(
+                f"table {name}: left out, no "
+                f"{', '.join(f'{one}.json' for one in absent)} in {results.name}"
+            )
             continue
         used = {file: read(file, results) for file in files}
-        parts[name] = lambda depth, used=used, table=table: table(used, f"{depth}benchmarks/results")  # type: ignore[misc]
+        parts[name] = lambda depth, used=used, table=table: table(
+            used, f"{depth}benchmarks/results"
+        )  # type: ignore[misc]
     whole = {path.stem: read(path.stem, results) for path in sorted(results.glob("*.json"))}
     parts["failed"] = lambda depth: tables.failed(whole, f"{depth}benchmarks/results")
     return pictures, parts, left_out
@@ -144,7 +194,8 @@ _MARKED = re.compile(r"(<!-- measured:([\w-]+) -->\n)(?:.*?\n)??(<!-- /measured 
 
 
 def filled(document: str, parts: Mapping[str, Callable[[str], str]], depth: str) -> str:
-    """The document with its marked parts made anew; one whose results are missing stays as it is."""
+    """The document with its marked parts made anew; one whose results are missing stays as it
+    is."""
 
     def made(match: re.Match[str]) -> str:
         part = parts.get(match[2])
@@ -154,15 +205,27 @@ def filled(document: str, parts: Mapping[str, Callable[[str], str]], depth: str)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; status 1 if something would")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help=("change nothing; status 1 if something would")
+    )
     options = parser.parse_args(arguments)
     pictures, parts, left_out = everything(RESULTS)
     wanted = dict(pictures)
-    wanted[FIGURES / "balance.svg"] = figure_balance.picture(figure_balance.lengths_of(None, 128), 8)
+    wanted[FIGURES / "balance.svg"] = figure_balance.picture(
+        figure_balance.lengths_of(None, 128), 8
+    )
     for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
-        wanted[path] = filled(path.read_text(encoding="utf-8"), parts, "" if path.parent == ROOT else "../")
-    changed = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+        wanted[path] = filled(
+            path.read_text(encoding="utf-8"), parts, "" if path.parent == ROOT else "../"
+        )
+    changed = [
+        path
+        for path, text in wanted.items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
     for path in changed:
         print(f"{'would change' if options.check else 'written'}: {path.relative_to(ROOT)}")
         if not options.check:

@@ -45,19 +45,30 @@ class Model(nn.Module):
 
     def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
         history = batch.sequences["history"]
-        return {"click": self.dense(self.item(history.values), history.lengths, batch.dense["labels"])}
+        return {
+            "click": self.dense(self.item(history.values), history.lengths, batch.dense["labels"])
+        }
 
 
-def feed(workload: Workload, rank: int, world: int, permuted: bool = False) -> Iterator[SequenceBatch]:
+def feed(
+    workload: Workload, rank: int, world: int, permuted: bool = False
+) -> Iterator[SequenceBatch]:
     ones = torch.ones(workload.samples)
     random = torch.Generator().manual_seed(rank)
     for ids, lengths, labels in itertools.cycle(batches(workload, rank, world)):
-        batch = SequenceBatch(sequences={"history": Jagged(ids, lengths)}, dense={"labels": labels}, weights={"click": ones})
-        yield batch.select(torch.randperm(workload.samples, generator=random)) if permuted else batch
+        batch = SequenceBatch(
+            sequences={"history": Jagged(ids, lengths)},
+            dense={"labels": labels},
+            weights={"click": ones},
+        )
+        yield (
+            batch.select(torch.randperm(workload.samples, generator=random)) if permuted else batch
+        )
 
 
 class WaitLedger(Ledger):
-    """Counts how long the main thread stood still for other threads, whatever they were doing: sending, looking up, updating."""
+    """Counts how long the main thread stood still for other threads, whatever they were doing:
+    sending, looking up, updating."""
 
     def waited_for(self, arrivals: list[Arrival], begin: Any) -> None:
         super().waited_for(arrivals, begin)
@@ -85,11 +96,17 @@ class Arm:
         self.carrier, _ = agreed(transport, self.transport)
         if self.carrier != "collective":
             wire = self.carrier.removeprefix("hostwire-")
-            self.transport = Hostwire(device, self.ledger, self.transport.group, self.transport.control, wire)
+            self.transport = Hostwire(
+                device, self.ledger, self.transport.group, self.transport.control, wire
+            )
         permuted = options.pop("permuted", False)
         model = Model(workload)
         self.parallel = freescale.parallelize(
-            model, {"item": ["history"]}, row_optimizer(workload), transport=self.transport, placement="sharded"
+            model,
+            {"item": ["history"]},
+            row_optimizer(workload),
+            transport=self.transport,
+            placement="sharded",
         )
         tables = self.parallel.tables
         tables.place()
@@ -115,7 +132,8 @@ class Arm:
                 lane.submit(lambda: None).wait()  # jobs of a lane run one after another
 
     def checksum(self) -> str:
-        """Of this rank's rows, their optimizer's state and the dense weights, once what is deferred is applied. A collective."""
+        """Of this rank's rows, their optimizer's state and the dense weights, once what is deferred
+        is applied. A collective."""
         self.pipeline.flush()
         tensors = [*self.parallel.tables.local("item").values(), *self.dense.state_dict().values()]
         return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
@@ -124,5 +142,7 @@ class Arm:
         self.transport.gather_bytes(b"")
 
 
-def build(workload: Workload, rank: int, world: int, schedule: str = "serial", **options: Any) -> Arm:
+def build(
+    workload: Workload, rank: int, world: int, schedule: str = "serial", **options: Any
+) -> Arm:
     return Arm(workload, rank, world, schedule, **options)

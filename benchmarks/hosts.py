@@ -1,10 +1,12 @@
-"""Hosts with a slow network on one Linux machine (testbed A): network namespaces, joined by links that a token bucket slows down.
+"""Hosts with a slow network on one Linux machine (testbed A): network namespaces, joined by links
+that a token bucket slows down.
 
     with hosts(2) as network:
         results = network.run("priority_arms:measure", workload, 20)  # function(rank, world, *arguments) on every host
 
-Two hosts share one link, more hang on a bridge in a namespace of its own. Every host is a process pinned to a core. Needs root and
-iproute2. The namespaces bear the name of this process and are removed at the end, also after a failure, Ctrl-C or SIGTERM.
+Two hosts share one link, more hang on a bridge in a namespace of its own. Every host is a process
+pinned to a core. Needs root and iproute2. The namespaces bear the name of this process and are
+removed at the end, also after a failure, Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -63,7 +65,19 @@ class Network:
             _ip("-n", self._bridge, "link", "set", "bridge", "up")
         for place, (name, device) in enumerate(zip(self.names, self.devices, strict=True)):
             if len(self.names) != 2:
-                _ip("link", "add", device, "netns", name, "type", "veth", "peer", f"port{place}", "netns", self._bridge)
+                _ip(
+                    "link",
+                    "add",
+                    device,
+                    "netns",
+                    name,
+                    "type",
+                    "veth",
+                    "peer",
+                    f"port{place}",
+                    "netns",
+                    self._bridge,
+                )
                 _ip("-n", self._bridge, "link", "set", f"port{place}", "master", "bridge", "up")
                 self._slow_down(self._bridge, f"port{place}")
             _ip("-n", name, "addr", "add", f"10.99.0.{place + 1}/24", "dev", device)
@@ -72,14 +86,19 @@ class Network:
 
     def _slow_down(self, name: str, device: str) -> None:
         limits = ("rate", self.rate, "burst", "64kb", "latency", "50ms")
-        _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", device, "root", "tbf", *limits)
+        _run(
+            "ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", device, "root", "tbf", *limits
+        )
 
     def close(self) -> None:
         while self._made:
-            subprocess.run(["ip", "netns", "delete", self._made.pop()], capture_output=True, check=False)
+            subprocess.run(
+                ["ip", "netns", "delete", self._made.pop()], capture_output=True, check=False
+            )
 
     def run(self, target: str, *arguments: Any, timeout: float = 1800) -> list[Any]:
-        """`target` is MODULE:FUNCTION, of this folder. What it returned on each host, in rank order."""
+        """`target` is MODULE:FUNCTION, of this folder. What it returned on each host, in rank
+        order."""
         world, cores = len(self.names), sorted(os.sched_getaffinity(0))
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -88,18 +107,36 @@ class Network:
             stack.callback(_stop, started)
             for rank, (name, device) in enumerate(zip(self.names, self.devices, strict=True)):
                 core = str(cores[rank % len(cores)])
-                command = ["ip", "netns", "exec", name, "taskset", "-c", core, sys.executable, __file__]
+                command = [
+                    "ip",
+                    "netns",
+                    "exec",
+                    name,
+                    "taskset",
+                    "-c",
+                    core,
+                    sys.executable,
+                    __file__,
+                ]
                 told = {"GLOO_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1"}
                 command += [str(rank), str(world), str(folder)]
-                started.append(subprocess.Popen(command, env=os.environ | told, start_new_session=True))
+                started.append(
+                    subprocess.Popen(command, env=os.environ | told, start_new_session=True)
+                )
             limit = time.monotonic() + timeout
             while any(process.poll() is None for process in started):
                 failed = [rank for rank, process in enumerate(started) if process.poll()]
                 if failed or time.monotonic() > limit:
-                    raise SystemExit(f"{target} failed on host {failed}" if failed else f"{target} took over {timeout:.0f} s")
+                    raise SystemExit(
+                        f"{target} failed on host {failed}"
+                        if failed
+                        else f"{target} took over {timeout:.0f} s"
+                    )
                 time.sleep(0.2)
             if any(process.returncode for process in started):
-                raise SystemExit(f"{target} failed on hosts {[r for r, p in enumerate(started) if p.returncode]}")
+                raise SystemExit(
+                    f"{target} failed on hosts {[r for r, p in enumerate(started) if p.returncode]}"
+                )
             return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)]
 
 
@@ -148,7 +185,9 @@ def _host(rank: int, world: int, folder: Path) -> None:
     target, arguments = pickle.loads((folder / "call").read_bytes())
     module, function = target.split(":")
     meeting = f"tcp://10.99.0.1:{_PORT}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=300))
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=300)
+    )
     result = getattr(importlib.import_module(module), function)(rank, world, *arguments)
     (folder / f"result{rank}").write_bytes(pickle.dumps(result))
     dist.barrier()

@@ -1,4 +1,5 @@
-"""What each host of bench_ladder.py runs. Each function gets rank and number of ranks first (hosts.py calls it so)."""
+"""What each host of bench_ladder.py runs. Each function gets rank and number of ranks first
+(hosts.py calls it so)."""
 
 from __future__ import annotations
 
@@ -21,19 +22,28 @@ SEMI_SYNC = "TorchRec TrainPipelineSemiSync"  # trains on stale rows; needs CUDA
 _PIPELINES = {BASE: "base", SPARSE_DIST: "sparse_dist", SEMI_SYNC: "semi_sync"}
 
 
-def arm(name: str, workload: Workload, rank: int, world: int, device: torch.device | str = "cpu") -> Any:
+def arm(
+    name: str, workload: Workload, rank: int, world: int, device: torch.device | str = "cpu"
+) -> Any:
     """With `step`, `begin_step`, `quiet` and a ledger."""
     if name == PERMUTED:
         return build(workload, rank, world, "serial", permuted=True)
     if name in OURS:
         rung = OURS[name]
-        options = {"transport": rung.transport, "balancer": _balancer(workload, rung, device), "dense_sums": rung.dense_sums}
+        options = {
+            "transport": rung.transport,
+            "balancer": _balancer(workload, rung, device),
+            "dense_sums": rung.dense_sums,
+        }
         return build(workload, rank, world, rung.schedule, device=device, **options)
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)  # TorchRec's tracing makes it warn on every start
+    # TorchRec's tracing makes it warn on every start
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)
     import torchrec_arms
     from ledgered import Ledgered
 
-    return Ledgered(torchrec_arms.build(workload, rank, world, _PIPELINES[name], device=device), rank)
+    return Ledgered(
+        torchrec_arms.build(workload, rank, world, _PIPELINES[name], device=device), rank
+    )
 
 
 def taken(name: str, running: Any) -> dict[str, Any]:
@@ -53,10 +63,14 @@ def _balancer(workload: Workload, rung: Rung, device: torch.device | str) -> Bal
         "d_qk": each,
         "d_v": each,
     }
-    return Balancer(find_partitioner(rung.balance, device), CostModel.of_hstu(**sizes), adapt=rung.balance_adapt)
+    return Balancer(
+        find_partitioner(rung.balance, device), CostModel.of_hstu(**sizes), adapt=rung.balance_adapt
+    )
 
 
-def measure(rank: int, world: int, workload: Workload, names: list[str], repetitions: int, steps: int) -> dict[str, dict]:
+def measure(
+    rank: int, world: int, workload: Workload, names: list[str], repetitions: int, steps: int
+) -> dict[str, dict]:
     arms = {name: arm(name, workload, rank, world) for name in names}
     found = in_turns(arms, repetitions, steps)
     for name in OURS.keys() & arms.keys():

@@ -10,15 +10,22 @@ from datetime import timedelta
 from typing import Any
 
 
-def pinned_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 3600) -> list[Any]:
+def pinned_ranks(
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = 3600
+) -> list[Any]:
     """`function(rank, world, *args)` on each rank; what each returned, in rank order."""
     if (os.cpu_count() or 1) < world:
-        raise SystemExit(f"{world} timed ranks need {world} cores, this machine has {os.cpu_count()}")
+        raise SystemExit(
+            f"{world} timed ranks need {world} cores, this machine has {os.cpu_count()}"
+        )
     from freescale.train.launch import free_port
 
     context = multiprocessing.get_context("spawn")
     queue, port = context.Queue(), free_port()
-    processes = [context.Process(target=_rank, args=(r, world, port, function, args, queue)) for r in range(world)]
+    processes = [
+        context.Process(target=_rank, args=(r, world, port, function, args, queue))
+        for r in range(world)
+    ]
     for process in processes:
         process.start()
     results: dict[int, Any] = {}
@@ -36,7 +43,9 @@ def pinned_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: 
     return [results[rank] for rank in range(world)]
 
 
-def _rank(rank: int, world: int, port: int, function: Callable[..., Any], args: tuple, queue: Any) -> None:
+def _rank(
+    rank: int, world: int, port: int, function: Callable[..., Any], args: tuple, queue: Any
+) -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -46,7 +55,11 @@ def _rank(rank: int, world: int, port: int, function: Callable[..., Any], args: 
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=300)
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=300),
         )
         queue.put((rank, function(rank, world, *args)))
         dist.barrier()

@@ -1,4 +1,5 @@
-"""What each host of bench_priority.py runs. Each function gets rank and number of ranks first (hosts.py calls it so)."""
+"""What each host of bench_priority.py runs. Each function gets rank and number of ranks first
+(hosts.py calls it so)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from stale import no_collisions
 from workload import Workload
 
 SERIAL, STALE, STAGED = "serial", "stale", "staged"
-TORCHREC, DEDUPLICATED = "TorchRec TrainPipelineSparseDist", "TorchRec TrainPipelineSparseDist, ids deduplicated by hand"
+TORCHREC, DEDUPLICATED = (
+    "TorchRec TrainPipelineSparseDist",
+    "TorchRec TrainPipelineSparseDist, ids deduplicated by hand",
+)
 
 
 def arm(name: str, workload: Workload, rank: int, world: int) -> Any:
@@ -21,20 +25,27 @@ def arm(name: str, workload: Workload, rank: int, world: int) -> Any:
         return build(workload, rank, world, name)
     if name == STALE:
         return build(workload, rank, world, "staged", masks=no_collisions)
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)  # TorchRec's tracing makes it warn on every start
+    # TorchRec's tracing makes it warn on every start
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)
     import torchrec_arms
     from ledgered import Ledgered
 
-    return Ledgered(torchrec_arms.build(workload, rank, world, "sparse_dist", deduplicate=name == DEDUPLICATED), rank)
+    return Ledgered(
+        torchrec_arms.build(workload, rank, world, "sparse_dist", deduplicate=name == DEDUPLICATED),
+        rank,
+    )
 
 
-def measure(rank: int, world: int, workload: Workload, names: list[str], repetitions: int, steps: int) -> dict[str, dict]:
+def measure(
+    rank: int, world: int, workload: Workload, names: list[str], repetitions: int, steps: int
+) -> dict[str, dict]:
     return in_turns({name: arm(name, workload, rank, world) for name in names}, repetitions, steps)
 
 
 def in_turns(arms: dict[str, Any], repetitions: int, steps: int) -> dict[str, dict]:
-    """Arms in turn, `steps` steps each time, the first time not counted. The first step of a turn is not counted either: what it
-    would have to wait for was done before, while the arms changed. Per arm: all losses, and the ledger's records of the others."""
+    """Arms in turn, `steps` steps each time, the first time not counted. The first step of a turn
+    is not counted either: what it would have to wait for was done before, while the arms changed.
+    Per arm: all losses, and the ledger's records of the others."""
     names = list(arms)
     measured: dict[str, dict] = {name: {"losses": [], "records": []} for name in names}
     for repetition in range(repetitions + 1):
@@ -50,8 +61,11 @@ def in_turns(arms: dict[str, Any], repetitions: int, steps: int) -> dict[str, di
     return measured
 
 
-def train(rank: int, world: int, workload: Workload, names: list[str], steps: int) -> dict[str, dict[str, Any]]:
-    """Arms of ours one after another: losses, a checksum of what was trained, and the peak memory of the process until then."""
+def train(
+    rank: int, world: int, workload: Workload, names: list[str], steps: int
+) -> dict[str, dict[str, Any]]:
+    """Arms of ours one after another: losses, a checksum of what was trained, and the peak memory
+    of the process until then."""
     trained = {}
     for name in names:
         running = arm(name, workload, rank, world)
@@ -65,4 +79,6 @@ def train(rank: int, world: int, workload: Workload, names: list[str], steps: in
 def peak() -> int:
     """Largest resident memory of this process so far, in bytes."""
     text = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmHWM")) * 1024
+    return (
+        next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmHWM")) * 1024
+    )

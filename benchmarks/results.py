@@ -1,4 +1,5 @@
-"""How results are kept: one JSON file per benchmark and testbed, with machine, versions, commit, date, rows and claims."""
+"""How results are kept: one JSON file per benchmark and testbed, with machine, versions, commit,
+date, rows and claims."""
 
 from __future__ import annotations
 
@@ -17,7 +18,18 @@ from freescale.bench.report import spread  # noqa: E402
 from freescale.bench.repository import commit as commit_of  # noqa: E402
 from freescale.ledger.machine import gpu_name, machine, settings, versions  # noqa: E402
 
-__all__ = ["Asked", "claim", "claims_of", "commit", "gpu_name", "machine", "settings", "spread", "versions", "write"]
+__all__ = [
+    "Asked",
+    "claim",
+    "claims_of",
+    "commit",
+    "gpu_name",
+    "machine",
+    "settings",
+    "spread",
+    "versions",
+    "write",
+]
 FOLDER = ROOT / "benchmarks" / "results"
 
 
@@ -28,7 +40,13 @@ def commit() -> str:
 
 def claim(text: str, asked: float, measured: float, unit: str, *, at_least: bool) -> dict[str, Any]:
     holds = measured >= asked if at_least else measured <= asked
-    return {"claim": text, "asked": asked, "measured": round(measured, 4), "unit": unit, "holds": bool(holds)}
+    return {
+        "claim": text,
+        "asked": asked,
+        "measured": round(measured, 4),
+        "unit": unit,
+        "holds": bool(holds),
+    }
 
 
 class Asked(NamedTuple):
@@ -44,7 +62,9 @@ class Asked(NamedTuple):
 def claims_of(asked: Iterable[Asked], figures: Mapping[str, float]) -> list[dict[str, Any]]:
     """A claim for each figure that was asked for and measured."""
     return [
-        claim(one.text, one.value, figures[one.figure], one.unit, at_least=one.at_least) for one in asked if one.figure in figures
+        claim(one.text, one.value, figures[one.figure], one.unit, at_least=one.at_least)
+        for one in asked
+        if one.figure in figures
     ]
 
 
@@ -57,7 +77,8 @@ def write(
     packages: Sequence[str] = (),
     **more: Any,
 ) -> Path:
-    """Into benchmarks/results, or where `freescale bench all --folder` says (FREESCALE_RESULTS); the path is printed."""
+    """Into benchmarks/results, or where `freescale bench all --folder` says (FREESCALE_RESULTS);
+    the path is printed."""
     folder = Path(os.environ.get("FREESCALE_RESULTS", FOLDER))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{testbed}.json"
@@ -75,6 +96,9 @@ def write(
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for entry in claims:
         verdict = "holds" if entry["holds"] else "FAILS"
-        print(f"{verdict}  {entry['claim']}: asked {entry['asked']}, measured {entry['measured']} {entry['unit']}")
+        print(
+            f"{verdict}  {entry['claim']}: asked {entry['asked']}, measured {entry['measured']} "
+            f"{entry['unit']}"
+        )
     print(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
     return path

@@ -1,6 +1,8 @@
-"""The simulator against measured runs of testbeds A and C, from committed results only. bench_simulate.py runs it.
+"""The simulator against measured runs of testbeds A and C, from committed results only.
+bench_simulate.py runs it.
 
-Curves are from one configuration of each testbed (derive_calibrations.py says which; such rows are `fitted`), the others predicted.
+Curves are from one configuration of each testbed (derive_calibrations.py says which; such rows are
+`fitted`), the others predicted.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ STEP, POINTS = 10.0, 2.0  # asked: per cent of the step time; points of the step
 
 
 class Given:
-    """Lengths [steps][ranks][samples] and rows as a benchmark made them: so many a rank, of which a share collides."""
+    """Lengths [steps][ranks][samples] and rows as a benchmark made them: so many a rank, of which a
+    share collides."""
 
     notes: list[str] = []
     items = 1 << 40  # never replicated: the benchmarks ask for sharded tables
 
-    def __init__(self, lengths: list[np.ndarray], rows: np.ndarray | float, collisions: float) -> None:
+    def __init__(
+        self, lengths: list[np.ndarray], rows: np.ndarray | float, collisions: float
+    ) -> None:
         self._lengths, self._rows, self._collisions = lengths, rows, collisions
 
     def lengths(self, step: int) -> np.ndarray:
@@ -42,16 +47,29 @@ class Given:
 
 
 def compared(
-    testbed: str, name: str, arm: str, fitted: bool, predicted: dict[str, Any], measured: dict[str, float]
+    testbed: str,
+    name: str,
+    arm: str,
+    fitted: bool,
+    predicted: dict[str, Any],
+    measured: dict[str, float],
 ) -> dict[str, Any]:
-    """Predicted beside measured; `fitted`: the curve or the network was taken from this very row."""
+    """Predicted beside measured; `fitted`: the curve or the network was taken from this very
+    row."""
     mine = {
         "step_ms": predicted["step_ms"]["median"],  # as TESTBEDS asks: the machines are shared
         "compute_ms": sum(predicted["compute_ms_per_rank"]) / predicted["ranks"],
         "straggler_percent": predicted["straggler_percent"],
         "exposed_percent": predicted["exposed_percent"],
     }
-    row = {"testbed": testbed, "configuration": name, "arm": arm, "fitted": fitted, "predicted": mine, "measured": measured}
+    row = {
+        "testbed": testbed,
+        "configuration": name,
+        "arm": arm,
+        "fitted": fitted,
+        "predicted": mine,
+        "measured": measured,
+    }
     row["step_error_percent"] = 100 * (mine["step_ms"] / measured["step_ms"] - 1)
     row["straggler_points"] = mine["straggler_percent"] - measured["straggler_percent"]
     row["exposed_points"] = mine["exposed_percent"] - measured["exposed_percent"]
@@ -60,7 +78,10 @@ def compared(
     shown = [f"{key} {mine[key]:.1f} / {measured[key]:.1f}" for key in mine]
     verdict = f"{'' if good else 'STEP '}{'' if near else 'POINTS'}"
     print(
-        f"{testbed} {name:20s} {arm:8s}{'*' if fitted else ' '}", "  ".join(shown), f"({row['step_error_percent']:+.1f} %)", verdict
+        f"{testbed} {name:20s} {arm:8s}{'*' if fitted else ' '}",
+        "  ".join(shown),
+        f"({row['step_error_percent']:+.1f} %)",
+        verdict,
     )
     return row
 
@@ -92,39 +113,66 @@ def testbed_a() -> list[dict[str, Any]]:
     return rows
 
 
-def hstu(testbed: str, name: str, calibration: Calibration, network: Network, fitted: tuple[str, ...]) -> list[dict[str, Any]]:
+def hstu(
+    testbed: str, name: str, calibration: Calibration, network: Network, fitted: tuple[str, ...]
+) -> list[dict[str, Any]]:
     """HSTU with balancing (bench_balance_measured.py): its own lengths, its own partitioners."""
     data = json.loads((FOLDER / f"{name}.json").read_text())
     shape, world = data["shape"], data["rows"][0]["ranks"]
     lengths = []
     for number in range(data["steps"]):
         draws = [np.random.default_rng((7, rank, number)) for rank in range(world)]
-        drawn = [np.exp(random.normal(np.log(shape["median"]), 1.0, shape["samples"])) for random in draws]
+        drawn = [
+            np.exp(random.normal(np.log(shape["median"]), 1.0, shape["samples"]))
+            for random in draws
+        ]
         lengths.append(np.clip(np.rint(np.stack(drawn)), 1, shape["cap"]))
     precision = "bf16" if testbed == "C" else "fp32"
     model = Model(shape["width"], shape["layers"], shape["heads"], precision, shape["cap"])
     # Ids are uniform here: history and targets of a rank read this many of the items.
     tokens = np.mean([step.sum(axis=1).mean() for step in lengths])
-    unique = shape["items"] * -np.expm1((2 * tokens + 64 * shape["samples"]) * np.log1p(-1 / shape["items"]))
+    unique = shape["items"] * -np.expm1(
+        (2 * tokens + 64 * shape["samples"]) * np.log1p(-1 / shape["items"])
+    )
     rows = []
     for row in data["rows"]:
         adapt = row["arm"] == "adapted"
         setting = Setting("serial", "greedy" if adapt else row["arm"], adapt=adapt)
         cluster = Cluster(model, calibration, network, world)
-        found = collected(simulate(setting, cluster, Given(lengths, unique, row["collision_percent"] / 100), data["steps"]), world)  # type: ignore[arg-type]
+        found = collected(
+            simulate(
+                setting,
+                cluster,
+                Given(lengths, unique, row["collision_percent"] / 100),
+                data["steps"],
+            ),
+            world,
+        )  # type: ignore[arg-type]
         measured = {"step_ms": row["step_ms"]["median"], "mean_step_ms": row["step_ms"]["mean"]}
         measured |= {"compute_ms": sum(row["compute_ms_per_rank"]) / world}
         measured |= {k: row[k] for k in ("straggler_percent", "exposed_percent")}
-        rows.append(compared(testbed, name.removeprefix("balance-measured-"), row["arm"], row["arm"] in fitted, found, measured))
+        rows.append(
+            compared(
+                testbed,
+                name.removeprefix("balance-measured-"),
+                row["arm"],
+                row["arm"] in fitted,
+                found,
+                measured,
+            )
+        )
     return rows
 
 
 def shared_gpu(quarter: Calibration, network: Network) -> list[dict[str, Any]]:
-    """Four ranks on one H200, an MLP over unique ids (bench_priority_gpu.py): serial over NCCL, the others over hostwire."""
+    """Four ranks on one H200, an MLP over unique ids (bench_priority_gpu.py): serial over NCCL, the
+    others over hostwire."""
     data = json.loads((FOLDER / "priority-4ranks-h200.json").read_text())
     tokens, passes = 53_000, 12
     spans = data["rows"][0]["spans_ms"]
-    curves = [Curve(0.0, spans[way]["median"] / 1e3 / passes / tokens) for way in ("forward", "backward")]
+    curves = [
+        Curve(0.0, spans[way]["median"] / 1e3 / passes / tokens) for way in ("forward", "backward")
+    ]
     # Rows are read inside forward and backward, as they were measured.
     work = replace(quarter.rows, read_per_byte=0.0, read_backward_per_byte=0.0)
     calibration = replace(quarter, shapes=(Shape(128, 1, "bf16", 1000, *curves),), rows=work)
@@ -132,13 +180,21 @@ def shared_gpu(quarter: Calibration, network: Network) -> list[dict[str, Any]]:
     lengths = [np.full((4, 128), tokens / 128)]
     rows = []
     for row in data["rows"]:
-        setting = Setting(row["arm"], transport="collective" if row["arm"] == "serial" else "hostwire")
-        found = collected(simulate(setting, cluster, Given(lengths, float(tokens), data["collisions"]), 20), 4)  # type: ignore[arg-type]
+        setting = Setting(
+            row["arm"], transport="collective" if row["arm"] == "serial" else "hostwire"
+        )
+        found = collected(
+            simulate(setting, cluster, Given(lengths, float(tokens), data["collisions"]), 20), 4
+        )  # type: ignore[arg-type]
         step = row["step_ms"]["median"]
         measured = {"step_ms": step, "compute_ms": row["compute_ms"]["median"]}
         measured["straggler_percent"] = row["straggler_percent"]["median"]
-        measured["exposed_percent"] = 100 * sum(kind["median"] for kind in row["exposed_ms"].values()) / step
-        rows.append(compared("C", "priority-4ranks", row["arm"], row["arm"] == "serial", found, measured))
+        measured["exposed_percent"] = (
+            100 * sum(kind["median"] for kind in row["exposed_ms"].values()) / step
+        )
+        rows.append(
+            compared("C", "priority-4ranks", row["arm"], row["arm"] == "serial", found, measured)
+        )
     return rows
 
 
@@ -146,9 +202,14 @@ def half(calibration: Calibration) -> Calibration:
     """Ranks with half the device each: twice the time."""
 
     def twice(curve: Curve) -> Curve:
-        return Curve(*(2 * value for value in (curve.quadratic, curve.linear, curve.sample, curve.constant)))
+        return Curve(
+            *(2 * value for value in (curve.quadratic, curve.linear, curve.sample, curve.constant))
+        )
 
-    shapes = tuple(replace(shape, forward=twice(shape.forward), backward=twice(shape.backward)) for shape in calibration.shapes)
+    shapes = tuple(
+        replace(shape, forward=twice(shape.forward), backward=twice(shape.backward))
+        for shape in calibration.shapes
+    )
     return replace(calibration, shapes=shapes)
 
 
@@ -157,16 +218,27 @@ def validate() -> None:
     # Twice the ranks on one GPU and one host: half of the device and of the loopback for each.
     shared = replace(loopback.near, gb_per_s=loopback.near.gb_per_s / 2)
     rows = testbed_a()
-    rows += hstu("A", "balance-measured-2ranks-cpu", load_calibration("this-machine"), preset("this-machine"), ())
+    rows += hstu(
+        "A",
+        "balance-measured-2ranks-cpu",
+        load_calibration("this-machine"),
+        preset("this-machine"),
+        (),
+    )
     rows += hstu("C", "balance-measured-4ranks-h200", quarter, loopback, ("none",))
-    rows += hstu("C", "balance-measured-8ranks-h200", half(quarter), replace(loopback, near=shared), ())
+    rows += hstu(
+        "C", "balance-measured-8ranks-h200", half(quarter), replace(loopback, near=shared), ()
+    )
     rows += shared_gpu(quarter, loopback)
     claims = []
     for testbed in ("A", "C"):
         blind = [row for row in rows if row["testbed"] == testbed and not row["fitted"]]
         for text, key, asked, unit in (
             (
-                "step time, predicted against measured, largest of the rows that no curve was taken from",
+                (
+                    "step time, predicted against measured, largest of the rows that no curve was "
+                    "taken from"
+                ),
                 "step_error_percent",
                 STEP,
                 "%",
@@ -177,6 +249,18 @@ def validate() -> None:
             worst = max(abs(row[key]) for row in blind)
             within = sum(abs(row[key]) <= asked for row in blind)
             claims.append(
-                claim(f"testbed {testbed}: {text} ({within} of {len(blind)} rows within)", asked, worst, unit, at_least=False)
+                claim(
+                    f"testbed {testbed}: {text} ({within} of {len(blind)} rows within)",
+                    asked,
+                    worst,
+                    unit,
+                    at_least=False,
+                )
             )
-    write("simulate", "validation", ".venv/bin/python benchmarks/bench_simulate.py validate", rows, claims)
+    write(
+        "simulate",
+        "validation",
+        ".venv/bin/python benchmarks/bench_simulate.py validate",
+        rows,
+        claims,
+    )

@@ -1,4 +1,5 @@
-"""The measured tables of the documents, from results. Each is a function of them and of where they lie, for links."""
+"""The measured tables of the documents, from results. Each is a function of them and of where they
+lie, for links."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def sources(used: Results, folder: str) -> str:
     """Raw file, machine, commit, date, command."""
     return "; ".join(
-        f"[{name}.json]({folder}/{name}.json): {origin(result)}, `{result['command']}`" for name, result in used.items()
+        f"[{name}.json]({folder}/{name}.json): {origin(result)}, `{result['command']}`"
+        for name, result in used.items()
     )
 
 
@@ -52,7 +54,15 @@ def ladder(used: Results, folder: str) -> str:
             )
         )
     name = peer["arm"].removeprefix("TorchRec TrainPipeline")
-    head = ("", "samples/s", f"of {name}", "exposed ids, rows, gradients", "exposed, all", "straggler", "loss, off serial's")
+    head = (
+        "",
+        "samples/s",
+        f"of {name}",
+        "exposed ids, rows, gradients",
+        "exposed, all",
+        "straggler",
+        "loss, off serial's",
+    )
     asked = [
         f"{entry['claim']}: {entry['measured']:.3g} {entry['unit']} ({entry['asked']:g} asked)"
         for entry in result["claims"]
@@ -68,13 +78,32 @@ def serial(used: Results, folder: str) -> str:
     (result,) = used.values()
     rows = []
     for workload in dict.fromkeys(row["workload"] for row in result["rows"]):
-        by = {row["arm"]: row["samples_per_second"]["median"] for row in result["rows"] if row["workload"] == workload}
+        by = {
+            row["arm"]: row["samples_per_second"]["median"]
+            for row in result["rows"]
+            if row["workload"] == workload
+        }
         ours = by["FreeScale serial"]
         stock = max(by[name] for name in by if name.startswith("TorchRec") and "," not in name)
         best = max(by[name] for name in by if name.startswith("TorchRec"))
-        rows.append((workload, *(f"{value:.0f}" for value in (ours, stock, best)), f"{ours / stock:.2f} x, {ours / best:.2f} x"))
-    head = ("samples/s", "FreeScale, serial", "better of TorchRec's pipelines", "best, ids deduplicated by hand too", "")
-    return f"{lines(head, rows)}\n\n*{result['method'][0].upper()}{result['method'][1:]}. {sources(used, folder)}*"
+        rows.append(
+            (
+                workload,
+                *(f"{value:.0f}" for value in (ours, stock, best)),
+                f"{ours / stock:.2f} x, {ours / best:.2f} x",
+            )
+        )
+    head = (
+        "samples/s",
+        "FreeScale, serial",
+        "better of TorchRec's pipelines",
+        "best, ids deduplicated by hand too",
+        "",
+    )
+    return (
+        f"{lines(head, rows)}\n\n*{result['method'][0].upper()}{result['method'][1:]}. "
+        f"{sources(used, folder)}*"
+    )
 
 
 def quality(used: Results, folder: str) -> str:
@@ -82,7 +111,10 @@ def quality(used: Results, folder: str) -> str:
     names = [name for name in result["rows"][0] if name != "arm"]
     rows = [(row["arm"], *(f"{row[name]:.3f}" for name in names)) for row in result["rows"]]
     training = f"{result['training']['settings']}, {result['training']['steps']} steps"
-    return f"{lines(('', *names), rows)}\n\n*{result['dataset']['name']}, {training}. {sources(used, folder)}*"
+    return (
+        f"{lines(('', *names), rows)}\n\n*{result['dataset']['name']}, {training}. "
+        f"{sources(used, folder)}*"
+    )
 
 
 def balance(used: Results, folder: str) -> str:
@@ -90,8 +122,15 @@ def balance(used: Results, folder: str) -> str:
     arms = ("none", "greedy", "local", "adapted")
     for result in used.values():
         by = {row["arm"]: row for row in result["rows"]}
-        kind = "GPU ranks sharing one H200" if result["machine"]["gpu"] else "CPU ranks, a pinned core each"
-        cells = [f"{by[arm]['straggler_percent']:.1f} %, {by[arm]['step_ms']['median']:.0f} ms" for arm in arms]
+        kind = (
+            "GPU ranks sharing one H200"
+            if result["machine"]["gpu"]
+            else ("CPU ranks, a pinned core each")
+        )
+        cells = [
+            f"{by[arm]['straggler_percent']:.1f} %, {by[arm]['step_ms']['median']:.0f} ms"
+            for arm in arms
+        ]
         rows.append((f"{by['none']['ranks']} {kind}", *cells))
     head = ("straggler %, step", "none", "greedy (default)", "local", "greedy, `--balance-adapt`")
     return f"{lines(head, rows)}\n\n*{sources(used, folder)}*"
@@ -99,7 +138,11 @@ def balance(used: Results, folder: str) -> str:
 
 def number(value: float | Sequence[float], digits: int = 6) -> str:
     """Or an interval."""
-    return " to ".join(f"{edge:.{digits}g}" for edge in value) if isinstance(value, Sequence) else f"{value:.{digits}g}"
+    return (
+        " to ".join(f"{edge:.{digits}g}" for edge in value)
+        if isinstance(value, Sequence)
+        else f"{value:.{digits}g}"
+    )
 
 
 def failed(used: Results, folder: str) -> str:
@@ -115,4 +158,7 @@ def failed(used: Results, folder: str) -> str:
         for name, entry in claims
         if not entry["holds"]
     ]
-    return f"{lines(('', 'asked', 'found', 'raw'), rows)}\n\n*{len(rows)} of {len(claims)} claims; the others hold.*"
+    return (
+        f"{lines(('', 'asked', 'found', 'raw'), rows)}\n\n*{len(rows)} of {len(claims)} "
+        "claims; the others hold.*"
+    )

@@ -1,4 +1,5 @@
-"""The tables of the pages about one technique, and all tables of the documents by name (`TABLES`)."""
+"""The tables of the pages about one technique, and all tables of the documents by name
+(`TABLES`)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ from typing import Any
 
 from tables import Results, Table, balance, ladder, lines, number, quality, serial, sources
 
-MEASURED = ("balance-measured-2ranks-cpu", "balance-measured-4ranks-h200", "balance-measured-8ranks-h200")
+MEASURED = (
+    "balance-measured-2ranks-cpu",
+    "balance-measured-4ranks-h200",
+    "balance-measured-8ranks-h200",
+)
 
 
 def claims(used: Results, folder: str) -> str:
@@ -27,19 +32,33 @@ def claims(used: Results, folder: str) -> str:
 
 def verdict(used: Results) -> str:
     """Of all claims together."""
-    missed = [f"{name}: {entry['claim']}" for name, result in used.items() for entry in result["claims"] if not entry["holds"]]
+    missed = [
+        f"{name}: {entry['claim']}"
+        for name, result in used.items()
+        for entry in result["claims"]
+        if not entry["holds"]
+    ]
     return f"Missed: {'; '.join(missed)}." if missed else "All that was asked holds."
 
 
 def balance_cost(used: Results, folder: str) -> str:
-    """What balancing itself takes, and what it leaves: of each run's arms none, greedy, local and adapted."""
+    """What balancing itself takes, and what it leaves: of each run's arms none, greedy, local and
+    adapted."""
     rows = []
     for result in used.values():
         by = {row["arm"]: row for row in result["rows"]}
         arms = [by[name] for name in ("none", "greedy", "local", "adapted")]
         kind = "GPU ranks" if result["machine"]["gpu"] else "CPU ranks"
-        (off,) = [entry["measured"] for entry in result["claims"] if "predicted against measured" in entry["claim"]]
-        memory = "" if "gpu_peak_bytes_per_rank" not in by["none"] else _gigabytes(by["none"], by["greedy"])
+        (off,) = [
+            entry["measured"]
+            for entry in result["claims"]
+            if "predicted against measured" in entry["claim"]
+        ]
+        memory = (
+            ""
+            if "gpu_peak_bytes_per_rank" not in by["none"]
+            else _gigabytes(by["none"], by["greedy"])
+        )
         rows.append(
             (
                 f"{by['none']['ranks']} {kind}",
@@ -56,7 +75,10 @@ def balance_cost(used: Results, folder: str) -> str:
         "adapted: predicted off measured time of a rank",
         "largest peak on the GPU: none, greedy",
     )
-    asked = "Asked: own time at most 1 % of the step, predicted times at most 5 % off the measured ones (median, after 50 steps)."
+    asked = (
+        "Asked: own time at most 1 % of the step, predicted times at most 5 % off the "
+        "measured ones (median, after 50 steps)."
+    )
     return f"{lines(head, rows)}\n\n{asked} {verdict(used)}\n\n*{sources(used, folder)}*"
 
 
@@ -65,7 +87,8 @@ def _gigabytes(*rows: Mapping[str, Any]) -> str:
 
 
 def balance_bound(used: Results, folder: str) -> str:
-    """How far above the lower bound a partitioner's largest load ends in its worst configuration, by samples a rank."""
+    """How far above the lower bound a partitioner's largest load ends in its worst configuration,
+    by samples a rank."""
     (result,) = used.values()
     batches = sorted({row["batch"] for row in result["rows"]})
     found: dict[str, dict[int, float]] = {}
@@ -73,7 +96,10 @@ def balance_bound(used: Results, folder: str) -> str:
         worst = found.setdefault(row["arm"], dict.fromkeys(batches, 0.0))
         worst[row["batch"]] = max(worst[row["batch"]], row["above_bound_percent"])
     rows = [(arm, *(f"{worst[batch]:.1f} %" for batch in batches)) for arm, worst in found.items()]
-    head = ("largest load above the bound, worst configuration", *(f"{batch} samples a rank" for batch in batches))
+    head = (
+        "largest load above the bound, worst configuration",
+        *(f"{batch} samples a rank" for batch in batches),
+    )
     return f"{lines(head, rows)}\n\n*Predicted. {sources(used, folder)}*"
 
 
@@ -82,14 +108,21 @@ def packing(used: Results, folder: str) -> str:
     (result,) = used.values()
     rows = [
         (
-            f"{row['samples']} samples of up to {row['maximum_length']:,} events, {row['ranks']} ranks",
+            (
+                f"{row['samples']} samples of up to {row['maximum_length']:,} events, "
+                f"{row['ranks']} "
+                "ranks"
+            ),
             f"{row['bytes'] / 1e6:.1f} MB",
             f"{row['pack_ms']['median']:.1f} ms",
             f"{row['unpack_ms']['median']:.1f} ms",
         )
         for row in result["rows"]
     ]
-    return f"{lines(('a rank', 'its message', 'packing', 'unpacking'), rows)}\n\n*One core; medians. {sources(used, folder)}*"
+    return (
+        f"{lines(('a rank', 'its message', 'packing', 'unpacking'), rows)}\n\n*One core; "
+        f"medians. {sources(used, folder)}*"
+    )
 
 
 def hostwire(used: Results, folder: str) -> str:
@@ -117,7 +150,9 @@ def priority(used: Results, folder: str) -> str:
         rate = {arm: by[arm]["samples_per_second"]["median"] for arm in arms}
         exposed = {arm: by[arm]["exposed_embedding_ms"]["median"] for arm in arms}
         hand = [row["samples_per_second"]["median"] for arm, row in by.items() if "by hand" in arm]
-        torchrec = f"{rate[arms[1]]:.0f}" + "".join(f" ({value:.0f} with ids deduplicated by hand)" for value in hand)
+        torchrec = f"{rate[arms[1]]:.0f}" + "".join(
+            f" ({value:.0f} with ids deduplicated by hand)" for value in hand
+        )
         rows.append(
             (
                 name,
@@ -127,7 +162,13 @@ def priority(used: Results, folder: str) -> str:
                 f"{100 * exposed['staged'] / exposed['serial']:.1f} %",
             )
         )
-    head = ("", "samples/s: serial, TorchRec, staged", "staged over TorchRec", "exposed ids, rows, gradients", "staged of serial's")
+    head = (
+        "",
+        "samples/s: serial, TorchRec, staged",
+        "staged over TorchRec",
+        "exposed ids, rows, gradients",
+        "staged of serial's",
+    )
     return f"{lines(head, rows)}\n\n*{sources(used, folder)}*"
 
 
@@ -143,7 +184,13 @@ def priority_gpu(used: Results, folder: str) -> str:
         )
         for row in result["rows"]
     ]
-    head = ("", "step", "exposed ids, rows, gradients", "the main thread waits for lanes", "losses equal serial's in every bit")
+    head = (
+        "",
+        "step",
+        "exposed ids, rows, gradients",
+        "the main thread waits for lanes",
+        "losses equal serial's in every bit",
+    )
     return f"{lines(head, rows)}\n\n{verdict(used)}\n\n*{sources(used, folder)}*"
 
 
@@ -162,28 +209,50 @@ def ablation(used: Results, folder: str) -> str:
         )
         for row in found
     ]
-    return f"{lines(('', 'step', 'straggler', 'exposed', 'speed-up'), rows)}\n\n*Predicted. {sources(used, folder)}*"
+    return (
+        f"{lines(('', 'step', 'straggler', 'exposed', 'speed-up'), rows)}\n\n*Predicted. "
+        f"{sources(used, folder)}*"
+    )
 
 
 def validation(used: Results, folder: str) -> str:
-    """Rows within what was asked of the simulator, by testbed and model; without those that a curve was taken from."""
+    """Rows within what was asked of the simulator, by testbed and model; without those that a curve
+    was taken from."""
     (result,) = used.values()
     kinds = {
-        "A: 2 hosts, 200 Mbit/s, MLP": lambda row: row["testbed"] == "A" and "ranks" not in row["configuration"],
-        "A: 2 CPU ranks, HSTU": lambda row: row["testbed"] == "A" and "ranks" in row["configuration"],
-        "C: 4 and 8 ranks on one H200, HSTU": lambda row: row["testbed"] == "C" and "priority" not in row["configuration"],
-        "C: 4 ranks on one H200, MLP, over hostwire": lambda row: row["testbed"] == "C" and "priority" in row["configuration"],
+        "A: 2 hosts, 200 Mbit/s, MLP": lambda row: (
+            row["testbed"] == "A" and "ranks" not in row["configuration"]
+        ),
+        "A: 2 CPU ranks, HSTU": lambda row: (
+            row["testbed"] == "A" and "ranks" in row["configuration"]
+        ),
+        "C: 4 and 8 ranks on one H200, HSTU": lambda row: (
+            row["testbed"] == "C" and "priority" not in row["configuration"]
+        ),
+        "C: 4 ranks on one H200, MLP, over hostwire": lambda row: (
+            row["testbed"] == "C" and "priority" in row["configuration"]
+        ),
     }
     rows = []
     for name, chosen in kinds.items():
         blind = [row for row in result["rows"] if chosen(row) and not row["fitted"]]
         cells = [_within(blind, key, limit, unit) for key, limit, unit in _ASKED]
         rows.append((name, str(len(blind)), *cells))
-    head = ("testbed", "rows", "step within 10 %", "straggler within 2 points", "exposed within 2 points")
+    head = (
+        "testbed",
+        "rows",
+        "step within 10 %",
+        "straggler within 2 points",
+        ("exposed within 2 points"),
+    )
     return f"{lines(head, rows)}\n\n*{sources(used, folder)}*"
 
 
-_ASKED = (("step_error_percent", 10.0, " %"), ("straggler_points", 2.0, ""), ("exposed_points", 2.0, ""))
+_ASKED = (
+    ("step_error_percent", 10.0, " %"),
+    ("straggler_points", 2.0, ""),
+    ("exposed_points", 2.0, ""),
+)
 
 
 def _within(rows: Sequence[Mapping[str, Any]], key: str, limit: float, unit: str) -> str:

@@ -11,11 +11,13 @@ from freescale import Jagged, SequenceBatch
 
 
 class ClickModel(nn.Module):
-    """Knows nothing of ranks. Returns sums; the pipeline divides by the weight of the global batch."""
+    """Knows nothing of ranks. Returns sums; the pipeline divides by the weight of the global
+    batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.item = nn.Embedding(100_000, 32, device="meta")  # no memory here: parallelize makes the rows, on all ranks
+        # no memory here: parallelize makes the rows, on all ranks
+        self.item = nn.Embedding(100_000, 32, device="meta")
         self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, batch: SequenceBatch) -> dict[str, torch.Tensor]:
@@ -23,18 +25,25 @@ class ClickModel(nn.Module):
         sample = torch.repeat_interleave(torch.arange(len(batch)), history.lengths)
         pooled = torch.zeros(len(batch), 32).index_add(0, sample, self.item(history.values))
         logits = self.layers(pooled).squeeze(1)
-        return {"click": nn.functional.binary_cross_entropy_with_logits(logits, batch.dense["clicked"], reduction="sum")}
+        return {
+            "click": nn.functional.binary_cross_entropy_with_logits(
+                logits, batch.dense["clicked"], reduction="sum"
+            )
+        }
 
 
 def batches(rank: int, steps: int, samples: int = 64):
-    """This rank's data: any iterable of SequenceBatch. Ranks may have different numbers of batches."""
+    """This rank's data: any iterable of SequenceBatch. Ranks may have different numbers of
+    batches."""
     generator = torch.Generator().manual_seed(rank)
     for _ in range(steps):
         lengths = torch.randint(1, 50, (samples,), generator=generator)
         ids = torch.randint(0, 100_000, (int(lengths.sum()),), generator=generator)
         clicked = (torch.arange(samples) % 2).float()
         yield SequenceBatch(
-            sequences={"history": Jagged(ids, lengths)}, dense={"clicked": clicked}, weights={"click": torch.ones(samples)}
+            sequences={"history": Jagged(ids, lengths)},
+            dense={"clicked": clicked},
+            weights={"click": torch.ones(samples)},
         )
 
 
@@ -42,7 +51,11 @@ def main() -> None:
     torch.manual_seed(0)
     transport = freescale.connect("cpu")
     sharded = freescale.parallelize(
-        ClickModel(), ids={"item": ["history"]}, row_optimizer=freescale.RowWiseAdagrad(lr=0.05), transport=transport, init_std=0.1
+        ClickModel(),
+        ids={"item": ["history"]},
+        row_optimizer=freescale.RowWiseAdagrad(lr=0.05),
+        transport=transport,
+        init_std=0.1,
     )
     optimizer = torch.optim.AdamW(sharded.dense_parameters(), lr=1e-3)
     pipeline = freescale.Pipeline(sharded, optimizer, schedule="staged")

@@ -1,9 +1,10 @@
-"""Shows that TorchRec's arms compute what the workload defines: 2 ranks against plain torch in one process.
+"""Shows that TorchRec's arms compute what the workload defines: 2 ranks against plain torch in one
+process.
 
     .venv-peer/bin/python benchmarks/peer/check_parity.py
 
-Prints the largest differences of loss, table and dense weights after a few steps for each pipeline, row optimizer and
-id distribution, and fails if one is above the tolerance.
+Prints the largest differences of loss, table and dense weights after a few steps for each pipeline,
+row optimizer and id distribution, and fails if one is above the tolerance.
 """
 
 from __future__ import annotations
@@ -23,14 +24,26 @@ from workload import ROW_OPTIMIZERS, Dense, Workload, batches, dense_optimizer, 
 
 WORLD = 2
 TOLERANCE = 1e-5
-# Adagrad divides a gradient near zero by about epsilon, its rounding error with it: 1e-8 would show that alone.
-BASE = Workload(rows=3001, width=32, samples=8, median_length=20, maximum_length=100, hidden=(48,), steps=6, row_epsilon=1e-5)
-ROW_LEARNING_RATES = {"sgd": 5.0, "adagrad": 0.05, "rowwise_adagrad": 0.05}  # so that each moves its rows visibly
+# Adagrad divides a gradient near zero by about epsilon, its rounding error with it: 1e-8 would show
+# that alone.
+BASE = Workload(
+    rows=3001,
+    width=32,
+    samples=8,
+    median_length=20,
+    maximum_length=100,
+    hidden=(48,),
+    steps=6,
+    row_epsilon=1e-5,
+)
+# so that each moves its rows visibly
+ROW_LEARNING_RATES = {"sgd": 5.0, "adagrad": 0.05, "rowwise_adagrad": 0.05}
 POPULARITIES: tuple[Any, ...] = (1.1, "unique")
 
 
 def oracle(workload: Workload, world: int) -> tuple[list[float], Tensor, Dense]:
-    """The workload's update in one process, on the batches of all ranks: losses, table, dense layers."""
+    """The workload's update in one process, on the batches of all ranks: losses, table, dense
+    layers."""
     table = torch.empty(workload.rows, workload.width)
     fill_table(workload, table, 0)
     accumulator = torch.zeros(workload.rows, workload.width)
@@ -58,7 +71,8 @@ def oracle(workload: Workload, world: int) -> tuple[list[float], Tensor, Dense]:
 
 
 def compare(workload: Workload, rank: int, pipeline: Any, deduplicate: bool) -> dict[str, float]:
-    """Largest difference of any rank from the oracle, by what differs; `moved` is how far training took the table."""
+    """Largest difference of any rank from the oracle, by what differs; `moved` is how far training
+    took the table."""
     arm = build(workload, rank, WORLD, pipeline, deduplicate)
     losses = [arm.step() for _ in range(workload.steps)]
     expected_losses, table, dense = oracle(workload, WORLD)
@@ -81,19 +95,27 @@ def compare(workload: Workload, rank: int, pipeline: Any, deduplicate: bool) -> 
 
 def run(rank: int, port: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD
+    )
     failed = []
     pipelines = [name for name in PIPELINES if name != "semi_sync"]  # needs CUDA, and is stale
     arms = itertools.product(pipelines, ROW_OPTIMIZERS, POPULARITIES, (False, True))
     for pipeline, optimizer, popularity, deduplicate in arms:
         workload = dataclasses.replace(
-            BASE, row_optimizer=optimizer, row_learning_rate=ROW_LEARNING_RATES[optimizer], popularity=popularity
+            BASE,
+            row_optimizer=optimizer,
+            row_learning_rate=ROW_LEARNING_RATES[optimizer],
+            popularity=popularity,
         )
         found = compare(workload, rank, pipeline, deduplicate)
         name = f"{pipeline:12} {optimizer:16} {popularity!s:7} deduplicate={deduplicate!s:6}"
         figures = "  ".join(f"{key} {value:.1e}" for key, value in found.items())
         # A table that did not move would agree with anything.
-        good = max(found["loss"], found["table"], found["dense"]) <= TOLERANCE and found["moved"] > 100 * TOLERANCE
+        good = (
+            max(found["loss"], found["table"], found["dense"]) <= TOLERANCE
+            and found["moved"] > 100 * TOLERANCE
+        )
         failed += [] if good else [name]
         if rank == 0:
             print(f"{name} {figures}  {'agrees' if good else 'DIFFERS'}", flush=True)

@@ -1,10 +1,12 @@
 """TorchRec's collectives and waits in FreeScale's ledger: the stamps that our own collectives have.
 
-TorchRec starts its AllToAlls through `torch.distributed.all_to_all_single` and waits for what that returns. During a step both are
-wrapped: issued when it starts one, waited when it first waits for it, done when that wait returns. Integers are ids; floats are
-rows when an autograd function's forward sends them and gradients when its backward does. DistributedDataParallel sums the dense
-gradients of a bucket when the backward has made them, and waits for the sums when the backward is over: through a hook that it has
-for this, the same sum is started and both are stamped. On GPUs, where these stamps say nothing, TorchRec is left as it is.
+TorchRec starts its AllToAlls through `torch.distributed.all_to_all_single` and waits for what that
+returns. During a step both are wrapped: issued when it starts one, waited when it first waits for
+it, done when that wait returns. Integers are ids; floats are rows when an autograd function's
+forward sends them and gradients when its backward does. DistributedDataParallel sums the dense
+gradients of a bucket when the backward has made them, and waits for the sums when the backward is
+over: through a hook that it has for this, the same sum is started and both are stamped. On GPUs,
+where these stamps say nothing, TorchRec is left as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from freescale.ledger.ledger import Arrival, Ledger
 
 
 class _Waited(dist.Work):
-    """A collective under way, as TorchRec sees it. (It waits only for what is a `dist.Work`, in places.)"""
+    """A collective under way, as TorchRec sees it. (It waits only for what is a `dist.Work`, in
+    places.)"""
 
     def __init__(self, work: dist.Work, arrival: Arrival) -> None:
         super().__init__()
@@ -52,9 +55,15 @@ def recorded(ledger: Ledger, rank: int) -> Iterator[None]:
     ) -> Any:
         backward = sys._getframe(1).f_code.co_name == "backward"
         kind = ("gradients" if backward else "rows") if input.is_floating_point() else "ids"
-        sent, received = _remote(input, input_split_sizes, rank), _remote(output, output_split_sizes, rank)
+        sent, received = (
+            _remote(input, input_split_sizes, rank),
+            _remote(output, output_split_sizes, rank),
+        )
         arrival = ledger.arrive(kind, sent, received, "torchrec")
-        work = _Waited(plain(output, input, output_split_sizes, input_split_sizes, group, async_op=True), arrival)
+        work = _Waited(
+            plain(output, input, output_split_sizes, input_split_sizes, group, async_op=True),
+            arrival,
+        )
         return work if async_op else work.wait()
 
     dist.all_to_all_single = all_to_all_single
@@ -97,10 +106,14 @@ class Ledgered:
     def __init__(self, arm: Arm, rank: int) -> None:
         self.arm, self.ledger, self._rank, self._steps = arm, Ledger("cpu"), rank, 0
         if arm.device.type == "cpu":
-            arm.replicated.register_comm_hook(self.ledger, lambda ledger, bucket: summed(ledger, bucket))  # it may not be annotated
+            # it may not be annotated
+            arm.replicated.register_comm_hook(
+                self.ledger, lambda ledger, bucket: summed(ledger, bucket)
+            )
 
     def step(self) -> float:
-        """Trains on the next batch. The loss is reduced after the step's time: TorchRec's pipeline itself does not reduce it."""
+        """Trains on the next batch. The loss is reduced after the step's time: TorchRec's pipeline
+        itself does not reduce it."""
         with recorded(self.ledger, self._rank):
             self.ledger.begin_step(self._steps)
             loss = self.arm.progress()
@@ -110,7 +123,8 @@ class Ledgered:
         return float(loss)
 
     def begin_step(self) -> Tensor:
-        """This rank's share of the loss, not read; on a GPU, where the ledger sees nothing of it."""
+        """This rank's share of the loss, not read; on a GPU, where the ledger sees nothing of
+        it."""
         return self.arm.progress()
 
     def quiet(self) -> None:

@@ -1,17 +1,17 @@
-"""TorchRec as benchmark arms: the shared workload under TrainPipelineBase, TrainPipelineSparseDist and, on GPUs, the stale
-TrainPipelineSemiSync.
+"""TorchRec as benchmark arms: the shared workload under TrainPipelineBase, TrainPipelineSparseDist
+and, on GPUs, the stale TrainPipelineSemiSync.
 
-The table is one row-wise sharded EmbeddingCollection with its optimizer fused into the backward pass, the dense layers
-are what DistributedModelParallel makes of them (DistributedDataParallel), the process group is whatever the caller has
-initialised (gloo; NCCL on GPUs). Both TorchRec's row gradients and DDP's dense gradients come out divided by the
-number of ranks, so a rank's loss is its sum over samples times ranks / global count: the update is then the one that
-`workload` defines.
+The table is one row-wise sharded EmbeddingCollection with its optimizer fused into the backward
+pass, the dense layers are what DistributedModelParallel makes of them (DistributedDataParallel),
+the process group is whatever the caller has initialised (gloo; NCCL on GPUs). Both TorchRec's row
+gradients and DDP's dense gradients come out divided by the number of ranks, so a rank's loss is its
+sum over samples times ranks / global count: the update is then the one that `workload` defines.
 
-Settings are TorchRec's own defaults; `sparse_dist_late` is TrainPipelineSparseDist with `enqueue_batch_after_forward`. Tried
-and left: 32-bit ids (no difference).
-Not there on CPU: any kernel but the fused one (fbgemm's dense CPU kernel pools, whatever it is told), and TorchRec's
-own index deduplication. `deduplicate` is what a user could do before TorchRec instead: send each id of a rank's batch
-once, and spread the rows over the tokens in the model.
+Settings are TorchRec's own defaults; `sparse_dist_late` is TrainPipelineSparseDist with
+`enqueue_batch_after_forward`. Tried and left: 32-bit ids (no difference).
+Not there on CPU: any kernel but the fused one (fbgemm's dense CPU kernel pools, whatever it is
+told), and TorchRec's own index deduplication. `deduplicate` is what a user could do before TorchRec
+instead: send each id of a rank's batch once, and spread the rows over the tokens in the model.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ _OPTIMIZERS = {
 @dataclass
 class Batch(Pipelineable):
     features: KeyedJaggedTensor
-    places: Tensor  # [tokens] int64: row of each token among the features' values; empty where that is the token's own
+    # [tokens] int64: row of each token among the features' values; empty where that is the token's
+    # own
+    places: Tensor
     lengths: Tensor  # [samples] int64
     labels: Tensor  # [samples] float32
 
@@ -84,16 +86,27 @@ class Batch(Pipelineable):
             part.record_stream(stream)
 
     def pin_memory(self) -> Batch:
-        return Batch(self.features.pin_memory(), self.places.pin_memory(), self.lengths.pin_memory(), self.labels.pin_memory())
+        return Batch(
+            self.features.pin_memory(),
+            self.places.pin_memory(),
+            self.lengths.pin_memory(),
+            self.labels.pin_memory(),
+        )
 
 
 class Model(nn.Module):
     def __init__(self, workload: Workload, world: int, deduplicate: bool) -> None:
         super().__init__()
-        table = EmbeddingConfig(name="item", num_embeddings=workload.rows, embedding_dim=workload.width, feature_names=["history"])
+        table = EmbeddingConfig(
+            name="item",
+            num_embeddings=workload.rows,
+            embedding_dim=workload.width,
+            feature_names=["history"],
+        )
         self.embedding = EmbeddingCollection(tables=[table], device=torch.device("meta"))
         self.dense = Dense(workload)
-        self.scale = 1.0 / workload.samples  # ranks / global count: every rank has the same number of samples
+        # ranks / global count: every rank has the same number of samples
+        self.scale = 1.0 / workload.samples
         self.share = 1.0 / (workload.samples * world)
         self.deduplicate = deduplicate
 
@@ -106,7 +119,9 @@ class Model(nn.Module):
         return loss * self.scale, loss.detach() * self.share
 
 
-def _feed(workload: Workload, rank: int, world: int, deduplicate: bool, pinned: bool) -> Iterator[Batch]:
+def _feed(
+    workload: Workload, rank: int, world: int, deduplicate: bool, pinned: bool
+) -> Iterator[Batch]:
     """The workload's batches over and over: a pipeline that fetches ahead never sees an end."""
     none = torch.empty(0, dtype=torch.int64)
     made = []
@@ -147,7 +162,8 @@ class Arm:
             model.embedding,
             per_param_sharding={"item": row_wise(compute_kernel="fused")},
             sharder=sharder,
-            local_size=world if device.type == "cpu" else 1,  # GPU ranks may share one, each as a host of its own
+            # GPU ranks may share one, each as a host of its own
+            local_size=world if device.type == "cpu" else 1,
             world_size=world,
             device_type=device.type,
         )
@@ -163,11 +179,14 @@ class Arm:
         weight = self._sharded.module.embedding.state_dict()["embeddings.item.weight"]
         (shard,) = weight.local_shards()
         self.first_row = shard.metadata.shard_offsets[0]
-        self.shard: Tensor = shard.tensor  # [rows of this rank, width], the table itself and not a copy
+        # [rows of this rank, width], the table itself and not a copy
+        self.shard: Tensor = shard.tensor
         fill_table(workload, self.shard, self.first_row)
         self._feed = _feed(workload, rank, world, deduplicate, device.type == "cuda")
         self.device = device
-        self._pipeline = PIPELINES[pipeline](self._sharded, dense_optimizer(workload, self.dense.parameters()), device)
+        self._pipeline = PIPELINES[pipeline](
+            self._sharded, dense_optimizer(workload, self.dense.parameters()), device
+        )
 
     def progress(self) -> Tensor:
         """Trains on the next batch -> this rank's share of the loss."""
@@ -180,7 +199,8 @@ class Arm:
         return float(loss)
 
     def close(self) -> None:
-        """All ranks leave together: what a pipeline has fetched ahead is still on the wire before."""
+        """All ranks leave together: what a pipeline has fetched ahead is still on the wire
+        before."""
         if self.device.type == "cpu":
             dist.barrier()
 

@@ -1,9 +1,10 @@
-"""The work that every arm of a benchmark does: batches, the table's first values, and the dense layers.
+"""The work that every arm of a benchmark does: batches, the table's first values, and the dense
+layers.
 
-Imports torch and numpy (and, for a model with attention, FreeScale's plain HSTU), so that it runs in the peer's environment as well
-as in ours. Everything here is a
-function of the workload, the rank and the number of ranks: two arms that are given the same workload see the same ids,
-start from the same weights and are asked for the same update,
+Imports torch and numpy (and, for a model with attention, FreeScale's plain HSTU), so that it runs
+in the peer's environment as well as in ours. Everything here is a
+function of the workload, the rank and the number of ranks: two arms that are given the same
+workload see the same ids, start from the same weights and are asked for the same update,
 
     loss = sum over the samples of all ranks / number of samples of all ranks
 
@@ -24,12 +25,14 @@ from torch import Tensor, nn
 RowOptimizer = Literal["sgd", "adagrad", "rowwise_adagrad"]
 ROW_OPTIMIZERS: tuple[RowOptimizer, ...] = ("sgd", "adagrad", "rowwise_adagrad")
 
-_BATCH, _PERMUTATION, _DENSE = 1, 2, 3  # what a random stream is for: streams of different uses never coincide
+# what a random stream is for: streams of different uses never coincide
+_BATCH, _PERMUTATION, _DENSE = 1, 2, 3
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One table, log-normal history lengths, a token-wise MLP. Sizes are per rank unless they say otherwise."""
+    """One table, log-normal history lengths, a token-wise MLP. Sizes are per rank unless they say
+    otherwise."""
 
     rows: int = 1_000_000  # of the whole table
     width: int = 128
@@ -37,34 +40,56 @@ class Workload:
     median_length: float = 200.0
     sigma: float = 1.0  # of the logarithm of the lengths
     maximum_length: int = 2000
-    popularity: float | Literal["unique"] = "unique"  # Zipf's exponent, or every id once within a rank's batch
-    collisions: float | None = None  # instead of a popularity: every id once in a global batch, this share also in the one before
+    # Zipf's exponent, or every id once within a rank's batch
+    popularity: float | Literal["unique"] = "unique"
+    # instead of a popularity: every id once in a global batch, this share also in the one before
+    collisions: float | None = None
     hidden: tuple[int, ...] = (256,)  # the MLP is width - hidden... - width
-    passes: int = 1  # times that the MLP is applied; all but the last are residual, and share its weights
+    # times that the MLP is applied; all but the last are residual, and share its weights
+    passes: int = 1
     layers: int = 0  # of HSTU, instead of the MLP; the rows are projected to its width first
     inner: int = 64  # HSTU's width
     heads: int = 2
     steps: int = 20
     seed: int = 0
-    file: str | None = None  # instead of all that is drawn: a Parquet file of user_id, item_id, timestamp
+    # instead of all that is drawn: a Parquet file of user_id, item_id, timestamp
+    file: str | None = None
     row_optimizer: RowOptimizer = "adagrad"
     row_learning_rate: float = 0.05
-    row_epsilon: float = 1e-8  # Adagrad: row -= rate * gradient / (sqrt(accumulator) + epsilon), accumulator from 0
+    # Adagrad: row -= rate * gradient / (sqrt(accumulator) + epsilon), accumulator from 0
+    row_epsilon: float = 1e-8
     dense_learning_rate: float = 0.05  # of plain SGD
 
     def __post_init__(self) -> None:
         if self.row_optimizer not in ROW_OPTIMIZERS:
-            raise ValueError(f"row_optimizer {self.row_optimizer!r} is not one of {', '.join(ROW_OPTIMIZERS)}")
-        if isinstance(self.popularity, str) and self.popularity != "unique":
-            raise ValueError(f"popularity {self.popularity!r} is neither a Zipf exponent nor 'unique'")
-        if self.file is None and self.popularity == "unique" and self.rows < self.samples * self.maximum_length:
             raise ValueError(
-                f"{self.rows} rows cannot give {self.samples} x {self.maximum_length} different ids; ask for more rows"
+                f"row_optimizer {self.row_optimizer!r} is not one of {', '.join(ROW_OPTIMIZERS)}"
             )
-        if self.collisions is not None and (self.popularity != "unique" or not 0 <= self.collisions <= 1):
+        if isinstance(self.popularity, str) and self.popularity != "unique":
+            raise ValueError(
+                f"popularity {self.popularity!r} is neither a Zipf exponent nor 'unique'"
+            )
+        if (
+            self.file is None
+            and self.popularity == "unique"
+            and self.rows < self.samples * self.maximum_length
+        ):
+            raise ValueError(
+                f"{self.rows} rows cannot give {self.samples} x {self.maximum_length} different "
+                "ids; ask for more rows"
+            )
+        if self.collisions is not None and (
+            self.popularity != "unique" or not 0 <= self.collisions <= 1
+        ):
             raise ValueError(f"collisions is a share of unique ids, not as in {self}")
-        if min(self.rows, self.width, self.samples, self.maximum_length, self.steps, self.passes) < 1:
-            raise ValueError(f"rows, width, samples, maximum_length, steps and passes are at least 1, not as in {self}")
+        if (
+            min(self.rows, self.width, self.samples, self.maximum_length, self.steps, self.passes)
+            < 1
+        ):
+            raise ValueError(
+                "rows, width, samples, maximum_length, steps and passes are at "
+                f"least 1, not as in {self}"
+            )
 
 
 def _stream(workload: Workload, *key: int) -> np.random.Generator:
@@ -72,7 +97,8 @@ def _stream(workload: Workload, *key: int) -> np.random.Generator:
 
 
 def batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """This rank's batches: (ids int64 [tokens], lengths int64 [samples], labels float32 [samples]) for each step."""
+    """This rank's batches: (ids int64 [tokens], lengths int64 [samples], labels float32 [samples])
+    for each step."""
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} is not one of {world} ranks")
     if workload.file is not None:
@@ -100,13 +126,17 @@ def batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor, Ten
     return result
 
 
-def _from_file(workload: Workload, file: str, rank: int, world: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Users in an order of chance, the latest `maximum_length` items of each; a global batch after another."""
+def _from_file(
+    workload: Workload, file: str, rank: int, world: int
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Users in an order of chance, the latest `maximum_length` items of each; a global batch after
+    another."""
     import pyarrow.parquet as parquet
 
     table = parquet.read_table(file, columns=["user_id", "item_id", "timestamp"])
     users, items, times = (
-        np.unique(table[name].to_numpy(), return_inverse=True)[1] for name in ("user_id", "item_id", "timestamp")
+        np.unique(table[name].to_numpy(), return_inverse=True)[1]
+        for name in ("user_id", "item_id", "timestamp")
     )
     order = np.lexsort((times, users))
     ends = np.flatnonzero(np.diff(users[order], append=-1))
@@ -114,15 +144,30 @@ def _from_file(workload: Workload, file: str, rank: int, world: int) -> list[tup
     chosen = _stream(workload, _PERMUTATION).permutation(len(ends))
     needed = workload.samples * world * workload.steps
     if len(chosen) < needed:
-        raise ValueError(f"{file} has {len(chosen)} users, {workload.steps} steps of {world} ranks need {needed}")
+        raise ValueError(
+            f"{file} has {len(chosen)} users, {workload.steps} steps of {world} ranks need {needed}"
+        )
     result = []
     for step in range(workload.steps):
         first = (step * world + rank) * workload.samples
         mine = chosen[first : first + workload.samples]
-        parts = [items[order][max(starts[user], ends[user] + 1 - workload.maximum_length) : ends[user] + 1] for user in mine]
-        labels = (_stream(workload, _BATCH, step, rank).random(workload.samples) < 0.5).astype(np.float32)
+        parts = [
+            items[order][
+                max(starts[user], ends[user] + 1 - workload.maximum_length) : ends[user] + 1
+            ]
+            for user in mine
+        ]
+        labels = (_stream(workload, _BATCH, step, rank).random(workload.samples) < 0.5).astype(
+            np.float32
+        )
         lengths = np.array([len(part) for part in parts])
-        result.append((torch.from_numpy(np.concatenate(parts)), torch.from_numpy(lengths), torch.from_numpy(labels)))
+        result.append(
+            (
+                torch.from_numpy(np.concatenate(parts)),
+                torch.from_numpy(lengths),
+                torch.from_numpy(labels),
+            )
+        )
     return result
 
 
@@ -132,20 +177,28 @@ def _lengths(workload: Workload, random: np.random.Generator) -> np.ndarray:
 
 
 def _colliding(workload: Workload, step: int, rank: int, world: int) -> np.ndarray:
-    """This rank's ids of a step whose global batch shares `workload.collisions` of its rows with the one before and the one after.
+    """This rank's ids of a step whose global batch shares `workload.collisions` of its rows with
+    the one before and the one after.
 
-    Rows lie on a circle, each once; a global batch is an arc of it, and the next one's arc begins that share before its end.
-    So the last step of the workload is followed by its first like any other, and up to a share of 1/2 only neighbours have rows in
-    common. Which rank asks for which row of the arc is drawn anew in every step.
+    Rows lie on a circle, each once; a global batch is an arc of it, and the next one's arc begins
+    that share before its end. So the last step of the workload is followed by its first like any
+    other, and up to a share of 1/2 only neighbours have rows in common. Which rank asks for which
+    row of the arc is drawn anew in every step.
     """
     assert workload.collisions is not None
     keys = [(number, other) for number in range(workload.steps) for other in range(world)]
-    tokens = np.array([_lengths(workload, _stream(workload, _BATCH, *key)).sum() for key in keys]).reshape(workload.steps, world)
+    tokens = np.array(
+        [_lengths(workload, _stream(workload, _BATCH, *key)).sum() for key in keys]
+    ).reshape(workload.steps, world)
     arcs = tokens.sum(1)
-    shifts = np.rint(arcs * (1 - workload.collisions)).astype(np.int64)  # from an arc's beginning to the next one's
+    # from an arc's beginning to the next one's
+    shifts = np.rint(arcs * (1 - workload.collisions)).astype(np.int64)
     circle = int(max(arcs.max(), shifts.sum()))
     if circle > workload.rows or (shifts.sum() and shifts.sum() < 2 * arcs.max()):
-        raise ValueError(f"{workload.rows} rows and {workload.steps} steps are too few for a circle of {circle} rows")
+        raise ValueError(
+            f"{workload.rows} rows and {workload.steps} steps are too few for a "
+            f"circle of {circle} rows"
+        )
     order = _stream(workload, _PERMUTATION).permutation(workload.rows)[:circle]
     whole = order[(shifts[:step].sum() + np.arange(arcs[step])) % circle]
     _stream(workload, _BATCH, step).shuffle(whole)
@@ -154,26 +207,36 @@ def _colliding(workload: Workload, step: int, rank: int, world: int) -> np.ndarr
 
 
 def table_rows(workload: Workload, rows: Tensor) -> Tensor:
-    """First values of the given rows, [n] int64 -> [n, width] float32 in [-0.1, 0.1): a function of row and column."""
+    """First values of the given rows, [n] int64 -> [n, width] float32 in [-0.1, 0.1): a function of
+    row and column."""
     columns = torch.arange(workload.width)
-    bits = (rows[:, None] * workload.width + columns + workload.seed * 1_000_003) * 6364136223846793005
+    bits = (
+        rows[:, None] * workload.width + columns + workload.seed * 1_000_003
+    ) * 6364136223846793005
     bits = (bits ^ (bits >> 29)) * 1442695040888963407
     # 24 bits are what a float32 holds exactly, so the value does not depend on how it is converted.
     return ((bits >> 40) & 0xFFFFFF).to(torch.float32).mul_(0.2 / 2**24).sub_(0.1)
 
 
 def fill_table(workload: Workload, shard: Tensor, first_row: int) -> None:
-    """Writes the first values of rows [first_row, first_row + shard.shape[0]) into `shard`, in pieces."""
+    """Writes the first values of rows [first_row, first_row + shard.shape[0]) into `shard`, in
+    pieces."""
     with torch.no_grad():
         for start in range(0, shard.shape[0], 1 << 15):
             piece = shard[start : start + (1 << 15)]
-            piece.copy_(table_rows(workload, torch.arange(first_row + start, first_row + start + piece.shape[0])))
+            piece.copy_(
+                table_rows(
+                    workload, torch.arange(first_row + start, first_row + start + piece.shape[0])
+                )
+            )
 
 
 class Dense(nn.Module):
-    """Everything after the table: token-wise MLP or HSTU, sum over each sample's tokens, one logit, binary cross-entropy.
+    """Everything after the table: token-wise MLP or HSTU, sum over each sample's tokens, one logit,
+    binary cross-entropy.
 
-    Returns the SUM of the loss over this rank's samples; whoever trains divides by the global count.
+    Returns the SUM of the loss over this rank's samples; whoever trains divides by the global
+    count.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -190,16 +253,20 @@ class Dense(nn.Module):
         else:
             self.layers = _mlp((workload.width, *workload.hidden, workload.width))
         self.head = nn.Linear(workload.inner if workload.layers else workload.width, 1)
-        # The sum over a history would otherwise start the logits in the hundreds, where the loss is flat.
+        # The sum over a history would otherwise start the logits in the hundreds, where the loss is
+        # flat.
         self.scale = workload.median_length**-0.5
         random = _stream(workload, _DENSE)
         with torch.no_grad():
             for parameter in self.parameters():
                 bound = parameter.shape[-1] ** -0.5
-                parameter.copy_(torch.from_numpy(random.uniform(-bound, bound, tuple(parameter.shape))))
+                parameter.copy_(
+                    torch.from_numpy(random.uniform(-bound, bound, tuple(parameter.shape)))
+                )
 
     def forward(self, rows: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
-        """rows [tokens, width], lengths [samples] int64, labels [samples] -> scalar. On a GPU in bf16."""
+        """rows [tokens, width], lengths [samples] int64, labels [samples] -> scalar. On a GPU in
+        bf16."""
         with torch.autocast("cuda", torch.bfloat16) if rows.is_cuda else nullcontext():
             return self._loss(rows, lengths, labels)
 
@@ -209,10 +276,12 @@ class Dense(nn.Module):
         tokens = self.layers(rows)  # [tokens, width]
         for _ in range(self.passes if self.encoder is not None else 0):
             tokens = self.encoder(tokens, lengths)
-        # On CPU index_add takes a third of the time of segment_reduce, forward and backward together.
+        # On CPU index_add takes a third of the time of segment_reduce, forward and backward
+        # together.
         numbers = torch.arange(lengths.shape[0], device=lengths.device)
         owner = torch.repeat_interleave(numbers, lengths, output_size=rows.shape[0])  # [tokens]
-        pooled = tokens.new_zeros(lengths.shape[0], tokens.shape[1]).index_add(0, owner, tokens)  # [samples, width]
+        # [samples, width]
+        pooled = tokens.new_zeros(lengths.shape[0], tokens.shape[1]).index_add(0, owner, tokens)
         logits = self.head(pooled * self.scale).squeeze(-1)  # [samples]
         return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
 
@@ -225,5 +294,7 @@ def _mlp(sizes: tuple[int, ...]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def dense_optimizer(workload: Workload, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def dense_optimizer(
+    workload: Workload, parameters: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=workload.dense_learning_rate)

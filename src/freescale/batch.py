@@ -1,7 +1,7 @@
 """Batches of sequences: jagged features, two-level candidates, per-sample columns.
 
-A sample is one user's history with everything that belongs to it. All moves (select, split, concat) work on
-whole samples, by index arithmetic and without a Python loop over samples, on any device.
+A sample is one user's history with everything that belongs to it. All moves (select, split, concat)
+work on whole samples, by index arithmetic and without a Python loop over samples, on any device.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
-    """Concatenated index ranges [starts[i], starts[i] + lengths[i]) -> [sum(lengths)]. Reads the device for their sum if no `total`
-    is given."""
+    """Concatenated index ranges [starts[i], starts[i] + lengths[i]) -> [sum(lengths)]. Reads the
+    device for their sum if no `total` is given."""
     offsets = offsets_of(lengths)
     total = int(offsets[-1]) if total is None else total
     shift = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
@@ -32,7 +32,8 @@ def ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class HostSizes:
-    """What the host knows of tokens that lie on a device, so that nobody has to read it there. Tensors are on the CPU."""
+    """What the host knows of tokens that lie on a device, so that nobody has to read it there.
+    Tensors are on the CPU."""
 
     lengths: Tensor  # [samples] int64, candidates included
     candidate_counts: Tensor | None = None  # [samples] int64
@@ -45,11 +46,15 @@ class Jagged:
 
     values: Tensor  # [tokens, ...]
     lengths: Tensor  # [samples] int64
-    host: Jagged | None = field(default=None, repr=False, compare=False)  # the same on the CPU, where it moved from
+    # the same on the CPU, where it moved from
+    host: Jagged | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.lengths.dtype != torch.int64 or self.lengths.ndim != 1:
-            raise ValueError(f"lengths must be a 1-d int64 tensor, not {self.lengths.dtype} with {self.lengths.ndim} axes")
+            raise ValueError(
+                f"lengths must be a 1-d int64 tensor, not {self.lengths.dtype} with "
+                f"{self.lengths.ndim} axes"
+            )
 
     @cached_property
     def offsets(self) -> Tensor:  # [samples + 1]
@@ -64,12 +69,16 @@ class Jagged:
         return self.lengths.numel()
 
     def check(self, name: str) -> None:
-        """Refuses lengths that do not fit the values. Reads the device if the host does not know them."""
+        """Refuses lengths that do not fit the values. Reads the device if the host does not know
+        them."""
         if bool((self.host_lengths < 0).any()):
-            raise ValueError(f"feature {name!r}: a negative length ({int(self.host_lengths.min())})")
+            raise ValueError(
+                f"feature {name!r}: a negative length ({int(self.host_lengths.min())})"
+            )
         if int(self.host_lengths.sum()) != self.values.shape[0]:
             raise ValueError(
-                f"feature {name!r}: lengths add up to {int(self.host_lengths.sum())}, but there are {self.values.shape[0]} values"
+                f"feature {name!r}: lengths add up to {int(self.host_lengths.sum())}, but there "
+                f"are {self.values.shape[0]} values"
             )
 
     def select(self, index: Tensor) -> Jagged:
@@ -90,7 +99,9 @@ class Jagged:
         return Jagged(function(self.values), function(self.lengths))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Jagged:
-        values, lengths = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.values, self.lengths))
+        values, lengths = (
+            tensor.to(device, non_blocking=non_blocking) for tensor in (self.values, self.lengths)
+        )
         return Jagged(values, lengths, self if self.lengths.device.type == "cpu" else self.host)
 
 
@@ -101,7 +112,8 @@ class Nested:
     values: Tensor  # [tokens, ...]
     lengths: Tensor  # [candidates] int64: values per candidate
     counts: Tensor  # [samples] int64: candidates per sample
-    host: Nested | None = field(default=None, repr=False, compare=False)  # the same on the CPU, where it moved from
+    # the same on the CPU, where it moved from
+    host: Nested | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def inner(self) -> Jagged:
@@ -138,17 +150,23 @@ class Nested:
         return Nested(function(self.values), function(self.lengths), function(self.counts))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Nested:
-        values, lengths, counts = (t.to(device, non_blocking=non_blocking) for t in (self.values, self.lengths, self.counts))
-        return Nested(values, lengths, counts, self if self.counts.device.type == "cpu" else self.host)
+        values, lengths, counts = (
+            t.to(device, non_blocking=non_blocking)
+            for t in (self.values, self.lengths, self.counts)
+        )
+        return Nested(
+            values, lengths, counts, self if self.counts.device.type == "cpu" else self.host
+        )
 
 
 @dataclass(frozen=True)
 class SequenceBatch:
     """Some samples, feature by feature. Every feature has the same number of samples.
 
-    `weights` holds the supervised weight of each sample, per task: what a task's summed loss is divided by, once it is
-    added up over all ranks. `keys` are the samples' random keys, a function of (seed, step, sample): whatever is random
-    about a sample (dropout, negatives) is drawn from its key, so that it does not matter where it is computed.
+    `weights` holds the supervised weight of each sample, per task: what a task's summed loss is
+    divided by, once it is added up over all ranks. `keys` are the samples' random keys, a function
+    of (seed, step, sample): whatever is random about a sample (dropout, negatives) is drawn from
+    its key, so that it does not matter where it is computed.
     """
 
     sequences: Mapping[str, Jagged] = field(default_factory=dict)
@@ -170,7 +188,12 @@ class SequenceBatch:
     @cached_property
     def _parts(self) -> dict[str, Jagged | Nested | Tensor]:  # asked for many times a step
         parts: dict[str, Jagged | Nested | Tensor] = {}
-        for kind, columns in (("s", self.sequences), ("c", self.candidates), ("d", self.dense), ("w", self.weights)):
+        for kind, columns in (
+            ("s", self.sequences),
+            ("c", self.candidates),
+            ("d", self.dense),
+            ("w", self.weights),
+        ):
             parts |= {f"{kind}/{name}": columns[name] for name in sorted(columns)}
         if self.keys is not None:
             parts["k/"] = self.keys
@@ -221,15 +244,22 @@ class SequenceBatch:
     def select(self, index: Tensor) -> SequenceBatch:
         """The samples at `index` ([n] int64), in that order; repeats allowed."""
         parts = self.parts().items()
-        return self.with_parts({n: p[index] if isinstance(p, Tensor) else p.select(index) for n, p in parts})
+        return self.with_parts(
+            {n: p[index] if isinstance(p, Tensor) else p.select(index) for n, p in parts}
+        )
 
     def slice(self, start: int, stop: int) -> SequenceBatch:
         parts = self.parts().items()
-        return self.with_parts({n: p[start:stop] if isinstance(p, Tensor) else p.slice(start, stop) for n, p in parts})
+        return self.with_parts(
+            {n: p[start:stop] if isinstance(p, Tensor) else p.slice(start, stop) for n, p in parts}
+        )
 
     def split(self, sizes: Sequence[int]) -> list[SequenceBatch]:
         if sum(sizes) != len(self):
-            raise ValueError(f"split sizes {list(sizes)} add up to {sum(sizes)}, the batch has {len(self)} samples")
+            raise ValueError(
+                f"split sizes {list(sizes)} add up to {sum(sizes)}, the batch has "
+                f"{len(self)} samples"
+            )
         edges = [0]
         for size in sizes:
             edges.append(edges[-1] + size)
@@ -241,7 +271,9 @@ class SequenceBatch:
             raise ValueError("concat needs at least one batch")
         columns = [b.parts() for b in batches]
         if any(c.keys() != columns[0].keys() for c in columns):
-            raise ValueError(f"batches differ in their features: {sorted({k[2:] for c in columns for k in c})}")
+            raise ValueError(
+                f"batches differ in their features: {sorted({k[2:] for c in columns for k in c})}"
+            )
 
         def join(name: str) -> Jagged | Nested | Tensor:
             parts = [c[name] for c in columns]
@@ -253,11 +285,16 @@ class SequenceBatch:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> SequenceBatch:
         parts = self.parts().items()
-        return self.with_parts({n: function(p) if isinstance(p, Tensor) else p.map(function) for n, p in parts})
+        return self.with_parts(
+            {n: function(p) if isinstance(p, Tensor) else p.map(function) for n, p in parts}
+        )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceBatch:
-        """Its features remember what they were on the CPU: nobody has to read their sizes from the device."""
-        return self.with_parts({n: p.to(device, non_blocking=non_blocking) for n, p in self.parts().items()})
+        """Its features remember what they were on the CPU: nobody has to read their sizes from the
+        device."""
+        return self.with_parts(
+            {n: p.to(device, non_blocking=non_blocking) for n, p in self.parts().items()}
+        )
 
     def pin_memory(self) -> SequenceBatch:
         return self.map(lambda t: t.pin_memory())

@@ -1,8 +1,9 @@
-"""Samples as bytes, for an AllToAll: every feature of a batch, whatever its dtype, in one message per destination.
+"""Samples as bytes, for an AllToAll: every feature of a batch, whatever its dtype, in one message
+per destination.
 
-All happens on the host, where batches come from and where their lengths are known: no device is waited for. Names, dtypes and
-trailing shapes are not sent, every rank has the same features; sizes travel apart, so that whoever unpacks need not read the
-message.
+All happens on the host, where batches come from and where their lengths are known: no device is
+waited for. Names, dtypes and trailing shapes are not sent, every rank has the same features; sizes
+travel apart, so that whoever unpacks need not read the message.
 """
 
 from __future__ import annotations
@@ -16,18 +17,26 @@ from torch import Tensor
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 
-_FOREIGN = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+_FOREIGN = {
+    torch.bfloat16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
 _ALIGNMENT = 8  # bytes: every tensor starts at a multiple, so that it can be viewed in its dtype
 
 
-def pack(batch: SequenceBatch, order: np.ndarray, counts: Sequence[int]) -> tuple[Tensor, np.ndarray, list[int]]:
+def pack(
+    batch: SequenceBatch, order: np.ndarray, counts: Sequence[int]
+) -> tuple[Tensor, np.ndarray, list[int]]:
     """The samples at `order` (of a batch on the host), cut into parts of `counts` samples.
 
-    Returns the bytes of all parts, one after another; the leading size of each tensor in each part [parts, tensors]; and the bytes
-    of each part.
+    Returns the bytes of all parts, one after another; the leading size of each tensor in each part
+    [parts, tensors]; and the bytes of each part.
     """
     edges = np.concatenate([[0], np.cumsum(np.asarray(counts, np.int64))])
-    columns = [column for part in batch.parts().values() for column in _selected(part, order, edges)]
+    columns = [
+        column for part in batch.parts().values() for column in _selected(part, order, edges)
+    ]
     sizes = np.zeros((len(counts), len(columns)), np.int64)
     pieces: list[np.ndarray] = []
     bytes_of_part = [0] * len(counts)
@@ -48,21 +57,30 @@ def pack(batch: SequenceBatch, order: np.ndarray, counts: Sequence[int]) -> tupl
 
 
 def unpack(like: SequenceBatch, message: Tensor, sizes: np.ndarray) -> SequenceBatch:
-    """A batch with the features of `like` and the samples in `message` (uint8), which has parts of these `sizes` [parts, tensors],
-    one after another."""
+    """A batch with the features of `like` and the samples in `message` (uint8), which has parts of
+    these `sizes` [parts, tensors], one after another."""
     tensors = like.tensors()
     if sizes.ndim != 2 or sizes.shape[1] != len(tensors):
         raise ValueError(f"sizes of {sizes.shape[1:]} tensors do not fit a batch of {len(tensors)}")
     bytes_each = sizes * np.array([_row_bytes(tensor) for tensor in tensors], np.int64)
     padded = -(-bytes_each // _ALIGNMENT) * _ALIGNMENT
     if message.dtype != torch.uint8 or int(padded.sum()) != message.numel() or (sizes < 0).any():
-        raise ValueError(f"{message.numel()} bytes of {message.dtype} came, {int(padded.sum())} of uint8 were announced")
+        raise ValueError(
+            f"{message.numel()} bytes of {message.dtype} came, {int(padded.sum())} "
+            "of uint8 were announced"
+        )
     starts = (np.cumsum(padded.reshape(-1)) - padded.reshape(-1)).reshape(padded.shape)
     source = message.numpy()  # numpy has less to do per call, and there are many small ones
     rebuilt: list[Tensor] = []
-    columns = zip(tensors, sizes.sum(axis=0).tolist(), starts.T.tolist(), bytes_each.T.tolist(), strict=True)
+    columns = zip(
+        tensors, sizes.sum(axis=0).tolist(), starts.T.tolist(), bytes_each.T.tolist(), strict=True
+    )
     for tensor, rows, places, lengths in columns:
-        pieces = [source[start : start + length] for start, length in zip(places, lengths, strict=True) if length]
+        pieces = [
+            source[start : start + length]
+            for start, length in zip(places, lengths, strict=True)
+            if length
+        ]
         shape = (rows, *tensor.shape[1:])
         if pieces:
             rebuilt.append(torch.frombuffer(np.concatenate(pieces), dtype=tensor.dtype).view(shape))
@@ -74,7 +92,12 @@ def unpack(like: SequenceBatch, message: Tensor, sizes: np.ndarray) -> SequenceB
 def schema_of(batch: SequenceBatch) -> str:
     """Names, kinds, dtypes and trailing shapes of a batch's features; empty if it has none."""
     columns = [
-        [name, type(part).__name__, str(values.dtype).removeprefix("torch."), list(values.shape[1:])]
+        [
+            name,
+            type(part).__name__,
+            str(values.dtype).removeprefix("torch."),
+            list(values.shape[1:]),
+        ]
         for name, part in batch.parts().items()
         for values in [part if isinstance(part, Tensor) else part.values]
     ]
@@ -87,7 +110,13 @@ def empty_batch(schema: str) -> SequenceBatch:
     none = torch.zeros(0, dtype=torch.int64)
     for name, kind, dtype, shape in json.loads(schema) if schema else []:
         values = torch.zeros(0, *shape, dtype=getattr(torch, dtype))
-        parts[name] = Jagged(values, none) if kind == "Jagged" else Nested(values, none, none) if kind == "Nested" else values
+        parts[name] = (
+            Jagged(values, none)
+            if kind == "Jagged"
+            else Nested(values, none, none)
+            if kind == "Nested"
+            else values
+        )
     return SequenceBatch().with_parts(parts)
 
 
@@ -96,13 +125,16 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _raw(tensor: Tensor) -> np.ndarray:
-    """The values of a host tensor. What numpy has no dtype for is moved as integers of the same width."""
+    """The values of a host tensor. What numpy has no dtype for is moved as integers of the same
+    width."""
     if tensor.dtype in _FOREIGN:
         tensor = tensor.view(_FOREIGN[tensor.dtype])
     return tensor.numpy()
 
 
-def _selected(part: Jagged | Nested | Tensor, order: np.ndarray, edges: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+def _selected(
+    part: Jagged | Nested | Tensor, order: np.ndarray, edges: np.ndarray
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """The tensors of a column for the samples at `order`, each with its own edges of the parts."""
     if isinstance(part, Tensor):
         return [(_raw(part)[order], edges)]
@@ -112,11 +144,16 @@ def _selected(part: Jagged | Nested | Tensor, order: np.ndarray, edges: np.ndarr
         return [(chosen, edges), (_raw(part.values)[index], ends[edges])]
     index, counts, ends = _ranges(part.counts.numpy(), order)
     inner, lengths, inner_ends = _ranges(part.lengths.numpy(), index)
-    return [(counts, edges), (lengths, ends[edges]), (_raw(part.values)[inner], inner_ends[ends[edges]])]
+    return [
+        (counts, edges),
+        (lengths, ends[edges]),
+        (_raw(part.values)[inner], inner_ends[ends[edges]]),
+    ]
 
 
 def _ranges(lengths: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(indices of the values of the samples at `order`, their lengths, offsets [n + 1] among the chosen)."""
+    """(indices of the values of the samples at `order`, their lengths, offsets [n + 1] among the
+    chosen)."""
     starts = np.cumsum(lengths) - lengths
     chosen = lengths[order]
     ends = np.concatenate([[0], np.cumsum(chosen)])

@@ -1,4 +1,5 @@
-"""Settings of a run, with their defaults, help and limits. Imports nothing heavy: `--help` is made from here."""
+"""Settings of a run, with their defaults, help and limits. Imports nothing heavy: `--help` is made
+from here."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class _Checked:
             if value is None:
                 continue
             if "choices" in rules and value not in rules["choices"]:
-                raise ValueError(f"{flag} must be one of {', '.join(rules['choices'])}, not {value!r}")
+                raise ValueError(
+                    f"{flag} must be one of {', '.join(rules['choices'])}, not {value!r}"
+                )
             if "minimum" in rules and not value >= rules["minimum"]:
                 raise ValueError(f"{flag} must be at least {rules['minimum']}, got {value}")
             if "maximum" in rules and not value <= rules["maximum"]:
@@ -43,14 +46,28 @@ class _Checked:
 @dataclass(frozen=True)
 class DataConfig(_Checked):
     data: str = option("", "histories or interactions: Parquet, MovieLens, Amazon or KuaiRand file")
-    format: str = option("auto", "file format", choices=("auto", "parquet", "movielens", "amazon", "kuairand"))
-    cache: str | None = option(None, "folder for prepared histories (default: a folder of the user's cache)")
-    num_items: int | None = option(None, "size of the catalogue (default: the largest item id in the data, plus one)", minimum=1)
-    max_length: int = option(200, "history events that a sample holds at most", minimum=1, maximum=21000)
-    split: str = option("leave-one-out", "what is held out", choices=("leave-one-out", "time", "none"))
+    format: str = option(
+        "auto", "file format", choices=("auto", "parquet", "movielens", "amazon", "kuairand")
+    )
+    cache: str | None = option(
+        None, ("folder for prepared histories (default: a folder of the user's cache)")
+    )
+    num_items: int | None = option(
+        None,
+        ("size of the catalogue (default: the largest item id in the data, plus one)"),
+        minimum=1,
+    )
+    max_length: int = option(
+        200, "history events that a sample holds at most", minimum=1, maximum=21000
+    )
+    split: str = option(
+        "leave-one-out", "what is held out", choices=("leave-one-out", "time", "none")
+    )
     split_time: int | None = option(None, "first timestamp of the test part, with --split time")
     negatives: int = option(256, "negatives of each sample (retrieval)", minimum=1)
-    in_batch_share: float = option(0.0, "share of negatives that come from the batch", minimum=0.0, maximum=1.0)
+    in_batch_share: float = option(
+        0.0, "share of negatives that come from the batch", minimum=0.0, maximum=1.0
+    )
     candidates: int = option(8, "candidates of each sample (ranking)", minimum=1)
     shuffle: bool = option(True, "shuffle users, by the seed and the epoch")
 
@@ -66,11 +83,25 @@ class ModelConfig(_Checked):
     position_bias: bool = option(True, "relative position bias in attention")
     time_bias: bool = option(True, "relative time bias in attention")
     temperature: float = option(0.1, "softmax temperature (retrieval)", above=0.0)
-    segment: int | None = option(None, "cut histories into segments of so many events, seen later by their tokens alone", minimum=1)
-    segment_tokens: int = option(4, "learned tokens that stand for a segment, with --segment", minimum=1)
-    segment_weight: float = option(1.0, "events that a token counts for where later segments see it, with --segment", above=0.0)
-    segment_pooling: bool = option(False, "tokens start with the pooled events of their segment, with --segment")
-    recompute: bool = option(False, "activation checkpointing: recompute layers in backward to save memory")
+    segment: int | None = option(
+        None,
+        ("cut histories into segments of so many events, seen later by their tokens alone"),
+        minimum=1,
+    )
+    segment_tokens: int = option(
+        4, "learned tokens that stand for a segment, with --segment", minimum=1
+    )
+    segment_weight: float = option(
+        1.0,
+        ("events that a token counts for where later segments see it, with --segment"),
+        above=0.0,
+    )
+    segment_pooling: bool = option(
+        False, ("tokens start with the pooled events of their segment, with --segment")
+    )
+    recompute: bool = option(
+        False, ("activation checkpointing: recompute layers in backward to save memory")
+    )
 
 
 @dataclass(frozen=True)
@@ -80,48 +111,83 @@ class TrainConfig(_Checked):
     steps: int | None = option(None, "stop after this many steps", minimum=1)
     lr: float = option(3e-3, "learning rate of the dense parameters (AdamW)", minimum=0.0)
     weight_decay: float = option(0.0, "weight decay of the dense parameters", minimum=0.0)
-    row_optimizer: str = option("adam", "optimizer of table rows", choices=("sgd", "adagrad", "rowwise_adagrad", "adam"))
+    row_optimizer: str = option(
+        "adam", "optimizer of table rows", choices=("sgd", "adagrad", "rowwise_adagrad", "adam")
+    )
     row_lr: float = option(3e-3, "learning rate of table rows", minimum=0.0)
     warmup: int = option(0, "steps of linear learning-rate warm-up", minimum=0)
-    decay: str = option("constant", "learning rate after warm-up", choices=("constant", "linear", "cosine"))
+    decay: str = option(
+        "constant", "learning rate after warm-up", choices=("constant", "linear", "cosine")
+    )
     clip: float | None = option(None, "global norm limit of the dense gradients", above=0.0)
     row_clip: float | None = option(None, "norm limit of each table row's gradient", above=0.0)
     compress_dense: float | None = option(
         None,
-        "share of the dense gradients' entries that a step holds back: 0.99 sends the largest 1 % (default: all, the exact step)",
+        (
+            "share of the dense gradients' entries that a step holds back: 0.99 sends the largest "
+            "1 % "
+            "(default: all, the exact step)"
+        ),
         minimum=0.0,
         below=1.0,
     )
-    compress_every: int = option(10, "steps between two resets of the thresholds of --compress-dense", minimum=1)
+    compress_every: int = option(
+        10, ("steps between two resets of the thresholds of --compress-dense"), minimum=1
+    )
     accumulate: int = option(1, "micro-batches of a rank's batch", minimum=1)
     precision: str = option("fp32", "compute precision", choices=("fp32", "bf16"))
-    schedule: str = option("staged", "how communication and compute are ordered", choices=("staged", "serial"))
+    schedule: str = option(
+        "staged", "how communication and compute are ordered", choices=("staged", "serial")
+    )
     balance: str = option(
         "greedy",
-        "which rank computes which sample: none, fixed, variable, greedy, greedy_equal, local, karmarkar_karp or module:function",
+        (
+            "which rank computes which sample: none, fixed, variable, greedy, greedy_equal, local, "
+            "karmarkar_karp or module:function"
+        ),
     )
-    balance_cap: int | None = option(None, "tokens that a rank may hold at most (default: mean plus largest sample)", minimum=1)
-    balance_adapt: bool = option(False, "correct the cost model by measured times (assignments then depend on them, too)")
+    balance_cap: int | None = option(
+        None, ("tokens that a rank may hold at most (default: mean plus largest sample)"), minimum=1
+    )
+    balance_adapt: bool = option(
+        False, ("correct the cost model by measured times (assignments then depend on them, too)")
+    )
     transport: str = option(
         "auto",
-        "what carries ids, rows, gradients and samples: process groups, or copy engines and the CPU",
+        (
+            "what carries ids, rows, gradients and samples: process groups, or copy engines and "
+            "the "
+            "CPU"
+        ),
         choices=("auto", "collective", "hostwire-gloo", "hostwire-tcp", "hostwire-ucx"),
     )
     dense_sums: str = option(
         "collective",
-        "what sums gradients of dense parameters: the process group (NCCL on GPUs), or the ranks, by parts, over --transport",
+        (
+            "what sums gradients of dense parameters: the process group (NCCL on GPUs), or the "
+            "ranks, "
+            "by parts, over --transport"
+        ),
         choices=("collective", "parts"),
     )
-    wire_precision: str = option("full", "of rows and gradients on the way (bf16 rounds each value)", choices=("full", "bf16"))
+    wire_precision: str = option(
+        "full",
+        "of rows and gradients on the way (bf16 rounds each value)",
+        choices=("full", "bf16"),
+    )
     placement: str = option("auto", "auto, sharded or replicated; or table=choice, comma-separated")
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     seed: int = option(0, "of everything random")
     timeout: float = option(120.0, "seconds after which a silent collective is an error", above=0.0)
     evaluate_every: int | None = option(
-        None, "epochs between evaluations on the validation part (default: only at the end)", minimum=1
+        None,
+        "epochs between evaluations on the validation part (default: only at the end)",
+        minimum=1,
     )
     eval_batch: int = option(256, "samples of an evaluation batch, over all ranks", minimum=1)
-    checkpoint_every: int = option(1000, "steps between checkpoints (the end is always one)", minimum=1)
+    checkpoint_every: int = option(
+        1000, "steps between checkpoints (the end is always one)", minimum=1
+    )
     keep_checkpoints: int = option(2, "checkpoints to keep", minimum=1)
     log_every: int = option(10, "steps between log lines", minimum=1)
     trace_steps: int = option(100, "steps in the trace", minimum=0)
@@ -141,7 +207,10 @@ class GenerateConfig(_Checked):
     cap: int = option(21_000, "longest history", minimum=2, maximum=21_000)
     popularity: float = option(1.0, "Zipf exponent of item popularity", minimum=0.0)
     collision: float | None = option(
-        None, "share of a batch's requests whose row the batch before reads too, 0 to 1", minimum=0.0, maximum=1.0
+        None,
+        "share of a batch's requests whose row the batch before reads too, 0 to 1",
+        minimum=0.0,
+        maximum=1.0,
     )
     global_batch: int = option(64, "batch that --collision speaks of", minimum=1)
     ranks: int = option(1, "ranks that --collision speaks of", minimum=1)
@@ -155,44 +224,73 @@ class GenerateConfig(_Checked):
 
 @dataclass(frozen=True)
 class SimulateConfig(_Checked):
-    """Of `freescale simulate`. The defaults are the paper's setting; what the paper does not say is marked (assumed)."""
+    """Of `freescale simulate`. The defaults are the paper's setting; what the paper does not say is
+    marked (assumed)."""
 
-    preset: str = option("paper", "machine: a network and a compute curve that are shipped (`--preset list` names them)")
+    preset: str = option(
+        "paper",
+        ("machine: a network and a compute curve that are shipped (`--preset list` names them)"),
+    )
     network: str | None = option(None, "TOML file of your own instead of the preset's network")
-    calibration: str | None = option(None, "compute curve: a shipped one or a file of `simulate calibrate` (default: the preset's)")
-    data: str | None = option(None, "histories or interactions whose lengths and ids are used (default: generated ones)")
-    cache: str | None = option(None, "folder for prepared histories (default: a folder of the user's cache)")
+    calibration: str | None = option(
+        None,
+        ("compute curve: a shipped one or a file of `simulate calibrate` (default: the preset's)"),
+    )
+    data: str | None = option(
+        None, ("histories or interactions whose lengths and ids are used (default: generated ones)")
+    )
+    cache: str | None = option(
+        None, ("folder for prepared histories (default: a folder of the user's cache)")
+    )
     batch: int = option(128, "samples of a GPU", minimum=1)
     median: float = option(3000.0, "median length of generated histories (assumed)", above=0.0)
-    sigma: float = option(1.0, "spread of the logarithm of generated lengths (assumed)", minimum=0.0)
+    sigma: float = option(
+        1.0, "spread of the logarithm of generated lengths (assumed)", minimum=0.0
+    )
     cap: int = option(21_000, "longest history", minimum=2)
     items: int = option(100_000_000, "size of the generated catalogue (assumed)", minimum=2)
     popularity: float = option(1.0, "Zipf exponent of generated items (assumed)", minimum=0.0)
     collisions: float | None = option(
-        0.1, "share of a generated batch's requests that the batch before makes too (assumed)", minimum=0.0, maximum=1.0
+        0.1,
+        "share of a generated batch's requests that the batch before makes too (assumed)",
+        minimum=0.0,
+        maximum=1.0,
     )
-    natural: bool = option(False, "leave collisions to what the popularity gives, instead of --collisions")
+    natural: bool = option(
+        False, ("leave collisions to what the popularity gives, instead of --collisions")
+    )
     width: int = option(512, "width of embeddings and layers (assumed)", minimum=1)
     layers: int = option(8, "HSTU layers (assumed)", minimum=1)
     heads: int = option(4, "attention heads (assumed)", minimum=1)
     schedule: str | None = option(
-        None, "one schedule only (default: all techniques, alone and together)", choices=("serial", "metadata", "stale", "staged")
+        None,
+        "one schedule only (default: all techniques, alone and together)",
+        choices=("serial", "metadata", "stale", "staged"),
     )
     balance: str = option("greedy", "partitioner, as of `freescale train`")
-    transport: str = option("hostwire", "what carries ids, rows and gradients", choices=("collective", "hostwire"))
+    transport: str = option(
+        "hostwire", "what carries ids, rows and gradients", choices=("collective", "hostwire")
+    )
     placement: str = option(
-        "auto", "where the item table lies; auto: by the rule of training", choices=("auto", "sharded", "replicated")
+        "auto",
+        "where the item table lies; auto: by the rule of training",
+        choices=("auto", "sharded", "replicated"),
     )
     adapt: bool = option(False, "the balancer's cost model learns from the simulated times")
     jitter: float | None = option(
         None,
-        "standard deviation of a rank's compute from the curve, as a share (default: the calibration's)",
+        (
+            "standard deviation of a rank's compute from the curve, as a share (default: the "
+            "calibration's)"
+        ),
         minimum=0.0,
         maximum=1.0,
     )
     steps: int = option(20, "steps to simulate; the first two are not averaged", minimum=3)
     seed: int = option(0, "of generated lengths")
-    out: str | None = option(None, "folder for ledger.json, ledger.jsonl and trace.json.gz of each configuration")
+    out: str | None = option(
+        None, ("folder for ledger.json, ledger.jsonl and trace.json.gz of each configuration")
+    )
 
 
 @dataclass(frozen=True)
@@ -207,19 +305,35 @@ class RunConfig:
         if not self.data.data:
             raise ValueError("--data is missing: name a file of histories or interactions")
         if self.data.split == "time" and self.data.split_time is None:
-            raise ValueError("--split time needs --split-time, the first timestamp of the test part")
+            raise ValueError(
+                "--split time needs --split-time, the first timestamp of the test part"
+            )
         if self.model.task == "ranking" and not self.label_names:
-            raise ValueError("--task ranking needs --labels, the label columns (e.g. is_click,is_like)")
+            raise ValueError(
+                "--task ranking needs --labels, the label columns (e.g. is_click,is_like)"
+            )
         if self.model.width % self.model.heads:
-            raise ValueError(f"--width {self.model.width} is not a multiple of --heads {self.model.heads}")
-        segment, tokens, longest = self.model.segment, self.model.segment_tokens, self.data.max_length
+            raise ValueError(
+                f"--width {self.model.width} is not a multiple of --heads {self.model.heads}"
+            )
+        segment, tokens, longest = (
+            self.model.segment,
+            self.model.segment_tokens,
+            self.data.max_length,
+        )
         if segment is not None and segment > longest:
-            raise ValueError(f"--segment {segment} is longer than the longest history, --max-length {longest}")
+            raise ValueError(
+                f"--segment {segment} is longer than the longest history, --max-length {longest}"
+            )
         if segment is not None and tokens > segment:
-            raise ValueError(f"--segment-tokens {tokens} are more than the events of a segment, --segment {segment}")
+            raise ValueError(
+                f"--segment-tokens {tokens} are more than the events of a segment, "
+                f"--segment {segment}"
+            )
         if segment is not None and self.model.segment_weight > segment / tokens:
             raise ValueError(
-                f"--segment-weight {self.model.segment_weight:g} is more than the {segment / tokens:g} events that a token stands "
+                f"--segment-weight {self.model.segment_weight:g} is more than the "
+                f"{segment / tokens:g} events that a token stands "
                 f"for, --segment {segment} by --segment-tokens {tokens}"
             )
 
@@ -229,7 +343,8 @@ class RunConfig:
 
     @property
     def placements(self) -> str | dict[str, str]:
-        """--placement as parallelize takes it: `auto`, or `item=sharded,action=replicated` as a mapping."""
+        """--placement as parallelize takes it: `auto`, or `item=sharded,action=replicated` as a
+        mapping."""
         if "=" not in self.train.placement:
             return self.train.placement
         return dict(part.split("=", 1) for part in self.train.placement.replace(" ", "").split(","))
@@ -244,5 +359,7 @@ class RunConfig:
         for part, kind in parts.items():
             unknown = set(raw.get(part, {})) - {entry.name for entry in fields(kind)}
             if unknown:
-                raise ValueError(f"config.json has unknown settings in {part!r}: {', '.join(sorted(unknown))}")
+                raise ValueError(
+                    f"config.json has unknown settings in {part!r}: {', '.join(sorted(unknown))}"
+                )
         return RunConfig(**{part: kind(**raw.get(part, {})) for part, kind in parts.items()})  # type: ignore[arg-type]

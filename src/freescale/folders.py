@@ -10,14 +10,19 @@ from pathlib import Path
 
 
 def cache_folders() -> list[Path]:
-    """In order of preference: the user's cache, and one beside temporary files, for who has no home. They need not exist."""
+    """In order of preference: the user's cache, and one beside temporary files, for who has no
+    home. They need not exist."""
     found = []
     if given := os.environ.get("XDG_CACHE_HOME"):
         found.append(Path(given))
     else:
-        with suppress(RuntimeError):  # no HOME, and a user that the machine does not know: a container's
+        # no HOME, and a user that the machine does not know: a container's
+        with suppress(RuntimeError):
             found.append(Path.home() / ".cache")
-    return [*(folder / "freescale" for folder in found), Path(tempfile.gettempdir()) / f"freescale-{os.getuid()}"]
+    return [
+        *(folder / "freescale" for folder in found),
+        Path(tempfile.gettempdir()) / f"freescale-{os.getuid()}",
+    ]
 
 
 def cache_folder() -> Path:
@@ -28,11 +33,14 @@ def cache_folder() -> Path:
             return opened(folder)
         except OSError as error:
             reasons.append(str(error))
-    raise ValueError(f"no folder for prepared histories: {'; '.join(reasons)}. Name one: --cache FOLDER")
+    raise ValueError(
+        f"no folder for prepared histories: {'; '.join(reasons)}. Name one: --cache FOLDER"
+    )
 
 
 def opened(folder: Path) -> Path:
-    """Made if need be. OSError unless it is this user's own: what lies in somebody else's may be anything."""
+    """Made if need be. OSError unless it is this user's own: what lies in somebody else's may be
+    anything."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & stat.S_IWOTH:

@@ -1,6 +1,8 @@
-"""Counter-based random numbers: a value is a pure function of its key, never of who computes it or in which order.
+"""Counter-based random numbers: a value is a pure function of its key, never of who computes it or
+in which order.
 
-Keys are int64 tensors. `mix` is splitmix64's finalizer; int64 arithmetic wraps, which is what it needs.
+Keys are int64 tensors. `mix` is splitmix64's finalizer; int64 arithmetic wraps, which is what it
+needs.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def mix(x: Tensor) -> Tensor:
 def derive(key: Tensor | int, *counters: Tensor | int) -> Tensor:
     """A new key from a key and counters, in order; arguments broadcast."""
     result = torch.as_tensor(key, dtype=torch.int64)
-    for counter in counters:  # an int stays one: as a tensor it would have to be copied to the device
+    # an int stays one: as a tensor it would have to be copied to the device
+    for counter in counters:
         result = mix(result * _GOLDEN + counter + 1)
     return result
 
@@ -57,7 +60,8 @@ def integers(keys: Tensor, bound: Tensor | int) -> Tensor:
 def normal(keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal by Box-Muller: one key, one number."""
     inner = torch.float64 if dtype == torch.float64 else torch.float32
-    first = _shifted(keys, 40).to(inner).add_(0.5).mul_(2.0**-24)  # 24 bits: exact in float32, never 0
+    # 24 bits: exact in float32, never 0
+    first = _shifted(keys, 40).to(inner).add_(0.5).mul_(2.0**-24)
     second = keys.bitwise_and(0xFFFFFFFF).to(inner).mul_(2.0**-32)
     return first.log_().mul_(-2).sqrt_().mul_(second.mul_(2 * math.pi).cos_()).to(dtype)
 

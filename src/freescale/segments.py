@@ -1,15 +1,18 @@
-"""Histories cut into segments (PerSRec, arXiv 2601.03479): who sees whom, counted and laid out. Pure arithmetic.
+"""Histories cut into segments (PerSRec, arXiv 2601.03479): who sees whom, counted and laid out.
+Pure arithmetic.
 
-After each full segment of `length` events stand `tokens` learned tokens, here called summaries, since every row of a sequence is a
-token in these kernels. Later rows see a segment through its summaries alone:
+After each full segment of `length` events stand `tokens` learned tokens, here called summaries,
+since every row of a sequence is a token in these kernels. Later rows see a segment through its
+summaries alone:
 
     an event     sees the events of its own segment up to itself, and the summaries of all earlier segments
     a summary    sees its whole segment, the summaries before it in its block, and those of all earlier segments
     a candidate  sees what the next event would see, and itself
 
-What is left after the last full segment is open: it has no summaries. A segment with its summaries attends like a sample of its
-own, causally; what it sees beyond itself is the first so many summaries of its history. SiLU attention is a sum over keys, without
-a normalizer: the two parts are computed apart and added, what is not seen is not visited, and no mask is ever in memory.
+What is left after the last full segment is open: it has no summaries. A segment with its summaries
+attends like a sample of its own, causally; what it sees beyond itself is the first so many
+summaries of its history. SiLU attention is a sum over keys, without a normalizer: the two parts are
+computed apart and added, what is not seen is not visited, and no mask is ever in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ class Segments:
         if self.length < 1:
             raise ValueError(f"a segment must have at least 1 event, not {self.length}")
         if not 1 <= self.tokens <= self.length:
-            raise ValueError(f"a segment of {self.length} events takes 1 to {self.length} tokens, not {self.tokens}")
+            raise ValueError(
+                f"a segment of {self.length} events takes 1 to {self.length} tokens, "
+                f"not {self.tokens}"
+            )
 
     @property
     def period(self) -> int:
@@ -50,7 +56,8 @@ class Segments:
         return self.closed(history) * self.tokens
 
     def pairs(self, history: np.ndarray, candidates: np.ndarray | int = 0) -> np.ndarray:
-        """[n] histories and candidates -> [n] float64: how many (query, key) pairs see each other."""
+        """[n] histories and candidates -> [n] float64: how many (query, key) pairs see each
+        other."""
         history = np.asarray(history, np.float64)
         length, tokens, closed = self.length, self.tokens, history // self.length
         rest = history - closed * length
@@ -60,8 +67,8 @@ class Segments:
         return within + beyond + candidates * (rest + closed * tokens + 1)
 
     def parts(self, sizes: Sizes) -> HostSizes:
-        """The segments of a batch as samples of their own, in the order of their rows: lengths with the summaries, and candidates
-        with the open parts. Segments without a row do not exist."""
+        """The segments of a batch as samples of their own, in the order of their rows: lengths with
+        the summaries, and candidates with the open parts. Segments without a row do not exist."""
         closed = self.closed(sizes.history)
         per_sample = closed + 1
         last = np.cumsum(per_sample) - 1  # the open part of each sample
@@ -79,10 +86,12 @@ def _triangle(rows: Any) -> Any:
 
 @dataclass(frozen=True)
 class SummaryPlan:
-    """Which rows see which summaries: row i of sample s the first (known + min(i // period, closed)) * tokens of the sample's.
+    """Which rows see which summaries: row i of sample s the first (known + min(i // period,
+    closed)) * tokens of the sample's.
 
-    Rows lie sample after sample, and so do summaries: first those that were `known` before (kept from an earlier run), then those
-    of the sample's own segments. Arrays are [samples] int64 on the host. `kept` holds what the kernels make of it."""
+    Rows lie sample after sample, and so do summaries: first those that were `known` before (kept
+    from an earlier run), then those of the sample's own segments. Arrays are [samples] int64 on the
+    host. `kept` holds what the kernels make of it."""
 
     segments: Segments
     lengths: np.ndarray  # rows
@@ -109,13 +118,23 @@ class SummaryPlan:
         return np.cumsum(self.lengths) - self.lengths, np.cumsum(self.counts) - self.counts
 
     def blocks(self) -> np.ndarray:
-        """[blocks, 4] int64: first row, rows, first summary, summaries that they see; only where both are some. The rows of a block
-        see the same ones."""
+        """[blocks, 4] int64: first row, rows, first summary, summaries that they see; only where
+        both are some. The rows of a block see the same ones."""
         per_sample = self.closed + 1
         sample = np.repeat(np.arange(len(self.lengths)), per_sample)
-        number = np.arange(len(sample)) - (np.cumsum(per_sample) - per_sample)[sample]  # of the segment in its sample
+        # of the segment in its sample
+        number = np.arange(len(sample)) - (np.cumsum(per_sample) - per_sample)[sample]
         period, tokens = self.segments.period, self.segments.tokens
         row, summary = self.starts
-        rows = np.where(number < self.closed[sample], period, self.lengths[sample] - number * period)
-        table = np.column_stack([row[sample] + number * period, rows, summary[sample], (self.known[sample] + number) * tokens])
+        rows = np.where(
+            number < self.closed[sample], period, self.lengths[sample] - number * period
+        )
+        table = np.column_stack(
+            [
+                row[sample] + number * period,
+                rows,
+                summary[sample],
+                (self.known[sample] + number) * tokens,
+            ]
+        )
         return table[(table[:, 1] > 0) & (table[:, 3] > 0)]

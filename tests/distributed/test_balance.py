@@ -1,4 +1,5 @@
-"""Balanced steps against unbalanced ones: same loss, gradients and tables; every sample in its step, once; errors on all ranks."""
+"""Balanced steps against unbalanced ones: same loss, gradients and tables; every sample in its
+step, once; errors on all ranks."""
 
 from __future__ import annotations
 
@@ -27,22 +28,60 @@ COST = CostModel.balanced_at(20)
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "histories.parquet"
-    generate(path, users=60, items=60, median=8, sigma=1.2, cap=60, global_batch=13, actions=True, labels=LABELS, seed=2)
+    generate(
+        path,
+        users=60,
+        items=60,
+        median=8,
+        sigma=1.2,
+        cap=60,
+        global_batch=13,
+        actions=True,
+        labels=LABELS,
+        seed=2,
+    )
     return str(path)
 
 
 def train(transport, path, task, numbers, partitioner, accumulate=2):
-    """Steps on the given global batches, and the keys of the samples that this rank computed in each."""
-    options = {"task": task, "tasks": LABELS if task == "ranking" else (), "negatives": 12, "in_batch_share": 0.5, "halo": 4}
-    data = Histories(path, 13, rank=transport.rank, world=transport.world, max_length=50, candidates=4, seed=3, **options)
+    """Steps on the given global batches, and the keys of the samples that this rank computed in
+    each."""
+    options = {
+        "task": task,
+        "tasks": LABELS if task == "ranking" else (),
+        "negatives": 12,
+        "in_batch_share": 0.5,
+        "halo": 4,
+    }
+    data = Histories(
+        path,
+        13,
+        rank=transport.rank,
+        world=transport.world,
+        max_length=50,
+        candidates=4,
+        seed=3,
+        **options,
+    )
     torch.manual_seed(0)
-    encoder = HSTU(width=8, layers=1, heads=2, max_length=54, dropout=0.3, position_bias=True, time_bias=True)
+    encoder = HSTU(
+        width=8, layers=1, heads=2, max_length=54, dropout=0.3, position_bias=True, time_bias=True
+    )
     sizes = {"num_items": data.num_items, "num_actions": data.num_actions, "table_device": "meta"}
-    model = (Ranking(encoder, tasks=LABELS, **sizes) if task == "ranking" else Retrieval(encoder, **sizes)).double()
+    model = (
+        Ranking(encoder, tasks=LABELS, **sizes)
+        if task == "ranking"
+        else Retrieval(encoder, **sizes)
+    ).double()
     seen: list[list[int]] = []
     model.register_forward_pre_hook(lambda _, inputs: seen[-1].extend(inputs[0].keys.tolist()))
     parallel = freescale.parallelize(
-        model, model.features, freescale.Adagrad(lr=0.1), transport=transport, placement="sharded", init_std=0.3
+        model,
+        model.features,
+        freescale.Adagrad(lr=0.1),
+        transport=transport,
+        placement="sharded",
+        init_std=0.3,
     )
     parallel.tables.place()
     balancer = None if partitioner is None else Balancer(PARTITIONERS[partitioner], COST)
@@ -56,7 +95,11 @@ def train(transport, path, task, numbers, partitioner, accumulate=2):
     return losses, snapshot(parallel), seen[: len(numbers)]
 
 
-CASES = [(task, number, name) for task, number in (("retrieval", 0), ("ranking", 1), ("retrieval", 4)) for name in PARTITIONERS]
+CASES = [
+    (task, number, name)
+    for task, number in (("retrieval", 0), ("ranking", 1), ("retrieval", 4))
+    for name in PARTITIONERS
+]
 
 
 def _all_cases(transport, path):
@@ -66,12 +109,19 @@ def _all_cases(transport, path):
         actual_losses, actual, _ = train(transport, path, task, [number], name)
         assert actual_losses[0][1] == pytest.approx(losses[0][1], rel=1e-12), name
         for part, value in expected.items():
-            torch.testing.assert_close(actual[part], value, rtol=1e-12, atol=1e-14, msg=lambda m, n=name, p=part: f"{n}, {p}: {m}")
+            torch.testing.assert_close(
+                actual[part],
+                value,
+                rtol=1e-12,
+                atol=1e-14,
+                msg=lambda m, n=name, p=part: f"{n}, {p}: {m}",
+            )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_one_step_equals_the_unbalanced_one(path, world):
-    """Dense gradients show in the weights after a step of SGD, row gradients in rows and Adagrad's sums."""
+    """Dense gradients show in the weights after a step of SGD, row gradients in rows and Adagrad's
+    sums."""
     run_ranks(world, _all_cases, path)
 
 
@@ -82,10 +132,15 @@ def test_over_several_steps_every_sample_stays_in_its_step(path, task):
     for name in ("greedy", "fixed"):
         ranks = run_ranks(3, train, path, task, numbers, name)
         for step, keys in enumerate(seen):
-            assert sorted(key for _, _, mine in ranks for key in mine[step]) == sorted(keys), (name, step)
+            assert sorted(key for _, _, mine in ranks for key in mine[step]) == sorted(keys), (
+                name,
+                step,
+            )
         for actual_losses, actual, _ in ranks:
             assert [number for number, _ in actual_losses] == numbers
-            assert [loss for _, loss in actual_losses] == pytest.approx([loss for _, loss in losses], rel=1e-7)
+            assert [loss for _, loss in actual_losses] == pytest.approx(
+                [loss for _, loss in losses], rel=1e-7
+            )
             for part, value in expected.items():
                 torch.testing.assert_close(actual[part], value, rtol=1e-5, atol=1e-8)
         moved = [set(mine[0]) for _, _, mine in ranks]
@@ -131,10 +186,14 @@ def test_a_cap_that_cannot_be_met(path):
 def _capped(transport, path):
     data = Histories(path, 13, rank=transport.rank, world=transport.world)
     encoder = HSTU(width=8, layers=1, heads=2, max_length=200)
-    model = Retrieval(encoder, num_items=data.num_items, num_actions=data.num_actions, table_device="meta")
+    model = Retrieval(
+        encoder, num_items=data.num_items, num_actions=data.num_actions, table_device="meta"
+    )
     parallel = freescale.parallelize(model, model.features, transport=transport)
     pipeline = freescale.Pipeline(
-        parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1), balancer=Balancer(PARTITIONERS["greedy"], COST, cap=3)
+        parallel,
+        torch.optim.SGD(parallel.dense_parameters(), lr=0.1),
+        balancer=Balancer(PARTITIONERS["greedy"], COST, cap=3),
     )
     list(pipeline.run(data))
 
@@ -143,14 +202,17 @@ def _uneven(transport, counts, balanced=True):
     from helpers.toys import clicks_batch
     from test_serial import build
 
-    _, pipeline = build(transport, balancer=Balancer(PARTITIONERS["greedy"], COST) if balanced else None)
+    _, pipeline = build(
+        transport, balancer=Balancer(PARTITIONERS["greedy"], COST) if balanced else None
+    )
     batches = [clicks_batch(4, seed) for seed in range(counts[transport.rank])]
     return [(r.number, r.loss) for r in pipeline.run(batches)]
 
 
 @pytest.mark.parametrize("counts", [(3, 5, 2), (0, 5, 2), (5, 0, 0)])
 def test_ranks_whose_data_ends_early_get_samples_of_the_others(counts):
-    """A rank that never had a batch learns its features from the others: whatever is given to it is computed, nothing is lost."""
+    """A rank that never had a batch learns its features from the others: whatever is given to it is
+    computed, nothing is lost."""
     unbalanced = run_ranks(3, _uneven, counts, False)
     steps = run_ranks(3, _uneven, counts)
     assert [len(s) for s in steps] == [5, 5, 5]
@@ -185,7 +247,8 @@ def _adapting(transport, schedule, steps, state=None):
     batches = [clicks_batch(6, 10 * seed + transport.rank) for seed in range(first, first + steps)]
     for _ in pipeline.run(batches):
         if pipeline.steps == first + steps - 1:  # the data has one batch more
-            saved = json.loads(json.dumps(pipeline.state_dict()))  # one batch is planned, not computed
+            # one batch is planned, not computed
+            saved = json.loads(json.dumps(pipeline.state_dict()))
     return logged.decided, logged.times, balancer.error, balancer.adaptive.state_dict(), saved
 
 
@@ -194,10 +257,16 @@ def test_adapting_learns_the_same_on_all_ranks_and_a_checkpoint_keeps_what_is_in
     ranks = run_ranks(2, _adapting, schedule, 12)
     decided, times, error, learned, saved = ranks[0]
     assert ranks[1][0] == decided and ranks[1][3] == learned, "ranks learned different things"
-    # Not what it learned: these batches take so little time that it may be noise, which leaves the cost as it was.
+    # Not what it learned: these batches take so little time that it may be noise, which leaves the
+    # cost as it was.
     assert learned["scale"] is not None and learned["information"][0][1] > 0 and error is not None
-    assert times[0] is None and all((t > 0).all() for t in times[3:]), "no times reached the partitioner"
-    assert list(saved["balancer"]["assignments"]) == ["12"] and saved["balancer"]["assignments"]["12"] == decided[11]
+    assert times[0] is None and all((t > 0).all() for t in times[3:]), (
+        "no times reached the partitioner"
+    )
+    assert (
+        list(saved["balancer"]["assignments"]) == ["12"]
+        and saved["balancer"]["assignments"]["12"] == decided[11]
+    )
     resumed = run_ranks(2, _adapting, schedule, 5, saved)
     assert len(resumed[0][0]) == 4, "the batch in flight was planned again"
     assert resumed[0][4]["balancer"]["cost"] != saved["balancer"]["cost"]

@@ -1,4 +1,5 @@
-"""Channels that are released are used again: connections, threads and memory do not grow, and what failed is not used twice."""
+"""Channels that are released are used again: connections, threads and memory do not grow, and what
+failed is not used twice."""
 
 from __future__ import annotations
 
@@ -27,7 +28,15 @@ def _over(transport, wire, seconds=30.0):
     if wire == "collective":
         return connect("cpu", timeout=seconds, transport="collective")
     kind, shared = wired(wire, transport.rank)
-    return Hostwire("cpu", Ledger(), transport.group, transport.control, kind, shared=shared, timeout=timedelta(seconds=seconds))
+    return Hostwire(
+        "cpu",
+        Ledger(),
+        transport.group,
+        transport.control,
+        kind,
+        shared=shared,
+        timeout=timedelta(seconds=seconds),
+    )
 
 
 def _exchanged(channel, number):
@@ -37,8 +46,12 @@ def _exchanged(channel, number):
     def work():
         sent = torch.full((world * 50_000,), 10 * number + channel.rank)
         came = channel.all_to_all(sent, [50_000] * world, [50_000] * world, "rows").wait()
-        found.append(came.view(world, -1)[:, -1].tolist() == [10 * number + rank for rank in range(world)])
-        found.append(channel.gather_bytes(b"%d" % channel.rank) == [b"%d" % rank for rank in range(world)])
+        found.append(
+            came.view(world, -1)[:, -1].tolist() == [10 * number + rank for rank in range(world)]
+        )
+        found.append(
+            channel.gather_bytes(b"%d" % channel.rank) == [b"%d" % rank for rank in range(world)]
+        )
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -64,14 +77,18 @@ def _swept(transport, wire):
         sides = [Side(made.ledger, name) for name in ("ahead", "urgent", "coming")]
         channels = [made.channel(side, urgent=side.name == "urgent") for side in sides]
         found.append(all(_exchanged(channel, number) for channel in channels))
-        assert [channel.ledger for channel in channels] == sides and all(len(side.take()) >= 1 for side in sides)
+        assert [channel.ledger for channel in channels] == sides and all(
+            len(side.take()) >= 1 for side in sides
+        )
         for channel in reversed(channels) if made.rank else channels:  # threads end when they end
             made.release(channel)
         made.gather_bytes(b"")
         time.sleep(0 if number else 0.2)
         end = time.monotonic() + 5.0
         while (
-            number and any(now > first for now, first in zip(_used(), used[0], strict=True)) and time.monotonic() < end
+            number
+            and any(now > first for now, first in zip(_used(), used[0], strict=True))
+            and time.monotonic() < end
         ):  # a thread that was joined is gone a little later
             time.sleep(0.01)
         used.append(_used())
@@ -82,7 +99,9 @@ def _swept(transport, wire):
 @pytest.mark.parametrize("wire", ["collective", *WIRES])
 def test_a_sweep_takes_no_more_than_its_first_turn(wire):
     for found, used in run_ranks(2, _swept, wire):
-        assert all(found) and all(now <= first for later in used[1:] for now, first in zip(later, used[0], strict=True)), used
+        assert all(found) and all(
+            now <= first for later in used[1:] for now, first in zip(later, used[0], strict=True)
+        ), used
 
 
 def _failed(transport, wire):

@@ -1,4 +1,5 @@
-"""Checkpoints: resumed runs equal uninterrupted ones to the bit, other numbers of ranks and placements load, damage is refused."""
+"""Checkpoints: resumed runs equal uninterrupted ones to the bit, other numbers of ranks and
+placements load, damage is refused."""
 
 from __future__ import annotations
 
@@ -25,21 +26,31 @@ from test_serial import assert_close, snapshot  # isort: skip
 def build(transport, optimizer="adam", placement="sharded", **model):
     torch.manual_seed(3)
     parallel = freescale.parallelize(
-        Clicks(**model), Clicks.ids, ROW_OPTIMIZERS[optimizer](lr=0.1), transport=transport, placement=placement, init_std=0.3
+        Clicks(**model),
+        Clicks.ids,
+        ROW_OPTIMIZERS[optimizer](lr=0.1),
+        transport=transport,
+        placement=placement,
+        init_std=0.3,
     )
     dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
     return parallel, dense, freescale.Pipeline(parallel, dense)
 
 
 def batches(transport, first, last):
-    return [rank_slice(clicks_batch(9, seed), transport.rank, transport.world) for seed in range(first, last)]
+    return [
+        rank_slice(clicks_batch(9, seed), transport.rank, transport.world)
+        for seed in range(first, last)
+    ]
 
 
 def save_after(transport, folder, steps, optimizer="adam", placement="sharded"):
     parallel, dense, pipeline = build(transport, optimizer, placement)
     list(pipeline.run(batches(transport, 0, steps)))
     noise = torch.rand(3)  # the random state is somewhere in the middle
-    Checkpoints(Path(folder), transport).save(parallel, dense, {"step": steps, "pipeline": pipeline.state_dict()})
+    Checkpoints(Path(folder), transport).save(
+        parallel, dense, {"step": steps, "pipeline": pipeline.state_dict()}
+    )
     return noise, snapshot(parallel)
 
 
@@ -108,7 +119,9 @@ def test_without_a_process_group_and_export(tmp_path):
 
     for path in export_checkpoint(tmp_path / "step-00000003", tmp_path / "out"):
         assert path.exists()
-    assert torch.equal(load_file(tmp_path / "out" / "table.item.safetensors")["weight"], saved["item/rows"])
+    assert torch.equal(
+        load_file(tmp_path / "out" / "table.item.safetensors")["weight"], saved["item/rows"]
+    )
     dense = load_file(tmp_path / "out" / "dense.safetensors")
     assert torch.equal(dense["layers.0.weight"], saved["layers.0.weight"])
 
@@ -118,11 +131,14 @@ def test_export_of_a_sharded_checkpoint(tmp_path):
     from safetensors.torch import load_file
 
     list(export_checkpoint(tmp_path / "step-00000002", tmp_path / "out"))
-    assert torch.equal(load_file(tmp_path / "out" / "table.item.safetensors")["weight"], saved["item/rows"])
+    assert torch.equal(
+        load_file(tmp_path / "out" / "table.item.safetensors")["weight"], saved["item/rows"]
+    )
 
 
 def test_a_killed_save_leaves_the_last_checkpoint(tmp_path):
-    """A rank dies in the middle of a save (its process ends at the first file written): what was there stays whole."""
+    """A rank dies in the middle of a save (its process ends at the first file written): what was
+    there stays whole."""
     run_ranks(2, save_after, str(tmp_path), 2)
     before = {p.name: p.read_bytes() for p in (tmp_path / "step-00000002").iterdir()}
     with pytest.raises(Exception):  # noqa: B017 - a rank that is gone reports nothing: the queue times out
@@ -164,14 +180,22 @@ def test_another_model_is_refused(tmp_path):
     save_after(Local(), str(tmp_path), 1)
     path = tmp_path / "step-00000001"
     parallel, dense, _ = build(Local(), items=300)
-    with pytest.raises(ValueError, match=r"another model: table 'item' is \[200, 8, .* there, \[300, 8"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"another model: table 'item' is \[200, 8, .* there, "
+            r"\[300, 8"
+        ),
+    ):
         Checkpoints(tmp_path, Local()).load(path, parallel, dense)
     parallel, dense, _ = build(Local(), optimizer="sgd")
     with pytest.raises(ValueError, match="another model: table 'action'"):
         Checkpoints(tmp_path, Local()).load(path, parallel, dense)
     parallel, _, _ = build(Local())
     with pytest.raises(ValueError, match="was trained with AdamW, not SGD"):
-        Checkpoints(tmp_path, Local()).load(path, parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1))
+        Checkpoints(tmp_path, Local()).load(
+            path, parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1)
+        )
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
@@ -190,7 +214,9 @@ def older(path):
     """As it was written before there were checksums."""
     state = json.loads((path / "state.json").read_text())
     known = ("dense", "tables", "placement", "optimizer", "progress", "ranks", "device", "carried")
-    (path / "state.json").write_text(json.dumps({"format": 1} | {key: state[key] for key in known if key in state}))
+    (path / "state.json").write_text(
+        json.dumps({"format": 1} | {key: state[key] for key in known if key in state})
+    )
 
 
 class _Evil:

@@ -1,4 +1,5 @@
-"""The folder of checkpoints: the one just saved stays, a kill or a full disk leaves one that loads, damage is found by name."""
+"""The folder of checkpoints: the one just saved stays, a kill or a full disk leaves one that loads,
+damage is found by name."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def trained(folder, *steps, keep=5, transport=None):
     checkpoints = Checkpoints(Path(folder), transport, keep)
     for result in pipeline.run(batches(transport, 0, steps[-1])):
         if result.step in steps:
-            checkpoints.save(parallel, dense, {"step": result.step, "pipeline": pipeline.state_dict()})
+            checkpoints.save(
+                parallel, dense, {"step": result.step, "pipeline": pipeline.state_dict()}
+            )
     return parallel, dense, checkpoints
 
 
@@ -58,7 +61,13 @@ def test_steps_of_another_run_are_refused_before_anything_is_written(tmp_path):
     before = names(tmp_path)
     parallel, dense, pipeline = build(Local())
     list(pipeline.run([clicks_batch(5, 0)]))
-    with pytest.raises(ValueError, match=r"ahead of step 1 \(step-00000005, step-00000010\).*remove them, or use another folder"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"ahead of step 1 \(step-00000005, "
+            r"step-00000010\).*remove them, or use another folder"
+        ),
+    ):
         Checkpoints(tmp_path, Local()).save(parallel, dense, {"step": 1})
     assert names(tmp_path) == before
 
@@ -70,15 +79,22 @@ def test_the_checkpoint_just_saved_is_never_removed(tmp_path, keep):
     parallel, dense, _ = build(Local())
     parallel.tables.place()
     saved = Checkpoints(tmp_path, Local(), keep).save(parallel, dense, {"step": 3})
-    assert saved.exists() and names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"][-keep:]
+    assert (
+        saved.exists()
+        and names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"][-keep:]
+    )
 
 
 def test_going_back_leaves_the_later_ones_behind(tmp_path):
-    """They go with the next save that succeeds, whatever its step: nobody falls back to what was given up."""
+    """They go with the next save that succeeds, whatever its step: nobody falls back to what was
+    given up."""
     trained(tmp_path, 1, 2, 4, 6)
     parallel, dense, _ = build(Local())
     checkpoints = Checkpoints(tmp_path, Local(), keep=5)
-    with pytest.warns(UserWarning, match="going on from step-00000002: step-00000004, step-00000006 will be removed"):
+    with pytest.warns(
+        UserWarning,
+        match=("going on from step-00000002: step-00000004, step-00000006 will be removed"),
+    ):
         checkpoints.load(checkpoints.path(2), parallel, dense)
     assert checkpoints.steps() == [1, 2, 4, 6]
     checkpoints.save(parallel, dense, {"step": 5})
@@ -102,14 +118,17 @@ CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
 
 
 def killed_at(number, action):
-    """In a process of its own, which ends before its operation `number` on files. Whether there were so many."""
+    """In a process of its own, which ends before its operation `number` on files. Whether there
+    were so many."""
     child = os.fork()
     if child == 0:
         seen = 0
 
         def watch(event, arguments):
             nonlocal seen
-            if event in CHANGES or (event == "open" and isinstance(arguments[1], str) and "w" in arguments[1]):
+            if event in CHANGES or (
+                event == "open" and isinstance(arguments[1], str) and "w" in arguments[1]
+            ):
                 seen += 1
                 if seen > number:
                     os._exit(9)
@@ -138,7 +157,10 @@ def test_a_kill_at_any_point_leaves_a_checkpoint_that_loads(tmp_path, step):
         again = Checkpoints(tmp_path / "run", Local(), keep=1)
         progress = again.load(again.latest(), fresh, optimizer)
         now = snapshot(fresh)
-        old, new = (all(torch.equal(now[name], value) for name, value in state.items()) for state in (before, after))
+        old, new = (
+            all(torch.equal(now[name], value) for name, value in state.items())
+            for state in (before, after)
+        )
         assert (old and progress["step"] == 3) or (new and progress["step"] == step), number
         found.append(new)
         again.save(fresh, optimizer, {"step": 5})  # and the next save clears what is left
@@ -154,7 +176,9 @@ def test_a_kill_at_any_point_leaves_a_checkpoint_that_loads(tmp_path, step):
 
 
 def flipped(data):
-    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 0x40]) + data[len(data) // 2 + 1 :]
+    return (
+        data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 0x40]) + data[len(data) // 2 + 1 :]
+    )
 
 
 def zeroed(data):
@@ -207,13 +231,18 @@ def test_the_one_before_is_taken_with_a_warning(tmp_path):
     assert "step-00000003/__0_0.distcp is damaged" in str(said[0].message)
     assert "step-00000002/state.json is damaged" in str(said[1].message) and len(said) == 2
     with pytest.warns(UserWarning):
-        assert [path.name for path in export_run(tmp_path, tmp_path / "out")][0] == "dense.safetensors"
+        assert [path.name for path in export_run(tmp_path, tmp_path / "out")][
+            0
+        ] == "dense.safetensors"
     parallel, dense, _ = build(Local())
     with pytest.warns(UserWarning, match="step-00000002, step-00000003 will be removed"):
         assert checkpoints.load(found, parallel, dense)["step"] == 1
     path = checkpoints.path(1) / "__0_0.distcp"
     path.write_bytes(flipped(path.read_bytes()))
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="step-00000001/__0_0.distcp is damaged"):
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(ValueError, match=("step-00000001/__0_0.distcp is damaged")),
+    ):
         checkpoints.last_intact()
 
 
@@ -227,7 +256,8 @@ def test_a_checkpoint_without_checksums_loads(tmp_path):
 
 
 def _fall_back(transport, folder):
-    """Each file is compared on one rank; what it finds all know. -> what was loaded, and the files that were written."""
+    """Each file is compared on one rank; what it finds all know. -> what was loaded, and the files
+    that were written."""
     _, _, checkpoints = trained(Path(folder), 1, 2, transport=transport)
     files = sorted(path.name for path in checkpoints.path(2).iterdir())
     if transport.rank == 0:
@@ -266,7 +296,10 @@ def full_disk(folder):
     """On a disk that holds one checkpoint and a half."""
     ranks.CONTEXT = multiprocessing.get_context("fork")  # all that is needed is imported
     folder = Path(folder)
-    said = [error.strip().splitlines()[-1] for error, _ in ranks.gather_ranks(2, _fill, str(folder), timeout=60)]
+    said = [
+        error.strip().splitlines()[-1]
+        for error, _ in ranks.gather_ranks(2, _fill, str(folder), timeout=60)
+    ]
     failed = f"ValueError: checkpoint {folder}/step-00000002 could not be written"
     assert said == [f"{failed}: the disk is full: make room, or keep fewer checkpoints"] * 2, said
     assert names(folder) == ["step-00000001"], names(folder)
@@ -279,7 +312,20 @@ def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path):
     if subprocess.run(["unshare", "-rm", "sh", "-c", mounted], capture_output=True).returncode:
         pytest.skip("no small disk to be had here: mounts are not allowed")
     tests = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    code = f"import sys; sys.path[:0] = {tests}; import test_checkpoint_files as t; t.full_disk({str(tmp_path)!r})"
-    run = ["unshare", "-rm", "sh", "-c", f'{mounted} && exec "$@"', "sh", sys.executable, "-c", code]
+    code = (
+        f"import sys; sys.path[:0] = {tests}; import test_checkpoint_files as t; "
+        f"t.full_disk({str(tmp_path)!r})"
+    )
+    run = [
+        "unshare",
+        "-rm",
+        "sh",
+        "-c",
+        f'{mounted} && exec "$@"',
+        "sh",
+        sys.executable,
+        "-c",
+        code,
+    ]
     done = subprocess.run(run, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""What optimizers and modules keep from step to step: saved as it is, restored as it was, or refused by name before training."""
+"""What optimizers and modules keep from step to step: saved as it is, restored as it was, or
+refused by name before training."""
 
 from __future__ import annotations
 
@@ -61,9 +62,14 @@ class Hoarder(torch.optim.SGD):
     def step(self, closure=None):
         super().step()
         for p in self.param_groups[0]["params"]:
-            history = self.state[p].setdefault("history", {"last": [], 7: ("text", None, True, 0.1 + 0.2), "empty": {}})
+            history = self.state[p].setdefault(
+                "history", {"last": [], 7: ("text", None, True, 0.1 + 0.2), "empty": {}}
+            )
             history["last"] = [*history["last"], p.detach().clone()][-2:]
-        self.state["seen"] = {"steps": self.state["seen"].get("steps", 0) + 1, "total": torch.tensor(3)}
+        self.state["seen"] = {
+            "steps": self.state["seen"].get("steps", 0) + 1,
+            "total": torch.tensor(3),
+        }
 
 
 class Counter:
@@ -117,7 +123,12 @@ class Frozen(Clicks):
 def build(optimizer=OPTIMIZERS["AdamW"], model=Clicks, transport=None):
     torch.manual_seed(3)
     parallel = freescale.parallelize(
-        model(), Clicks.ids, freescale.Adam(lr=0.1), transport=transport, placement="sharded", init_std=0.3
+        model(),
+        Clicks.ids,
+        freescale.Adam(lr=0.1),
+        transport=transport,
+        placement="sharded",
+        init_std=0.3,
     )
     dense = optimizer(parallel.dense_parameters())
     return parallel, dense, freescale.Pipeline(parallel, dense)
@@ -134,7 +145,11 @@ def assert_equal(actual, expected):
 
 def same(left, right):
     if isinstance(right, torch.Tensor):
-        return isinstance(left, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+        return (
+            isinstance(left, torch.Tensor)
+            and left.dtype == right.dtype
+            and torch.equal(left, right)
+        )
     if isinstance(right, dict):
         return list(left) == list(right) and all(same(left[key], right[key]) for key in right)
     if isinstance(right, (list, tuple)):
@@ -169,7 +184,11 @@ def test_a_save_before_the_first_step_changes_nothing(tmp_path, optimizer):
     assert_equal(resumed, expected)
 
 
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS.values(), PlainAdam, Hoarder], ids=[*OPTIMIZERS, "PlainAdam", "Hoarder"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [*OPTIMIZERS.values(), PlainAdam, Hoarder],
+    ids=[*OPTIMIZERS, "PlainAdam", "Hoarder"],
+)
 def test_any_optimizer_resumes_to_the_bit(tmp_path, optimizer):
     parallel, dense, pipeline = build(optimizer)
     run(pipeline, 0, 3)
@@ -220,7 +239,9 @@ def test_state_that_cannot_be_saved_is_refused_by_name_before_training_and_at_a_
     with pytest.raises(ValueError, match="optimizer/layers.0.weight/counter/0 is a Counter"):
         checkpoints.check(parallel, dense)
     assert torch.equal(torch.get_rng_state(), noise) and not dense.state
-    assert all(torch.equal(value, before[name]) for name, value in snapshot_of_dense(parallel).items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in snapshot_of_dense(parallel).items()
+    )
     run(pipeline, 0, 1)
     with pytest.raises(ValueError, match="optimizer/layers.0.weight/counter/0 is a Counter"):
         checkpoints.save(parallel, dense, {"step": 1})
@@ -286,7 +307,9 @@ class Alternating(nn.Module):
     def __init__(self):
         super().__init__()
         self.item = nn.Embedding(200, 16)
-        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(16, 2500), nn.Tanh(), nn.Linear(2500, 16)) for _ in range(2))
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 2500), nn.Tanh(), nn.Linear(2500, 16)) for _ in range(2)
+        )
         self.out = nn.Linear(16, 2)
 
     def forward(self, batch):
@@ -295,13 +318,17 @@ class Alternating(nn.Module):
         x = torch.zeros(len(batch), 16).index_add(0, sample, self.item(history.values))
         for branch in self.branches if batch.number % 2 == 0 else reversed(self.branches):
             x = x + branch(x)
-        losses = nn.functional.binary_cross_entropy_with_logits(self.out(x), batch.dense["labels"], reduction="none").sum(0)
+        losses = nn.functional.binary_cross_entropy_with_logits(
+            self.out(x), batch.dense["labels"], reduction="none"
+        ).sum(0)
         return {"click": losses[0], "like": losses[1]}
 
 
 def alternating(transport):
     torch.manual_seed(0)
-    parallel = freescale.parallelize(Alternating(), Alternating.ids, transport=transport, placement="sharded", init_std=0.1)
+    parallel = freescale.parallelize(
+        Alternating(), Alternating.ids, transport=transport, placement="sharded", init_std=0.1
+    )
     dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
     return parallel, dense, freescale.Pipeline(parallel, dense, schedule="staged")
 
@@ -322,16 +349,21 @@ def resume_after_an_odd_step(transport, folder):
 
 def load_the_order(transport, folder):
     parallel, dense, pipeline = alternating(transport)
-    progress = Checkpoints(Path(folder), transport).load(Path(folder) / "step-00000003", parallel, dense)
+    progress = Checkpoints(Path(folder), transport).load(
+        Path(folder) / "step-00000003", parallel, dense
+    )
     pipeline.load_state_dict(progress["pipeline"])
     names = [name for name, _ in parallel.module.named_parameters()]
     return [names[number] for number in pipeline.buckets.order]
 
 
 def test_sums_go_on_in_the_order_that_they_had(tmp_path):
-    """Three numbers have sums that depend on it; on another number of ranks the order is the same."""
+    """Three numbers have sums that depend on it; on another number of ranks the order is the
+    same."""
     run_ranks(3, resume_after_an_odd_step, str(tmp_path))
-    saved = json.loads((tmp_path / "step-00000003" / "state.json").read_text())["progress"]["pipeline"]["order"]
+    saved = json.loads((tmp_path / "step-00000003" / "state.json").read_text())["progress"][
+        "pipeline"
+    ]["order"]
     assert load_the_order(Local(), tmp_path) == saved and len(saved) == 10
 
 
@@ -414,7 +446,14 @@ def test_a_run_that_diverges_between_two_looks_at_its_loss_keeps_its_good_checkp
     trainer(tmp_path, 4, **settings).train()
     checkpoints = tmp_path / "run" / "checkpoints"
     before = sorted(path.name for path in checkpoints.iterdir())
-    with pytest.raises(ValueError, match="the loss is nan at step 6: lower --lr and --row-lr, or set --clip and --row-clip"):
+    with pytest.raises(
+        ValueError,
+        match=("the loss is nan at step 6: lower --lr and --row-lr, or set --clip and --row-clip"),
+    ):
         trainer(tmp_path, 40, resume=True, lr=1e30, row_lr=1e30, **settings).train()
-    assert sorted(path.name for path in checkpoints.iterdir()) == before == ["step-00000002", "step-00000004"]
+    assert (
+        sorted(path.name for path in checkpoints.iterdir())
+        == before
+        == ["step-00000002", "step-00000004"]
+    )
     assert math.isfinite(trainer(tmp_path, 8, resume=True, **settings).train()["loss"])

@@ -48,22 +48,40 @@ def interactions(path: Path, users: int = 40, **changes) -> Path:
         "item_id": random.integers(0, 60, events),
         "timestamp": np.arange(events) * 10,
     }
-    table = pa.table({name: column for name, column in (columns | changes).items() if column is not None})
+    table = pa.table(
+        {name: column for name, column in (columns | changes).items() if column is not None}
+    )
     pq.write_table(table, path)
     return path
 
 
-def train(folder: Path, data: Path, *more: object, run=freescale, **options) -> subprocess.CompletedProcess:
-    return run("train", "--data", data, "--folder", folder / "run", "--cache", folder / "cache", *SMALL, *more, **options)
+def train(
+    folder: Path, data: Path, *more: object, run=freescale, **options
+) -> subprocess.CompletedProcess:
+    return run(
+        "train",
+        "--data",
+        data,
+        "--folder",
+        folder / "run",
+        "--cache",
+        folder / "cache",
+        *SMALL,
+        *more,
+        **options,
+    )
 
 
 def metrics(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     return [{k: v for k, v in line.items() if k != "samples_per_second"} for line in lines]
 
 
 def test_train_resume_eval_export(tmp_path):
-    """A run of two ranks, stopped in the middle and resumed, writes what an uninterrupted one writes, to the bit."""
+    """A run of two ranks, stopped in the middle and resumed, writes what an uninterrupted one
+    writes, to the bit."""
     data = interactions(tmp_path / "events.parquet")
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     whole = train(tmp_path / "a", data, "--nproc", 2, "--epochs", 4, run=started)
@@ -84,9 +102,13 @@ def test_train_resume_eval_export(tmp_path):
         assert {e["pid"] for e in json.load(file)["traceEvents"]} == {0, 1}
     assert "HR@10" in whole.stdout and "straggler" in whole.stdout and "popularity" in whole.stdout
 
-    first = train(tmp_path / "b", data, "--nproc", 2, "--epochs", 4, "--steps", 6, "--checkpoint-every", 4)
+    first = train(
+        tmp_path / "b", data, "--nproc", 2, "--epochs", 4, "--steps", 6, "--checkpoint-every", 4
+    )
     assert first.returncode == 0, first.stderr
-    again = freescale("train", "--folder", tmp_path / "b" / "run", "--resume", "--nproc", 2, "--steps", 12)
+    again = freescale(
+        "train", "--folder", tmp_path / "b" / "run", "--resume", "--nproc", 2, "--steps", 12
+    )
     assert again.returncode == 0, again.stderr
     expected = metrics(tmp_path / "a")
     assert [m for m in metrics(tmp_path / "b") if m.get("step") != 6 or "test" not in m] == expected
@@ -105,7 +127,10 @@ def test_train_resume_eval_export(tmp_path):
     assert quality == expected[-1]["test"] and "popularity" in evaluated.stdout
     exported = freescale("export", run, "--out", tmp_path / "out")
     assert exported.returncode == 0, exported.stderr
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"dense.safetensors", "table.item.safetensors"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "dense.safetensors",
+        "table.item.safetensors",
+    }
 
 
 def test_schedules_write_the_same(tmp_path):
@@ -114,16 +139,23 @@ def test_schedules_write_the_same(tmp_path):
     (tmp_path / "staged").mkdir(), (tmp_path / "serial").mkdir()
     options = ["--nproc", 2, "--epochs", 4, "--placement", "sharded", "--row-lr", 0.1]
     first = train(tmp_path / "staged", data, *options, "--steps", 7)
-    again = freescale("train", "--folder", tmp_path / "staged" / "run", "--resume", "--nproc", 2, "--steps", 12)
+    again = freescale(
+        "train", "--folder", tmp_path / "staged" / "run", "--resume", "--nproc", 2, "--steps", 12
+    )
     serial = train(tmp_path / "serial", data, *options, "--schedule", "serial")
-    assert [done.returncode for done in (first, again, serial)] == [0, 0, 0], first.stderr + again.stderr + serial.stderr
+    assert [done.returncode for done in (first, again, serial)] == [0, 0, 0], (
+        first.stderr + again.stderr + serial.stderr
+    )
     assert "schedule staged" in first.stdout and "schedule serial" in serial.stdout
     expected = metrics(tmp_path / "serial")
-    assert [m for m in metrics(tmp_path / "staged") if m.get("step") != 7] == expected and expected[-1]["step"] == 12
+    assert [m for m in metrics(tmp_path / "staged") if m.get("step") != 7] == expected and expected[
+        -1
+    ]["step"] == 12
 
 
 def test_transports_write_the_same(tmp_path):
-    """Losses and the ledger do not depend on what carries the bytes, apart from times and the names of the paths."""
+    """Losses and the ledger do not depend on what carries the bytes, apart from times and the names
+    of the paths."""
     data = interactions(tmp_path / "events.parquet")
     found = {}
     for transport in ("collective", "hostwire-gloo", "hostwire-ucx"):
@@ -134,19 +166,57 @@ def test_transports_write_the_same(tmp_path):
         assert done.returncode == 0, done.stderr
         assert f"transport {transport} (as asked)" in done.stdout
         ledger = json.loads((folder / "run" / "ledger.json").read_text())
-        same = ("ranks", "steps", "measured_steps", "bytes_per_step", "collision_percent", "sparsity", "predicted_imbalance")
+        same = (
+            "ranks",
+            "steps",
+            "measured_steps",
+            "bytes_per_step",
+            "collision_percent",
+            "sparsity",
+            "predicted_imbalance",
+        )
         found[transport] = metrics(folder), {name: ledger[name] for name in same}
-        carried = {kind: set(paths) for kind, paths in ledger["paths"].items() if ledger["bytes_per_step"][kind]}
-        wire = {"collective": "gloo", "hostwire-gloo": "hostwire: shared memory", "hostwire-ucx": "hostwire: ucx: tcp"}[transport]
+        carried = {
+            kind: set(paths)
+            for kind, paths in ledger["paths"].items()
+            if ledger["bytes_per_step"][kind]
+        }
+        wire = {
+            "collective": "gloo",
+            "hostwire-gloo": "hostwire: shared memory",
+            "hostwire-ucx": "hostwire: ucx: tcp",
+        }[transport]
         assert set(carried) == {"counts", "ids", "rows", "gradients", "samples", "dense"}
-        assert carried.pop("dense") == {"gloo"} and all(paths == {wire} for paths in carried.values()), carried
+        assert carried.pop("dense") == {"gloo"} and all(
+            paths == {wire} for paths in carried.values()
+        ), carried
     assert found["collective"] == found["hostwire-gloo"] == found["hostwire-ucx"]
 
 
 def test_joins_ranks_that_torchrun_started(tmp_path):
     data = interactions(tmp_path / "events.parquet")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "freescale"]
-    good = ["train", "--data", data, "--folder", tmp_path / "run", "--cache", tmp_path / "cache", *SMALL, "--steps", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "freescale",
+    ]
+    good = [
+        "train",
+        "--data",
+        data,
+        "--folder",
+        tmp_path / "run",
+        "--cache",
+        tmp_path / "cache",
+        *SMALL,
+        "--steps",
+        "2",
+    ]
     done = subprocess.run([*command, *map(str, good)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "ledger.json").read_text())["ranks"] == 2
@@ -160,15 +230,39 @@ def test_joins_ranks_that_torchrun_started(tmp_path):
 
 def test_ranking(tmp_path):
     random = np.random.default_rng(1)
-    labels = {"is_click": random.integers(0, 2, 480), "is_like": random.integers(0, 2, 480), "action": random.integers(0, 4, 480)}
+    labels = {
+        "is_click": random.integers(0, 2, 480),
+        "is_like": random.integers(0, 2, 480),
+        "action": random.integers(0, 4, 480),
+    }
     data = interactions(tmp_path / "events.parquet", **labels)
     balance = ["--balance", "variable", "--balance-adapt"]
-    done = train(tmp_path, data, "--task", "ranking", "--labels", "is_click,is_like", "--nproc", 2, "--epochs", 2, *balance)
+    done = train(
+        tmp_path,
+        data,
+        "--task",
+        "ranking",
+        "--labels",
+        "is_click,is_like",
+        "--nproc",
+        2,
+        "--epochs",
+        2,
+        *balance,
+    )
     assert done.returncode == 0, done.stderr
     assert "error of the cost model" in done.stdout
-    assert set(metrics(tmp_path)[-1]["test"]["model"]) == {"ne/is_click", "auc/is_click", "ne/is_like", "auc/is_like"}
+    assert set(metrics(tmp_path)[-1]["test"]["model"]) == {
+        "ne/is_click",
+        "auc/is_click",
+        "ne/is_like",
+        "auc/is_like",
+    }
     (tmp_path / "b").mkdir()
-    for column, word in (("is_gold", "'is_gold'"), ("action", "events.parquet: label column 'action' holds 3, not 0 or 1")):
+    for column, word in (
+        ("is_gold", "'is_gold'"),
+        ("action", ("events.parquet: label column 'action' holds 3, not 0 or 1")),
+    ):
         done = train(tmp_path / "b", data, "--task", "ranking", "--labels", column)
         check_refused(done, word, tmp_path / "b", prepared=True)
 
@@ -183,16 +277,26 @@ BAD_FILES = {
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_bad_files_are_one_line(name, tmp_path):
     changes, word = BAD_FILES[name]
-    check_refused(train(tmp_path, interactions(tmp_path / "events.parquet", **changes), "--nproc", 2), word, tmp_path)
+    check_refused(
+        train(tmp_path, interactions(tmp_path / "events.parquet", **changes), "--nproc", 2),
+        word,
+        tmp_path,
+    )
 
 
-def check_refused(done: subprocess.CompletedProcess, word: str, folder: Path, prepared: bool = False) -> None:
+def check_refused(
+    done: subprocess.CompletedProcess, word: str, folder: Path, prepared: bool = False
+) -> None:
     assert done.returncode not in (0, None)
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1 and lines[0].startswith("freescale: error: ") and word in lines[0], done.stderr
+    assert len(lines) == 1 and lines[0].startswith("freescale: error: ") and word in lines[0], (
+        done.stderr
+    )
     assert not (folder / "run").exists()
     cache = folder / "cache"
-    assert prepared or not cache.exists() or not list(cache.rglob("*.parquet")), "something half-written stayed"
+    assert prepared or not cache.exists() or not list(cache.rglob("*.parquet")), (
+        "something half-written stayed"
+    )
 
 
 def test_other_bad_input_is_one_line(tmp_path):
@@ -201,18 +305,29 @@ def test_other_bad_input_is_one_line(tmp_path):
     empty.touch()
     check_refused(train(tmp_path, empty), "empty.parquet", tmp_path)
     no_rows = interactions(
-        tmp_path / "none.parquet", user_id=np.zeros(0, int), item_id=np.zeros(0, int), timestamp=np.zeros(0, int)
+        tmp_path / "none.parquet",
+        user_id=np.zeros(0, int),
+        item_id=np.zeros(0, int),
+        timestamp=np.zeros(0, int),
     )
     check_refused(train(tmp_path, no_rows), "none.parquet", tmp_path)
     check_refused(train(tmp_path, tmp_path / "nowhere.parquet"), "nowhere.parquet", tmp_path)
     check_refused(train(tmp_path, good, "--num-items", 50), "num_items", tmp_path)
     check_refused(train(tmp_path, good, "--heads", 3), "--heads 3", tmp_path)
     check_refused(train(tmp_path, good, "--split", "time"), "--split-time", tmp_path)
-    check_refused(train(tmp_path, good, "--temperature", 0), "--temperature must be above 0.0", tmp_path)
-    check_refused(train(tmp_path, good, "--device", "cuda", "--nproc", 99), "99 ranks on this machine but", tmp_path)
+    check_refused(
+        train(tmp_path, good, "--temperature", 0), "--temperature must be above 0.0", tmp_path
+    )
+    check_refused(
+        train(tmp_path, good, "--device", "cuda", "--nproc", 99),
+        ("99 ranks on this machine but"),
+        tmp_path,
+    )
     check_refused(freescale("train", "--resume"), "--resume needs --folder", tmp_path)
     check_refused(freescale("eval", tmp_path), "config.json", tmp_path)
-    check_refused(freescale("export", tmp_path, "--out", tmp_path / "out"), "no checkpoint", tmp_path)
+    check_refused(
+        freescale("export", tmp_path, "--out", tmp_path / "out"), "no checkpoint", tmp_path
+    )
 
 
 def test_a_port_in_use(tmp_path):
@@ -227,7 +342,8 @@ def test_a_port_in_use(tmp_path):
 
 
 def test_errors_that_only_the_ranks_can_see(tmp_path):
-    """A table larger than memory, and a run folder whose checkpoint is another model's: one line, from all ranks together."""
+    """A table larger than memory, and a run folder whose checkpoint is another model's: one line,
+    from all ranks together."""
     data = interactions(tmp_path / "events.parquet")
     huge = train(tmp_path, data, "--nproc", 2, "--num-items", 10**11)
     errors = [line for line in huge.stderr.splitlines() if line.startswith("freescale: error:")]
@@ -236,9 +352,13 @@ def test_errors_that_only_the_ranks_can_see(tmp_path):
     second = tmp_path / "second"
     second.mkdir()
     assert train(second, data, "--steps", 1).returncode == 0
-    other = freescale("train", "--folder", second / "run", "--resume", "--nproc", 2, "--width", 16, "--steps", 3)
+    other = freescale(
+        "train", "--folder", second / "run", "--resume", "--nproc", 2, "--width", 16, "--steps", 3
+    )
     errors = [line for line in other.stderr.splitlines() if line.startswith("freescale: error:")]
-    assert other.returncode == 1 and len(errors) == 1 and "checkpoint of another model" in errors[0], other.stderr
+    assert (
+        other.returncode == 1 and len(errors) == 1 and "checkpoint of another model" in errors[0]
+    ), other.stderr
 
 
 def test_unsorted_and_duplicate_timestamps_are_handled(tmp_path):
@@ -250,12 +370,16 @@ def test_unsorted_and_duplicate_timestamps_are_handled(tmp_path):
     (prepared,) = (tmp_path / "cache").rglob("histories.parquet")
     events = pq.read_table(path).to_pylist()
     for history in pq.read_table(prepared).to_pylist():
-        mine = sorted((e for e in events if e["user_id"] == history["user_id"]), key=lambda e: e["timestamp"])  # stable
+        # stable
+        mine = sorted(
+            (e for e in events if e["user_id"] == history["user_id"]), key=lambda e: e["timestamp"]
+        )
         assert history["item_id"] == [e["item_id"] for e in mine]
 
 
 def test_a_default_folder_is_the_same_on_all_ranks(tmp_path):
-    """Ranks that start in different seconds would otherwise write their parts of a checkpoint to different folders."""
+    """Ranks that start in different seconds would otherwise write their parts of a checkpoint to
+    different folders."""
     data = interactions(tmp_path / "events.parquet")
     command = [
         sys.executable,
@@ -273,7 +397,11 @@ def test_a_default_folder_is_the_same_on_all_ranks(tmp_path):
     ranks = []
     port = free_port()
     for rank in range(2):
-        ranks.append(subprocess.Popen(command, env=_joined(rank, port), stderr=subprocess.PIPE, text=True, cwd=tmp_path))
+        ranks.append(
+            subprocess.Popen(
+                command, env=_joined(rank, port), stderr=subprocess.PIPE, text=True, cwd=tmp_path
+            )
+        )
         time.sleep(1.5)
     for rank in ranks:
         _, error = rank.communicate(timeout=60)
@@ -284,7 +412,11 @@ def test_a_default_folder_is_the_same_on_all_ranks(tmp_path):
 
 def test_users_with_too_few_events_are_an_error(tmp_path):
     events = 30
-    few = {"user_id": np.arange(events) // 3, "item_id": np.arange(events) % 7, "timestamp": np.arange(events)}
+    few = {
+        "user_id": np.arange(events) // 3,
+        "item_id": np.arange(events) % 7,
+        "timestamp": np.arange(events),
+    }
     done = train(tmp_path, interactions(tmp_path / "events.parquet", **few))
     assert done.returncode == 1 and "needs 4 or more events" in done.stderr
 
@@ -308,8 +440,18 @@ def test_a_free_port_is_none_that_a_connection_may_get():
 
 def _joined(rank: int, port: int) -> dict[str, str]:
     """The environment of one of two ranks, as a cluster's launcher would set it."""
-    joined = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    joined |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    joined = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    joined |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
     return {**os.environ, **joined}
 
 
@@ -346,7 +488,10 @@ def test_killed_rank_ends_the_run(tmp_path):
         *ENDLESS,
     ]
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "freescale", *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "freescale", *map(str, arguments)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         assert _wait_for(lambda: _stepped(tmp_path), 60)
@@ -359,17 +504,35 @@ def test_killed_rank_ends_the_run(tmp_path):
     assert launcher.returncode == 1
     assert "killed by signal 9" in error and "a rank died" in error
     assert all(not Path(f"/proc/{child}").exists() for child in children)
-    assert not (tmp_path / "run" / "checkpoints").exists()  # SIGTERM, which ends survivors too, saves only where all are there
+    # SIGTERM, which ends survivors too, saves only where all are there
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_killed_rank_is_noticed_without_a_launcher(tmp_path):
-    """Ranks that nobody watches: the one that is left stops by itself, with an error, within a minute."""
+    """Ranks that nobody watches: the one that is left stops by itself, with an error, within a
+    minute."""
     data = interactions(tmp_path / "events.parquet")
     port = free_port()
-    arguments = ["train", "--data", data, "--folder", tmp_path / "run", "--cache", tmp_path / "cache", *SMALL, *ENDLESS]
+    arguments = [
+        "train",
+        "--data",
+        data,
+        "--folder",
+        tmp_path / "run",
+        "--cache",
+        tmp_path / "cache",
+        *SMALL,
+        *ENDLESS,
+    ]
     command = [sys.executable, "-m", "freescale", *map(str, arguments)]
     ranks = [
-        subprocess.Popen(command, env=_joined(rank, port), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command,
+            env=_joined(rank, port),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(2)
     ]
     try:
@@ -383,7 +546,8 @@ def test_killed_rank_is_noticed_without_a_launcher(tmp_path):
 
 
 def test_bench_kernels(tmp_path):
-    """Tiny, through the interpreter: every column of the table has something in it, and so has the file."""
+    """Tiny, through the interpreter: every column of the table has something in it, and so has the
+    file."""
     pytest.importorskip("triton", reason="exists for Linux alone")
     output = tmp_path / "kernels.json"
     done = started("bench", "kernels", "--device", "cpu", "--only", "pieces", "--output", output)
@@ -392,9 +556,20 @@ def test_bench_kernels(tmp_path):
     result = json.loads(output.read_text())
     assert {"machine", "versions", "ceilings", "rows", "date"} <= set(result)
     for row in result["rows"]:
-        assert row["ms"]["median"] > 0 and row["rate"] > 0 and row["ceiling_percent"] > 0 and row["faster"] > 0, row
-    nowhere = freescale("bench", "kernels", "--device", "cpu", "--output", tmp_path / "no" / "file.json")
-    assert nowhere.returncode == 1 and "no folder" in nowhere.stderr and "Traceback" not in nowhere.stderr
+        assert (
+            row["ms"]["median"] > 0
+            and row["rate"] > 0
+            and row["ceiling_percent"] > 0
+            and row["faster"] > 0
+        ), row
+    nowhere = freescale(
+        "bench", "kernels", "--device", "cpu", "--output", tmp_path / "no" / "file.json"
+    )
+    assert (
+        nowhere.returncode == 1
+        and "no folder" in nowhere.stderr
+        and "Traceback" not in nowhere.stderr
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -406,5 +581,15 @@ def test_bench_kernels_without_a_gpu():
 def test_doctor():
     done = freescale("doctor")
     assert done.returncode == 0, done.stderr
-    for word in ("torch", "gloo", "nccl", "rdma", "ucx", "shared memory", "transport", "triton", "would run"):
+    for word in (
+        "torch",
+        "gloo",
+        "nccl",
+        "rdma",
+        "ucx",
+        "shared memory",
+        "transport",
+        "triton",
+        "would run",
+    ):
         assert word in done.stdout

@@ -1,4 +1,5 @@
-"""Thresholded gradients and activations on several ranks, against plain simulations in one process."""
+"""Thresholded gradients and activations on several ranks, against plain simulations in one
+process."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from test_serial import snapshot  # isort: skip
 
 ETA, EVERY, STEPS = 0.9, 3, 8
 SHAPES = ((40, 50), (30,), (64, 64))
-# That a step sends of each tensor: a share of all 6,126, less the 30 that go whole where that is at most a tenth of it.
+# That a step sends of each tensor: a share of all 6,126, less the 30 that go whole where that is at
+# most a tenth of it.
 MOST = {0.9: (191, 30, 390), 0.99: (20, 30, 39), 0.0: (2000, 30, 4096)}
 WHOLE = {1}
 
@@ -39,8 +41,11 @@ def gradient(step: int, rank: int, place: int, dtype: str) -> np.ndarray:
     return (drawn * (step > 0 or rank != 1)).astype(dtype)
 
 
-def simulated(world: int, eta: float, every: int, dtype: str) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]]]:
-    """The definition, tensor by tensor with all ranks in a row: applied gradients of each step, and errors of each rank."""
+def simulated(
+    world: int, eta: float, every: int, dtype: str
+) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]]]:
+    """The definition, tensor by tensor with all ranks in a row: applied gradients of each step, and
+    errors of each rank."""
     errors = [[np.zeros(shape, dtype) for shape in SHAPES] for _ in range(world)]
     thresholds, ages = np.zeros((world, len(SHAPES)), dtype), np.full((world, len(SHAPES)), every)
     applied = []
@@ -87,7 +92,9 @@ def against_the_simulation(transport, eta, dtype):
                 assert torch.equal(parameter.grad, expected), f"step {step}, tensor {place}"
     for place, parameter in enumerate(parameters):
         if place not in WHOLE:
-            assert torch.equal(gradients.state[parameter]["error"], torch.from_numpy(errors[transport.rank][place]))
+            assert torch.equal(
+                gradients.state[parameter]["error"], torch.from_numpy(errors[transport.rank][place])
+            )
 
 
 class Wide(Clicks):
@@ -107,13 +114,20 @@ class Wide(Clicks):
 def build(transport, reducer, schedule="staged", clip=0.5):
     torch.manual_seed(3)
     rows = freescale.Adagrad(lr=0.1)
-    parallel = freescale.parallelize(Wide(), Wide.ids, rows, transport=transport, placement="sharded", init_std=0.3, seed=5)
+    parallel = freescale.parallelize(
+        Wide(), Wide.ids, rows, transport=transport, placement="sharded", init_std=0.3, seed=5
+    )
     dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
-    return parallel, freescale.Pipeline(parallel, dense, schedule=schedule, clip=clip, accumulate=2, reducer=reducer)
+    return parallel, freescale.Pipeline(
+        parallel, dense, schedule=schedule, clip=clip, accumulate=2, reducer=reducer
+    )
 
 
 def batches(transport, first, last):
-    return [rank_slice(clicks_batch(9, seed), transport.rank, transport.world) for seed in range(first, last)]
+    return [
+        rank_slice(clicks_batch(9, seed), transport.rank, transport.world)
+        for seed in range(first, last)
+    ]
 
 
 def train(transport, reducer, steps, schedule="staged"):
@@ -124,7 +138,8 @@ def train(transport, reducer, steps, schedule="staged"):
 
 
 def in_a_pipeline(transport):
-    """Holding nothing back is the exact step but for rounding; the schedules agree to the bit; weights never diverge."""
+    """Holding nothing back is the exact step but for rounding; the schedules agree to the bit;
+    weights never diverge."""
     _, exact, _ = train(transport, None, 1)
     _, same, _ = train(transport, Thresholding(0.0), 1)
     for name, value in exact.items():
@@ -135,7 +150,9 @@ def in_a_pipeline(transport):
     counted(pipeline, transport.world)
     assert staged == serial
     assert all(torch.equal(state[name], value) for name, value in expected.items())
-    assert not torch.equal(train(transport, None, STEPS)[1]["layers.0.weight"], expected["layers.0.weight"])
+    assert not torch.equal(
+        train(transport, None, STEPS)[1]["layers.0.weight"], expected["layers.0.weight"]
+    )
     return expected
 
 
@@ -163,14 +180,21 @@ def saved(transport, folder, steps):
         if result.step == steps:
             break
     checkpoints = Checkpoints(Path(folder), transport)
-    checkpoints.save(parallel, pipeline.optimizer, {"step": steps, "pipeline": pipeline.state_dict()}, pipeline.buckets)
+    checkpoints.save(
+        parallel,
+        pipeline.optimizer,
+        {"step": steps, "pipeline": pipeline.state_dict()},
+        pipeline.buckets,
+    )
     return errors_of(pipeline)
 
 
 def loaded(transport, folder, reducer=None):
     parallel, pipeline = build(transport, reducer or Thresholding(ETA, EVERY))
     checkpoints = Checkpoints(Path(folder), transport)
-    progress = checkpoints.load(checkpoints.latest(), parallel, pipeline.optimizer, pipeline.buckets)
+    progress = checkpoints.load(
+        checkpoints.latest(), parallel, pipeline.optimizer, pipeline.buckets
+    )
     pipeline.load_state_dict(progress["pipeline"])
     return parallel, pipeline
 
@@ -183,7 +207,10 @@ def resumed_in_the_middle(transport, folder, expected, stop=5):
     """Between two resets of the thresholds: to the bit."""
     errors = saved(transport, folder, stop)
     parallel, pipeline = loaded(transport, folder)
-    assert all(torch.equal(a, b) and a.count_nonzero() for a, b in zip(errors_of(pipeline), errors, strict=True))
+    assert all(
+        torch.equal(a, b) and a.count_nonzero()
+        for a, b in zip(errors_of(pipeline), errors, strict=True)
+    )
     list(pipeline.run(batches(transport, stop, STEPS)))
     pipeline.flush()
     actual = snapshot(parallel)
@@ -192,11 +219,16 @@ def resumed_in_the_middle(transport, folder, expected, stop=5):
 
 
 def exchanged(transport):
-    """Activations of a lower part to the next rank, against autograd of the mask in one process; uneven rows, one rank has none."""
+    """Activations of a lower part to the next rank, against autograd of the mask in one process;
+    uneven rows, one rank has none."""
     rank, world = transport.rank, transport.world
     rows = [0 if place == 1 else 2 + place for place in range(world)]
-    whole = torch.randn(sum(rows), 300, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-    weight = torch.randn(world, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    whole = torch.randn(
+        sum(rows), 300, dtype=torch.float64, generator=torch.Generator().manual_seed(7)
+    )
+    weight = torch.randn(
+        world, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(8)
+    )
     begin, before = sum(rows[:rank]), (rank - 1) % world
     for keep in (15, 300):
         x = whole[begin : begin + rows[rank]].clone().requires_grad_(bool(rows[rank]))
@@ -210,12 +242,17 @@ def exchanged(transport):
         assert torch.equal(out, sent * largest(sent, keep))
         if rows[rank]:
             mine = whole[begin : begin + rows[rank]]
-            torch.testing.assert_close(x.grad, 2 * mine * weight[(rank + 1) % world] * largest(mine, keep))
+            torch.testing.assert_close(
+                x.grad, 2 * mine * weight[(rank + 1) % world] * largest(mine, keep)
+            )
         (record,) = transport.ledger.drain()
         _, forward, backward = (entry[1] for entry in record["collectives"])
         entry = 8 if keep == 300 else 10  # positions in 2 bytes, once
         assert forward == rows[rank] * keep * entry and backward == rows[before] * keep * 8
-        assert record["counters"] == {"activation_entries": rows[rank] * 300, "activation_entries_sent": rows[rank] * keep}
+        assert record["counters"] == {
+            "activation_entries": rows[rank] * 300,
+            "activation_entries_sent": rows[rank] * keep,
+        }
 
 
 def largest(rows, keep):
@@ -225,7 +262,15 @@ def largest(rows, keep):
 def over_a_wire(transport):
     """Messages of bytes, and of single entries, over hostwire too."""
     kind, shared = wired(WIRES[0])
-    over = Hostwire("cpu", Ledger(), transport.group, transport.control, kind, shared=shared, timeout=timedelta(seconds=60))
+    over = Hostwire(
+        "cpu",
+        Ledger(),
+        transport.group,
+        transport.control,
+        kind,
+        shared=shared,
+        timeout=timedelta(seconds=60),
+    )
     against_the_simulation(over, ETA, "float64")
     over.close()
 
@@ -245,13 +290,18 @@ def everything(transport, folder, other):
 
 
 def test_on_several_ranks(tmp_path):
-    """Simulation, schedules, bytes, resuming; and from 4 to 3, 3 to 2 and 2 to 1 ranks with all that was held back."""
+    """Simulation, schedules, bytes, resuming; and from 4 to 3, 3 to 2 and 2 to 1 ranks with all
+    that was held back."""
     before = None
     for world in (4, 3, 2):
         folder, other = tmp_path / str(world), tmp_path / str(world + 1)
         results = run_ranks(world, everything, str(folder), str(other) if before else None)
         for state, _, _ in results[1:]:
-            assert all(torch.equal(state[name], value) for name, value in results[0][0].items() if "layers" in name)
+            assert all(
+                torch.equal(state[name], value)
+                for name, value in results[0][0].items()
+                if "layers" in name
+            )
         if before:
             assert_same_total([adopted for _, _, adopted in results], before)
         before = [errors for _, errors, _ in results]
@@ -262,7 +312,9 @@ def test_on_several_ranks(tmp_path):
 def assert_same_total(now, before):
     for place in range(len(before[0])):
         total = sum(errors[place] for errors in before)
-        torch.testing.assert_close(sum(errors[place] for errors in now), total, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(
+            sum(errors[place] for errors in now), total, rtol=1e-12, atol=1e-15
+        )
         assert total.count_nonzero() > 0.5 * total.numel()
 
 
@@ -272,15 +324,20 @@ def test_exact_and_compressed_checkpoints_load_into_each_other(tmp_path):
     checkpoints = Checkpoints(tmp_path / "compressed", Local())
     checkpoints.load(checkpoints.latest(), parallel, pipeline.optimizer, pipeline.buckets)
     exact = Checkpoints(tmp_path / "exact", Local())
-    path = exact.save(parallel, pipeline.optimizer, {"step": 3, "pipeline": {"steps": 3}}, pipeline.buckets)
+    path = exact.save(
+        parallel, pipeline.optimizer, {"step": 3, "pipeline": {"steps": 3}}, pipeline.buckets
+    )
     assert "carried" not in json.loads((path / "state.json").read_text())
     _, pipeline = loaded(Local(), tmp_path / "exact")
     assert not any(error.count_nonzero() for error in errors_of(pipeline))
 
 
 def test_a_run_is_compressed_and_resumes(tmp_path):
-    """Through the configuration, as `freescale train --compress-dense 0.9 --compress-every 3` does it."""
-    data = generate(tmp_path / "data.parquet", users=120, items=60, median=12.0, cap=30, seed=1).path
+    """Through the configuration, as `freescale train --compress-dense 0.9 --compress-every 3` does
+    it."""
+    data = generate(
+        tmp_path / "data.parquet", users=120, items=60, median=12.0, cap=30, seed=1
+    ).path
 
     def run(folder, steps, resume=False, **options):
         settings = TrainConfig(global_batch=16, steps=steps, trace_steps=0, **options)
@@ -295,13 +352,16 @@ def test_a_run_is_compressed_and_resumes(tmp_path):
     _, again, _ = run("cut", 8, resume=True, **compressed)
     _, exact, _ = run("exact", 8)
     assert all(torch.equal(again[name], value) for name, value in whole.items())
-    assert not torch.equal(exact["encoder.layers.0.projection.weight"], whole["encoder.layers.0.projection.weight"])
+    assert not torch.equal(
+        exact["encoder.layers.0.projection.weight"], whole["encoder.layers.0.projection.weight"]
+    )
     assert 5 < results["ledger"]["dense_sent_percent"] <= 10.1
     assert "the largest 10.00% of their gradients in a step" in lines[1]
 
 
 def test_a_lost_error_is_seen(monkeypatch, tmp_path):
-    """The comparisons above would pass if errors were never carried and never saved: here they are not, and it shows."""
+    """The comparisons above would pass if errors were never carried and never saved: here they are
+    not, and it shows."""
     monkeypatch.setattr(ThresholdedGradients, "adopt", lambda self, saved, same_ranks: None)
     expected = train(Local(), Thresholding(ETA, EVERY), STEPS)[1]
     with pytest.raises(AssertionError):

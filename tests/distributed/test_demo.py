@@ -1,4 +1,5 @@
-"""`freescale demo`: the run, then serial against all techniques, with a page that compares the two."""
+"""`freescale demo`: the run, then serial against all techniques, with a page that compares the
+two."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from freescale.cli import main as cli
 from freescale.data.synthetic import generate
 from freescale.train import demo
 
-SMALL = {"global_batch": 8, "steps": 5, "max_length": 20, "width": 8, "negatives": 4, "log_every": 5}
+SMALL = {
+    "global_batch": 8,
+    "steps": 5,
+    "max_length": 20,
+    "width": 8,
+    "negatives": 4,
+    "log_every": 5,
+}
 
 
 def test_compare_trains_the_same_steps_twice_and_says_what_it_shows(tmp_path, monkeypatch, capfd):
@@ -21,17 +29,30 @@ def test_compare_trains_the_same_steps_twice_and_says_what_it_shows(tmp_path, mo
     generate(data, users=40, items=2000, median=10, cap=20, global_batch=8, ranks=2)
     assert demo.compare(data, tmp_path, 2, cli._as_arguments) == 0
     said = capfd.readouterr().out
-    ledgers = [json.loads((tmp_path / f"short-{name}" / "ledger.json").read_text()) for name in ("serial", "staged")]
+    ledgers = [
+        json.loads((tmp_path / f"short-{name}" / "ledger.json").read_text())
+        for name in ("serial", "staged")
+    ]
     assert [ledger["steps"] for ledger in ledgers] == [5, 5]
-    assert set(ledgers[1]["paths"]["rows"]) == {"hostwire: shared memory"} and set(ledgers[0]["paths"]["rows"]) == {"gloo"}
+    assert set(ledgers[1]["paths"]["rows"]) == {"hostwire: shared memory"} and set(
+        ledgers[0]["paths"]["rows"]
+    ) == {"gloo"}
     losses = re.search(r"last loss\W+([\d.]+)\W+([\d.]+)", said)
     assert losses and float(losses[1]) == pytest.approx(float(losses[2]), rel=1e-4)
     faster = ledgers[1]["samples_per_second"] / ledgers[0]["samples_per_second"]
-    assert f"{faster:.2f} times serial's samples/s here" in said and "loopback" in said and "bench ladder" in said
+    assert (
+        f"{faster:.2f} times serial's samples/s here" in said
+        and "loopback" in said
+        and "bench ladder" in said
+    )
     page = Path(said.split("beside each other: ")[1].splitlines()[0])
     assert page == tmp_path / "compare.html"
     text = page.read_text(encoding="utf-8")
-    assert "short-serial" in text and "short-staged" in text and all(f"{ledger['step_ms']['median']}" in text for ledger in ledgers)
+    assert (
+        "short-serial" in text
+        and "short-staged" in text
+        and all(f"{ledger['step_ms']['median']}" in text for ledger in ledgers)
+    )
 
 
 def test_a_comparison_that_fails_is_the_demo_failing(tmp_path, capfd):
@@ -39,7 +60,9 @@ def test_a_comparison_that_fails_is_the_demo_failing(tmp_path, capfd):
     assert "nowhere.parquet" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("ranks, status, expected", [(2, 0, ["train", "compare"]), (1, 0, ["train"]), (2, 1, ["train"])])
+@pytest.mark.parametrize(
+    "ranks, status, expected", [(2, 0, ["train", "compare"]), (1, 0, ["train"]), (2, 1, ["train"])]
+)
 def test_the_demo_ends_with_the_comparison(ranks, status, expected, tmp_path, monkeypatch):
     """Not after a failure, and not where one rank waits for nobody."""
     called: list[str] = []

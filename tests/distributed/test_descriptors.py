@@ -20,13 +20,16 @@ from freescale.transport.hostwire import opening
 
 
 def _opened(transport, name, together):
-    """Descriptors that a transport and a pipeline take, one with all lanes that there are; and all that are open then."""
+    """Descriptors that a transport and a pipeline take, one with all lanes that there are; and all
+    that are open then."""
     os.environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
     if not together:
         opening.machine = lambda: b"machine %d" % transport.rank
     before = len(os.listdir("/proc/self/fd"))
     made = connect("cpu", transport=name)
-    parallel = freescale.parallelize(Clicks(), Clicks.ids, freescale.SGD(lr=0.1), transport=made, placement="sharded")
+    parallel = freescale.parallelize(
+        Clicks(), Clicks.ids, freescale.SGD(lr=0.1), transport=made, placement="sharded"
+    )
     optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=0.1)
     pipeline = freescale.Pipeline(parallel, optimizer, schedule="staged", dense_sums="parts")
     list(pipeline.run([clicks_batch(3, 10 * step + made.rank) for step in range(3)]))
@@ -38,12 +41,19 @@ def _opened(transport, name, together):
 
 @pytest.mark.parametrize(
     ("name", "together"),
-    [("collective", True), ("hostwire-gloo", True), ("hostwire-gloo", False), ("hostwire-tcp", False), ("hostwire-ucx", True)],
+    [
+        ("collective", True),
+        ("hostwire-gloo", True),
+        ("hostwire-gloo", False),
+        ("hostwire-tcp", False),
+        ("hostwire-ucx", True),
+    ],
 )
 def test_descriptors_for_each_other_rank(name, together):
     two, three = (run_ranks(world, _opened, name, together) for world in (2, 3))
     more = {third - first for (first, _), (third, _) in zip(two, three, strict=False)}
-    # Less the connection of torch's own group, which was there before, and that of the store, which is a file here.
+    # Less the connection of torch's own group, which was there before, and that of the store, which
+    # is a file here.
     assert more == {per_rank(name, "cpu", neighbour=together) - 2}
     for world, found in ((2, two), (3, three)):
         assert max(all_ for _, all_ in found) < needed(name, "cpu", world, world if together else 1)
@@ -71,20 +81,38 @@ def _too_few(transport):
 def test_too_few_on_one_rank_are_an_error_on_all():
     for error, text in gather_ranks(2, _too_few, timeout=30):
         assert error is None, error
-        assert "2 ranks over hostwire-gloo need about" in text and "rank 1 may have 100" in text and "ulimit -Hn" in text
+        assert (
+            "2 ranks over hostwire-gloo need about" in text
+            and "rank 1 may have 100" in text
+            and "ulimit -Hn" in text
+        )
 
 
 def test_too_few_are_an_error_before_the_ranks_meet(monkeypatch):
     """Nobody else is there: a rank that tried to meet them would wait."""
-    for name, value in {"RANK": 0, "WORLD_SIZE": 100_000, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 100_000,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 1,
+    }.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(sys.modules[connect.__module__], "raised", lambda: 4096)  # a hard limit cannot be raised again
-    with pytest.raises(ValueError, match=r"100,000 ranks over auto need about 800,248 open files.* 4,096: start at most 481"):
+    # a hard limit cannot be raised again
+    monkeypatch.setattr(sys.modules[connect.__module__], "raised", lambda: 4096)
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"100,000 ranks over auto need about 800,248 open "
+            r"files.* 4,096: start at most 481"
+        ),
+    ):
         connect("cpu")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", ["auto", "collective", "hostwire-gloo", "hostwire-tcp", "hostwire-ucx"])
+@pytest.mark.parametrize(
+    "name", ["auto", "collective", "hostwire-gloo", "hostwire-tcp", "hostwire-ucx"]
+)
 @pytest.mark.parametrize("local", [1, 8, 500])
 def test_as_many_fit_as_are_needed_for(name, device, local):
     for limit in (1024, 4096, 65_536):
@@ -97,4 +125,8 @@ def test_doctor_says_how_many_ranks_fit(monkeypatch):
     ((found, follows),) = [row[1:] for row in doctor.examine() if row[0] == "open files"]
     name = "collective" if not torch.cuda.is_available() else ""
     assert found == "1,024" and "ranks fit" in follows
-    assert not name or f"about {fitting(name, 'cpu', 1024)} ranks" in follows and f"{per_rank(name, 'cpu')} for each" in follows
+    assert (
+        not name
+        or f"about {fitting(name, 'cpu', 1024)} ranks" in follows
+        and f"{per_rank(name, 'cpu')} for each" in follows
+    )

@@ -21,12 +21,16 @@ POPULARITY = (1 << 53) + torch.arange(ITEMS) // 4  # ties, and counts that no fl
 
 def encoder():
     torch.manual_seed(1)
-    return HSTU(width=8, layers=1, heads=2, max_length=10, dropout=0.3, position_bias=True, time_bias=True).double()
+    return HSTU(
+        width=8, layers=1, heads=2, max_length=10, dropout=0.3, position_bias=True, time_bias=True
+    ).double()
 
 
 def sharded(model, transport, placement):
     model.double()
-    return freescale.parallelize(model, model.features, transport=transport, placement=placement, seed=4)
+    return freescale.parallelize(
+        model, model.features, transport=transport, placement=placement, seed=4
+    )
 
 
 def retrieval_batch(seed, samples=7):
@@ -45,21 +49,32 @@ def retrieval_batch(seed, samples=7):
 
 
 def evaluated(transport, placement):
-    parallel = sharded(Retrieval(encoder(), num_items=ITEMS, table_device="meta"), transport, placement)
+    parallel = sharded(
+        Retrieval(encoder(), num_items=ITEMS, table_device="meta"), transport, placement
+    )
     parallel.tables.place()
     popularity = POPULARITY
-    data = [rank_slice(retrieval_batch(seed, samples), transport.rank, transport.world) for seed, samples in ((0, 7), (1, 2))]
+    data = [
+        rank_slice(retrieval_batch(seed, samples), transport.rank, transport.world)
+        for seed, samples in ((0, 7), (1, 2))
+    ]
     return evaluate_retrieval(parallel, data, popularity=popularity)
 
 
 def last_place(scores, target):
     """Rank of the target in the sorted catalogue, the last of those that score alike."""
-    return max(place for place, score in enumerate(sorted(scores, reverse=True), start=1) if score == scores[target])
+    return max(
+        place
+        for place, score in enumerate(sorted(scores, reverse=True), start=1)
+        if score == scores[target]
+    )
 
 
 @pytest.fixture(scope="module")
 def expected():
-    parallel = sharded(Retrieval(encoder(), num_items=ITEMS, table_device="meta"), Local(), "sharded")
+    parallel = sharded(
+        Retrieval(encoder(), num_items=ITEMS, table_device="meta"), Local(), "sharded"
+    )
     parallel.tables.place()
     ids, rows = parallel.tables.share("item")
     table = rows[ids.argsort()]
@@ -72,11 +87,16 @@ def expected():
         batch = retrieval_batch(seed, samples)
         with torch.no_grad():
             scores = model.queries(batch) @ model.catalogue(table).T
-        for row, target, weight in zip(scores, batch.dense["target"].tolist(), batch.weights["next_item"].tolist()):
+        for row, target, weight in zip(
+            scores, batch.dense["target"].tolist(), batch.weights["next_item"].tolist()
+        ):
             if weight:
                 ranks.append(last_place(row.tolist(), target))
                 popular.append(last_place(POPULARITY.tolist(), target))
-    return {"model": ranking_quality(torch.tensor(ranks)), "popularity": ranking_quality(torch.tensor(popular))}
+    return {
+        "model": ranking_quality(torch.tensor(ranks)),
+        "popularity": ranking_quality(torch.tensor(popular)),
+    }
 
 
 def test_one_process(expected):
@@ -99,7 +119,9 @@ def ranking_batch(seed, samples=6):
         sequences={
             "history": Jagged(torch.randint(0, ITEMS, (tokens,), generator=generator), lengths),
             "timestamps": Jagged(torch.arange(tokens), lengths),
-            "labels": Jagged(torch.randint(0, 2, (candidates, 2), generator=generator).float(), counts),
+            "labels": Jagged(
+                torch.randint(0, 2, (candidates, 2), generator=generator).float(), counts
+            ),
         },
         candidates={"candidates": Nested(ids, torch.ones_like(ids), counts)},
         weights={"click": counts.float(), "like": counts.float()},
@@ -117,7 +139,11 @@ def ranked(transport):
 
 def test_ranking_metrics():
     one = ranked(Local())
-    parallel = sharded(Ranking(encoder(), num_items=ITEMS, tasks=("click", "like"), table_device="meta"), Local(), "sharded")
+    parallel = sharded(
+        Ranking(encoder(), num_items=ITEMS, tasks=("click", "like"), table_device="meta"),
+        Local(),
+        "sharded",
+    )
     parallel.tables.place()
     guesses, labels = [], []
     parallel.module.eval()

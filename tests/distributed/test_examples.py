@@ -13,20 +13,39 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: object, timeout: float = 120) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+    )
 
 
 def test_own_model_on_two_ranks():
-    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/own_model.py")
+    done = run(
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "examples/own_model.py",
+    )
     assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    losses = [
+        float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")
+    ]
     assert len(losses) == 4 and losses[-1] < losses[0]
     assert "table item: 100,000 x 32, RowWiseAdagrad, sharded" in done.stdout
 
 
 def test_snippets_of_own_model(tmp_path):
     """docs/own_model.md, block after block, on two ranks."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_model.md").read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```",
+        (ROOT / "docs" / "own_model.md").read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
     assert len(blocks) == 7
     checks = """
 assert len(losses) == 6 and len(batch) == 2 and len(more) == 3 and more[0] < losses[0]  # the same batch, a second time
@@ -38,9 +57,20 @@ if transport.rank == 0:
 transport.close()
 """
     (tmp_path / "snippets.py").write_text("\n".join([*blocks, checks]))
-    told = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(ROOT / "src")]), "OMP_NUM_THREADS": "1"}
+    told = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(ROOT / "src")]),
+        "OMP_NUM_THREADS": "1",
+    }
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "snippets.py"]
-    done = subprocess.run([sys.executable, *ranks], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=told)
+    done = subprocess.run(
+        [sys.executable, *ranks],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=told,
+    )
     assert done.returncode == 0, done.stderr
     assert "done 3" in done.stdout
 
@@ -86,9 +116,28 @@ def test_generate_and_train_on_it(tmp_path):
 
 def test_picture_of_a_run(tmp_path):
     data, folder = tmp_path / "histories.parquet", tmp_path / "run"
-    assert run("-m", "freescale", "generate", data, "--users", 64, "--items", 300, "--median", 10, "--cap", 30).returncode == 0
+    assert (
+        run(
+            "-m",
+            "freescale",
+            "generate",
+            data,
+            "--users",
+            64,
+            "--items",
+            300,
+            "--median",
+            10,
+            "--cap",
+            30,
+        ).returncode
+        == 0
+    )
     options = ["--global-batch", "16", "--steps", "4", "--width", "8", "--device", "cpu"]
-    assert run("-m", "freescale", "train", "--data", data, "--folder", folder, *options).returncode == 0
+    assert (
+        run("-m", "freescale", "train", "--data", data, "--folder", folder, *options).returncode
+        == 0
+    )
     done = run("benchmarks/figure_step.py", folder, tmp_path / "step.svg", "--first", 1)
     assert done.returncode == 0, done.stderr
     picture = (tmp_path / "step.svg").read_text()

@@ -1,4 +1,5 @@
-"""A peer that names bytes it does not have ends the exchange, by an error that names it: in C and in Python."""
+"""A peer that names bytes it does not have ends the exchange, by an error that names it: in C and
+in Python."""
 
 from __future__ import annotations
 
@@ -41,11 +42,15 @@ def _met(transport, carrier, message, answers=b""):
     if carrier == "engine":
         found = calls()
         assert found is not None
-        channel = EngineChannel(found, 0, CPU, [wire], ring, EngineGate(found, 0.001), LARGEST // 2, 5.0)
+        channel = EngineChannel(
+            found, 0, CPU, [wire], ring, EngineGate(found, 0.001), LARGEST // 2, 5.0
+        )
         laid = [([0, tensor.data_ptr()], [0, tensor.numel()]) for tensor in (sent, came)]
         wait = lambda: channel.submit("rows", False, (sent, came), *laid[0], *laid[1]).wait()  # noqa: E731
     else:
-        channel = Channel("test", 0, CPU, [wire, wire], ring, Gate(0.001), LARGEST // 2, 5.0, patient=True)
+        channel = Channel(
+            "test", 0, CPU, [wire, wire], ring, Gate(0.001), LARGEST // 2, 5.0, patient=True
+        )
         transfer = Transfer("rows", [Round([Part(1, sent)])], [Round([Part(1, came)])], False, CPU)
         wait = lambda: (channel.submit(transfer), transfer.wait())  # noqa: E731
     said = ""
@@ -68,14 +73,18 @@ def test_nonsense_is_an_error_that_names_the_peer(carrier, what):
 @pytest.mark.parametrize("carrier", ["engine", "python"])
 def test_answers_beyond_the_pieces_that_were_sent_are_not_heard(carrier):
     """Whoever says so loses what it has not read, and nothing else."""
-    ((text, sent, read),) = run_ranks(1, _met, carrier, struct.pack("<QQ", 0, SIZE), b"." * 4000, timeout=20)
+    ((text, sent, read),) = run_ranks(
+        1, _met, carrier, struct.pack("<QQ", 0, SIZE), b"." * 4000, timeout=20
+    )
     assert text == "" and (carrier == "engine" or 8 < read[1] <= sent[1])
 
 
 def _names_a_size(transport, size):
     gather = transport._gather
     if transport.rank == 1:
-        transport._gather = lambda tensor: gather(torch.tensor([size]) if tensor.dtype == torch.int64 else tensor)
+        transport._gather = lambda tensor: gather(
+            torch.tensor([size]) if tensor.dtype == torch.int64 else tensor
+        )
     with pytest.raises(TransportError) as caught:
         transport.gather_bytes(b"x")
     return str(caught.value)
@@ -84,4 +93,7 @@ def _names_a_size(transport, size):
 @pytest.mark.parametrize("size", [-5, 1 << 60])
 def test_the_length_of_a_control_message_is_checked(size):
     for error, text in gather_ranks(2, _names_a_size, size, timeout=20):
-        assert error is None and f"rank 1 names a control message of {size:,} bytes" in text, (error, text)
+        assert error is None and f"rank 1 names a control message of {size:,} bytes" in text, (
+            error,
+            text,
+        )

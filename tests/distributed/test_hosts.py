@@ -1,4 +1,5 @@
-"""`freescale train` over two hosts that torchrun joins, as docs/scale.md says: network namespaces with an address each."""
+"""`freescale train` over two hosts that torchrun joins, as docs/scale.md says: network namespaces
+with an address each."""
 
 from __future__ import annotations
 
@@ -21,12 +22,26 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from hosts import Network, hosts  # noqa: E402
 
 PORT = 29544  # inside the namespaces, which have ports of their own
-SMALL = ["--device", "cpu", "--global-batch", "16", "--width", "8", "--layers", "1", "--negatives", "8", "--max-length", "20"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--global-batch",
+    "16",
+    "--width",
+    "8",
+    "--layers",
+    "1",
+    "--negatives",
+    "8",
+    "--max-length",
+    "20",
+]
 
 
 @contextmanager
 def two_hosts() -> Iterator[Network]:
-    """And the link between them. Namespaces bear the number of this process, and go also after a failure."""
+    """And the link between them. Namespaces bear the number of this process, and go also after a
+    failure."""
     with ExitStack() as stack:
         try:
             made = stack.enter_context(hosts(2, rate="1gbit"))
@@ -36,14 +51,30 @@ def two_hosts() -> Iterator[Network]:
 
 
 def on_every_host(network: Network, arguments: list[list[str]], timeout: float = 90) -> list[str]:
-    """torchrun on each host with its own arguments, all at once; what each said. The first that fails fails the test."""
+    """torchrun on each host with its own arguments, all at once; what each said. The first that
+    fails fails the test."""
     started: list[subprocess.Popen] = []
     try:
         for place, (name, device) in enumerate(zip(network.names, network.devices, strict=True)):
             meeting = ["--nnodes", "2", "--node-rank", str(place), "--nproc-per-node", "1"]
             meeting += ["--master-addr", "10.99.0.1", "--master-port", str(PORT)]
-            command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", *meeting, "-m", "freescale"]
-            told = {"GLOO_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                *meeting,
+                "-m",
+                "freescale",
+            ]
+            told = {
+                "GLOO_SOCKET_IFNAME": device,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT / "src"),
+            }
             started.append(
                 subprocess.Popen(
                     [*command, *arguments[place]],
@@ -72,17 +103,39 @@ def test_two_hosts_train_and_resume(tmp_path):
 
 def train_and_resume(network: Network, tmp_path: Path) -> None:
     data = tmp_path / "histories.parquet"
-    generate(data, users=96, items=20_000, median=12, cap=20, global_batch=16, ranks=2, collision=0.1)
+    generate(
+        data, users=96, items=20_000, median=12, cap=20, global_batch=16, ranks=2, collision=0.1
+    )
     run = tmp_path / "run"  # storage that both hosts see
-    common = ["train", "--data", str(data), "--folder", str(run), "--split", "none", "--no-shuffle", "--placement", "sharded"]
+    common = [
+        "train",
+        "--data",
+        str(data),
+        "--folder",
+        str(run),
+        "--split",
+        "none",
+        "--no-shuffle",
+        "--placement",
+        "sharded",
+    ]
     common += ["--transport", "hostwire-tcp"]
-    said = on_every_host(network, [[*common, *SMALL, "--steps", "4", "--checkpoint-every", "2", "--log-every", "1"]] * 2)
+    said = on_every_host(
+        network,
+        [[*common, *SMALL, "--steps", "4", "--checkpoint-every", "2", "--log-every", "1"]] * 2,
+    )
     assert "2 ranks on cpu" in said[0] and "2 ranks" not in said[1]  # rank 0 speaks
     ledger = json.loads((run / "ledger.json").read_text())
     assert ledger["steps"] == 4 and ledger["ranks"] == 2
-    assert ledger["bytes_per_step"]["rows"] > 0 and set(ledger["paths"]["rows"]) == {"hostwire: tcp"}  # not in shared memory
+    # not in shared memory
+    assert ledger["bytes_per_step"]["rows"] > 0 and set(ledger["paths"]["rows"]) == {
+        "hostwire: tcp"
+    }
     assert set(ledger["paths"]["dense"]) == {"gloo"}
-    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-00000002", "step-00000004"]
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == [
+        "step-00000002",
+        "step-00000004",
+    ]
     # As a job that was stopped and queued again: the same folder, further.
     on_every_host(network, [["train", "--folder", str(run), "--resume", "--steps", "6"]] * 2)
     assert json.loads((run / "ledger.json").read_text())["steps"] == 6
@@ -102,5 +155,7 @@ def test_namespaces_are_removed_after_a_failure():
 
 
 def namespaces() -> set[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    ).stdout
     return {line.split()[0] for line in listed.splitlines() if line}

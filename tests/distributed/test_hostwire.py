@@ -1,4 +1,5 @@
-"""Hostwire against the definition of its collectives, over every wire; ranks that are slow, silent or dead; urgent and bulk."""
+"""Hostwire against the definition of its collectives, over every wire; ranks that are slow, silent
+or dead; urgent and bulk."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from helpers.wires import WIRES, wired  # isort: skip
 def hostwire(transport, wire, seconds=60.0):
     kind, shared = wired(wire, transport.rank)
     limit = timedelta(seconds=seconds)
-    return Hostwire("cpu", Ledger(), transport.group, transport.control, kind, shared=shared, timeout=limit)
+    return Hostwire(
+        "cpu", Ledger(), transport.group, transport.control, kind, shared=shared, timeout=limit
+    )
 
 
 def bytes_of(source, target, number, size):
@@ -39,14 +42,23 @@ DTYPES = (torch.int64, torch.float32, torch.bfloat16, torch.uint8, torch.bool)
 
 
 def _mixed(transport, wire, messages, delays):
-    """Messages of all sizes on two channels at once, up to three under way on each, ranks held up at random."""
+    """Messages of all sizes on two channels at once, up to three under way on each, ranks held up
+    at random."""
     wire = hostwire(transport, wire)
-    channels = [wire.channel(Side(wire.ledger, name), urgent=name == "urgent") for name in ("bulk", "urgent")]
+    channels = [
+        wire.channel(Side(wire.ledger, name), urgent=name == "urgent")
+        for name in ("bulk", "urgent")
+    ]
     threads, errors = [], []
 
     def talk(channel, seed):
         try:
-            _exchange(channel, messages, random.Random(seed), random.Random(1000 * seed + transport.rank) if delays else None)
+            _exchange(
+                channel,
+                messages,
+                random.Random(seed),
+                random.Random(1000 * seed + transport.rank) if delays else None,
+            )
         except BaseException as error:  # noqa: BLE001 - told below
             errors.append(error)
 
@@ -66,7 +78,10 @@ def _exchange(channel, messages, draw, delay):
     under_way = []
     for number in range(messages):
         large = draw.random() < 0.02
-        sizes = [[draw.choice((0, 0, 1, 3, 50, 2000, 300_000 if large else 40)) for _ in range(world)] for _ in range(world)]
+        sizes = [
+            [draw.choice((0, 0, 1, 3, 50, 2000, 300_000 if large else 40)) for _ in range(world)]
+            for _ in range(world)
+        ]
         dtype, width = draw.choice(DTYPES), draw.choice((1, 3))
         out = torch.cat([bytes_of(rank, to, number, sizes[rank][to]) for to in range(world)])
         into = torch.cat([bytes_of(of, rank, number, sizes[of][rank]) for of in range(world)])
@@ -91,10 +106,16 @@ def test_mixed_messages(wire, world, messages):
 
 def _gathered(transport, wire):
     wire = hostwire(transport, wire)
-    for count in (0, 1, 100, 70_000, 600_001):  # small ones go pair by pair, large ones around a ring
+    # small ones go pair by pair, large ones around a ring
+    for count in (0, 1, 100, 70_000, 600_001):
         mine = torch.arange(count, dtype=torch.int32) + 7 * wire.rank
         got = wire.all_gather(mine, "rows").wait()
-        assert torch.equal(got, torch.stack([torch.arange(count, dtype=torch.int32) + 7 * rank for rank in range(wire.world)]))
+        assert torch.equal(
+            got,
+            torch.stack(
+                [torch.arange(count, dtype=torch.int32) + 7 * rank for rank in range(wire.world)]
+            ),
+        )
     summed = wire.all_reduce(torch.full((3,), 1.0 + wire.rank), "dense")
     assert summed.wait().tolist() == [sum(range(1, wire.world + 1))] * 3 and summed.path == "gloo"
     wire.close()
@@ -124,7 +145,9 @@ def _counted(transport, wire):
 
 def _two_machines(transport, wire, seed):
     opening.machine = lambda: b"machine %d" % (transport.rank // 2)
-    made = Hostwire("cpu", Ledger(), transport.group, transport.control, wire, timeout=timedelta(seconds=30))
+    made = Hostwire(
+        "cpu", Ledger(), transport.group, transport.control, wire, timeout=timedelta(seconds=30)
+    )
     _exchange(made, 60, random.Random(seed), random.Random(transport.rank))
     path = made.path_of()
     made.close()
@@ -134,7 +157,8 @@ def _two_machines(transport, wire, seed):
 @pytest.mark.parametrize("wire", ["gloo", "tcp"])
 @pytest.mark.parametrize("world", [3, 4])
 def test_ranks_on_two_machines(wire, world):
-    """Memory inside a machine, the wire between them; of three ranks one is alone on its machine."""
+    """Memory inside a machine, the wire between them; of three ranks one is alone on its
+    machine."""
     paths = run_ranks(world, _two_machines, wire, world)
     both = f"hostwire: {' and '.join(sorted((wire, 'shared memory')))}"
     assert paths == [both, both, both if world == 4 else f"hostwire: {wire}", both][:world]
@@ -179,9 +203,15 @@ def test_streams_without_an_engine_on_one_rank_are_refused_on_all():
 @pytest.mark.parametrize("wire", WIRES)
 def test_bytes_and_path_are_in_the_ledger(wire):
     (first, paths), (second, _) = run_ranks(2, _counted, wire)
-    assert first == [["rows", 24, 12], ["counts", 8, 8]] and second == [["rows", 12, 24], ["counts", 8, 8]]
+    assert first == [["rows", 24, 12], ["counts", 8, 8]] and second == [
+        ["rows", 12, 24],
+        ["counts", 8, 8],
+    ]
     (name,) = paths["rows"]
-    assert paths == {"rows": {name: 24}, "counts": {name: 8}} and name == f"hostwire: {wire.removesuffix(': mixed')}"
+    assert (
+        paths == {"rows": {name: 24}, "counts": {name: 8}}
+        and name == f"hostwire: {wire.removesuffix(': mixed')}"
+    )
 
 
 def _fails(transport, wire, how):
@@ -213,7 +243,11 @@ def test_a_lost_rank_is_an_error_on_all_others(wire, how):
     for rank in (0, 2):
         error, (seconds, text, left) = found[rank]
         assert error is None and seconds < 7
-        assert "urgent exchange of rows" in text and "bytes outstanding" in text and "rank " in text.split("failed")[1]
+        assert (
+            "urgent exchange of rows" in text
+            and "bytes outstanding" in text
+            and "rank " in text.split("failed")[1]
+        )
         assert not left or wire == "gloo"  # gloo's waits end with its timeout, not before
 
 
@@ -225,7 +259,9 @@ def _closed(transport, wire):
 
     def wait():
         try:
-            lane.all_to_all(torch.zeros(wire.world), [1] * wire.world, [1] * wire.world, "rows").wait()
+            lane.all_to_all(
+                torch.zeros(wire.world), [1] * wire.world, [1] * wire.world, "rows"
+            ).wait()
         except TransportError as error:
             caught.append(str(error))
 
@@ -260,7 +296,9 @@ def _idle(transport, wire):
     begin = time.process_time()
     if not wire.rank:
         time.sleep(0.5)
-        handle = lane.all_to_all(torch.zeros(wire.world), [1] * wire.world, [1] * wire.world, "rows")
+        handle = lane.all_to_all(
+            torch.zeros(wire.world), [1] * wire.world, [1] * wire.world, "rows"
+        )
         handle.wait()
     else:
         lane.all_to_all(torch.zeros(wire.world), [1] * wire.world, [1] * wire.world, "rows").wait()
@@ -275,9 +313,12 @@ def test_no_core_is_busy_while_nothing_moves(wire):
 
 
 def _one_is_late(transport, wire):
-    """Processor time of ranks that have answers of one peer to read while they wait for another, with more to send than slots."""
+    """Processor time of ranks that have answers of one peer to read while they wait for another,
+    with more to send than slots."""
     opening.machine = lambda: b"machine %d" % (transport.rank // 2)
-    made = Hostwire("cpu", Ledger(), transport.group, transport.control, wire, timeout=timedelta(seconds=30))
+    made = Hostwire(
+        "cpu", Ledger(), transport.group, transport.control, wire, timeout=timedelta(seconds=30)
+    )
     lane, size = made.channel(Side(made.ledger, "ahead")), 20_000_000
     lane.all_to_all(torch.zeros(3, dtype=torch.uint8), [1] * 3, [1] * 3, "rows").wait()
     made.gather_bytes(b"")
@@ -286,7 +327,8 @@ def _one_is_late(transport, wire):
         time.sleep(2.5)
     begin = time.process_time()
     if made.rank < 2:
-        time.sleep(0.5)  # what it costs to send and to receive is the same on all ranks, and not the point
+        # what it costs to send and to receive is the same on all ranks, and not the point
+        time.sleep(0.5)
     got = lane.all_to_all(sent, [size] * 3, [size] * 3, "rows").wait()
     used = time.process_time() - begin
     made.close()
@@ -305,7 +347,15 @@ def _wrong_interface(transport):
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
     begin = time.monotonic()
     with pytest.raises(TransportError) as caught:
-        Hostwire("cpu", Ledger(), transport.group, transport.control, "tcp", shared=False, timeout=timedelta(seconds=30))
+        Hostwire(
+            "cpu",
+            Ledger(),
+            transport.group,
+            transport.control,
+            "tcp",
+            shared=False,
+            timeout=timedelta(seconds=30),
+        )
     return str(caught.value), time.monotonic() - begin
 
 
@@ -352,7 +402,8 @@ def test_bulk_gives_way_but_not_for_good():
 
 
 def _slow_rank(transport, wire):
-    """A rank's urgent traffic waits for another's, which comes after the bulk that this rank still has to send."""
+    """A rank's urgent traffic waits for another's, which comes after the bulk that this rank still
+    has to send."""
     wire = hostwire(transport, wire)
     bulk = wire.channel(Side(wire.ledger, "ahead"))
     urgent = wire.channel(Side(wire.ledger, "urgent"), urgent=True)

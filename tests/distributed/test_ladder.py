@@ -20,7 +20,17 @@ import ladder_arms  # noqa: E402
 import rungs  # noqa: E402
 from workload import Workload  # noqa: E402
 
-TINY = Workload(rows=4000, width=8, samples=4, median_length=12, maximum_length=40, collisions=0.1, layers=1, inner=16, steps=4)
+TINY = Workload(
+    rows=4000,
+    width=8,
+    samples=4,
+    median_length=12,
+    maximum_length=40,
+    collisions=0.1,
+    layers=1,
+    inner=16,
+    steps=4,
+)
 
 
 def climb(transport, names):
@@ -44,9 +54,14 @@ def test_the_rung_of_defaults_is_what_training_takes_on_the_same_ranks():
     about, found = run_ranks(2, climb, list(rungs.OURS))[0]
     plain, full = found[rungs.DEFAULTS], found[rungs.FULL]
     chosen = TrainConfig()
-    assert plain["schedule"] is {"staged": Staged, "serial": Serial}[chosen.schedule] and plain["partitioner"] == chosen.balance
+    assert (
+        plain["schedule"] is {"staged": Staged, "serial": Serial}[chosen.schedule]
+        and plain["partitioner"] == chosen.balance
+    )
     assert plain["adapts"] == chosen.balance_adapt
-    assert plain["options"]["transport"] != "auto" and about.startswith(f"transport {plain['options']['transport']} (")
+    assert plain["options"]["transport"] != "auto" and about.startswith(
+        f"transport {plain['options']['transport']} ("
+    )
     assert full["adapts"] and full["options"]["transport"] == "hostwire-tcp"
     serial = found[rungs.SERIAL]["losses"]
     for name, one in found.items():

@@ -1,4 +1,5 @@
-"""What happens around a loop that is left, fails, is rolled back or handed to another pipeline: staged does what serial does."""
+"""What happens around a loop that is left, fails, is rolled back or handed to another pipeline:
+staged does what serial does."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ SCHEDULES = ("serial", "staged")
 
 
 def stream(transport, steps=12, seed=0):
-    return [share_of(batch_of(ids, number), transport) for number, ids in enumerate(colliding(0.4, steps=steps, seed=seed))]
+    return [
+        share_of(batch_of(ids, number), transport)
+        for number, ids in enumerate(colliding(0.4, steps=steps, seed=seed))
+    ]
 
 
 def balanced():
@@ -45,18 +49,23 @@ def same(left, right):
 
 
 def _rolled_back(transport, folder, schedule, inside):
-    """Back to the checkpoint of step 3 after step 6; inside the loop the data goes on, outside it begins with other batches."""
+    """Back to the checkpoint of step 3 after step 6; inside the loop the data goes on, outside it
+    begins with other batches."""
     parallel, pipeline = build(transport, schedule, "adam")
     checkpoints = Checkpoints(Path(folder) / f"{schedule}-{inside}", transport)
     losses, saved = [], None
     for result in pipeline.run(stream(transport)):
         losses.append(result.loss)
         if len(losses) == 3:
-            saved = checkpoints.save(parallel, pipeline.optimizer, {"step": 3, "pipeline": pipeline.state_dict()})
+            saved = checkpoints.save(
+                parallel, pipeline.optimizer, {"step": 3, "pipeline": pipeline.state_dict()}
+            )
         if len(losses) == 6:
             if not inside:
                 break
-            pipeline.load_state_dict(checkpoints.load(saved, parallel, pipeline.optimizer)["pipeline"])
+            pipeline.load_state_dict(
+                checkpoints.load(saved, parallel, pipeline.optimizer)["pipeline"]
+            )
     restored = {}
     if not inside:
         pipeline.load_state_dict(checkpoints.load(saved, parallel, pipeline.optimizer)["pipeline"])
@@ -68,9 +77,16 @@ def _rolled_back(transport, folder, schedule, inside):
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_rollback_is_exact(world, inside, tmp_path):
-    expected, actual = (run_ranks(world, _rolled_back, str(tmp_path), schedule, inside) for schedule in SCHEDULES)
-    for (losses, restored, end), (staged_losses, staged_restored, staged_end) in zip(expected, actual, strict=True):
-        assert same(restored, staged_restored) == same(end, staged_end) == [] and losses == staged_losses
+    expected, actual = (
+        run_ranks(world, _rolled_back, str(tmp_path), schedule, inside) for schedule in SCHEDULES
+    )
+    for (losses, restored, end), (staged_losses, staged_restored, staged_end) in zip(
+        expected, actual, strict=True
+    ):
+        assert (
+            same(restored, staged_restored) == same(end, staged_end) == []
+            and losses == staged_losses
+        )
 
 
 # ---- another pipeline
@@ -121,7 +137,9 @@ def _left_and_gone_on(transport, schedule, options):
 
 @pytest.mark.parametrize(("world", "options"), [(1, False), (2, False), (2, True)])
 def test_batches_that_were_taken_belong_to_the_next_run(world, options):
-    expected, actual = (run_ranks(world, _left_and_gone_on, schedule, options) for schedule in SCHEDULES)
+    expected, actual = (
+        run_ranks(world, _left_and_gone_on, schedule, options) for schedule in SCHEDULES
+    )
     for (numbers, state), (staged_numbers, staged_state) in zip(expected, actual, strict=True):
         assert numbers == staged_numbers == list(range(12)) and same(state, staged_state) == []
 
@@ -176,7 +194,10 @@ def _one_leaves(transport, schedule, options):
             return
 
 
-@pytest.mark.parametrize(("schedule", "options"), [("serial", False), ("serial", True), ("staged", False), ("staged", True)])
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [("serial", False), ("serial", True), ("staged", False), ("staged", True)],
+)
 def test_a_rank_that_leaves_alone_says_so(schedule, options):
     """The transport's own limit is half of the test's: who waited for it would not be in time."""
     (left, _), *others = gather_ranks(3, _one_leaves, schedule, options, timeout=60)
@@ -218,7 +239,12 @@ def test_stop_ends_the_run_on_all_ranks(world, options):
         found = run_ranks(world, _stopped, schedule, options)
         assert len({at for at, *_ in found}) == 1 and 5 <= found[0][0] <= 8
         for (_, stopped, later, steps, state), (_, expected) in zip(found, whole, strict=True):
-            assert stopped and not later and steps == list(range(1, 13)) and same(state, expected) == []
+            assert (
+                stopped
+                and not later
+                and steps == list(range(1, 13))
+                and same(state, expected) == []
+            )
 
 
 # ---- a backward that fails
@@ -244,7 +270,9 @@ class Sometimes(Clicks):
 
     def forward(self, batch):
         first, tanh, last = self.layers
-        self.layers.forward = lambda x: last(_Failing.apply(tanh(first(x)), batch.number == self.bad))
+        self.layers.forward = lambda x: last(
+            _Failing.apply(tanh(first(x)), batch.number == self.bad)
+        )
         return super().forward(batch)
 
 
@@ -257,7 +285,9 @@ def test_training_goes_on_after_a_backward_that_failed(schedule, accumulate):
     batches = iter(stream(Local()))
     with pytest.raises(RuntimeError, match="out of memory, once"):
         list(pipeline.run(batches))
-    other = freescale.Pipeline(parallel, pipeline.optimizer, schedule=schedule, accumulate=accumulate)
+    other = freescale.Pipeline(
+        parallel, pipeline.optimizer, schedule=schedule, accumulate=accumulate
+    )
     numbers = []
     for result in other.run(batches):
         numbers.append(result.number)
@@ -267,7 +297,9 @@ def test_training_goes_on_after_a_backward_that_failed(schedule, accumulate):
     expected = build(Local(), "serial", model=lambda: Clicks(items=6000))
     left = [batch for batch in stream(Local()) if batch.number != 3]
     list(expected[1].run(left[:3]))
-    second = freescale.Pipeline(expected[0], expected[1].optimizer, schedule="serial", accumulate=accumulate)
+    second = freescale.Pipeline(
+        expected[0], expected[1].optimizer, schedule="serial", accumulate=accumulate
+    )
     list(second.run(left[3:6]))
     list(expected[1].run(left[6:]))
     assert same(state_of(expected[0]), state_of(parallel)) == []
@@ -300,7 +332,11 @@ def _sweep(transport, wire):
         _, pipeline = build(transport, "staged", dense_sums="parts")
         with pipeline:
             list(pipeline.run(stream(transport, steps=3)))
-        rings = sum(1 for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:freescale" in line)
+        rings = sum(
+            1
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if "memfd:freescale" in line
+        )
         found.append((len(os.listdir("/proc/self/fd")), threading.active_count(), rings))
     return found
 
@@ -315,14 +351,17 @@ def test_pipelines_one_after_another_take_what_one_does(wire):
 
 
 def test_a_scheduler_of_torch_works():
-    """The learning rate is the optimizer's own unless `learning_rate` is given; groups may be added on the way."""
+    """The learning rate is the optimizer's own unless `learning_rate` is given; groups may be added
+    on the way."""
     used = []
 
     def train(**options):
         used.clear()
         _, pipeline = build(Local(), "staged", **options)
         optimizer = pipeline.optimizer
-        optimizer.register_step_pre_hook(lambda *_: used.append([group["lr"] for group in optimizer.param_groups]))
+        optimizer.register_step_pre_hook(
+            lambda *_: used.append([group["lr"] for group in optimizer.param_groups])
+        )
         return pipeline, optimizer
 
     pipeline, optimizer = train()
@@ -341,7 +380,13 @@ def test_a_scheduler_of_torch_works():
 
 def test_an_optimizer_of_another_model_is_refused():
     parallel, _ = build(Local(), "staged")
-    with pytest.raises(ValueError, match=r"2 of the optimizer's 2 parameters are not the model's \(shapes \(3, 8\), \(3,\)\)"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"2 of the optimizer's 2 parameters are not the model's "
+            r"\(shapes \(3, 8\), \(3,\)\)"
+        ),
+    ):
         freescale.Pipeline(parallel, torch.optim.SGD(nn.Linear(8, 3).parameters(), lr=0.1))
 
 

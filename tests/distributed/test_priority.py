@@ -1,4 +1,5 @@
-"""The staged schedule against the serial one: tables, row state, dense weights and every loss, bit for bit.
+"""The staged schedule against the serial one: tables, row state, dense weights and every loss, bit
+for bit.
 
 The stale control (benchmarks/stale.py), which ignores collisions, must fail the same comparison.
 """
@@ -45,7 +46,8 @@ STEPS = 20
 
 
 def batch_of(ids: list[int], number: int, per_sample: int = 5) -> SequenceBatch:
-    """Samples of up to `per_sample` ids each; the last id of a sample is also its `extra` feature, a second reader of the table."""
+    """Samples of up to `per_sample` ids each; the last id of a sample is also its `extra` feature,
+    a second reader of the table."""
     values = torch.tensor(ids, dtype=torch.int64)
     full, rest = divmod(len(ids), per_sample)
     lengths = torch.tensor([per_sample] * full + [rest] * bool(rest), dtype=torch.int64)
@@ -55,7 +57,9 @@ def batch_of(ids: list[int], number: int, per_sample: int = 5) -> SequenceBatch:
     return SequenceBatch(
         sequences={"history": Jagged(values, lengths), "actions": Jagged(values % 5, lengths)},
         dense={
-            "extra": values[ends][:, None].expand(-1, 3).contiguous() if samples else values.new_zeros(0, 3),
+            "extra": values[ends][:, None].expand(-1, 3).contiguous()
+            if samples
+            else values.new_zeros(0, 3),
             "labels": torch.randint(0, 2, (samples, 2), generator=generator).float(),
         },
         weights={"click": torch.ones(samples), "like": torch.ones(samples)},
@@ -70,7 +74,14 @@ def colliding(share: float, steps: int = STEPS, size: int = 40, seed: int = 0) -
     fresh, before, stream = 0, [], []
     for _ in range(steps):
         again = (
-            [before[i] for i in torch.randperm(len(before), generator=generator).tolist()[: round(share * size)]] if before else []
+            [
+                before[i]
+                for i in torch.randperm(len(before), generator=generator).tolist()[
+                    : round(share * size)
+                ]
+            ]
+            if before
+            else []
         )
         new = [(fresh + i) % ITEMS for i in range(size - len(again))]
         fresh += len(new)
@@ -81,11 +92,15 @@ def colliding(share: float, steps: int = STEPS, size: int = 40, seed: int = 0) -
 
 def skipping(steps: int = STEPS, size: int = 40) -> list[list[int]]:
     """Batches i-1 and i+1 share rows that batch i does not read; some others are in all."""
-    return [[(i * 7 + 100 * (step % 2)) % 97 + 200 * (step % 2) for i in range(size)] + [5500, 5501] for step in range(steps)]
+    return [
+        [(i * 7 + 100 * (step % 2)) % 97 + 200 * (step % 2) for i in range(size)] + [5500, 5501]
+        for step in range(steps)
+    ]
 
 
 class Wide(nn.Module):
-    """Tables of two widths (two groups), one of them read by two modules' features, recomputed activations."""
+    """Tables of two widths (two groups), one of them read by two modules' features, recomputed
+    activations."""
 
     ids = {"first": ["history"], "second": ["history", "extra"], "action": ["actions"]}
 
@@ -101,23 +116,42 @@ class Wide(nn.Module):
         sample = torch.repeat_interleave(torch.arange(len(batch)), lengths)
 
         def read(ids: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-            return torch.cat([torch.tanh(self.first(ids)), torch.tanh(self.second(ids) + self.action(actions))], dim=1)
+            return torch.cat(
+                [torch.tanh(self.first(ids)), torch.tanh(self.second(ids) + self.action(actions))],
+                dim=1,
+            )
 
-        tokens = checkpoint(read, batch.values("history"), batch.values("actions"), use_reentrant=False)
+        tokens = checkpoint(
+            read, batch.values("history"), batch.values("actions"), use_reentrant=False
+        )
         pooled = torch.zeros(len(batch), 10, dtype=tokens.dtype).index_add(0, sample, tokens)
         logits = self.layer(pooled) + self.second(batch.dense["extra"]).sum((1, 2))[:, None]
         labels = batch.dense["labels"].to(logits.dtype)
-        losses = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none").sum(0)
+        losses = nn.functional.binary_cross_entropy_with_logits(
+            logits, labels, reduction="none"
+        ).sum(0)
         return {"click": losses[0], "like": losses[1]}
 
 
 def share_of(batch: SequenceBatch, transport) -> SequenceBatch:
     """Uneven slices; with few samples some ranks have none."""
-    edges = [len(batch) * rank * (rank + 1) // (transport.world * (transport.world + 1)) for rank in range(transport.world + 1)]
+    edges = [
+        len(batch) * rank * (rank + 1) // (transport.world * (transport.world + 1))
+        for rank in range(transport.world + 1)
+    ]
     return batch.slice(edges[transport.rank], edges[transport.rank + 1])
 
 
-def build(transport, schedule, optimizer="adagrad", model=None, placement="sharded", lr=0.5, wire=None, **options):
+def build(
+    transport,
+    schedule,
+    optimizer="adagrad",
+    model=None,
+    placement="sharded",
+    lr=0.5,
+    wire=None,
+    **options,
+):
     torch.manual_seed(3)
     model = model() if model is not None else Clicks(items=ITEMS)
     rows = ROW_OPTIMIZERS[optimizer](lr=lr)
@@ -140,7 +174,8 @@ def state_of(parallel):
 
 @pytest.fixture(autouse=True)
 def pieces(monkeypatch):
-    """What a test sends is cut into pieces, too. Ranks are processes of their own: `in_pieces` tells them."""
+    """What a test sends is cut into pieces, too. Ranks are processes of their own: `in_pieces`
+    tells them."""
     monkeypatch.setitem(collision._LEAST_BYTES, "cpu", 256)
     monkeypatch.setattr(collision, "_LEAST_MESSAGE", 1)
 
@@ -183,9 +218,13 @@ def _all_optimizers(transport, shares):
     return found
 
 
-@pytest.mark.parametrize(("world", "shares"), [(1, (0, 0.12, 0.5, 1)), (2, (0, 0.12, 0.5, 1)), (3, (0, 0.5)), (4, (0.12, 1))])
+@pytest.mark.parametrize(
+    ("world", "shares"),
+    [(1, (0, 0.12, 0.5, 1)), (2, (0, 0.12, 0.5, 1)), (3, (0, 0.5)), (4, (0.12, 1))],
+)
 def test_bit_equal_to_serial(world, shares):
-    """Four row optimizers at a large learning rate; 0, 12, 50 and 100 % collisions; rows that skip a batch."""
+    """Four row optimizers at a large learning rate; 0, 12, 50 and 100 % collisions; rows that skip
+    a batch."""
     for found in run_ranks(world, _all_optimizers, shares, timeout=240):
         assert found == dict.fromkeys(found, [])
 
@@ -193,14 +232,22 @@ def test_bit_equal_to_serial(world, shares):
 OPTIONS = {
     "two groups, recomputation": {"model": Wide, "optimizer": "adam"},
     "accumulation": {"accumulate": 3, "clip": 0.5},
-    "mixed placement": {"placement": {"item": "sharded", "action": "replicated"}, "optimizer": "rowwise_adagrad"},
+    "mixed placement": {
+        "placement": {"item": "sharded", "action": "replicated"},
+        "optimizer": "rowwise_adagrad",
+    },
     "all replicated": {"placement": "replicated"},
-    "learning-rate schedule": {"optimizer": "adam", "learning_rate": lambda step: 1 / (1 + step % 3)},
+    "learning-rate schedule": {
+        "optimizer": "adam",
+        "learning_rate": lambda step: 1 / (1 + step % 3),
+    },
 }
 
 
 def _variants(transport):
-    found = {name: differences(transport, colliding(0.3), **options) for name, options in OPTIONS.items()}
+    found = {
+        name: differences(transport, colliding(0.3), **options) for name, options in OPTIONS.items()
+    }
     ones = [ids[:1] if step % 3 else [] for step, ids in enumerate(colliding(0.5))]
     ones[0] = [7]
     found["one sample or none"] = differences(transport, ones, optimizer="adam")
@@ -227,7 +274,9 @@ def test_the_stale_control_is_seen(world):
             assert {"item/rows", "item/sum", "layers.0.weight", "losses"} <= set(different)
 
 
-streams = st.lists(st.lists(st.integers(0, 14), max_size=6), min_size=2, max_size=9).filter(lambda s: sum(map(bool, s[:1])) == 1)
+streams = st.lists(st.lists(st.integers(0, 14), max_size=6), min_size=2, max_size=9).filter(
+    lambda s: sum(map(bool, s[:1])) == 1
+)
 
 
 @settings(deadline=None, max_examples=30)
@@ -250,10 +299,13 @@ def _many_streams(transport):
     found = []
     for case in range(12):
         stream = [
-            torch.randint(0, 14, (int(n),), generator=generator).tolist() for n in torch.randint(0, 9, (8,), generator=generator)
+            torch.randint(0, 14, (int(n),), generator=generator).tolist()
+            for n in torch.randint(0, 9, (8,), generator=generator)
         ]
         stream[0] = [1, 2, 3]
-        found.append(_differences_of_any(transport, stream, list(ROW_OPTIMIZERS)[case % 4], 1 + case % 2))
+        found.append(
+            _differences_of_any(transport, stream, list(ROW_OPTIMIZERS)[case % 4], 1 + case % 2)
+        )
     return found
 
 
@@ -266,7 +318,10 @@ def test_small_streams_on_three_ranks():
 def _uneven(transport, schedule):
     parallel, pipeline = build(transport, schedule)
     stream = colliding(0.4, steps=(6, 3, 0)[transport.rank], seed=transport.rank)
-    losses = [result.loss for result in pipeline.run([batch_of(ids, number) for number, ids in enumerate(stream)])]
+    losses = [
+        result.loss
+        for result in pipeline.run([batch_of(ids, number) for number, ids in enumerate(stream)])
+    ]
     return losses, state_of(parallel)
 
 
@@ -280,7 +335,8 @@ def test_ranks_whose_data_ends_early():
 
 
 def _interrupted(transport, folder, schedule, stop):
-    """Trains, flushes in the middle of the loop and once more, leaves the loop at `stop`, and goes on in a new pipeline."""
+    """Trains, flushes in the middle of the loop and once more, leaves the loop at `stop`, and goes
+    on in a new pipeline."""
     stream = colliding(0.4, steps=14)
     batches = [share_of(batch_of(ids, number), transport) for number, ids in enumerate(stream)]
     parallel, pipeline = build(transport, schedule, "adam")
@@ -292,7 +348,9 @@ def _interrupted(transport, folder, schedule, stop):
             pipeline.flush()
             middle[result.step] = state_of(parallel)
         if result.step == stop:
-            checkpoints.save(parallel, pipeline.optimizer, {"step": stop, "pipeline": pipeline.state_dict()})
+            checkpoints.save(
+                parallel, pipeline.optimizer, {"step": stop, "pipeline": pipeline.state_dict()}
+            )
             break
     parallel, pipeline = build(transport, schedule, "adam")
     progress = checkpoints.load(checkpoints.latest(), parallel, pipeline.optimizer)
@@ -310,7 +368,9 @@ def test_flush_and_resume_in_the_middle(world, tmp_path):
         assert actual_losses == losses
         assert all(torch.equal(actual[name], value) for name, value in expected.items())
         for step, state in middle.items():
-            assert all(torch.equal(actual_middle[step][name], value) for name, value in state.items()), f"after step {step}"
+            assert all(
+                torch.equal(actual_middle[step][name], value) for name, value in state.items()
+            ), f"after step {step}"
 
 
 def _train_adam(transport, schedule):
@@ -319,7 +379,10 @@ def _train_adam(transport, schedule):
 
 def _unflushed(transport):
     parallel, pipeline = build(transport, "staged")
-    stream = [share_of(batch_of(ids, number), transport) for number, ids in enumerate(colliding(0.3, steps=6))]
+    stream = [
+        share_of(batch_of(ids, number), transport)
+        for number, ids in enumerate(colliding(0.3, steps=6))
+    ]
     for result in pipeline.run(stream):
         if result.step == 4:
             before = state_of(parallel)
@@ -335,7 +398,10 @@ def test_something_is_deferred():
 def _pieces(transport):
     in_pieces()
     parallel, pipeline = build(transport, "serial")
-    batches = [share_of(batch_of(ids, number), transport) for number, ids in enumerate(colliding(0.3, steps=3))]
+    batches = [
+        share_of(batch_of(ids, number), transport)
+        for number, ids in enumerate(colliding(0.3, steps=3))
+    ]
     next(pipeline.run(batches))
     return [request.pieces for request in parallel.tables.request(batches[1:2])]
 
@@ -370,7 +436,10 @@ def test_errors_reach_all_ranks(wire):
 
 def _broken_lane(transport):
     parallel, pipeline = build(transport, "staged", masks=_crash)
-    batches = [share_of(batch_of(ids, number), transport) for number, ids in enumerate(colliding(0.3, steps=4))]
+    batches = [
+        share_of(batch_of(ids, number), transport)
+        for number, ids in enumerate(colliding(0.3, steps=4))
+    ]
     list(pipeline.run(batches))
 
 
@@ -391,7 +460,9 @@ def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
 
     parallel, pipeline = build(Local(), "staged")
     jobs, submit = [], pipeline.urgent.submit
-    monkeypatch.setattr(pipeline.urgent, "submit", lambda *job: jobs.append(submit(*job)) or jobs[-1])
+    monkeypatch.setattr(
+        pipeline.urgent, "submit", lambda *job: jobs.append(submit(*job)) or jobs[-1]
+    )
     monkeypatch.setattr(exchange.Sharded, "place", crash)
     batches = [batch_of(ids, number) for number, ids in enumerate(colliding(0.3, steps=4))]
     with pytest.raises(RuntimeError, match="no memory today"):
@@ -403,7 +474,8 @@ def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
 
 
 def _over(transport, wire, seed):
-    """Staged against serial over one transport, and both against serial over process groups; ranks held up at random."""
+    """Staged against serial over one transport, and both against serial over process groups; ranks
+    held up at random."""
     kind, shared = wired(wire, transport.rank)
     draw = random.Random(100 * seed + transport.rank)
     stream = colliding(0.3, seed=seed)
@@ -413,13 +485,22 @@ def _over(transport, wire, seed):
         options = {"shared": shared, "timeout": timedelta(seconds=60)}
         over = Hostwire("cpu", Ledger(), transport.group, transport.control, kind, **options)
         losses, state = train(over, schedule, stream, optimizer="adam", held_up=draw)
-        found.append(losses == expected[0] and all(torch.equal(state[name], value) for name, value in expected[1].items()))
+        found.append(
+            losses == expected[0]
+            and all(torch.equal(state[name], value) for name, value in expected[1].items())
+        )
         over.close()
     return found
 
 
 @pytest.mark.parametrize(
-    ("world", "wire"), [*((2, wire) for wire in WIRES), *((3, wire) for wire in (*WIRES[2:4], "tcp")), (4, WIRES[0]), (4, WIRES[1])]
+    ("world", "wire"),
+    [
+        *((2, wire) for wire in WIRES),
+        *((3, wire) for wire in (*WIRES[2:4], "tcp")),
+        (4, WIRES[0]),
+        (4, WIRES[1]),
+    ],
 )
 def test_bit_equal_over_every_wire(world, wire):
     for found in run_ranks(world, _over, wire, world, timeout=240):
@@ -427,15 +508,21 @@ def test_bit_equal_over_every_wire(world, wire):
 
 
 def _rounded(transport):
-    """Rows and gradients in bf16 on the way: the schedules still agree to the bit, and less is sent."""
+    """Rows and gradients in bf16 on the way: the schedules still agree to the bit, and less is
+    sent."""
     stream = colliding(0.3)
     losses, bits_of = {}, {}
     for schedule in ("serial", "staged"):
         for wire in (None, torch.bfloat16):
-            losses[schedule, wire], bits_of[schedule, wire] = train(transport, schedule, stream, wire=wire)
+            losses[schedule, wire], bits_of[schedule, wire] = train(
+                transport, schedule, stream, wire=wire
+            )
     for wire in (None, torch.bfloat16):
         assert losses["serial", wire] == losses["staged", wire]
-        assert all(torch.equal(bits_of["staged", wire][name], value) for name, value in bits_of["serial", wire].items())
+        assert all(
+            torch.equal(bits_of["staged", wire][name], value)
+            for name, value in bits_of["serial", wire].items()
+        )
     return (
         losses["serial", None][0],
         losses["serial", torch.bfloat16][0],
@@ -453,13 +540,26 @@ def _bytes(transport):
     sent = {}
     for wire in (None, torch.bfloat16):
         _, pipeline = build(transport, "serial", wire=wire)
-        list(pipeline.run([share_of(batch_of(ids, number), transport) for number, ids in enumerate(colliding(0.3, steps=4))]))
+        list(
+            pipeline.run(
+                [
+                    share_of(batch_of(ids, number), transport)
+                    for number, ids in enumerate(colliding(0.3, steps=4))
+                ]
+            )
+        )
         kinds = [entry for record in pipeline.ledger.drain() for entry in record["collectives"]]
-        sent[wire] = [sum(entry[1] for entry in kinds if entry[0] == kind) for kind in ("rows", "gradients", "ids")]
+        sent[wire] = [
+            sum(entry[1] for entry in kinds if entry[0] == kind)
+            for kind in ("rows", "gradients", "ids")
+        ]
     return sent
 
 
 def test_rounded_rows_are_a_quarter_of_float64():
     for sent in run_ranks(2, _bytes):
-        (rows, gradients, ids), (less_rows, less_gradients, same_ids) = sent[None], sent[torch.bfloat16]
+        (rows, gradients, ids), (less_rows, less_gradients, same_ids) = (
+            sent[None],
+            sent[torch.bfloat16],
+        )
         assert rows == 4 * less_rows > 0 and gradients == 4 * less_gradients > 0 and ids == same_ids

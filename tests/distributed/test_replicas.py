@@ -1,4 +1,5 @@
-"""Dense parameters and buffers of any dtype and layout are rank 0's on every rank, or refused by name on all of them."""
+"""Dense parameters and buffers of any dtype and layout are rank 0's on every rank, or refused by
+name on all of them."""
 
 from __future__ import annotations
 
@@ -12,17 +13,38 @@ import freescale
 
 
 def _random(dtype, rank):
-    """Bits of any kind, infinities, not-a-numbers and negative zeros too: another pattern on each rank."""
+    """Bits of any kind, infinities, not-a-numbers and negative zeros too: another pattern on each
+    rank."""
     size = torch.empty(0, dtype=dtype).element_size()
     bits = torch.randint(
-        0, 2 if dtype == torch.bool else 256, (12 * size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank)
+        0,
+        2 if dtype == torch.bool else 256,
+        (12 * size,),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(rank),
     )
     return bits.view(dtype)
 
 
 DTYPES = [
-    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ),
+    *(
+        torch.complex64,
+        torch.complex128,
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    ),
     *(torch.uint16, torch.uint32, torch.uint64),
 ]
 LAYOUTS = {
@@ -44,7 +66,9 @@ def _odd(rank):
         model.register_buffer(f"as {dtype}".replace(".", " "), _random(dtype, rank))
     for name, laid in LAYOUTS.items():
         model.register_buffer(name, laid(torch.arange(12.0) + 100 * rank))
-    model.register_parameter("frozen", nn.Parameter(_random(torch.float8_e5m2, rank), requires_grad=False))
+    model.register_parameter(
+        "frozen", nn.Parameter(_random(torch.float8_e5m2, rank), requires_grad=False)
+    )
     return model
 
 
@@ -58,7 +82,11 @@ def _taken(transport):
     strides = {name: buffer.stride() for name, buffer in model.named_buffers()}
     freescale.parallelize(model, Clicks.ids, transport=transport)
     expected = _odd(0)
-    wrong = [name for name, buffer in expected.named_buffers() if _bits(model.get_buffer(name)) != _bits(buffer)]
+    wrong = [
+        name
+        for name, buffer in expected.named_buffers()
+        if _bits(model.get_buffer(name)) != _bits(buffer)
+    ]
     wrong += [name for name, buffer in model.named_buffers() if buffer.stride() != strides[name]]
     return wrong + ["frozen"] * (_bits(model.frozen) != _bits(expected.frozen))
 
@@ -82,7 +110,9 @@ class Scaled(Clicks):
 def _trained(transport, dtype, strided):
     torch.manual_seed(transport.rank)
     scale = torch.randn(3, 4).to(dtype).t() if strided else torch.randn(6).to(dtype)
-    parallel = freescale.parallelize(Scaled(scale), Clicks.ids, freescale.SGD(lr=0.1), transport=transport)
+    parallel = freescale.parallelize(
+        Scaled(scale), Clicks.ids, freescale.SGD(lr=0.1), transport=transport
+    )
     before = parallel.module.scale.detach().clone()
     pipeline = freescale.Pipeline(parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.05))
     list(pipeline.run([clicks_batch(4, 10 * step + transport.rank) for step in range(3)]))
@@ -99,10 +129,22 @@ def test_trained_parameters_stay_the_same_on_all_ranks(dtype, strided):
 
 
 REFUSED = {
-    "fp8 that is trained": (lambda: Scaled(torch.ones(4).to(torch.float8_e4m3fn)), "'scale' is trained in torch.float8_e4m3fn"),
-    "sparse": (lambda: _with(torch.eye(3).to_sparse()), "buffer 'odd' is stored as torch.sparse_coo"),
-    "quantized": (lambda: _with(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)), "buffer 'odd' is quantized"),
-    "overlapping": (lambda: _with(torch.arange(6.0).unfold(0, 3, 1)), "buffer 'odd' has elements that share memory"),
+    "fp8 that is trained": (
+        lambda: Scaled(torch.ones(4).to(torch.float8_e4m3fn)),
+        "'scale' is trained in torch.float8_e4m3fn",
+    ),
+    "sparse": (
+        lambda: _with(torch.eye(3).to_sparse()),
+        ("buffer 'odd' is stored as torch.sparse_coo"),
+    ),
+    "quantized": (
+        lambda: _with(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)),
+        "buffer 'odd' is quantized",
+    ),
+    "overlapping": (
+        lambda: _with(torch.arange(6.0).unfold(0, 3, 1)),
+        ("buffer 'odd' has elements that share memory"),
+    ),
     "meta": (lambda: _with(torch.empty(3, device="meta")), "buffer 'odd' is on the meta device"),
     "lazy": (lambda: _lazy(), "dense parameter 'later.weight' has no shape yet"),
 }
@@ -137,9 +179,24 @@ def test_what_cannot_be_replicated_is_refused_by_name_on_all_ranks(what):
 
 
 DIFFERENT = {
-    "shape": (lambda: Scaled(torch.ones(4)), lambda: Scaled(torch.ones(5)), r"'scale' is float32 \[4\], trained on rank 0"),
-    "dtype": (lambda: Scaled(torch.ones(4)), lambda: Scaled(torch.ones(4).bfloat16()), r"and bfloat16 \[4\], trained on rank 1"),
-    "frozen": (lambda: Scaled(torch.ones(4)), lambda: Scaled(torch.ones(4), False), "not trained on rank 1"),
+    "shape": (
+        lambda: Scaled(torch.ones(4)),
+        lambda: Scaled(torch.ones(5)),
+        (
+            r"'scale' is float32 "
+            r"\[4\], trained on rank 0"
+        ),
+    ),
+    "dtype": (
+        lambda: Scaled(torch.ones(4)),
+        lambda: Scaled(torch.ones(4).bfloat16()),
+        r"and bfloat16 \[4\], trained on rank 1",
+    ),
+    "frozen": (
+        lambda: Scaled(torch.ones(4)),
+        lambda: Scaled(torch.ones(4), False),
+        "not trained on rank 1",
+    ),
     "missing": (lambda: Scaled(torch.ones(4)), Clicks, "'scale' is .* and missing on rank 1"),
     "more": (Clicks, lambda: Scaled(torch.ones(4)), "'scale' is missing on rank 0"),
 }

@@ -1,5 +1,6 @@
-"""The report of a real run in a real browser: it loads without a word on the console, its figures are the ledger's, its timeline
-zooms, moves and says what an event is; light, dark, and as narrow as a phone."""
+"""The report of a real run in a real browser: it loads without a word on the console, its figures
+are the ledger's, its timeline zooms, moves and says what an event is; light, dark, and as narrow as
+a phone."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from helpers.browser import Browser, browser
 
 from test_cli import freescale, interactions, train  # isort: skip
 
-VIEW = "const t = document.querySelector('.timeline'); return [Number(t.dataset.from), Number(t.dataset.to)];"
+VIEW = (
+    "const t = document.querySelector('.timeline'); return [Number(t.dataset.from), "
+    "Number(t.dataset.to)];"
+)
 # The widest transfer of a lane that is in view: where its middle is in the window, and what it is.
 EVENT = """
 const lanes = arguments[0];
@@ -20,7 +24,10 @@ widest.scrollIntoView({ block: 'center' });
 const box = widest.getBoundingClientRect();
 return [box.left + box.width / 2, box.top + box.height / 2, widest.event];
 """
-SVG = "const b = document.querySelector('.timeline svg').getBoundingClientRect(); return [b.left, b.top, b.width, b.height];"
+SVG = (
+    "const b = document.querySelector('.timeline svg').getBoundingClientRect(); return [b.left, "
+    "b.top, b.width, b.height];"
+)
 FIGURES = """
 const found = [...document.querySelectorAll('[data-figure]')];
 return found.map((one) => [one.dataset.run, one.dataset.figure, one.dataset.value, one.textContent]);
@@ -41,7 +48,18 @@ def made(tmp_path_factory):
     data = interactions(folder / "events.parquet")
     for name, schedule, balance in (("staged", "staged", "greedy"), ("serial", "serial", "none")):
         (folder / name).mkdir()
-        more = ("--nproc", 2, "--epochs", 5, "--schedule", schedule, "--balance", balance, "--placement", "item=sharded")
+        more = (
+            "--nproc",
+            2,
+            "--epochs",
+            5,
+            "--schedule",
+            schedule,
+            "--balance",
+            balance,
+            "--placement",
+            "item=sharded",
+        )
         done = train(folder / name, data, *more)
         assert done.returncode == 0, done.stderr
         assert f"freescale report {folder / name / 'run'}" in done.stdout
@@ -61,7 +79,10 @@ def desk(made, tmp_path_factory):
 def test_figures_on_the_page_are_the_ledgers(made, desk: Browser):
     desk.open(made / "two.html")
     assert desk.log() == []
-    ledgers = [json.loads((made / name / "run" / "ledger.json").read_text()) for name in ("staged", "serial")]
+    ledgers = [
+        json.loads((made / name / "run" / "ledger.json").read_text())
+        for name in ("staged", "serial")
+    ]
     shown = desk.run(FIGURES)
     assert len(shown) > 60
     for run, path, value, _ in shown:
@@ -75,16 +96,21 @@ def test_figures_on_the_page_are_the_ledgers(made, desk: Browser):
         assert words[run, "straggler_percent"] == f"{ledger['straggler_percent']:.1f} %"
         assert words[run, "exposed_percent"] == f"{ledger['exposed_percent']:.1f} %"
     # The bars are as wide as their figures say, and add up to the step.
-    wide = desk.run("return [...document.querySelectorAll('.bar')].slice(0, 2).map((b) => [...b.querySelectorAll('span')].map("
+    wide = desk.run("return [...document.querySelectorAll('.bar')].slice(0, 2).map((b) => "
+                    "[...b.querySelectorAll('span')].map("
                     "(s) => [JSON.parse(s.dataset.value), s.getBoundingClientRect().width]))")  # fmt: skip
     for bar in wide:
         total, pixels = sum(v for v, _ in bar), sum(w for _, w in bar)
         assert all(abs(w - v / total * pixels) < 1 for v, w in bar)
         assert total == pytest.approx(ledgers[0]["step_ms"]["mean"], rel=0.15)
     staged = ledgers[0]
-    assert staged["predicted_imbalance_before"] > staged["predicted_imbalance"] and staged["machines"][0]["ranks"] == [0, 1]
+    assert staged["predicted_imbalance_before"] > staged["predicted_imbalance"] and staged[
+        "machines"
+    ][0]["ranks"] == [0, 1]
     sent = {kind: sum(paths.values()) for kind, paths in staged["paths"].items()}
-    assert sent == pytest.approx({kind: value for kind, value in staged["bytes_per_step"].items() if value})
+    assert sent == pytest.approx(
+        {kind: value for kind, value in staged["bytes_per_step"].items() if value}
+    )
 
 
 def test_timeline_zooms_and_moves(made, desk: Browser):
@@ -100,7 +126,8 @@ def test_timeline_zooms_and_moves(made, desk: Browser):
     assert later[0] > near[0] and later[1] - later[0] == pytest.approx(near[1] - near[0])
     desk.click("[data-action=reset]")
     assert desk.run(VIEW) == whole
-    desk.drag([(left + width / 2, top + 8), (left + width * 3 / 4, top + 8)])  # on the ruler: zooms into a part
+    # on the ruler: zooms into a part
+    desk.drag([(left + width / 2, top + 8), (left + width * 3 / 4, top + 8)])
     part = desk.run(VIEW)
     assert part[1] - part[0] < (whole[1] - whole[0]) / 2 and part[0] > whole[0]
     for action, holds in (("zoom-in", lambda a, b: b[1] - b[0] < a[1] - a[0]), ("left", lambda a, b: b[0] < a[0]),
@@ -108,7 +135,10 @@ def test_timeline_zooms_and_moves(made, desk: Browser):
         before = desk.run(VIEW)
         desk.click(f"[data-action={action}]")
         assert holds(before, desk.run(VIEW)), action
-    desk.run("const s = document.querySelector('.timeline select'); s.value = 'all'; s.dispatchEvent(new Event('change'))")
+    desk.run(
+        "const s = document.querySelector('.timeline select'); s.value = 'all'; "
+        "s.dispatchEvent(new Event('change'))"
+    )
     every = desk.run(VIEW)
     assert every[1] - every[0] > 2 * (whole[1] - whole[0])
     # Zoomed out, the wheel scrolls the page.
@@ -135,7 +165,10 @@ def test_tooltip(made, desk: Browser):
         seen.append(desk.run(TIP))
     assert seen[0] and seen[1] and seen[0] != seen[1] and "rank 0, compute" in seen[1]
     assert "communication" in seen[2] and seen[3] is None
-    bubbles = "return [...document.querySelectorAll('.timeline rect.k-straggler, .timeline rect.k-exposed')].map((r) => r.event[1])"
+    bubbles = (
+        "return [...document.querySelectorAll('.timeline rect.k-straggler, .timeline "
+        "rect.k-exposed')].map((r) => r.event[1])"
+    )
     assert set(desk.run(bubbles)) == {"compute"}
     assert desk.log() == []
 
@@ -148,17 +181,22 @@ def test_light_and_dark(made, tmp_path, dark):
         first = window.run(ground)
         window.click("#theme")
         second = window.run(ground)
-        brightness = [sum(int(part) for part in colour[4:-1].split(",")) for colour in (first, second)]
+        brightness = [
+            sum(int(part) for part in colour[4:-1].split(",")) for colour in (first, second)
+        ]
         assert brightness[dark] > 600 and brightness[1 - dark] < 150
         assert window.log() == []
 
 
 def test_phone(made, tmp_path):
-    """360 pixels: nothing makes the page scroll sideways; a tap says what an event is, two fingers zoom."""
+    """360 pixels: nothing makes the page scroll sideways; a tap says what an event is, two fingers
+    zoom."""
     with browser(tmp_path / "profile", width=360, height=740) as window:
         for name in ("one.html", "two.html"):
             window.open(made / name)
-            window.run("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+            window.run(
+                "document.querySelectorAll('details').forEach((part) => { part.open = true; })"
+            )
             assert window.run("return document.documentElement.scrollWidth") <= 360
         window.open(made / "one.html")
         x, y, (rank, lane, _, name, *_) = widest(window, ["communication"])
@@ -167,7 +205,11 @@ def test_phone(made, tmp_path):
         whole = window.run(VIEW)
         left, top, width, height = window.run(SVG)
         middle, down = left + 74 + (width - 74) / 2, top + height / 2
-        window.drag([(middle - 20, down), (middle - 80, down)], [(middle + 20, down), (middle + 80, down)], kind="touch")
+        window.drag(
+            [(middle - 20, down), (middle - 80, down)],
+            [(middle + 20, down), (middle + 80, down)],
+            kind="touch",
+        )
         near = window.run(VIEW)
         assert near[1] - near[0] < 0.6 * (whole[1] - whole[0])
         assert window.log() == []

@@ -1,4 +1,5 @@
-"""A run's folder is its own: no two runs share one, a live one is refused, and what a dead one left does not stand in the way."""
+"""A run's folder is its own: no two runs share one, a live one is refused, and what a dead one left
+does not stand in the way."""
 
 from __future__ import annotations
 
@@ -22,7 +23,20 @@ from freescale.train.run_folder import RunFolder
 from freescale.train.trainer import Trainer
 from freescale.transport.local import Local
 
-SMALL = ["--device", "cpu", "--global-batch", 16, "--width", 8, "--layers", 1, "--negatives", 8, "--max-length", 20]
+SMALL = [
+    "--device",
+    "cpu",
+    "--global-batch",
+    16,
+    "--width",
+    8,
+    "--layers",
+    1,
+    "--negatives",
+    8,
+    "--max-length",
+    20,
+]
 SMALL += ["--log-every", 1]
 
 
@@ -39,7 +53,9 @@ def test_runs_of_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
     assert not Path("runs").exists(), "a run that never began leaves no folder"
     for place, run in enumerate(runs):
         run.open(f'{{"lr": {place}}}')
-    assert [str(run.path) for run in runs] == [f"runs/2026-01-01-120000{end}" for end in ("", "-2", "-3")]
+    assert [str(run.path) for run in runs] == [
+        f"runs/2026-01-01-120000{end}" for end in ("", "-2", "-3")
+    ]
     assert [json.loads((run.path / "config.json").read_text())["lr"] for run in runs] == [0, 1, 2]
 
 
@@ -50,7 +66,11 @@ def test_a_run_that_begins_while_another_of_its_second_has_saved(tmp_path, monke
     data = tmp_path / "data.parquet"
     generate(data, users=60, items=40, median=8.0, cap=12, seed=1)
     settings = TrainConfig(global_batch=8, steps=2, trace_steps=0)
-    config = RunConfig(DataConfig(data=str(data), max_length=10, negatives=4), ModelConfig(width=8, layers=1, heads=1), settings)
+    config = RunConfig(
+        DataConfig(data=str(data), max_length=10, negatives=4),
+        ModelConfig(width=8, layers=1, heads=1),
+        settings,
+    )
     for end in ("", "-2"):
         run = Trainer(config, data, None, Local())
         run.train()
@@ -64,10 +84,15 @@ def test_a_folder_in_use_is_refused_on_all_ranks(tmp_path):
         (holder.path / "checkpoints" / "step-00000002").mkdir(parents=True, exist_ok=True)
         (holder.path / "checkpoints" / "step-00000002" / "state.json").touch()
         for error, _ in gather_ranks(2, _asked_for, holder.path, resume):
-            assert error is not None and f"is in use by another run (process {os.getpid()} on " in error
+            assert (
+                error is not None
+                and f"is in use by another run (process {os.getpid()} on " in error
+            )
     holder.close()
     assert RunFolder(holder.path, True, Local()).path == holder.path
-    with pytest.raises(ValueError, match="already holds a run: name another folder, or pass --resume"):
+    with pytest.raises(
+        ValueError, match=("already holds a run: name another folder, or pass --resume")
+    ):
         RunFolder(holder.path, False, Local())
 
 
@@ -111,10 +136,20 @@ def test_what_a_dead_run_left_is_put_aside(tmp_path):
         opened = RunFolder(run, False, Local())
         opened.open("{}")
         opened.close()
-        assert opened.notes == [f"a run that ended here before its first checkpoint is now in {run / aside}"]
-        assert {path.name for path in (run / aside).iterdir()} == {"config.json", "metrics.jsonl", "tensorboard"}
+        assert opened.notes == [
+            (f"a run that ended here before its first checkpoint is now in {run / aside}")
+        ]
+        assert {path.name for path in (run / aside).iterdir()} == {
+            "config.json",
+            "metrics.jsonl",
+            "tensorboard",
+        }
         assert json.loads((run / aside / "config.json").read_text()) == {"lr": place}
-        assert (run / "config.json").read_text() == "{}" and not (run / "metrics.jsonl").exists() and (run / "notes.txt").exists()
+        assert (
+            (run / "config.json").read_text() == "{}"
+            and not (run / "metrics.jsonl").exists()
+            and (run / "notes.txt").exists()
+        )
 
 
 def test_a_refused_run_leaves_the_folder_as_it_was(tmp_path):
@@ -127,7 +162,10 @@ def test_a_refused_run_leaves_the_folder_as_it_was(tmp_path):
 
 def test_nothing_to_resume_says_what_to_do(tmp_path):
     (tmp_path / "run").mkdir()
-    with pytest.raises(ValueError, match="holds no checkpoint, .* start it again with the same command, without --resume"):
+    with pytest.raises(
+        ValueError,
+        match=("holds no checkpoint, .* start it again with the same command, without --resume"),
+    ):
         RunFolder(tmp_path / "run", True, Local())
     assert not list((tmp_path / "run").iterdir())
 
@@ -139,14 +177,30 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", none_here)
     opened = RunFolder(tmp_path / "run", False, Local())
     opened.open("{}")
-    assert opened.notes == [f"{tmp_path / 'run'} cannot be locked (Function not implemented): see to it that no other run uses it"]
+    assert opened.notes == [
+        (
+            f"{tmp_path / 'run'} cannot be locked (Function not implemented): see "
+            "to it that no other run uses it"
+        )
+    ]
 
 
 def test_a_killed_run_has_a_page_and_is_started_again(tmp_path):
     """By the same command. While a run holds the folder, what only reads it works."""
     data, run = tmp_path / "histories.parquet", tmp_path / "run"
     generate(data, users=96, items=200, median=12, cap=20, global_batch=16)
-    command = ["train", "--data", data, "--folder", run, *SMALL, "--epochs", 100_000, "--checkpoint-every", 100_000]
+    command = [
+        "train",
+        "--data",
+        data,
+        "--folder",
+        run,
+        *SMALL,
+        "--epochs",
+        100_000,
+        "--checkpoint-every",
+        100_000,
+    ]
     with Begun(*command) as begun:
         wait_for((run / "metrics.jsonl").exists)
         refused = freescale(*command)
@@ -158,11 +212,19 @@ def test_a_killed_run_has_a_page_and_is_started_again(tmp_path):
     page = tmp_path / "report.html"
     done = freescale("report", run, "--out", page)
     assert done.returncode == 0, done.stderr
-    assert "before its first figures" in page.read_text() or "the run did not end" in page.read_text()
+    assert (
+        "before its first figures" in page.read_text() or "the run did not end" in page.read_text()
+    )
     again = freescale(*command, "--steps", 3)
     assert again.returncode == 0 and f"is now in {run / 'ended'}" in again.stdout, again.stderr
-    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 3]
+    assert [
+        json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2, 3, 3]
     with module.locked(run):  # as a run that goes on would
-        for reading in (["eval", run], ["export", run, "--out", tmp_path / "out"], ["report", run, "--out", page]):
+        for reading in (
+            ["eval", run],
+            ["export", run, "--out", tmp_path / "out"],
+            ["report", run, "--out", page],
+        ):
             done = freescale(*reading)
             assert done.returncode == 0, done.stderr

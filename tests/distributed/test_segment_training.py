@@ -1,4 +1,5 @@
-"""Training over segments on two ranks, from the command line: stopped and resumed it writes what an uninterrupted run writes."""
+"""Training over segments on two ranks, from the command line: stopped and resumed it writes what an
+uninterrupted run writes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.prepare import prepare
 from freescale.train.build import build_balancer, build_parallel, histories
 
-CUT = ["--segment", 4, "--segment-tokens", 2, "--segment-weight", 1.5, "--segment-pooling", "--max-length", 20]
+CUT = [
+    "--segment",
+    4,
+    "--segment-tokens",
+    2,
+    "--segment-weight",
+    1.5,
+    "--segment-pooling",
+    "--max-length",
+    20,
+]
 
 
 def test_train_resume_eval(tmp_path):
@@ -25,7 +36,9 @@ def test_train_resume_eval(tmp_path):
     assert whole.returncode == 0, whole.stderr
     first = train(tmp_path / "b", data, *CUT, "--nproc", 2, "--epochs", 3, "--steps", 4)
     assert first.returncode == 0, first.stderr
-    again = command("train", "--folder", tmp_path / "b" / "run", "--resume", "--nproc", 2, "--steps", 9)
+    again = command(
+        "train", "--folder", tmp_path / "b" / "run", "--resume", "--nproc", 2, "--steps", 9
+    )
     assert again.returncode == 0, again.stderr
     expected = metrics(tmp_path / "a")
     assert expected[-1]["step"] == 9
@@ -39,7 +52,10 @@ def test_train_resume_eval(tmp_path):
 def test_refused(tmp_path):
     data = interactions(tmp_path / "events.parquet")
     done = train(tmp_path, data, "--segment", 4, "--segment-tokens", 5)
-    assert done.returncode == 1 and "--segment-tokens 5 are more than the events of a segment" in done.stderr
+    assert (
+        done.returncode == 1
+        and "--segment-tokens 5 are more than the events of a segment" in done.stderr
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -55,14 +71,21 @@ def one_step(transport, path, balance):
     parallel.module.double()
     before = {name: value.detach().clone() for name, value in parallel.module.named_parameters()}
     optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=1.0)
-    pipeline = freescale.Pipeline(parallel, optimizer, balancer=build_balancer(config, transport.device))
+    pipeline = freescale.Pipeline(
+        parallel, optimizer, balancer=build_balancer(config, transport.device)
+    )
     list(pipeline.run([data.batch(0)]))
-    return {name: value.detach() - before[name] for name, value in parallel.module.named_parameters()}
+    return {
+        name: value.detach() - before[name] for name, value in parallel.module.named_parameters()
+    }
 
 
 def test_ranks_and_balancing_do_not_matter(tmp_path):
-    """A step of two balanced ranks moves the dense parameters, summaries among them, as one rank moves them."""
-    path = prepare(str(interactions(tmp_path / "events.parquet")), tmp_path / "cache", "auto", None, None)
+    """A step of two balanced ranks moves the dense parameters, summaries among them, as one rank
+    moves them."""
+    path = prepare(
+        str(interactions(tmp_path / "events.parquet")), tmp_path / "cache", "auto", None, None
+    )
     alone = run_ranks(1, one_step, path, "none")[0]
     assert alone["encoder.summaries"].abs().max() > 1e-6
     for found in run_ranks(2, one_step, path, "greedy"):

@@ -15,10 +15,18 @@ OPTIMIZERS = list(ROW_OPTIMIZERS)
 STATES = (0, 3, 7)  # steps made before the step that is compared
 
 
-def build(transport, optimizer="adagrad", placement="sharded", lr=0.1, schedule="serial", **options):
+def build(
+    transport, optimizer="adagrad", placement="sharded", lr=0.1, schedule="serial", **options
+):
     torch.manual_seed(3)
     parallel = freescale.parallelize(
-        Clicks(), Clicks.ids, ROW_OPTIMIZERS[optimizer](lr=lr), transport=transport, placement=placement, init_std=0.3, seed=5
+        Clicks(),
+        Clicks.ids,
+        ROW_OPTIMIZERS[optimizer](lr=lr),
+        transport=transport,
+        placement=placement,
+        init_std=0.3,
+        seed=5,
     )
     dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
     return parallel, freescale.Pipeline(parallel, dense, schedule=schedule, **options)
@@ -44,12 +52,17 @@ def whole_tables(parallel):
 
 
 def snapshot(parallel):
-    return whole_tables(parallel) | {n: p.detach().clone() for n, p in parallel.module.named_parameters()}
+    return whole_tables(parallel) | {
+        n: p.detach().clone() for n, p in parallel.module.named_parameters()
+    }
 
 
 def train(transport, sizes, optimizer, placement, options):
     parallel, pipeline = build(transport, optimizer, placement, **options)
-    batches = [rank_slice(clicks_batch(n, seed), transport.rank, transport.world) for seed, n in enumerate(sizes)]
+    batches = [
+        rank_slice(clicks_batch(n, seed), transport.rank, transport.world)
+        for seed, n in enumerate(sizes)
+    ]
     snapshots, losses = [], []
     for result in pipeline.run(batches):
         losses.append(result.loss)
@@ -58,7 +71,8 @@ def train(transport, sizes, optimizer, placement, options):
 
 
 def one_step_from(transport, state, batch, optimizer, placement, options):
-    """A step from a given state: tables, row state, dense weights (dense optimizer fresh) set on every rank."""
+    """A step from a given state: tables, row state, dense weights (dense optimizer fresh) set on
+    every rank."""
     parallel, pipeline = build(transport, optimizer, placement, **options)
     parallel.tables.place()
     for name in parallel.tables.specs:
@@ -76,7 +90,9 @@ def one_step_from(transport, state, batch, optimizer, placement, options):
 def assert_close(actual, expected):
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            actual[name], value, rtol=1e-12, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -99,7 +115,8 @@ def _check_cases(transport, cases, placement, options):
 
 
 def test_against_plain_torch():
-    """SGD tables: the whole thing equals a plain model with nn.Embedding and torch.optim.SGD on the global mean."""
+    """SGD tables: the whole thing equals a plain model with nn.Embedding and torch.optim.SGD on the
+    global mean."""
     parallel, _ = build(Local(), "sgd", "sharded")
     parallel.tables.place()
     start = snapshot(parallel)
@@ -121,9 +138,15 @@ def test_against_plain_torch():
         tables.step()
         dense.step()
     losses, snapshots = run_ranks(2, train, [11, 11, 11], "sgd", "sharded", {})[0]
-    torch.testing.assert_close(snapshots[-1]["item/rows"], plain.item.weight.detach(), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(snapshots[-1]["action/rows"], plain.action.weight.detach(), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(snapshots[-1]["layers.0.weight"], plain.layers[0].weight.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        snapshots[-1]["item/rows"], plain.item.weight.detach(), rtol=1e-10, atol=1e-12
+    )
+    torch.testing.assert_close(
+        snapshots[-1]["action/rows"], plain.action.weight.detach(), rtol=1e-10, atol=1e-12
+    )
+    torch.testing.assert_close(
+        snapshots[-1]["layers.0.weight"], plain.layers[0].weight.detach(), rtol=1e-10, atol=1e-12
+    )
     assert losses[-1] == pytest.approx(loss.item(), rel=1e-10)
 
 
@@ -149,7 +172,8 @@ def _check_lazy(placement, optimizer):
 
 
 def test_ranks_without_samples_and_uneven_ends():
-    """Batches smaller than the number of ranks, and ranks whose data ends early: nothing hangs, results agree."""
+    """Batches smaller than the number of ranks, and ranks whose data ends early: nothing hangs,
+    results agree."""
     one = train(Local(), [2, 1, 3, 2], "adam", "sharded", {})
     four = run_ranks(4, train, [2, 1, 3, 2], "adam", "sharded", {})
     for losses, snapshots in four:
@@ -172,7 +196,10 @@ def test_data_error_on_one_rank_reaches_all():
     results = gather_ranks(3, _bad_data)
     assert "holds id 999, but table 'item' has rows 0 to 199" in results[1][0]
     for rank in (0, 2):
-        assert "RemoteError: rank 1 stopped: ValueError: feature 'history' holds id 999" in results[rank][0]
+        assert (
+            "RemoteError: rank 1 stopped: ValueError: feature 'history' holds id 999"
+            in results[rank][0]
+        )
 
 
 def _bad_data(transport):

@@ -1,4 +1,5 @@
-"""The parts of a step add up to the step, on every rank: what it did, and each of its waits, once."""
+"""The parts of a step add up to the step, on every rank: what it did, and each of its waits,
+once."""
 
 from __future__ import annotations
 
@@ -35,13 +36,19 @@ def _slow_lane(transport, schedule, dense_sums):
     if schedule == "staged":
         arrive = pipeline._arrive
         pipeline._arrive = lambda turn: (waiting.set(), arrive(turn))
-    batches = [share_of(batch_of(ids, number), transport) for number, ids in enumerate(colliding(0.3, steps=8))]
+    batches = [
+        share_of(batch_of(ids, number), transport)
+        for number, ids in enumerate(colliding(0.3, steps=8))
+    ]
     list(pipeline.run(batches))
     gathered = transport.gather_bytes(json.dumps(pipeline.ledger.drain()).encode())
     return [json.loads(part) for part in gathered]
 
 
-@pytest.mark.parametrize(("schedule", "dense_sums"), [("serial", "collective"), ("staged", "collective"), ("staged", "parts")])
+@pytest.mark.parametrize(
+    ("schedule", "dense_sums"),
+    [("serial", "collective"), ("staged", "collective"), ("staged", "parts")],
+)
 def test_the_parts_of_a_step_add_up_to_it(schedule, dense_sums):
     records = run_ranks(3, _slow_lane, schedule, dense_sums)[0]
     summary = Summary(3)
@@ -49,11 +56,17 @@ def test_the_parts_of_a_step_add_up_to_it(schedule, dense_sums):
         figures = merge_step(step)
         summary.add(figures)
         for rank, record in enumerate(step):
-            parts = figures["straggler_ms"][rank] + figures["exposed_ms_per_rank"][rank] + figures["lane_ms"][rank]
+            parts = (
+                figures["straggler_ms"][rank]
+                + figures["exposed_ms_per_rank"][rank]
+                + figures["lane_ms"][rank]
+            )
             parts += sum(values[rank] for values in figures["busy_ms"].values())
             assert parts == pytest.approx((record["end"] - record["begin"]) / 1e6, abs=0.05)
-        held = schedule == "staged" and 0 < figures["step"] < 7  # the last has no batch to compare with
-        assert not held or max(figures["lane_ms"]) >= 0.9 * 1e3 * HELD  # the first to wait: nobody communicates yet
+        # the last has no batch to compare with
+        held = schedule == "staged" and 0 < figures["step"] < 7
+        # the first to wait: nobody communicates yet
+        assert not held or max(figures["lane_ms"]) >= 0.9 * 1e3 * HELD
         assert not {"arrive", "await batch", "await sums"} & set(figures["busy_ms"])
     result = summary.result()
     assert len(result["lane_ms_per_rank"]) == 3 and result["step_ms"]["mean"] == pytest.approx(
@@ -69,7 +82,14 @@ def test_overlapping_waits_are_counted_once(drawn):
     entries = [["rows", 1, 1, 0, begin, begin + length] for begin, length in drawn]
     parts = own_waits(entries)
     for moment in range(31):
-        covering = [number for number, entry in enumerate(entries) if entry[-2] <= moment < entry[-1]]
-        owners = [number for number, own in enumerate(parts) if any(a <= moment < b for a, b in own)]
+        covering = [
+            number for number, entry in enumerate(entries) if entry[-2] <= moment < entry[-1]
+        ]
+        owners = [
+            number for number, own in enumerate(parts) if any(a <= moment < b for a, b in own)
+        ]
         assert len(owners) == bool(covering)
-        assert all(entries[owner][-1] == max(entries[number][-1] for number in covering) for owner in owners)
+        assert all(
+            entries[owner][-1] == max(entries[number][-1] for number in covering)
+            for owner in owners
+        )

@@ -1,5 +1,5 @@
-"""SIGTERM and Ctrl-C: a run that can save does, on all ranks, and goes on later as if nothing had been; survivors of a failure save
-nothing, and end."""
+"""SIGTERM and Ctrl-C: a run that can save does, on all ranks, and goes on later as if nothing had
+been; survivors of a failure save nothing, and end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,20 @@ from freescale.train import stopping
 from freescale.train.run import resume_command
 from freescale.train.stopping import Stopping
 
-SMALL = ["--device", "cpu", "--global-batch", 16, "--width", 8, "--layers", 1, "--negatives", 8, "--max-length", 20]
+SMALL = [
+    "--device",
+    "cpu",
+    "--global-batch",
+    16,
+    "--width",
+    8,
+    "--layers",
+    1,
+    "--negatives",
+    8,
+    "--max-length",
+    20,
+]
 SMALL += ["--split", "none", "--log-every", 1]
 ENDLESS = ["--epochs", 100_000, "--checkpoint-every", 100_000]
 
@@ -35,11 +48,19 @@ def arguments(tmp_path) -> list[object]:
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
-    return [(line["step"], line["loss"]) for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
+    return [
+        (line["step"], line["loss"])
+        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    ]
 
 
 def stepped(run: Path) -> None:
-    wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_bytes().count(b"\n") >= 3)
+    wait_for(
+        lambda: (
+            (run / "metrics.jsonl").exists()
+            and (run / "metrics.jsonl").read_bytes().count(b"\n") >= 3
+        )
+    )
 
 
 def saved(run: Path) -> int:
@@ -61,7 +82,9 @@ def test_a_process_that_gets_sigterm_saves_and_goes_on(arguments, tmp_path):
     assert f"go on with: freescale train --folder '{run}' --resume" in done.stdout
     step = saved(run)
     assert freescale("train", "--folder", run, "--resume", "--steps", step + 3).returncode == 0
-    assert freescale(*arguments, "--folder", tmp_path / "whole", "--steps", step + 3).returncode == 0
+    assert (
+        freescale(*arguments, "--folder", tmp_path / "whole", "--steps", step + 3).returncode == 0
+    )
     assert losses(run) == losses(tmp_path / "whole")
 
 
@@ -72,13 +95,21 @@ def test_all_ranks_save_after_the_same_step(who, arguments, tmp_path):
         stepped(run)
         ranks = begun.ranks()
         number = signal.SIGINT if who == "a terminal" else signal.SIGTERM
-        # A terminal sends Ctrl-C to all of them; the launcher's passes it on, and it does not count twice.
-        for process in {"the launcher": [begun.pid], "one rank": ranks[1:], "a terminal": [begun.pid, *ranks]}[who]:
+        # A terminal sends Ctrl-C to all of them; the launcher's passes it on, and it does not count
+        # twice.
+        for process in {
+            "the launcher": [begun.pid],
+            "one rank": ranks[1:],
+            "a terminal": [begun.pid, *ranks],
+        }[who]:
             os.kill(process, number)
         done = begun.ended()
     assert done.returncode == 128 + number, done.stderr
     assert "Traceback" not in done.stderr and "failed" not in done.stderr
-    assert f"stopped after step {saved(run)}, saved in " in done.stdout and f"--folder {run} --resume --nproc 2" in done.stdout
+    assert (
+        f"stopped after step {saved(run)}, saved in " in done.stdout
+        and f"--folder {run} --resume --nproc 2" in done.stdout
+    )
     again = freescale("train", "--folder", run, "--resume", "--nproc", 2, "--steps", saved(run) + 1)
     assert again.returncode == 0, again.stderr
 
@@ -95,15 +126,30 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_answer(arguments, tmp_path):
         os.kill(begun.pid, signal.SIGINT)
         done = begun.ended(timeout=30)
     assert done.returncode == 128 + signal.SIGINT and "freescale: interrupted" in done.stderr
-    assert all(not Path(f"/proc/{rank}").exists() for rank in ranks) and not (run / "checkpoints").exists()
+    assert (
+        all(not Path(f"/proc/{rank}").exists() for rank in ranks)
+        and not (run / "checkpoints").exists()
+    )
 
 
 def test_survivors_of_a_failure_under_torchrun_save_nothing(arguments, tmp_path):
-    """They get SIGTERM, as from a cluster that wants the machine back, but have no agreement with the rank that is gone."""
+    """They get SIGTERM, as from a cluster that wants the machine back, but have no agreement with
+    the rank that is gone."""
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "freescale"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "freescale",
+    ]
     given = [*map(str, [*arguments, "--folder", run, "--placement", "sharded"])]
-    torchrun = subprocess.Popen([*command, *given], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    torchrun = subprocess.Popen(
+        [*command, *given], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     try:
         stepped(run)
         ranks = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
@@ -119,10 +165,17 @@ def test_survivors_of_a_failure_under_torchrun_save_nothing(arguments, tmp_path)
 
 
 def test_a_rank_that_waits_for_a_silent_peer_ends_within_its_limit(tmp_path):
-    """The peer is alive and says nothing: the main thread waits in gloo, where no handler of Python's interrupts it."""
+    """The peer is alive and says nothing: the main thread waits in gloo, where no handler of
+    Python's interrupts it."""
     said = tmp_path / "said"
-    assert gather_ranks(2, _wait_for_a_silent_peer, said, lost=[0]) == [("lost", None), (None, None)]
-    assert "freescale: ended without saving: SIGTERM came, and for 1 s no step was complete" in said.read_text()
+    assert gather_ranks(2, _wait_for_a_silent_peer, said, lost=[0]) == [
+        ("lost", None),
+        (None, None),
+    ]
+    assert (
+        "freescale: ended without saving: SIGTERM came, and for 1 s no step was complete"
+        in said.read_text()
+    )
 
 
 def _wait_for_a_silent_peer(transport, said: Path) -> None:
@@ -139,7 +192,8 @@ def _wait_for_a_silent_peer(transport, said: Path) -> None:
 def test_one_press_is_heard_once_and_what_was_before_comes_back():
     before, calls = signal.getsignal(signal.SIGINT), []
     with Stopping(lambda: calls.append(1), 0) as heard:
-        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):  # of a terminal, of a launcher that passes it on
+        # of a terminal, of a launcher that passes it on
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
         wait_for(lambda: bool(calls))
     assert calls == [1] and heard.number == signal.SIGINT
@@ -190,6 +244,13 @@ def test_how_to_go_on_is_as_it_was_started():
     ours = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
     theirs = {**ours, "TORCHELASTIC_RUN_ID": "x"}
     assert resume_command(run, {}) == "freescale train --folder 'my runs/first' --resume"
-    assert resume_command(run, ours) == "freescale train --folder 'my runs/first' --resume --nproc 4"
-    assert resume_command(run, theirs) == "torchrun --nproc-per-node 4 -m freescale train --folder 'my runs/first' --resume"
-    assert resume_command(run, {**theirs, "WORLD_SIZE": "8"}).startswith("torchrun --nnodes 2 ... --nproc-per-node 4 -m freescale")
+    assert (
+        resume_command(run, ours) == "freescale train --folder 'my runs/first' --resume --nproc 4"
+    )
+    assert (
+        resume_command(run, theirs)
+        == "torchrun --nproc-per-node 4 -m freescale train --folder 'my runs/first' --resume"
+    )
+    assert resume_command(run, {**theirs, "WORLD_SIZE": "8"}).startswith(
+        "torchrun --nnodes 2 ... --nproc-per-node 4 -m freescale"
+    )

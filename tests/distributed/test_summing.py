@@ -1,4 +1,5 @@
-"""Sums by parts: what every rank gets is the sum in rank order, bit for bit, over every transport; schedules agree on it."""
+"""Sums by parts: what every rank gets is the sum in rank order, bit for bit, over every transport;
+schedules agree on it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,15 @@ def _over(transport, wire):
     if wire == "process group":
         return transport
     kind, shared = wired(wire)
-    return Hostwire("cpu", Ledger(), transport.group, transport.control, kind, shared=shared, timeout=timedelta(seconds=60))
+    return Hostwire(
+        "cpu",
+        Ledger(),
+        transport.group,
+        transport.control,
+        kind,
+        shared=shared,
+        timeout=timedelta(seconds=60),
+    )
 
 
 def _sums(transport, wire):
@@ -43,7 +52,9 @@ def _sums(transport, wire):
     generator = torch.Generator().manual_seed(0)
     wrong, under_way = [], []
     for size in SIZES:
-        everyone = [torch.randn(size, generator=generator) * 10**rank for rank in range(transport.world)]
+        everyone = [
+            torch.randn(size, generator=generator) * 10**rank for rank in range(transport.world)
+        ]
         expected = everyone[0].clone()
         for part in everyone[1:]:
             expected += part
@@ -58,7 +69,8 @@ def _sums(transport, wire):
 
 
 @pytest.mark.parametrize(
-    ("world", "wire"), [(2, WIRES[0]), (2, WIRES[1]), (3, WIRES[0]), (3, WIRES[1]), (4, WIRES[1]), (2, WIRES[2])]
+    ("world", "wire"),
+    [(2, WIRES[0]), (2, WIRES[1]), (3, WIRES[0]), (3, WIRES[1]), (4, WIRES[1]), (2, WIRES[2])],
 )
 def test_sums_in_rank_order(world, wire):
     for wrong, path, size in run_ranks(world, _sums, wire):
@@ -72,11 +84,15 @@ def _schedules(transport, wire, sums):
     found = []
     for schedule in ("serial", "staged"):
         over = _over(transport, wire)
-        found.append(train(over, schedule, colliding(0.3, steps=12), dense_sums=sums, accumulate=2, clip=0.5))
+        found.append(
+            train(over, schedule, colliding(0.3, steps=12), dense_sums=sums, accumulate=2, clip=0.5)
+        )
         if over is not transport:
             over.close()
     (losses, state), (other_losses, other) = found
-    return losses == other_losses and all(torch.equal(other[name], value) for name, value in state.items()), losses[-1]
+    return losses == other_losses and all(
+        torch.equal(other[name], value) for name, value in state.items()
+    ), losses[-1]
 
 
 @pytest.mark.parametrize("wire", WIRES[:2])
@@ -97,7 +113,9 @@ def _ledger(transport):
 def test_the_ledger_has_the_bytes_and_the_path():
     for step in zip(*run_ranks(2, _ledger), strict=True):
         figures = merge_step(step)
-        assert figures["bytes"]["dense"] > 0 and list(figures["paths"]["dense"]) == ["hostwire: shared memory"]
+        assert figures["bytes"]["dense"] > 0 and list(figures["paths"]["dense"]) == [
+            "hostwire: shared memory"
+        ]
 
 
 def test_what_is_not_known_is_refused():

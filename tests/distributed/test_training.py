@@ -1,4 +1,5 @@
-"""The real thing on several ranks against one process: HSTU on histories from a file, negatives and dropout on."""
+"""The real thing on several ranks against one process: HSTU on histories from a file, negatives and
+dropout on."""
 
 from __future__ import annotations
 
@@ -20,14 +21,40 @@ LABELS = ("is_click", "is_like")
 
 def step(transport, path, task, placement, number):
     """One step on global batch `number`, from the initial state."""
-    options = {"task": task, "tasks": LABELS if task == "ranking" else (), "negatives": 12, "in_batch_share": 0.5, "halo": 4}
-    data = Histories(path, 13, rank=transport.rank, world=transport.world, max_length=15, candidates=4, seed=3, **options)
+    options = {
+        "task": task,
+        "tasks": LABELS if task == "ranking" else (),
+        "negatives": 12,
+        "in_batch_share": 0.5,
+        "halo": 4,
+    }
+    data = Histories(
+        path,
+        13,
+        rank=transport.rank,
+        world=transport.world,
+        max_length=15,
+        candidates=4,
+        seed=3,
+        **options,
+    )
     torch.manual_seed(0)
-    encoder = HSTU(width=8, layers=2, heads=2, max_length=20, dropout=0.3, position_bias=True, time_bias=True)
+    encoder = HSTU(
+        width=8, layers=2, heads=2, max_length=20, dropout=0.3, position_bias=True, time_bias=True
+    )
     sizes = {"num_items": data.num_items, "num_actions": data.num_actions, "table_device": "meta"}
-    model = (Ranking(encoder, tasks=LABELS, **sizes) if task == "ranking" else Retrieval(encoder, **sizes)).double()
+    model = (
+        Ranking(encoder, tasks=LABELS, **sizes)
+        if task == "ranking"
+        else Retrieval(encoder, **sizes)
+    ).double()
     parallel = freescale.parallelize(
-        model, model.features, freescale.Adagrad(lr=0.1), transport=transport, placement=placement, init_std=0.3
+        model,
+        model.features,
+        freescale.Adagrad(lr=0.1),
+        transport=transport,
+        placement=placement,
+        init_std=0.3,
     )
     parallel.tables.place()
     before = snapshot(parallel)
@@ -40,7 +67,17 @@ def step(transport, path, task, placement, number):
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "histories.parquet"
-    generate(path, users=40, items=60, median=8, cap=30, global_batch=13, actions=True, labels=LABELS, seed=2)
+    generate(
+        path,
+        users=40,
+        items=60,
+        median=8,
+        cap=30,
+        global_batch=13,
+        actions=True,
+        labels=LABELS,
+        seed=2,
+    )
     return str(path)
 
 

@@ -1,4 +1,5 @@
-"""Collectives against their definition, clocks of different machines, and ranks that fall silent."""
+"""Collectives against their definition, clocks of different machines, and ranks that fall
+silent."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ def _all_to_all(transport, dtype, width):
 
     out = torch.cat([rows(rank, other) for other in range(world)]).contiguous()
     got = transport.all_to_all(out, send, receive, "rows").wait()
-    assert torch.equal(got, torch.cat([rows(other, rank) for other in range(world)])) and got.dtype == dtype
+    assert (
+        torch.equal(got, torch.cat([rows(other, rank) for other in range(world)]))
+        and got.dtype == dtype
+    )
     return True
 
 
@@ -79,7 +83,9 @@ SHIFT = 3_000_000_000  # nanoseconds by which each further rank's clock is ahead
 
 def _other_machines(transport):
     real = time.perf_counter_ns
-    collective.time = type("clock", (), {"perf_counter_ns": staticmethod(lambda: real() + transport.rank * SHIFT)})
+    collective.time = type(
+        "clock", (), {"perf_counter_ns": staticmethod(lambda: real() + transport.rank * SHIFT)}
+    )
     gather = transport.gather_bytes
     transport.gather_bytes = lambda payload: gather(b"machine %d" % min(transport.rank, 1))
     return transport.clock_offsets()

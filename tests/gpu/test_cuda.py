@@ -1,7 +1,8 @@
-"""What only a GPU can show: the same results as on the CPU, and a ledger that adds no synchronization to the step.
+"""What only a GPU can show: the same results as on the CPU, and a ledger that adds no
+synchronization to the step.
 
-Several ranks share one GPU through CUDA's MPS here (each says it is on a host of its own, which NCCL wants); run by
-`tests/gpu/run.sh` on a machine with a GPU.
+Several ranks share one GPU through CUDA's MPS here (each says it is on a host of its own, which
+NCCL wants); run by `tests/gpu/run.sh` on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +52,13 @@ class CudaClicks(Clicks):
 def train(device, placement, optimizer, steps=4):
     torch.manual_seed(3)
     parallel = freescale.parallelize(
-        CudaClicks(), Clicks.ids, optimizer, transport=Local(device), placement=placement, init_std=0.3, init="rows"
+        CudaClicks(),
+        Clicks.ids,
+        optimizer,
+        transport=Local(device),
+        placement=placement,
+        init_std=0.3,
+        init="rows",
     )
     dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
     pipeline = freescale.Pipeline(parallel, dense, clip=0.5, accumulate=2)
@@ -62,7 +69,13 @@ def train(device, placement, optimizer, steps=4):
 
 @pytest.mark.parametrize("placement", ["sharded", "replicated"])
 @pytest.mark.parametrize(
-    "optimizer", [freescale.SGD(lr=0.1), freescale.Adagrad(lr=0.1), freescale.RowWiseAdagrad(lr=0.1), freescale.Adam(lr=0.1)]
+    "optimizer",
+    [
+        freescale.SGD(lr=0.1),
+        freescale.Adagrad(lr=0.1),
+        freescale.RowWiseAdagrad(lr=0.1),
+        freescale.Adam(lr=0.1),
+    ],
 )
 def test_training_equals_the_cpu(placement, optimizer):
     expected, actual = train("cpu", placement, optimizer), train("cuda", placement, optimizer)
@@ -71,7 +84,8 @@ def test_training_equals_the_cpu(placement, optimizer):
 
 
 def test_sums_of_duplicates_are_in_order():
-    """Hundreds of contributions of very different size to a row: the bits of the CPU, every time."""
+    """Hundreds of contributions of very different size to a row: the bits of the CPU, every
+    time."""
     from freescale.kernels.reference.rows import sum_duplicates
 
     generator = torch.Generator().manual_seed(0)
@@ -100,10 +114,16 @@ def retrieval_batch(seed):
 
 def hstu_losses(device, precision):
     torch.manual_seed(0)
-    encoder = HSTU(width=64, layers=2, heads=2, max_length=64, dropout=0.2, position_bias=True, time_bias=True)
+    encoder = HSTU(
+        width=64, layers=2, heads=2, max_length=64, dropout=0.2, position_bias=True, time_bias=True
+    )
     model = Retrieval(encoder, num_items=500, table_device="meta")
-    parallel = freescale.parallelize(model, model.features, freescale.Adam(lr=1e-2), transport=Local(device), init_std=0.125)
-    pipeline = freescale.Pipeline(parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-3), precision=precision)
+    parallel = freescale.parallelize(
+        model, model.features, freescale.Adam(lr=1e-2), transport=Local(device), init_std=0.125
+    )
+    pipeline = freescale.Pipeline(
+        parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-3), precision=precision
+    )
     return [r.loss for r in pipeline.run([retrieval_batch(s) for s in range(6)])]
 
 
@@ -137,24 +157,67 @@ def test_the_ledger_adds_no_synchronization():
     records = ledger.drain()
     for record in records:
         figures = merge_step([record])
-        # 20 products of 4096^3 in fp32 take milliseconds on any GPU: the times are the device's, not those of the launches.
+        # 20 products of 4096^3 in fp32 take milliseconds on any GPU: the times are the device's,
+        # not those of the launches.
         assert figures["spans_ms"]["forward"] > 1
-        assert figures["step_ms"] >= figures["spans_ms"]["forward"] + figures["exposed_ms"]["rows"] - 0.01
+        assert (
+            figures["step_ms"]
+            >= figures["spans_ms"]["forward"] + figures["exposed_ms"]["rows"] - 0.01
+        )
     assert [r["step"] for r in records][-1] == 2
 
 
 def test_command_line(tmp_path):
     from freescale.data.synthetic import generate
 
-    generate(tmp_path / "data.parquet", users=300, items=400, median=20, sigma=0.6, cap=60, global_batch=64, collision=None, seed=1)
-    arguments = ["train", "--data", tmp_path / "data.parquet", "--folder", tmp_path / "run", "--device", "cuda", "--steps", "8"]
-    command = [sys.executable, "-m", "freescale", *map(str, arguments), "--global-batch", "64", "--precision", "bf16"]
+    generate(
+        tmp_path / "data.parquet",
+        users=300,
+        items=400,
+        median=20,
+        sigma=0.6,
+        cap=60,
+        global_batch=64,
+        collision=None,
+        seed=1,
+    )
+    arguments = [
+        "train",
+        "--data",
+        tmp_path / "data.parquet",
+        "--folder",
+        tmp_path / "run",
+        "--device",
+        "cuda",
+        "--steps",
+        "8",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "freescale",
+        *map(str, arguments),
+        "--global-batch",
+        "64",
+        "--precision",
+        "bf16",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
     assert ledger["steps"] == 8 and ledger["peak_memory_bytes_per_rank"][0]["gpu"] > 0
     assert ledger["sparsity"] is not None
-    resumed = [sys.executable, "-m", "freescale", "train", "--resume", "--folder", str(tmp_path / "run"), "--steps", "10"]
+    resumed = [
+        sys.executable,
+        "-m",
+        "freescale",
+        "train",
+        "--resume",
+        "--folder",
+        str(tmp_path / "run"),
+        "--steps",
+        "10",
+    ]
     done = subprocess.run(resumed, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
@@ -195,7 +258,8 @@ transport.close()
 
 @pytest.mark.parametrize("partitioner", ["none", "greedy", "fixed"])
 def test_ranks_over_nccl_on_one_gpu(tmp_path, partitioner):
-    """Two ranks, one GPU: losses as on the CPU wherever samples are computed, and the ledger has the arrivals of both."""
+    """Two ranks, one GPU: losses as on the CPU wherever samples are computed, and the ledger has
+    the arrivals of both."""
     here = str(Path(__file__).parent)
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT.format(path=[here, str(Path(here).parent)]))
@@ -210,15 +274,32 @@ def test_ranks_over_nccl_on_one_gpu(tmp_path, partitioner):
         str(tmp_path),
         partitioner,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "2"})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "result.json").read_text())
     torch.manual_seed(3)
-    parallel = freescale.parallelize(CudaClicks(), Clicks.ids, freescale.Adagrad(lr=0.1), placement="sharded", init_std=0.3)
-    pipeline = freescale.Pipeline(parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2), clip=0.5)
-    expected = [r.loss for r in pipeline.run([rank_slice(clicks_batch(13, seed), 0, 1) for seed in range(4)])]
+    parallel = freescale.parallelize(
+        CudaClicks(), Clicks.ids, freescale.Adagrad(lr=0.1), placement="sharded", init_std=0.3
+    )
+    pipeline = freescale.Pipeline(
+        parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2), clip=0.5
+    )
+    expected = [
+        r.loss
+        for r in pipeline.run([rank_slice(clicks_batch(13, seed), 0, 1) for seed in range(4)])
+    ]
     assert result["losses"] == pytest.approx(expected, rel=1e-9)
     ledger = result["ledger"]
-    assert ledger["ranks"] == 2 and ledger["measured_steps"] == 2 and ledger["bytes_per_step"]["rows"] > 0
+    assert (
+        ledger["ranks"] == 2
+        and ledger["measured_steps"] == 2
+        and ledger["bytes_per_step"]["rows"] > 0
+    )
     assert (ledger["moved_tokens_percent"] or 0) > 0 or partitioner == "none"
     assert (tmp_path / "checkpoints" / "step-00000004" / "state.json").exists()

@@ -1,4 +1,5 @@
-"""The Triton attention on a GPU, against the plain one in float64: every width and dtype, hard lengths, and what it promises."""
+"""The Triton attention on a GPU, against the plain one in float64: every width and dtype, hard
+lengths, and what it promises."""
 
 from __future__ import annotations
 
@@ -36,20 +37,38 @@ def assert_close(limit, **options):
 @pytest.mark.parametrize("widths", [(32, 32), (64, 64), (128, 128), (32, 128)])
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_equals_the_plain_attention(dtype, widths, special):
-    assert_close(LIMITS[dtype], name=MIXED, candidates=special, biases=special, dtype=dtype, widths=widths)
+    assert_close(
+        LIMITS[dtype], name=MIXED, candidates=special, biases=special, dtype=dtype, widths=widths
+    )
 
 
 @pytest.mark.parametrize(
-    "lengths", [[21000, 3, 500], [512] * 6, [1] * 5000, [5000] + [7] * 300], ids=["long", "equal", "ones", "giant"]
+    "lengths",
+    [[21000, 3, 500], [512] * 6, [1] * 5000, [5000] + [7] * 300],
+    ids=["long", "equal", "ones", "giant"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lengths(dtype, lengths):
-    assert_close(LIMITS[dtype], name=(lengths, None), candidates=False, biases=False, dtype=dtype, widths=(64, 64), heads=1)
+    assert_close(
+        LIMITS[dtype],
+        name=(lengths, None),
+        candidates=False,
+        biases=False,
+        dtype=dtype,
+        widths=(64, 64),
+        heads=1,
+    )
 
 
 def test_biases_at_length():
     assert_close(
-        1e-2, name=([21000, 3, 500], [64, 1, 500]), candidates=True, biases=True, dtype="bfloat16", widths=(64, 64), heads=1
+        1e-2,
+        name=([21000, 3, 500], [64, 1, 500]),
+        candidates=True,
+        biases=True,
+        dtype="bfloat16",
+        widths=(64, 64),
+        heads=1,
     )
 
 
@@ -67,8 +86,14 @@ def test_samples_do_not_reach_each_other():
 
 def drawn(lengths, heads=2, width=64, dtype=torch.bfloat16):
     tokens = sum(lengths)
-    q, k, v = (torch.randn(tokens, heads, width, device="cuda", dtype=dtype).requires_grad_() for _ in range(3))
-    biases = {name: torch.randn(n, device="cuda").requires_grad_() for name, n in (("position_bias", 4000), ("time_bias", 33))}
+    q, k, v = (
+        torch.randn(tokens, heads, width, device="cuda", dtype=dtype).requires_grad_()
+        for _ in range(3)
+    )
+    biases = {
+        name: torch.randn(n, device="cuda").requires_grad_()
+        for name, n in (("position_bias", 4000), ("time_bias", 33))
+    }
     timestamps = torch.randint(0, 900, (tokens,), device="cuda").cumsum(0)
     return [q, k, v], biases, torch.tensor(lengths, device="cuda"), timestamps
 
@@ -84,7 +109,9 @@ def test_the_same_bits_every_time_without_a_synchronization():
         if number:  # the first one compiles
             torch.cuda.set_sync_debug_mode("error")
         try:
-            out = hstu_attention(*leaves, lengths, scale_length=4000, alpha=0.1, plan=plan, **biases, **shared)
+            out = hstu_attention(
+                *leaves, lengths, scale_length=4000, alpha=0.1, plan=plan, **biases, **shared
+            )
             grads = torch.autograd.grad(out.float().square().sum(), [*leaves, *biases.values()])
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -112,14 +139,21 @@ def test_more_elements_than_32_bits_can_count():
     lengths = [200] * 2700 + [last]  # 2.2e9 elements
     tokens = sum(lengths)
     assert tokens * heads * width > 2**31
-    q, k, v = (torch.randn(tokens, heads, width, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    q, k, v = (
+        torch.randn(tokens, heads, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for _ in range(3)
+    )
     out = hstu_attention(q, k, v, torch.tensor(lengths, device="cuda"), scale_length=200, alpha=0.1)
     weight = torch.randn(last, heads, width, device="cuda", dtype=torch.bfloat16)
     grads = torch.autograd.grad((out[-last:] * weight).sum(), (q, k, v))
     alone = [x[-last:].detach().clone().requires_grad_() for x in (q, k, v)]
-    expected = hstu_attention(*alone, torch.tensor([last], device="cuda"), scale_length=200, alpha=0.1)
+    expected = hstu_attention(
+        *alone, torch.tensor([last], device="cuda"), scale_length=200, alpha=0.1
+    )
     assert torch.equal(out[-last:], expected)
-    for all_of_them, own in zip(grads, torch.autograd.grad((expected * weight).sum(), alone), strict=True):
+    for all_of_them, own in zip(
+        grads, torch.autograd.grad((expected * weight).sum(), alone), strict=True
+    ):
         assert torch.equal(all_of_them[-last:], own) and not all_of_them[:-last].any()
 
 
@@ -130,22 +164,34 @@ class TestSegments:
     def test_cases_of_the_interpreter(self, case):
         options = segment_cases.CASES[case]
         errors = segment_cases.compare(device="cuda", **options)
-        assert all(error < LIMITS[options.get("dtype", "float32")] for error in errors.values()), errors  # NaN fails
+        # NaN fails
+        assert all(error < LIMITS[options.get("dtype", "float32")] for error in errors.values()), (
+            errors
+        )
 
     @pytest.mark.parametrize("segment, tokens", [(1024, 4), (64, 64), (100, 1), (300, 37)])
     @pytest.mark.parametrize("widths", [(32, 32), (64, 64), (128, 128), (32, 128)])
     @pytest.mark.parametrize("dtype", LIMITS)
     def test_equals_the_plain_attention(self, dtype, widths, segment, tokens):
-        errors = segment_cases.compare(self.LONG, segment, tokens, dtype=dtype, widths=widths, heads=3, device="cuda")
+        errors = segment_cases.compare(
+            self.LONG, segment, tokens, dtype=dtype, widths=widths, heads=3, device="cuda"
+        )
         assert all(error < LIMITS[dtype] for error in errors.values()), errors
 
     def test_samples_do_not_reach_each_other(self):
         assert segment_cases.isolation("cuda") == {"before": True, "after": True}
 
     def test_the_same_bits_every_time_without_a_synchronization(self):
-        rows, leaves = segment_cases.drawn(self.LONG, 100, 7, 2, widths=(64, 64), device="cuda", dtype=torch.bfloat16)
+        rows, leaves = segment_cases.drawn(
+            self.LONG, 100, 7, 2, widths=(64, 64), device="cuda", dtype=torch.bfloat16
+        )
         q = leaves[0]
-        k, v = (torch.randn(rows.plan.summaries, 2, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+        k, v = (
+            torch.randn(
+                rows.plan.summaries, 2, 64, device="cuda", dtype=torch.bfloat16
+            ).requires_grad_()
+            for _ in range(2)
+        )
         runs = []
         for number in range(3):
             torch.cuda.synchronize()
@@ -162,9 +208,16 @@ class TestSegments:
     def test_memory_grows_with_the_rows(self):
         peaks = []
         for segments in (8, 16):
-            plan = SummaryPlan(Segments(1024, 4), np.array([segments * 1028]), np.array([segments]), np.array([0]))
+            plan = SummaryPlan(
+                Segments(1024, 4), np.array([segments * 1028]), np.array([segments]), np.array([0])
+            )
             q = torch.randn(plan.rows, 2, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
-            k, v = (torch.randn(plan.summaries, 2, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+            k, v = (
+                torch.randn(
+                    plan.summaries, 2, 64, device="cuda", dtype=torch.bfloat16
+                ).requires_grad_()
+                for _ in range(2)
+            )
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

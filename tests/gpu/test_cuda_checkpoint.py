@@ -1,4 +1,5 @@
-"""Checkpoints on a GPU: optimizer state comes back to where it was, device or host; what is not finite is found there."""
+"""Checkpoints on a GPU: optimizer state comes back to where it was, device or host; what is not
+finite is found there."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ OPTIMIZERS = {
 
 def build(device, optimizer):
     torch.manual_seed(3)
-    parallel = freescale.parallelize(CudaClicks(), Clicks.ids, freescale.Adam(lr=0.1), transport=Local(device), init_std=0.3)
+    parallel = freescale.parallelize(
+        CudaClicks(), Clicks.ids, freescale.Adam(lr=0.1), transport=Local(device), init_std=0.3
+    )
     dense = optimizer(parallel.dense_parameters())
     return parallel, dense, freescale.Pipeline(parallel, dense)
 
@@ -37,26 +40,40 @@ def run(pipeline, first, last):
 
 
 def places(optimizer):
-    return [[(key, value.device.type) for key, value in entries.items()] for entries in optimizer.state.values()]
+    return [
+        [(key, value.device.type) for key, value in entries.items()]
+        for entries in optimizer.state.values()
+    ]
 
 
 @pytest.mark.parametrize("before", ["cuda", "cpu"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_resumes_with_its_state_where_it_belongs(tmp_path, name, before):
     """From a CPU, where nothing is capturable, too."""
-    parallel, dense, pipeline = build(before, OPTIMIZERS[name if before == "cuda" else name.partition(",")[0]])
+    parallel, dense, pipeline = build(
+        before, OPTIMIZERS[name if before == "cuda" else name.partition(",")[0]]
+    )
     run(pipeline, 0, 3)
     checkpoints = Checkpoints(tmp_path, parallel.transport)
-    checkpoints.save(parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()}, pipeline.buckets)
+    checkpoints.save(
+        parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()}, pipeline.buckets
+    )
     resumed, fresh, again = build("cuda", OPTIMIZERS[name])
     checkpoints = Checkpoints(tmp_path, resumed.transport)
-    again.load_state_dict(checkpoints.load(checkpoints.path(3), resumed, fresh, again.buckets)["pipeline"])
+    again.load_state_dict(
+        checkpoints.load(checkpoints.path(3), resumed, fresh, again.buckets)["pipeline"]
+    )
     if before == "cuda":
         assert places(fresh) == places(dense)
     run(pipeline, 3, 6)
     run(again, 3, 6)
-    # A capturable optimizer has its bias corrections in float32, where a CPU's has them in Python's numbers.
-    close = {"rtol": 1e-4, "atol": 1e-6} if name.endswith("capturable") and before == "cpu" else {"rtol": 1e-9, "atol": 1e-12}
+    # A capturable optimizer has its bias corrections in float32, where a CPU's has them in Python's
+    # numbers.
+    close = (
+        {"rtol": 1e-4, "atol": 1e-6}
+        if name.endswith("capturable") and before == "cpu"
+        else {"rtol": 1e-9, "atol": 1e-12}
+    )
     for ours, theirs in zip(resumed.dense_parameters(), parallel.dense_parameters(), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs.cpu(), **close)
 

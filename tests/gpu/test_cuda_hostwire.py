@@ -1,5 +1,5 @@
-"""Hostwire between ranks that share a GPU: what arrives is what was sent, also beyond the ring, in C and in Python, and on
-streams as between machines."""
+"""Hostwire between ranks that share a GPU: what arrives is what was sent, also beyond the ring, in
+C and in Python, and on streams as between machines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,20 @@ transport.close()
 def test_messages_of_all_sizes_on_ranks_beside_nccl(carrier, tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script), carrier]
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        str(script),
+        carrier,
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "2",
+        "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
+    }
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -37,8 +37,11 @@ def test_reads_in_half_precision(dtype):
 @pytest.mark.parametrize("width", [1, 12, 100, 128, 512])
 @pytest.mark.parametrize("name", kernel_cases.OPTIMIZERS)
 def test_optimizers_equal_plain_torch(name, width):
-    """Where a test of Adagrad alone fails, torch's addcmul rounds twice: set SQUARES_FUSED accordingly."""
-    weight, states, numbers, gradients = kernel_cases.setting(name, width, "cuda", table=5000, used=3000)
+    """Where a test of Adagrad alone fails, torch's addcmul rounds twice: set SQUARES_FUSED
+    accordingly."""
+    weight, states, numbers, gradients = kernel_cases.setting(
+        name, width, "cuda", table=5000, used=3000
+    )
     ours = kernel_cases.updated(triton_rows, name, weight, states, numbers, gradients)
     plain = kernel_cases.updated(rows, name, weight, states, numbers, gradients)
     for a, b in zip(ours, plain, strict=True):
@@ -52,15 +55,24 @@ def test_optimizers_equal_plain_torch(name, width):
 
 @pytest.mark.parametrize("name", kernel_cases.OPTIMIZERS)
 def test_a_row_does_not_depend_on_the_others(name):
-    weight, states, numbers, gradients = kernel_cases.setting(name, 128, "cuda", table=5000, used=3000)
+    weight, states, numbers, gradients = kernel_cases.setting(
+        name, 128, "cuda", table=5000, used=3000
+    )
     ours = kernel_cases.updated(triton_rows, name, weight, states, numbers, gradients)
     for few in (1, 3, 40):
-        alone = kernel_cases.updated(triton_rows, name, weight, states, numbers[-few:], gradients[-few:])
-        assert all(torch.equal(a[numbers[-few:]], b[numbers[-few:]]) for a, b in zip(ours, alone, strict=True))
+        alone = kernel_cases.updated(
+            triton_rows, name, weight, states, numbers[-few:], gradients[-few:]
+        )
+        assert all(
+            torch.equal(a[numbers[-few:]], b[numbers[-few:]])
+            for a, b in zip(ours, alone, strict=True)
+        )
 
 
 def lognormal(samples, seed=0):
-    return np.minimum(np.random.default_rng(seed).lognormal(np.log(3000), 1.0, samples).astype(np.int64), 21000)
+    return np.minimum(
+        np.random.default_rng(seed).lognormal(np.log(3000), 1.0, samples).astype(np.int64), 21000
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 32, 512])
@@ -72,10 +84,18 @@ def test_dispatch_and_combine_of_a_rank(ranks):
     order = generator.permutation(128)
     for dtype, shapes in ((torch.int64, [(), ()]), (torch.bfloat16, [(128,), (128,)])):
         plan = jagged.plan_dispatch(lengths, order, counts, shapes)
-        values = [(torch.randn(n, *s, device="cuda") * 1000).to(dtype) for n, s in zip(plan.source.rows, shapes)]
+        values = [
+            (torch.randn(n, *s, device="cuda") * 1000).to(dtype)
+            for n, s in zip(plan.source.rows, shapes)
+        ]
         (message,) = triton_jagged.move(values, plan)
-        assert torch.equal(message, jagged.move(values, plan)[0]) and sum(plan.splits) == message.numel()
-        combined = triton_jagged.move([message], jagged.plan_combine(lengths[:, order], counts, shapes))
+        assert (
+            torch.equal(message, jagged.move(values, plan)[0])
+            and sum(plan.splits) == message.numel()
+        )
+        combined = triton_jagged.move(
+            [message], jagged.plan_combine(lengths[:, order], counts, shapes)
+        )
         permuted = jagged.move(values, jagged.plan_permute(lengths, order, shapes))
         assert all(torch.equal(a, b) for a, b in zip(combined, permuted, strict=True))
 
@@ -96,7 +116,9 @@ def test_nothing_synchronizes_but_the_sizes():
         triton_unique.deduplicate(index, edges)
         triton_unique.collision_masks(index, index[:99])
         numbers, sums = triton_rows.sum_duplicates(index, weight[index % 900], cut=False)
-        triton_rows.adagrad(weight, total, numbers, triton_rows.clip_rows(sums, 1.0), lr=0.1, eps=1e-8)
+        triton_rows.adagrad(
+            weight, total, numbers, triton_rows.clip_rows(sums, 1.0), lr=0.1, eps=1e-8
+        )
 
     step()  # compiles
     torch.cuda.synchronize()
@@ -111,10 +133,19 @@ def test_nothing_synchronizes_but_the_sizes():
 def test_a_hot_row_does_not_keep_a_program_busy_alone():
     """Half a million tokens of one row: sums in chunks, exact enough, the same every time."""
     torch.manual_seed(0)
-    index = torch.cat([torch.zeros(500_000, dtype=torch.int64), torch.randint(1, 1000, (100_000,))])[torch.randperm(600_000)].cuda()
-    table, weight = torch.randn(1000, 128, device="cuda").requires_grad_(), torch.randn(600_000, 128, device="cuda")
-    grads = [torch.autograd.grad(triton_rows.read_rows(table, index), table, weight)[0] for _ in range(3)]
-    exact = torch.zeros(1000, 128, dtype=torch.float64, device="cuda").index_add_(0, index, weight.double())
+    index = torch.cat(
+        [torch.zeros(500_000, dtype=torch.int64), torch.randint(1, 1000, (100_000,))]
+    )[torch.randperm(600_000)].cuda()
+    table, weight = (
+        torch.randn(1000, 128, device="cuda").requires_grad_(),
+        torch.randn(600_000, 128, device="cuda"),
+    )
+    grads = [
+        torch.autograd.grad(triton_rows.read_rows(table, index), table, weight)[0] for _ in range(3)
+    ]
+    exact = torch.zeros(1000, 128, dtype=torch.float64, device="cuda").index_add_(
+        0, index, weight.double()
+    )
     assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
     assert ((grads[0].double() - exact).norm() / exact.norm()).item() < 1e-6
 
@@ -130,9 +161,19 @@ def test_tables_of_more_elements_than_32_bits_can_count():
     assert torch.equal(triton_rows.gather_rows(weight, numbers), before)
     gradients = torch.randn(5, width, device="cuda")
     states = {name: torch.zeros_like(weight) for name in ("first", "second")}
-    triton_rows.adam(weight, *states.values(), numbers, gradients, lr=0.1, betas=(0.9, 0.999), eps=1e-8, step=1)
+    triton_rows.adam(
+        weight, *states.values(), numbers, gradients, lr=0.1, betas=(0.9, 0.999), eps=1e-8, step=1
+    )
     small = [before.clone(), torch.zeros_like(before), torch.zeros_like(before)]
-    rows.adam(*small, torch.arange(5, device="cuda"), gradients, lr=0.1, betas=(0.9, 0.999), eps=1e-8, step=1)
+    rows.adam(
+        *small,
+        torch.arange(5, device="cuda"),
+        gradients,
+        lr=0.1,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        step=1,
+    )
     for table, expected in zip((weight, *states.values()), small, strict=True):
         torch.testing.assert_close(table[numbers], expected, rtol=2e-6, atol=1e-6)
     assert not states["second"][1:5].any() and not states["second"][6 : count // 2].any()
@@ -147,5 +188,7 @@ def test_moves_of_more_elements_than_32_bits_can_count():
     value = torch.empty(18_000_008, 128, dtype=torch.bfloat16, device="cuda").normal_()
     (moved,) = triton_jagged.move([value], plan)
     parts = value.split(lengths[0].tolist())
-    for piece, number in zip(moved.split(lengths[0, [2, 3, 0, 1]].tolist()), (2, 3, 0, 1), strict=True):
+    for piece, number in zip(
+        moved.split(lengths[0, [2, 3, 0, 1]].tolist()), (2, 3, 0, 1), strict=True
+    ):
         assert torch.equal(piece, parts[number])

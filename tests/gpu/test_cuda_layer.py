@@ -1,4 +1,5 @@
-"""The Triton pieces of a layer on a GPU against the plain ones in float64, and a step of both models that reads nothing."""
+"""The Triton pieces of a layer on a GPU against the plain ones in float64, and a step of both
+models that reads nothing."""
 
 from __future__ import annotations
 
@@ -25,12 +26,17 @@ def poisoned():
 
 
 @pytest.mark.parametrize("dtype", layer_cases.LIMITS)
-@pytest.mark.parametrize("tokens, width", [*layer_cases.SIZES, (5000, 128), (70_001, 256), (999, 1024), (333, 1000), (77, 4096)])
+@pytest.mark.parametrize(
+    "tokens, width",
+    [*layer_cases.SIZES, (5000, 128), (70_001, 256), (999, 1024), (333, 1000), (77, 4096)],
+)
 @pytest.mark.parametrize("piece", ["layer_norm", "gated_norm", "dropout", "silu_split"])
 def test_equals_the_plain_one(poisoned, piece, tokens, width, dtype):
     found = layer_cases.compare(piece, tokens, width, dtype, device="cuda", sliced=tokens % 2 == 1)
     limit = layer_cases.LIMITS[dtype]
-    assert all(value < limit if isinstance(value, float) else value is True for value in found.values()), found
+    assert all(
+        value < limit if isinstance(value, float) else value is True for value in found.values()
+    ), found
 
 
 def test_float32_to_bfloat16(poisoned):
@@ -71,7 +77,9 @@ def test_more_elements_than_32_bits_can_count():
     width, last = 1024, 50
     tokens = 2**31 // width + 70
     weight, bias = torch.randn(2, width, device="cuda")
-    x, gate, slope = (torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    x, gate, slope = (
+        torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    )
     keys = derive(1, torch.arange(tokens, device="cuda"))
     options = {"eps": 1e-6, "dtype": torch.bfloat16, "stream": 4, "keep": 0.5}
 
@@ -79,13 +87,19 @@ def test_more_elements_than_32_bits_can_count():
         x, gate, slope, keys = rows
         leaves = [x.detach().requires_grad_(), gate.detach().requires_grad_()]
         out = gated_norm(*leaves, weight, bias, keys=keys, **options)
-        found = [out.detach()[-last:], *(grad[-last:] for grad in torch.autograd.grad(out, leaves, slope))]
+        found = [
+            out.detach()[-last:],
+            *(grad[-last:] for grad in torch.autograd.grad(out, leaves, slope)),
+        ]
         del out
         parts = silu_split(leaves[0], [256, 256, 256, 256])
         return [*found, torch.autograd.grad(parts, leaves[0], slope.split(256, 1))[0][-last:]]
 
     expected = run(*(rows[-last:].contiguous() for rows in (x, gate, slope, keys)))
-    assert all(torch.equal(ours, alone) for ours, alone in zip(run(x, gate, slope, keys), expected, strict=True))
+    assert all(
+        torch.equal(ours, alone)
+        for ours, alone in zip(run(x, gate, slope, keys), expected, strict=True)
+    )
 
 
 # ---- nothing is read from the device
@@ -115,13 +129,17 @@ def batch(seed):
 @pytest.mark.parametrize("head", [Retrieval, Ranking])
 def test_a_step_reads_nothing_from_the_device(head, autocast, monkeypatch):
     torch.manual_seed(0)
-    encoder = HSTU(width=64, layers=2, heads=2, max_length=80, dropout=0.2, position_bias=True, time_bias=True)
+    encoder = HSTU(
+        width=64, layers=2, heads=2, max_length=80, dropout=0.2, position_bias=True, time_bias=True
+    )
     options = {"tasks": ("click", "like")} if head is Ranking else {}
     model = head(encoder, num_items=500, **options).cuda()
     plans = []
     layer = type(encoder.layers[0])
     forward = layer.forward
-    monkeypatch.setattr(layer, "forward", lambda self, *inputs: plans.append(inputs[-1]) or forward(self, *inputs))
+    monkeypatch.setattr(
+        layer, "forward", lambda self, *inputs: plans.append(inputs[-1]) or forward(self, *inputs)
+    )
     for number in range(3):
         there = batch(number % 2).pin_memory().to("cuda", non_blocking=True)
         torch.cuda.synchronize()

@@ -1,4 +1,5 @@
-"""The staged schedule on a GPU: lanes on streams of their own, through pinned memory, the same bits as the serial schedule."""
+"""The staged schedule on a GPU: lanes on streams of their own, through pinned memory, the same bits
+as the serial schedule."""
 
 from __future__ import annotations
 
@@ -31,25 +32,44 @@ def no_collisions(current, coming):
 
 
 def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.float64, **options):
-    """Losses and the bits of this rank's tables and of the dense weights. About a third of the rows collide."""
+    """Losses and the bits of this rank's tables and of the dense weights. About a third of the rows
+    collide."""
     collision._LEAST_BYTES["cuda"], collision._LEAST_MESSAGE = 256, 1  # several pieces
     torch.manual_seed(3)
     torch.use_deterministic_algorithms(True)
     rows = ROW_OPTIMIZERS[optimizer](lr=0.3)
     parallel = freescale.parallelize(
-        CudaClicks(dtype=dtype), Clicks.ids, rows, transport=transport, placement="sharded", init_std=0.3
+        CudaClicks(dtype=dtype),
+        Clicks.ids,
+        rows,
+        transport=transport,
+        placement="sharded",
+        init_std=0.3,
     )
     if balanced:
         options["balancer"] = Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))
     if schedule == "stale":
         schedule, options["masks"] = "staged", no_collisions
-    pipeline = freescale.Pipeline(parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2), schedule=schedule, **options)
-    batches = [rank_slice(clicks_batch(40, seed), transport.rank, transport.world) for seed in range(STEPS)]
+    pipeline = freescale.Pipeline(
+        parallel,
+        torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2),
+        schedule=schedule,
+        **options,
+    )
+    batches = [
+        rank_slice(clicks_batch(40, seed), transport.rank, transport.world) for seed in range(STEPS)
+    ]
     losses = [result.loss for result in pipeline.run(batches)]
-    state = {f"{name}/{part}": value for name in parallel.tables.specs for part, value in parallel.tables.local(name).items()}
+    state = {
+        f"{name}/{part}": value
+        for name in parallel.tables.specs
+        for part, value in parallel.tables.local(name).items()
+    }
     state |= dict(parallel.module.named_parameters())
     torch.use_deterministic_algorithms(False)
-    return losses, {name: value.detach().clone().view(torch.uint8).cpu() for name, value in state.items()}
+    return losses, {
+        name: value.detach().clone().view(torch.uint8).cpu() for name, value in state.items()
+    }
 
 
 def differences(transport, schedule="staged", **options):
@@ -91,7 +111,16 @@ def test_bit_equal_on_ranks_over_nccl(tmp_path):
     here = str(Path(__file__).parent)
     script, result = tmp_path / "ranks.py", tmp_path / "result.json"
     script.write_text(SCRIPT.format(path=[here, str(Path(here).parent)]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(result)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        str(result),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,5 @@
-"""Cases for the Triton attention, and how far it is from the plain one. As a program: all cases, through the interpreter."""
+"""Cases for the Triton attention, and how far it is from the plain one. As a program: all cases,
+through the interpreter."""
 
 from __future__ import annotations
 
@@ -31,8 +32,19 @@ CASES = {
 }  # fmt: skip
 
 
-def compare(name, candidates, biases, dtype="float32", widths=(32, 32), sliced=False, step=3000, device="cpu", heads=2):
-    """Relative errors of the output and of all gradients against the plain attention in float64, by name."""
+def compare(
+    name,
+    candidates,
+    biases,
+    dtype="float32",
+    widths=(32, 32),
+    sliced=False,
+    step=3000,
+    device="cpu",
+    heads=2,
+):
+    """Relative errors of the output and of all gradients against the plain attention in float64, by
+    name."""
     generator = torch.Generator().manual_seed(0)
     sizes, counts = LENGTHS[name] if isinstance(name, str) else name
     tokens, d_qk, d_v = sum(sizes), *widths
@@ -42,31 +54,57 @@ def compare(name, candidates, biases, dtype="float32", widths=(32, 32), sliced=F
 
     together = draw(tokens, heads * (2 * d_qk + d_v)).to(device, getattr(torch, dtype))
     parts = together.split([heads * d_qk, heads * d_qk, heads * d_v], 1)
-    q, k, v = (x.unflatten(1, (heads, -1)) if sliced else x.unflatten(1, (heads, -1)).contiguous() for x in parts)
+    q, k, v = (
+        x.unflatten(1, (heads, -1)) if sliced else x.unflatten(1, (heads, -1)).contiguous()
+        for x in parts
+    )
     leaves = {"q": q, "k": k, "v": v}
     if biases:
-        leaves |= {"position_bias": draw(max(sizes) + 2).to(device), "time_bias": draw(BUCKETS + 1).to(device)}
+        leaves |= {
+            "position_bias": draw(max(sizes) + 2).to(device),
+            "time_bias": draw(BUCKETS + 1).to(device),
+        }
     others = (
-        {"timestamps": torch.randint(-step // 100, step, (tokens,), generator=generator).cumsum(0).to(device)} if biases else {}
+        {
+            "timestamps": torch.randint(-step // 100, step, (tokens,), generator=generator)
+            .cumsum(0)
+            .to(device)
+        }
+        if biases
+        else {}
     )
     if candidates:
         others["candidate_counts"] = torch.tensor(counts, device=device)
-    others |= {"lengths": torch.tensor(sizes, device=device), "scale_length": 50, "alpha": d_qk**-0.5}
+    others |= {
+        "lengths": torch.tensor(sizes, device=device),
+        "scale_length": 50,
+        "alpha": d_qk**-0.5,
+    }
     weight = draw(tokens, heads, d_v).to(device, getattr(torch, dtype))
 
     def run(function, dtype):
-        inputs = {key: (x if dtype is None else x.to(dtype)).detach().requires_grad_() for key, x in leaves.items()}
+        inputs = {
+            key: (x if dtype is None else x.to(dtype)).detach().requires_grad_()
+            for key, x in leaves.items()
+        }
         out = function(**inputs, **others)
         grads = torch.autograd.grad((out * weight.to(out.dtype)).sum(), list(inputs.values()))
         return dict(zip(["out", *inputs], [out.detach(), *grads], strict=True))
 
-    ours, exact = run(triton_attention.hstu_attention, None), run(attention.hstu_attention, torch.float64)
+    ours, exact = (
+        run(triton_attention.hstu_attention, None),
+        run(attention.hstu_attention, torch.float64),
+    )
     assert all(ours[key].dtype == leaves[key].dtype for key in leaves)
-    return {key: ((ours[key].double() - x).norm() / x.norm().clamp(min=1e-9)).item() for key, x in exact.items()}
+    return {
+        key: ((ours[key].double() - x).norm() / x.norm().clamp(min=1e-9)).item()
+        for key, x in exact.items()
+    }
 
 
 def isolation(device="cpu"):
-    """Whether samples before and after one of NaN, into which their last tiles reach, stay finite."""
+    """Whether samples before and after one of NaN, into which their last tiles reach, stay
+    finite."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, weight = (torch.randn(3 * 70, 1, 32, generator=generator).to(device) for _ in range(4))
     lengths = torch.tensor([70, 70, 70], device=device)
@@ -75,9 +113,17 @@ def isolation(device="cpu"):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = triton_attention.hstu_attention(*leaves, lengths, scale_length=9, alpha=0.2)
     results = [out.detach(), *torch.autograd.grad(out, leaves, weight)]
-    return {n: all(bool(x[at].isfinite().all()) for x in results) for n, at in (("before", slice(70)), ("after", slice(140, None)))}
+    return {
+        n: all(bool(x[at].isfinite().all()) for x in results)
+        for n, at in (("before", slice(70)), ("after", slice(140, None)))
+    }
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({case: compare(**options) for case, options in CASES.items()} | {"isolation": isolation()}))
+    print(
+        json.dumps(
+            {case: compare(**options) for case, options in CASES.items()}
+            | {"isolation": isolation()}
+        )
+    )

@@ -1,5 +1,6 @@
-"""`freescale ...` in processes of its own, forked from one that has imported torch: to start Python takes each of them six seconds
-of a core. `started` does that: what depends on it, and one run from its beginning to its end, is tested so."""
+"""`freescale ...` in processes of its own, forked from one that has imported torch: to start Python
+takes each of them six seconds of a core. `started` does that: what depends on it, and one run from
+its beginning to its end, is tested so."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def started(*arguments: object, timeout: float = 100) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
-def freescale(*arguments: object, timeout: float = 100, **environment: str) -> subprocess.CompletedProcess:
+def freescale(
+    *arguments: object, timeout: float = 100, **environment: str
+) -> subprocess.CompletedProcess:
     """As `started`, but for who imports torch."""
     with Begun(*arguments, **environment) as begun:
         return begun.ended(timeout)
@@ -58,14 +61,19 @@ class Begun:
 
     def ranks(self) -> list[int]:
         """Processes of the ranks that it started."""
-        return [int(child) for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+        return [
+            int(child)
+            for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        ]
 
     def ended(self, timeout: float = 100) -> subprocess.CompletedProcess:
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(self._words, timeout)
         return subprocess.CompletedProcess(
-            self._words, self._process.exitcode, *(file.read_text(errors="replace") for file in self._said)
+            self._words,
+            self._process.exitcode,
+            *(file.read_text(errors="replace") for file in self._said),
         )
 
     def __exit__(self, *_: object) -> None:
@@ -75,20 +83,26 @@ class Begun:
         self._folder.cleanup()
 
 
-def _forked(words: Sequence[str], environment: Mapping[str, str], folder: str, said: Sequence[str]) -> None:
+def _forked(
+    words: Sequence[str], environment: Mapping[str, str], folder: str, said: Sequence[str]
+) -> None:
     os.chdir(folder)
     for file, number in zip(said, (1, 2), strict=True):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), number)
     from freescale.train import launch
 
-    launch.subprocess = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+    launch.subprocess = SimpleNamespace(
+        Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
+    )
     _run(words, environment)
 
 
 def _run(words: Sequence[str], environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, errors="replace", closefd=False) for number in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", buffering=1, errors="replace", closefd=False) for number in (1, 2)
+    )
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     sys.argv = ["freescale", *words]
     runpy.run_module("freescale", run_name="__main__", alter_sys=True)
@@ -97,8 +111,14 @@ def _run(words: Sequence[str], environment: Mapping[str, str]) -> None:
 class Forked:
     """A rank of launch.py, with the verbs of a Popen that it uses."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], stderr: int, text: bool, errors: str) -> None:
-        assert list(command[:3]) == [sys.executable, "-m", "freescale"] and stderr == subprocess.PIPE and text
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], stderr: int, text: bool, errors: str
+    ) -> None:
+        assert (
+            list(command[:3]) == [sys.executable, "-m", "freescale"]
+            and stderr == subprocess.PIPE
+            and text
+        )
         read, write = os.pipe()
         self._process = _FORK.Process(target=_as_rank, args=(command[3:], env, write))
         self._process.start()

@@ -1,7 +1,9 @@
-"""Drives engine.c by itself, without torch: `python engine_fuzz.py LIBRARY SEED`, with a library that was built with sanitizers.
+"""Drives engine.c by itself, without torch: `python engine_fuzz.py LIBRARY SEED`, with a library
+that was built with sanitizers.
 
-Ranks are threads of this process, with memory from malloc, whose ends a sanitizer watches. Sizes, and what a hostile peer says, are
-random; tensors of a "GPU" are host memory behind a driver that copies at once and is slow to say so.
+Ranks are threads of this process, with memory from malloc, whose ends a sanitizer watches. Sizes,
+and what a hostile peer says, are random; tensors of a "GPU" are host memory behind a driver that
+copies at once and is slow to say so.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def pretended() -> Driver:
 
 
 class Rank:
-    """A channel, its ring and its ends of the sockets: `out` and `into` by peer; `rings`: those of peers in the same machine."""
+    """A channel, its ring and its ends of the sockets: `out` and `into` by peer; `rings`: those of
+    peers in the same machine."""
 
     def __init__(self, calls, rank, world, out, into, rings, device):
         self.calls, self.rank, self.world, self.out, self.into = calls, rank, world, out, into
@@ -64,7 +67,9 @@ class Rank:
         ring = (ctypes.addressof(rings[rank]), SLOTS, SLOT, TOGETHER)
         driver = byref(pretended()) if device else None
         inbox = (ctypes.addressof(self.inbox), slots, INBOX)
-        self.channel = calls.channel_new(world, rank, *ring, *inbox, self.gate, 0.0, driver, None, None)
+        self.channel = calls.channel_new(
+            world, rank, *ring, *inbox, self.gate, 0.0, driver, None, None
+        )
         for peer in out:
             theirs = ctypes.addressof(rings[peer]) if peer in rings else None
             calls.peer(self.channel, peer, out[peer].fileno(), into[peer].fileno(), theirs)
@@ -120,8 +125,13 @@ def joined(calls, world, alone, device):
             else:
                 out[one][two], into[two][one] = socket.socketpair()
                 out[two][one], into[one][two] = socket.socketpair()
-    seen = [{r: rings[r] for r in range(world) if r == rank or not {r, rank} & alone} for rank in range(world)]
-    return [Rank(calls, rank, world, out[rank], into[rank], seen[rank], device) for rank in range(world)]
+    seen = [
+        {r: rings[r] for r in range(world) if r == rank or not {r, rank} & alone}
+        for rank in range(world)
+    ]
+    return [
+        Rank(calls, rank, world, out[rank], into[rank], seen[rank], device) for rank in range(world)
+    ]
 
 
 def said(source, target, number, size):
@@ -132,16 +142,23 @@ def talk(rank, seed, messages, failures):
     draw, under_way = random.Random(seed), []  # the same on every rank
     try:
         for number in range(messages):
-            sizes = [[draw.choice((0, 1, 17, 4000, draw.randrange(200_000))) for _ in range(rank.world)] for _ in range(rank.world)]
+            sizes = [
+                [draw.choice((0, 1, 17, 4000, draw.randrange(200_000))) for _ in range(rank.world)]
+                for _ in range(rank.world)
+            ]
             sent = [said(rank.rank, to, number, sizes[rank.rank][to]) for to in range(rank.world)]
-            begun = rank.exchange(sent, [sizes[of][rank.rank] for of in range(rank.world)], urgent=number % 3 == 0)
+            begun = rank.exchange(
+                sent, [sizes[of][rank.rank] for of in range(rank.world)], urgent=number % 3 == 0
+            )
             under_way.append((number, sizes, begun))
             while len(under_way) > 3 or (under_way and number == messages - 1):
                 which, sizes, (job, into) = under_way.pop(0)
                 assert rank.until(job) == 0, rank.error()
                 for of in range(rank.world):
                     size = sizes[of][rank.rank]
-                    assert of == rank.rank or into[of].raw[:size] == said(of, rank.rank, which, size), (rank.rank, of, which)
+                    assert of == rank.rank or into[of].raw[:size] == said(
+                        of, rank.rank, which, size
+                    ), (rank.rank, of, which)
     except BaseException as error:  # noqa: BLE001 - told by main
         failures.append(error)
 
@@ -169,19 +186,46 @@ def friendly(calls, seed):
 def garbage(draw, size):
     """What a hostile peer says: noise, or a message of which one number is wrong, or none."""
     right = struct.pack("<QQ", 0, size)
-    wild = draw.choice((0, 1, size - 1, size + 1, SLOTS * SLOT - size + 1, 1 << 31, 1 << 46, (1 << 63) - 1, (1 << 64) - 1))
+    wild = draw.choice(
+        (
+            0,
+            1,
+            size - 1,
+            size + 1,
+            SLOTS * SLOT - size + 1,
+            1 << 31,
+            1 << 46,
+            (1 << 63) - 1,
+            (1 << 64) - 1,
+        )
+    )
     return draw.choice(
-        (draw.randbytes(draw.randrange(40)), struct.pack("<QQ", wild, size), struct.pack("<QQ", 0, wild), right * 3, b"")
+        (
+            draw.randbytes(draw.randrange(40)),
+            struct.pack("<QQ", wild, size),
+            struct.pack("<QQ", 0, wild),
+            right * 3,
+            b"",
+        )
     )
 
 
 def hostile(calls, seed, rounds):
-    """Rank 0 alone with a peer that says anything: it ends, with an error that names the peer or well, and never by a crash."""
+    """Rank 0 alone with a peer that says anything: it ends, with an error that names the peer or
+    well, and never by a crash."""
     draw, errors = random.Random(seed), set()
     for _ in range(rounds):
-        stream, device, size = draw.random() < 0.5, draw.random() < 0.3, draw.choice((1, 100, 9000, 40_000))
-        rings = {0: ctypes.create_string_buffer(SLOTS * SLOT)} | ({} if stream else {1: ctypes.create_string_buffer(SLOTS * SLOT)})
-        mine, theirs = zip(*([streams()] * 2 if stream else [socket.socketpair() for _ in range(2)]), strict=True)
+        stream, device, size = (
+            draw.random() < 0.5,
+            draw.random() < 0.3,
+            draw.choice((1, 100, 9000, 40_000)),
+        )
+        rings = {0: ctypes.create_string_buffer(SLOTS * SLOT)} | (
+            {} if stream else {1: ctypes.create_string_buffer(SLOTS * SLOT)}
+        )
+        mine, theirs = zip(
+            *([streams()] * 2 if stream else [socket.socketpair() for _ in range(2)]), strict=True
+        )
         for end in (*mine, *theirs):
             end.setblocking(False)
         rank = Rank(calls, 0, 2, {1: mine[0]}, {1: mine[1]}, rings, device)
@@ -191,7 +235,9 @@ def hostile(calls, seed, rounds):
             if draw.random() < 0.5:
                 theirs[1].shutdown(socket.SHUT_WR)
         for _ in range(2):
-            number, _ = rank.exchange([b"", draw.randbytes(draw.choice((0, 100, 300_000)))], [0, size])
+            number, _ = rank.exchange(
+                [b"", draw.randbytes(draw.choice((0, 100, 300_000)))], [0, size]
+            )
             if number < 0 or rank.until(number, 0.01):
                 break
         code, peer = rank.error()
@@ -204,7 +250,8 @@ def hostile(calls, seed, rounds):
 
 
 def deaf(calls, sends):
-    """A peer that never reads what it is told, while it answers as if it did, or `sends` pieces: the time runs out."""
+    """A peer that never reads what it is told, while it answers as if it did, or `sends` pieces:
+    the time runs out."""
     rings = {rank: ctypes.create_string_buffer(SLOTS * SLOT) for rank in range(2)}
     (out, theirs), (into, other) = socket.socketpair(), socket.socketpair()
     for end in (out, theirs, into, other):
@@ -217,7 +264,11 @@ def deaf(calls, sends):
         while not ended.wait(0.001):
             (waiting,) = unread.unpack(fcntl.ioctl(theirs, termios.FIONREAD, bytes(unread.size)))
             with suppress(BlockingIOError):
-                answered += theirs.send(b"." * (waiting // 16 - answered)) if waiting // 16 > answered else 0
+                answered += (
+                    theirs.send(b"." * (waiting // 16 - answered))
+                    if waiting // 16 > answered
+                    else 0
+                )
 
     def send():
         left = 60

@@ -1,4 +1,5 @@
-"""Cases for the Triton moves, rows and masks, against their plain twins. As a program: through the interpreter, as JSON.
+"""Cases for the Triton moves, rows and masks, against their plain twins. As a program: through the
+interpreter, as JSON.
 
 Memory that nothing has written is poison here: NaN, or the largest integer.
 """
@@ -54,7 +55,10 @@ def plans(lengths, shapes, seed=0, ranks=5):
 
 
 def drawn(side, dtype, device):
-    return [(torch.randn(n, *shape) * 100).to(dtype).to(device) for n, shape in zip(side.rows, side.shapes)]
+    return [
+        (torch.randn(n, *shape) * 100).to(dtype).to(device)
+        for n, shape in zip(side.rows, side.shapes)
+    ]
 
 
 def moves(name, shape, dtype, device="cpu"):
@@ -62,19 +66,31 @@ def moves(name, shape, dtype, device="cpu"):
     dtype, equal = getattr(torch, dtype), {}
     for kind, plan in plans(LENGTHS[name], [SHAPES[shape]] * len(LENGTHS[name])).items():
         values = drawn(plan.source, dtype, device)
-        leaves = [[value.clone().requires_grad_(dtype.is_floating_point) for value in values] for _ in range(2)]
+        leaves = [
+            [value.clone().requires_grad_(dtype.is_floating_point) for value in values]
+            for _ in range(2)
+        ]
         expected, ours = jagged.move(leaves[0], plan), triton_jagged.move(leaves[1], plan)
         back = triton_jagged.move([x.detach() for x in ours], plan.inverse)
         same = [*zip(expected, ours, strict=True), *zip(values, back, strict=True)]
         if dtype.is_floating_point:
             weights = drawn(plan.target, dtype, device)
-            same += zip(*(torch.autograd.grad(out, leaf, weights) for out, leaf in zip((expected, ours), leaves)), strict=True)
-        equal[kind] = all(a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in same)
+            same += zip(
+                *(
+                    torch.autograd.grad(out, leaf, weights)
+                    for out, leaf in zip((expected, ours), leaves)
+                ),
+                strict=True,
+            )
+        equal[kind] = all(
+            a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in same
+        )
     return equal
 
 
 def moved_views(device="cpu"):
-    """Inputs that are not contiguous, or not aligned, and a gradient that is expanded or missing."""
+    """Inputs that are not contiguous, or not aligned, and a gradient that is expanded or
+    missing."""
     plan = plans([[4, 0, 9], [2, 5, 1]], [(6,), ()])["permute"]
     wide, long = torch.randn(6, 13, device=device), torch.randn(9, device=device)
     results = []
@@ -99,23 +115,34 @@ OPTIMIZERS = {
 def updated(module, name, weight, states, numbers, gradients, dtype=None):
     function, _, options = OPTIMIZERS[name]
     tensors = [x.clone() if dtype is None else x.to(dtype) for x in (weight, *states)]
-    getattr(module, function)(*tensors, numbers, gradients if dtype is None else gradients.to(dtype), **options)
+    getattr(module, function)(
+        *tensors, numbers, gradients if dtype is None else gradients.to(dtype), **options
+    )
     return tensors
 
 
 def setting(name, width, device, table=60, used=37, seed=0):
     torch.manual_seed(seed)
-    states = [torch.rand(table, *([] if name == "rowwise_adagrad" else [width])).to(device) for _ in range(OPTIMIZERS[name][1])]
-    numbers, gradients = torch.randperm(table)[:used].to(device), torch.randn(used, width).to(device)
+    states = [
+        torch.rand(table, *([] if name == "rowwise_adagrad" else [width])).to(device)
+        for _ in range(OPTIMIZERS[name][1])
+    ]
+    numbers, gradients = (
+        torch.randperm(table)[:used].to(device),
+        torch.randn(used, width).to(device),
+    )
     return torch.randn(table, width).to(device), states, numbers, gradients
 
 
 def optimizer(name, width, device="cpu"):
-    """Relative error against the twin in float64; whether others are untouched, and whether a row depends on the others."""
+    """Relative error against the twin in float64; whether others are untouched, and whether a row
+    depends on the others."""
     weight, states, numbers, gradients = setting(name, width, device)
     ours = updated(triton_rows, name, weight, states, numbers, gradients)
     exact = updated(rows, name, weight, states, numbers, gradients, torch.float64)
-    error = max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(ours, exact, strict=True))
+    error = max(
+        ((a.double() - b).norm() / b.norm()).item() for a, b in zip(ours, exact, strict=True)
+    )
     apart = [weight, *states]
     for part in (slice(0, 1), slice(1, 20), slice(20, None)):
         padded = torch.cat([numbers[part], numbers.new_full((3,), -1)])
@@ -125,7 +152,9 @@ def optimizer(name, width, device="cpu"):
     others[numbers] = False
     return {
         "error": error,
-        "others": all(torch.equal(a[others], b[others]) for a, b in zip(ours, (weight, *states), strict=True)),
+        "others": all(
+            torch.equal(a[others], b[others]) for a, b in zip(ours, (weight, *states), strict=True)
+        ),
         "split": all(torch.equal(a, b) for a, b in zip(ours, apart, strict=True)),
     }
 
@@ -135,24 +164,37 @@ def gathers(width, device="cpu"):
     weight = torch.randn(50, width).to(device)
     numbers = torch.randint(0, 50, (61,), device=device)
     found = {
-        "rows": torch.equal(triton_rows.gather_rows(weight, numbers), rows.gather_rows(weight, numbers)),
+        "rows": torch.equal(
+            triton_rows.gather_rows(weight, numbers), rows.gather_rows(weight, numbers)
+        ),
         "int32": torch.equal(triton_rows.gather_rows(weight, numbers.int()), weight[numbers]),
-        "float16": torch.equal(triton_rows.gather_rows(weight, numbers, torch.float16), weight[numbers].half()),
+        "float16": torch.equal(
+            triton_rows.gather_rows(weight, numbers, torch.float16), weight[numbers].half()
+        ),
         "none": triton_rows.gather_rows(weight, numbers[:0]).shape == (0, width),
     }
     narrow = triton_rows.gather_rows(weight, numbers, torch.bfloat16)
     if device == "cpu":  # the interpreter cuts bits off instead of rounding
-        found["bfloat16"] = bool(((narrow.float() - weight[numbers]).abs() <= 2**-7 * weight[numbers].abs()).all())
+        found["bfloat16"] = bool(
+            ((narrow.float() - weight[numbers]).abs() <= 2**-7 * weight[numbers].abs()).all()
+        )
     else:
         found["bfloat16"] = torch.equal(narrow, weight[numbers].bfloat16())
     # The sum over a row has another order.
-    gradients = torch.randn(9, width).to(device) * torch.tensor([0, 1e-20, 1e-3, 0.1, 1, 10, 1e3, 1e10, 1], device=device)[:, None]
-    ours, plain = triton_rows.clip_rows(gradients.clone(), 0.7), rows.clip_rows(gradients.clone(), 0.7)
+    gradients = (
+        torch.randn(9, width).to(device)
+        * torch.tensor([0, 1e-20, 1e-3, 0.1, 1, 10, 1e3, 1e10, 1], device=device)[:, None]
+    )
+    ours, plain = (
+        triton_rows.clip_rows(gradients.clone(), 0.7),
+        rows.clip_rows(gradients.clone(), 0.7),
+    )
     return found | {"clip": torch.allclose(ours, plain, rtol=2e-6, atol=0)}
 
 
 def sums(width, device="cpu"):
-    """The sum of duplicates has the twin's bits, in one call or several; without a cut, the same in front."""
+    """The sum of duplicates has the twin's bits, in one call or several; without a cut, the same in
+    front."""
     torch.manual_seed(1)
     numbers = torch.randint(0, 40, (400,))
     gradients = torch.randn(400, width) * torch.logspace(-6, 6, 400)[:, None]
@@ -166,21 +208,37 @@ def sums(width, device="cpu"):
     return {
         "equal": torch.equal(found.cpu(), unique_rows) and torch.equal(ours.cpu(), expected),
         "split": torch.equal(ours_few, ours[: len(found_few)]),
-        "uncut": torch.equal(whole[:40], found) and bool((whole[40:] == -1).all()) and torch.equal(front[:40], ours),
+        "uncut": torch.equal(whole[:40], found)
+        and bool((whole[40:] == -1).all())
+        and torch.equal(front[:40], ours),
         "empty": empty.shape == (0,) and none.shape == (0, width),
     }
 
 
 def reads(width, device="cpu", dtype="float32"):
-    """Reading rows: values to the bit; errors of the gradients against float64; whether they depend on other rows."""
+    """Reading rows: values to the bit; errors of the gradients against float64; whether they depend
+    on other rows."""
     torch.manual_seed(2)
     dtype, hot = getattr(torch, dtype), 3 * triton_rows.CHUNK + 17
-    index = torch.cat([torch.full((hot,), 5), torch.full((triton_rows.CHUNK + 1,), 2), torch.randint(6, 40, (100,))])
-    index = index[torch.randperm(len(index))].view(-1, 2).to(device)  # nothing reads rows 0, 1, 3, 4 and the last
-    table, weight = torch.randn(41, width).to(device, dtype), torch.randn(*index.shape, width).to(device, dtype)
+    index = torch.cat(
+        [
+            torch.full((hot,), 5),
+            torch.full((triton_rows.CHUNK + 1,), 2),
+            torch.randint(6, 40, (100,)),
+        ]
+    )
+    # nothing reads rows 0, 1, 3, 4 and the last
+    index = index[torch.randperm(len(index))].view(-1, 2).to(device)
+    table, weight = (
+        torch.randn(41, width).to(device, dtype),
+        torch.randn(*index.shape, width).to(device, dtype),
+    )
     leaf, plain = table.clone().requires_grad_(), table.double().requires_grad_()
     out, expected = triton_rows.read_rows(leaf, index), torch.nn.functional.embedding(index, plain)
-    (grad,), (exact,) = torch.autograd.grad(out, leaf, weight), torch.autograd.grad(expected, plain, weight.double())
+    (grad,), (exact,) = (
+        torch.autograd.grad(out, leaf, weight),
+        torch.autograd.grad(expected, plain, weight.double()),
+    )
     alone = (index == 5).any(1) | (index == 2).any(1)
     (few,) = torch.autograd.grad(triton_rows.read_rows(leaf, index[alone]), leaf, weight[alone])
     return {
@@ -194,7 +252,14 @@ def reads(width, device="cpu", dtype="float32"):
 
 # ---- unique keys and masks
 
-KEYS = {"random": (3000, 400), "one key": (2000, 1), "far apart": (500, 1 << 60), "few": (3, 5), "one": (1, 9), "none": (0, 5)}
+KEYS = {
+    "random": (3000, 400),
+    "one key": (2000, 1),
+    "far apart": (500, 1 << 60),
+    "few": (3, 5),
+    "one": (1, 9),
+    "none": (0, 5),
+}
 
 
 def deduplicated(name, device="cpu"):
@@ -209,8 +274,12 @@ def deduplicated(name, device="cpu"):
     return {
         "inverse": torch.equal(plain.inverse, ours.inverse),
         "counts": torch.equal(plain.counts, ours.counts),
-        "keys": torch.equal(ours.keys[:count], plain.keys) and bool((ours.keys[count:] == -1).all()),
-        "order": all(np.array_equal(np.flatnonzero(plain.inverse.cpu() == key), found) for key, found in enumerate(members)),
+        "keys": torch.equal(ours.keys[:count], plain.keys)
+        and bool((ours.keys[count:] == -1).all()),
+        "order": all(
+            np.array_equal(np.flatnonzero(plain.inverse.cpu() == key), found)
+            for key, found in enumerate(members)
+        ),
         "starts": bool((starts[count:] == n).all()),
     }
 
@@ -218,8 +287,15 @@ def deduplicated(name, device="cpu"):
 def masks(name, device="cpu"):
     torch.manual_seed(4)
     n, top = KEYS[name]
-    current, coming = torch.randint(0, top, (n,), device=device), torch.randint(top // 2, 2 * top, (n // 2 + 1,), device=device)
-    pairs = zip(unique.collision_masks(current, coming), triton_unique.collision_masks(current, coming), strict=True)
+    current, coming = (
+        torch.randint(0, top, (n,), device=device),
+        torch.randint(top // 2, 2 * top, (n // 2 + 1,), device=device),
+    )
+    pairs = zip(
+        unique.collision_masks(current, coming),
+        triton_unique.collision_masks(current, coming),
+        strict=True,
+    )
     return {
         "collisions": all(torch.equal(a, b) for a, b in pairs),
         "empty": not triton_unique.members(current, coming[:0]).any(),
@@ -227,9 +303,15 @@ def masks(name, device="cpu"):
 
 
 WIDTHS = (1, 12, 128)
-JAGGED = {name: lambda device, case=case: moves(*case, device=device) for name, case in MOVES.items()} | {"views": moved_views}
+JAGGED = {
+    name: lambda device, case=case: moves(*case, device=device) for name, case in MOVES.items()
+} | {"views": moved_views}
 ROWS = {
-    **{f"{name} {width}": lambda device, n=name, w=width: optimizer(n, w, device) for name in OPTIMIZERS for width in WIDTHS},
+    **{
+        f"{name} {width}": lambda device, n=name, w=width: optimizer(n, w, device)
+        for name in OPTIMIZERS
+        for width in WIDTHS
+    },
     **{f"gather {width}": lambda device, w=width: gathers(w, device) for width in (*WIDTHS, 100)},
     **{f"sums {width}": lambda device, w=width: sums(w, device) for width in WIDTHS},
     **{f"reads {width}": lambda device, w=width: reads(w, device) for width in WIDTHS},
@@ -240,10 +322,19 @@ ROWS = {
 
 def holds(found, limit=2e-6):
     """Everything true, and every error below the limit; NaN is not."""
-    return bool(found) and all(value < limit if isinstance(value, float) else value is True for value in found.values())
+    return bool(found) and all(
+        value < limit if isinstance(value, float) else value is True for value in found.values()
+    )
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    print(json.dumps({name: case("cpu") for name, case in {"jagged": JAGGED, "rows": ROWS}[sys.argv[1]].items()}))
+    print(
+        json.dumps(
+            {
+                name: case("cpu")
+                for name, case in {"jagged": JAGGED, "rows": ROWS}[sys.argv[1]].items()
+            }
+        )
+    )

@@ -1,4 +1,5 @@
-"""Cases for the Triton pieces of a layer, and how far they are from the plain ones. As a program: all, through the interpreter.
+"""Cases for the Triton pieces of a layer, and how far they are from the plain ones. As a program:
+all, through the interpreter.
 
 Memory that nothing has written is NaN here.
 """
@@ -18,15 +19,21 @@ from freescale.random import derive, keep_mask
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 SIZES = [(0, 32), (1, 32), (37, 3), (37, 100), (21, 512)]  # tokens, width
 CASES = {
-    f"{piece}, {tokens} x {width}, {dtype}": dict(piece=piece, tokens=tokens, width=width, dtype=dtype)
+    f"{piece}, {tokens} x {width}, {dtype}": dict(
+        piece=piece, tokens=tokens, width=width, dtype=dtype
+    )
     for piece in ("layer_norm", "gated_norm", "dropout", "silu_split")
     for tokens, width in SIZES
     for dtype in ("float32", "bfloat16")
     if dtype == "float32" or width == 100
 } | {
     "many parts": dict(piece="dropout", tokens=300, width=40, dtype="float32", parts=7),
-    "float32 to bfloat16": dict(piece="layer_norm", tokens=9, width=64, dtype="float32", out="bfloat16"),
-    "a slice of a projection": dict(piece="dropout", tokens=9, width=64, dtype="bfloat16", sliced=True),
+    "float32 to bfloat16": dict(
+        piece="layer_norm", tokens=9, width=64, dtype="float32", out="bfloat16"
+    ),
+    "a slice of a projection": dict(
+        piece="dropout", tokens=9, width=64, dtype="bfloat16", sliced=True
+    ),
     "float16": dict(piece="dropout", tokens=9, width=64, dtype="float16"),
 }
 
@@ -36,10 +43,17 @@ def drawn(*shape, dtype, device, generator):
 
 
 def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, device="cpu"):
-    """Relative errors of outputs and gradients against the plain one in float64; whether exactly the masked elements are 0."""
+    """Relative errors of outputs and gradients against the plain one in float64; whether exactly
+    the masked elements are 0."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape, dtype=dtype: drawn(*shape, dtype=dtype, device=device, generator=generator)  # noqa: E731
-    x, weight, bias = draw(tokens, width), draw(width, dtype="float32"), draw(width, dtype="float32")
+    draw = lambda *shape, dtype=dtype: drawn(
+        *shape, dtype=dtype, device=device, generator=generator
+    )  # noqa: E731
+    x, weight, bias = (
+        draw(tokens, width),
+        draw(width, dtype="float32"),
+        draw(width, dtype="float32"),
+    )
     gate = draw(tokens, 3 * width)[:, width : 2 * width] if sliced else draw(tokens, width)
     keys = torch.randint(-(2**63), 2**63 - 1, (tokens,), generator=generator).to(device)
     drop = {"keys": keys, "stream": 2, "keep": 0.7} if piece == "dropout" else {}
@@ -57,10 +71,18 @@ def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, dev
         else:
             leaves = {"x": x, "gate": gate, "weight": weight, "bias": bias}
             function = lambda **leaf: module.gated_norm(**leaf, eps=1e-6, dtype=target, **drop)  # noqa: E731
-        leaves = {name: (leaf.double() if exact else leaf).detach().requires_grad_() for name, leaf in leaves.items()}
+        leaves = {
+            name: (leaf.double() if exact else leaf).detach().requires_grad_()
+            for name, leaf in leaves.items()
+        }
         result = function(**leaves)
-        grads = torch.autograd.grad(result, list(leaves.values()), slopes[:, : result.shape[1]].to(result.dtype))
-        assert all(grad.dtype == leaf.dtype and grad.shape == leaf.shape for grad, leaf in zip(grads, leaves.values(), strict=True))
+        grads = torch.autograd.grad(
+            result, list(leaves.values()), slopes[:, : result.shape[1]].to(result.dtype)
+        )
+        assert all(
+            grad.dtype == leaf.dtype and grad.shape == leaf.shape
+            for grad, leaf in zip(grads, leaves.values(), strict=True)
+        )
         return dict(zip(["out", *leaves], [result.detach(), *grads], strict=True))
 
     most = triton_layer.MOST_PARTS
@@ -69,7 +91,10 @@ def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, dev
         ours, exact = run(triton_layer, False), run(layer, True)
     finally:
         triton_layer.MOST_PARTS = most
-    found = {name: ((ours[name].double() - value).norm() / value.norm().clamp(min=1e-9)).item() for name, value in exact.items()}
+    found = {
+        name: ((ours[name].double() - value).norm() / value.norm().clamp(min=1e-9)).item()
+        for name, value in exact.items()
+    }
     if drop:
         kept = keep_mask(derive(keys, 2), width, 0.7)
         there = kept & (gate != 0)  # among many draws one is 0
@@ -78,20 +103,27 @@ def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, dev
 
 
 def whole(dtype, dropout, device="cpu", planner=triton_attention_plan.plan_attention):
-    """A layer with everything in Triton (or what the plan says) against plain torch in float64. Half precision is by autocast."""
+    """A layer with everything in Triton (or what the plan says) against plain torch in float64.
+    Half precision is by autocast."""
     torch.manual_seed(0)
     options = dict(width=48, heads=2, d_qk=32, d_v=64, max_length=80, dropout=dropout)
-    module = HSTULayer(number=3, position_bias=False, time_bias=False, num_time_buckets=1, **options)
+    module = HSTULayer(
+        number=3, position_bias=False, time_bias=False, num_time_buckets=1, **options
+    )
     lengths = torch.tensor([70, 0, 1, 20], device=device)
     x, slope = torch.randn(2, int(lengths.sum()), 48).to(device)
     keys = derive(5, torch.arange(len(x))).to(device) if dropout else None
 
     def run(planner, to):
-        copied = HSTULayer(number=3, position_bias=False, time_bias=False, num_time_buckets=1, **options)
+        copied = HSTULayer(
+            number=3, position_bias=False, time_bias=False, num_time_buckets=1, **options
+        )
         copied.load_state_dict(module.state_dict())
         copied.to(device, to)
         leaf = x.to(to).detach().requires_grad_()
-        with torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32" and to == torch.float32):
+        with torch.autocast(
+            device, getattr(torch, dtype), enabled=dtype != "float32" and to == torch.float32
+        ):
             out = copied(leaf, lengths, keys, None, None, planner(lengths, 2))
         assert out.dtype == to
         named = dict(copied.named_parameters())
@@ -99,13 +131,17 @@ def whole(dtype, dropout, device="cpu", planner=triton_attention_plan.plan_atten
         return dict(zip(["out", "x", *named], [out.detach(), *grads], strict=True))
 
     ours, exact = run(planner, torch.float32), run(attention.plan_attention, torch.float64)
-    return {name: ((ours[name].double() - value).norm() / value.norm().clamp(min=1e-9)).item() for name, value in exact.items()}
+    return {
+        name: ((ours[name].double() - value).norm() / value.norm().clamp(min=1e-9)).item()
+        for name, value in exact.items()
+    }
 
 
 WHOLE = {
     "layer": dict(dtype="float32", dropout=0.0),
     "layer, dropout": dict(dtype="float32", dropout=0.25),
-    "layer, dropout, half precision": dict(dtype="float16", dropout=0.25),  # the interpreter's products know no bfloat16
+    # the interpreter's products know no bfloat16
+    "layer, dropout, half precision": dict(dtype="float16", dropout=0.25),
 }
 
 

@@ -13,20 +13,37 @@ MS = 1_000_000
 
 
 def records(step: int, ranks: int = 2, balanced: bool = True) -> list[dict]:
-    """Rank 0 arrives at 30 and waits until 45; the others arrive at 40: 10 ms straggler time for rank 0, 5 exposed for each. The
-    lane's transfer stops nobody."""
+    """Rank 0 arrives at 30 and waits until 45; the others arrive at 40: 10 ms straggler time for
+    rank 0, 5 exposed for each. The lane's transfer stops nobody."""
     found = []
     for rank in range(ranks):
         begin = (step * 60) * MS
         ready = 40 if rank else 30
-        spans = [["forward", 2, ready - 10], ["backward", ready - 10, ready], ["optimizer", 45, 50], ["ahead/lookup", 5, 9]]
+        spans = [
+            ["forward", 2, ready - 10],
+            ["backward", ready - 10, ready],
+            ["optimizer", 45, 50],
+            ["ahead/lookup", 5, 9],
+        ]
         collectives = [["rows", 1000, 2000, 10, 20, 20], ["dense", 400, 400, ready, ready, 45]]
         counters = {"samples": 3 - rank % 2, "tokens": 100 + 20 * rank, "max_length": 60}
         if balanced:
-            counters |= {"before_cost": 10.0 + 5 * rank, "after_cost": 12.5, "after_samples": 2, "after_tokens": 110}
-            counters |= {"after_longest": 60, "max_predicted_imbalance": 1.0, "max_moved_tokens": 20}
+            counters |= {
+                "before_cost": 10.0 + 5 * rank,
+                "after_cost": 12.5,
+                "after_samples": 2,
+                "after_tokens": 110,
+            }
+            counters |= {
+                "after_longest": 60,
+                "max_predicted_imbalance": 1.0,
+                "max_moved_tokens": 20,
+            }
         timed = [[name, begin + a * MS, begin + b * MS] for name, a, b in spans]
-        arrived = [[kind, sent, back, *(begin + t * MS for t in times)] for kind, sent, back, *times in collectives]
+        arrived = [
+            [kind, sent, back, *(begin + t * MS for t in times)]
+            for kind, sent, back, *times in collectives
+        ]
         found.append(
             {
                 "step": step,
@@ -43,7 +60,9 @@ def records(step: int, ranks: int = 2, balanced: bool = True) -> list[dict]:
     return found
 
 
-def run_folder(folder: Path, steps: int = 12, ranks: int = 2, balanced: bool = True, older: bool = False) -> Path:
+def run_folder(
+    folder: Path, steps: int = 12, ranks: int = 2, balanced: bool = True, older: bool = False
+) -> Path:
     """A run's folder; `older` leaves out what earlier versions did not write."""
     folder.mkdir(parents=True)
     summary, lines, events = Summary(ranks), [], header(ranks)
@@ -51,8 +70,15 @@ def run_folder(folder: Path, steps: int = 12, ranks: int = 2, balanced: bool = T
         found = records(step, ranks, balanced)
         figures = merge_step(found)
         if older:
-            found = [{k: v for k, v in record.items() if k not in ("carriers", "busy")} for record in found]
-            figures = {k: v for k, v in merge_step(found).items() if k not in ("busy_ms", "before", "after", "exposed_ms_per_rank")}
+            found = [
+                {k: v for k, v in record.items() if k not in ("carriers", "busy")}
+                for record in found
+            ]
+            figures = {
+                k: v
+                for k, v in merge_step(found).items()
+                if k not in ("busy_ms", "before", "after", "exposed_ms_per_rank")
+            }
         summary.add(figures)
         lines.append(json.dumps(figures))
         events += step_events(found, 0)
@@ -60,12 +86,29 @@ def run_folder(folder: Path, steps: int = 12, ranks: int = 2, balanced: bool = T
     if older:
         del result["busy_ms_per_rank"], result["exposed_ms_per_rank"]
     else:
-        result["machines"] = [{"cpu": "Cray-1 <b>", "cores": 1, "gpu": None, "versions": {"torch": "2.11"}, "ranks": [0, 1]}]
+        result["machines"] = [
+            {
+                "cpu": "Cray-1 <b>",
+                "cores": 1,
+                "gpu": None,
+                "versions": {"torch": "2.11"},
+                "ranks": [0, 1],
+            }
+        ]
         result["peak_memory_bytes_per_rank"] = [{"host": 2**30}] * ranks
-    metrics = [{"step": step + 1, "epoch": 0, "loss": 5 - step / 10, "samples_per_second": 9.0} for step in range(0, steps, 2)]
+    metrics = [
+        {"step": step + 1, "epoch": 0, "loss": 5 - step / 10, "samples_per_second": 9.0}
+        for step in range(0, steps, 2)
+    ]
     quality = {"model": {"hr@10": 0.25, "auc": None}, "popularity": {"hr@10": 0.125}}
-    metrics += [{"step": steps, "validation": {"model": {"hr@10": 0.2}}}, {"step": steps, "test": quality}]
-    config = {"data": {"data": "<script>alert(1)</script>"}, "train": {"schedule": "staged", "global_batch": 5}}
+    metrics += [
+        {"step": steps, "validation": {"model": {"hr@10": 0.2}}},
+        {"step": steps, "test": quality},
+    ]
+    config = {
+        "data": {"data": "<script>alert(1)</script>"},
+        "train": {"schedule": "staged", "global_batch": 5},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "ledger.json").write_text(json.dumps(result))
     (folder / "ledger.jsonl").write_text("\n".join(lines) + "\n")

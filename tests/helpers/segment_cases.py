@@ -1,4 +1,5 @@
-"""Cases for attention to summaries: lengths that are hard, the definition pair by pair, and how far the Triton kernels are from it.
+"""Cases for attention to summaries: lengths that are hard, the definition pair by pair, and how far
+the Triton kernels are from it.
 
 As a program: all cases, through the interpreter."""
 
@@ -36,7 +37,8 @@ CASES = {
 
 
 def visible(length, candidates, segments, known=0):
-    """[rows, known summaries + rows] bool of one sample, straight from the words of kernels/segments.py."""
+    """[rows, known summaries + rows] bool of one sample, straight from the words of
+    kernels/segments.py."""
     rows = []  # (segment, kind) in order
     history = length - candidates
     for event in range(history):
@@ -57,10 +59,17 @@ def visible(length, candidates, segments, known=0):
 
 
 def drawn(samples, segment, tokens, heads=1, widths=(32, 32), device="cpu", dtype=torch.float64):
-    """A layout of the case, its plan, and q, k, v of its rows behind k, v of the known summaries."""
+    """A layout of the case, its plan, and q, k, v of its rows behind k, v of the known
+    summaries."""
     lengths, counts, known = SAMPLES[samples] if isinstance(samples, str) else samples
     segments = Segments(segment, tokens)
-    rows = arrange(segments, torch.tensor(lengths, device=device), torch.tensor(counts, device=device), None, np.array(known))
+    rows = arrange(
+        segments,
+        torch.tensor(lengths, device=device),
+        torch.tensor(counts, device=device),
+        None,
+        np.array(known),
+    )
     generator = torch.Generator().manual_seed(0)
     total, old = rows.plan.rows, sum(known) * tokens
 
@@ -68,20 +77,39 @@ def drawn(samples, segment, tokens, heads=1, widths=(32, 32), device="cpu", dtyp
         return torch.randn(n, heads, width, generator=generator).to(device, dtype).requires_grad_()
 
     d_qk, d_v = widths
-    return rows, [leaf(total, d_qk), leaf(total, d_qk), leaf(total, d_v), leaf(old, d_qk), leaf(old, d_v)]
+    return rows, [
+        leaf(total, d_qk),
+        leaf(total, d_qk),
+        leaf(total, d_v),
+        leaf(old, d_qk),
+        leaf(old, d_v),
+    ]
 
 
 def segmented(rows, q, k, v, old_k, old_v, twins, scale_length=50, alpha=0.2, **biases):
-    """As an encoder's layer does it: parts like samples, plus what they see of summaries. `twins`: the two functions."""
+    """As an encoder's layer does it: parts like samples, plus what they see of summaries. `twins`:
+    the two functions."""
     plain, of_summaries = twins
     times = {"timestamps": biases.pop("timestamps")} if "timestamps" in biases else {}
     out = plain(
-        q, k, v, rows.parts, scale_length=scale_length, alpha=alpha, candidate_counts=rows.candidate_counts, **biases, **times
+        q,
+        k,
+        v,
+        rows.parts,
+        scale_length=scale_length,
+        alpha=alpha,
+        candidate_counts=rows.candidate_counts,
+        **biases,
+        **times,
     )
     plan = rows.plan
-    owners = [np.repeat(np.arange(len(n)), n * plan.segments.tokens) for n in (plan.known, plan.closed)]
+    owners = [
+        np.repeat(np.arange(len(n)), n * plan.segments.tokens) for n in (plan.known, plan.closed)
+    ]
     order = torch.from_numpy(np.argsort(np.concatenate(owners), kind="stable")).to(q.device)
-    keys, values = (torch.cat([old, x[rows.summaries]])[order] for old, x in ((old_k, k), (old_v, v)))
+    keys, values = (
+        torch.cat([old, x[rows.summaries]])[order] for old, x in ((old_k, k), (old_v, v))
+    )
     fresh = SummaryPlan(plan.segments, plan.lengths, plan.closed, plan.known)
     return out + of_summaries(q, keys, values, fresh, scale_length=scale_length, alpha=alpha)
 
@@ -91,23 +119,35 @@ TRITON = triton_attention.hstu_attention, triton_summary_attention.summary_atten
 
 
 def compare(samples, segment, tokens, dtype="float32", widths=(32, 32), heads=1, device="cpu"):
-    """Relative errors of the output and of all gradients against the plain twins in float64, by name."""
+    """Relative errors of the output and of all gradients against the plain twins in float64, by
+    name."""
     rows, leaves = drawn(samples, segment, tokens, heads, widths, device)
-    weight = torch.randn(leaves[2].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
+    weight = torch.randn(
+        leaves[2].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).to(device)
 
     def run(twins, kind):
         inputs = [x.detach().to(getattr(torch, dtype)).to(kind).requires_grad_() for x in leaves]
         out = segmented(rows, *inputs, twins)
-        return [out.detach(), *torch.autograd.grad((out * weight.to(getattr(torch, dtype)).to(kind)).sum(), inputs)]
+        return [
+            out.detach(),
+            *torch.autograd.grad((out * weight.to(getattr(torch, dtype)).to(kind)).sum(), inputs),
+        ]
 
     ours, exact = run(TRITON, getattr(torch, dtype)), run(REFERENCE, torch.float64)
     names = ("out", "q", "k", "v", "known k", "known v")
-    return {n: ((a.double() - b).norm() / b.norm().clamp(min=1e-9)).item() for n, a, b in zip(names, ours, exact, strict=True)}
+    return {
+        n: ((a.double() - b).norm() / b.norm().clamp(min=1e-9)).item()
+        for n, a, b in zip(names, ours, exact, strict=True)
+    }
 
 
 def isolation(device="cpu"):
-    """Whether samples before and after one of NaN, into which their last tiles reach, stay finite."""
-    rows, leaves = drawn(([40, 40, 40], [0, 0, 0], [1, 1, 1]), 9, 3, device=device, dtype=torch.float32)
+    """Whether samples before and after one of NaN, into which their last tiles reach, stay
+    finite."""
+    rows, leaves = drawn(
+        ([40, 40, 40], [0, 0, 0], [1, 1, 1]), 9, 3, device=device, dtype=torch.float32
+    )
     size, old = rows.plan.lengths[0], 3
     with torch.no_grad():
         for x, n in zip(leaves, (size, size, size, old, old), strict=True):
@@ -125,4 +165,9 @@ def isolation(device="cpu"):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({case: compare(**options) for case, options in CASES.items()} | {"isolation": isolation()}))
+    print(
+        json.dumps(
+            {case: compare(**options) for case, options in CASES.items()}
+            | {"isolation": isolation()}
+        )
+    )

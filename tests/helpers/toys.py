@@ -11,11 +11,15 @@ from freescale.batch import Jagged, SequenceBatch
 class Clicks(nn.Module):
     """Two tables, one of them read by two features; a nonlinear dense part; float64."""
 
-    def __init__(self, items: int = 200, actions: int = 5, width: int = 8, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self, items: int = 200, actions: int = 5, width: int = 8, dtype: torch.dtype = torch.float64
+    ) -> None:
         super().__init__()
         self.item = nn.Embedding(items, width, dtype=dtype, device="meta")
         self.action = nn.Embedding(actions, width, dtype=dtype, device="meta")
-        self.layers = nn.Sequential(nn.Linear(width, 16, dtype=dtype), nn.Tanh(), nn.Linear(16, 2, dtype=dtype))
+        self.layers = nn.Sequential(
+            nn.Linear(width, 16, dtype=dtype), nn.Tanh(), nn.Linear(16, 2, dtype=dtype)
+        )
 
     ids = {"item": ["history", "extra"], "action": ["actions"]}
 
@@ -23,11 +27,15 @@ class Clicks(nn.Module):
         tokens = self.item(batch.values("history")) + self.action(batch.values("actions"))
         lengths = batch.sequences["history"].lengths
         sample = torch.repeat_interleave(torch.arange(len(batch)), lengths)
-        pooled = torch.zeros(len(batch), tokens.shape[1], dtype=tokens.dtype).index_add(0, sample, torch.tanh(tokens))
+        pooled = torch.zeros(len(batch), tokens.shape[1], dtype=tokens.dtype).index_add(
+            0, sample, torch.tanh(tokens)
+        )
         pooled = pooled + self.item(batch.dense["extra"]).sum(1)
         logits = self.layers(pooled)
         labels = batch.dense["labels"].to(logits.dtype)
-        losses = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none").sum(0)
+        losses = nn.functional.binary_cross_entropy_with_logits(
+            logits, labels, reduction="none"
+        ).sum(0)
         return {"click": losses[0], "like": losses[1]}
 
 

@@ -21,7 +21,9 @@ def square(length):
     return length * length
 
 
-def naive(q, k, v, lengths, *, candidate_counts=None, position_bias=None, time_bias=None, timestamps=None):
+def naive(
+    q, k, v, lengths, *, candidate_counts=None, position_bias=None, time_bias=None, timestamps=None
+):
     """One query and one key at a time, straight from the definition."""
     rows, start = [], 0
     counts = [0] * len(lengths) if candidate_counts is None else candidate_counts.tolist()
@@ -37,7 +39,9 @@ def naive(q, k, v, lengths, *, candidate_counts=None, position_bias=None, time_b
                     score = score + position_bias[min(i, history) - min(j, history)]
                 if time_bias is not None:
                     elapsed = max(1, int(timestamps[start + i] - timestamps[start + j]))
-                    bucket = min(max(math.floor(math.log(elapsed) / 0.301), 0), time_bias.numel() - 1)
+                    bucket = min(
+                        max(math.floor(math.log(elapsed) / 0.301), 0), time_bias.numel() - 1
+                    )
                     score = score + time_bias[bucket]
                 total = total + (score * torch.sigmoid(score))[:, None] * v[start + j]
             rows.append(total / SCALE)
@@ -50,9 +54,14 @@ def inputs(lengths, dtype=torch.float64, seed=0):
     tokens = sum(lengths)
 
     def leaf(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        return (
+            torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        )
 
-    leaves = [leaf(tokens, HEADS, width) for width in (D_QK, D_QK, D_V)] + [leaf(60), leaf(BUCKETS + 1)]
+    leaves = [leaf(tokens, HEADS, width) for width in (D_QK, D_QK, D_V)] + [
+        leaf(60),
+        leaf(BUCKETS + 1),
+    ]
     timestamps = torch.randint(-5, 400, (tokens,), generator=generator).cumsum(0)
     return leaves, torch.tensor(lengths, dtype=torch.int64), timestamps
 
@@ -60,7 +69,10 @@ def inputs(lengths, dtype=torch.float64, seed=0):
 def gradients(function, leaves, weight):
     out = function()
     grads = torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True)
-    return [out.detach(), *[torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]]
+    return [
+        out.detach(),
+        *[torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)],
+    ]
 
 
 LENGTHS = {
@@ -81,9 +93,15 @@ def test_equals_the_loops(case, with_candidates, biases, monkeypatch):
     lengths, counts = LENGTHS[case]
     leaves, lengths, timestamps = inputs(lengths)
     q, k, v, position_bias, time_bias = leaves
-    options = {"candidate_counts": torch.tensor(counts, dtype=torch.int64)} if with_candidates else {}
+    options = (
+        {"candidate_counts": torch.tensor(counts, dtype=torch.int64)} if with_candidates else {}
+    )
     if biases:
-        options |= {"position_bias": position_bias, "time_bias": time_bias, "timestamps": timestamps}
+        options |= {
+            "position_bias": position_bias,
+            "time_bias": time_bias,
+            "timestamps": timestamps,
+        }
     weight = torch.randn(q.shape[0], HEADS, D_V, dtype=torch.float64)
     oracle = gradients(lambda: naive(q, k, v, lengths, **options), leaves, weight)
 
@@ -99,7 +117,9 @@ def test_equals_the_loops(case, with_candidates, biases, monkeypatch):
     assert not plans[2].kept
     for plan in plans:
         ours = gradients(
-            lambda plan=plan: hstu_attention(q, k, v, lengths, scale_length=SCALE, alpha=ALPHA, plan=plan, **options),
+            lambda plan=plan: hstu_attention(
+                q, k, v, lengths, scale_length=SCALE, alpha=ALPHA, plan=plan, **options
+            ),
             leaves,
             weight,
         )
@@ -149,7 +169,9 @@ def test_autocast_does_not_reach_inside():
 def test_keeps_no_scores_for_backward():
     leaves, lengths, _ = inputs([700, 20], torch.float32)
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.numel()) or t, lambda t: t
+    ):
         hstu_attention(*leaves[:3], lengths, scale_length=SCALE, alpha=ALPHA).sum().backward()
     assert max(saved) <= 720 * HEADS * D_QK
 
@@ -167,7 +189,11 @@ def test_no_tile_exceeds_the_budget():
 class TestBadInput:
     def refused(self, message, **changes):
         leaves, lengths, _ = inputs([2, 3])
-        arguments = dict(zip("qkv", leaves, strict=False)) | {"lengths": lengths, "scale_length": SCALE, "alpha": ALPHA}
+        arguments = dict(zip("qkv", leaves, strict=False)) | {
+            "lengths": lengths,
+            "scale_length": SCALE,
+            "alpha": ALPHA,
+        }
         with pytest.raises(ValueError, match=message):
             hstu_attention(**(arguments | changes))
 
@@ -179,8 +205,13 @@ class TestBadInput:
     def test_dtypes(self):
         self.refused("floating dtype", k=torch.zeros(5, HEADS, D_QK))
         self.refused("int64", lengths=torch.tensor([2, 3], dtype=torch.int32))
-        self.refused("candidate_counts must be int64", candidate_counts=torch.tensor([1, 1], dtype=torch.int32))
-        self.refused("timestamps must be int64", time_bias=torch.zeros(4), timestamps=torch.zeros(5))
+        self.refused(
+            "candidate_counts must be int64",
+            candidate_counts=torch.tensor([1, 1], dtype=torch.int32),
+        )
+        self.refused(
+            "timestamps must be int64", time_bias=torch.zeros(4), timestamps=torch.zeros(5)
+        )
 
     def test_sums(self):
         for wrong in ([2, 4], [-1, 6], [5, 1]):
@@ -196,12 +227,18 @@ class TestBadInput:
         self.refused("scale_length", scale_length=0)
 
     def test_devices(self):
-        self.refused("different devices", k=torch.zeros(5, HEADS, D_QK, dtype=torch.float64, device="meta"))
+        self.refused(
+            "different devices", k=torch.zeros(5, HEADS, D_QK, dtype=torch.float64, device="meta")
+        )
 
     def test_plan_of_something_else(self):
         self.refused("lengths add up to 4", plan=plan_attention(torch.tensor([2, 2]), HEADS))
         self.refused("heads", plan=plan_attention(torch.tensor([2, 3]), HEADS + 1))
-        self.refused("distances=True", plan=plan_attention(torch.tensor([2, 3]), HEADS), position_bias=torch.zeros(9))
+        self.refused(
+            "distances=True",
+            plan=plan_attention(torch.tensor([2, 3]), HEADS),
+            position_bias=torch.zeros(9),
+        )
 
 
 LENGTH_LISTS = st.lists(st.integers(0, 60), max_size=40)
@@ -229,7 +266,10 @@ def test_groups_of_a_heavy_tail_cost_about_the_sum_of_squares():
     assert len(groups) < 100
 
 
-@given(LENGTH_LISTS | st.builds(lambda n, length: [length] * n, st.integers(1, 5), st.integers(1, 9)), st.integers(1, 5000))
+@given(
+    LENGTH_LISTS | st.builds(lambda n, length: [length] * n, st.integers(1, 5), st.integers(1, 9)),
+    st.integers(1, 5000),
+)
 @settings(max_examples=50, deadline=None)
 def test_pad_and_unpad(lengths, budget):
     groups = Groups.of(torch.tensor(lengths, dtype=torch.int64), square, budget)

@@ -18,15 +18,21 @@ def made(samples: list[dict]) -> SequenceBatch:
     flat = [c for group in candidates for c in group]
     return SequenceBatch(
         sequences={
-            "history": Jagged(ints([v for h in histories for v in h]), ints([len(h) for h in histories])),
+            "history": Jagged(
+                ints([v for h in histories for v in h]), ints([len(h) for h in histories])
+            ),
             "scores": Jagged(
-                torch.tensor([[v / 2, -v] for h in histories for v in h], dtype=torch.float32).view(-1, 2),
+                torch.tensor([[v / 2, -v] for h in histories for v in h], dtype=torch.float32).view(
+                    -1, 2
+                ),
                 ints([len(h) for h in histories]),
             ),
         },
         candidates={
             "candidates": Nested(
-                ints([v for c in flat for v in c]), ints([len(c) for c in flat]), ints([len(g) for g in candidates])
+                ints([v for c in flat for v in c]),
+                ints([len(c) for c in flat]),
+                ints([len(g) for g in candidates]),
             )
         },
         dense={"label": torch.tensor([s["label"] for s in samples], dtype=torch.bool)},
@@ -53,7 +59,12 @@ def plain(batch: SequenceBatch) -> list[dict]:
         outer += int(nested.counts[i])
         assert float(batch.weights["click"][i]) == length
         samples.append(
-            {"history": tokens, "candidates": candidates, "label": bool(batch.dense["label"][i]), "key": int(batch.keys[i])}
+            {
+                "history": tokens,
+                "candidates": candidates,
+                "label": bool(batch.dense["label"][i]),
+                "key": int(batch.keys[i]),
+            }
         )
     assert history == batch.sequences["history"].values.numel() and inner == nested.values.numel()
     return samples
@@ -118,9 +129,21 @@ def test_features_that_moved_remember_the_host():
     there = batch.to("meta")
     history, nested = there.sequences["history"], there.candidates["candidates"]
     assert history.host is batch.sequences["history"] and history.host_lengths.tolist() == [2, 0]
-    assert nested.outer.host_lengths.tolist() == [2, 1] and nested.inner.host_lengths.tolist() == [1, 0, 2]
+    assert nested.outer.host_lengths.tolist() == [2, 1] and nested.inner.host_lengths.tolist() == [
+        1,
+        0,
+        2,
+    ]
     assert there.to("meta").sequences["history"].host is history.host
     last = there.slice(1, 2)
-    assert last.sequences["history"].host_lengths.tolist() == [0] and last.sequences["history"].values.shape == (0,)
-    assert last.candidates["candidates"].inner.host_lengths.tolist() == [2] and last.device.type == "meta"
-    assert batch.sequences["history"].host is None and batch.sequences["history"].host_lengths is batch.sequences["history"].lengths
+    assert last.sequences["history"].host_lengths.tolist() == [0] and last.sequences[
+        "history"
+    ].values.shape == (0,)
+    assert (
+        last.candidates["candidates"].inner.host_lengths.tolist() == [2]
+        and last.device.type == "meta"
+    )
+    assert (
+        batch.sequences["history"].host is None
+        and batch.sequences["history"].host_lengths is batch.sequences["history"].lengths
+    )

@@ -1,4 +1,5 @@
-"""Dense gradients leave in buckets while the backward goes on, in an order that does not depend on what a rank computes."""
+"""Dense gradients leave in buckets while the backward goes on, in an order that does not depend on
+what a rank computes."""
 
 import json
 
@@ -65,12 +66,15 @@ def test_buckets_leave_during_the_backward_with_their_gradients():
     model[0].weight.register_hook(lambda gradient: seen.append(len(transport.left)))
     x, losses = torch.randn(4, 700), torch.tensor([3.0])
     _step(buckets, transport, model, x)
-    assert seen == [1]  # the first backward shows the order: nothing but the losses leaves before its end
+    # the first backward shows the order: nothing but the losses leaves before its end
+    assert seen == [1]
     transport.left.clear()
     before, summed = _step(buckets, transport, model, x, losses)
     assert len(buckets.flat) >= 4 and before == len(transport.left) == 1 + len(buckets.flat)
     assert 1 + 3 <= seen[1] < before  # most had left when the first layer got its gradient
-    assert [address for address, _ in transport.left[1:]] == [flat.data_ptr() for flat in buckets.flat] and summed.item() == 3.0
+    assert [address for address, _ in transport.left[1:]] == [
+        flat.data_ptr() for flat in buckets.flat
+    ] and summed.item() == 3.0
     for (_, left), flat in zip(transport.left[1:], buckets.flat, strict=True):
         assert torch.equal(left, flat)  # nothing was added after it had left
     alone = _model()
@@ -82,14 +86,16 @@ def test_buckets_leave_during_the_backward_with_their_gradients():
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ([265, 10, 800, 10], [[265], [10, 800, 10]]),  # a small one takes the next, however large; the last joins it
+        # a small one takes the next, however large; the last joins it
+        ([265, 10, 800, 10], [[265], [10, 800, 10]]),
         ([10, 10], [[10, 10]]),
         ([60, 60, 60, 60], [[60], [60], [60], [60]]),
         ([900], [[900]]),
     ],
 )
 def test_no_bucket_is_small(sizes, expected, monkeypatch):
-    """Sizes in the order of the backward; at least 50 numbers to a bucket, at most a fourth of all where that is more."""
+    """Sizes in the order of the backward; at least 50 numbers to a bucket, at most a fourth of all
+    where that is more."""
     monkeypatch.setattr("freescale.pipeline.dense.buckets._LEAST_BYTES", {"cpu": 50 * 4})
     buckets = _watching([nn.Parameter(torch.zeros(size)) for size in reversed(sizes)])
     assert [flat.numel() for flat in buckets.flat] == [sum(bucket) for bucket in expected]
@@ -195,7 +201,8 @@ class Backwards(nn.Module):
 def test_a_bucket_holds_gradients_that_come_one_after_another():
     model, transport, seen = Backwards(), Watched(), []
     buckets = _watching(model.parameters())
-    model.layers[-1].weight.register_hook(lambda gradient: seen.append(len(transport.left)))  # the forward's first layer
+    # the forward's first layer
+    model.layers[-1].weight.register_hook(lambda gradient: seen.append(len(transport.left)))
     for _ in range(2):
         transport.left.clear()
         _step(buckets, transport, model, torch.randn(2, 700))
@@ -205,7 +212,8 @@ def test_a_bucket_holds_gradients_that_come_one_after_another():
 
 
 def test_an_order_is_adopted_and_nothing_is_agreed_on_again():
-    """That of a run before, whose first backward was another one; the next backward sends as it comes."""
+    """That of a run before, whose first backward was another one; the next backward sends as it
+    comes."""
     first, transport = Backwards(), Watched()
     shown = _watching(first.parameters())
     assert shown.order is None
@@ -216,7 +224,11 @@ def test_an_order_is_adopted_and_nothing_is_agreed_on_again():
     buckets = _watching(model.parameters())
     buckets.adopt_order(shown.order)
     _step(buckets, transport, model, x)
-    assert transport.gathered == 0 and buckets._members == shown._members and buckets.order == shown.order
+    assert (
+        transport.gathered == 0
+        and buckets._members == shown._members
+        and buckets.order == shown.order
+    )
     for ours, theirs in zip(model.parameters(), first.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
     buckets.adopt_order(None)  # back to before the first step

@@ -14,12 +14,16 @@ rows = st.lists(st.integers(0, 12), max_size=20)
 @settings(deadline=None, max_examples=200)
 @given(rows, rows)
 def test_masks(current, coming):
-    shared, colliding = collision_masks(torch.tensor(current, dtype=torch.int64), torch.tensor(coming, dtype=torch.int64))
+    shared, colliding = collision_masks(
+        torch.tensor(current, dtype=torch.int64), torch.tensor(coming, dtype=torch.int64)
+    )
     assert shared.tolist() == [row in set(coming) for row in current]
     assert colliding.tolist() == [row in set(current) for row in coming]
 
 
-requests = st.lists(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=6), min_size=1, max_size=5)
+requests = st.lists(
+    st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=6), min_size=1, max_size=5
+)
 
 
 several = st.lists(st.tuples(requests, st.sampled_from([1, 2, 8])), min_size=1, max_size=4)
@@ -37,7 +41,9 @@ def test_requests_are_divided_into_the_marked_and_pieces_of_the_others(several):
     orders, counts = divided(asked)
     counts = counts.split([each.bins for each in asked])
     for (ranks, pieces), order, count in zip(several, orders, counts, strict=True):
-        assert [positions.tolist() for positions in order.split(count.tolist())] == expected(ranks, pieces)
+        assert [positions.tolist() for positions in order.split(count.tolist())] == expected(
+            ranks, pieces
+        )
 
 
 def expected(ranks, pieces):
@@ -56,7 +62,13 @@ def test_pieces_are_not_too_small():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert [pieces_for(size << 20, cpu) for size in (0, 1, 3, 8, 9999)] == [1, 1, 2, 8, 64]
     assert [pieces_for(size << 20, cuda) for size in (0, 4, 31, 32, 9999)] == [1, 1, 4, 8, 64]
-    assert [pieces_for(256 << 20, cuda, ranks) for ranks in (8, 256, 512, 4096, 1 << 20)] == [64, 64, 32, 4, 1]
+    assert [pieces_for(256 << 20, cuda, ranks) for ranks in (8, 256, 512, 4096, 1 << 20)] == [
+        64,
+        64,
+        32,
+        4,
+        1,
+    ]
 
 
 def test_the_size_of_the_table_does_not_matter():

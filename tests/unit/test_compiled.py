@@ -28,7 +28,8 @@ def kept(tmp_path, monkeypatch):
 
 
 def load(path):
-    """Without a trace: a library that stays loaded is not loaded again, whatever became of its file."""
+    """Without a trace: a library that stays loaded is not loaded again, whatever became of its
+    file."""
     handle = ctypes.CDLL(path)._handle
     ctypes.CDLL(None).dlclose(ctypes.c_void_p(handle))
     return path
@@ -79,7 +80,10 @@ def test_what_cannot_be_loaded_is_not_kept_and_the_reason_is_told(kept, tmp_path
 
 def test_a_cache_that_nothing_is_executed_from(kept, tmp_path):
     kept.mkdir(parents=True)
-    if shutil.which("mount") is None or subprocess.run(["mount", "-t", "tmpfs", "-o", "noexec", "none", str(kept)]).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "noexec", "none", str(kept)]).returncode
+    ):
         pytest.skip("nothing can be mounted here")
     try:
         made, _ = compiled.loaded("engine", load)
@@ -98,7 +102,9 @@ def test_without_a_home_the_cache_is_beside_temporary_files(tmp_path, monkeypatc
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = folders.cache_folder()
-    assert folder == tmp_path / f"freescale-{os.getuid()}" and folder.stat().st_mode & 0o777 == 0o700
+    assert (
+        folder == tmp_path / f"freescale-{os.getuid()}" and folder.stat().st_mode & 0o777 == 0o700
+    )
     made, why = compiled.loaded("engine", load)
     assert made is not None and not why
     folder.chmod(0o777)
@@ -120,6 +126,15 @@ def test_the_engine_compiles_without_a_warning(name, tmp_path):
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"no {name}")
-    strict = [found, *compiled.FLAGS, "-Wall", "-Wextra", "-Werror", "-o", str(tmp_path / "engine.so"), str(SOURCE)]
+    strict = [
+        found,
+        *compiled.FLAGS,
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-o",
+        str(tmp_path / "engine.so"),
+        str(SOURCE),
+    ]
     done = subprocess.run(strict, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

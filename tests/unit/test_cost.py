@@ -15,7 +15,9 @@ TRUTH = np.array([3e-9, 4e-6, 2e-5, 1e-4])  # seconds
 def step(random, ranks=4, samples=16, noise=0.0):
     lengths = np.clip(np.exp(random.normal(6, 1, (ranks, samples))), 1, 5000)
     candidates = random.integers(0, 20, (ranks, samples))
-    summed = np.stack([features(ls, cs).sum(axis=0) for ls, cs in zip(lengths, candidates, strict=True)])
+    summed = np.stack(
+        [features(ls, cs).sum(axis=0) for ls, cs in zip(lengths, candidates, strict=True)]
+    )
     return summed, summed @ TRUTH * (1 + noise * random.normal(size=ranks))
 
 
@@ -28,7 +30,8 @@ def test_learns_the_truth_from_a_wrong_start(noise):
     summed, seconds = step(random)
     assert cost.predict(summed) == pytest.approx(seconds, rel=1e-3 if noise == 0 else 0.05)
     if noise == 0:
-        # Candidates and the constant are small parts of these times and hardly told apart; the others are.
+        # Candidates and the constant are small parts of these times and hardly told apart; the
+        # others are.
         assert cost.model.coefficients[:2] == pytest.approx(TRUTH[:2].tolist(), rel=0.05)
 
 
@@ -54,7 +57,11 @@ def test_a_constant_of_the_step_is_predicted_but_is_no_cost_of_a_sample():
 
 
 def test_the_same_inputs_give_the_same_bits_and_a_state_goes_on():
-    first, second, random = AdaptiveCost(CostModel(1.0, 1.0)), AdaptiveCost(CostModel(1.0, 1.0)), np.random.default_rng(2)
+    first, second, random = (
+        AdaptiveCost(CostModel(1.0, 1.0)),
+        AdaptiveCost(CostModel(1.0, 1.0)),
+        np.random.default_rng(2),
+    )
     steps = [step(random, noise=0.1) for _ in range(20)]
     for number, inputs in enumerate(steps):
         first.update(*inputs)

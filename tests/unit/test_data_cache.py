@@ -1,4 +1,5 @@
-"""The cache of prepared data: found by the paths and all bytes of its files, and by nothing less."""
+"""The cache of prepared data: found by the paths and all bytes of its files, and by nothing
+less."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ TIME = (1_700_000_000, 1_700_000_000)  # as an archive or an image gives it to e
 
 
 def ratings(path: Path, *items: int) -> Path:
-    """One user's events, each item of two digits: files of equally many items differ in content alone."""
+    """One user's events, each item of two digits: files of equally many items differ in content
+    alone."""
     path.parent.mkdir(exist_ok=True)
     lines = [f"1,{item},4.0,{1000 + number}\n" for number, item in enumerate(items)]
     path.write_text("userId,movieId,rating,timestamp\n" + "".join(lines))
@@ -46,8 +48,14 @@ def hashed(source: Path, cache: Path) -> bool:
 
 
 def test_files_of_one_name_size_and_time_are_told_apart(tmp_path):
-    first, second = ratings(tmp_path / "a" / "ratings.csv", 11, 12), ratings(tmp_path / "b" / "ratings.csv", 91, 92)
-    assert first.stat().st_size == second.stat().st_size and first.stat().st_mtime_ns == second.stat().st_mtime_ns
+    first, second = (
+        ratings(tmp_path / "a" / "ratings.csv", 11, 12),
+        ratings(tmp_path / "b" / "ratings.csv", 91, 92),
+    )
+    assert (
+        first.stat().st_size == second.stat().st_size
+        and first.stat().st_mtime_ns == second.stat().st_mtime_ns
+    )
     made = [prepare(path, tmp_path / "cache") for path in (first, second)]
     assert [items_of(path) for path in made] == [[11, 12], [91, 92]]
     assert fingerprint(made[0]) != fingerprint(made[1])
@@ -88,7 +96,8 @@ def test_an_unchanged_file_is_read_whole_only_once(tmp_path, settled, monkeypatc
 
 def test_what_may_have_changed_unseen_is_read_again(tmp_path, settled, monkeypatch):
     path = ratings(tmp_path / "ratings.csv", 11, 12)
-    monkeypatch.setattr(digest, "_SETTLED_S", 1e6)  # so new that a second change may bear the same time
+    # so new that a second change may bear the same time
+    monkeypatch.setattr(digest, "_SETTLED_S", 1e6)
     assert hashed(path, tmp_path / "cache") and hashed(path, tmp_path / "cache")
     monkeypatch.setattr(digest, "_SETTLED_S", -1.0)
     monkeypatch.setattr(digest, "keeps_its_times", lambda path, mounts: False)
@@ -136,8 +145,18 @@ def test_only_file_systems_that_set_the_time_of_a_change_are_trusted(path, kept)
 
 def test_a_file_that_changes_while_it_is_prepared_is_refused(tmp_path):
     path = ratings(tmp_path / "ratings.csv", 11, 12)
-    with pytest.raises(ValueError, match=r"ratings.csv: the file changed while it was read; start again"):
-        prepare(path, tmp_path / "cache", progress=lambda stage, share: ratings(path, 91, 92) if stage == "sort" else None)
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"ratings.csv: the file changed while it was read; start "
+            r"again"
+        ),
+    ):
+        prepare(
+            path,
+            tmp_path / "cache",
+            progress=lambda stage, share: ratings(path, 91, 92) if stage == "sort" else None,
+        )
     assert [p.name for p in (tmp_path / "cache").iterdir() if p.name != "digests"] == []
 
 
@@ -145,7 +164,9 @@ def test_ranks_that_ask_at_once_get_one_file_made_once(tmp_path):
     path, made, wrote = ratings(tmp_path / "ratings.csv", 11, 12), [], []
 
     def rank() -> None:
-        made.append(prepare(path, tmp_path / "cache", progress=lambda stage, share: wrote.append(stage)))
+        made.append(
+            prepare(path, tmp_path / "cache", progress=lambda stage, share: wrote.append(stage))
+        )
 
     ranks = [threading.Thread(target=rank) for _ in range(4)]
     for thread in ranks:
@@ -158,7 +179,17 @@ def test_ranks_that_ask_at_once_get_one_file_made_once(tmp_path):
 def test_content_is_all_bytes_in_their_order(tmp_path, monkeypatch):
     monkeypatch.setattr(digest, "_BLOCK", 4)
     seen = set()
-    for number, content in enumerate((b"abcdefgh", b"efghabcd", b"abcdefgi", b"abcdefghi", b"abcd", b"a" * 400, b"a" * 399 + b"b")):
+    for number, content in enumerate(
+        (
+            b"abcdefgh",
+            b"efghabcd",
+            b"abcdefgi",
+            b"abcdefghi",
+            b"abcd",
+            b"a" * 400,
+            b"a" * 399 + b"b",
+        )
+    ):
         path = tmp_path / str(number)
         path.write_bytes(content)
         shares: list[float] = []

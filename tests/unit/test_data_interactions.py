@@ -17,7 +17,11 @@ from freescale.data.interactions import read_interactions
 def rows(path: Path | list[Path], format: str = "auto") -> list[dict]:
     batches = list(read_interactions(path, format))
     assert all(b.schema.names[:3] == ["user_id", "item_id", "timestamp"] for b in batches)
-    assert all(b.schema.field(n).type == pa.int64() for b in batches for n in ("user_id", "item_id", "timestamp"))
+    assert all(
+        b.schema.field(n).type == pa.int64()
+        for b in batches
+        for n in ("user_id", "item_id", "timestamp")
+    )
     return [row for batch in batches for row in batch.to_pylist()]
 
 
@@ -48,13 +52,18 @@ def test_parquet_keeps_numbers_and_drops_text(tmp_path):
         "action": pa.array([5, 6], pa.int16()),
     }
     pq.write_table(pa.table(columns), path)
-    expected = [event(1, 3, 7, action=5, score=0.5, liked=1), event(2, 4, 9, action=6, score=1.5, liked=0)]
+    expected = [
+        event(1, 3, 7, action=5, score=0.5, liked=1),
+        event(2, 4, 9, action=6, score=1.5, liked=0),
+    ]
     assert rows(path) == expected
 
 
 def test_parquet_streams(tmp_path, monkeypatch):
     monkeypatch.setattr(interactions, "_ROWS", 10)
-    path = table(tmp_path, user_id=list(range(25)), item_id=list(range(25)), timestamp=list(range(25)))
+    path = table(
+        tmp_path, user_id=list(range(25)), item_id=list(range(25)), timestamp=list(range(25))
+    )
     batches = list(read_interactions(path))
     assert [b.num_rows for b in batches] == [10, 10, 5]
 
@@ -64,22 +73,35 @@ def test_parquet_streams(tmp_path, monkeypatch):
     [
         ("ratings.dat", "1::1193::4.5::978300760\n1::661::3::978302109\r\n2::7::0.5::5\n"),
         ("u.data", "1\t1193\t4.5\t978300760\n1\t661\t3\t978302109\n2\t7\t0.5\t5"),
-        ("ratings.csv", "userId,movieId,rating,timestamp\n1,1193,4.5,978300760\n1,661,3.0,978302109\n2,7,0.5,5\n"),
+        (
+            "ratings.csv",
+            "userId,movieId,rating,timestamp\n1,1193,4.5,978300760\n1,661,3.0,978302109\n2,7,0.5,5\n",
+        ),
     ],
 )
 def test_movielens(tmp_path, name, content):
-    expected = [event(1, 1193, 978300760, action=9), event(1, 661, 978302109, action=6), event(2, 7, 5, action=1)]
+    expected = [
+        event(1, 1193, 978300760, action=9),
+        event(1, 661, 978302109, action=6),
+        event(2, 7, 5, action=1),
+    ]
     assert rows(text(tmp_path, name, content)) == expected
     with gzip.open(tmp_path / (name + ".gz"), "wt") as file:
         file.write("\ufeff" * name.endswith("csv") + content)
     assert rows(tmp_path / (name + ".gz")) == expected
 
 
-AMAZON = [("A2CX7LUOHB2NDG", "0000013714", 5.0, 100), ("AXY", "B00", 2.5, 90), ("A2CX7LUOHB2NDG", "B00", 1.0, 80)]
+AMAZON = [
+    ("A2CX7LUOHB2NDG", "0000013714", 5.0, 100),
+    ("AXY", "B00", 2.5, 90),
+    ("A2CX7LUOHB2NDG", "B00", 1.0, 80),
+]
 AMAZON_EVENTS = [event(0, 0, 100, action=10), event(1, 1, 90, action=5), event(0, 1, 80, action=2)]
 
 
-@pytest.mark.parametrize("header", ["", "user,item,rating,timestamp\n", "user_id,parent_asin,rating,timestamp\n"])
+@pytest.mark.parametrize(
+    "header", ["", "user,item,rating,timestamp\n", "user_id,parent_asin,rating,timestamp\n"]
+)
 def test_amazon_csv(tmp_path, header):
     content = header + "".join(",".join(map(str, row)) + "\n" for row in AMAZON)
     assert rows(text(tmp_path, "ratings.csv", content)) == AMAZON_EVENTS
@@ -91,10 +113,17 @@ def test_amazon_csv_with_item_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "names", [("reviewerID", "asin", "overall", "unixReviewTime"), ("user_id", "parent_asin", "rating", "timestamp")]
+    "names",
+    [
+        ("reviewerID", "asin", "overall", "unixReviewTime"),
+        ("user_id", "parent_asin", "rating", "timestamp"),
+    ],
 )
 def test_amazon_json(tmp_path, names):
-    lines = [json.dumps({**dict(zip(names, row, strict=True)), "text": "a\nb", "helpful": [1, 2]}) for row in AMAZON]
+    lines = [
+        json.dumps({**dict(zip(names, row, strict=True)), "text": "a\nb", "helpful": [1, 2]})
+        for row in AMAZON
+    ]
     path = text(tmp_path, "reviews.jsonl", "\n".join(lines))
     assert rows(path) == AMAZON_EVENTS
 
@@ -145,24 +174,49 @@ FLAGS = "user_id,video_id,time_ms,is_click\n"
         (bad_parquet(user_id=[-1], item_id=[3], timestamp=[2]), ["'user_id'", "-1", "renumber"]),
         (bad_parquet(user_id=[1], item_id=NULL, timestamp=[2]), ["'item_id'", "1 null", "drop"]),
         (bad_parquet(user_id=[1], item_id=[1], timestamp=[2], x=NULL), ["'x'", "1 null"]),
-        (bad_parquet(user_id=[1], item_id=[1], timestamp=[2], action=[0.5]), ["'action'", "double", "int64"]),
+        (
+            bad_parquet(user_id=[1], item_id=[1], timestamp=[2], action=[0.5]),
+            ["'action'", "double", "int64"],
+        ),
         (bad_parquet(user_id=HUGE, item_id=[1], timestamp=[2]), ["'user_id'", str(1 << 63)]),
         (
-            bad_parquet(**{n: pa.array([], pa.int64()) for n in ("user_id", "item_id", "timestamp")}),
+            bad_parquet(
+                **{n: pa.array([], pa.int64()) for n in ("user_id", "item_id", "timestamp")}
+            ),
             ["no events", "events.parquet"],
         ),
-        (bad_text("ratings.csv", "userId,movieId,timestamp\n1,2,3\n"), ["'rating'", "missing", "userId"]),
+        (
+            bad_text("ratings.csv", "userId,movieId,timestamp\n1,2,3\n"),
+            ["'rating'", "missing", "userId"],
+        ),
         (bad_text("ratings.csv", "userId,movieId,rating,timestamp\n"), ["no events"]),
-        (bad_text("ratings.csv", "userId,movieId,rating,timestamp\n1,x7,3,3\n"), ["'movieId'", "'x7'", "int64"]),
-        (bad_text("ratings.csv", "userId,movieId,rating,timestamp\n1,,3,3\n"), ["'movieId'", "1 null"]),
-        (bad_text("ratings.csv", "userId,movieId,rating,timestamp\n1,2,3\n"), ["Expected 4 columns, got 3"]),
+        (
+            bad_text("ratings.csv", "userId,movieId,rating,timestamp\n1,x7,3,3\n"),
+            ["'movieId'", "'x7'", "int64"],
+        ),
+        (
+            bad_text("ratings.csv", "userId,movieId,rating,timestamp\n1,,3,3\n"),
+            ["'movieId'", "1 null"],
+        ),
+        (
+            bad_text("ratings.csv", "userId,movieId,rating,timestamp\n1,2,3\n"),
+            ["Expected 4 columns, got 3"],
+        ),
         (bad_text("ratings.dat", "1::2::3\n"), ["3 columns", "user::item::rating::timestamp"]),
         (bad_text("ratings.dat", "1::2::3::4\n-7::2::3::4\n"), ["'user_id'", "-7"]),
-        (bad_text("ratings.csv", "user_id,item,timestamp,x\na,b,3,4\n"), ["overall|rating", "missing"]),
-        (bad_text("a.jsonl", '{"reviewerID": "a", "asin": "b", "overall": 5}\n'), ["unixReviewTime|timestamp"]),
+        (
+            bad_text("ratings.csv", "user_id,item,timestamp,x\na,b,3,4\n"),
+            ["overall|rating", "missing"],
+        ),
+        (
+            bad_text("a.jsonl", '{"reviewerID": "a", "asin": "b", "overall": 5}\n'),
+            ["unixReviewTime|timestamp"],
+        ),
         (bad_text("a.jsonl", '{"reviewerID": "a"\n'), ["not a JSON object"]),
         (
-            bad_text("a.jsonl", '{"user_id":"a","asin":"b","rating":5,"timestamp":1}\n{"user_id":"a"}\n'),
+            bad_text(
+                "a.jsonl", '{"user_id":"a","asin":"b","rating":5,"timestamp":1}\n{"user_id":"a"}\n'
+            ),
             ["'asin'", "1 null"],
         ),
         (
@@ -184,7 +238,11 @@ def test_bad_files_get_one_line(tmp_path, make, words):
 
 
 def stamps(folder: Path, name: str, times: list[int], kind: pa.DataType) -> Path:
-    columns = {"user_id": [1] * len(times), "item_id": list(range(len(times))), "timestamp": pa.array(times, kind)}
+    columns = {
+        "user_id": [1] * len(times),
+        "item_id": list(range(len(times))),
+        "timestamp": pa.array(times, kind),
+    }
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     return folder / f"{name}.parquet"
 
@@ -193,29 +251,66 @@ def test_timestamps_of_several_files_are_in_the_finest_unit(tmp_path):
     fine = stamps(tmp_path, "fine", [5_000_001, 7_000_000], pa.timestamp("us"))
     coarse = stamps(tmp_path, "coarse", [4_000, 6_000, -1], pa.timestamp("ms"))
     expected = {"fine": [5_000_001, 7_000_000], "coarse": [4_000_000, 6_000_000, -1_000]}
-    assert [row["timestamp"] for row in rows([fine, coarse])] == [*expected["fine"], *expected["coarse"]]
-    assert [row["timestamp"] for row in rows([coarse, fine])] == [*expected["coarse"], *expected["fine"]]
-    assert [row["timestamp"] for row in rows(coarse)] == [4_000, 6_000, -1]  # alone it keeps its own
+    assert [row["timestamp"] for row in rows([fine, coarse])] == [
+        *expected["fine"],
+        *expected["coarse"],
+    ]
+    assert [row["timestamp"] for row in rows([coarse, fine])] == [
+        *expected["coarse"],
+        *expected["fine"],
+    ]
+    # alone it keeps its own
+    assert [row["timestamp"] for row in rows(coarse)] == [4_000, 6_000, -1]
     berlin = stamps(tmp_path, "berlin", [4_000], pa.timestamp("ms", "Europe/Berlin"))
     utc = stamps(tmp_path, "utc", [5_000_000], pa.timestamp("us", "UTC"))
-    assert [row["timestamp"] for row in rows([berlin, utc])] == [4_000_000, 5_000_000]  # zones are shown, values are UTC
+    # zones are shown, values are UTC
+    assert [row["timestamp"] for row in rows([berlin, utc])] == [4_000_000, 5_000_000]
 
 
 def test_text_files_of_two_releases_are_in_one_unit(tmp_path):
-    seconds = text(tmp_path, "old.jsonl", '{"reviewerID": "a", "asin": "x", "overall": 5.0, "unixReviewTime": 1400000000}\n')
-    thousandths = text(tmp_path, "new.csv", "user_id,parent_asin,rating,timestamp\na,y,5.0,1500000000123\n")
-    assert [row["timestamp"] for row in rows([thousandths, seconds])] == [1_500_000_000_123, 1_400_000_000_000]
+    seconds = text(
+        tmp_path,
+        "old.jsonl",
+        ('{"reviewerID": "a", "asin": "x", "overall": 5.0, "unixReviewTime": 1400000000}\n'),
+    )
+    thousandths = text(
+        tmp_path, "new.csv", "user_id,parent_asin,rating,timestamp\na,y,5.0,1500000000123\n"
+    )
+    assert [row["timestamp"] for row in rows([thousandths, seconds])] == [
+        1_500_000_000_123,
+        1_400_000_000_000,
+    ]
     other = text(tmp_path, "other.csv", "user_id,item_id,rating,timestamp\na,z,5.0,1600000000\n")
-    with pytest.raises(ValueError, match=r"other.csv: .*'timestamp' .* of no known unit, beside int64 \(ms\) of .*new.csv"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"other.csv: .*'timestamp' .* of no known unit, beside "
+            r"int64 \(ms\) of .*new.csv"
+        ),
+    ):
         rows([thousandths, other])
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (pa.int64(), ["b.parquet: column 'timestamp' holds int64, of no known unit", "timestamp[ns, tz=UTC]", "a.parquet", "cast"]),
-        (pa.timestamp("ns"), ["b.parquet: column 'timestamp' holds timestamp[ns], of no time zone", "a.parquet"]),
-        (pa.timestamp("s", "UTC"), ["b.parquet: column 'timestamp'", str(1 << 40), "fit int64 in ns"]),
+        (
+            pa.int64(),
+            [
+                "b.parquet: column 'timestamp' holds int64, of no known unit",
+                "timestamp[ns, tz=UTC]",
+                "a.parquet",
+                "cast",
+            ],
+        ),
+        (
+            pa.timestamp("ns"),
+            ["b.parquet: column 'timestamp' holds timestamp[ns], of no time zone", "a.parquet"],
+        ),
+        (
+            pa.timestamp("s", "UTC"),
+            ["b.parquet: column 'timestamp'", str(1 << 40), "fit int64 in ns"],
+        ),
     ],
 )
 def test_timestamps_that_cannot_be_brought_together_are_refused(tmp_path, kind, words):

@@ -19,12 +19,23 @@ BAD = [
     pytest.param(pa.array([0.0, NAN, 1.0]), "nan", id="no number"),
     pytest.param(pa.array([0.0, -1.0, 1.0]), "-1.0", id="negative fraction"),
 ]
-GOOD = [pa.array([0, 1, 1]), pa.array([0, 1, 1], pa.uint8()), pa.array([0.0, 1.0, -0.0]), pa.array([True, False, True])]
+GOOD = [
+    pa.array([0, 1, 1]),
+    pa.array([0, 1, 1], pa.uint8()),
+    pa.array([0.0, 1.0, -0.0]),
+    pa.array([True, False, True]),
+]
 
 
 def interactions(path: Path, labels: pa.Array) -> Path:
     """Three events of a user, and a column that nobody names as a label."""
-    columns = {"user_id": [1, 1, 1], "item_id": [0, 1, 2], "timestamp": [0, 1, 2], "like": labels, "score": [0.5, 7.0, NAN]}
+    columns = {
+        "user_id": [1, 1, 1],
+        "item_id": [0, 1, 2],
+        "timestamp": [0, 1, 2],
+        "like": labels,
+        "score": [0.5, 7.0, NAN],
+    }
     pq.write_table(pa.table(columns), path)
     return path
 
@@ -32,7 +43,12 @@ def interactions(path: Path, labels: pa.Array) -> Path:
 def histories(path: Path, labels: pa.Array, statistics: bool = True) -> Path:
     lists = {"item_id": pa.array([0, 1, 2]), "timestamp": pa.array([0, 1, 2]), "like": labels}
     columns = {name: pa.ListArray.from_arrays([0, 2, 3], values) for name, values in lists.items()}
-    pq.write_table(pa.table({"user_id": [1, 2], **columns}), path, row_group_size=1, write_statistics=statistics)
+    pq.write_table(
+        pa.table({"user_id": [1, 2], **columns}),
+        path,
+        row_group_size=1,
+        write_statistics=statistics,
+    )
     return path
 
 
@@ -56,7 +72,9 @@ def test_other_labels_are_refused_by_the_name_of_the_file_that_holds_them(tmp_pa
 @pytest.mark.parametrize(("labels", "value"), BAD)
 def test_histories_made_elsewhere_are_looked_through(tmp_path, labels, value, statistics):
     path = histories(tmp_path / "histories.parquet", labels, statistics)
-    with pytest.raises(ValueError, match=f"histories.parquet: label column 'like' holds {value}, not 0 or 1; "):
+    with pytest.raises(
+        ValueError, match=(f"histories.parquet: label column 'like' holds {value}, not 0 or 1; ")
+    ):
         ranking(path)
 
 
@@ -65,7 +83,8 @@ def test_0_and_1_of_any_type_are_labels(tmp_path, labels):
     expected = [[float(value)] for value in labels.to_pylist()]
     made = prepare(interactions(tmp_path / "events.parquet", labels), tmp_path / "cache")
     elsewhere = histories(tmp_path / "histories.parquet", labels)
-    for path, labelled in ((made, expected[1:]), (elsewhere, expected[1:2])):  # the first event of a user is history
+    # the first event of a user is history
+    for path, labelled in ((made, expected[1:]), (elsewhere, expected[1:2])):
         batch = Histories(path, 4, task="ranking", tasks=("like",), split="none").batch(0)
         assert batch.sequences["labels"].values.tolist() == labelled
 
@@ -74,5 +93,11 @@ def test_a_rating_is_no_label_and_is_named_as_in_the_file(tmp_path):
     path = tmp_path / "ratings.csv"
     path.write_text("userId,movieId,rating,timestamp\n1,2,0.5,3\n1,3,4.0,4\n1,4,4.0,5\n")
     made = prepare(path, tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"ratings.csv: label column 'action' \(made of 'rating'\) holds 8, not 0 or 1"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"ratings.csv: label column 'action' \(made of "
+            r"'rating'\) holds 8, not 0 or 1"
+        ),
+    ):
         ranking(made, "action")

@@ -1,4 +1,5 @@
-"""`Histories` against a plain Python oracle: order, splits, slices, negatives, resume, and the prefetching thread."""
+"""`Histories` against a plain Python oracle: order, splits, slices, negatives, resume, and the
+prefetching thread."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def data(tmp_path_factory):
 
 def samples_of(batch: SequenceBatch, seed: int = 0) -> list[int]:
     """Which sample each row is, by its key."""
-    keys = {key: s for s, key in enumerate(derive(seed, batch.number, torch.arange(USERS)).tolist())}
+    keys = {
+        key: s for s, key in enumerate(derive(seed, batch.number, torch.arange(USERS)).tolist())
+    }
     return [keys[key] for key in batch.keys.tolist()]
 
 
@@ -61,7 +64,9 @@ def as_ints(feature) -> list[list[int]]:
 def same(a: SequenceBatch, b: SequenceBatch) -> bool:
     if a.number != b.number or a.parts().keys() != b.parts().keys():
         return False
-    return all(torch.equal(ours, theirs) for ours, theirs in zip(a.tensors(), b.tensors(), strict=True))
+    return all(
+        torch.equal(ours, theirs) for ours, theirs in zip(a.tensors(), b.tensors(), strict=True)
+    )
 
 
 def part_of(row: dict, part: str, split: str, split_time: int | None) -> tuple[int, int | None]:
@@ -71,7 +76,11 @@ def part_of(row: dict, part: str, split: str, split_time: int | None) -> tuple[i
         return count, None
     if split == "leave-one-out":
         train = (max(count - 2, 0), None)
-        return {"train": train, "validation": (count - 2, count - 2), "test": (count - 1, count - 1)}[part]
+        return {
+            "train": train,
+            "validation": (count - 2, count - 2),
+            "test": (count - 1, count - 1),
+        }[part]
     cut = sum(t < split_time for t in row["timestamp"])
     if part == "train":
         return max(cut - 1, 0), None
@@ -81,26 +90,38 @@ def part_of(row: dict, part: str, split: str, split_time: int | None) -> tuple[i
 
 
 SPLITS = [("leave-one-out", None), ("time", 30), ("time", -1), ("time", 1000), ("none", None)]
-CASES = [(p, s, t) for s, t in SPLITS for p in ("train", "validation", "test") if s != "none" or p == "train"]
+CASES = [
+    (p, s, t)
+    for s, t in SPLITS
+    for p in ("train", "validation", "test")
+    if s != "none" or p == "train"
+]
 
 
 @pytest.mark.parametrize(("part", "split", "split_time"), CASES)
 @pytest.mark.parametrize("max_length", [1, 7, 200])
 def test_retrieval_samples(data, part, split, split_time, max_length):
     path, rows = data
-    loader = Histories(path, 8, max_length=max_length, part=part, split=split, split_time=split_time, negatives=4)
+    loader = Histories(
+        path, 8, max_length=max_length, part=part, split=split, split_time=split_time, negatives=4
+    )
     seen = []
     for batch in loader:
         batch.check()
         names = ["history", "timestamps", "actions"] + (["targets"] if part == "train" else [])
-        assert list(batch.sequences) == names and list(batch.dense) == ["negatives" if part == "train" else "target"]
+        assert list(batch.sequences) == names and list(batch.dense) == [
+            "negatives" if part == "train" else "target"
+        ]
         columns = {name: as_ints(batch.sequences[name]) for name in batch.sequences}
         for place, sample in enumerate(samples_of(batch)):
             seen.append(sample)
             row = rows[sample]
             history, target = part_of(row, part, split, split_time)
             if target is None:
-                window = {n: row[n][:history][-(max_length + 1) :] for n in ("item_id", "timestamp", "action")}
+                window = {
+                    n: row[n][:history][-(max_length + 1) :]
+                    for n in ("item_id", "timestamp", "action")
+                }
                 expected = {n: values[:-1] for n, values in window.items()}
                 assert columns["targets"][place] == window["item_id"][1:]
                 assert batch.weights["next_item"][place] == max(len(window["item_id"]) - 1, 0)
@@ -140,7 +161,9 @@ def test_ranking_samples(data, part, split, split_time):
             assert as_ints(batch.sequences["history"])[place] == row["item_id"][before]
             assert as_ints(batch.sequences["actions"])[place] == row["action"][before]
             assert items[place] == row["item_id"][after]
-            assert as_ints(batch.sequences["candidate_timestamps"])[place] == row["timestamp"][after]
+            assert (
+                as_ints(batch.sequences["candidate_timestamps"])[place] == row["timestamp"][after]
+            )
             expected = torch.tensor([row["like"][after], row["score"][after]]).T.reshape(-1, 2)
             assert torch.equal(labels.values.split(labels.lengths.tolist())[place], expected)
             assert [batch.weights[t][place].item() for t in tasks] == [count, count]
@@ -157,7 +180,14 @@ def test_ranking_samples(data, part, split, split_time):
     task=st.sampled_from(["retrieval", "ranking"]),
 )
 def test_ranks_together_are_the_global_batch(data, batch, world, halo, share, shuffle, part, task):
-    options = {"halo": halo, "in_batch_share": share, "shuffle": shuffle, "part": part, "task": task, "epochs": 2}
+    options = {
+        "halo": halo,
+        "in_batch_share": share,
+        "shuffle": shuffle,
+        "part": part,
+        "task": task,
+        "epochs": 2,
+    }
     options |= {"negatives": 6, "tasks": ("like",), "max_length": 9, "shuffle_groups": 2, "seed": 5}
     whole = Histories(data[0], batch, **options)
     ranks = [Histories(data[0], batch, rank=r, world=world, **options) for r in range(world)]
@@ -167,7 +197,9 @@ def test_ranks_together_are_the_global_batch(data, batch, world, halo, share, sh
         one, slices = whole.batch(number), [r.batch(number) for r in ranks]
         assert same(SequenceBatch.concat(slices), one)
         edges = [len(one) * r // world for r in range(world + 1)]
-        assert [len(s) for s in slices] == [b - a for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        assert [len(s) for s in slices] == [
+            b - a for a, b in zip(edges[:-1], edges[1:], strict=True)
+        ]
 
 
 def test_an_empty_rank_has_every_feature(data):
@@ -189,7 +221,8 @@ def test_order(data):
     assert sorted(first) == sorted(second) == list(range(USERS))
     assert first != second and first != list(range(USERS))
     assert first == order(shuffle_groups=3) and first != order(shuffle_groups=3, seed=1)
-    # Windows of three permuted row groups, each window shuffled inside: groups never mix over a window's edge.
+    # Windows of three permuted row groups, each window shuffled inside: groups never mix over a
+    # window's edge.
     groups = [s // GROUP for s in first]
     place, windows = 0, []
     while place < USERS:
@@ -199,7 +232,8 @@ def test_order(data):
             place += 1
         windows.append(members)
     assert sorted(g for w in windows for g in w) == list(range(9)) and len(windows) == 3
-    assert [sorted(w) for w in windows] != [[0, 1, 2], [3, 4, 5], [6, 7, 8]]  # the groups are permuted too
+    # the groups are permuted too
+    assert [sorted(w) for w in windows] != [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     one_window = order(epochs=2, shuffle_groups=9)
     assert one_window[:USERS] != one_window[USERS:]  # rows are shuffled anew in each epoch
     inside = [s for s in first if s // GROUP in windows[0]]
@@ -208,12 +242,23 @@ def test_order(data):
 
 def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkeypatch):
     make(tmp_path / "h.parquet", users=96, group=4)
-    # Windows of 4 groups are 16 samples; batches of 12 span two windows, and their last samples' negatives come from
-    # the first ones.
-    loader = Histories(tmp_path / "h.parquet", 12, shuffle_groups=4, in_batch_share=0.5, halo=3, rank=1, world=2, epochs=3)
+    # Windows of 4 groups are 16 samples; batches of 12 span two windows, and their last samples'
+    # negatives come from the first ones.
+    loader = Histories(
+        tmp_path / "h.parquet",
+        12,
+        shuffle_groups=4,
+        in_batch_share=0.5,
+        halo=3,
+        rank=1,
+        world=2,
+        epochs=3,
+    )
     reads: list[int] = []
     read = loader.file.read
-    monkeypatch.setattr(loader.file, "read", lambda group, columns: (reads.append(group), read(group, columns))[1])
+    monkeypatch.setattr(
+        loader.file, "read", lambda group, columns: (reads.append(group), read(group, columns))[1]
+    )
     held = [len(loader._groups) for _ in loader]
     assert max(held) <= 6
     assert len(reads) <= 3 * 24, len(reads)
@@ -222,7 +267,9 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
 
 def test_negatives_come_from_the_halo_or_from_everywhere(data):
     path, rows = data
-    loader = Histories(path, 16, negatives=40, in_batch_share=0.25, halo=5, num_items=1 << 40, shuffle=False)
+    loader = Histories(
+        path, 16, negatives=40, in_batch_share=0.25, halo=5, num_items=1 << 40, shuffle=False
+    )
     fallbacks = 0
     for batch in loader:
         targets = as_ints(batch.sequences["targets"])
@@ -237,7 +284,8 @@ def test_negatives_come_from_the_halo_or_from_everywhere(data):
                 assert all(item in pool for item in drawn)
             if not pool:
                 assert all(item > 300 for item in drawn)
-            assert all(item > 300 for item in negatives[10:])  # uniform over 2^40: none of the file's 300
+            # uniform over 2^40: none of the file's 300
+            assert all(item > 300 for item in negatives[10:])
             assert len(set(negatives[10:])) == 30
     empty = sum(len(row["item_id"]) < 4 for row in rows) / USERS
     assert 0 < fallbacks < 10 * USERS * (empty + 0.2)
@@ -245,14 +293,20 @@ def test_negatives_come_from_the_halo_or_from_everywhere(data):
 
 def test_negatives_cover_sample_and_catalogue_evenly(tmp_path):
     path = tmp_path / "even.parquet"
-    table = {"user_id": list(range(6)), "item_id": [[u] * 4 for u in range(6)], "timestamp": [[1, 2, 3, 4]] * 6}
+    table = {
+        "user_id": list(range(6)),
+        "item_id": [[u] * 4 for u in range(6)],
+        "timestamp": [[1, 2, 3, 4]] * 6,
+    }
     pq.write_table(pa.table(table), path)
     options = {"negatives": 4000, "in_batch_share": 0.5, "split": "none", "shuffle": False}
     batch = Histories(path, 6, halo=3, **options).batch(0)
     for user in range(6):
         counts = torch.bincount(batch.dense["negatives"][user, :2000], minlength=6)
         near = {(user + step) % 6 for step in (1, 2, 3)}
-        assert all((560 < int(c) < 780) if item in near else int(c) == 0 for item, c in enumerate(counts))
+        assert all(
+            (560 < int(c) < 780) if item in near else int(c) == 0 for item, c in enumerate(counts)
+        )
         everywhere = torch.bincount(batch.dense["negatives"][user, 2000:], minlength=6)
         assert int(everywhere.min()) > 250 and int(everywhere.max()) < 420
     again = Histories(path, 6, halo=3, epochs=2, **options)
@@ -260,13 +314,22 @@ def test_negatives_cover_sample_and_catalogue_evenly(tmp_path):
 
 
 def test_resume_from_any_batch_is_the_tail(data):
-    options = {"epochs": 2, "rank": 1, "world": 3, "negatives": 6, "in_batch_share": 0.5, "shuffle_groups": 2}
+    options = {
+        "epochs": 2,
+        "rank": 1,
+        "world": 3,
+        "negatives": 6,
+        "in_batch_share": 0.5,
+        "shuffle_groups": 2,
+    }
     whole = list(Histories(data[0], 11, **options))
     for start in range(len(whole) + 1):
         loader = Histories(data[0], 11, start=start, **options)
         assert len(loader) == len(whole) - start
         tail = list(loader)
-        assert len(tail) == len(loader) and all(same(a, b) for a, b in zip(tail, whole[start:], strict=True))
+        assert len(tail) == len(loader) and all(
+            same(a, b) for a, b in zip(tail, whole[start:], strict=True)
+        )
     loader = Histories(data[0], 11, **options)
     iterator = iter(loader)
     for _ in range(3):
@@ -298,7 +361,9 @@ def test_state_of_other_data_or_options_is_refused(data, tmp_path):
 def test_item_counts(data, split, split_time):
     path, rows = data
     part = "train" if split == "none" else "test"
-    counts = Histories(path, 4, split=split, split_time=split_time, part=part, num_items=400).item_counts()
+    counts = Histories(
+        path, 4, split=split, split_time=split_time, part=part, num_items=400
+    ).item_counts()
     expected = torch.zeros(400, dtype=torch.int64)
     for row in rows:
         for item in row["item_id"][: part_of(row, "train", split, split_time)[0]]:
@@ -330,7 +395,10 @@ def test_sizes(data):
         ({"epochs": 0}, "epochs is 0"),
         ({"start": 7}, r"start is 7; the run has 6 batches"),
         ({"task": "ranking"}, "label columns not named; the file has 'action', 'like', 'score'"),
-        ({"task": "ranking", "tasks": ("like", "share")}, "label columns 'share'; the file has 'action', 'like'"),
+        (
+            {"task": "ranking", "tasks": ("like", "share")},
+            ("label columns 'share'; the file has 'action', 'like'"),
+        ),
         ({"num_items": 100}, r"item id 29\d is not below num_items 100"),
     ],
 )
@@ -364,7 +432,9 @@ def test_files_made_elsewhere_are_checked(tmp_path, columns, words):
 def test_ids_beyond_what_the_metadata_say(tmp_path):
     path = tmp_path / "histories.parquet"
     about = '{"version": 1, "num_items": 5, "fingerprint": "x"}'
-    table = pa.table({"user_id": [7, 8], "item_id": [[1, 2, 3], [3, 9, 4]], "timestamp": [[1, 2, 3], [3, 4, 5]]})
+    table = pa.table(
+        {"user_id": [7, 8], "item_id": [[1, 2, 3], [3, 9, 4]], "timestamp": [[1, 2, 3], [3, 4, 5]]}
+    )
     pq.write_table(table.replace_schema_metadata({"freescale": about}), path)
     with pytest.raises(ValueError, match=r"user 8 has item id 9, not in \[0, 5\); raise num_items"):
         list(Histories(path, 4))
@@ -374,7 +444,8 @@ def test_ids_beyond_what_the_metadata_say(tmp_path):
 
 @pytest.fixture
 def one_thread():
-    """pyarrow reads and decodes in one thread: its peak does not depend on how its threads are scheduled."""
+    """pyarrow reads and decodes in one thread: its peak does not depend on how its threads are
+    scheduled."""
     before = pa.cpu_count(), pa.io_thread_count()
     pa.set_cpu_count(1), pa.set_io_thread_count(1)
     yield
@@ -384,7 +455,13 @@ def one_thread():
 def test_memory_does_not_grow_with_the_file(tmp_path, one_thread):
     peaks = []
     for users in (2_000, 16_000):
-        table = pa.table({"user_id": range(users), "item_id": [[1] * 50] * users, "timestamp": [[1] * 50] * users})
+        table = pa.table(
+            {
+                "user_id": range(users),
+                "item_id": [[1] * 50] * users,
+                "timestamp": [[1] * 50] * users,
+            }
+        )
         pq.write_table(table, tmp_path / "h.parquet", row_group_size=100)
         del table
         usual = pa.default_memory_pool()
@@ -435,4 +512,7 @@ def test_prefetched_raises_in_the_consumer():
 
 def test_prefetched_batches_are_the_batches(data):
     loader = Histories(data[0], 9, epochs=2)
-    assert all(same(a, b) for a, b in zip(prefetched(loader), list(Histories(data[0], 9, epochs=2)), strict=True))
+    assert all(
+        same(a, b)
+        for a, b in zip(prefetched(loader), list(Histories(data[0], 9, epochs=2)), strict=True)
+    )

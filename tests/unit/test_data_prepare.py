@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from freescale.data import build, histories, interactions, prepare
 
 events = st.lists(
-    st.tuples(st.integers(0, 12), st.integers(0, 30), st.integers(-5, 5), st.integers(0, 9)), min_size=1, max_size=120
+    st.tuples(st.integers(0, 12), st.integers(0, 30), st.integers(-5, 5), st.integers(0, 9)),
+    min_size=1,
+    max_size=120,
 )
 
 
@@ -42,7 +44,10 @@ def oracle(rows) -> tuple[list[dict], int]:
     for user, mine in users.items():
         mine = sorted(mine, key=lambda r: r[2])  # stable
         if len(mine) >= 2:
-            columns = {n: [r[i] for r in mine] for i, n in enumerate(("item_id", "timestamp", "score"), start=1)}
+            columns = {
+                n: [r[i] for r in mine]
+                for i, n in enumerate(("item_id", "timestamp", "score"), start=1)
+            }
             kept.append({"user_id": user, **columns})
     return sorted(kept, key=lambda u: (u["timestamp"][-1], u["user_id"])), len(users) - len(kept)
 
@@ -77,7 +82,12 @@ def large(path: Path, count: int, ties: bool = False) -> Path:
     users = generator.integers(0, count // 40, count)
     users[: count // 10] = 3
     times = np.zeros(count, np.int64) if ties else generator.integers(0, 1 << 40, count)
-    columns = {"user_id": users, "item_id": generator.integers(0, 1000, count), "timestamp": times, "score": users}
+    columns = {
+        "user_id": users,
+        "item_id": generator.integers(0, 1000, count),
+        "timestamp": times,
+        "score": users,
+    }
     pq.write_table(pa.table(columns), path)
     return path
 
@@ -93,10 +103,17 @@ def test_many_buckets_recursion_and_ties(tmp_path, monkeypatch, ties, fan_out):
     monkeypatch.setattr(build, "_histories", lambda table: (buckets.append(table), whole(table))[1])
     made = prepare(source, tmp_path / "cache", bucket_events=400)
     for bucket in buckets:  # bounded, whatever the one long history that it may hold besides
-        longest = max(bucket.column("user_id").value_counts().to_pylist(), key=lambda c: c["counts"])
+        longest = max(
+            bucket.column("user_id").value_counts().to_pylist(), key=lambda c: c["counts"]
+        )
         assert bucket.num_rows - longest["counts"] <= 400
     flat = pq.read_table(source)
-    rows = list(zip(*(flat.column(n).to_pylist() for n in ("user_id", "item_id", "timestamp", "score")), strict=True))
+    rows = list(
+        zip(
+            *(flat.column(n).to_pylist() for n in ("user_id", "item_id", "timestamp", "score")),
+            strict=True,
+        )
+    )
     assert pq.read_table(made).to_pylist() == oracle(rows)[0]
 
 
@@ -106,7 +123,10 @@ def test_row_groups_are_bounded(tmp_path, monkeypatch):
     one = prepare(write(tmp_path / "e.parquet", rows), tmp_path / "one")
     many = prepare(tmp_path / "e.parquet", tmp_path / "many", bucket_events=64)
     file = pq.ParquetFile(one)
-    groups = [file.read_row_group(g, ["item_id"]).column("item_id").to_pylist() for g in range(file.num_row_groups)]
+    groups = [
+        file.read_row_group(g, ["item_id"]).column("item_id").to_pylist()
+        for g in range(file.num_row_groups)
+    ]
     assert max(len(g) for g in groups) == 256
     for group in groups[:-1]:
         sizes = [len(user) for user in group]
@@ -117,29 +137,48 @@ def test_row_groups_are_bounded(tmp_path, monkeypatch):
 def test_histories_over_files_of_different_units_are_in_the_order_of_time(tmp_path):
     paths = []
     for unit, scale, items in (("us", 1_000_000, (0, 1)), ("ms", 1_000, (2, 3))):
-        columns = {"user_id": [1, 1], "item_id": items, "timestamp": pa.array([i * scale for i in items], pa.timestamp(unit))}
+        columns = {
+            "user_id": [1, 1],
+            "item_id": items,
+            "timestamp": pa.array([i * scale for i in items], pa.timestamp(unit)),
+        }
         paths.append(tmp_path / f"{unit}.parquet")
         pq.write_table(pa.table(columns), paths[-1])
     made = pq.read_table(prepare(paths, tmp_path / "c")).to_pylist()
-    assert made == [{"user_id": 1, "item_id": [0, 1, 2, 3], "timestamp": [0, 1_000_000, 2_000_000, 3_000_000]}]
+    assert made == [
+        {"user_id": 1, "item_id": [0, 1, 2, 3], "timestamp": [0, 1_000_000, 2_000_000, 3_000_000]}
+    ]
 
 
 def test_cache_is_used_and_told_apart(tmp_path):
     source = write(tmp_path / "e.parquet", [(1, 2, 3, 0), (1, 3, 4, 0)])
     stages = []
-    first = prepare(source, tmp_path / "c", progress=lambda stage, share: stages.append((stage, share)))
-    assert [s for s, _ in stages] == ["hash", "read", "sort", "write"] and {share for _, share in stages} == {1.0}
+    first = prepare(
+        source, tmp_path / "c", progress=lambda stage, share: stages.append((stage, share))
+    )
+    assert [s for s, _ in stages] == ["hash", "read", "sort", "write"] and {
+        share for _, share in stages
+    } == {1.0}
     before = first.stat().st_mtime_ns
     assert prepare(source, tmp_path / "c") == first and first.stat().st_mtime_ns == before
     wider = prepare(source, tmp_path / "c", num_items=50)
-    assert wider != first and json.loads(pq.read_metadata(wider).metadata[b"freescale"])["num_items"] == 50
+    assert (
+        wider != first
+        and json.loads(pq.read_metadata(wider).metadata[b"freescale"])["num_items"] == 50
+    )
     write(source, [(1, 2, 3, 0), (1, 3, 4, 0), (1, 3, 4, 0)])
     assert prepare(source, tmp_path / "c") not in (first, wider)
 
 
 def test_failure_leaves_nothing(tmp_path, monkeypatch):
     source = write(tmp_path / "e.parquet", [(1, 2, 3, 0), (1, 9, 4, 0)])
-    with pytest.raises(ValueError, match=r"e.parquet: item id 9 is not below num_items 9; raise num_items"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"e.parquet: item id 9 is not below num_items 9; raise "
+            r"num_items"
+        ),
+    ):
         prepare(source, tmp_path / "c", num_items=9)
     assert entries(tmp_path / "c") == []
 
@@ -147,7 +186,11 @@ def test_failure_leaves_nothing(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(source, tmp_path / "c", progress=lambda stage, share: broken() if stage == "write" else None)
+        prepare(
+            source,
+            tmp_path / "c",
+            progress=lambda stage, share: broken() if stage == "write" else None,
+        )
     assert entries(tmp_path / "c") == []
     with pytest.raises(ValueError, match="num_items is 0"):
         prepare(source, tmp_path / "c", num_items=0)
@@ -184,13 +227,18 @@ def test_vocabulary_stands_beside(tmp_path):
 
 
 def peak_of(function) -> int:
-    """Bytes: peaks of what Arrow, Python and numpy allocate, and what Parquet's readers hold when it calls back."""
+    """Bytes: peaks of what Arrow, Python and numpy allocate, and what Parquet's readers hold when
+    it calls back."""
     usual = pa.default_memory_pool()
     pool, base, held = pa.proxy_memory_pool(usual), usual.bytes_allocated(), [0]
     pa.set_memory_pool(pool)
     tracemalloc.start()
     try:
-        function(lambda stage, share: held.append(usual.bytes_allocated() - pool.bytes_allocated() - base))
+        function(
+            lambda stage, share: held.append(
+                usual.bytes_allocated() - pool.bytes_allocated() - base
+            )
+        )
         return pool.max_memory() + tracemalloc.get_traced_memory()[1] + max(held)
     finally:
         tracemalloc.stop()
@@ -203,10 +251,15 @@ def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch):
     peaks = []
     for count in (300_000, 1_200_000):
         generator = np.random.default_rng(0)
-        columns = {"user_id": generator.integers(0, count // 40, count), "item_id": generator.integers(0, 99, count)}
+        columns = {
+            "user_id": generator.integers(0, count // 40, count),
+            "item_id": generator.integers(0, 99, count),
+        }
         columns["timestamp"] = generator.integers(0, 1 << 40, count)
         source = tmp_path / f"{count}.parquet"
         pq.write_table(pa.table(columns), source)  # one row group
-        peaks.append(peak_of(lambda report, source=source: prepare(source, progress=report, **options)))
+        peaks.append(
+            peak_of(lambda report, source=source: prepare(source, progress=report, **options))
+        )
     assert peaks[1] < 1.5 * peaks[0], peaks
     assert peaks[1] < 1_200_000 * 8, peaks  # less than one column of the events

@@ -1,4 +1,5 @@
-"""What a killed preparation leaves is cleared, a live one's is not; a full disk is named and left as it was."""
+"""What a killed preparation leaves is cleared, a live one's is not; a full disk is named and left
+as it was."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ from freescale.data import generate, prepare, workspace
 
 def events(path: Path, count: int = 4) -> Path:
     generator = np.random.default_rng(0)
-    columns = {"user_id": generator.integers(0, max(count // 20, 1), count), "item_id": generator.integers(0, 1000, count)}
+    columns = {
+        "user_id": generator.integers(0, max(count // 20, 1), count),
+        "item_id": generator.integers(0, 1000, count),
+    }
     pq.write_table(pa.table(columns | {"timestamp": generator.integers(0, 1 << 40, count)}), path)
     return path
 
@@ -46,12 +50,19 @@ prepare(sys.argv[1], Path(sys.argv[2]), progress=stall)
 def test_what_a_killed_preparation_leaves_is_cleared_and_a_live_ones_is_not(tmp_path):
     cache = tmp_path / "cache"
     ready = prepare(events(tmp_path / "ready.parquet"), cache)
-    command = [sys.executable, "-c", STALLS, str(events(tmp_path / "events.parquet", 100)), str(cache)]
+    command = [
+        sys.executable,
+        "-c",
+        STALLS,
+        str(events(tmp_path / "events.parquet", 100)),
+        str(cache),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
         try:
             assert killed.stdout is not None and killed.stdout.readline() == "write\n"
             (folder,) = at_work(cache)
-            assert prepare(tmp_path / "ready.parquet", cache) == ready  # what is there already needs no turn
+            # what is there already needs no turn
+            assert prepare(tmp_path / "ready.parquet", cache) == ready
             assert (folder / "unordered.arrow").is_file()  # its maker lives
         finally:
             killed.send_signal(signal.SIGKILL)
@@ -93,7 +104,9 @@ UNMARKED = ".0123456789abcdef-abcd_123"
         ("key-1", HERE, 25 * HOUR, False),  # nor is what does not hide
     ],
 )
-def test_only_folders_of_makers_that_are_surely_dead_are_cleared(tmp_path, name, mark, age, cleared):
+def test_only_folders_of_makers_that_are_surely_dead_are_cleared(
+    tmp_path, name, mark, age, cleared
+):
     folder = left(tmp_path, name, mark, age)
     workspace.clear(tmp_path)
     assert folder.exists() != cleared
@@ -116,7 +129,9 @@ def test_generating_clears_too_and_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["h.parquet"]
 
 
-@pytest.mark.parametrize(("folders", "files"), [(True, False), (True, True)], ids=["locks files only", "locks nothing"])
+@pytest.mark.parametrize(
+    ("folders", "files"), [(True, False), (True, True)], ids=["locks files only", "locks nothing"]
+)
 def test_file_systems_without_locks_prepare_too(tmp_path, monkeypatch, folders, files):
     whole = fcntl.flock
 
@@ -132,7 +147,10 @@ def test_file_systems_without_locks_prepare_too(tmp_path, monkeypatch, folders, 
     assert [path.name for path in at_work(tmp_path / "cache")] == [".key-1"]
 
 
-@pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the quota is used up")])
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the quota is used up")],
+)
 def test_an_error_of_a_full_disk_is_one_line_that_says_what_is_needed(tmp_path, number, words):
     source = events(tmp_path / "e.parquet", 1000)  # of 24 bytes each
 
@@ -144,12 +162,22 @@ def test_an_error_of_a_full_disk_is_one_line_that_says_what_is_needed(tmp_path, 
         prepare(source, tmp_path / "cache", progress=full)
     assert error.value.errno == number
     message = str(error.value)
-    assert message.startswith(f"{tmp_path / 'cache'}: {words} while preparing {source}; it needs up to 48.")
-    assert message.endswith("; make room, or name a cache folder on another disk") and "\n" not in message
-    assert (" are free now; " in message) == (number == errno.ENOSPC)  # of a quota that is not known
+    assert message.startswith(
+        f"{tmp_path / 'cache'}: {words} while preparing {source}; it needs up to 48."
+    )
+    assert (
+        message.endswith("; make room, or name a cache folder on another disk")
+        and "\n" not in message
+    )
+    # of a quota that is not known
+    assert (" are free now; " in message) == (number == errno.ENOSPC)
     assert at_work(tmp_path / "cache") == []
     with pytest.raises(OSError, match="elsewhere"):  # others stay as they are
-        prepare(source, tmp_path / "cache", progress=lambda stage, share: (_ for _ in ()).throw(OSError(errno.EIO, "elsewhere")))
+        prepare(
+            source,
+            tmp_path / "cache",
+            progress=lambda stage, share: (_ for _ in ()).throw(OSError(errno.EIO, "elsewhere")),
+        )
 
 
 FILLS = """
@@ -174,10 +202,19 @@ def test_a_disk_that_is_full_indeed_is_named_and_left_empty(tmp_path):
     possible = subprocess.run([*inside, mount, str(disk)], capture_output=True, text=True)
     if possible.returncode:
         pytest.skip(f"no disk of one's own here: {possible.stderr.strip()}")
-    command = [*inside, f'{mount} && exec "$1" -c "$2" "$3" "$0"', str(disk), sys.executable, FILLS, str(source)]
+    command = [
+        *inside,
+        f'{mount} && exec "$1" -c "$2" "$3" "$0"',
+        str(disk),
+        sys.executable,
+        FILLS,
+        str(source),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     prepared, nothing, generated, still_nothing = done.stdout.splitlines()
-    assert prepared.startswith(f"{disk}: the disk is full while preparing {source}; it needs up to 4.")
+    assert prepared.startswith(
+        f"{disk}: the disk is full while preparing {source}; it needs up to 4."
+    )
     assert generated.startswith(f"{disk}: the disk is full while generating h.parquet; ")
     assert nothing == still_nothing == "[] True"

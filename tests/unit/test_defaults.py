@@ -1,4 +1,5 @@
-"""One place for defaults: what a person gets on the command line is what a program gets that leaves an option out."""
+"""One place for defaults: what a person gets on the command line is what a program gets that leaves
+an option out."""
 
 from __future__ import annotations
 
@@ -45,8 +46,29 @@ OTHER_THINGS = {
     (parallelize, "transport"),  # an object
 }
 CALLABLES = [
-    *(Histories, HistoriesFile, prepare, read_interactions, HSTU, SegmentedHSTU, Retrieval, Ranking, Balancer, Thresholding),
-    *(ThresholdedGradients, Tables, parallelize, Pipeline, Schedule, Collector, RunView, Checkpoints, connect),
+    *(
+        Histories,
+        HistoriesFile,
+        prepare,
+        read_interactions,
+        HSTU,
+        SegmentedHSTU,
+        Retrieval,
+        Ranking,
+        Balancer,
+        Thresholding,
+    ),
+    *(
+        ThresholdedGradients,
+        Tables,
+        parallelize,
+        Pipeline,
+        Schedule,
+        Collector,
+        RunView,
+        Checkpoints,
+        connect,
+    ),
     *ROW_OPTIMIZERS.values(),
 ]
 
@@ -66,7 +88,9 @@ def test_constructors_have_the_defaults_of_the_command_line(function):
     for name, default in options_with_defaults(function).items():
         setting = OTHER_NAMES.get(name, name)
         if setting in usual and (function, name) not in OTHER_THINGS:
-            assert default == usual[setting], f"{function.__name__}({name}={default!r}), --{setting} {usual[setting]!r}"
+            assert default == usual[setting], (
+                f"{function.__name__}({name}={default!r}), --{setting} {usual[setting]!r}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -80,8 +104,13 @@ def test_constructors_have_the_defaults_of_the_command_line(function):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_so_have_the_functions_behind_the_other_commands(kind, function, names):
-    usual = settings(kind) | ({"labels": ()} if kind is GenerateConfig else {})  # a list, on the command line a text
-    compared = {name: default for name, default in options_with_defaults(function).items() if names.get(name, name) in usual}
+    # a list, on the command line a text
+    usual = settings(kind) | ({"labels": ()} if kind is GenerateConfig else {})
+    compared = {
+        name: default
+        for name, default in options_with_defaults(function).items()
+        if names.get(name, name) in usual
+    }
     assert compared == {name: usual[names.get(name, name)] for name in compared} and compared
 
 
@@ -89,11 +118,14 @@ def test_defaults_that_are_objects_are_made_of_the_settings():
     assert options_with_defaults(Hostwire)["timeout"] == timedelta(seconds=TrainConfig.timeout)
     model = torch.nn.ModuleDict({"item": torch.nn.Embedding(3, 2)})
     tables = parallelize(model, {"item": ["history"]}).tables
-    assert tables.optimizers == {"item": ROW_OPTIMIZERS[TrainConfig.row_optimizer](lr=TrainConfig.row_lr)}
+    assert tables.optimizers == {
+        "item": ROW_OPTIMIZERS[TrainConfig.row_optimizer](lr=TrainConfig.row_lr)
+    }
 
 
 @pytest.mark.parametrize(
-    ("command", "kinds"), [("train", TRAINING), ("generate", (GenerateConfig,)), ("simulate", (SimulateConfig,))]
+    ("command", "kinds"),
+    [("train", TRAINING), ("generate", (GenerateConfig,)), ("simulate", (SimulateConfig,))],
 )
 def test_the_command_line_has_no_defaults_of_its_own(command, kinds):
     options = {option.name: option.default for option in main.commands[command].params}

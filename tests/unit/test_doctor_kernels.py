@@ -18,12 +18,18 @@ def test_the_kernels_that_doctor_names_are_those_that_run(gpu, triton):
     _, found, says = _kernels(gpu, triton)
     default = attends_in_triton(gpu, triton is not None, (32, 32), torch.float32)
     assert found == (triton or "no")
-    assert ("Triton kernels run" in says) == default and ("plain torch kernels run" in says) == (not default)
+    assert ("Triton kernels run" in says) == default and ("plain torch kernels run" in says) == (
+        not default
+    )
 
 
 def test_the_head_widths_that_doctor_names_are_those_of_the_rule():
     named = {int(number) for number in re.findall(r"\d+", _kernels(True, "3.6.0")[2])}
-    assert named == {width for width in range(1, 513) if attends_in_triton(True, True, (width, width), torch.bfloat16)}
+    assert named == {
+        width
+        for width in range(1, 513)
+        if attends_in_triton(True, True, (width, width), torch.bfloat16)
+    }
     assert not attends_in_triton(True, True, (32, 48), torch.bfloat16)
     assert not attends_in_triton(True, True, (32, 32), torch.float64)
 
@@ -32,6 +38,8 @@ def test_doctor_speaks_of_this_machine():
     (row,) = [row for row in examine() if row[0] == "triton"]
     assert (row[1] != "no") == has_triton()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan = plan_attention(torch.tensor([3, 5], device=device), 2, widths=(32, 32), dtype=torch.float32)
+    plan = plan_attention(
+        torch.tensor([3, 5], device=device), 2, widths=(32, 32), dtype=torch.float32
+    )
     assert ("plain torch kernels run" in row[2]) == isinstance(plan, AttentionPlan)
     assert ("Triton kernels run" in row[2]) == (not isinstance(plan, AttentionPlan))

@@ -15,8 +15,13 @@ import figures  # noqa: E402
 
 RESULTS, LOG = ROOT / "benchmarks" / "results", ROOT / "docs" / "log.md"
 ARCHIVED = sorted(path.name for path in (RESULTS / "archive").iterdir())
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Results have a testbed in their name, hence a hyphen; a run's own files (ledger.json, config.json) have none.
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+# Results have a testbed in their name, hence a hyphen; a run's own files (ledger.json, config.json)
+# have none.
 RESULT = re.compile(r"[a-z0-9*]+(?:-[a-z0-9*]+)+\.(?:json|txt)\b")
 
 
@@ -27,15 +32,22 @@ def test_every_result_that_a_page_names_exists(page):
     assert not [name for name in named if not any(list(folder.glob(name)) for folder in folders)]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != LOG], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page != LOG], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_no_page_but_the_log_cites_a_superseded_result(page):
     text = page.read_text(encoding="utf-8")
-    assert not [name for name in ARCHIVED if name.partition(".")[0] in text] and "archive/" not in text
+    assert (
+        not [name for name in ARCHIVED if name.partition(".")[0] in text] and "archive/" not in text
+    )
 
 
 def test_no_benchmark_reads_a_superseded_result():
     assert ARCHIVED, "superseded results are kept"
-    files = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "src" / "freescale" / "simulate").rglob("*.*")]
+    files = [
+        *(ROOT / "benchmarks").rglob("*.py"),
+        *(ROOT / "src" / "freescale" / "simulate").rglob("*.*"),
+    ]
     for path in files:
         text = path.read_text(encoding="utf-8", errors="ignore")
         assert not [name for name in ARCHIVED if name.partition(".")[0] in text], path
@@ -43,15 +55,27 @@ def test_no_benchmark_reads_a_superseded_result():
 
 def test_every_result_that_a_calibration_names_exists():
     for path in (ROOT / "src" / "freescale" / "simulate" / "calibrations").glob("*.json"):
-        assert not [name for name in RESULT.findall(path.read_text(encoding="utf-8")) if not (RESULTS / name).exists()], path
+        assert not [
+            name
+            for name in RESULT.findall(path.read_text(encoding="utf-8"))
+            if not (RESULTS / name).exists()
+        ], path
 
 
 def test_every_picture_is_made_from_a_result_or_of_a_run():
-    of_runs = {"priority-trace.svg", "serial_step.svg", "balance.svg", "report-light.png", "report-dark.png"}
+    of_runs = {
+        "priority-trace.svg",
+        "serial_step.svg",
+        "balance.svg",
+        "report-light.png",
+        "report-dark.png",
+    }
     made = {path.name for path in figures.everything(RESULTS)[0]} | of_runs
     assert {path.name for path in figures.FIGURES.iterdir()} == made
 
 
 def test_every_picture_is_shown():
     shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    assert not [path.name for path in figures.FIGURES.iterdir() if f"figures/{path.name})" not in shown]
+    assert not [
+        path.name for path in figures.FIGURES.iterdir() if f"figures/{path.name})" not in shown
+    ]

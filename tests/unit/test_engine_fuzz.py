@@ -1,4 +1,5 @@
-"""engine.c under AddressSanitizer and UndefinedBehaviorSanitizer: random exchanges between ranks, and peers that say anything."""
+"""engine.c under AddressSanitizer and UndefinedBehaviorSanitizer: random exchanges between ranks,
+and peers that say anything."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ import pytest
 
 from freescale.transport.hostwire.compiled import FLAGS, source
 
-SANITIZERS = ["-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+SANITIZERS = [
+    "-g",
+    "-O1",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+]
 FUZZ = Path(__file__).parents[1] / "helpers" / "engine_fuzz.py"
 
 
@@ -21,11 +28,29 @@ FUZZ = Path(__file__).parents[1] / "helpers" / "engine_fuzz.py"
 def test_random_exchanges_and_hostile_peers_under_sanitizers(tmp_path):
     compiler = shutil.which("gcc")
     assert compiler, "gcc brings the sanitizers: apt-get install gcc libc6-dev"
-    runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()
-    assert os.path.isabs(runtime), "gcc has no libasan.so: apt-get install libgcc-12-dev, or that of its version"
+    runtime = subprocess.run(
+        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert os.path.isabs(runtime), (
+        "gcc has no libasan.so: apt-get install libgcc-12-dev, or that of its version"
+    )
     library = tmp_path / "engine.so"
     flags = [flag for flag in FLAGS if flag != "-O2"]
-    subprocess.run([compiler, *flags, *SANITIZERS, "-o", str(library), str(source("engine"))], check=True, timeout=60)
-    told = os.environ | {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, str(FUZZ), str(library), "1"], env=told, capture_output=True, text=True, timeout=120)
+    subprocess.run(
+        [compiler, *flags, *SANITIZERS, "-o", str(library), str(source("engine"))],
+        check=True,
+        timeout=60,
+    )
+    told = os.environ | {
+        "LD_PRELOAD": runtime,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, str(FUZZ), str(library), "1"],
+        env=told,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0 and done.stdout == "well\n", done.stderr[-4000:]

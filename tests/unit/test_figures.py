@@ -1,4 +1,5 @@
-"""benchmarks/figures.py: every figure is drawn from the committed results, and the documents show what the results say."""
+"""benchmarks/figures.py: every figure is drawn from the committed results, and the documents show
+what the results say."""
 
 from __future__ import annotations
 
@@ -26,18 +27,24 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.mark.parametrize("figure", figures.PICTURES, ids=lambda figure: figure.name)
 def test_a_figure_is_drawn_and_names_its_sources(figure):
     if absent := figures.missing(figure, RESULTS):
-        assert figure.name == "overlap", f"{absent} are committed results"  # measured on a GPU: it may not be there yet
+        # measured on a GPU: it may not be there yet
+        assert figure.name == "overlap", f"{absent} are committed results"
         return
     for name, (picture, used) in figures.drawn(figure, RESULTS).items():
         root = tree.fromstring(picture)
         words = "\n".join("".join(element.itertext()) for element in root.iter(f"{SVG}text"))
         for raw, result in used.items():
-            assert f"{raw}.json: " in words and f"commit {result['commit']}, {result['date'][:10]}" in words, name
+            assert (
+                f"{raw}.json: " in words
+                and f"commit {result['commit']}, {result['date'][:10]}" in words
+            ), name
         _, _, width, height = map(float, root.attrib["viewBox"].split())
         for element in root.iter(f"{SVG}rect"):
             if "x" in element.attrib:
                 assert float(element.attrib["x"]) + float(element.attrib["width"]) <= width, name
-        assert all(0 <= float(element.attrib["y"]) <= height for element in root.iter(f"{SVG}text")), name
+        assert all(
+            0 <= float(element.attrib["y"]) <= height for element in root.iter(f"{SVG}text")
+        ), name
         assert "nan" not in picture
 
 
@@ -46,17 +53,36 @@ def test_predicted_and_measured_look_different():
     picture = figures.drawn(exposed, RESULTS)["exposed"][0]
     lines = re.findall(r"<polyline[^>]*>", picture)
     dashed = [line for line in lines if "stroke-dasharray" in line]
-    assert len(lines) == 14 and len(dashed) == 2 and "Dashed lines, hollow dots: predicted" in picture
+    assert (
+        len(lines) == 14 and len(dashed) == 2 and "Dashed lines, hollow dots: predicted" in picture
+    )
 
 
 def test_the_overlap_figure_appears_with_its_results(tmp_path):
     overlap = next(figure for figure in figures.PICTURES if figure.name == "overlap")
     _, parts, left_out = figures.everything(tmp_path)
-    assert any(line.startswith("overlap: left out, no overlap-4ranks-h200.json") for line in left_out)
+    assert any(
+        line.startswith("overlap: left out, no overlap-4ranks-h200.json") for line in left_out
+    )
     assert "Not measured yet" in parts["figure-overlap"]("../")
-    slower = {"hostwire": 0.4, "nccl": 14.2, "nccl, at most 1 channel": -0.3, "nccl, at most 2 channels": 5.0}
-    rows = [{"group": "products", "case": "40 products", "arm": arm, "slower_percent": value} for arm, value in slower.items()]
-    rows += [{"group": "best setting of nccl", "case": "40 products", "arm": "nccl", "slower_percent": 99.0}]
+    slower = {
+        "hostwire": 0.4,
+        "nccl": 14.2,
+        "nccl, at most 1 channel": -0.3,
+        "nccl, at most 2 channels": 5.0,
+    }
+    rows = [
+        {"group": "products", "case": "40 products", "arm": arm, "slower_percent": value}
+        for arm, value in slower.items()
+    ]
+    rows += [
+        {
+            "group": "best setting of nccl",
+            "case": "40 products",
+            "arm": "nccl",
+            "slower_percent": 99.0,
+        }
+    ]
     rows += [{"group": "alone", "case": "AllToAll", "arm": "nccl"}]
     result = {
         "rows": rows,
@@ -68,7 +94,10 @@ def test_the_overlap_figure_appears_with_its_results(tmp_path):
     }
     (tmp_path / "overlap-4ranks-h200.json").write_text(json.dumps(result))
     picture = figures.drawn(overlap, tmp_path)["overlap"][0]
-    assert all(words in picture for words in ("+0.4 %", "+14.2 %", "-0.3 %", "NVIDIA H200, commit abc, 2026-01-02"))
+    assert all(
+        words in picture
+        for words in ("+0.4 %", "+14.2 %", "-0.3 %", ("NVIDIA H200, commit abc, 2026-01-02"))
+    )
     tree.fromstring(picture)
     assert "+5.0 %" not in picture  # neither NCCL's default nor its best
     assert "+99.0 %" not in picture
@@ -79,15 +108,25 @@ def test_a_rung_that_loses_is_said_to():
     result = json.loads((RESULTS / "ladder-paper-hosts.json").read_text())
     result["rows"][2]["samples_per_second"]["median"] = 1.0
     table = tables.ladder({"ladder-paper-hosts": result}, "x")
-    assert "| serial | 1 | 0.01 x, slower than TorchRec |" in table and table.count("slower than TorchRec") == 1
-    assert all(f"{entry['measured']:.3g}" in table for entry in result["claims"] if not entry["holds"])
+    assert (
+        "| serial | 1 | 0.01 x, slower than TorchRec |" in table
+        and table.count("slower than TorchRec") == 1
+    )
+    assert all(
+        f"{entry['measured']:.3g}" in table for entry in result["claims"] if not entry["holds"]
+    )
 
 
 def test_the_ladder_says_what_its_hosts_and_rungs_are():
-    table = tables.ladder({"ladder-paper-hosts": json.loads((RESULTS / "ladder-paper-hosts.json").read_text())}, "x")
+    table = tables.ladder(
+        {"ladder-paper-hosts": json.loads((RESULTS / "ladder-paper-hosts.json").read_text())}, "x"
+    )
     assert "network namespaces of one machine of 2 cores" in table and "between hosts" not in table
     assert "--balance-adapt" in table and "--transport hostwire-tcp" in table
-    assert "freescale train takes by default on these ranks" in table and "--transport collective" in table
+    assert (
+        "freescale train takes by default on these ranks" in table
+        and "--transport collective" in table
+    )
 
 
 @pytest.mark.parametrize("name", ["ladder-paper-hosts", "ladder-paper-4ranks-h200"])
@@ -99,13 +138,18 @@ def test_the_defaults_are_a_rung_where_they_were_measured(name):
     result["rows"].append({**result["rows"][-1], "arm": rungs.DEFAULTS, "options": options})
     table = tables.ladder({name: result}, "x")
     assert (
-        "| defaults | " in table and "by default on these ranks, `--schedule staged --balance greedy --transport pigeons" in table
+        "| defaults | " in table
+        and ("by default on these ranks, `--schedule staged --balance greedy --transport pigeons")
+        in table
     )
     assert "not measured" not in table and "pigeons" in figures.figure_ladder.ladder({name: result})
 
 
 def test_what_was_asked_of_a_run_is_said_to_hold_or_to_be_missed():
-    used = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in technique_tables.MEASURED}
+    used = {
+        name: json.loads((RESULTS / f"{name}.json").read_text())
+        for name in technique_tables.MEASURED
+    }
     for result in used.values():
         for entry in result["claims"]:
             entry["holds"] = True
@@ -113,7 +157,10 @@ def test_what_was_asked_of_a_run_is_said_to_hold_or_to_be_missed():
     entry = used["balance-measured-8ranks-h200"]["claims"][0]
     entry["holds"] = False
     table = technique_tables.balance_cost(used, "x")
-    assert f"Missed: balance-measured-8ranks-h200: {entry['claim']}." in table and "All that was asked holds." not in table
+    assert (
+        f"Missed: balance-measured-8ranks-h200: {entry['claim']}." in table
+        and "All that was asked holds." not in table
+    )
 
 
 def test_what_superseded_runs_missed_is_not_counted(tmp_path):
@@ -127,10 +174,15 @@ def test_what_superseded_runs_missed_is_not_counted(tmp_path):
 
 def test_marked_parts_are_filled_and_others_left_alone():
     ends = "<!-- /measured -->"
-    document = f"a\n<!-- measured:x -->\n{ends}\nb\n<!-- measured:gone -->\nkept\n{ends}\nc\n<!-- measured:y -->\nold\n{ends}\n"
+    document = (
+        f"a\n<!-- measured:x -->\n{ends}\nb\n<!-- measured:gone -->\nkept\n{ends}\nc\n<!-- "
+        f"measured:y -->\nold\n{ends}\n"
+    )
     parts = {"x": lambda depth: f"new {depth}", "y": lambda depth: "newer"}
     made = figures.filled(document, parts, "../")
-    assert made == document.replace(f"x -->\n{ends}", f"x -->\nnew ../\n{ends}").replace("old", "newer")
+    assert made == document.replace(f"x -->\n{ends}", f"x -->\nnew ../\n{ends}").replace(
+        "old", "newer"
+    )
     assert figures.filled(made, parts, "../") == made
 
 

@@ -1,4 +1,5 @@
-"""Numbers that are not finite are found wherever they are, of any type, without a second tensor of the size."""
+"""Numbers that are not finite are found wherever they are, of any type, without a second tensor of
+the size."""
 
 import pytest
 import torch
@@ -8,7 +9,17 @@ from freescale.train.checkpoint.finite import first_not_finite
 NAN, INFINITE = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.float8_e5m2,
+        torch.complex64,
+    ],
+)
 @pytest.mark.parametrize("bad", [NAN, INFINITE, -INFINITE])
 def test_one_number_anywhere_is_found(dtype, bad):
     for size in (1, 7, 64, 1000):
@@ -22,11 +33,18 @@ def test_one_number_anywhere_is_found(dtype, bad):
 def test_the_largest_numbers_are_finite():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         largest = torch.finfo(dtype).max
-        assert first_not_finite({"a": torch.tensor([largest, -largest, largest], dtype=dtype)}) is None
+        assert (
+            first_not_finite({"a": torch.tensor([largest, -largest, largest], dtype=dtype)}) is None
+        )
 
 
 def test_what_has_no_such_numbers_is_passed_over():
-    assert first_not_finite({"a": torch.tensor([1, 2]), "b": torch.tensor([True]), "c": torch.empty(0, 3)}) is None
+    assert (
+        first_not_finite(
+            {"a": torch.tensor([1, 2]), "b": torch.tensor([True]), "c": torch.empty(0, 3)}
+        )
+        is None
+    )
     assert first_not_finite({}) is None
 
 

@@ -14,7 +14,9 @@ from freescale.transport.local import Local
 
 def pipeline(schedule):
     parallel = freescale.parallelize(Clicks(), Clicks.ids, freescale.SGD(lr=0.1), transport=Local())
-    return freescale.Pipeline(parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1), schedule=schedule)
+    return freescale.Pipeline(
+        parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1), schedule=schedule
+    )
 
 
 @pytest.mark.parametrize("schedule", ["serial", "staged"])

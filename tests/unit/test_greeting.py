@@ -1,4 +1,5 @@
-"""Callers at a rank's socket: silent ones hold nobody up, and ranks meet beside any number of them."""
+"""Callers at a rank's socket: silent ones hold nobody up, and ranks meet beside any number of
+them."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ SIZE = 1 << 12
 
 
 def _met(connect, between):
-    """What `connect(rank, gather)` gave to each of two ranks, threads of this process, or raised. `between`: called with what they
-    gathered, before any of them goes on."""
+    """What `connect(rank, gather)` gave to each of two ranks, threads of this process, or raised.
+    `between`: called with what they gathered, before any of them goes on."""
     said, met, found = [b"", b""], threading.Barrier(2, timeout=30), [None, None]
 
     def rank_of(rank: int) -> None:
@@ -128,14 +129,20 @@ def test_a_ring_that_is_none_is_not_mapped():
 
 def test_who_says_nothing_is_sent_away(monkeypatch):
     monkeypatch.setattr(greeting, "_GREETING", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname(), 5.0) as calling:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname(), 5.0) as calling,
+    ):
         with pytest.raises(TimeoutError):
             next(greeting.heard(listener, 4, 1, time.monotonic() + 0.3))
         assert calling.recv(1) == b""
 
 
 def test_what_comes_in_parts_is_heard():
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname(), 5.0) as calling:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname(), 5.0) as calling,
+    ):
         calling.sendall(b"he")
         threading.Timer(0.1, calling.sendall, [b"llo"]).start()
         caller = next(greeting.heard(listener, 4, 1, time.monotonic() + 5.0))

@@ -57,7 +57,8 @@ print("torch" in sys.modules, "pyarrow" in sys.modules)
 
 
 def imported(path: Path) -> set[str]:
-    """Names that a file imports, in functions too; `from a import b` may name a module or something in it."""
+    """Names that a file imports, in functions too; `from a import b` may name a module or something
+    in it."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -70,12 +71,19 @@ def imported(path: Path) -> set[str]:
 def test_every_kernel_is_on_the_path_of_training():
     """What only a benchmark runs does not stand among the kernels."""
     root = Path(freescale.__file__).parent
-    files = {".".join(["freescale", *path.relative_to(root).with_suffix("").parts]): path for path in root.rglob("*.py")}
+    files = {
+        ".".join(["freescale", *path.relative_to(root).with_suffix("").parts]): path
+        for path in root.rglob("*.py")
+    }
     reached, waiting = set(), ["freescale.train.trainer"]
     while waiting:
         name = waiting.pop()
         if name in files and name not in reached:
             reached.add(name)
             waiting += imported(files[name])
-    kernels = {name for name in files if name.startswith("freescale.kernels.") and not name.endswith("__init__")}
+    kernels = {
+        name
+        for name in files
+        if name.startswith("freescale.kernels.") and not name.endswith("__init__")
+    }
     assert kernels <= reached, sorted(kernels - reached)

@@ -27,9 +27,28 @@ def record(step, begin, end, spans=(), collectives=(), **counters):
 
 
 def test_wait_is_split_at_the_last_arrival():
-    """Rank 0 arrives at 10 and waits until 35; rank 1 arrives at 30: 20 ms straggler time, then 5 ms exposed for each."""
-    fast = record(0, 0, 50, [("forward", 0, 10)], [("rows", 100, 80, 10, 10, 35)], samples=4, tokens=20, max_length=10)
-    slow = record(0, 0, 50, [("forward", 0, 30)], [("rows", 80, 100, 30, 30, 35)], samples=6, tokens=40, max_length=12)
+    """Rank 0 arrives at 10 and waits until 35; rank 1 arrives at 30: 20 ms straggler time, then 5
+    ms exposed for each."""
+    fast = record(
+        0,
+        0,
+        50,
+        [("forward", 0, 10)],
+        [("rows", 100, 80, 10, 10, 35)],
+        samples=4,
+        tokens=20,
+        max_length=10,
+    )
+    slow = record(
+        0,
+        0,
+        50,
+        [("forward", 0, 30)],
+        [("rows", 80, 100, 30, 30, 35)],
+        samples=6,
+        tokens=40,
+        max_length=12,
+    )
     figures = merge_step([fast, slow])
     assert figures["straggler_ms"] == [20, 0]
     assert figures["straggler_percent"] == pytest.approx(100 * 10 / 50)
@@ -42,7 +61,8 @@ def test_wait_is_split_at_the_last_arrival():
 
 
 def test_an_overlapped_collective_exposes_only_what_stops_compute():
-    """Issued at 0 and 5, waited for at 20: rank 0's result was there (no wait), rank 1 stood still for 2 ms."""
+    """Issued at 0 and 5, waited for at 20: rank 0's result was there (no wait), rank 1 stood still
+    for 2 ms."""
     early = record(0, 0, 30, [], [("ids", 8, 8, 0, 20, 20)])
     late = record(0, 0, 30, [], [("ids", 8, 8, 5, 20, 22)])
     figures = merge_step([early, late])
@@ -58,11 +78,18 @@ def test_clock_offsets_are_taken_out():
 
 def test_ranks_that_differ_in_their_collectives_are_reported():
     with pytest.raises(ValueError, match="different collectives in step 3"):
-        merge_step([record(3, 0, 1, [], [("ids", 1, 1, 0, 0, 1)]), record(3, 0, 1, [], [("rows", 1, 1, 0, 0, 1)])])
+        merge_step(
+            [
+                record(3, 0, 1, [], [("ids", 1, 1, 0, 0, 1)]),
+                record(3, 0, 1, [], [("rows", 1, 1, 0, 0, 1)]),
+            ]
+        )
 
 
 def test_collisions():
-    figures = merge_step([record(1, 0, 1, requests=30, collisions=3), record(1, 0, 1, requests=10, collisions=5)])
+    figures = merge_step(
+        [record(1, 0, 1, requests=30, collisions=3), record(1, 0, 1, requests=10, collisions=5)]
+    )
     assert figures["collision_percent"] == pytest.approx(20)
     assert "collision_percent" not in merge_step([record(1, 0, 1)])
 
@@ -77,26 +104,59 @@ def test_shares_before_and_after_balancing():
         "max_moved_tokens": 4,
     }
     after = {"after_samples": 3, "after_tokens": 25, "after_longest": 9, "after_cost": 2.2}
-    figures = merge_step([record(0, 0, 1, **before, **after), record(0, 0, 1, **{**before, "before_cost": 1.0}, **after)])
-    assert figures["before"] == {"samples": [2, 2], "tokens": [30, 30], "longest": [20, 20], "cost": [3, 1]}
-    assert figures["after"] == {"samples": [3, 3], "tokens": [25, 25], "longest": [9, 9], "cost": [2.2, 2.2]}
+    figures = merge_step(
+        [
+            record(0, 0, 1, **before, **after),
+            record(0, 0, 1, **{**before, "before_cost": 1.0}, **after),
+        ]
+    )
+    assert figures["before"] == {
+        "samples": [2, 2],
+        "tokens": [30, 30],
+        "longest": [20, 20],
+        "cost": [3, 1],
+    }
+    assert figures["after"] == {
+        "samples": [3, 3],
+        "tokens": [25, 25],
+        "longest": [9, 9],
+        "cost": [2.2, 2.2],
+    }
     assert figures["predicted_imbalance_before"] == pytest.approx(1.5) and figures["samples"] == 4
-    alone = merge_step([record(0, 0, 1, samples=2), record(0, 0, 1)])  # not balanced, and a rank without data
+    # not balanced, and a rank without data
+    alone = merge_step([record(0, 0, 1, samples=2), record(0, 0, 1)])
     assert alone["before"] == {"samples": [2, 0]} and alone["after"] == {}
 
 
 def test_bytes_by_path_are_the_bytes():
-    """Also when a kind of traffic is not in every step; lines of an older version have neither paths nor what ranks did."""
+    """Also when a kind of traffic is not in every step; lines of an older version have neither
+    paths nor what ranks did."""
     summary = Summary(1, warmup=0)
     for step, sent in enumerate((30, 0, 60)):
         made = record(step, 0, 1, [], [("samples", sent, 0, 0, 0, 1)] if sent else [])
-        summary.add(merge_step([{**made, "paths": {"samples": {"gloo": sent}} if sent else {}, "busy": {"forward": 3 * MS}}]))
+        summary.add(
+            merge_step(
+                [
+                    {
+                        **made,
+                        "paths": {"samples": {"gloo": sent}} if sent else {},
+                        "busy": {"forward": 3 * MS},
+                    }
+                ]
+            )
+        )
     result = summary.result()
     assert result["paths"]["samples"]["gloo"] == result["bytes_per_step"]["samples"] == 30
-    older = {k: v for k, v in merge_step([record(3, 0, 1)]).items() if k not in ("paths", "busy_ms", "exposed_ms_per_rank")}
+    older = {
+        k: v
+        for k, v in merge_step([record(3, 0, 1)]).items()
+        if k not in ("paths", "busy_ms", "exposed_ms_per_rank")
+    }
     summary.add(older)
     result = summary.result()
-    assert result["paths"]["samples"]["gloo"] == 30 and result["busy_ms_per_rank"] == {"forward": [3]}
+    assert result["paths"]["samples"]["gloo"] == 30 and result["busy_ms_per_rank"] == {
+        "forward": [3]
+    }
 
 
 def test_summary_leaves_the_warm_up_out():
@@ -188,7 +248,11 @@ def test_files_of_a_run(tmp_path):
     assert result["bytes_per_step"]["rows"] == 10
     assert result["peak_memory_bytes_per_rank"][0]["host"] > 10 << 20
     (machine,) = result["machines"]
-    assert machine["ranks"] == [0] and machine["cores"] >= 1 and machine["versions"]["torch"] == torch.__version__
+    assert (
+        machine["ranks"] == [0]
+        and machine["cores"] >= 1
+        and machine["versions"]["torch"] == torch.__version__
+    )
     with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     steps = [e for e in events if e["name"].startswith("step ")]

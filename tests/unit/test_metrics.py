@@ -29,7 +29,8 @@ def test_area_under_curve_counts_pairs():
     expected = sum(1.0 if p > n else 0.5 if p == n else 0.0 for p, n in pairs) / len(pairs)
     assert area_under_curve(predictions, labels) == pytest.approx(expected)
     assert math.isnan(area_under_curve(predictions, torch.zeros(60)))
-    assert math.isnan(area_under_curve(torch.where(labels == 1, math.nan, predictions), labels))  # not the best of all
+    # not the best of all
+    assert math.isnan(area_under_curve(torch.where(labels == 1, math.nan, predictions), labels))
 
 
 def test_normalized_entropy():
@@ -42,7 +43,11 @@ def test_normalized_entropy():
 def test_the_target_is_last_among_equal_scores_and_not_counted_itself():
     scores = torch.tensor([[1.0, 1.0, 2.0, 1.0, 0.0], [3.0, 1.0, 2.0, 1.0, 0.0]])
     ids = torch.tensor([5, 3, 9, 7, 1])
-    assert better_items(scores, ids, torch.tensor([1.0, 3.0]), torch.tensor([5, 5])).tolist() == [3, 0]  # 9, and the ties 3 and 7
+    # 9, and the ties 3 and 7
+    assert better_items(scores, ids, torch.tensor([1.0, 3.0]), torch.tensor([5, 5])).tolist() == [
+        3,
+        0,
+    ]
     equal, all_ids = torch.zeros(1, 1000), torch.arange(1000)
     for target in (0, 9, 500, 999):  # a model that has collapsed, whatever the target's id
         assert better_items(equal, all_ids, torch.zeros(1), torch.tensor([target])).item() == 999
@@ -50,9 +55,12 @@ def test_the_target_is_last_among_equal_scores_and_not_counted_itself():
 
 def test_scores_that_are_no_number_never_flatter():
     nan = float("nan")
-    scores = torch.tensor([[nan, nan, nan], [nan, 1.0, 2.0], [1.0, nan, 0.0], [torch.inf, torch.inf, 0.0]])
+    scores = torch.tensor(
+        [[nan, nan, nan], [nan, 1.0, 2.0], [1.0, nan, 0.0], [torch.inf, torch.inf, 0.0]]
+    )
     ids, targets = torch.tensor([5, 3, 9]), torch.tensor([5, 5, 5, 5])
-    assert better_items(scores, ids, scores[:, 0], targets).tolist() == [2, 2, 1, 1]  # a target of no number is last of all
+    # a target of no number is last of all
+    assert better_items(scores, ids, scores[:, 0], targets).tolist() == [2, 2, 1, 1]
 
 
 def test_learning_rate():

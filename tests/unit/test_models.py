@@ -69,7 +69,9 @@ def losses_and_gradients(model, batch):
     model.zero_grad(set_to_none=True)
     losses = model(batch)
     sum(losses.values()).backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    grads = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()
+    }
     return {n: loss.detach() for n, loss in losses.items()} | grads
 
 
@@ -86,7 +88,8 @@ class TestNeighbours:
         model, batch = model_of(kind), batch_of()
         singles = [losses_and_gradients(model, batch.slice(i, i + 1)) for i in range(len(batch))]
         expected = {name: sum(s[name] for s in singles) for name in singles[0]}
-        assert all(value.abs().max() > 0 for value in expected.values())  # nothing is left out of the comparison
+        # nothing is left out of the comparison
+        assert all(value.abs().max() > 0 for value in expected.values())
         for seed in range(3):
             order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
             assert_equal(losses_and_gradients(model, batch.select(order)), expected)
@@ -111,7 +114,9 @@ class TestNeighbours:
         plain, saving = (losses_and_gradients(m, batch_of()) for m in (plain, saving))
         assert all(torch.equal(plain[n], saving[n]) for n in plain)
 
-    @pytest.mark.parametrize("lengths, counts", [([], []), ([0], [0]), ([0, 0], [2, 0]), ([0, 3], [0, 0])])
+    @pytest.mark.parametrize(
+        "lengths, counts", [([], []), ([0], [0]), ([0, 0], [2, 0]), ([0, 3], [0, 0])]
+    )
     def test_nothing_to_do(self, kind, lengths, counts):
         found = losses_and_gradients(model_of(kind), batch_of(lengths, counts))
         assert all(torch.isfinite(value).all() for value in found.values())
@@ -122,7 +127,8 @@ class TestNeighbours:
         model, batch = model_of(kind), batch_of()
         seen = {"item": [], "action": []}
 
-        class Elsewhere(nn.Module):  # no weight to touch, rows in float32 whatever the model's dtype
+        # no weight to touch, rows in float32 whatever the model's dtype
+        class Elsewhere(nn.Module):
             def __init__(self, name, rows):
                 super().__init__()
                 self.name = name
@@ -139,7 +145,9 @@ class TestNeighbours:
             assert len(seen[name]) == len(features)
             assert all(ids is batch.values(f) for ids, f in zip(seen[name], features, strict=True))
 
-    @pytest.mark.parametrize("how", ["float32", "to bfloat16", "to bfloat16, rows float32", "autocast"])
+    @pytest.mark.parametrize(
+        "how", ["float32", "to bfloat16", "to bfloat16, rows float32", "autocast"]
+    )
     def test_lower_precision(self, kind, how):
         exact, batch = losses_and_gradients(model_of(kind), batch_of()), batch_of()
         model = model_of(kind, torch.bfloat16 if "bfloat16" in how else torch.float32)
@@ -155,8 +163,10 @@ class TestNeighbours:
             assert error < (1e-4 if how == "float32" else 0.01 if parameter is None else 0.3), name
 
     def test_a_step_reads_no_device(self, kind, monkeypatch):
-        """On the meta device there is nothing to read: all sizes must be known on the host, where the batch came from."""
-        monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # not known of this device
+        """On the meta device there is nothing to read: all sizes must be known on the host, where
+        the batch came from."""
+        # not known of this device
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)
         monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
         model, batch = model_of(kind).to("meta"), batch_of()
         there = batch.to("meta")
@@ -191,7 +201,9 @@ def naive_retrieval_loss(model, batch):
         for sample, length in enumerate(batch.sequences["history"].lengths.tolist()):
             for position in range(start, start + length):
                 target = int(batch.values("targets")[position])
-                ids = [target] + [n for n in batch.dense["negatives"][sample].tolist() if n != target]
+                ids = [target] + [
+                    n for n in batch.dense["negatives"][sample].tolist() if n != target
+                ]
                 rows = F.normalize(model.item.weight[ids], dim=1)
                 logits = rows @ F.normalize(outputs[position], dim=0) / model.temperature
                 weight = 1.0 if weights is None else float(weights.values[position])
@@ -204,18 +216,27 @@ class TestRetrieval:
     @pytest.mark.parametrize("weighted", [False, True])
     def test_loss_equals_the_definition(self, weighted, monkeypatch):
         batch = batch_of()
-        batch.dense["negatives"][3, :] = batch.values("targets")[8]  # a position whose negatives all are its target
+        # a position whose negatives all are its target
+        batch.dense["negatives"][3, :] = batch.values("targets")[8]
         batch.dense["negatives"][0, 2] = batch.values("targets")[1]
         if weighted:
             history = batch.sequences["history"]
             weights = Jagged(torch.arange(history.values.numel()) % 3 / 2.0, history.lengths)
-            batch = SequenceBatch(dict(batch.sequences, target_weights=weights), {}, batch.dense, keys=batch.keys)
+            batch = SequenceBatch(
+                dict(batch.sequences, target_weights=weights), {}, batch.dense, keys=batch.keys
+            )
         model = model_of("retrieval")
-        assert float(model(batch)["next_item"].detach()) == pytest.approx(naive_retrieval_loss(model, batch), rel=1e-12)
+        assert float(model(batch)["next_item"].detach()) == pytest.approx(
+            naive_retrieval_loss(model, batch), rel=1e-12
+        )
         monkeypatch.setattr("freescale.models.heads.LOGIT_BUDGET", 50)
-        assert float(model(batch)["next_item"].detach()) == pytest.approx(naive_retrieval_loss(model, batch), rel=1e-12)
+        assert float(model(batch)["next_item"].detach()) == pytest.approx(
+            naive_retrieval_loss(model, batch), rel=1e-12
+        )
         with torch.no_grad():
-            assert float(model(batch)["next_item"]) == pytest.approx(naive_retrieval_loss(model, batch), rel=1e-12)
+            assert float(model(batch)["next_item"]) == pytest.approx(
+                naive_retrieval_loss(model, batch), rel=1e-12
+            )
 
     @pytest.mark.parametrize("weighted", [False, True])
     def test_loss_gradients(self, weighted):
@@ -223,10 +244,15 @@ class TestRetrieval:
 
         lengths = torch.tensor([2, 0, 4])
         generator = torch.Generator().manual_seed(1)
-        leaves = [torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((6, 3), (6,), (3, 5, 3))]
+        leaves = [
+            torch.randn(*s, generator=generator, dtype=torch.float64)
+            for s in ((6, 3), (6,), (3, 5, 3))
+        ]
         targets, negatives = torch.arange(6) % 4, torch.arange(15).view(3, 5) % 4
         weights = torch.tensor([1.0, 0, 2, 0.5, 0, 3]) if weighted else None
-        call = lambda *x: _SampledSoftmax.apply(*x, Jagged(targets, lengths), negatives, weights, True)  # noqa: E731
+        call = lambda *x: _SampledSoftmax.apply(
+            *x, Jagged(targets, lengths), negatives, weights, True
+        )  # noqa: E731
         assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in leaves])
 
     def test_queries_are_the_last_outputs(self):
@@ -263,7 +289,11 @@ class TestRetrieval:
     def test_learns_a_cycle(self):
         """Items follow each other in a circle: some steps of Adam predict the next one."""
         torch.manual_seed(0)
-        model = Retrieval(HSTU(width=16, layers=2, heads=2, max_length=8, dropout=0.1, **UNBIASED), num_items=12, temperature=0.1)
+        model = Retrieval(
+            HSTU(width=16, layers=2, heads=2, max_length=8, dropout=0.1, **UNBIASED),
+            num_items=12,
+            temperature=0.1,
+        )
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         start = torch.randint(0, 12, (16, 1))
         items = ((start + torch.arange(9)) % 12)[:, :8].flatten()
@@ -292,12 +322,18 @@ class TestRanking:
             nested, sequences = batch.candidates["candidates"], dict(batch.sequences)
             inner = nested.inner.select(index)
             counts = torch.tensor([len(index)])
-            sequences["candidate_timestamps"] = Jagged(batch.values("candidate_timestamps")[index], counts)
+            sequences["candidate_timestamps"] = Jagged(
+                batch.values("candidate_timestamps")[index], counts
+            )
             sequences["labels"] = Jagged(batch.values("labels")[index], counts)
             chosen = {"candidates": Nested(inner.values, inner.lengths, counts)}
             return model.predictions(SequenceBatch(sequences, chosen, keys=batch.keys))
 
-        for index in (torch.tensor([3, 0, 5, 1, 4, 2]), torch.tensor([0, 1, 3, 4, 5]), torch.tensor([4])):
+        for index in (
+            torch.tensor([3, 0, 5, 1, 4, 2]),
+            torch.tensor([0, 1, 3, 4, 5]),
+            torch.tensor([4]),
+        ):
             torch.testing.assert_close(some(index), every[index], rtol=1e-13, atol=1e-14)
 
     def test_a_candidate_is_judged_like_a_next_event_with_its_items_summed(self):
@@ -328,7 +364,10 @@ class TestRanking:
     def test_without_times_a_candidate_has_that_of_the_last_event(self):
         model, batch = model_of("ranking").eval(), batch_of()
         times, history = batch.values("timestamps"), batch.sequences["history"]
-        last = [int(times[o - 1]) if n else 0 for n, o in zip(LENGTHS, history.offsets[1:].tolist(), strict=True)]
+        last = [
+            int(times[o - 1]) if n else 0
+            for n, o in zip(LENGTHS, history.offsets[1:].tolist(), strict=True)
+        ]
         same = torch.repeat_interleave(torch.tensor(last), torch.tensor(COUNTS))
         given = dict(batch.sequences, candidate_timestamps=Jagged(same, torch.tensor(COUNTS)))
         expected = model.predictions(SequenceBatch(given, batch.candidates, keys=batch.keys))
@@ -340,40 +379,62 @@ class TestRanking:
 
 class TestEncoder:
     def test_bad_options(self):
-        for wrong, message in [({"dropout": 1.0}, "dropout"), ({"layers": 0}, "layers"), ({"heads": 0}, "heads")]:
+        for wrong, message in [
+            ({"dropout": 1.0}, "dropout"),
+            ({"layers": 0}, "layers"),
+            ({"heads": 0}, "heads"),
+        ]:
             with pytest.raises(ValueError, match=message):
                 HSTU(**({"width": 8, "layers": 1, "heads": 2, "max_length": 4} | wrong))
 
     def test_dropout_scales_and_differs_by_token_and_layer(self):
         torch.manual_seed(0)
-        module = HSTU(width=16, layers=2, heads=2, max_length=100, dropout=0.25, **UNBIASED).double()
-        x, lengths, keys = torch.randn(150, 16, dtype=torch.float64), torch.tensor([100, 50]), torch.tensor([1, 2])
+        module = HSTU(
+            width=16, layers=2, heads=2, max_length=100, dropout=0.25, **UNBIASED
+        ).double()
+        x, lengths, keys = (
+            torch.randn(150, 16, dtype=torch.float64),
+            torch.tensor([100, 50]),
+            torch.tensor([1, 2]),
+        )
         seen = []
         for layer in module.layers:
-            nn.init.zeros_(layer.output.weight)  # every layer's input is x, with dropout and without
-            layer.output.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+            # every layer's input is x, with dropout and without
+            nn.init.zeros_(layer.output.weight)
+            layer.output.register_forward_pre_hook(
+                lambda _, inputs: seen.append(inputs[0].detach())
+            )
         module(x, lengths, keys)
         module.eval()(x, lengths, keys)
         kept = [seen[0] / seen[2], seen[1] / seen[3]]  # by layer
         for share in kept:
-            torch.testing.assert_close(share[share != 0], torch.full_like(share[share != 0], 1 / 0.75))
+            torch.testing.assert_close(
+                share[share != 0], torch.full_like(share[share != 0], 1 / 0.75)
+            )
             assert 0.7 < (share != 0).double().mean() < 0.8
             assert len({tuple(row) for row in (share != 0).int().tolist()}) > 100
-        assert ((kept[0] != 0) != (kept[1] != 0)).double().mean() > 0.3  # independent: 2 * 0.75 * 0.25
+        # independent: 2 * 0.75 * 0.25
+        assert ((kept[0] != 0) != (kept[1] != 0)).double().mean() > 0.3
 
     def test_seed_decides_the_parameters(self):
         first, second = model_of("ranking"), model_of("ranking")
-        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+        )
 
     @pytest.mark.parametrize("tokens", [0, 3, 40])
     def test_a_served_projection_is_that_of_training(self, tokens):
-        linear, x = torch.nn.Linear(8, 20, dtype=torch.float64), torch.randn(tokens, 8, dtype=torch.float64)
+        linear, x = (
+            torch.nn.Linear(8, 20, dtype=torch.float64),
+            torch.randn(tokens, 8, dtype=torch.float64),
+        )
         with torch.no_grad():
             torch.testing.assert_close(projected(linear, x), linear(x), rtol=1e-12, atol=1e-12)
         assert torch.equal(projected(linear, x), linear(x))
 
     def test_attention_scale_is_the_configured_length(self):
-        """Two models that differ in max_length only differ in outputs: nothing is divided by the batch's lengths."""
+        """Two models that differ in max_length only differ in outputs: nothing is divided by the
+        batch's lengths."""
         torch.manual_seed(0)
         short = HSTU(width=WIDTH, layers=1, heads=2, max_length=12, dropout=0.0, **UNBIASED)
         long = HSTU(width=WIDTH, layers=1, heads=2, max_length=24, dropout=0.0, **UNBIASED)

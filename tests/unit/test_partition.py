@@ -1,4 +1,5 @@
-"""Partitioners: every sample once, counts and caps kept, the definition of each, and what bad functions get."""
+"""Partitioners: every sample once, counts and caps kept, the definition of each, and what bad
+functions get."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.device import FixedOnDevice
 from freescale.balance.partitioners.published import Variable, karmarkar_karp
 from freescale.balance.partitioners.registry import PARTITIONERS, find_partitioner
-from freescale.balance.problem import Problem, _many_at_a_time, _one_at_a_time, assign, descending, fixed, greedy, stay
+from freescale.balance.problem import (
+    Problem,
+    _many_at_a_time,
+    _one_at_a_time,
+    assign,
+    descending,
+    fixed,
+    greedy,
+    stay,
+)
 
 EQUAL_COUNTS = ("fixed", "greedy_equal", "karmarkar_karp")
 CAPPED = ("greedy", "local")
@@ -51,7 +61,9 @@ def test_every_sample_once_and_honest_figures(problem, name):
         moved += int(problem.tokens[sample]) * (rank != problem.home[sample])
     assert found.loads == pytest.approx(loads) and found.moved_tokens == moved
     n = len(problem.costs)
-    assert found.bound == pytest.approx(max(sum(loads) / problem.ranks, max(problem.costs, default=0.0)))
+    assert found.bound == pytest.approx(
+        max(sum(loads) / problem.ranks, max(problem.costs, default=0.0))
+    )
     assert found.loads.max() >= found.bound * (1 - 1e-12)
     if name in EQUAL_COUNTS and n:
         counts = np.bincount(found.rank_of, minlength=problem.ranks)
@@ -64,7 +76,14 @@ def test_caps_are_kept_or_refused(problem, name, slack):
     if not len(problem.tokens):
         return
     smallest = max(int(problem.tokens.max()), -(-int(problem.tokens.sum()) // problem.ranks))
-    capped = Problem(problem.costs, problem.tokens, problem.home, problem.ranks, int(smallest * slack), problem.nodes)
+    capped = Problem(
+        problem.costs,
+        problem.tokens,
+        problem.home,
+        problem.ranks,
+        int(smallest * slack),
+        problem.nodes,
+    )
     try:
         found = assign(capped, PARTITIONERS[name])
     except ValueError as error:
@@ -80,7 +99,9 @@ def test_where_samples_are_now_does_not_matter(problem, random):
     """All but `none` and `local` look at costs alone: other homes, the same assignment."""
     homes = list(range(problem.ranks)) * len(problem.home)
     random.shuffle(homes)
-    other = Problem(problem.costs, problem.tokens, np.array(homes[: len(problem.home)], np.int64), problem.ranks)
+    other = Problem(
+        problem.costs, problem.tokens, np.array(homes[: len(problem.home)], np.int64), problem.ranks
+    )
     for name in set(PARTITIONERS) - {"none", "local"}:
         assert np.array_equal(PARTITIONERS[name](problem), PARTITIONERS[name](other)), name
 
@@ -95,7 +116,10 @@ def test_corners(name):
     assert equal.imbalance == pytest.approx(1.0)
     giant = assign(problem_of([20_000] + [100] * 31, 8, home=np.arange(32) // 4), partitioner)
     if name == "greedy":
-        assert giant.above_bound == pytest.approx(0.0) and np.sum(giant.rank_of == giant.rank_of[0]) == 1
+        assert (
+            giant.above_bound == pytest.approx(0.0)
+            and np.sum(giant.rank_of == giant.rank_of[0]) == 1
+        )
     if name == "local":
         assert giant.above_bound <= 0.004
 
@@ -104,7 +128,9 @@ def test_fixed_is_the_zig_zag():
     lengths = np.random.default_rng(0).permutation(1000)[:37]
     rank_of, order, n = fixed(problem_of(lengths, 5)), descending(lengths.astype(float)), 5
     for rank in range(n):
-        wanted = [p for k in range(9) for p in (2 * n * k + rank, 2 * n * (k + 1) - 1 - rank) if p < 37]
+        wanted = [
+            p for k in range(9) for p in (2 * n * k + rank, 2 * n * (k + 1) - 1 - rank) if p < 37
+        ]
         assert sorted(order[wanted].tolist()) == np.flatnonzero(rank_of == rank).tolist()
 
 
@@ -120,14 +146,20 @@ def test_rounds_place_samples_as_one_at_a_time_would(problem):
     # Between equally loaded ranks either may be chosen: the loads are the same up to their order.
     found = [expected, _one_at_a_time(problem), _many_at_a_time(problem)]
     loads = [np.sort(np.bincount(ranks, problem.costs, problem.ranks)) for ranks in found]
-    assert loads[1] == pytest.approx(loads[0], rel=1e-12) and loads[2] == pytest.approx(loads[0], rel=1e-12)
+    assert loads[1] == pytest.approx(loads[0], rel=1e-12) and loads[2] == pytest.approx(
+        loads[0], rel=1e-12
+    )
 
 
 def heavy(samples, ranks, seed=0, cap=21_000):
     random = np.random.default_rng(seed)
-    lengths = np.clip(np.exp(random.normal(np.log(3000), 1, samples * ranks)), 1, cap).astype(np.int64)
+    lengths = np.clip(np.exp(random.normal(np.log(3000), 1, samples * ranks)), 1, cap).astype(
+        np.int64
+    )
     costs = CostModel.balanced_at(3072)(lengths)
-    return Problem(costs, lengths, np.repeat(np.arange(ranks), samples), ranks, nodes=np.arange(ranks) // 8)
+    return Problem(
+        costs, lengths, np.repeat(np.arange(ranks), samples), ranks, nodes=np.arange(ranks) // 8
+    )
 
 
 def test_heavy_tails():
@@ -141,7 +173,8 @@ def test_heavy_tails():
 
 
 def test_local_prefers_the_own_node():
-    """Two samples each would be even. Ranks 0 and 5 have too many, ranks 1 and 4 of their nodes have room for just those."""
+    """Two samples each would be even. Ranks 0 and 5 have too many, ranks 1 and 4 of their nodes
+    have room for just those."""
     home = [0, 0, 0, 0, 2, 2, 3, 3, 4, 5, 5, 5]
     problem = problem_of([100] * 12, 6, home, nodes=np.array([0, 0, 1, 1, 2, 2]))
     found = PARTITIONERS["local"](problem)
@@ -162,7 +195,9 @@ def test_karmarkar_karp_by_hand():
 def test_fixed_on_a_device_is_fixed(costs, ranks):
     """Ties included."""
     n = len(costs)
-    problem = Problem(np.array(costs, np.float64), np.ones(n, np.int64), np.zeros(n, np.int64), ranks)
+    problem = Problem(
+        np.array(costs, np.float64), np.ones(n, np.int64), np.zeros(n, np.int64), ranks
+    )
     assert (FixedOnDevice(torch.device("cpu"))(problem) == fixed(problem)).all()
 
 
@@ -204,7 +239,9 @@ def test_bad_functions_are_named():
         assign(problem, far)
     with pytest.raises(ValueError, match="partitioner 'halves' returned float64"):
         assign(problem, halves)
-    with pytest.raises(ValueError, match="partitioner 'stay' gives rank 0 12 tokens, over the cap of 11"):
+    with pytest.raises(
+        ValueError, match=("partitioner 'stay' gives rank 0 12 tokens, over the cap of 11")
+    ):
         assign(problem_of([5, 6, 7], 2, cap=11), stay)
 
 
@@ -239,11 +276,14 @@ def test_names():
 
 
 def test_cost_of_the_model_is_its_operations():
-    """Doubling the length doubles the linear part and quadruples the rest; more layers cost as much more."""
+    """Doubling the length doubles the linear part and quadruples the rest; more layers cost as much
+    more."""
     one = CostModel.of_hstu(width=64, layers=1, heads=2, d_qk=32, d_v=32, negatives=128)
     two = CostModel.of_hstu(width=64, layers=2, heads=2, d_qk=32, d_v=32)
     assert two.quadratic == 2 * one.quadratic
     lengths = np.array([100, 200])
     costs = one(lengths, np.zeros(2))
     assert costs[1] == pytest.approx(4 * one.quadratic * 100**2 + 2 * one.linear * 100)
-    assert one(np.array([10]), np.array([3])) - one(np.array([10])) == pytest.approx(3 * one.candidate)
+    assert one(np.array([10]), np.array([3])) - one(np.array([10])) == pytest.approx(
+        3 * one.candidate
+    )

@@ -1,4 +1,5 @@
-"""Nested values become JSON and named tensors, and come back as they were, each tensor where it was."""
+"""Nested values become JSON and named tensors, and come back as they were, each tensor where it
+was."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def test_what_is_packed_comes_back(saved):
     value = room.of(packed)
     dcp.load(room.tensors, storage_reader=SafeReader(path), no_dist=True)
     (number, inner), (expected, expected_inner) = value.pop("sums"), VALUE["sums"]
-    assert value == {key: kept for key, kept in VALUE.items() if key != "sums"} and type(value[7]) is tuple
+    assert (
+        value == {key: kept for key, kept in VALUE.items() if key != "sums"}
+        and type(value[7]) is tuple
+    )
     assert torch.equal(number, expected) and number.dtype == expected.dtype
     assert torch.equal(inner["a"], expected_inner["a"]) and inner["a"].dtype == torch.float16
 
@@ -49,7 +53,9 @@ def test_what_is_packed_comes_back(saved):
 )
 def test_tensors_are_where_they_were(saved, state, options, expected):
     packed, path = saved
-    number, inner = Room(state, SafeReader(path).read_metadata(), CPU).of(packed, THERE, **options)["sums"]
+    number, inner = Room(state, SafeReader(path).read_metadata(), CPU).of(packed, THERE, **options)[
+        "sums"
+    ]
     assert (number.device, inner["a"].device) == expected
 
 
@@ -65,7 +71,10 @@ class Colour(enum.IntEnum):
         ([{"x": {1, 2}}], "a/b/0/x is a set"),
         (Colour.RED, "a/b is a Colour"),
         (torch.ones(2).to_sparse(), "a/b is a tensor of layout torch.sparse_coo"),
-        ({1: torch.ones(1), "1": torch.ones(1)}, "two tensors of a checkpoint would have the name a/b/1"),
+        (
+            {1: torch.ones(1), "1": torch.ones(1)},
+            ("two tensors of a checkpoint would have the name a/b/1"),
+        ),
     ],
 )
 def test_what_cannot_be_held_is_refused_by_name(value, said):

@@ -37,7 +37,11 @@ def test_distributions():
     for dtype in (torch.float32, torch.float64):
         gauss = normal(keys, dtype)
         assert gauss.dtype == dtype and torch.isfinite(gauss).all()
-        assert abs(gauss.mean()) < 0.01 and abs(gauss.std() - 1) < 0.01 and abs((gauss.abs() < 1).double().mean() - 0.6827) < 0.005
+        assert (
+            abs(gauss.mean()) < 0.01
+            and abs(gauss.std() - 1) < 0.01
+            and abs((gauss.abs() < 1).double().mean() - 0.6827) < 0.005
+        )
     counts = torch.bincount(integers(keys, 7), minlength=7).double() / keys.numel()
     assert (counts - 1 / 7).abs().max() < 0.004
     kept = keep_mask(keys[:20_000], 10, 0.8).double()

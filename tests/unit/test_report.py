@@ -1,4 +1,5 @@
-"""The report's page: its figures are the ledger's, names cannot break it, and it says what is missing or damaged."""
+"""The report's page: its figures are the ledger's, names cannot break it, and it says what is
+missing or damaged."""
 
 from __future__ import annotations
 
@@ -56,11 +57,14 @@ def looked_up(ledger: dict, path: str) -> object:
 
 
 def block(text: str, name: str) -> list:
-    return json.loads(re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', text, re.S)[1])
+    return json.loads(
+        re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', text, re.S)[1]
+    )
 
 
 def test_figures_are_the_ledgers(tmp_path):
-    """Every number that carries a place in the ledger, on a page of two runs; and the shown words follow from it."""
+    """Every number that carries a place in the ledger, on a page of two runs; and the shown words
+    follow from it."""
     folders = [run_folder(tmp_path / "a"), run_folder(tmp_path / "b", balanced=False)]
     ledgers = [json.loads((folder / "ledger.json").read_text()) for folder in folders]
     text = page(read_runs(folders))
@@ -77,7 +81,12 @@ def test_figures_are_the_ledgers(tmp_path):
             "bytes_per_step",
             "imbalance",
         }
-        assert places >= {"busy_ms_per_rank/forward/1", "straggler_ms_per_rank/0", "exposed_ms_per_rank/1", "paths/rows/gloo"}
+        assert places >= {
+            "busy_ms_per_rank/forward/1",
+            "straggler_ms_per_rank/0",
+            "exposed_ms_per_rank/1",
+            "paths/rows/gloo",
+        }
     assert [one["ledger"] for one in block(text, "ledgers")] == ledgers
     assert f">{ledgers[0]['straggler_percent']:.1f} %<" in text and ">20.0 %<" in text  # collisions
     assert "0.2500" in text and "4.0000" in text  # quality and last loss
@@ -87,15 +96,30 @@ def test_a_bar_adds_up_to_the_step(tmp_path):
     ledger = read_run(run_folder(tmp_path / "a")).ledger
     for rank in (0, 1):
         own = sum(values[rank] for values in ledger["busy_ms_per_rank"].values())
-        assert own + ledger["straggler_ms_per_rank"][rank] + ledger["exposed_ms_per_rank"][rank] == pytest.approx(55)
+        assert own + ledger["straggler_ms_per_rank"][rank] + ledger["exposed_ms_per_rank"][
+            rank
+        ] == pytest.approx(55)
     assert ledger["straggler_ms_per_rank"] == [10, 0] and ledger["exposed_ms_per_rank"] == [5, 5]
     assert ledger["busy_ms_per_rank"]["other"] == [7, 7]  # 0 to 2 and 50 to 55
     assert ledger["predicted_imbalance_before"] == pytest.approx(15 / 12.5)
 
 
 def test_busy_counts_the_innermost_span_and_no_wait():
-    spans = [["inner", 20, 30], ["outer", 10, 50], ["same", 60, 70], ["longer", 60, 80], ["ahead/lookup", 0, 90], ["empty", 5, 5]]
-    assert busy(0, 100, spans, [["rows", 1, 1, 0, 25, 40]]) == {"other": 40, "outer": 20, "inner": 5, "longer": 10, "same": 10}
+    spans = [
+        ["inner", 20, 30],
+        ["outer", 10, 50],
+        ["same", 60, 70],
+        ["longer", 60, 80],
+        ["ahead/lookup", 0, 90],
+        ["empty", 5, 5],
+    ]
+    assert busy(0, 100, spans, [["rows", 1, 1, 0, 25, 40]]) == {
+        "other": 40,
+        "outer": 20,
+        "inner": 5,
+        "longer": 10,
+        "same": 10,
+    }
     assert busy(0, 10, [["late", 5, 20]], []) == {"other": 5, "late": 5}  # a span of the next step
 
 
@@ -103,21 +127,37 @@ def test_names_cannot_break_the_page(tmp_path):
     text = page([read_run(run_folder(tmp_path / "a"), '<img src=x onerror=alert(1)>"')])
     parsed = Page(text)
     assert parsed.open == [] and not [tag for tag, _ in parsed.found if tag == "img"]
-    assert [a.get("type") for tag, a in parsed.found if tag == "script"] == ["application/json", "application/json", None]
-    assert "<script>alert" not in text and "&lt;script&gt;alert" in text and "Cray-1 &lt;b&gt;" in text
-    assert all(a.get("src") is None and not str(a.get("href", "#")).startswith("http") for _, a in parsed.found)
+    assert [a.get("type") for tag, a in parsed.found if tag == "script"] == [
+        "application/json",
+        "application/json",
+        None,
+    ]
+    assert (
+        "<script>alert" not in text and "&lt;script&gt;alert" in text and "Cray-1 &lt;b&gt;" in text
+    )
+    assert all(
+        a.get("src") is None and not str(a.get("href", "#")).startswith("http")
+        for _, a in parsed.found
+    )
 
 
 def test_the_page_loads_nothing():
     for path in (Path(__file__).parents[2] / "src/freescale/report/static").iterdir():
-        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\((?!#)", path.read_text()), path
+        assert not re.search(
+            r"https?://(?!www\.w3\.org/2000/svg)|@import|url\((?!#)", path.read_text()
+        ), path
 
 
 def test_older_runs_say_what_is_missing(tmp_path):
     text = page(read_runs([run_folder(tmp_path / "a", older=True)]))
     assert Page(text).open == []
     missing = unescape(text[text.index('id="missing"') : text.index("</aside>")])
-    for words in ("did when it did not wait", "machine", "before and after balancing", "what carried each transfer"):
+    for words in (
+        "did when it did not wait",
+        "machine",
+        "before and after balancing",
+        "what carried each transfer",
+    ):
         assert words in missing
     assert "compute_ms_per_rank/0" in text and "Not recorded" in text
     complete = run_folder(tmp_path / "b")
@@ -133,9 +173,14 @@ def test_a_run_that_did_not_end(tmp_path):
     with open(folder / "ledger.jsonl", "a") as file:
         file.write('{"step": 12, "st')
     run = read_run(folder)
-    assert run.ledger["step_ms"] == ledger["step_ms"] and run.ledger["busy_ms_per_rank"] == ledger["busy_ms_per_rank"]
+    assert (
+        run.ledger["step_ms"] == ledger["step_ms"]
+        and run.ledger["busy_ms_per_rank"] == ledger["busy_ms_per_rank"]
+    )
     text = page([run])
-    assert "the run did not end" in text and "there is no timeline" in text and "is not whole" in text
+    assert (
+        "the run did not end" in text and "there is no timeline" in text and "is not whole" in text
+    )
     assert block(text, "timelines") == [None]
 
 
@@ -144,12 +189,24 @@ def test_a_run_that_did_not_end(tmp_path):
     [
         ("config.json", "{", "config.json is damaged"),
         ("ledger.json", "[]", "ledger.json is damaged"),
-        ("ledger.json", '{"measured_steps": 4}', "ledger.json is damaged: it has no ranks, step_ms"),
+        (
+            "ledger.json",
+            '{"measured_steps": 4}',
+            ("ledger.json is damaged: it has no ranks, step_ms"),
+        ),
         ("ledger.jsonl", "{}\nnope\n{}\n", "ledger.jsonl, line 2 is damaged"),
         ("metrics.jsonl", "3\n{}\n", "metrics.jsonl, line 1 is damaged"),
         ("trace.json.gz", "not gzip", "trace.json.gz is damaged"),
-        ("trace.json.gz", gzip.compress(b'{"traceEvents": [{"ph": "X"}]}', mtime=0), "is not an event"),
-        ("trace.json.gz", gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9], "trace.json.gz is damaged"),
+        (
+            "trace.json.gz",
+            gzip.compress(b'{"traceEvents": [{"ph": "X"}]}', mtime=0),
+            "is not an event",
+        ),
+        (
+            "trace.json.gz",
+            gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9],
+            ("trace.json.gz is damaged"),
+        ),
     ],
 )
 def test_damage_is_named(tmp_path, name, content, words):
@@ -171,7 +228,10 @@ def test_what_is_no_run(tmp_path):
     [
         (["config.json"], "the run ended before its first figures, or is still on the way to them"),
         (["config.json", "metrics.jsonl"], "the run ended before its first figures"),
-        (["config.json", "metrics.jsonl", "ledger.jsonl"], "the run made 2 steps, and the first two are warm-up"),
+        (
+            ["config.json", "metrics.jsonl", "ledger.jsonl"],
+            ("the run made 2 steps, and the first two are warm-up"),
+        ),
     ],
 )
 def test_a_run_that_was_killed_early_has_a_page(tmp_path, left, words):
@@ -246,6 +306,10 @@ def test_short_runs(tmp_path):
 
 
 def test_axes():
-    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10] and ticks(3, 3)[0] <= 3 <= ticks(3, 3)[-1] and ticks(0, 0) != []
+    assert (
+        ticks(0, 10) == [0, 2, 4, 6, 8, 10]
+        and ticks(3, 3)[0] <= 3 <= ticks(3, 3)[-1]
+        and ticks(0, 0) != []
+    )
     assert thinned(range(1000), 4) == [249, 499, 749, 999] and thinned([1, 2], 4) == [1, 2]
     assert "loss" in lines([Series("a", "r-0", [(1, 2.0)])], "loss")

@@ -1,4 +1,5 @@
-"""Row optimizers against torch.optim on a dense parameter, and the sum of duplicates against a loop."""
+"""Row optimizers against torch.optim on a dense parameter, and the sum of duplicates against a
+loop."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def test_equals_torch_where_all_rows_are_read(ours, twin, block_bytes, monkeypat
     weight = torch.randn(9, 4, dtype=torch.float64)
     parameter = torch.nn.Parameter(weight.clone())
     optimizer = twin([parameter])
-    state = {name: torch.zeros(9, *shape, dtype=torch.float64) for name, shape in ours.state_shapes(4).items()}
+    state = {
+        name: torch.zeros(9, *shape, dtype=torch.float64)
+        for name, shape in ours.state_shapes(4).items()
+    }
     for step in range(1, 6):
         gradient = torch.randn(9, 4, dtype=torch.float64)
         order = torch.randperm(9)
@@ -42,7 +46,9 @@ def test_rowwise_adagrad_against_its_formula():
         for row, g in zip(rows, gradient):
             sums[row] += float((g * g).mean())
             expected[row] -= 0.5 * g / (sums[row] ** 0.5 + 1e-3)
-        RowWiseAdagrad(lr=0.25, eps=1e-3).update(weight, {"sum": total}, torch.tensor(rows), gradient, step=1, factor=2.0)
+        RowWiseAdagrad(lr=0.25, eps=1e-3).update(
+            weight, {"sum": total}, torch.tensor(rows), gradient, step=1, factor=2.0
+        )
     torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -78,16 +84,22 @@ def test_negative_learning_rate_is_refused():
 @pytest.mark.parametrize("width", [1, 3, 7, 8, 33, 128])
 @pytest.mark.parametrize("name", ROW_OPTIMIZERS)
 def test_a_row_does_not_depend_on_the_others_of_the_call(name, width):
-    """The staged schedule updates the rows of a step in two calls: float32 bits must be those of one call, clipping included."""
+    """The staged schedule updates the rows of a step in two calls: float32 bits must be those of
+    one call, clipping included."""
     generator = torch.Generator().manual_seed(width)
     rows, steps = 700, 3
     split = torch.rand(rows, generator=generator) < 0.1
     results = []
-    for parts in ([torch.arange(rows)], [split.nonzero().squeeze(1), (~split).nonzero().squeeze(1)]):
+    for parts in (
+        [torch.arange(rows)],
+        [split.nonzero().squeeze(1), (~split).nonzero().squeeze(1)],
+    ):
         generator.manual_seed(width + 1)
         optimizer = ROW_OPTIMIZERS[name](lr=0.3)
         weight = torch.randn(rows, width, generator=generator)
-        state = {key: torch.zeros(rows, *shape) for key, shape in optimizer.state_shapes(width).items()}
+        state = {
+            key: torch.zeros(rows, *shape) for key, shape in optimizer.state_shapes(width).items()
+        }
         for step in range(1, steps + 1):
             gradients = torch.randn(rows, width, generator=generator)
             for part in parts:

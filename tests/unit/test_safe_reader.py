@@ -1,4 +1,5 @@
-"""A checkpoint's metadata is a pickle: whatever it holds, nothing but metadata is built, and no class or function is changed."""
+"""A checkpoint's metadata is a pickle: whatever it holds, nothing but metadata is built, and no
+class or function is changed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from freescale.train.checkpoint import SafeReader
 
-NAME = b"(N(dVname\nV../../../../etc/passwd\nst"  # the state (None, {"name": "../.."}), which BUILD hands to setattr
+# the state (None, {"name": "../.."}), which BUILD hands to setattr
+NAME = b"(N(dVname\nV../../../../etc/passwd\nst"
 PASSWORDS = "../../../../etc/passwd"
 
 
@@ -50,13 +52,19 @@ def test_a_pickle_changes_and_calls_nothing(payload, tmp_path):
     before = [dict(vars(known)) for known in (PurePosixPath, meta.MetadataIndex, meta.StorageMeta)]
     with pytest.raises(ValueError, match=r"refused$"):
         read(tmp_path, payload)
-    assert [dict(vars(known)) for known in (PurePosixPath, meta.MetadataIndex, meta.StorageMeta)] == before
+    assert [
+        dict(vars(known)) for known in (PurePosixPath, meta.MetadataIndex, meta.StorageMeta)
+    ] == before
     assert not hasattr(torch.serialization._get_layout, "name")
 
 
 @pytest.fixture
 def saved(tmp_path):
-    dcp.save({"a": torch.arange(6.0).view(2, 3)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    dcp.save(
+        {"a": torch.arange(6.0).view(2, 3)},
+        storage_writer=dcp.FileSystemWriter(tmp_path),
+        no_dist=True,
+    )
     return tmp_path
 
 
@@ -71,7 +79,10 @@ def test_what_torch_writes_is_read(saved):
     found = SafeReader(saved).read_metadata()
     with open(saved / ".metadata", "rb") as file:
         expected = pickle.load(file)
-    assert found.state_dict_metadata == expected.state_dict_metadata and found.storage_data == expected.storage_data
+    assert (
+        found.state_dict_metadata == expected.state_dict_metadata
+        and found.storage_data == expected.storage_data
+    )
     tensors = {"a": torch.empty(2, 3)}
     dcp.load(tensors, storage_reader=SafeReader(saved), no_dist=True)
     assert torch.equal(tensors["a"], torch.arange(6.0).view(2, 3))
@@ -101,7 +112,9 @@ def test_entries_of_another_kind_are_refused(saved, change):
         read(saved, rewritten(saved, change))
 
 
-@pytest.mark.parametrize("payload", [b"", b"garbage", METADATA + b"Metadata\n)\x81.", b"N."], ids=range(4))
+@pytest.mark.parametrize(
+    "payload", [b"", b"garbage", METADATA + b"Metadata\n)\x81.", b"N."], ids=range(4)
+)
 def test_what_is_no_metadata_is_one_line(saved, payload):
     with pytest.raises(ValueError, match="damaged|no metadata"):
         read(saved, payload)

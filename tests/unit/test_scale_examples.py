@@ -1,4 +1,5 @@
-"""The job files of docs/scale.md: shown as they are, read by their tools, and run with stand-ins for what a cluster has."""
+"""The job files of docs/scale.md: shown as they are, read by their tools, and run with stand-ins
+for what a cluster has."""
 
 from __future__ import annotations
 
@@ -12,13 +13,18 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-SBATCH, MANIFEST = ROOT / "examples" / "slurm" / "train.sbatch", ROOT / "examples" / "kubernetes" / "train.yaml"
+SBATCH, MANIFEST = (
+    ROOT / "examples" / "slurm" / "train.sbatch",
+    ROOT / "examples" / "kubernetes" / "train.yaml",
+)
 PAGE = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
 
 
 def script_of(manifest: Path) -> str:
     """What the container runs: the block behind `args`."""
-    found = re.search(r"\n +args:\n +- \|\n(.*?)\n +env:\n", manifest.read_text(encoding="utf-8"), re.DOTALL)
+    found = re.search(
+        r"\n +args:\n +- \|\n(.*?)\n +env:\n", manifest.read_text(encoding="utf-8"), re.DOTALL
+    )
     assert found
     return textwrap.dedent(found[1])
 
@@ -34,9 +40,18 @@ def cluster(tmp_path, monkeypatch):
     for name, body in stands_in.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    told = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "12345", "SLURM_NNODES": "2", "SLURM_NODEID": "1"}
+    told = {
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_ID": "12345",
+        "SLURM_NNODES": "2",
+        "SLURM_NODEID": "1",
+    }
     told |= {"NODES": "2", "RANKS": "8", "JOB_COMPLETION_INDEX": "0"}
-    told |= {"DATA": "/shared/my histories.parquet", "RUN": str(tmp_path / "a run"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    told |= {
+        "DATA": "/shared/my histories.parquet",
+        "RUN": str(tmp_path / "a run"),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     return tmp_path / "a run"
@@ -51,7 +66,10 @@ def started(*command: str) -> list[str]:
 def jobs() -> dict[str, tuple[list[str], str, str]]:
     """(command, node rank, where the ranks meet) of each."""
     kubernetes = ["bash", "-euo", "pipefail", "-c", script_of(MANIFEST)]
-    return {"slurm": (["bash", str(SBATCH)], "1", "node7"), "kubernetes": (kubernetes, "0", "train-0.freescale")}
+    return {
+        "slurm": (["bash", str(SBATCH)], "1", "node7"),
+        "kubernetes": (kubernetes, "0", "train-0.freescale"),
+    }
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
@@ -59,9 +77,18 @@ def test_a_job_starts_and_resumes(kind, cluster):
     command, node, first = jobs()[kind]
     words = started(*command)
     at = dict(zip(words, words[1:], strict=False))
-    assert (at["--nnodes"], at["--node-rank"], at["--nproc-per-node"], at["--max-restarts"]) == ("2", node, "8", "0")
+    assert (at["--nnodes"], at["--node-rank"], at["--nproc-per-node"], at["--max-restarts"]) == (
+        "2",
+        node,
+        "8",
+        "0",
+    )
     assert at["--master-addr"] == first and at["-m"] == "freescale" and at["freescale"] == "train"
-    assert at["--data"] == "/shared/my histories.parquet" and at["--folder"] == str(cluster) and "--resume" not in words
+    assert (
+        at["--data"] == "/shared/my histories.parquet"
+        and at["--folder"] == str(cluster)
+        and "--resume" not in words
+    )
     # It ended before its first checkpoint: begun anew.
     cluster.mkdir()
     (cluster / "config.json").write_text("{}")
@@ -79,7 +106,11 @@ def test_options_of_the_job_go_to_training(cluster):
 def test_options_exist():
     from freescale.cli.main import main
 
-    known = {option for parameter in main.commands["train"].params for option in (*parameter.opts, *parameter.secondary_opts)}
+    known = {
+        option
+        for parameter in main.commands["train"].params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
     for text in (SBATCH.read_text(), script_of(MANIFEST)):
         for given in re.findall(r"ARGUMENTS=\((.*)\)", text):
             assert set(re.findall(r"(?<!\S)--[a-z-]+", given)) <= known
@@ -89,7 +120,9 @@ def test_the_manifest_is_one():
     service, job = yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8"))
     assert (service["kind"], job["kind"]) == ("Service", "Job")
     pod = job["spec"]["template"]["spec"]
-    assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["selector"] == {
+        "job-name": job["metadata"]["name"]
+    }
     assert job["spec"]["completions"] == job["spec"]["parallelism"]
     container = pod["containers"][0]
     told = {entry["name"]: entry["value"] for entry in container["env"]}
@@ -97,15 +130,25 @@ def test_the_manifest_is_one():
         int(told["NODES"]) == job["spec"]["completions"]
         and int(told["RANKS"]) == container["resources"]["limits"]["nvidia.com/gpu"]
     )
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
 
 
 def test_the_page_shows_them_and_names_what_is_read():
     for path in (SBATCH, MANIFEST):
-        assert path.read_text(encoding="utf-8") in PAGE, f"docs/scale.md does not show {path.name} as it is"
+        assert path.read_text(encoding="utf-8") in PAGE, (
+            f"docs/scale.md does not show {path.name} as it is"
+        )
     row = next(line for line in PAGE.splitlines() if "what FreeScale reads to join" in line)
     named = set(re.findall(r"`([A-Z_]+)`", row.split("|")[1]))
-    package = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src" / "freescale").rglob("*.py"))
-    joined = re.findall(r'"([A-Z_]+)": ', (ROOT / "src" / "freescale" / "train" / "launch.py").read_text(encoding="utf-8"))
-    assert named == set(joined) - {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"}  # what our own launcher tells its ranks
+    package = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "src" / "freescale").rglob("*.py")
+    )
+    joined = re.findall(
+        r'"([A-Z_]+)": ',
+        (ROOT / "src" / "freescale" / "train" / "launch.py").read_text(encoding="utf-8"),
+    )
+    # what our own launcher tells its ranks
+    assert named == set(joined) - {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"}
     assert all(re.search(rf"environ(\.get\(|\[)?[^\n]*[\"']{name}[\"']", package) for name in named)

@@ -1,4 +1,5 @@
-"""Histories cut into segments: who sees whom against the definition pair by pair, the layout, costs, and bad input."""
+"""Histories cut into segments: who sees whom against the definition pair by pair, the layout,
+costs, and bad input."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ from freescale.kernels.triton import summary_attention as twin
 from freescale.models.segments import arrange
 from freescale.segments import Segments, SummaryPlan
 
-SMALL = {name: options for name, options in segment_cases.CASES.items() if "dtype" not in options and "widths" not in options}
+SMALL = {
+    name: options
+    for name, options in segment_cases.CASES.items()
+    if "dtype" not in options and "widths" not in options
+}
 
 
 def oracle(rows, case, q, k, v, old_k, old_v, position_bias, time_bias, timestamps):
@@ -34,14 +39,21 @@ def oracle(rows, case, q, k, v, old_k, old_v, position_bias, time_bias, timestam
             total = v.new_zeros(v.shape[1:])
             for j in np.flatnonzero(mask[i]):
                 at = j - remembered
-                key, value = (k[row + at], v[row + at]) if at >= 0 else (old_k[old + j], old_v[old + j])
+                key, value = (
+                    (k[row + at], v[row + at]) if at >= 0 else (old_k[old + j], old_v[old + j])
+                )
                 score = (q[row + i] * key).sum(-1) * 0.2
                 # the segment's first row; candidates belong to the open part
                 inside = at >= min(i, history) // segments.period * segments.period
                 if inside and position_bias is not None:
                     score = score + position_bias[min(i, history) - min(at, history)]
                     elapsed = max(1, int(timestamps[row + i] - timestamps[row + at]))
-                    score = score + time_bias[min(math.floor(math.log(elapsed) / 0.301), time_bias.numel() - 1)]
+                    score = (
+                        score
+                        + time_bias[
+                            min(math.floor(math.log(elapsed) / 0.301), time_bias.numel() - 1)
+                        ]
+                    )
                 total = total + (score * torch.sigmoid(score))[:, None] * value
             out.append(total / 50)
         row, old = row + len(mask), old + remembered
@@ -51,32 +63,51 @@ def oracle(rows, case, q, k, v, old_k, old_v, position_bias, time_bias, timestam
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("case", [name for name in SMALL if name != "more than a tile"])
 def test_attention_equals_the_definition(case, biases, monkeypatch):
-    """Outputs and all gradients in float64, parts and summaries added; summaries in one group and in many."""
+    """Outputs and all gradients in float64, parts and summaries added; summaries in one group and
+    in many."""
     rows, leaves = segment_cases.drawn(**SMALL[case], widths=(3, 2))
     generator = torch.Generator().manual_seed(2)
     extra = {}
     if biases:
-        extra["position_bias"] = torch.randn(20, generator=generator, dtype=torch.float64).requires_grad_()
-        extra["time_bias"] = torch.randn(9, generator=generator, dtype=torch.float64).requires_grad_()
-        extra["timestamps"] = torch.randint(-2, 40, (rows.plan.rows,), generator=generator).cumsum(0)
+        extra["position_bias"] = torch.randn(
+            20, generator=generator, dtype=torch.float64
+        ).requires_grad_()
+        extra["time_bias"] = torch.randn(
+            9, generator=generator, dtype=torch.float64
+        ).requires_grad_()
+        extra["timestamps"] = torch.randint(-2, 40, (rows.plan.rows,), generator=generator).cumsum(
+            0
+        )
     parameters = [*leaves, *(x for x in extra.values() if x.requires_grad)]
     weight = torch.randn(leaves[2].shape, generator=generator, dtype=torch.float64)
 
     def gradients(out):
-        return [out.detach(), *torch.autograd.grad((out * weight).sum(), parameters, allow_unused=True, materialize_grads=True)]
+        return [
+            out.detach(),
+            *torch.autograd.grad(
+                (out * weight).sum(), parameters, allow_unused=True, materialize_grads=True
+            ),
+        ]
 
     named = {"position_bias": None, "time_bias": None, "timestamps": None} | extra
-    expected = gradients(oracle(rows, SMALL[case], *leaves, **named) + 0 * sum(x.sum() for x in parameters))
+    expected = gradients(
+        oracle(rows, SMALL[case], *leaves, **named) + 0 * sum(x.sum() for x in parameters)
+    )
     for budget in (reference.TILE_BUDGET, 1):
         monkeypatch.setattr(reference, "TILE_BUDGET", budget)
-        for mine, wanted in zip(gradients(segment_cases.segmented(rows, *leaves, segment_cases.REFERENCE, **extra)), expected):
+        for mine, wanted in zip(
+            gradients(segment_cases.segmented(rows, *leaves, segment_cases.REFERENCE, **extra)),
+            expected,
+        ):
             torch.testing.assert_close(mine, wanted, rtol=1e-11, atol=1e-13)
 
 
 def test_keeps_no_scores_for_backward():
     rows, leaves = segment_cases.drawn(([900], [0], [0]), 100, 10, widths=(4, 4))
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.numel()) or t, lambda t: t
+    ):
         segment_cases.segmented(rows, *leaves, segment_cases.REFERENCE).sum().backward()
     assert max(saved) <= rows.plan.rows * 4
 
@@ -86,10 +117,19 @@ def test_lower_precision_follows_the_inputs(dtype, tolerance):
     rows, leaves = segment_cases.drawn("known", 5, 2, widths=(6, 4))
     leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    ours, oracle = (segment_cases.segmented(rows, *inputs, segment_cases.REFERENCE) for inputs in (leaves, exact))
-    grads, wanted = torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(oracle.sum(), exact)
+    ours, oracle = (
+        segment_cases.segmented(rows, *inputs, segment_cases.REFERENCE)
+        for inputs in (leaves, exact)
+    )
+    grads, wanted = (
+        torch.autograd.grad(ours.sum(), leaves),
+        torch.autograd.grad(oracle.sum(), exact),
+    )
     for mine, expected in zip([ours, *grads], [oracle, *wanted], strict=True):
-        assert mine.dtype == dtype and (mine.double() - expected).abs().max() <= tolerance * expected.abs().max()
+        assert (
+            mine.dtype == dtype
+            and (mine.double() - expected).abs().max() <= tolerance * expected.abs().max()
+        )
 
 
 SIZES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5), st.integers(0, 3)), max_size=6)
@@ -100,21 +140,40 @@ SIZES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5), st.integers(0,
 def test_layout_blocks_tiles_and_pairs_are_those_of_the_definition(sizes, segment, data):
     segments = Segments(segment, data.draw(st.integers(1, segment)))
     history, counts, known = (np.array([s[n] for s in sizes], np.int64) for n in range(3))
-    rows = arrange(segments, torch.from_numpy(history + counts), torch.from_numpy(counts), None, known)
-    assert sorted(rows.order.tolist()) == list(range(rows.plan.rows)) and rows.plan.rows == int(rows.parts.sum())
+    rows = arrange(
+        segments, torch.from_numpy(history + counts), torch.from_numpy(counts), None, known
+    )
+    assert sorted(rows.order.tolist()) == list(range(rows.plan.rows)) and rows.plan.rows == int(
+        rows.parts.sum()
+    )
     assert rows.plan.summaries == int(((known + history // segment) * segments.tokens).sum())
-    masks = [segment_cases.visible(h + c, c, segments, k) for h, c, k in zip(history, counts, known, strict=True)]
+    masks = [
+        segment_cases.visible(h + c, c, segments, k)
+        for h, c, k in zip(history, counts, known, strict=True)
+    ]
     own = [segment_cases.visible(h + c, c, segments) for h, c in zip(history, counts, strict=True)]
     assert [mask.sum() for mask in own] == segments.pairs(history, counts).tolist()
     # what the parts and the blocks see together is what the masks say
     seen = sum(
-        int((n - c) * (n - c + 1) // 2 + c * (n - c + 1)) for n, c in zip(rows.parts.tolist(), rows.candidate_counts.tolist())
+        int((n - c) * (n - c + 1) // 2 + c * (n - c + 1))
+        for n, c in zip(rows.parts.tolist(), rows.candidate_counts.tolist())
     )
-    assert seen + int((rows.plan.blocks()[:, 1] * rows.plan.blocks()[:, 3]).sum()) == sum(int(mask.sum()) for mask in masks)
-    for of, goal in (("rows", rows.plan.blocks()[:, :2]), ("summaries", np.stack([rows.plan.starts[1], rows.plan.counts], 1))):
+    assert seen + int((rows.plan.blocks()[:, 1] * rows.plan.blocks()[:, 3]).sum()) == sum(
+        int(mask.sum()) for mask in masks
+    )
+    for of, goal in (
+        ("rows", rows.plan.blocks()[:, :2]),
+        ("summaries", np.stack([rows.plan.starts[1], rows.plan.counts], 1)),
+    ):
         table = twin.tiles(rows.plan, of, 4)
-        place, end = (0, table[:, 1]) if of == "rows" else (2, (table[:, 3] + table[:, 4]) * segments.tokens)
-        held = [t[place] + t[5] + n for t, stop in zip(table, end, strict=True) for n in range(min(4, stop - t[5]))]
+        place, end = (
+            (0, table[:, 1]) if of == "rows" else (2, (table[:, 3] + table[:, 4]) * segments.tokens)
+        )
+        held = [
+            t[place] + t[5] + n
+            for t, stop in zip(table, end, strict=True)
+            for n in range(min(4, stop - t[5]))
+        ]
         assert len(set(held)) == len(held)
         used = rows.plan.lengths > 0 if of == "summaries" else slice(None)
         assert set(held) == {first + n for first, count in goal[used] for n in range(count)}
@@ -124,7 +183,12 @@ def test_events_keep_their_positions_and_summaries_stand_where_the_next_segment_
     rows = arrange(Segments(3, 2), torch.tensor([8]), torch.tensor([2]), None, np.array([4]))
     assert rows.event_positions.tolist() == [12, 13, 14, 15, 16, 17, 18, 18]
     assert rows.events.tolist() == [0, 1, 2, 5, 6, 7, 10, 11]
-    assert rows.summaries.tolist() == [3, 4, 8, 9] and rows.summary_positions.tolist() == [15, 15, 18, 18]
+    assert rows.summaries.tolist() == [3, 4, 8, 9] and rows.summary_positions.tolist() == [
+        15,
+        15,
+        18,
+        18,
+    ]
     assert rows.last_events.tolist() == [2, 2, 5, 5] and rows.longest_history == 18
 
 
@@ -133,7 +197,10 @@ class TestCost:
         segments = Segments(4, 2)
         lengths, candidates = np.array([0, 1, 4, 5, 13]), np.array([0, 2, 0, 1, 0])
         rows = features(lengths, candidates, segments)
-        pairs = [segment_cases.visible(n + c, c, segments).sum() for n, c in zip(lengths, candidates, strict=True)]
+        pairs = [
+            segment_cases.visible(n + c, c, segments).sum()
+            for n, c in zip(lengths, candidates, strict=True)
+        ]
         assert rows[:, 0].tolist() == [2 * n for n in pairs]
         assert rows[:, 1].tolist() == lengths.tolist() and rows[:, 2].tolist() == [0, 2, 2, 3, 6]
 
@@ -141,10 +208,13 @@ class TestCost:
         cost = CostModel.of_hstu(width=64, layers=2, heads=2, d_qk=32, d_v=32)
         length = np.array([5000])
         assert cost(length, segments=Segments(250, 4)) < cost(length) / 5
-        assert cost(np.array([249]), segments=Segments(250, 4)) == pytest.approx(cost(np.array([249])), rel=0.01)
+        assert cost(np.array([249]), segments=Segments(250, 4)) == pytest.approx(
+            cost(np.array([249])), rel=0.01
+        )
 
     def test_the_balancer_deals_by_it(self):
-        """Without segments one long sample outweighs three shorter ones; with them it does not. Summaries count under the cap."""
+        """Without segments one long sample outweighs three shorter ones; with them it does not.
+        Summaries count under the cap."""
         table = np.array([[300, 0, 300], [100, 0, 100], [100, 0, 100], [100, 0, 100]])
         cost, home = CostModel(1.0, 0.0), np.zeros(4, np.int64)
         plain = Balancer(greedy, cost).plan(0, table, home, 2)

@@ -1,4 +1,5 @@
-"""Opening shared memory between ranks of a machine: strangers are not let in, and nothing stays open after a failure."""
+"""Opening shared memory between ranks of a machine: strangers are not let in, and nothing stays
+open after a failure."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from freescale.transport.hostwire.pinned import Pinned, shared_file
 from freescale.transport.hostwire.wires import shared
 
 SIZE = 1 << 12
-# Another user of the machine: reads the socket's name, which everybody can, and says that it is rank 1.
+# Another user of the machine: reads the socket's name, which everybody can, and says that it is
+# rank 1.
 STRANGER = """
 import os, socket, struct, sys
 os.setuid(65534)
@@ -31,7 +33,8 @@ except (BrokenPipeError, ConnectionResetError):
 
 
 def _together(between=lambda names: None, size=2):
-    """What `connect` gave to each of two ranks, threads of this process, or raised. `between`: called with both names."""
+    """What `connect` gave to each of two ranks, threads of this process, or raised. `between`:
+    called with both names."""
     names, met = [b""] * size, threading.Barrier(size, timeout=30)
     found: list[object] = [None] * size
 
@@ -47,7 +50,9 @@ def _together(between=lambda names: None, size=2):
             return list(names)
 
         try:
-            found[rank] = shared.connect(rank, [1 - rank], ring, file, torch.device("cpu"), gather, 5.0)
+            found[rank] = shared.connect(
+                rank, [1 - rank], ring, file, torch.device("cpu"), gather, 5.0
+            )
         except Exception as error:  # noqa: BLE001
             found[rank] = error
         os.close(file)
@@ -67,7 +72,9 @@ def test_another_user_is_not_let_in():
     strangers = []
 
     def call(names):
-        strangers.extend(subprocess.Popen([sys.executable, "-c", STRANGER, name[1:].decode()]) for name in names)
+        strangers.extend(
+            subprocess.Popen([sys.executable, "-c", STRANGER, name[1:].decode()]) for name in names
+        )
         threading.Event().wait(0.5)  # they are in the queue before the ranks call each other
 
     wires = _together(call)

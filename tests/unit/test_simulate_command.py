@@ -1,4 +1,5 @@
-"""The command, its files, calibrations: what is shipped loads, what does not fit is refused or marked."""
+"""The command, its files, calibrations: what is shipped loads, what does not fit is refused or
+marked."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def simulated(*arguments: str):
 
 
 def test_the_command_shows_what_each_technique_gives(tmp_path):
-    done = simulated("--gpus", "8", "--gpus", "16", "--steps", "4", "--batch", "8", "--out", str(tmp_path))
+    done = simulated(
+        "--gpus", "8", "--gpus", "16", "--steps", "4", "--batch", "8", "--out", str(tmp_path)
+    )
     assert done.exit_code == 0, done.output
     for words in (
         "8 GPUs",
@@ -45,9 +48,15 @@ def test_the_command_shows_what_each_technique_gives(tmp_path):
 def test_one_configuration_with_the_users_own_data(tmp_path):
     path = tmp_path / "histories.parquet"
     generate(path, users=200, items=3000, median=40.0, cap=300)
-    done = simulated("--gpus", "8", "--steps", "4", "--batch", "8", "--data", str(path), "--schedule", "staged")
+    done = simulated(
+        "--gpus", "8", "--steps", "4", "--batch", "8", "--data", str(path), "--schedule", "staged"
+    )
     assert done.exit_code == 0, done.output
-    assert "as asked" in done.output and "where a step's time went" in done.output and "rows: of all ids" in done.output
+    assert (
+        "as asked" in done.output
+        and "where a step's time went" in done.output
+        and "rows: of all ids" in done.output
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +72,13 @@ def test_one_configuration_with_the_users_own_data(tmp_path):
 )
 def test_mistakes_are_one_line(arguments, words):
     given = dict(zip(arguments[::2], arguments[1::2]))
-    done = simulated(*(word for pair in ({"--gpus": "8", "--steps": "3", "--batch": "4"} | given).items() for word in pair))
+    done = simulated(
+        *(
+            word
+            for pair in ({"--gpus": "8", "--steps": "3", "--batch": "4"} | given).items()
+            for word in pair
+        )
+    )
     assert done.exit_code == 1 and words in done.output and "Traceback" not in done.output
 
 
@@ -74,14 +89,17 @@ def test_presets_can_be_listed():
 def test_longer_histories_than_were_measured_are_marked():
     config = SimulateConfig(cap=30_000, median=9000.0, batch=4, steps=3)
     assert any("EXTRAPOLATED" in note for note in run(config, [8])["notes"])
-    assert not any("EXTRAPOLATED" in note for note in run(SimulateConfig(batch=4, steps=3), [8])["notes"])
+    assert not any(
+        "EXTRAPOLATED" in note for note in run(SimulateConfig(batch=4, steps=3), [8])["notes"]
+    )
 
 
 def test_natural_collisions_are_those_of_the_popularity():
     rates = [
-        run(SimulateConfig(batch=4, steps=4, items=1_000_000, natural=natural, schedule="serial"), [8])["rows"][0][
-            "collision_percent"
-        ]
+        run(
+            SimulateConfig(batch=4, steps=4, items=1_000_000, natural=natural, schedule="serial"),
+            [8],
+        )["rows"][0]["collision_percent"]
         for natural in (False, True)
     ]
     assert rates[0] == pytest.approx(10, abs=2) and rates[1] > 20
@@ -109,9 +127,23 @@ def test_a_fit_finds_the_curve_and_nothing_negative():
     rows = []
     for _ in range(12):
         lengths = random.integers(10, 1000, 20).astype(float)
-        sums = {"squares": (lengths**2).sum(), "tokens": lengths.sum(), "samples": len(lengths), "longest": 1000, "layers": 2}
+        sums = {
+            "squares": (lengths**2).sum(),
+            "tokens": lengths.sum(),
+            "samples": len(lengths),
+            "longest": 1000,
+            "layers": 2,
+        }
         ms = 2 * 1e3 * (3e-9 * sums["squares"] + 2e-6 * sums["tokens"])
-        rows.append(sums | {"forward_ms": ms, "backward_ms": 2 * ms, "head_forward_ms": 0.0, "head_backward_ms": 0.0})
+        rows.append(
+            sums
+            | {
+                "forward_ms": ms,
+                "backward_ms": 2 * ms,
+                "head_forward_ms": 0.0,
+                "head_backward_ms": 0.0,
+            }
+        )
     shape = fit(rows, 64, 2, "fp32")
     assert shape["forward"]["quadratic"] == pytest.approx(3e-9, rel=0.01)
     assert shape["backward"]["linear"] == pytest.approx(4e-6, rel=0.01)

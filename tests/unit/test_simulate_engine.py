@@ -1,4 +1,5 @@
-"""Schedules: what must hold in every case, and a tiny case against a loop that moves every thread by ticks."""
+"""Schedules: what must hold in every case, and a tiny case against a loop that moves every thread
+by ticks."""
 
 from __future__ import annotations
 
@@ -19,16 +20,28 @@ from freescale.simulate.workload import Generated
 
 STEPS = 6
 MODEL = Model(width=8, layers=2, heads=2, longest=1000)
-NETWORK = Network("tiny", 2, 2, Link(0.05, 20.0), Link(0.01, 50.0), Link(0.04, 10.0), per_peer_us=5.0)
+NETWORK = Network(
+    "tiny", 2, 2, Link(0.05, 20.0), Link(0.01, 50.0), Link(0.04, 10.0), per_peer_us=5.0
+)
 WORK = RowWork(2e-7, 1e-7, 1e-9, 3e-9, 1e-10, 1e-10, 1e-5)
 CURVES = Curve(2e-8, 2e-6), Curve(5e-8, 3e-6)
 CALIBRATION = Calibration(
-    "tiny", "by hand", {}, "", (Shape(8, 2, "bf16", 1000, *CURVES),), WORK, 1e-8, 1e-4, {"collective": 1.2, "hostwire": 1.01}
+    "tiny",
+    "by hand",
+    {},
+    "",
+    (Shape(8, 2, "bf16", 1000, *CURVES),),
+    WORK,
+    1e-8,
+    1e-4,
+    {"collective": 1.2, "hostwire": 1.01},
 )
 
 
 def source(ranks: int, **changed) -> Generated:
-    return Generated(8 * ranks, **({"median": 150, "cap": 1000, "items": 200_000, "collisions": 0.2} | changed))
+    return Generated(
+        8 * ranks, **({"median": 150, "cap": 1000, "items": 200_000, "collisions": 0.2} | changed)
+    )
 
 
 def figures(setting: Setting, ranks: int = 8, network: Network = NETWORK, **changed) -> dict:
@@ -40,23 +53,32 @@ def figures(setting: Setting, ranks: int = 8, network: Network = NETWORK, **chan
 @pytest.mark.parametrize("transport", ["collective", "hostwire"])
 def test_every_overlap_helps(balance, transport):
     steps = [
-        figures(Setting(schedule, balance, transport))["step_ms"]["mean"] for schedule in ("serial", "metadata", "staged", "stale")
+        figures(Setting(schedule, balance, transport))["step_ms"]["mean"]
+        for schedule in ("serial", "metadata", "staged", "stale")
     ]
     serial, metadata, staged, stale = steps
-    # What is urgent runs beside the dense AllReduce and slows no compute down: by so little staged may be ahead of stale.
+    # What is urgent runs beside the dense AllReduce and slows no compute down: by so little staged
+    # may be ahead of stale.
     assert serial >= metadata >= staged >= 0.995 * stale
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_gpu_waits_for_nobody(schedule):
     found = figures(Setting(schedule, "greedy"), ranks=1)
-    assert found["straggler_percent"] == 0 and found["exposed_percent"] == 0 and sum(found["bytes_per_step"].values()) == 0
+    assert (
+        found["straggler_percent"] == 0
+        and found["exposed_percent"] == 0
+        and sum(found["bytes_per_step"].values()) == 0
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("balance", ["greedy", "fixed", "local"])
 def test_balancing_leaves_less_straggler(schedule, balance):
-    assert figures(Setting(schedule, balance))["straggler_percent"] <= figures(Setting(schedule))["straggler_percent"]
+    assert (
+        figures(Setting(schedule, balance))["straggler_percent"]
+        <= figures(Setting(schedule))["straggler_percent"]
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -66,7 +88,9 @@ def test_twice_the_bandwidth_never_slows_down(schedule, part):
     faster = replace(NETWORK, **{part: replace(link, gb_per_s=2 * link.gb_per_s)})
     for transport in ("collective", "hostwire"):
         setting = Setting(schedule, "greedy", transport)
-        assert figures(setting, network=faster)["step_ms"]["mean"] <= figures(setting)["step_ms"]["mean"] * (1 + 1e-9)
+        assert figures(setting, network=faster)["step_ms"]["mean"] <= figures(setting)["step_ms"][
+            "mean"
+        ] * (1 + 1e-9)
 
 
 def test_the_same_run_twice_is_the_same():
@@ -74,7 +98,10 @@ def test_the_same_run_twice_is_the_same():
 
 
 def test_more_collisions_expose_more():
-    exposed = [sum(figures(Setting("staged"), collisions=rate)["exposed_ms"].values()) for rate in (0.0, 0.25, 0.5, 0.75)]
+    exposed = [
+        sum(figures(Setting("staged"), collisions=rate)["exposed_ms"].values())
+        for rate in (0.0, 0.25, 0.5, 0.75)
+    ]
     assert exposed == sorted(exposed) and exposed[0] < exposed[-1]
 
 
@@ -86,10 +113,13 @@ def test_planned_batches_change_nothing():
 
 def test_a_learning_cost_model_balances_what_the_frozen_one_does_not():
     """The curve here has no linear part to speak of, the model's operations have."""
-    shape = Shape(8, 2, "bf16", 1000, Curve(2e-8, 0.0, 2e-3), Curve(5e-8, 0.0, 3e-3))  # a sample costs, however short
+    # a sample costs, however short
+    shape = Shape(8, 2, "bf16", 1000, Curve(2e-8, 0.0, 2e-3), Curve(5e-8, 0.0, 3e-3))
     cluster = Cluster(MODEL, replace(CALIBRATION, shapes=(shape,)), NETWORK, 8)
     frozen, adapted = (
-        collected(simulate(Setting("serial", "greedy", adapt=adapt), cluster, source(8), 12), 8)["straggler_percent"]
+        collected(simulate(Setting("serial", "greedy", adapt=adapt), cluster, source(8), 12), 8)[
+            "straggler_percent"
+        ]
         for adapt in (False, True)
     )
     assert adapted < frozen
@@ -97,11 +127,18 @@ def test_a_learning_cost_model_balances_what_the_frozen_one_does_not():
 
 def test_jitter_is_what_balancing_cannot_mend():
     cluster = Cluster(MODEL, CALIBRATION, NETWORK, 8, jitter=0.05)
-    assert collected(simulate(Setting("serial", "greedy"), cluster, source(8), STEPS), 8)["straggler_percent"] > 2
+    assert (
+        collected(simulate(Setting("serial", "greedy"), cluster, source(8), STEPS), 8)[
+            "straggler_percent"
+        ]
+        > 2
+    )
 
 
 def test_not_deduplicating_sends_every_event():
-    whole, once = (figures(Setting(deduplicate=flag))["bytes_per_step"]["rows"] for flag in (False, True))
+    whole, once = (
+        figures(Setting(deduplicate=flag))["bytes_per_step"]["rows"] for flag in (False, True)
+    )
     assert whole > once
     with pytest.raises(ValueError, match="needs requests without duplicates"):
         Setting("staged", deduplicate=False)
@@ -110,8 +147,13 @@ def test_not_deduplicating_sends_every_event():
 def test_a_small_table_is_replicated_by_the_rule_of_training():
     cluster = Cluster(MODEL, CALIBRATION, NETWORK, 8)
     small = source(8, items=2000, collisions=None)
-    found = {name: collected(simulate(Setting("staged", placement=name), cluster, small, STEPS), 8) for name in ("auto", "sharded")}
-    assert found["auto"]["bytes_per_step"]["rows"] == 0 < found["auto"]["bytes_per_step"]["gradients"]
+    found = {
+        name: collected(simulate(Setting("staged", placement=name), cluster, small, STEPS), 8)
+        for name in ("auto", "sharded")
+    }
+    assert (
+        found["auto"]["bytes_per_step"]["rows"] == 0 < found["auto"]["bytes_per_step"]["gradients"]
+    )
     assert found["sharded"]["bytes_per_step"]["rows"] > 0
     with pytest.raises(ValueError, match="placement 'everywhere'"):
         Setting(placement="everywhere")
@@ -132,26 +174,44 @@ def test_records_have_the_ledgers_form():
     cluster = Cluster(MODEL, CALIBRATION, NETWORK, 4)
     steps = list(simulate(Setting("staged", "greedy"), cluster, source(4), 4))
     made = records(steps[2])
-    assert len(made) == 4 and set(made[0]) == {"step", "begin", "end", "spans", "collectives", "paths", "counters"}
+    assert len(made) == 4 and set(made[0]) == {
+        "step",
+        "begin",
+        "end",
+        "spans",
+        "collectives",
+        "paths",
+        "counters",
+    }
     for record in made:
         for _, _, _, issued, waited, done in record["collectives"]:
             assert issued <= done and waited <= done
-        assert record["begin"] <= record["end"] and {"forward", "backward", "arrive"} <= {name for name, *_ in record["spans"]}
+        assert record["begin"] <= record["end"] and {"forward", "backward", "arrive"} <= {
+            name for name, *_ in record["spans"]
+        }
     assert [step.number for step in steps] == [0, 1, 2, 3]
 
 
 def test_of_the_dense_gradients_only_the_last_bucket_is_exposed():
-    """Where a bucket's AllReduce takes less than its part of the backward; serial waits for all of them."""
+    """Where a bucket's AllReduce takes less than its part of the backward; serial waits for all of
+    them."""
     wide = Model(width=1024, layers=8, heads=2, longest=1000)
     curves = tuple(Curve(0.0, 5000 * curve.linear) for curve in CURVES)
-    calibration = replace(CALIBRATION, shapes=(Shape(1024, 2, "bf16", 1000, *curves),), slowdown={"collective": 1.0})
+    calibration = replace(
+        CALIBRATION, shapes=(Shape(1024, 2, "bf16", 1000, *curves),), slowdown={"collective": 1.0}
+    )
     network = replace(NETWORK, near=Link(50.0, 20.0), far=Link(10.0, 50.0), pcie=Link(40.0, 10.0))
     cluster = Cluster(wide, calibration, network, 4)
     exposed = {
-        name: collected(simulate(Setting(name), cluster, source(4, median=50, cap=2), STEPS), 4)["exposed_ms"]["dense"]
+        name: collected(simulate(Setting(name), cluster, source(4, median=50, cap=2), STEPS), 4)[
+            "exposed_ms"
+        ]["dense"]
         for name in ("serial", "stale")
     }
-    losses, *buckets = (1e3 * message[2][0] for message in Costs(wide, calibration, network, 4, "collective", 8).dense())
+    losses, *buckets = (
+        1e3 * message[2][0]
+        for message in Costs(wide, calibration, network, 4, "collective", 8).dense()
+    )
     assert len(buckets) > 4
     assert exposed["serial"] == pytest.approx(losses + sum(buckets), rel=0.01)
     assert exposed["stale"] == pytest.approx(buckets[-1], rel=0.05)
@@ -163,7 +223,10 @@ def test_of_the_dense_gradients_only_the_last_bucket_is_exposed():
 def test_compute_is_slowed_by_what_is_beside_it():
     """Three ranks, two things beside; against a clock that moves by ticks."""
     begin, seconds = np.array([0.0, 1.0, 2.0]), np.array([3.0, 0.5, 4.0])
-    beside = [Beside(np.array([1.0, 1.2, 1.0]), np.array([2.0, 1.4, 3.0]), 0.0), Beside(np.full(3, 2.5), np.full(3, 4.5), 0.5)]
+    beside = [
+        Beside(np.array([1.0, 1.2, 1.0]), np.array([2.0, 1.4, 3.0]), 0.0),
+        Beside(np.full(3, 2.5), np.full(3, 4.5), 0.5),
+    ]
     tick, ends = 1e-4, []
     for rank in range(3):
         now, left = begin[rank], seconds[rank]
@@ -179,7 +242,8 @@ Thread = Iterator[tuple[str, float]]
 
 
 class Ticking:
-    """Every thread of every rank, moved a tick at a time. A thread yields what it does next: work, compute, meet or wait."""
+    """Every thread of every rank, moved a tick at a time. A thread yields what it does next: work,
+    compute, meet or wait."""
 
     def __init__(self, ranks: int, slowdown: float, tick: float) -> None:
         self.ranks, self.slowdown, self.tick, self.now = ranks, slowdown, tick, 0.0
@@ -198,13 +262,20 @@ class Ticking:
                 elif one[0].startswith("meet"):
                     if busy[key]:  # two transfers of a rank have half of its network each
                         shared = sum(busy.get((rank, other), False) for other in ("main", "ahead"))
-                        one[1] -= self.tick / (1 if lane == "coming" else shared)  # what the host says is too small to count
+                        # what the host says is too small to count
+                        one[1] -= self.tick / (1 if lane == "coming" else shared)
                     over = one[1] <= 0
                 else:
                     speed = 1.0
                     ahead = doing.get((rank, "ahead"))
                     if one[0] == "compute" and ahead is not None:
-                        speed = 0.0 if ahead[0] == "work" else 1 / self.slowdown if busy[(rank, "ahead")] else 1.0
+                        speed = (
+                            0.0
+                            if ahead[0] == "work"
+                            else 1 / self.slowdown
+                            if busy[(rank, "ahead")]
+                            else 1.0
+                        )
                     one[1] -= self.tick * speed
                     over = one[1] <= 0
                 if over:
@@ -226,11 +297,22 @@ class Ticking:
 
 @pytest.mark.parametrize("schedule", ["serial", "stale"])
 def test_a_tiny_run_against_ticks(schedule):
-    """Four ranks, no latency (so that what is empty takes no time), compute long enough to hide the lane, and once not."""
+    """Four ranks, no latency (so that what is empty takes no time), compute long enough to hide the
+    lane, and once not."""
     for speed in (1.0, 0.05):
-        network = replace(NETWORK, near=Link(0.05, 0.0), far=Link(0.01, 0.0), pcie=Link(0.04, 0.0), per_peer_us=0.0)
+        network = replace(
+            NETWORK,
+            near=Link(0.05, 0.0),
+            far=Link(0.01, 0.0),
+            pcie=Link(0.04, 0.0),
+            per_peer_us=0.0,
+        )
         curves = [Curve(speed * curve.quadratic, speed * curve.linear) for curve in CURVES]
-        calibration = replace(CALIBRATION, shapes=(Shape(8, 2, "bf16", 1000, *curves),), rows=replace(WORK, constant=0.0))
+        calibration = replace(
+            CALIBRATION,
+            shapes=(Shape(8, 2, "bf16", 1000, *curves),),
+            rows=replace(WORK, constant=0.0),
+        )
         cluster, setting = Cluster(MODEL, calibration, network, 4), Setting(schedule)
         steps = list(simulate(setting, cluster, source(4), 4))
         batches = plan("none", cluster, source(4), 4)
@@ -243,7 +325,9 @@ def test_a_tiny_run_against_ticks(schedule):
         def main(rank: int) -> Thread:
             for number, batch in enumerate(batches):  # noqa: B023
                 blocking = schedule == "serial" or number == 0
-                counted = ["counts"] * blocking + ["following counts"] * (schedule == "stale" and number == 0)
+                counted = ["counts"] * blocking + ["following counts"] * (
+                    schedule == "stale" and number == 0
+                )
                 for which in counted:
                     yield f"meet {which} {number}", float(costs.counts(False)[3][rank])  # noqa: B023
                 if blocking:
@@ -256,9 +340,15 @@ def test_a_tiny_run_against_ticks(schedule):
                 yield "compute", float(costs.forward(batch)[rank])  # noqa: B023
                 yield "compute", float(costs.backward(batch)[rank])  # noqa: B023
                 if schedule == "serial":
-                    yield f"meet gradients {number}", float(costs.gradients(batch.demand.whole)[2][rank])  # noqa: B023
+                    yield (
+                        f"meet gradients {number}",
+                        float(costs.gradients(batch.demand.whole)[2][rank]),
+                    )  # noqa: B023
                     yield "work", float(costs.update(batch.demand.whole)[rank])  # noqa: B023
-                yield f"meet dense {number}", sum(float(message[2][rank]) for message in costs.dense())  # noqa: B023
+                yield (
+                    f"meet dense {number}",
+                    sum(float(message[2][rank]) for message in costs.dense()),
+                )  # noqa: B023
                 yield "work", costs.optimizer  # noqa: B023
                 if schedule == "stale" and number < 3:
                     yield "until", lambda: told[rank] >= number  # type: ignore[misc] # noqa: B023
@@ -275,7 +365,10 @@ def test_a_tiny_run_against_ticks(schedule):
                 if number < 3:
                     yield from ask(rank, number + 1, "ahead")
                     yield "work", float(costs.compare(batches[number], batches[number + 1])[rank])  # noqa: B023
-                    yield f"meet marks {number}", float(costs.marks(batches[number], batches[number + 1])[2][rank])  # noqa: B023
+                    yield (
+                        f"meet marks {number}",
+                        float(costs.marks(batches[number], batches[number + 1])[2][rank]),
+                    )  # noqa: B023
                 if number:
                     last = batches[number - 1].demand.whole  # noqa: B023
                     yield f"meet give {number}", float(costs.gradients(last)[2][rank])  # noqa: B023
@@ -289,11 +382,20 @@ def test_a_tiny_run_against_ticks(schedule):
         def coming(rank: int) -> Thread:
             for number in range(3):
                 yield "until", lambda: started[rank] >= number  # type: ignore[misc] # noqa: B023
-                yield f"meet counts of the batch after {number}", float(costs.counts(False)[3][rank])  # noqa: B023
+                yield (
+                    f"meet counts of the batch after {number}",
+                    float(costs.counts(False)[3][rank]),
+                )  # noqa: B023
                 told[rank] = number  # noqa: B023
 
         threads = {(rank, "main"): main(rank) for rank in range(4)}
         if schedule == "stale":
-            threads |= {(rank, lane): made(rank) for rank in range(4) for lane, made in (("ahead", ahead), ("coming", coming))}
+            threads |= {
+                (rank, lane): made(rank)
+                for rank in range(4)
+                for lane, made in (("ahead", ahead), ("coming", coming))
+            }
         loop.run(threads)
-        np.testing.assert_allclose(np.stack([step.end for step in steps]), ends, rtol=0.01, atol=60 * tick)
+        np.testing.assert_allclose(
+            np.stack([step.end for step in steps]), ends, rtol=0.01, atol=60 * tick
+        )

@@ -33,7 +33,9 @@ def test_all_to_all_is_the_slower_way_plus_latency_and_peers():
 
 def test_what_comes_in_counts_like_what_goes_out():
     moved = Exchange(np.zeros(4), np.zeros(4), np.zeros(4), np.array([1e9, 0, 0, 0]))
-    np.testing.assert_allclose(network(per_peer_us=0.0).all_to_all(moved), [0.1 + 5e-6, 5e-6, 5e-6, 5e-6])
+    np.testing.assert_allclose(
+        network(per_peer_us=0.0).all_to_all(moved), [0.1 + 5e-6, 5e-6, 5e-6, 5e-6]
+    )
 
 
 def test_cards_are_shared_by_the_gpus_of_a_node():
@@ -42,7 +44,10 @@ def test_cards_are_shared_by_the_gpus_of_a_node():
 
 
 def test_incast_takes_bandwidth_from_the_second_sender_on():
-    two, many = (network(incast=0.5, per_peer_us=0.0).all_to_all(exchange(ranks, 0, 1e9))[0] for ranks in (4, 10))
+    two, many = (
+        network(incast=0.5, per_peer_us=0.0).all_to_all(exchange(ranks, 0, 1e9))[0]
+        for ranks in (4, 10)
+    )
     np.testing.assert_allclose(two, 0.1 + 5e-6)  # one other node
     np.testing.assert_allclose(many, 0.1 / (1 - 0.5 * 3 / 4) + 5e-6)  # four others
 
@@ -58,12 +63,19 @@ def test_all_gather_and_all_reduce():
     # 4 ranks in 2 nodes: 3 messages come near, 2 from outside by 2 cards
     assert network().all_gather(1e9, 4) == pytest.approx(max(3 / 100, 2 / 2 / 10) + 1e-6 + 5e-6)
     # half of the buffer near, each GPU its half of it far: 2 * 0.5 GB * 1/2
-    assert network().all_reduce(1e9, 4) == pytest.approx(max(2 * 0.5 / 100, 2 * 0.5 * 0.5 / 10) + 2e-6 + 2 * 5e-6)
+    assert network().all_reduce(1e9, 4) == pytest.approx(
+        max(2 * 0.5 / 100, 2 * 0.5 * 0.5 / 10) + 2e-6 + 2 * 5e-6
+    )
 
 
 def test_one_gpu_communicates_nothing():
     alone = exchange(1, 0, 0)
-    assert network().all_to_all(alone).sum() == network().all_gather(1e9, 1) == network().all_reduce(1e9, 1) == 0
+    assert (
+        network().all_to_all(alone).sum()
+        == network().all_gather(1e9, 1)
+        == network().all_reduce(1e9, 1)
+        == 0
+    )
 
 
 def test_an_exchange_leaves_a_rank_its_own_part():

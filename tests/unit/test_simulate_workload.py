@@ -27,7 +27,9 @@ def test_expected_rows_are_those_of_drawn_ids():
     for step in range(2):
         lengths = source.lengths(step)
         consumer = np.repeat(home(64), lengths)
-        items = 2 * np.searchsorted(ends, random.random(len(consumer))) + random.integers(0, 2, len(consumer))
+        items = 2 * np.searchsorted(ends, random.random(len(consumer))) + random.integers(
+            0, 2, len(consumer)
+        )
         both = np.unique(consumer * 20_000 + items)
         drawn.append(both)
         requests.append(torch.from_numpy(both % 20_000))
@@ -51,7 +53,9 @@ def test_collisions_are_those_asked_for(target):
 def test_strata_of_the_catalogue_do_not_matter():
     rows = []
     for strata in (256, 4096):
-        source = Generated(64, median=200, cap=1000, items=1_000_000, collisions=None, strata=strata)
+        source = Generated(
+            64, median=200, cap=1000, items=1_000_000, collisions=None, strata=strata
+        )
         one = source.asked(0, home(64), RANKS)
         rows.append(source.demand(one, one, one).late.asked.sum())
     assert rows[0] == pytest.approx(rows[1], rel=0.01)
@@ -71,7 +75,9 @@ def test_a_file_gives_the_rows_of_its_ids(histories):
     sets = []
     for step in range(2):
         lengths, ids = source._batch(step)
-        sets.append([set(ids[np.repeat(home(64), lengths) == rank].tolist()) for rank in range(RANKS)])
+        sets.append(
+            [set(ids[np.repeat(home(64), lengths) == rank].tolist()) for rank in range(RANKS)]
+        )
     before = set().union(*sets[0])
     assert demand.whole.asked.tolist() == [len(mine) for mine in sets[1]]
     assert demand.late.asked.tolist() == [len(mine & before) for mine in sets[1]]
@@ -100,6 +106,8 @@ def test_bad_workloads_are_refused(tmp_path):
     with pytest.raises(ValueError, match="collisions is 1.5"):
         Generated(8, collisions=1.5)
     with pytest.raises(ValueError, match="out of reach"):
-        Generated(1, median=2, cap=2, items=1_000_000, collisions=1.0).asked(0, np.zeros(1, np.int64), 1)
+        Generated(1, median=2, cap=2, items=1_000_000, collisions=1.0).asked(
+            0, np.zeros(1, np.int64), 1
+        )
     with pytest.raises(ValueError, match="no such file"):
         Recorded(tmp_path / "none.parquet", 8)

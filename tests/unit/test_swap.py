@@ -24,7 +24,10 @@ class Pair(nn.Module):
 
 def batch(*ids: int) -> SequenceBatch:
     values = torch.tensor(ids, dtype=torch.int64)
-    return SequenceBatch(sequences={"history": Jagged(values, torch.tensor([len(ids)]))}, weights={"sum": torch.ones(1)})
+    return SequenceBatch(
+        sequences={"history": Jagged(values, torch.tensor([len(ids)]))},
+        weights={"sum": torch.ones(1)},
+    )
 
 
 @pytest.mark.parametrize("placement", ["sharded", "replicated"])
@@ -32,12 +35,15 @@ def test_kept_weights_give_the_same_output_and_gradients(placement):
     torch.manual_seed(0)
     plain = Pair(nn.Embedding(10, 4, padding_idx=2))
     with torch.no_grad():
-        plain.first.weight[2] = 7.0  # nn.Embedding keeps a padding row's value and gives it no gradient
+        # nn.Embedding keeps a padding row's value and gives it no gradient
+        plain.first.weight[2] = 7.0
     start = plain.first.weight.detach().clone()
     expected = plain(batch(3, 2, 3, 9))["sum"]
     expected.backward()
     gradient = plain.first.weight.grad.clone()
-    parallel = freescale.parallelize(plain, {"first": ["history"]}, freescale.SGD(lr=1.0), init="weights", placement=placement)
+    parallel = freescale.parallelize(
+        plain, {"first": ["history"]}, freescale.SGD(lr=1.0), init="weights", placement=placement
+    )
     assert isinstance(plain.first, TableReader) and not list(plain.first.parameters())
     pipeline = freescale.Pipeline(parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.0))
     (result,) = pipeline.run([batch(3, 2, 3, 9)])
@@ -103,12 +109,18 @@ def tied() -> Pair:
     ("model", "message"),
     [
         (Pair(nn.Embedding(10, 4, max_norm=1.0)), "'first': max_norm is not supported"),
-        (Pair(nn.Embedding(10, 4, scale_grad_by_freq=True)), "'first': scale_grad_by_freq is not supported"),
+        (
+            Pair(nn.Embedding(10, 4, scale_grad_by_freq=True)),
+            ("'first': scale_grad_by_freq is not supported"),
+        ),
         (Pair(nn.EmbeddingBag(10, 4)), "'first': EmbeddingBag is not supported"),
         (Pair(Normed(10, 4)), "Normed is a subclass of nn.Embedding"),
         (Pair(frozen()), "its weight is frozen"),
         (Pair(hooked()), "it has hooks"),
-        (Pair(nn.Embedding(10, 4, dtype=torch.bfloat16)), "tables are float32 or float64, not torch.bfloat16"),
+        (
+            Pair(nn.Embedding(10, 4, dtype=torch.bfloat16)),
+            ("tables are float32 or float64, not torch.bfloat16"),
+        ),
         (tied(), r"its weight is tied \(first.weight, second.weight\)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -125,7 +137,11 @@ def test_what_is_not_supported_is_refused_by_name(model, message):
         ({}, {}, "ids is empty"),
         ({"first": "history"}, {}, "must be a list of batch features"),
         ({"first": ["history"]}, {"init": "zeros"}, "init must be 'rows' or 'weights'"),
-        ({"first": ["history"]}, {"row_optimizer": {"other": freescale.SGD()}}, r"row_optimizer names \['other'\]"),
+        (
+            {"first": ["history"]},
+            {"row_optimizer": {"other": freescale.SGD()}},
+            r"row_optimizer names \['other'\]",
+        ),
         ({"first": ["history"]}, {"row_clip": 0.0}, "row_clip must be positive"),
     ],
 )
@@ -140,7 +156,9 @@ def test_ids_that_were_not_announced_raise_and_name_the_module(placement):
         def forward(self, batch):
             return {"sum": self.first(batch.values("history") + 1).sum() * self.second.weight.sum()}
 
-    parallel = freescale.parallelize(Sneaky(nn.Embedding(10, 4)), {"first": ["history"]}, placement=placement)
+    parallel = freescale.parallelize(
+        Sneaky(nn.Embedding(10, 4)), {"first": ["history"]}, placement=placement
+    )
     pipeline = freescale.Pipeline(parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"module 'first' was asked for id 6, .* \(history\)"):
         list(pipeline.run([batch(4, 5)]))
@@ -150,9 +168,13 @@ def test_ids_that_were_not_announced_raise_and_name_the_module(placement):
 def test_ids_beyond_the_table_are_refused_in_forward_too(placement):
     class Wrapping(Pair):
         def forward(self, batch):
-            return {"sum": self.first(batch.values("history") + 10).sum() * self.second.weight.sum()}
+            return {
+                "sum": self.first(batch.values("history") + 10).sum() * self.second.weight.sum()
+            }
 
-    parallel = freescale.parallelize(Wrapping(nn.Embedding(10, 4)), {"first": ["history"]}, placement=placement)
+    parallel = freescale.parallelize(
+        Wrapping(nn.Embedding(10, 4)), {"first": ["history"]}, placement=placement
+    )
     pipeline = freescale.Pipeline(parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1))
     with pytest.raises(ValueError, match="module 'first' was asked for id 14"):
         list(pipeline.run([batch(4, 5)]))
@@ -162,7 +184,9 @@ def test_ids_beyond_the_table_are_refused_in_forward_too(placement):
 def test_int32_ids_read_the_same_rows(placement):
     table = nn.Embedding(100_000, 4)
     expected = table.weight.detach().clone()
-    parallel = freescale.parallelize(Pair(table), {"first": ["history"]}, init="weights", placement=placement)
+    parallel = freescale.parallelize(
+        Pair(table), {"first": ["history"]}, init="weights", placement=placement
+    )
     parallel.tables.place()
     ids = torch.randint(0, 100_000, (500,), dtype=torch.int32)
     wanted = SequenceBatch(sequences={"history": Jagged(ids, torch.tensor([500]))})
@@ -181,7 +205,10 @@ def test_reading_in_other_shapes_than_announced():
             return {"sum": (again * again).sum() * self.second.weight.sum() ** 0}
 
     parallel = freescale.parallelize(
-        Reordered(nn.Embedding(10, 4)), {"first": ["history"]}, freescale.SGD(lr=0.25), placement="sharded"
+        Reordered(nn.Embedding(10, 4)),
+        {"first": ["history"]},
+        freescale.SGD(lr=0.25),
+        placement="sharded",
     )
     parallel.tables.place()
     ids, rows = parallel.tables.share("first")
@@ -196,8 +223,16 @@ def test_reading_in_other_shapes_than_announced():
 
 
 def test_a_table_larger_than_memory_is_refused():
-    parallel = freescale.parallelize(Pair(nn.Embedding(10**11, 64, device="meta"), nn.Linear(64, 1)), {"first": ["history"]})
-    with pytest.raises(ValueError, match=r"GiB free \(the largest is 'first', 100,000,000,000 x 64\)"):
+    parallel = freescale.parallelize(
+        Pair(nn.Embedding(10**11, 64, device="meta"), nn.Linear(64, 1)), {"first": ["history"]}
+    )
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"GiB free \(the largest is 'first', 100,000,000,000 x "
+            r"64\)"
+        ),
+    ):
         parallel.tables.place()
 
 
@@ -215,15 +250,26 @@ def test_accumulation_and_recomputation_change_nothing():
     class Recomputed(Clicks):
         def forward(self, batch):
             names = ("click", "like")
-            return dict(zip(names, checkpoint(lambda: tuple(Clicks.forward(self, batch).values()), use_reentrant=False)))
+            return dict(
+                zip(
+                    names,
+                    checkpoint(
+                        lambda: tuple(Clicks.forward(self, batch).values()), use_reentrant=False
+                    ),
+                )
+            )
 
     results = []
     for model, accumulate in ((Clicks(), 1), (Clicks(), 3), (Recomputed(), 1)):
         torch.manual_seed(0)
         for parameter in model.layers.parameters():
             nn.init.normal_(parameter)
-        parallel = freescale.parallelize(model, Clicks.ids, freescale.Adam(lr=0.1), placement="sharded")
-        pipeline = freescale.Pipeline(parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1), accumulate=accumulate)
+        parallel = freescale.parallelize(
+            model, Clicks.ids, freescale.Adam(lr=0.1), placement="sharded"
+        )
+        pipeline = freescale.Pipeline(
+            parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1), accumulate=accumulate
+        )
         losses = [r.loss for r in pipeline.run([clicks_batch(7, s) for s in range(3)])]
         results.append((losses, parallel.tables.share("item")[1]))
     for losses, rows in results[1:]:
@@ -238,7 +284,15 @@ def test_the_batch_must_say_what_it_supervises():
     with pytest.raises(ValueError, match="the batch has no weights"):
         list(pipeline.run([nothing]))
     other = SequenceBatch(sequences=batch(1).sequences, weights={"other": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"the model returned tasks \['sum'\], the batch has weights for \['other'\]"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"the model returned tasks \['sum'\], the batch has "
+            r"weights for \['other'\]"
+        ),
+    ):
         list(pipeline.run([other]))
     with pytest.raises(ValueError, match="unknown schedule 'magic'"):
-        freescale.Pipeline(parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1), schedule="magic")
+        freescale.Pipeline(
+            parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1), schedule="magic"
+        )

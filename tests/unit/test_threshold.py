@@ -18,7 +18,9 @@ from freescale.pipeline.dense.thresholded import ThresholdedGradients
 from freescale.transport.local import Local
 
 
-@pytest.mark.parametrize(("eta", "sent"), [(0.99, 10), (0.9, 100), (0.5, 500), (0.0, 1000), (0.9995, 0)])
+@pytest.mark.parametrize(
+    ("eta", "sent"), [(0.99, 10), (0.9, 100), (0.5, 500), (0.0, 1000), (0.9995, 0)]
+)
 def test_a_share_reaches_the_threshold(eta, sent):
     assert budget(1000, eta) == sent
     sent = max(1, sent)
@@ -28,11 +30,14 @@ def test_a_share_reaches_the_threshold(eta, sent):
 
 
 def test_tensors_share_a_budget():
-    """What whole tensors take is missing to the others; the sum is kept where every tensor can send one entry."""
+    """What whole tensors take is missing to the others; the sum is kept where every tensor can send
+    one entry."""
     sizes = [100_000, 500, 928_970, 30, 500]
     assert left_by_whole(sizes, 0.99) == 10_300 - 1_030
     sizes[3] += 1
-    assert left_by_whole(sizes, 0.99) == 10_289, "more than a tenth: the large ones have a share of their own"
+    assert left_by_whole(sizes, 0.99) == 10_289, (
+        "more than a tenth: the large ones have a share of their own"
+    )
     assert left_by_whole([1024, 1023, 0], 0.0) == 1024 == left_by_whole([1024], 0.0)
     assert shares([100_000, 900_000], 10_300 - 1_030) == [927, 8342]
     assert shares([32, 4000, 32], 40) == [1, 37, 1], "at least one of each"
@@ -42,11 +47,13 @@ def test_tensors_share_a_budget():
         assert sum(shares(sizes, allowed)) <= allowed and min(shares(sizes, allowed)) >= 1
 
 
-@pytest.mark.parametrize(("sizes", "allowed"), [([3000, 40, 30, 5], 922), ([3000, 400, 32, 32], 900 + 464)])
+@pytest.mark.parametrize(
+    ("sizes", "allowed"), [([3000, 40, 30, 5], 922), ([3000, 400, 32, 32], 900 + 464)]
+)
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_step_sends_no_more_than_its_share(sizes, allowed, every):
-    """Of all entries, those of whole tensors and equal ones too: gradients of few distinct values. In a small model the whole
-    ones come on top."""
+    """Of all entries, those of whole tensors and equal ones too: gradients of few distinct values.
+    In a small model the whole ones come on top."""
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     gradients = ThresholdedGradients(parameters, torch.device("cpu"), 0.7, every)
     generator = torch.Generator().manual_seed(0)
@@ -59,7 +66,9 @@ def test_a_step_sends_no_more_than_its_share(sizes, allowed, every):
         gradients.reduce()
         sent = sum(int(parameter.grad.count_nonzero()) for parameter in parameters)
         assert sent <= allowed
-        assert step % every or sent > allowed - len(sizes), "a threshold that was just set leaves nothing unused"
+        assert step % every or sent > allowed - len(sizes), (
+            "a threshold that was just set leaves nothing unused"
+        )
     assert list(gradients.state) == parameters[:1]
 
 
@@ -69,22 +78,37 @@ def test_zeros_stay_and_what_is_not_a_number_goes():
     assert above(magnitudes, threshold_of(magnitudes, 200), 200).tolist() == [3, 7]
     assert above(magnitudes, torch.tensor(1.0), 200).tolist() == [7]
     assert above(magnitudes, torch.tensor(1e-31), 1).tolist() == [7]
-    assert above(torch.tensor([math.nan, 2.0, math.nan, math.nan]), torch.tensor(1.0), 2).tolist() == [0, 2, 3]
+    assert above(
+        torch.tensor([math.nan, 2.0, math.nan, math.nan]), torch.tensor(1.0), 2
+    ).tolist() == [0, 2, 3]
 
 
 def test_of_equal_entries_the_first_go():
     magnitudes = torch.tensor([3.0, 1.0, 3.0, 2.0, 3.0, 9.0])
-    for most, sent in ((1, [5]), (2, [0, 5]), (3, [0, 2, 5]), (4, [0, 2, 4, 5]), (5, [0, 2, 3, 4, 5]), (6, [0, 1, 2, 3, 4, 5])):
+    for most, sent in (
+        (1, [5]),
+        (2, [0, 5]),
+        (3, [0, 2, 5]),
+        (4, [0, 2, 4, 5]),
+        (5, [0, 2, 3, 4, 5]),
+        (6, [0, 1, 2, 3, 4, 5]),
+    ):
         assert above(magnitudes, torch.tensor(1.0), most).tolist() == sent
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_messages(dtype):
     for count in (3, 1, 0):
-        positions, values = torch.tensor([2**31 - 1, 5, 0])[:count], torch.tensor([1.5, -2, 3], dtype=dtype)[:count]
+        positions, values = (
+            torch.tensor([2**31 - 1, 5, 0])[:count],
+            torch.tensor([1.5, -2, 3], dtype=dtype)[:count],
+        )
         message = packed(positions, values)
         assert message.shape == (count, 4 + values.element_size())
-        assert all(torch.equal(a, b) for a, b in zip(unpacked(message, dtype), (positions, values), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(unpacked(message, dtype), (positions, values), strict=True)
+        )
     assert owners(10, 4) == [0, 2, 5, 7, 10]
 
 
@@ -98,7 +122,8 @@ def reduced(gradients: ThresholdedGradients, value: torch.Tensor) -> torch.Tenso
 
 
 def test_nothing_is_lost_and_small_tensors_are_whole():
-    """Over any number of steps: what was sent plus what is kept is the sum of the gradients, in integers to the bit."""
+    """Over any number of steps: what was sent plus what is kept is the sum of the gradients, in
+    integers to the bit."""
     large, small = nn.Parameter(torch.zeros(40, 50)), nn.Parameter(torch.zeros(9))
     gradients = ThresholdedGradients([large, small], torch.device("cpu"), 0.9, every=3)
     generator = torch.Generator().manual_seed(0)
@@ -150,10 +175,15 @@ def test_off_by_default():
             self.item = nn.Embedding(4, 2)
             self.layer = nn.Linear(2, 1)
 
-    parallel = freescale.parallelize(Model(), {"item": ["history"]}, freescale.SGD(lr=1.0), transport=Local())
+    parallel = freescale.parallelize(
+        Model(), {"item": ["history"]}, freescale.SGD(lr=1.0), transport=Local()
+    )
     optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=1.0)
     for schedule in ("serial", "staged"):
-        assert type(freescale.Pipeline(parallel, optimizer, schedule=schedule).buckets) is GradientBuckets
+        assert (
+            type(freescale.Pipeline(parallel, optimizer, schedule=schedule).buckets)
+            is GradientBuckets
+        )
     assert TrainConfig().compress_dense is None
 
 
@@ -176,9 +206,13 @@ def test_bad_periods_are_refused():
 
 @pytest.mark.parametrize("keep", [1, 3, 8])
 def test_exchange_of_one_process_is_a_mask(keep):
-    x = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    x = torch.randn(
+        5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True
+    )
     weight = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    mask = torch.zeros(5, 8, dtype=torch.float64).scatter_(1, x.detach().abs().topk(keep, 1).indices, 1.0)
+    mask = torch.zeros(5, 8, dtype=torch.float64).scatter_(
+        1, x.detach().abs().topk(keep, 1).indices, 1.0
+    )
     out = freescale.ThresholdedExchange(Local(), keep)(x)
     (out.square() * weight).sum().backward()
     assert torch.equal(out, x * mask)
@@ -186,7 +220,9 @@ def test_exchange_of_one_process_is_a_mask(keep):
 
 
 def test_bad_exchanges_are_refused():
-    with pytest.raises(ValueError, match="keep, the entries of a row that travel, must be at least 1, got 0"):
+    with pytest.raises(
+        ValueError, match=("keep, the entries of a row that travel, must be at least 1, got 0")
+    ):
         freescale.ThresholdedExchange(Local(), 0)
     exchange = freescale.ThresholdedExchange(Local(), 9)
     for x, send, what in (

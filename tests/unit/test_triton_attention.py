@@ -1,6 +1,8 @@
-"""The Triton attention against the plain one, through Triton's interpreter; its plan and its checks, without Triton.
+"""The Triton attention against the plain one, through Triton's interpreter; its plan and its
+checks, without Triton.
 
-The interpreter is chosen by a variable that Triton reads when it is imported: the cases run in a process of their own.
+The interpreter is chosen by a variable that Triton reads when it is imported: the cases run in a
+process of their own.
 """
 
 from __future__ import annotations
@@ -28,20 +30,35 @@ def interpreted():
 @pytest.mark.parametrize("case", attention_cases.CASES)
 def test_equals_the_plain_attention(interpreted, case):
     limit = 2e-3 if "dtype" in attention_cases.CASES[case] else 1e-5
-    assert interpreted[case] and all(error < limit for error in interpreted[case].values()), interpreted[case]  # NaN fails
+    # NaN fails
+    assert interpreted[case] and all(error < limit for error in interpreted[case].values()), (
+        interpreted[case]
+    )
 
 
 def test_samples_do_not_reach_each_other(interpreted):
     assert interpreted["isolation"] == {"before": True, "after": True}
 
 
-@given(st.lists(st.integers(0, 400), max_size=12), st.sampled_from([32, 64]), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.integers(0, 400), max_size=12),
+    st.sampled_from([32, 64]),
+    st.randoms(use_true_random=False),
+)
 @settings(max_examples=60, deadline=None)
 def test_tiles_hold_every_token_once(lengths, size, random):
     counts = [random.randint(0, n) for n in lengths]
-    plan = plan_attention(torch.tensor(lengths, dtype=torch.int64), 1, candidate_counts=torch.tensor(counts, dtype=torch.int64))
+    plan = plan_attention(
+        torch.tensor(lengths, dtype=torch.int64),
+        1,
+        candidate_counts=torch.tensor(counts, dtype=torch.int64),
+    )
     for table in (plan.query_tiles(size).numpy(), plan.key_tiles(size).numpy()):
-        held = [start + row + n for start, length, _, row in table for n in range(min(size, length - row))]
+        held = [
+            start + row + n
+            for start, length, _, row in table
+            for n in range(min(size, length - row))
+        ]
         assert sorted(held) == list(range(sum(lengths)))
 
 
@@ -58,7 +75,10 @@ def test_walks_cross_every_pair_of_tiles_once(lengths):
     ]
     tiles = [-(-n // 32) for n in lengths]
     assert sorted(crossed) == sorted(
-        (s, q, k) for s, n in zip(np.cumsum([0, *lengths]), tiles) for q in range(n) for k in range(q + 1)
+        (s, q, k)
+        for s, n in zip(np.cumsum([0, *lengths]), tiles)
+        for q in range(n)
+        for k in range(q + 1)
     )
     assert len(walks) <= triton_attention_plan.MAX_PIECES * sum(tiles)
     assert all(count == (pieces[:, 1] > block).sum() for block, count in enumerate(counts))
@@ -67,7 +87,10 @@ def test_walks_cross_every_pair_of_tiles_once(lengths):
 def test_long_tiles_first():
     lengths = torch.tensor([300, 20000, 9000, 0, 20000])
     plan = plan_attention(lengths, 1)
-    for table, cost in ((plan.query_tiles(128), lambda t: t[:, 3] + 128), (plan.key_tiles(128), lambda t: t[:, 1] - t[:, 3])):
+    for table, cost in (
+        (plan.query_tiles(128), lambda t: t[:, 3] + 128),
+        (plan.key_tiles(128), lambda t: t[:, 1] - t[:, 3]),
+    ):
         bands = cost(table.numpy()) // triton_attention_plan.BAND
         assert (np.diff(bands) <= 0).all() and bands[0] == 20000 // triton_attention_plan.BAND
     assert plan.query_tiles(128) is plan.query_tiles(128)  # made once
@@ -83,7 +106,14 @@ def test_bucket_edges_are_those_of_the_reference():
 class TestBadInput:
     def refused(self, message, **changes):
         q, k, v = (torch.zeros(5, 2, 32) for _ in range(3))
-        arguments = {"q": q, "k": k, "v": v, "lengths": torch.tensor([2, 3]), "scale_length": 9, "alpha": 0.1}
+        arguments = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "lengths": torch.tensor([2, 3]),
+            "scale_length": 9,
+            "alpha": 0.1,
+        }
         with pytest.raises(ValueError, match=message):
             hstu_attention(**(arguments | changes))
 
@@ -95,10 +125,17 @@ class TestBadInput:
 
     def test_dtypes(self):
         self.refused("one dtype", k=torch.zeros(5, 2, 32, dtype=torch.float16))
-        self.refused("one dtype", **{name: torch.zeros(5, 2, 32, dtype=torch.float64) for name in "qkv"})
+        self.refused(
+            "one dtype", **{name: torch.zeros(5, 2, 32, dtype=torch.float64) for name in "qkv"}
+        )
         self.refused("int64", lengths=torch.tensor([2, 3], dtype=torch.int32))
-        self.refused("candidate_counts must be int64", candidate_counts=torch.tensor([1, 1], dtype=torch.int32))
-        self.refused("timestamps must be int64", time_bias=torch.zeros(4), timestamps=torch.zeros(5))
+        self.refused(
+            "candidate_counts must be int64",
+            candidate_counts=torch.tensor([1, 1], dtype=torch.int32),
+        )
+        self.refused(
+            "timestamps must be int64", time_bias=torch.zeros(4), timestamps=torch.zeros(5)
+        )
 
     def test_sums(self):
         self.refused("lengths add up to 6", lengths=torch.tensor([2, 4]))
@@ -109,7 +146,11 @@ class TestBadInput:
         self.refused("up to 2 apart", position_bias=torch.zeros(2))
         self.refused("needs timestamps", time_bias=torch.zeros(4))
         self.refused("1-d", position_bias=torch.zeros(2, 2))
-        self.refused("time buckets", time_bias=torch.zeros(9000), timestamps=torch.zeros(5, dtype=torch.int64))
+        self.refused(
+            "time buckets",
+            time_bias=torch.zeros(9000),
+            timestamps=torch.zeros(5, dtype=torch.int64),
+        )
 
     def test_devices(self):
         self.refused("different devices", k=torch.zeros(5, 2, 32, device="meta"))
@@ -121,5 +162,13 @@ class TestBadInput:
     def test_plan_of_something_else(self):
         self.refused("lengths add up to 4", plan=plan_attention(torch.tensor([2, 2]), 2))
         self.refused("heads", plan=plan_attention(torch.tensor([2, 3]), 3))
-        self.refused("distances=True", plan=plan_attention(torch.tensor([2, 3]), 2), position_bias=torch.zeros(9))
-        self.refused("neither", plan=plan_attention(torch.tensor([2, 3]), 2), candidate_counts=torch.tensor([0, 1]))
+        self.refused(
+            "distances=True",
+            plan=plan_attention(torch.tensor([2, 3]), 2),
+            position_bias=torch.zeros(9),
+        )
+        self.refused(
+            "neither",
+            plan=plan_attention(torch.tensor([2, 3]), 2),
+            candidate_counts=torch.tensor([0, 1]),
+        )

@@ -1,4 +1,5 @@
-"""Moves of jagged features against loops over samples; the Triton kernel against them, through Triton's interpreter."""
+"""Moves of jagged features against loops over samples; the Triton kernel against them, through
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -27,10 +28,14 @@ def test_the_kernel_equals_its_twin(interpreted, case):
 
 
 def samples_of(values, lengths):
-    return [list(value.split(row.tolist())) for value, row in zip(values, torch.from_numpy(lengths))]
+    return [
+        list(value.split(row.tolist())) for value, row in zip(values, torch.from_numpy(lengths))
+    ]
 
 
-tables = st.integers(0, 6).flatmap(lambda n: st.lists(st.lists(st.integers(0, 4), min_size=n, max_size=n), min_size=1, max_size=3))
+tables = st.integers(0, 6).flatmap(
+    lambda n: st.lists(st.lists(st.integers(0, 4), min_size=n, max_size=n), min_size=1, max_size=3)
+)
 
 
 @settings(deadline=None, max_examples=60)
@@ -46,13 +51,20 @@ def test_moves_against_loops(table, random):
 
     permuted = move(values, plan_permute(lengths, order, shapes))
     for feature, value in enumerate(permuted):
-        assert torch.equal(value, torch.cat([values[feature][:0], *(parts[feature][i] for i in order)]))
+        assert torch.equal(
+            value, torch.cat([values[feature][:0], *(parts[feature][i] for i in order)])
+        )
 
     dispatch = plan_dispatch(lengths, order, counts, shapes)
     (message,) = move(values, dispatch)
     ranks = [order[end - count : end] for count, end in zip(counts, np.cumsum(counts))]
-    slabs = [torch.cat([torch.zeros(0), *(parts[f][i].flatten() for f in range(features) for i in rank)]) for rank in ranks]
-    assert torch.equal(message, torch.cat(slabs)) and dispatch.splits == tuple(len(slab) for slab in slabs)
+    slabs = [
+        torch.cat([torch.zeros(0), *(parts[f][i].flatten() for f in range(features) for i in rank)])
+        for rank in ranks
+    ]
+    assert torch.equal(message, torch.cat(slabs)) and dispatch.splits == tuple(
+        len(slab) for slab in slabs
+    )
 
     combine = plan_combine(lengths[:, order], counts, shapes)
     assert combine.splits == dispatch.splits
@@ -61,7 +73,12 @@ def test_moves_against_loops(table, random):
 
     transpose = plan_transpose(lengths, shapes)
     (turned,) = move(values, transpose)
-    assert torch.equal(turned, torch.cat([torch.zeros(0), *(parts[f][i].flatten() for i in range(n) for f in range(features))]))
+    assert torch.equal(
+        turned,
+        torch.cat(
+            [torch.zeros(0), *(parts[f][i].flatten() for i in range(n) for f in range(features))]
+        ),
+    )
     for value, expected in zip(move([turned], transpose.inverse), values, strict=True):
         assert torch.equal(value, expected)
 
@@ -70,13 +87,18 @@ def test_permute_is_what_a_batch_selects():
     lengths = torch.tensor([[3, 0, 2, 5], [1, 1, 1, 1]])
     order = torch.tensor([2, 0, 3, 1])
     values = [torch.arange(10), torch.arange(4) * 7]
-    for value, row, moved in zip(values, lengths, move(values, plan_permute(lengths, order)), strict=True):
+    for value, row, moved in zip(
+        values, lengths, move(values, plan_permute(lengths, order)), strict=True
+    ):
         assert torch.equal(moved, Jagged(value, row).select(order).values)
 
 
 def test_gradients_go_back():
     plan = plan_dispatch(np.array([[2, 1], [0, 3]]), [1, 0], [1, 1], [(2,), ()])
-    leaves = [torch.randn(3, 2, dtype=torch.float64).requires_grad_(), torch.randn(3, dtype=torch.float64).requires_grad_()]
+    leaves = [
+        torch.randn(3, 2, dtype=torch.float64).requires_grad_(),
+        torch.randn(3, dtype=torch.float64).requires_grad_(),
+    ]
     assert torch.autograd.gradcheck(lambda *values: move(values, plan), leaves)
 
 
@@ -84,12 +106,17 @@ def test_gradients_go_back():
 class TestBadInput:
     def refused(self, message, function, values):
         with pytest.raises(ValueError, match=message):
-            function(values, plan_permute(torch.tensor([[2, 3], [1, 0]]), torch.tensor([1, 0]), [(), (4,)]))
+            function(
+                values,
+                plan_permute(torch.tensor([[2, 3], [1, 0]]), torch.tensor([1, 0]), [(), (4,)]),
+            )
 
     def test_values(self, function):
         ids, rows = torch.zeros(5), torch.zeros(1, 4)
         self.refused("moves 2 tensors, not 1", function, [ids])
-        self.refused(r"must be \[5\] as its lengths add up, not \[6\]", function, [torch.zeros(6), rows])
+        self.refused(
+            r"must be \[5\] as its lengths add up, not \[6\]", function, [torch.zeros(6), rows]
+        )
         self.refused(r"must be \[1, 4\]", function, [ids, torch.zeros(4)])
         self.refused("share a dtype", function, [ids, rows.half()])
         self.refused("different devices", function, [ids, torch.zeros(1, 4, device="meta")])
@@ -119,4 +146,6 @@ def test_no_gpu():
     with pytest.raises(ValueError, match="on a GPU"):
         triton_jagged.move([torch.zeros(2)], plan_transpose(torch.tensor([[2]])))
     with pytest.raises(ValueError, match="up to 8 bytes"):
-        triton_jagged.move([torch.zeros(2, dtype=torch.complex128)], plan_transpose(torch.tensor([[2]])))
+        triton_jagged.move(
+            [torch.zeros(2, dtype=torch.complex128)], plan_transpose(torch.tensor([[2]]))
+        )

@@ -1,4 +1,5 @@
-"""The Triton pieces of a layer against the plain ones, through Triton's interpreter; their checks, without a launch."""
+"""The Triton pieces of a layer against the plain ones, through Triton's interpreter; their checks,
+without a launch."""
 
 from __future__ import annotations
 
@@ -17,13 +18,17 @@ def interpreted():
 
 
 def holds(found, limit):
-    return bool(found) and all(value < limit if isinstance(value, float) else value is True for value in found.values())
+    return bool(found) and all(
+        value < limit if isinstance(value, float) else value is True for value in found.values()
+    )
 
 
 @pytest.mark.parametrize("case", layer_cases.CASES)
 def test_equals_the_plain_one(interpreted, case):
     options = layer_cases.CASES[case]
-    assert holds(interpreted[case], layer_cases.LIMITS[options.get("out") or options["dtype"]]), interpreted[case]
+    assert holds(interpreted[case], layer_cases.LIMITS[options.get("out") or options["dtype"]]), (
+        interpreted[case]
+    )
 
 
 @pytest.mark.parametrize("case", layer_cases.WHOLE)
@@ -34,9 +39,19 @@ def test_a_layer_equals_the_plain_one(interpreted, case):
 
 class TestBadInput:
     def refused(self, message, function=gated_norm, **changes):
-        arguments = {"x": torch.zeros(5, 8), "weight": torch.zeros(8), "bias": torch.zeros(8), "eps": 1e-6, "dtype": torch.float32}
+        arguments = {
+            "x": torch.zeros(5, 8),
+            "weight": torch.zeros(8),
+            "bias": torch.zeros(8),
+            "eps": 1e-6,
+            "dtype": torch.float32,
+        }
         if function is gated_norm:
-            arguments |= {"gate": torch.zeros(5, 8), "keys": torch.zeros(5, dtype=torch.int64), "keep": 0.5}
+            arguments |= {
+                "gate": torch.zeros(5, 8),
+                "keys": torch.zeros(5, dtype=torch.int64),
+                "keep": 0.5,
+            }
         with pytest.raises(ValueError, match=message):
             function(**(arguments | changes))
 
@@ -46,7 +61,13 @@ class TestBadInput:
         self.refused("weight must be", layer_norm, weight=torch.zeros(7))
         self.refused("bias must be", bias=torch.zeros(8, 1))
         self.refused("one per token", keys=torch.zeros(4, dtype=torch.int64))
-        self.refused("wide", layer_norm, x=torch.zeros(2, 5000), weight=torch.zeros(5000), bias=torch.zeros(5000))
+        self.refused(
+            "wide",
+            layer_norm,
+            x=torch.zeros(2, 5000),
+            weight=torch.zeros(5000),
+            bias=torch.zeros(5000),
+        )
 
     def test_dtypes(self):
         self.refused("x must be", x=torch.zeros(5, 8, dtype=torch.float64))

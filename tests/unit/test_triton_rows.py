@@ -1,4 +1,5 @@
-"""Triton rows, unique keys and masks against their plain twins, through Triton's interpreter; the plain ones against Python."""
+"""Triton rows, unique keys and masks against their plain twins, through Triton's interpreter; the
+plain ones against Python."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ keys = st.lists(st.integers(0, 12), max_size=20)
 def test_unique_keys(values):
     found = unique.deduplicate(torch.tensor(values, dtype=torch.int64), torch.tensor([4, 4, 13]))
     different = sorted(set(values))
-    assert found.counts.tolist() == [sum(k < 4 for k in different), 0, sum(k >= 4 for k in different)]
+    assert found.counts.tolist() == [
+        sum(k < 4 for k in different),
+        0,
+        sum(k >= 4 for k in different),
+    ]
     assert found.keys.tolist() == different
     assert [different[i] for i in found.inverse.tolist()] == values
 
@@ -46,14 +51,21 @@ class TestBadInput:
             function(*arguments, **options)
 
     def test_numbers(self):
-        self.refused("int64 or int32, not torch.float32", triton_rows.gather_rows, self.weight, self.gradients[0])
+        self.refused(
+            "int64 or int32, not torch.float32",
+            triton_rows.gather_rows,
+            self.weight,
+            self.gradients[0],
+        )
         self.refused("with 2 axes", triton_rows.gather_rows, self.weight, self.numbers[None])
         self.refused("int64 or int32", triton_rows.read_rows, self.weight, self.numbers.bool())
 
     def test_tables(self):
         self.refused("weight must be", triton_rows.gather_rows, self.weight[0], self.numbers)
         self.refused("weight must be", triton_rows.gather_rows, self.weight.double(), self.numbers)
-        self.refused("weight must be contiguous", triton_rows.gather_rows, self.weight.t(), self.numbers)
+        self.refused(
+            "weight must be contiguous", triton_rows.gather_rows, self.weight.t(), self.numbers
+        )
         self.refused("1 to 4096 wide", triton_rows.gather_rows, torch.zeros(1, 5000), self.numbers)
         self.refused("weight must be .*float32, not torch.bfloat16", triton_rows.sgd, self.weight.bfloat16(), self.numbers,
                      self.gradients, lr=1.0)  # fmt: skip
@@ -68,7 +80,9 @@ class TestBadInput:
         self.refused("different devices", triton_rows.gather_rows, there, self.numbers)
         self.refused("different devices", triton_rows.adagrad, self.weight, self.weight, self.numbers, self.gradients.to("meta"),
                      lr=1.0, eps=1.0)  # fmt: skip
-        self.refused("different devices", triton_unique.deduplicate, self.numbers, self.numbers.to("meta"))
+        self.refused(
+            "different devices", triton_unique.deduplicate, self.numbers, self.numbers.to("meta")
+        )
 
     def test_keys(self):
         self.refused("keys must be", triton_unique.members, torch.tensor([True]), self.numbers)

@@ -1,4 +1,5 @@
-"""The Triton attention over segments against the plain one, through Triton's interpreter, in a process of its own."""
+"""The Triton attention over segments against the plain one, through Triton's interpreter, in a
+process of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ def interpreted():
 @pytest.mark.parametrize("case", segment_cases.CASES)
 def test_equals_the_plain_attention(interpreted, case):
     limit = 2e-3 if "dtype" in segment_cases.CASES[case] else 1e-5
-    assert interpreted[case] and all(error < limit for error in interpreted[case].values()), interpreted[case]  # NaN fails
+    # NaN fails
+    assert interpreted[case] and all(error < limit for error in interpreted[case].values()), (
+        interpreted[case]
+    )
 
 
 def test_samples_do_not_reach_each_other(interpreted):

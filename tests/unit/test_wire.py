@@ -16,12 +16,15 @@ from freescale.batch_codec import empty_batch, pack, schema_of, unpack
 @settings(deadline=None)
 @given(samples, samples, st.data())
 def test_parts_arrive_as_they_were_sent(items, others, data):
-    """Two senders, up to three receivers; whoever unpacks needs the features alone, an empty batch will do."""
+    """Two senders, up to three receivers; whoever unpacks needs the features alone, an empty batch
+    will do."""
     order = data.draw(st.permutations(range(len(items))))
     first = data.draw(st.integers(0, len(items)))
     counts = [first, 0, len(items) - first]
     message, sizes, lengths = pack(made(items), np.array(order, np.int64), counts)
-    assert message.dtype == torch.uint8 and message.numel() == sum(lengths) and not message.numel() % 8
+    assert (
+        message.dtype == torch.uint8 and message.numel() == sum(lengths) and not message.numel() % 8
+    )
     theirs, their_sizes, _ = pack(made(others), np.arange(len(others)), [len(others)])
     parts = message.split(lengths)
     for part, (start, count) in enumerate(zip([0, first, first], counts, strict=True)):
@@ -30,15 +33,21 @@ def test_parts_arrive_as_they_were_sent(items, others, data):
         assert plain(received) == [items[i] for i in order[start : start + count]] + others
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.int32, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.int32, torch.uint8]
+)
 def test_dtypes_and_shapes(dtype):
     side = torch.arange(24).view(4, 3, 2)[:, :, 0].to(dtype)  # not contiguous
-    batch = SequenceBatch(sequences={"side": Jagged(side, torch.tensor([3, 0, 1]))}, dense={"label": side[:3, 0]})
+    batch = SequenceBatch(
+        sequences={"side": Jagged(side, torch.tensor([3, 0, 1]))}, dense={"label": side[:3, 0]}
+    )
     message, sizes, _ = pack(batch, np.array([2, 0, 1]), [2, 1])
     received = unpack(batch, message, sizes)
     assert received.sequences["side"].lengths.tolist() == [1, 3, 0]
     assert torch.equal(received.sequences["side"].values, side[[3, 0, 1, 2]])
-    assert received.dense["label"].dtype == dtype and torch.equal(received.dense["label"], side[[2, 0, 1], 0])
+    assert received.dense["label"].dtype == dtype and torch.equal(
+        received.dense["label"], side[[2, 0, 1], 0]
+    )
 
 
 def test_what_does_not_fit_is_refused():

@@ -16,17 +16,29 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "peer"))
 
 from workload import Dense, Workload, batches  # noqa: E402
 
-SKEWED = Workload(rows=60_000, width=8, samples=16, median_length=60, sigma=1.0, maximum_length=400, collisions=0.12, steps=8)
+SKEWED = Workload(
+    rows=60_000,
+    width=8,
+    samples=16,
+    median_length=60,
+    sigma=1.0,
+    maximum_length=400,
+    collisions=0.12,
+    steps=8,
+)
 
 
 @pytest.mark.parametrize("sigma", [0.0, 1.0])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_consecutive_batches_share_what_was_asked(sigma, world):
     ranks = [batches(replace(SKEWED, sigma=sigma), rank, world) for rank in range(world)]
-    whole = [np.concatenate([rank[step][0].numpy() for rank in ranks]) for step in range(SKEWED.steps)]
+    whole = [
+        np.concatenate([rank[step][0].numpy() for rank in ranks]) for step in range(SKEWED.steps)
+    ]
     tokens = sum(map(len, whole))
     assert all(len(np.unique(ids)) == len(ids) for ids in whole)
-    again = sum(np.isin(ids, whole[step - 1]).sum() for step, ids in enumerate(whole))  # the first follows the last
+    # the first follows the last
+    again = sum(np.isin(ids, whole[step - 1]).sum() for step, ids in enumerate(whole))
     assert 0.11 < again / tokens < 0.13
     for step, ids in enumerate(whole[2:], 2):
         assert not np.isin(ids, whole[step - 2]).any()
@@ -39,11 +51,23 @@ def test_consecutive_batches_share_what_was_asked(sigma, world):
 def test_histories_of_a_file(tmp_path):
     """Every user once, with its latest items in the order of time."""
     users, items, times = [7, 3, 7, 3, 7, 9, 3], [50, 10, 51, 11, 50, 12, 13], [5, 1, 6, 2, 9, 3, 4]
-    pq.write_table(pa.table({"user_id": users, "item_id": items, "timestamp": times}), tmp_path / "events.parquet")
-    workload = replace(SKEWED, collisions=None, file=str(tmp_path / "events.parquet"), samples=1, steps=3, maximum_length=2)
+    pq.write_table(
+        pa.table({"user_id": users, "item_id": items, "timestamp": times}),
+        tmp_path / "events.parquet",
+    )
+    workload = replace(
+        SKEWED,
+        collisions=None,
+        file=str(tmp_path / "events.parquet"),
+        samples=1,
+        steps=3,
+        maximum_length=2,
+    )
     numbers = {item: place for place, item in enumerate(sorted(set(items)))}
     found = [ids.tolist() for ids, _, _ in batches(workload, 0, 1)]
-    assert sorted(found) == sorted([[numbers[12]], [numbers[11], numbers[13]], [numbers[51], numbers[50]]])
+    assert sorted(found) == sorted(
+        [[numbers[12]], [numbers[11], numbers[13]], [numbers[51], numbers[50]]]
+    )
     with pytest.raises(ValueError, match="has 3 users"):
         batches(replace(workload, steps=2, samples=2), 0, 1)
 
@@ -55,5 +79,8 @@ def test_a_sample_does_not_depend_on_the_others():
     lengths, labels = torch.tensor([5, 1, 9]), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
     rows = torch.randn(15, 8, dtype=torch.float64)
     parts = rows.split(lengths.tolist())
-    alone = sum(dense(part, length[None], label[None]) for part, length, label in zip(parts, lengths, labels, strict=True))
+    alone = sum(
+        dense(part, length[None], label[None])
+        for part, length, label in zip(parts, lengths, labels, strict=True)
+    )
     torch.testing.assert_close(dense(rows, lengths, labels), alone, rtol=1e-12, atol=0)

@@ -1,7 +1,9 @@
-"""How the batches of a run are balanced: a partitioner, a cost model and what they learn from measured times.
+"""How the batches of a run are balanced: a partitioner, a cost model and what they learn from
+measured times.
 
-Frozen (the default), an assignment is a function of the batch alone. Adapting, it also depends on times that were gathered from all
-ranks; these, and the assignments of batches not yet computed, are then part of a checkpoint.
+Frozen (the default), an assignment is a function of the batch alone. Adapting, it also depends on
+times that were gathered from all ranks; these, and the assignments of batches not yet computed, are
+then part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -41,20 +43,26 @@ class Balancer:
         adapt: bool = TrainConfig.balance_adapt,
         segments: Segments | None = None,
     ) -> None:
-        """`cap` is the tokens a rank may hold; partitioners that keep one have a default, mean + largest sample, which always can
-        be met. `adapt` corrects the cost model and gives partitioners the measured times. `segments`: how
-        the model cuts histories."""
-        self.partitioner, self.cost, self.cap, self.nodes, self.segments = partitioner, cost, cap, nodes, segments
+        """`cap` is the tokens a rank may hold; partitioners that keep one have a default, mean +
+        largest sample, which always can be met. `adapt` corrects the cost model and gives
+        partitioners the measured times. `segments`: how the model cuts histories."""
+        self.partitioner = partitioner
+        self.cost = cost
+        self.cap = cap
+        self.nodes = nodes
+        self.segments = segments
         self.adaptive = AdaptiveCost(cost) if adapt else None
         self.errors = np.zeros(0)
-        """Of the last prediction that was measured: |predicted - measured| / measured of each rank. A frozen model predicts no
-        seconds: its costs are scaled to the measured total first."""
+        """Of the last prediction that was measured: |predicted - measured| / measured of each rank.
+        A frozen model predicts no seconds: its costs are scaled to the measured total first."""
         self._times: np.ndarray | None = None  # [ranks], of the last step measured
         self._planned: dict[int, _Planned] = {}  # by step
-        self._restored: dict[int, np.ndarray] = {}  # by step: assignments that a checkpoint had in flight
+        # by step: assignments that a checkpoint had in flight
+        self._restored: dict[int, np.ndarray] = {}
 
     def plan(self, step: int, table: np.ndarray, home: np.ndarray, ranks: int) -> Assignment:
-        """table [n, 3]: history length, candidates and tokens of every sample of a step's global batch; home [n]: its rank now."""
+        """table [n, 3]: history length, candidates and tokens of every sample of a step's global
+        batch; home [n]: its rank now."""
         rows, tokens = features(table[:, 0], table[:, 1], self.segments), table[:, 2]
         if self.segments is not None:
             tokens = tokens + self.segments.summaries(table[:, 0])
@@ -62,7 +70,15 @@ class Balancer:
         if cap is None and self.partitioner in _CAPPED:
             cap = -(-int(tokens.sum()) // ranks) + int(tokens.max(initial=0))
         cost = self.adaptive.model if self.adaptive else self.cost
-        problem = Problem(cost.of(rows), tokens, home, ranks, cap, self.nodes, self._times if self.adaptive else None)
+        problem = Problem(
+            cost.of(rows),
+            tokens,
+            home,
+            ranks,
+            cap,
+            self.nodes,
+            self._times if self.adaptive else None,
+        )
         restored = self._restored.pop(step, None)
         if restored is not None and len(restored) == len(table):
             assignment = assign(problem, lambda _: restored)
@@ -71,12 +87,18 @@ class Balancer:
         self._remember(step, assignment, rows, ranks)
         return assignment
 
-    def _remember(self, step: int, assignment: Assignment, of_sample: np.ndarray, ranks: int) -> None:
+    def _remember(
+        self, step: int, assignment: Assignment, of_sample: np.ndarray, ranks: int
+    ) -> None:
         summed = np.empty((ranks, of_sample.shape[1]))
         for column in range(of_sample.shape[1]):
             summed[:, column] = np.bincount(assignment.rank_of, of_sample[:, column], ranks)
         in_seconds = self.adaptive is not None and self.adaptive.calibrated
-        predicted = self.adaptive.predict(summed) if self.adaptive is not None and in_seconds else assignment.loads
+        predicted = (
+            self.adaptive.predict(summed)
+            if self.adaptive is not None and in_seconds
+            else assignment.loads
+        )
         self._planned[step] = _Planned(assignment.rank_of, summed, predicted, in_seconds)
         for old in [number for number in self._planned if number <= step - _REMEMBERED]:
             del self._planned[old]
@@ -107,7 +129,9 @@ class Balancer:
         """After `applied` steps. Assignments of later ones are in flight."""
         if self.adaptive is None:
             return {}
-        later = {str(step): one.rank_of.tolist() for step, one in self._planned.items() if step > applied}
+        later = {
+            str(step): one.rank_of.tolist() for step, one in self._planned.items() if step > applied
+        }
         ranks = next((len(one.summed) for one in self._planned.values()), 0)
         state = {"cost": self.adaptive.state_dict(), "ranks": ranks, "assignments": later}
         if hasattr(self.partitioner, "state_dict"):
@@ -122,4 +146,7 @@ class Balancer:
         if "partitioner" in state and hasattr(self.partitioner, "load_state_dict"):
             self.partitioner.load_state_dict(state["partitioner"])
         if state["ranks"] == ranks:
-            self._restored = {int(step): np.array(rank_of, np.int64) for step, rank_of in state["assignments"].items()}
+            self._restored = {
+                int(step): np.array(rank_of, np.int64)
+                for step, rank_of in state["assignments"].items()
+            }

@@ -1,7 +1,8 @@
 """What a sample costs: a * L^2 + b * L + c * candidates + d, from the model's shapes.
 
-Frozen by default, so that assignments depend on the data alone and a resumed run repeats them. `AdaptiveCost` corrects the
-coefficients by measured times instead; its state belongs into a checkpoint.
+Frozen by default, so that assignments depend on the data alone and a resumed run repeats them.
+`AdaptiveCost` corrects the coefficients by measured times instead; its state belongs into a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from freescale.segments import Segments
 
 @dataclass(frozen=True)
 class CostModel:
-    """Coefficients of the features [L^2, L, candidates, 1]. The unit does not matter: only ratios enter an assignment."""
+    """Coefficients of the features [L^2, L, candidates, 1]. The unit does not matter: only ratios
+    enter an assignment."""
 
     quadratic: float
     linear: float
@@ -25,13 +27,21 @@ class CostModel:
     def __post_init__(self) -> None:
         values = np.array(self.coefficients)
         if not np.isfinite(values).all() or (values < 0).any() or not values.any():
-            raise ValueError(f"cost coefficients must be finite, not negative and not all zero, got {self.coefficients}")
+            raise ValueError(
+                "cost coefficients must be finite, not negative and not all zero, "
+                f"got {self.coefficients}"
+            )
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
         return (self.quadratic, self.linear, self.candidate, self.constant)
 
-    def __call__(self, lengths: np.ndarray, candidates: np.ndarray | None = None, segments: Segments | None = None) -> np.ndarray:
+    def __call__(
+        self,
+        lengths: np.ndarray,
+        candidates: np.ndarray | None = None,
+        segments: Segments | None = None,
+    ) -> np.ndarray:
         """lengths [n], candidates [n] -> costs [n] float64."""
         return self.of(features(lengths, candidates, segments))
 
@@ -45,23 +55,39 @@ class CostModel:
         return CostModel(1.0, float(length))
 
     @staticmethod
-    def of_hstu(*, width: int, layers: int, heads: int, d_qk: int, d_v: int, negatives: int = 0, tasks: int = 0) -> CostModel:
+    def of_hstu(
+        *,
+        width: int,
+        layers: int,
+        heads: int,
+        d_qk: int,
+        d_v: int,
+        negatives: int = 0,
+        tasks: int = 0,
+    ) -> CostModel:
         """Floating-point operations of forward and backward (three times forward), per sample."""
-        attention = layers * heads * (d_qk + d_v)  # per pair of positions that see each other: half of L^2, 2 operations each
+        # per pair of positions that see each other: half of L^2, 2 operations each
+        attention = layers * heads * (d_qk + d_v)
         projections = layers * 2 * width * (2 * heads * (d_qk + d_v) + heads * d_v)
         return CostModel(
             quadratic=3.0 * attention,
             linear=3.0 * (projections + 2 * negatives * width),
-            # A candidate is a token that sees the history: its projections; its attention is in L^2 by the token count.
+            # A candidate is a token that sees the history: its projections; its attention is in L^2
+            # by the token count.
             candidate=3.0 * (projections + 2 * tasks * width),
         )
 
 
-def features(lengths: np.ndarray, candidates: np.ndarray | None = None, segments: Segments | None = None) -> np.ndarray:
-    """[n, 4]: L^2, L, candidates, 1. In histories cut into segments the pairs that see each other take the place of L^2 / 2, and
-    summaries count as candidates: like these they are projected and attend, and predict no next item."""
+def features(
+    lengths: np.ndarray, candidates: np.ndarray | None = None, segments: Segments | None = None
+) -> np.ndarray:
+    """[n, 4]: L^2, L, candidates, 1. In histories cut into segments the pairs that see each other
+    take the place of L^2 / 2, and summaries count as candidates: like these they are projected and
+    attend, and predict no next item."""
     length = np.asarray(lengths, dtype=np.float64)
-    count = np.zeros_like(length) if candidates is None else np.asarray(candidates, dtype=np.float64)
+    count = (
+        np.zeros_like(length) if candidates is None else np.asarray(candidates, dtype=np.float64)
+    )
     if segments is None:
         return np.stack([length * length, length, count, np.ones_like(length)], axis=1)
     pairs, summaries = segments.pairs(length, count), segments.summaries(length)
@@ -69,15 +95,17 @@ def features(lengths: np.ndarray, candidates: np.ndarray | None = None, segments
 
 
 def _product(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """rows [n, k] times weights [k], term by term from the left. A matrix product may round differently on another processor,
-    and ranks that round differently may assign differently."""
+    """rows [n, k] times weights [k], term by term from the left. A matrix product may round
+    differently on another processor, and ranks that round differently may assign differently."""
     total = rows[:, 0] * weights[0]
     for column in range(1, rows.shape[1]):
         total = total + rows[:, column] * weights[column]
     return total
 
 
-_START = 1e-3  # weight of the proportions that it starts from, against one measurement of one rank: a guess, soon outweighed
+# weight of the proportions that it starts from, against one measurement of one rank: a guess, soon
+# outweighed
+_START = 1e-3
 _HELD = 1e-6
 _HOLD = _HELD * np.eye(5)
 
@@ -85,10 +113,12 @@ _HOLD = _HELD * np.eye(5)
 class AdaptiveCost:
     """Recursive least squares of step times on the summed features of what each rank computed.
 
-    Everything that enters `update` is gathered from all ranks, so that all of them keep the same coefficients. Times are compared
-    after scaling each feature by its size at the start: the terms differ by many orders of magnitude. Beside the four features of
-    samples there is one of the rank, 1 for each that computed anything: what a step costs whatever is in it. It does not enter an
-    assignment. The recursion is kept in its information form, so that a step costs the same however many ranks measured it.
+    Everything that enters `update` is gathered from all ranks, so that all of them keep the same
+    coefficients. Times are compared after scaling each feature by its size at the start: the terms
+    differ by many orders of magnitude. Beside the four features of samples there is one of the
+    rank, 1 for each that computed anything: what a step costs whatever is in it. It does not enter
+    an assignment. The recursion is kept in its information form, so that a step costs the same
+    however many ranks measured it.
     """
 
     def __init__(self, start: CostModel, forgetting: float = 0.96) -> None:
@@ -108,23 +138,29 @@ class AdaptiveCost:
 
     @property
     def model(self) -> CostModel:
-        """The present coefficients. Negative ones (noise) count as zero; before the first update, what it started from."""
+        """The present coefficients. Negative ones (noise) count as zero; before the first update,
+        what it started from."""
         if self._scale is None:
             return self.start
         coefficients = np.maximum(self._weights, 0.0)[:4] / self._scale[:4]
         return CostModel(*coefficients.tolist()) if coefficients.any() else self.start
 
     def predict(self, summed: np.ndarray) -> np.ndarray:
-        """summed [ranks, 4]: features added up over each rank's samples -> seconds [ranks]; before the first update, the start's
-        costs."""
+        """summed [ranks, 4]: features added up over each rank's samples -> seconds [ranks]; before
+        the first update, the start's costs."""
         if self._scale is None:
             return _product(summed, np.array(self.start.coefficients))
         return _product(_with_constant(summed) / self._scale, self._weights)
 
     def update(self, summed: np.ndarray, seconds: np.ndarray) -> None:
-        """summed [ranks, 4] and measured seconds [ranks] of a step, in rank order. Ranks with nothing measured (0) are left out."""
+        """summed [ranks, 4] and measured seconds [ranks] of a step, in rank order. Ranks with
+        nothing measured (0) are left out."""
         summed, seconds = np.asarray(summed, np.float64), np.asarray(seconds, np.float64)
-        if not np.isfinite(summed).all() or not np.isfinite(seconds).all() or seconds.min(initial=0.0) < 0:
+        if (
+            not np.isfinite(summed).all()
+            or not np.isfinite(seconds).all()
+            or seconds.min(initial=0.0) < 0
+        ):
             raise ValueError(f"step times must be finite and not negative, got {seconds.tolist()}")
         busy = (summed[:, 3] > 0) & (seconds > 0)
         if not busy.any():
@@ -136,16 +172,26 @@ class AdaptiveCost:
         assert self._scale is not None
         rows = _with_constant(summed) / self._scale
         # Sums along the first axis add row by row, in the same order on every machine.
-        self._information = self.forgetting * self._information + (rows[:, :, None] * rows[:, None, :]).sum(axis=0)
+        self._information = self.forgetting * self._information + (
+            rows[:, :, None] * rows[:, None, :]
+        ).sum(axis=0)
         self._moment = self.forgetting * self._moment + (rows * seconds[:, None]).sum(axis=0)
         # What the measurements say nothing about (a feature that is always zero) stays where it is.
-        self._weights = np.array(_solve((self._information + _HOLD).tolist(), (self._moment + _HELD * self._weights).tolist()))
+        self._weights = np.array(
+            _solve(
+                (self._information + _HOLD).tolist(),
+                (self._moment + _HELD * self._weights).tolist(),
+            )
+        )
 
     def _begin(self, summed: np.ndarray, seconds: np.ndarray) -> None:
-        """The unit of time is unknown before the first measurement: the start's proportions, scaled to it."""
+        """The unit of time is unknown before the first measurement: the start's proportions, scaled
+        to it."""
         self._scale = np.maximum(_with_constant(summed).mean(axis=0), 1e-30)
         weights = np.append(self.start.coefficients, 0.0) * self._scale
-        self._weights = weights * (seconds.sum() / _product(_with_constant(summed) / self._scale, weights).sum())
+        self._weights = weights * (
+            seconds.sum() / _product(_with_constant(summed) / self._scale, weights).sum()
+        )
         self._information = np.eye(5) * _START
         self._moment = _START * self._weights
 
@@ -157,16 +203,22 @@ class AdaptiveCost:
 
     def load_state_dict(self, state: dict) -> None:
         self._scale = None if state["scale"] is None else np.array(state["scale"])
-        self._weights, self._information, self._moment = (np.array(state[n]) for n in ("weights", "information", "moment"))
+        self._weights, self._information, self._moment = (
+            np.array(state[n]) for n in ("weights", "information", "moment")
+        )
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """matrix [k][k], symmetric and positive, by Gaussian elimination in Python's floats: the same bits on every machine."""
+    """matrix [k][k], symmetric and positive, by Gaussian elimination in Python's floats: the same
+    bits on every machine."""
     size = len(right)
     for pivot in range(size):
         for row in range(pivot + 1, size):
             factor = matrix[row][pivot] / matrix[pivot][pivot]
-            matrix[row] = [below - factor * above for below, above in zip(matrix[row], matrix[pivot], strict=True)]
+            matrix[row] = [
+                below - factor * above
+                for below, above in zip(matrix[row], matrix[pivot], strict=True)
+            ]
             right[row] -= factor * right[pivot]
     solution = [0.0] * size
     for row in reversed(range(size)):

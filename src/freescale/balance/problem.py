@@ -1,8 +1,10 @@
-"""Partitioners: pure functions from gathered samples to the rank of each. No process group; the same on every rank.
+"""Partitioners: pure functions from gathered samples to the rank of each. No process group; the
+same on every rank.
 
-A partitioner takes a `Problem` and returns the rank of each sample [n]. Samples are numbered in the order of the global batch;
-all ties are broken by that number, and between ranks by the rank's. `assign` runs one (or any function of the same signature),
-checks what came back and says how good it is.
+A partitioner takes a `Problem` and returns the rank of each sample [n]. Samples are numbered in the
+order of the global batch; all ties are broken by that number, and between ranks by the rank's.
+`assign` runs one (or any function of the same signature), checks what came back and says how good
+it is.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything that a partitioner may look at: gathered from all ranks, so that all ranks decide alike."""
+    """Everything that a partitioner may look at: gathered from all ranks, so that all ranks decide
+    alike."""
 
     costs: np.ndarray  # [n] float64, predicted
     tokens: np.ndarray  # [n] int64
@@ -24,26 +27,41 @@ class Problem:
     ranks: int
     cap: int | None = None  # tokens that a rank may hold at most
     nodes: np.ndarray | None = None  # [ranks]: the machine of each rank; None: all in one
-    times: np.ndarray | None = None  # [ranks]: measured seconds of a recent step; only where assignments may depend on them
+    # [ranks]: measured seconds of a recent step; only where assignments may depend on them
+    times: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise ValueError(f"there must be at least one rank, got {self.ranks}")
         n = len(self.costs)
         if len(self.tokens) != n or len(self.home) != n:
-            raise ValueError(f"{n} costs, {len(self.tokens)} token counts and {len(self.home)} homes: they must be equally many")
+            raise ValueError(
+                f"{n} costs, {len(self.tokens)} token counts and {len(self.home)} "
+                "homes: they must be equally many"
+            )
         bad = np.flatnonzero(~np.isfinite(self.costs) | (self.costs < 0))
         if bad.size:
-            raise ValueError(f"sample {bad[0]} has cost {self.costs[bad[0]]}: costs must be finite and not negative")
+            raise ValueError(
+                f"sample {bad[0]} has cost {self.costs[bad[0]]}: costs must be "
+                "finite and not negative"
+            )
         outside = np.flatnonzero((self.home < 0) | (self.home >= self.ranks))
         if outside.size:
-            raise ValueError(f"sample {outside[0]} is at rank {self.home[outside[0]]} of {self.ranks}")
+            raise ValueError(
+                f"sample {outside[0]} is at rank {self.home[outside[0]]} of {self.ranks}"
+            )
         if self.cap is not None and n:
             largest, total = int(self.tokens.max()), int(self.tokens.sum())
             if largest > self.cap:
-                raise ValueError(f"sample {int(self.tokens.argmax())} has {largest} tokens, over the cap of {self.cap} per rank")
+                raise ValueError(
+                    f"sample {int(self.tokens.argmax())} has {largest} tokens, over "
+                    f"the cap of {self.cap} per rank"
+                )
             if total > self.cap * self.ranks:
-                raise ValueError(f"{total} tokens do not fit on {self.ranks} ranks under a cap of {self.cap} tokens each")
+                raise ValueError(
+                    f"{total} tokens do not fit on {self.ranks} ranks under a cap of "
+                    f"{self.cap} tokens each"
+                )
 
 
 @dataclass(frozen=True)
@@ -81,19 +99,28 @@ def assign(problem: Problem, partitioner: Partitioner) -> Assignment:
     n = len(problem.costs)
     if rank_of.shape != (n,) or rank_of.dtype.kind not in "iu":
         raise ValueError(
-            f"partitioner {name!r} returned {rank_of.dtype} {rank_of.shape}; one whole number for each of {n} samples is needed"
+            f"partitioner {name!r} returned {rank_of.dtype} {rank_of.shape}; one whole number for "
+            f"each of {n} samples is needed"
         )
     outside = np.flatnonzero((rank_of < 0) | (rank_of >= problem.ranks))
     if outside.size:
-        raise ValueError(f"partitioner {name!r} gives sample {outside[0]} to rank {rank_of[outside[0]]} of {problem.ranks}")
+        raise ValueError(
+            f"partitioner {name!r} gives sample {outside[0]} to rank "
+            f"{rank_of[outside[0]]} of {problem.ranks}"
+        )
     rank_of = rank_of.astype(np.int64)
     if problem.cap is not None and n:
         held = np.bincount(rank_of, problem.tokens, problem.ranks)
         if held.max() > problem.cap:
             over = int(held.argmax())
-            raise ValueError(f"partitioner {name!r} gives rank {over} {int(held[over])} tokens, over the cap of {problem.cap}")
+            raise ValueError(
+                f"partitioner {name!r} gives rank {over} {int(held[over])} tokens, "
+                f"over the cap of {problem.cap}"
+            )
     loads = np.bincount(rank_of, problem.costs, problem.ranks)
-    bound = max(float(problem.costs.sum()) / problem.ranks, float(problem.costs.max())) if n else 0.0
+    bound = (
+        max(float(problem.costs.sum()) / problem.ranks, float(problem.costs.max())) if n else 0.0
+    )
     moved = int(problem.tokens[rank_of != problem.home].sum())
     before = np.bincount(problem.home, problem.costs, problem.ranks)
     return Assignment(rank_of, loads, before, bound, moved, name)
@@ -105,8 +132,8 @@ def stay(problem: Problem) -> np.ndarray:
 
 
 def fixed(problem: Problem) -> np.ndarray:
-    """Sorted by cost, dealt zig-zag (the paper's FBS): rank i of n gets sorted positions i, 2n-1-i, 2n+i, ... Counts differ by
-    one at most. Knows no cap."""
+    """Sorted by cost, dealt zig-zag (the paper's FBS): rank i of n gets sorted positions i, 2n-1-i,
+    2n+i, ... Counts differ by one at most. Knows no cap."""
     order = descending(problem.costs)
     place = np.arange(len(order)) % (2 * problem.ranks)
     rank_of = np.empty(len(order), np.int64)
@@ -115,16 +142,16 @@ def fixed(problem: Problem) -> np.ndarray:
 
 
 def greedy(problem: Problem) -> np.ndarray:
-    """The recommended one: most expensive first onto the least loaded rank, counts free, under the cap; then the fullest rank
-    trades with the emptiest while that helps."""
+    """The recommended one: most expensive first onto the least loaded rank, counts free, under the
+    cap; then the fullest rank trades with the emptiest while that helps."""
     rank_of = longest_first(problem)
     trade(problem, rank_of)
     return rank_of
 
 
 def greedy_equal(problem: Problem) -> np.ndarray:
-    """Most expensive first, a round of one sample per rank at a time: the most expensive of a round to the least loaded rank.
-    Counts differ by one at most. Knows no cap."""
+    """Most expensive first, a round of one sample per rank at a time: the most expensive of a round
+    to the least loaded rank. Counts differ by one at most. Knows no cap."""
     order = descending(problem.costs)
     loads = np.zeros(problem.ranks)
     rank_of = np.empty(len(order), np.int64)
@@ -141,12 +168,16 @@ def descending(costs: np.ndarray) -> np.ndarray:
     return np.argsort(-costs, kind="stable")
 
 
-_NO_ROOM = "greedy: sample {sample} with {tokens} tokens fits on no rank under the cap of {cap}: raise the cap by a tenth"
+_NO_ROOM = (
+    "greedy: sample {sample} with {tokens} tokens fits on no rank under the cap of {cap}: "
+    "raise the cap by a tenth"
+)
 _FEW = 256  # samples: below, one at a time is quicker than rounds of array operations
 
 
 def longest_first(problem: Problem) -> np.ndarray:
-    """Longest-processing-time-first: the most expensive sample onto the least loaded rank that has room."""
+    """Longest-processing-time-first: the most expensive sample onto the least loaded rank that has
+    room."""
     return _one_at_a_time(problem) if len(problem.costs) <= _FEW else _many_at_a_time(problem)
 
 
@@ -173,8 +204,9 @@ def _one_at_a_time(problem: Problem) -> np.ndarray:
 def _many_at_a_time(problem: Problem) -> np.ndarray:
     """The same assignment by array operations.
 
-    With ranks sorted by load l_0 <= l_1 <= ... and the next samples s_0 >= s_1 >= ..., sample j goes to rank j as long as rank j is
-    still the least loaded, that is while l_j <= min(l_i + s_i) over i < j. One round places all of those.
+    With ranks sorted by load l_0 <= l_1 <= ... and the next samples s_0 >= s_1 >= ..., sample j
+    goes to rank j as long as rank j is still the least loaded, that is while l_j <= min(l_i + s_i)
+    over i < j. One round places all of those.
     """
     order = descending(problem.costs)
     costs, tokens = problem.costs[order], problem.tokens[order]
@@ -196,7 +228,13 @@ def _many_at_a_time(problem: Problem) -> np.ndarray:
                 if not count:
                     count, ranks = (
                         1,
-                        np.array([_least_loaded_with_room(loads, held, int(tokens[start]), problem, int(order[start]))]),
+                        np.array(
+                            [
+                                _least_loaded_with_room(
+                                    loads, held, int(tokens[start]), problem, int(order[start])
+                                )
+                            ]
+                        ),
                     )
         ranks, block = ranks[:count], slice(start, start + count)
         placed[block] = ranks
@@ -208,7 +246,9 @@ def _many_at_a_time(problem: Problem) -> np.ndarray:
     return rank_of
 
 
-def _least_loaded_with_room(loads: np.ndarray, held: np.ndarray, tokens: int, problem: Problem, sample: int) -> int:
+def _least_loaded_with_room(
+    loads: np.ndarray, held: np.ndarray, tokens: int, problem: Problem, sample: int
+) -> int:
     assert problem.cap is not None
     room = np.flatnonzero(held + tokens <= problem.cap)
     if not room.size:
@@ -220,8 +260,9 @@ _TRADES = 4  # attempts per rank
 
 
 def trade(problem: Problem, rank_of: np.ndarray, goal: float | None = None) -> None:
-    """Improves `rank_of` in place: the fullest rank gives a sample to the emptiest, or swaps one, whichever brings the pair closest
-    to even. Ends under `goal` (default: the bound), or when that no longer lowers the maximum."""
+    """Improves `rank_of` in place: the fullest rank gives a sample to the emptiest, or swaps one,
+    whichever brings the pair closest to even. Ends under `goal` (default: the bound), or when that
+    no longer lowers the maximum."""
     ranks, costs, tokens = problem.ranks, problem.costs, problem.tokens
     if ranks < 2 or not len(costs):
         return
@@ -234,10 +275,13 @@ def trade(problem: Problem, rank_of: np.ndarray, goal: float | None = None) -> N
             return
         gap = loads[full] - loads[empty]
         mine, theirs = np.flatnonzero(rank_of == full), np.flatnonzero(rank_of == empty)
-        # Giving i and taking j (or nothing: the last column) changes both loads by costs[i] - costs[j]; best is half the gap.
+        # Giving i and taking j (or nothing: the last column) changes both loads by costs[i] -
+        # costs[j]; best is half the gap.
         shift = costs[mine][:, None] - np.append(costs[theirs], 0.0)[None, :]
         extra = tokens[mine][:, None] - np.append(tokens[theirs], 0)[None, :]
-        allowed = (shift > 0) & (shift < gap) & (held[empty] + extra <= cap) & (held[full] - extra <= cap)
+        allowed = (
+            (shift > 0) & (shift < gap) & (held[empty] + extra <= cap) & (held[full] - extra <= cap)
+        )
         if not allowed.any():
             return
         best = int(np.where(allowed, np.abs(shift - gap / 2), np.inf).argmin())

@@ -1,13 +1,15 @@
-"""Executes an assignment: the samples of one global batch change ranks, in three stages that a pipeline hides behind a step.
+"""Executes an assignment: the samples of one global batch change ranks, in three stages that a
+pipeline hides behind a step.
 
     I    AllGather   of each sample's length, number of candidates and tokens, and of how long each rank computed in a past step:
                      in the message by which the ranks agree on the step (pipeline/agreement.py); all run the same partitioner
     II   AllToAll    of the sizes of what will be sent, with a digest of the assignment
     III  AllToAll    of the samples, whole: histories, two-level candidates, side features, labels, keys
 
-A stage is issued at one juncture of the step before and waited for at the next; the last one when the batch is needed. Planning and
-packing happen on the host, where the batch comes from, and so do all stages: no device is waited for. Candidate lengths travel with
-their samples: planning needs their sum alone, which is in stage I.
+A stage is issued at one juncture of the step before and waited for at the next; the last one when
+the batch is needed. Planning and packing happen on the host, where the batch comes from, and so do
+all stages: no device is waited for. Candidate lengths travel with their samples: planning needs
+their sum alone, which is in stage I.
 """
 
 from __future__ import annotations
@@ -31,11 +33,18 @@ COLUMNS = 3  # of stage I: history length, candidates, tokens
 class Shuffle:
     """One batch on its way. Call `sizes`, `samples` and `finish`, in this order, on all ranks.
 
-    `batch` is on the host. `counts` [ranks]: how many samples each rank has. What fails on one rank (a user's partitioner, say) is
-    raised on all of them in `samples`.
+    `batch` is on the host. `counts` [ranks]: how many samples each rank has. What fails on one rank
+    (a user's partitioner, say) is raised on all of them in `samples`.
     """
 
-    def __init__(self, step: int, batch: SequenceBatch, counts: list[int], balancer: Balancer, transport: Transport) -> None:
+    def __init__(
+        self,
+        step: int,
+        batch: SequenceBatch,
+        counts: list[int],
+        balancer: Balancer,
+        transport: Transport,
+    ) -> None:
         self.assignment: Assignment | None = None
         self._step, self._batch, self._counts = step, batch, counts
         self._balancer, self._transport = balancer, transport
@@ -46,9 +55,11 @@ class Shuffle:
         self._coming = np.zeros((0, 0), np.int64)  # [ranks, tensors]: sizes of what comes from each
 
     def sizes(self, lengths: np.ndarray) -> None:
-        """After stage I. Plans, packs; stage II starts. lengths [n, COLUMNS]: of all samples, in rank order."""
+        """After stage I. Plans, packs; stage II starts. lengths [n, COLUMNS]: of all samples, in
+        rank order."""
         ranks, tensors = self._transport.world, len(self._batch.tensors())
-        message = np.zeros((ranks, tensors + 3), np.int64)  # to each rank: sizes, bytes, digest, whether this rank could plan
+        # to each rank: sizes, bytes, digest, whether this rank could plan
+        message = np.zeros((ranks, tensors + 3), np.int64)
         try:
             message[:, -2] = self._plan(lengths)
             self._message, message[:, :tensors], self._bytes = pack(self._batch, *self._order())
@@ -66,16 +77,25 @@ class Shuffle:
         name = self.assignment.partitioner if self.assignment is not None else "?"
         failed = np.flatnonzero(message[:, -1] == 0)
         if failed.size:
-            raise ValueError(f"partitioner {name!r} failed on rank {failed[0]}: its message says why")
+            raise ValueError(
+                f"partitioner {name!r} failed on rank {failed[0]}: its message says why"
+            )
         if (message[:, -2] != message[0, -2]).any():
-            raise ValueError(f"partitioner {name!r} decided differently on different ranks: it must depend on its argument alone")
+            raise ValueError(
+                f"partitioner {name!r} decided differently on different ranks: it "
+                "must depend on its argument alone"
+            )
         self._coming = message[:, :-3]
-        # From host to host: samples come from there, their sizes are needed there, and no multiprocessor has to move them.
-        self._pending = self._transport.all_to_all(self._message, self._bytes, message[:, -3].tolist(), "samples")
+        # From host to host: samples come from there, their sizes are needed there, and no
+        # multiprocessor has to move them.
+        self._pending = self._transport.all_to_all(
+            self._message, self._bytes, message[:, -3].tolist(), "samples"
+        )
         del self._message
 
     def finish(self) -> SequenceBatch:
-        """Waits for stage III; this rank's samples, on the host, in the order of the global batch."""
+        """Waits for stage III; this rank's samples, on the host, in the order of the global
+        batch."""
         return unpack(self._batch, self._pending.wait(), self._coming)
 
     def _plan(self, lengths: np.ndarray) -> int:
@@ -90,11 +110,14 @@ class Shuffle:
         assert self.assignment is not None
         first = sum(self._counts[: self._transport.rank])
         mine = self.assignment.rank_of[first : first + len(self._batch)]
-        return np.argsort(mine, kind="stable"), np.bincount(mine, minlength=self._transport.world).tolist()
+        return np.argsort(mine, kind="stable"), np.bincount(
+            mine, minlength=self._transport.world
+        ).tolist()
 
 
 def measured(batch: SequenceBatch) -> np.ndarray:
-    """[samples, 3]: history length, candidates, tokens (history and all values of the candidates)."""
+    """[samples, 3]: history length, candidates, tokens (history and all values of the
+    candidates)."""
     table = np.zeros((len(batch), COLUMNS), np.int64)
     if "history" in batch.sequences:
         table[:, 0] = table[:, 2] = batch.sequences["history"].lengths.numpy()
@@ -108,5 +131,6 @@ def measured(batch: SequenceBatch) -> np.ndarray:
 
 
 def host(batch: SequenceBatch) -> SequenceBatch:
-    """The batch where it can be planned. Reads the device if it is there, so give batches on the host."""
+    """The batch where it can be planned. Reads the device if it is there, so give batches on the
+    host."""
     return batch if batch.device.type == "cpu" else batch.map(Tensor.cpu)

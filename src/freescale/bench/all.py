@@ -1,4 +1,5 @@
-"""`freescale bench all`: runs the repository's benchmarks one after another, and goes on when one fails."""
+"""`freescale bench all`: runs the repository's benchmarks one after another, and goes on when one
+fails."""
 
 from __future__ import annotations
 
@@ -29,14 +30,19 @@ class Runner:
     folder: Path
     machine: Machine
     peer: str | None = None  # the interpreter with TorchRec, once it is there
-    outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)  # by name: what happened, and more of it
+    # by name: what happened, and more of it
+    outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def run(self, benchmarks: Sequence[Benchmark], skip_done: bool) -> int:
         """The exit status: 1 if one failed."""
         waiting = []
         tree, edited, here = commit(self.root), changed(self.root), described()
         for one in benchmarks:
-            date = done_before(self.folder / self.machine.result_of(one), tree, edited, here) if skip_done else ""
+            date = (
+                done_before(self.folder / self.machine.result_of(one), tree, edited, here)
+                if skip_done
+                else ""
+            )
             if why := self.machine.lacks(one):
                 self.outcomes[one.name] = (LEFT_OUT, why)
             elif date:
@@ -46,8 +52,18 @@ class Runner:
         try:
             for place, one in enumerate(waiting):
                 rest = waiting[place + 1 :]
-                after = f"then {len(rest)} more, about {sum(r.minutes for r in rest):g} min" if rest else "the last"
-                print(f"\n[{place + 1} of {len(waiting)}] {one.name}: about {one.minutes:g} min; {after}", flush=True)
+                after = (
+                    f"then {len(rest)} more, about {sum(r.minutes for r in rest):g} min"
+                    if rest
+                    else "the last"
+                )
+                print(
+                    (
+                        f"\n[{place + 1} of {len(waiting)}] {one.name}: about {one.minutes:g} min; "
+                        f"{after}"
+                    ),
+                    flush=True,
+                )
                 self.outcomes[one.name] = self._run(one)
         finally:
             self._show([one.name for one in benchmarks])
@@ -85,7 +101,8 @@ class Runner:
             "{file}": self.machine.file and os.path.abspath(self.machine.file),
         }
         words = [places.get(word) or word for word in shlex.split(one.command)]
-        # A variable and not an option: the one function that writes results reads it, and no benchmark has to pass it on.
+        # A variable and not an option: the one function that writes results reads it, and no
+        # benchmark has to pass it on.
         environment = {**os.environ, "FREESCALE_RESULTS": str(self.folder)}
         with ExitStack() as stack:
             if one.ranks > self.machine.gpus:
@@ -108,15 +125,28 @@ def show_registry(benchmarks: Sequence[Benchmark], machine: Machine) -> None:
     for one in benchmarks:
         why = machine.lacks(one)
         print(
-            f"{one.name:{width}}  {one.minutes:3g} min  {machine.result_of(one):36}  {f'left out: {why}' if why else 'runs here'}"
+            f"{one.name:{width}}  {one.minutes:3g} min  {machine.result_of(one):36}  "
+            f"{f'left out: {why}' if why else 'runs here'}"
         )
     minutes = sum(one.minutes for one in benchmarks if not machine.lacks(one))
-    print(f"about {minutes:g} min on this machine; TorchRec is set up when the first needs it", flush=True)
+    print(
+        f"about {minutes:g} min on this machine; TorchRec is set up when the first needs it",
+        flush=True,
+    )
 
 
-def bench_all(root: Path, only: Sequence[str], skip_done: bool, listed: bool, file: str | None, folder: Path | None) -> int:
+def bench_all(
+    root: Path,
+    only: Sequence[str],
+    skip_done: bool,
+    listed: bool,
+    file: str | None,
+    folder: Path | None,
+) -> int:
     benchmarks, machine = chosen(read_registry(root), only), Machine.here(file)
     if listed:
         show_registry(benchmarks, machine)
         return 0
-    return Runner(root, (folder or root / "benchmarks" / "results").absolute(), machine).run(benchmarks, skip_done)
+    return Runner(root, (folder or root / "benchmarks" / "results").absolute(), machine).run(
+        benchmarks, skip_done
+    )

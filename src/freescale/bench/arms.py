@@ -1,8 +1,8 @@
-"""What the parts of `freescale bench overlap` share: the arms, which carry AllToAlls from a lane's thread and stream, and times
-that the ranks put together.
+"""What the parts of `freescale bench overlap` share: the arms, which carry AllToAlls from a lane's
+thread and stream, and times that the ranks put together.
 
-Only one of NCCL's groups is in use at a time, and nothing is left on the device when another begins: kernels of several wait for
-each other, in any order.
+Only one of NCCL's groups is in use at a time, and nothing is left on the device when another
+begins: kernels of several wait for each other, in any order.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ Wait = Callable[[bool], Tensor]  # the result of an AllToAll, as Handle.wait giv
 
 @dataclass(frozen=True)
 class Arm:
-    """`begin(tensor, send, receive)` starts an AllToAll, on the thread and stream of `lane`. `flight`: messages that are under way
-    together when they follow each other. `piece`: bytes that hostwire copies and sends in one, at most."""
+    """`begin(tensor, send, receive)` starts an AllToAll, on the thread and stream of `lane`.
+    `flight`: messages that are under way together when they follow each other. `piece`: bytes that
+    hostwire copies and sends in one, at most."""
 
     name: str
     lane: Lane
@@ -66,18 +67,24 @@ class Bed:
 
     def __init__(self, collective: Collective, began: float) -> None:
         self.collective, self.device, self.began = collective, collective.device, began
-        self.rank, self.world, self.cuda = collective.rank, collective.world, collective.device.type == "cuda"
+        self.rank = collective.rank
+        self.world = collective.world
+        self.cuda = collective.device.type == "cuda"
         self.size, self.rows = SIZES[collective.device.type], list[dict[str, Any]]()
         self.hostwire = self.wired("hostwire")
         self.message = self.even(self.size["message"])
-        self.elsewhere = torch.cuda.Stream(self.device) if self.cuda else None  # where nothing is issued
+        # where nothing is issued
+        self.elsewhere = torch.cuda.Stream(self.device) if self.cuda else None
         self._groups: dict[int | None, dist.ProcessGroup] = {}
         self._message_ms: dict[str, float] = {}
 
     def wired(self, name: str, wire: str = "gloo", shared: bool = True) -> Arm:
-        """Hostwire; `shared`: ranks of a machine share memory, otherwise they talk over the wire."""
+        """Hostwire; `shared`: ranks of a machine share memory, otherwise they talk over the
+        wire."""
         groups, limit = (self.collective.group, self.collective.control), timedelta(seconds=SECONDS)
-        transport = Hostwire(self.device, Ledger(self.device), *groups, wire, shared=shared, timeout=limit)
+        transport = Hostwire(
+            self.device, Ledger(self.device), *groups, wire, shared=shared, timeout=limit
+        )
         lane = Lane(name, transport)
 
         def begin(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Wait:
@@ -86,7 +93,8 @@ class Bed:
         return Arm(name, lane, begin, transport.lines, transport.piece, transport)
 
     def plain(self, channels: int | None = None) -> Arm:
-        """NCCL, with at most so many channels (each is a block of its kernel, on a multiprocessor of its own). On a CPU gloo."""
+        """NCCL, with at most so many channels (each is a block of its kernel, on a multiprocessor
+        of its own). On a CPU gloo."""
         group = self._group(channels)
 
         def begin(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Wait:
@@ -100,7 +108,11 @@ class Bed:
 
             return wait
 
-        limit = "" if channels is None else f", at most {channels} channel{'s' if channels > 1 else ''}"
+        limit = (
+            ""
+            if channels is None
+            else (f", at most {channels} channel{'s' if channels > 1 else ''}")
+        )
         return Arm(f"{'nccl' if self.cuda else 'gloo'}{limit}", self.hostwire.lane, begin, 1)
 
     def _group(self, channels: int | None) -> dist.ProcessGroup:
@@ -110,13 +122,17 @@ class Bed:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = limit  # torch warns if it is not the one below
                 options.config.min_ctas, options.config.max_ctas = 1, channels
-            self._groups[channels] = dist.new_group(timeout=limit, backend="nccl" if self.cuda else "gloo", pg_options=options)
+            self._groups[channels] = dist.new_group(
+                timeout=limit, backend="nccl" if self.cuda else "gloo", pg_options=options
+            )
         return self._groups[channels]
 
     def even(self, size: int) -> tuple[Tensor, list[int]]:
         """A tensor of about `size` bytes, and how many go to each rank."""
         part = max(1, size // self.world)
-        return torch.zeros(part * self.world, dtype=torch.uint8, device=self.device), [part] * self.world
+        return torch.zeros(part * self.world, dtype=torch.uint8, device=self.device), [
+            part
+        ] * self.world
 
     # ---- together
 
@@ -125,7 +141,9 @@ class Bed:
 
     def gathered(self, value: Any) -> list[Any]:
         """Every rank's, in rank order."""
-        return [json.loads(part) for part in self.collective.gather_bytes(json.dumps(value).encode())]
+        return [
+            json.loads(part) for part in self.collective.gather_bytes(json.dumps(value).encode())
+        ]
 
     def slowest(self, values: Sequence[float]) -> list[float]:
         """Of each repetition."""
@@ -139,15 +157,16 @@ class Bed:
     # ---- messages
 
     def in_lane(self, arm: Arm, function: Callable[[], None]) -> None:
-        with torch.cuda.stream(self.elsewhere):  # a job begins after what its submitter issued on the current stream: nothing, here
+        # a job begins after what its submitter issued on the current stream: nothing, here
+        with torch.cuda.stream(self.elsewhere):
             job = arm.lane.submit(function)
         job.wait(host=True)
         arm.lane.side.take()  # nobody reads the ledger here
         self.idle()
 
     def message_times(self, arm: Arm, size: int, flight: int, repetitions: int) -> list[float]:
-        """Milliseconds of a message on the slowest rank, from many of the same size. With `flight` 1 each has arrived before the
-        next begins."""
+        """Milliseconds of a message on the slowest rank, from many of the same size. With `flight`
+        1 each has arrived before the next begins."""
         tensor, send = self.even(size)
         count = max(2, min(16, self.size["each"] // size))
         times: list[float] = []
@@ -163,9 +182,12 @@ class Bed:
         return self.slowest(times[1:])  # the first opens connections and takes memory
 
     def message_ms(self, arm: Arm) -> float:
-        """Of one of `message` among others, with nothing beside them; measured once. The same on all ranks."""
+        """Of one of `message` among others, with nothing beside them; measured once. The same on
+        all ranks."""
         if arm.name not in self._message_ms:
-            self._message_ms[arm.name] = median(self.message_times(arm, self.size["message"], arm.flight, 3))
+            self._message_ms[arm.name] = median(
+                self.message_times(arm, self.size["message"], arm.flight, 3)
+            )
         return self._message_ms[arm.name]
 
     # ---- what was found
@@ -176,7 +198,10 @@ class Bed:
             more["ms"] = spread(more["ms"])
         row = {"group": group, "case": case, "arm": arm, **more}
         self.rows.append(row)
-        self.say(f"{case}, {arm}: " + (f"{row['ms']['median']:.3f} ms" if "ms" in row else f"skipped, {row['skipped']}"))
+        self.say(
+            f"{case}, {arm}: "
+            + (f"{row['ms']['median']:.3f} ms" if "ms" in row else f"skipped, {row['skipped']}")
+        )
         return row
 
     def say(self, text: str) -> None:
@@ -184,14 +209,17 @@ class Bed:
             print(f"{time.perf_counter() - self.began:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """The process groups go with the process: to take several of NCCL's apart, ranks on one GPU would wait for each other."""
+        """The process groups go with the process: to take several of NCCL's apart, ranks on one GPU
+        would wait for each other."""
         self.barrier()
         closed(self.hostwire)
 
 
-def stream(arm: Arm, tensor: Tensor, send: Sequence[int], count: int, flight: int, host: bool) -> None:
-    """`count` AllToAlls of the same tensor, `flight` of them under way; the last has arrived. `host`: so has each, before its
-    successor begins. In the lane's thread."""
+def stream(
+    arm: Arm, tensor: Tensor, send: Sequence[int], count: int, flight: int, host: bool
+) -> None:
+    """`count` AllToAlls of the same tensor, `flight` of them under way; the last has arrived.
+    `host`: so has each, before its successor begins. In the lane's thread."""
     under_way: deque[Wait] = deque()
     for _ in range(count):
         if len(under_way) >= flight:

@@ -1,4 +1,5 @@
-"""Hostwire's copies alone: a channel of the engine as it is, whose peers are sockets with every answer in them beforehand."""
+"""Hostwire's copies alone: a channel of the engine as it is, whose peers are sockets with every
+answer in them beforehand."""
 
 from __future__ import annotations
 
@@ -28,24 +29,32 @@ class Copies:
         self._piece, self._device = bed.hostwire.piece, bed.device
         self._peers = [peer for peer in range(bed.world) if peer != bed.rank]
         self._out, self._into = (_shared(SLOTS * self._piece, bed.device) for _ in WAYS)
-        self._pairs = {peer: (socket.socketpair(), socket.socketpair()) for peer in self._peers}  # out, in: ours and the peer's
+        # out, in: ours and the peer's
+        self._pairs = {peer: (socket.socketpair(), socket.socketpair()) for peer in self._peers}
         ours = [{peer: pairs[way][0] for peer, pairs in self._pairs.items()} for way in range(2)]
         self._wire = SharedWire(self._out, ours[0], ours[1], dict.fromkeys(self._peers, self._into))
         gate = EngineGate(calls, 0.001)
-        self._channel = EngineChannel(calls, bed.rank, bed.device, [self._wire], self._out, gate, self._piece, SECONDS)
+        self._channel = EngineChannel(
+            calls, bed.rank, bed.device, [self._wire], self._out, gate, self._piece, SECONDS
+        )
         self._tensors: dict[int, torch.Tensor] = {}
         self._under_way: deque[Carry] = deque()
         self._slot = 0
 
     def copy(self, way: str, size: int) -> None:
-        """What an AllToAll of `size` copies one way. The last ones may be under way when this returns."""
+        """What an AllToAll of `size` copies one way. The last ones may be under way when this
+        returns."""
         world = len(self._peers) + 1
         part = max(1, size // world)
         if size not in self._tensors:
-            self._tensors[size] = torch.zeros(part * (world - 1), dtype=torch.uint8, device=self._device)
+            self._tensors[size] = torch.zeros(
+                part * (world - 1), dtype=torch.uint8, device=self._device
+            )
         tensor, sizes = self._tensors[size], [0] * world
         addresses = list(sizes)
-        for peer, place in zip(self._peers, accumulate([part] * (world - 2), initial=0), strict=True):
+        for peer, place in zip(
+            self._peers, accumulate([part] * (world - 2), initial=0), strict=True
+        ):
             addresses[peer], sizes[peer] = tensor.data_ptr() + place, part
         pieces = cut(part, self._piece)
         for out, into in self._pairs.values():

@@ -1,4 +1,5 @@
-"""`freescale bench kernels`: the Triton kernels on one GPU beside plain torch and beside what the GPU can do."""
+"""`freescale bench kernels`: the Triton kernels on one GPU beside plain torch and beside what the
+GPU can do."""
 
 from __future__ import annotations
 
@@ -36,13 +37,23 @@ def measure_kernels(
 ) -> tuple[Bench, dict[str, float]]:
     """Runs the parts, or some of them; rows and figures."""
     if not has_triton():
-        raise ValueError("the kernels are written in Triton, which is not installed here; it exists for Linux alone")
+        raise ValueError(
+            "the kernels are written in Triton, which is not installed here; it "
+            "exists for Linux alone"
+        )
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here; try the benchmark with --device cpu: tiny sizes, through Triton's interpreter")
+        raise ValueError(
+            "there is no GPU here; try the benchmark with --device cpu: tiny sizes, "
+            "through Triton's interpreter"
+        )
     if device == "cpu":
         if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ValueError("Triton was imported before its interpreter was chosen; start a new process for --device cpu")
-        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which happens at the first launch
+            raise ValueError(
+                "Triton was imported before its interpreter was chosen; start a new "
+                "process for --device cpu"
+            )
+        # read when Triton is imported, which happens at the first launch
+        os.environ["TRITON_INTERPRET"] = "1"
     torch.manual_seed(0)
     figures: dict[str, float] = {}
     bench = Bench(device, seen)
@@ -58,9 +69,13 @@ def measure_kernels(
 def bench_kernels(device: str, only: Sequence[str], output: Path) -> None:
     """Prints the table, writes the JSON beside it."""
     if not output.parent.is_dir():
-        raise ValueError(f"there is no folder {output.parent} for the results; make it or give another --output")
+        raise ValueError(
+            f"there is no folder {output.parent} for the results; make it or give another --output"
+        )
     bench, figures = measure_kernels(device, only)
-    title = f"ceilings: copy {bench.bandwidth:.3g} TB/s, bf16 matrix product {bench.flops:.3g} TFLOP/s"
+    title = (
+        f"ceilings: copy {bench.bandwidth:.3g} TB/s, bf16 matrix product {bench.flops:.3g} TFLOP/s"
+    )
     show_table(bench.rows, title)
     result = {
         "name": "kernels",

@@ -1,4 +1,5 @@
-"""`freescale bench ladder`: starts the repository's ladder, with TorchRec beside it in an environment of its own."""
+"""`freescale bench ladder`: starts the repository's ladder, with TorchRec beside it in an
+environment of its own."""
 
 from __future__ import annotations
 
@@ -13,10 +14,15 @@ def run_ladder(arguments: Sequence[str], peer: bool) -> int:
     """`peer`: with TorchRec's arms, whose environment is made first. Its exit status."""
     root = repository()
     python = peer_python(root) if peer else sys.executable
-    return subprocess.run([python, str(root / "benchmarks" / "bench_ladder.py"), *arguments], check=False).returncode
+    return subprocess.run(
+        [python, str(root / "benchmarks" / "bench_ladder.py"), *arguments], check=False
+    ).returncode
 
 
 def run_gpu_ladder(ranks: int) -> int:
-    """With TorchRec's arms if this environment has it: its CUDA kernels fit one version of torch each."""
+    """With TorchRec's arms if this environment has it: its CUDA kernels fit one version of torch
+    each."""
     script = repository() / "benchmarks" / "bench_ladder_gpu.py"
-    return subprocess.run([sys.executable, str(script), "--nproc", str(ranks)], check=False).returncode
+    return subprocess.run(
+        [sys.executable, str(script), "--nproc", str(ranks)], check=False
+    ).returncode

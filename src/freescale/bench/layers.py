@@ -1,4 +1,5 @@
-"""The attention, what surrounds it in a layer, and a whole HSTU layer: forward, backward and peak memory."""
+"""The attention, what surrounds it in a layer, and a whole HSTU layer: forward, backward and peak
+memory."""
 
 from __future__ import annotations
 
@@ -22,20 +23,31 @@ HEADS, DROPOUT = 4, 0.2
 
 def attentions(bench: Bench) -> dict[str, float]:
     """TFLOP/s, for equally long samples and for log-normal lengths."""
-    batches = {"full": np.array(bench.size["long"]), "log-normal": bench.lengths(bench.size["samples"])}
+    batches = {
+        "full": np.array(bench.size["long"]),
+        "log-normal": bench.lengths(bench.size["samples"]),
+    }
     figures = {}
     for width in (128, 64):
         for name, lengths in batches.items():
-            for way, rate in zip(("forward", "backward"), _attended(bench, name, lengths, width), strict=True):
+            for way, rate in zip(
+                ("forward", "backward"), _attended(bench, name, lengths, width), strict=True
+            ):
                 figures[f"attention {way}, {name}, {width} wide, TFLOP/s"] = rate
         for way in ("forward", "backward"):
-            full, jagged = (figures[f"attention {way}, {name}, {width} wide, TFLOP/s"] for name in ("full", "log-normal"))
+            full, jagged = (
+                figures[f"attention {way}, {name}, {width} wide, TFLOP/s"]
+                for name in ("full", "log-normal")
+            )
             figures[f"attention {way}, {width} wide, log-normal % of full"] = 100 * jagged / full
     return figures
 
 
 def _attended(bench: Bench, name: str, lengths: np.ndarray, width: int) -> tuple[float, float]:
-    q, k, v = (bench.draw(int(lengths.sum()), HEADS, width, dtype=bench.narrow).requires_grad_() for _ in range(3))
+    q, k, v = (
+        bench.draw(int(lengths.sum()), HEADS, width, dtype=bench.narrow).requires_grad_()
+        for _ in range(3)
+    )
     weight = bench.draw(int(lengths.sum()), HEADS, width, dtype=bench.narrow)
     there = torch.from_numpy(lengths).to(bench.device)
     plan = triton_attention_plan.plan_attention(there, HEADS)
@@ -47,7 +59,9 @@ def _attended(bench: Bench, name: str, lengths: np.ndarray, width: int) -> tuple
     with torch.no_grad():
         forward = bench.measure("attention", f"attention forward, {label}", ours, teraflops=work)
     grads: Call = lambda: torch.autograd.grad(out, (q, k, v), weight, retain_graph=True)  # noqa: E731
-    backward = bench.measure("attention", f"attention backward, {label}", grads, teraflops=2.5 * work)
+    backward = bench.measure(
+        "attention", f"attention backward, {label}", grads, teraflops=2.5 * work
+    )
     return forward["rate"], backward["rate"]
 
 
@@ -59,21 +73,35 @@ def pieces(bench: Bench) -> dict[str, float]:
     weight, bias = (bench.draw(width).requires_grad_() for _ in range(2))
     keys = derive(0, torch.arange(tokens, device=bench.device))
     x = bench.draw(tokens, width).requires_grad_()
-    attended, slope = bench.draw(tokens, width, dtype=narrow).requires_grad_(), bench.draw(tokens, width, dtype=narrow)
+    attended, slope = (
+        bench.draw(tokens, width, dtype=narrow).requires_grad_(),
+        bench.draw(tokens, width, dtype=narrow),
+    )
     projected = bench.draw(tokens, 4 * width, dtype=narrow).requires_grad_()
     gate = projected.detach()[:, :width].requires_grad_()
     drop = {"keys": keys, "stream": 1, "keep": 1 - DROPOUT}
 
-    def one(name: str, call: Callable[[Any], Any], leaves: list, slopes: list, forward: float, backward: float) -> None:
+    def one(
+        name: str,
+        call: Callable[[Any], Any],
+        leaves: list,
+        slopes: list,
+        forward: float,
+        backward: float,
+    ) -> None:
         def ours_or(module: Any) -> Any:
-            with torch.autocast(bench.device.type, torch.bfloat16, enabled=bench.device.type == "cuda"):
+            with torch.autocast(
+                bench.device.type, torch.bfloat16, enabled=bench.device.type == "cuda"
+            ):
                 return call(module)
 
         with torch.no_grad():
             both = [lambda m=m: ours_or(m) for m in (triton_layer, layer)]  # type: ignore[misc]
             bench.measure("pieces", f"{name}, {label}", *both, gigabytes=forward * size)
         outputs = [ours_or(module) for module in (triton_layer, layer)]
-        back = [lambda o=o: torch.autograd.grad(o, leaves, slopes, retain_graph=True) for o in outputs]  # type: ignore[misc]
+        back = [
+            lambda o=o: torch.autograd.grad(o, leaves, slopes, retain_graph=True) for o in outputs
+        ]  # type: ignore[misc]
         bench.measure("pieces", f"{name} backward, {label}", *back, gigabytes=backward * size)
 
     half = projected.element_size()  # bytes of an activation; x and its gradient are float32
@@ -87,25 +115,36 @@ def pieces(bench: Bench) -> dict[str, float]:
 
 
 def layers(bench: Bench) -> dict[str, float]:
-    """A whole layer, forward and backward, in bf16; the plain attention holds its score tiles, ours none."""
+    """A whole layer, forward and backward, in bf16; the plain attention holds its score tiles, ours
+    none."""
     lengths, figures = bench.lengths(bench.size["layer"]), {}
     for name, dropout in (("", 0.0), (", dropout", DROPOUT)):
         ours, tokens = _step(bench, lengths, triton_attention_plan.plan_attention, dropout)
-        plain = _step(bench, lengths, attention.plan_attention, dropout)[0] if not dropout else None  # it takes many seconds
-        row = bench.measure("layer", f"HSTU layer forward + backward{name}, {tokens:,} tokens", ours, plain)
+        # it takes many seconds
+        plain = _step(bench, lengths, attention.plan_attention, dropout)[0] if not dropout else None
+        row = bench.measure(
+            "layer", f"HSTU layer forward + backward{name}, {tokens:,} tokens", ours, plain
+        )
         if plain is not None:
             figures["layer, times faster"] = row["faster"]
     return figures | (_memory(bench) if bench.device.type == "cuda" else {})
 
 
-def _step(bench: Bench, lengths: np.ndarray, planner: Callable[..., Any], dropout: float) -> tuple[Call, int]:
+def _step(
+    bench: Bench, lengths: np.ndarray, planner: Callable[..., Any], dropout: float
+) -> tuple[Call, int]:
     width, heads = bench.size["width"], bench.size["heads"]
     there = torch.from_numpy(lengths).to(bench.device)
-    return layer_step(there, planner(there, heads), width, heads, bench.size["cap"], dropout), int(lengths.sum())
+    return layer_step(there, planner(there, heads), width, heads, bench.size["cap"], dropout), int(
+        lengths.sum()
+    )
 
 
-def layer_step(lengths: Tensor, plan: Any, width: int, heads: int, cap: int, dropout: float = 0.0) -> Call:
-    """Forward and backward of a layer over samples of `lengths` [samples], at most `cap`, on their device."""
+def layer_step(
+    lengths: Tensor, plan: Any, width: int, heads: int, cap: int, dropout: float = 0.0
+) -> Call:
+    """Forward and backward of a layer over samples of `lengths` [samples], at most `cap`, on their
+    device."""
     device = lengths.device
     one = HSTULayer(
         number=0, width=width, heads=heads, d_qk=width // heads, d_v=width // heads, max_length=cap, dropout=dropout,
@@ -128,7 +167,12 @@ def _memory(bench: Bench) -> dict[str, float]:
     """Bytes per token at two lengths: the same, if memory grows with the tokens."""
     cap, peaks = bench.size["cap"], []
     for length in (cap // 4, cap):
-        step, tokens = _step(bench, np.full(bench.size["line"], length), triton_attention_plan.plan_attention, DROPOUT)
+        step, tokens = _step(
+            bench,
+            np.full(bench.size["line"], length),
+            triton_attention_plan.plan_attention,
+            DROPOUT,
+        )
         step()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -136,5 +180,12 @@ def _memory(bench: Bench) -> dict[str, float]:
         step()
         torch.cuda.synchronize()
         peaks.append((torch.cuda.max_memory_allocated() - before) / tokens)
-        bench.add({"group": "layer", "case": f"peak memory, samples of {length:,}", "rate": peaks[-1], "unit": "B/token"})
+        bench.add(
+            {
+                "group": "layer",
+                "case": f"peak memory, samples of {length:,}",
+                "rate": peaks[-1],
+                "unit": "B/token",
+            }
+        )
     return {"layer, memory per token, longest over a quarter of it": peaks[1] / peaks[0]}

@@ -1,7 +1,9 @@
-"""Times of single kernels on one device, beside what the device can do: a copy and a matrix product, measured first.
+"""Times of single kernels on one device, beside what the device can do: a copy and a matrix
+product, measured first.
 
-Times are medians by device events, with the launches queued up behind a pause as in a training step; `call_ms` is what a call takes
-the host. Rates count each byte that must be read or written once, and operations of the lower triangle.
+Times are medians by device events, with the launches queued up behind a pause as in a training
+step; `call_ms` is what a call takes the host. Rates count each byte that must be read or written
+once, and operations of the lower triangle.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ SIZES: dict[str, dict[str, Any]] = {
 class Bench:
     """Measured rows. `seen` is called with each as it is known."""
 
-    def __init__(self, device: str, seen: Callable[[dict[str, Any]], None] = lambda row: None) -> None:
+    def __init__(
+        self, device: str, seen: Callable[[dict[str, Any]], None] = lambda row: None
+    ) -> None:
         self.device, self.size, self._seen = torch.device(device), SIZES[device], seen
         self.rows: list[dict[str, Any]] = []
         copied = torch.randn(self.size["copy"] // 8, device=device)
@@ -85,15 +89,35 @@ class Bench:
         return 1e3 * (time.perf_counter() - started) / repetitions
 
     def measure(
-        self, group: str, case: str, ours: Call, plain: Call | None = None, *, gigabytes: float = 0, teraflops: float = 0
+        self,
+        group: str,
+        case: str,
+        ours: Call,
+        plain: Call | None = None,
+        *,
+        gigabytes: float = 0,
+        teraflops: float = 0,
     ) -> dict[str, Any]:
         found = spread(self.times(ours))
-        row: dict[str, Any] = {"group": group, "case": case, "ms": found, "call_ms": self.host(ours, 5)}
+        row: dict[str, Any] = {
+            "group": group,
+            "case": case,
+            "ms": found,
+            "call_ms": self.host(ours, 5),
+        }
         median = found["median"]
         if gigabytes:
-            row |= {"rate": gigabytes / median, "unit": "TB/s", "ceiling_percent": 100 * gigabytes / median / self.bandwidth}
+            row |= {
+                "rate": gigabytes / median,
+                "unit": "TB/s",
+                "ceiling_percent": 100 * gigabytes / median / self.bandwidth,
+            }
         if teraflops:
-            row |= {"rate": 1e3 * teraflops / median, "unit": "TFLOP/s", "ceiling_percent": 1e5 * teraflops / median / self.flops}
+            row |= {
+                "rate": 1e3 * teraflops / median,
+                "unit": "TFLOP/s",
+                "ceiling_percent": 1e5 * teraflops / median / self.flops,
+            }
         if plain is not None:
             once = self.times(plain, 1, 1)
             row["plain_ms"] = spread(once if once[0] > 1000 else self.times(plain, 5, 0))

@@ -1,6 +1,8 @@
-"""Jagged moves on a device: dispatch and combine for an AllToAll over W ranks, permutation of samples, transpose of features.
+"""Jagged moves on a device: dispatch and combine for an AllToAll over W ranks, permutation of
+samples, transpose of features.
 
-The paper packs so; our training does it on the host (`freescale.batch_codec`, benchmarks/bench_packing.py).
+The paper packs so; our training does it on the host (`freescale.batch_codec`,
+benchmarks/bench_packing.py).
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def _ids(bench: Bench) -> dict[str, float]:
     tokens, samples = int(lengths.sum()), lengths.shape[1]
     generator = np.random.default_rng(1)
     order = generator.permutation(samples)
-    sets = 16 if bench.device.type == "cuda" else 1  # small inputs rotate, so that the cache does not hold them
+    # small inputs rotate, so that the cache does not hold them
+    sets = 16 if bench.device.type == "cuda" else 1
     slowest = {"dispatch": 0.0, "combine": 0.0}
     ids = [torch.randint(0, 1 << 40, (tokens,), device=bench.device) for _ in range(sets)]
     for world in bench.size["worlds"]:
@@ -37,7 +40,13 @@ def _ids(bench: Bench) -> dict[str, float]:
         for kind, plan in plans.items():
             ours = in_turn([lambda x=x, p=plan: triton_jagged.move([x], p) for x in ids])  # type: ignore[misc]
             plain = in_turn([lambda x=x, p=plan: jagged.move([x], p) for x in ids])  # type: ignore[misc]
-            row = bench.measure("moves", f"{kind} of ids, W = {world}", ours, plain, gigabytes=2 * ids[0].nbytes / 1e9)
+            row = bench.measure(
+                "moves",
+                f"{kind} of ids, W = {world}",
+                ours,
+                plain,
+                gigabytes=2 * ids[0].nbytes / 1e9,
+            )
             slowest[kind] = max(slowest[kind], row["ms"]["median"])
     started = time.perf_counter()
     jagged.plan_dispatch(lengths, order, counts)

@@ -1,4 +1,5 @@
-"""`freescale bench overlap`: what communication costs the compute beside it, over NCCL and over hostwire, and how fast it is."""
+"""`freescale bench overlap`: what communication costs the compute beside it, over NCCL and over
+hostwire, and how fast it is."""
 
 from __future__ import annotations
 
@@ -32,21 +33,28 @@ COLUMNS = ("what", "ms", "rate", "of bound", "alone ms", "slower")
 
 
 def bench_overlap(ranks: int, device: str, only: Sequence[str], output: Path) -> int:
-    """Starts the ranks, or is one of them; rank 0 prints the table and writes the JSON. Returns the exit status."""
+    """Starts the ranks, or is one of them; rank 0 prints the table and writes the JSON. Returns the
+    exit status."""
     if not output.parent.is_dir():
-        raise ValueError(f"there is no folder {output.parent} for the results; make it or give another --output")
+        raise ValueError(
+            f"there is no folder {output.parent} for the results; make it or give another --output"
+        )
     if is_rank():
         _measure(device, only, output)
         return 0
     if ranks < 2:
         raise ValueError(f"an AllToAll needs at least 2 ranks, not {ranks}: --nproc 4")
     arguments = ["bench", "overlap", "--device", device, "--output", str(output.resolve())]
-    return start_ranks([*arguments, *(word for part in only for word in ("--only", part))], ranks, device, LIMIT)
+    return start_ranks(
+        [*arguments, *(word for part in only for word in ("--only", part))], ranks, device, LIMIT
+    )
 
 
 def _measure(device: str, only: Sequence[str], output: Path) -> None:
     if device == "cuda" and not has_triton():
-        raise ValueError("the layer and the witness are written in Triton, which is not installed here")
+        raise ValueError(
+            "the layer and the witness are written in Triton, which is not installed here"
+        )
     began = time.perf_counter()
     torch.manual_seed(0)
     bed = Bed(join(device, SECONDS), began)
@@ -110,16 +118,25 @@ def best_collective(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """What a claim can be made of."""
     found: dict[str, float] = {}
-    ours = [row["slower_percent"] for row in rows if "slower_percent" in row and row["arm"] == "hostwire"]
+    ours = [
+        row["slower_percent"]
+        for row in rows
+        if "slower_percent" in row and row["arm"] == "hostwire"
+    ]
     full = [row["slower_percent"] for row in rows if "slower_percent" in row and row["arm"] == FULL]
     best = [row["slower_percent"] for row in best_collective(rows)]
     if ours:
-        found |= {"hostwire, most slow-down, %": max(ours), "collective at its best, most slow-down, %": max(best)}
+        found |= {
+            "hostwire, most slow-down, %": max(ours),
+            "collective at its best, most slow-down, %": max(best),
+        }
         found["collective at its best, least slow-down, %"] = min(best)
     if full:
         found[f"{FULL}, most slow-down, %"] = max(full)
     for way in WAYS:
-        shares = [row["ceiling_percent"] for row in rows if row["arm"] == f"hostwire's copies {way}"]
+        shares = [
+            row["ceiling_percent"] for row in rows if row["arm"] == f"hostwire's copies {way}"
+        ]
         if shares:
             found[f"copies {way}, worst % of plain"] = min(shares)
     for row in rows:
@@ -132,15 +149,33 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the table does not say by itself: who is faster with nothing beside it, and at which setting NCCL disturbs least."""
-    texts = [f"{row['case']}: least slowed by {row['arm']}, {row['slower_percent']:+.1f} %" for row in best_collective(rows)]
+    """What the table does not say by itself: who is faster with nothing beside it, and at which
+    setting NCCL disturbs least."""
+    texts = [
+        f"{row['case']}: least slowed by {row['arm']}, {row['slower_percent']:+.1f} %"
+        for row in best_collective(rows)
+    ]
     for case in dict.fromkeys(row["case"] for row in rows if row["group"] == "alone"):
-        single = [row for row in rows if row["group"] == "alone" and row["case"] == case and row["flight"] == 1]
+        single = [
+            row
+            for row in rows
+            if row["group"] == "alone" and row["case"] == case and row["flight"] == 1
+        ]
         first, second = sorted(single, key=lambda row: row["ms"]["median"])
         times = second["ms"]["median"] / first["ms"]["median"]
-        texts.append(f"{case} with nothing beside it: {first['arm']} is {times:.2f} times as fast as {second['arm']}")
+        texts.append(
+            f"{case} with nothing beside it: {first['arm']} is {times:.2f} times as fast "
+            f"as {second['arm']}"
+        )
     for row in rows:
         if "arrived_meanwhile" in row:
-            when = "arrived meanwhile" if row["arrived_meanwhile"] else "did not arrive before it ended"
-            texts.append(f"{row['arm']}, a kernel on every multiprocessor for {row['kernel_ms']:.0f} ms: {when}")
+            when = (
+                "arrived meanwhile"
+                if row["arrived_meanwhile"]
+                else ("did not arrive before it ended")
+            )
+            texts.append(
+                f"{row['arm']}, a kernel on every multiprocessor for "
+                f"{row['kernel_ms']:.0f} ms: {when}"
+            )
     return texts

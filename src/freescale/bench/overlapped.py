@@ -1,11 +1,14 @@
-"""Compute beside communication: how long the kernels of a rank take alone, beside NCCL's AllToAll and beside hostwire's.
+"""Compute beside communication: how long the kernels of a rank take alone, beside NCCL's AllToAll
+and beside hostwire's.
 
-A measurement is compute of about 30 ms on one stream and AllToAlls of 32 MB back to back on a lane's, as many as fit into it.
-Hostwire carries as many as NCCL does, at most, and in another arm as many as it can itself. The compute is one CUDA graph behind a
-pause, and the messages begin when it is queued: what is measured is what the kernels lose to the traffic on the device, not what
-launching them loses to the lane's threads. Arms take turns, each between two measurements of the same compute alone, because a
-device that computes becomes warmer and slower: how much longer the compute takes is the median of the ratios to the mean of these
-two. The arm `alone` is measured so too: by how much it is longer than itself is what noise makes. A time is the mean of the ranks.
+A measurement is compute of about 30 ms on one stream and AllToAlls of 32 MB back to back on a
+lane's, as many as fit into it. Hostwire carries as many as NCCL does, at most, and in another arm
+as many as it can itself. The compute is one CUDA graph behind a pause, and the messages begin when
+it is queued: what is measured is what the kernels lose to the traffic on the device, not what
+launching them loses to the lane's threads. Arms take turns, each between two measurements of the
+same compute alone, because a device that computes becomes warmer and slower: how much longer the
+compute takes is the median of the ratios to the mean of these two. The arm `alone` is measured so
+too: by how much it is longer than itself is what noise makes. A time is the mean of the ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +57,10 @@ def _layer_cases(bed: Bed) -> Iterator[tuple[str, Compute]]:
             heads = width // head
             dtype = torch.bfloat16 if bed.cuda else torch.float32
             plan = plan_attention(lengths, heads, widths=(head, head), dtype=dtype)
-            yield f"HSTU layer, {width} wide, samples of {length:,}", layer_step(lengths, plan, width, heads, length)
+            yield (
+                f"HSTU layer, {width} wide, samples of {length:,}",
+                layer_step(lengths, plan, width, heads, length),
+            )
 
 
 def _case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 0) -> None:
@@ -82,9 +88,16 @@ def _case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 0) -> No
     for name, measured in found.items():
         everyone = bed.gathered(measured[1:])  # the first warmed up
         repetitions = range(len(measured) - 1)
-        times, beside = ([mean(rank[number][which] for rank in everyone) for number in repetitions] for which in (0, 2))
+        times, beside = (
+            [mean(rank[number][which] for rank in everyone) for number in repetitions]
+            for which in (0, 2)
+        )
         longer = 100 * (median(time / other for time, other in zip(times, beside, strict=True)) - 1)
-        shared = {"ms": times, "ranks_ms": [median(own for own, *_ in rank) for rank in everyone], "repeat": repeat}
+        shared = {
+            "ms": times,
+            "ranks_ms": [median(own for own, *_ in rank) for rank in everyone],
+            "repeat": repeat,
+        }
         if name == "alone":
             bed.add(group, case, name, **shared, noise_percent=longer)
             continue
@@ -97,7 +110,8 @@ def _case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 0) -> No
 
 
 def _together(bed: Bed, once: Compute, repeat: int) -> Compute:
-    """So many calls in one launch: launched one by one, the kernels of a narrow layer would wait for their launches."""
+    """So many calls in one launch: launched one by one, the kernels of a narrow layer would wait
+    for their launches."""
 
     def compute() -> None:
         for _ in range(repeat):
@@ -107,7 +121,8 @@ def _together(bed: Bed, once: Compute, repeat: int) -> Compute:
         return compute
     bed.idle()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # lanes have threads of their own
+    # lanes have threads of their own
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         compute()
     bed.idle()
     return graph.replay
@@ -124,9 +139,17 @@ class Load:
 
 def _loads(bed: Bed, alone: float) -> list[Load]:
     fits = lambda arm: max(1, int(alone / bed.message_ms(arm)))  # noqa: E731
-    plain = [Load(arm.name, arm, fits(arm)) for arm in (bed.plain(channels) for channels in bed.size["channels"])]
+    plain = [
+        Load(arm.name, arm, fits(arm))
+        for arm in (bed.plain(channels) for channels in bed.size["channels"])
+    ]
     same = min(fits(bed.hostwire), max(load.messages for load in plain))
-    return [Load("alone"), Load("hostwire", bed.hostwire, same), Load(FULL, bed.hostwire, fits(bed.hostwire)), *plain]
+    return [
+        Load("alone"),
+        Load("hostwire", bed.hostwire, same),
+        Load(FULL, bed.hostwire, fits(bed.hostwire)),
+        *plain,
+    ]
 
 
 def _pause(bed: Bed, compute: Compute) -> float:
@@ -159,8 +182,11 @@ def _overlapped(bed: Bed, compute: Compute, pause: float, load: Load) -> tuple[f
     return took, carried[0]
 
 
-def _time(bed: Bed, compute: Compute, pause: float, start: Callable[[], None] = lambda: None) -> float:
-    """Milliseconds of the compute on its stream; `start` is called when all of it is queued. Ranks begin together."""
+def _time(
+    bed: Bed, compute: Compute, pause: float, start: Callable[[], None] = lambda: None
+) -> float:
+    """Milliseconds of the compute on its stream; `start` is called when all of it is queued. Ranks
+    begin together."""
     bed.barrier()
     if not bed.cuda:
         start()

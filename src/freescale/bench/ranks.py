@@ -1,5 +1,5 @@
-"""Starts the local ranks of a benchmark, and joins them as one. Ranks that have to share a GPU get equal parts of it from CUDA's
-MPS, which is started for the run and ended with it."""
+"""Starts the local ranks of a benchmark, and joins them as one. Ranks that have to share a GPU get
+equal parts of it from CUDA's MPS, which is started for the run and ended with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from freescale.transport.connect import connect
 from freescale.transport.process_group import Collective
 
 _CONTROL = "nvidia-cuda-mps-control"
-_QUEUES = 64  # hardware queues that ranks on one GPU can have together: with more, the last of them finds no memory
+# hardware queues that ranks on one GPU can have together: with more, the last of them finds no
+# memory
+_QUEUES = 64
 _MOST_QUEUES = 32  # of one process
 
 
@@ -29,11 +31,14 @@ def is_rank() -> bool:
 
 
 def start_ranks(arguments: Sequence[str], ranks: int, device: str, seconds: float) -> int:
-    """`python -m freescale ARGUMENTS` as `ranks` local ranks. 0 if all succeeded; if one fails, all stop. A run that takes longer
-    than `seconds` is stopped: TimeoutError."""
+    """`python -m freescale ARGUMENTS` as `ranks` local ranks. 0 if all succeeded; if one fails, all
+    stop. A run that takes longer than `seconds` is stopped: TimeoutError."""
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     if device == "cuda" and not gpus:
-        raise ValueError("there is no GPU here; try the benchmark with --device cpu: tiny sizes, times that say nothing")
+        raise ValueError(
+            "there is no GPU here; try the benchmark with --device cpu: tiny sizes, "
+            "times that say nothing"
+        )
     shared = 0 < gpus < ranks
     with ExitStack() as stack:
         divided = stack.enter_context(divided_gpu(ranks)) if shared else {}
@@ -45,15 +50,28 @@ def start_ranks(arguments: Sequence[str], ranks: int, device: str, seconds: floa
 
 
 def join(device: str, seconds: float) -> Collective:
-    """This process as a rank: on cuda:0 where ranks share a GPU, else on its own. `seconds` bound every collective."""
-    rank, ranks = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    """This process as a rank: on cuda:0 where ranks share a GPU, else on its own. `seconds` bound
+    every collective."""
+    rank, ranks = (
+        int(os.environ["RANK"]),
+        int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
+    )
     chosen = torch.device("cpu")
     if device == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError("there is no GPU here; try the benchmark with --device cpu: tiny sizes, times that say nothing")
+            raise ValueError(
+                "there is no GPU here; try the benchmark with --device cpu: tiny "
+                "sizes, times that say nothing"
+            )
         shared = torch.cuda.device_count() < ranks
         # torchrun sets none of this; what is set stays.
-        os.environ.update({name: value for name, value in _settings(rank, ranks, shared).items() if name not in os.environ})
+        os.environ.update(
+            {
+                name: value
+                for name, value in _settings(rank, ranks, shared).items()
+                if name not in os.environ
+            }
+        )
         chosen = torch.device("cuda", 0 if shared else int(os.environ.get("LOCAL_RANK", rank)))
     joined = connect(chosen, seconds, transport="collective")
     assert isinstance(joined, Collective), "RANK is set: there is a process group"
@@ -71,9 +89,11 @@ def _settings(rank: int, ranks: int, shared: bool) -> dict[str, str]:
     settings = {"CUDA_DEVICE_MAX_CONNECTIONS": queues(ranks) if shared else str(_MOST_QUEUES)}
     if shared:
         settings |= {
-            "NCCL_HOSTID": f"host{rank}",  # NCCL takes several ranks on one GPU if each names a host of its own
+            # NCCL takes several ranks on one GPU if each names a host of its own
+            "NCCL_HOSTID": f"host{rank}",
             "NCCL_SOCKET_IFNAME": "lo",
-            "NCCL_SOCKET_NTHREADS": "2",  # such ranks talk over loopback sockets: one stream is slow
+            # such ranks talk over loopback sockets: one stream is slow
+            "NCCL_SOCKET_NTHREADS": "2",
             "NCCL_NSOCKS_PERTHREAD": "2",
         }
     return {name: os.environ.get(name, value) for name, value in settings.items()}
@@ -90,21 +110,44 @@ def divided_gpu(ranks: int) -> Iterator[dict[str, str]]:
     """MPS, from here to the end of the block. Yields what its clients have in their environment."""
     control = shutil.which(_CONTROL)
     if control is None:
-        raise ValueError(f"{ranks} ranks on fewer GPUs share them by CUDA's MPS, and {_CONTROL} is not installed here")
-    folders = {name: tempfile.mkdtemp(prefix="mps-") for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")}
+        raise ValueError(
+            f"{ranks} ranks on fewer GPUs share them by CUDA's MPS, and {_CONTROL} "
+            "is not installed here"
+        )
+    folders = {
+        name: tempfile.mkdtemp(prefix="mps-")
+        for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+    }
     environment = {**os.environ, **folders}
     try:
         # The daemon keeps what it inherits: a pipe of ours would never end.
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        quiet = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.DEVNULL,
+        }
         begun = subprocess.run([control, "-d"], env=environment, timeout=30, check=False, **quiet)  # type: ignore[call-overload]
         if begun.returncode:
-            raise ValueError(f"CUDA's MPS does not start here ({_CONTROL} -d ended with status {begun.returncode})")
+            raise ValueError(
+                f"CUDA's MPS does not start here ({_CONTROL} -d ended with status "
+                f"{begun.returncode})"
+            )
         yield {**folders, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // ranks)}
     finally:
         try:
-            subprocess.run([control], env=environment, input="quit\n", text=True, timeout=15, capture_output=True, check=False)
+            subprocess.run(
+                [control],
+                env=environment,
+                input="quit\n",
+                text=True,
+                timeout=15,
+                capture_output=True,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
-            print(f"CUDA's MPS did not end; `echo quit | {_CONTROL}` with {folders}", file=sys.stderr)
+            print(
+                f"CUDA's MPS did not end; `echo quit | {_CONTROL}` with {folders}", file=sys.stderr
+            )
         else:
             for folder in folders.values():
                 shutil.rmtree(folder, ignore_errors=True)

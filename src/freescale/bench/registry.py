@@ -1,4 +1,5 @@
-"""benchmarks/registry.toml, and which of its benchmarks can run on this machine. Decides; runs nothing (bench/all.py does)."""
+"""benchmarks/registry.toml, and which of its benchmarks can run on this machine. Decides; runs
+nothing (bench/all.py does)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ class Benchmark:
     def __post_init__(self) -> None:
         unknown = sorted(set(self.needs) - set(_NEEDS))
         if unknown:
-            raise ValueError(f"benchmark {self.name} needs {', '.join(unknown)}; what can be needed is {', '.join(_NEEDS)}")
+            raise ValueError(
+                f"benchmark {self.name} needs {', '.join(unknown)}; what can be "
+                f"needed is {', '.join(_NEEDS)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,18 @@ class Machine:
 
         from freescale.ledger.machine import gpu_name
 
-        hosts = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
+        hosts = (
+            os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
+        )
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return Machine(os.cpu_count() or 1, hosts, gpu_name(), gpus, shutil.which("nvidia-cuda-mps-control") is not None, file)
+        return Machine(
+            os.cpu_count() or 1,
+            hosts,
+            gpu_name(),
+            gpus,
+            shutil.which("nvidia-cuda-mps-control") is not None,
+            file,
+        )
 
     @property
     def testbed(self) -> str:
@@ -62,12 +75,20 @@ class Machine:
             "cores": (self.cores >= 2, "times two pinned ranks: it needs two cores"),
             "hosts": (self.hosts, "makes hosts of its own: it needs root and iproute2 (ip, tc)"),
             "gpu": (bool(self.gpu), "needs a GPU"),
-            "file": (self.file is not None, "needs real histories: --file online_retail_ii.parquet"),
+            "file": (
+                self.file is not None,
+                ("needs real histories: --file online_retail_ii.parquet"),
+            ),
             "torchrec": (True, ""),  # seen when it is set up
         }
-        missing = next((why for need in benchmark.needs for met, why in (checks[need],) if not met), "")
+        missing = next(
+            (why for need in benchmark.needs for met, why in (checks[need],) if not met), ""
+        )
         if not missing and benchmark.ranks > self.gpus and benchmark.ranks and not self.mps:
-            return f"{benchmark.ranks} ranks on {self.gpus} GPUs need CUDA's MPS (nvidia-cuda-mps-control)"
+            return (
+                f"{benchmark.ranks} ranks on {self.gpus} GPUs need CUDA's MPS "
+                "(nvidia-cuda-mps-control)"
+            )
         return missing
 
     def result_of(self, benchmark: Benchmark) -> str:
@@ -88,13 +109,17 @@ def chosen(benchmarks: Sequence[Benchmark], only: Sequence[str]) -> list[Benchma
     """Those named, in the registry's order; all if none is."""
     unknown = sorted(set(only) - {one.name for one in benchmarks})
     if unknown:
-        raise ValueError(f"there is no benchmark {', '.join(unknown)}; there is {', '.join(one.name for one in benchmarks)}")
+        raise ValueError(
+            f"there is no benchmark {', '.join(unknown)}; there is "
+            f"{', '.join(one.name for one in benchmarks)}"
+        )
     return [one for one in benchmarks if not only or one.name in only]
 
 
 def done_before(path: Path, commit: str, changed: float, machine: dict) -> str:
-    """The date of a result that this tree made on this machine, or empty. `changed`: when a file of the tree was last written, in
-    seconds since 1970; it counts where the tree differs from its commit."""
+    """The date of a result that this tree made on this machine, or empty. `changed`: when a file of
+    the tree was last written, in seconds since 1970; it counts where the tree differs from its
+    commit."""
     if commit == "unknown" or not path.is_file():
         return ""
     result = json.loads(path.read_text(encoding="utf-8"))

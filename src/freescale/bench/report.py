@@ -14,8 +14,15 @@ LEAST_WIDTH = 110  # of a table that goes to no terminal
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, 20th and 80th percentile."""
     ordered = sorted(values)
-    cuts = statistics.quantiles(ordered, n=10, method="inclusive") if len(ordered) > 1 else ordered * 9
-    return {"median": statistics.median(ordered), "p20": cuts[1], "p80": cuts[7], "repetitions": len(ordered)}
+    cuts = (
+        statistics.quantiles(ordered, n=10, method="inclusive") if len(ordered) > 1 else ordered * 9
+    )
+    return {
+        "median": statistics.median(ordered),
+        "p20": cuts[1],
+        "p80": cuts[7],
+        "repetitions": len(ordered),
+    }
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -34,7 +41,9 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 def line(parts: Sequence[str]) -> str:
     """A row of the plain table."""
     widths = (9, 16, 10, 10, 8)
-    return f"{parts[0]:58s}" + "".join(f" {part:>{width}s}" for part, width in zip(parts[1:], widths, strict=True))
+    return f"{parts[0]:58s}" + "".join(
+        f" {part:>{width}s}" for part, width in zip(parts[1:], widths, strict=True)
+    )
 
 
 def show_table(

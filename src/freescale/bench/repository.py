@@ -1,4 +1,5 @@
-"""The benchmarks that lie in the repository, under benchmarks/, and the environment with TorchRec that some need."""
+"""The benchmarks that lie in the repository, under benchmarks/, and the environment with TorchRec
+that some need."""
 
 from __future__ import annotations
 
@@ -14,24 +15,37 @@ def repository() -> Path:
     """Its root. The package alone, as pip installs it, has no benchmarks."""
     root = Path(freescale.__file__).resolve().parents[2]
     if not (root / "benchmarks" / "registry.toml").is_file():
-        raise ValueError("the benchmarks and their arms lie in the repository, under benchmarks/: run this from a clone of it")
+        raise ValueError(
+            "the benchmarks and their arms lie in the repository, under benchmarks/: "
+            "run this from a clone of it"
+        )
     return root
 
 
 def peer_python(root: Path) -> str:
     """The interpreter of .venv-peer, which has TorchRec; made or brought up to date first."""
     print("setting TorchRec up in .venv-peer (the first time takes a minute or two)", flush=True)
-    if subprocess.run(["bash", str(root / "benchmarks" / "peer" / "setup.sh")], check=False).returncode:
-        raise ValueError("TorchRec could not be set up; `freescale bench ladder --short` does without it")
+    if subprocess.run(
+        ["bash", str(root / "benchmarks" / "peer" / "setup.sh")], check=False
+    ).returncode:
+        raise ValueError(
+            "TorchRec could not be set up; `freescale bench ladder --short` does without it"
+        )
     return str(root / ".venv-peer" / "bin" / "python")
 
 
 def commit(root: Path) -> str:
-    """The commit of a clone; `+` when files under src or benchmarks differ from it. `unknown` where there is no history."""
+    """The commit of a clone; `+` when files under src or benchmarks differ from it. `unknown` where
+    there is no history."""
     try:
         head, changed = (
-            subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-            for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", *_MEASURED])
+            subprocess.run(
+                ["git", *words], cwd=root, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for words in (
+                ["rev-parse", "--short=12", "HEAD"],
+                ["status", "--porcelain", *_MEASURED],
+            )
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -40,5 +54,9 @@ def commit(root: Path) -> str:
 
 def changed(root: Path) -> float:
     """When a file of those that are measured was last written, in seconds since 1970."""
-    files = [*(root / "src").rglob("*.py"), *(root / "benchmarks").glob("*.py"), *(root / "benchmarks").glob("peer/*")]
+    files = [
+        *(root / "src").rglob("*.py"),
+        *(root / "benchmarks").glob("*.py"),
+        *(root / "benchmarks").glob("peer/*"),
+    ]
     return max((file.stat().st_mtime for file in files), default=0.0)

@@ -1,4 +1,5 @@
-"""Table rows: gather, row optimizers, reading of fetched rows by many tokens, deduplication, collision masks."""
+"""Table rows: gather, row optimizers, reading of fetched rows by many tokens, deduplication,
+collision masks."""
 
 from __future__ import annotations
 
@@ -27,20 +28,40 @@ def table_rows(bench: Bench) -> dict[str, float]:
     calls: dict[str, tuple[float, Callable[[Any], Any]]] = {
         "gather": (2 * row, lambda m: m.gather_rows(weight, numbers)),
         "sgd": (3 * row, lambda m: m.sgd(weight, numbers, gradients, lr=0.01)),
-        "adagrad": (5 * row, lambda m: m.adagrad(weight, first, numbers, gradients, lr=0.01, eps=1e-8)),
-        "rowwise_adagrad": (3 * row, lambda m: m.rowwise_adagrad(weight, total, numbers, gradients, lr=0.01, eps=1e-8)),
+        "adagrad": (
+            5 * row,
+            lambda m: m.adagrad(weight, first, numbers, gradients, lr=0.01, eps=1e-8),
+        ),
+        "rowwise_adagrad": (
+            3 * row,
+            lambda m: m.rowwise_adagrad(weight, total, numbers, gradients, lr=0.01, eps=1e-8),
+        ),
         "adam": (
             7 * row,
-            lambda m: m.adam(weight, first, second, numbers, gradients, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, step=9),
+            lambda m: m.adam(
+                weight,
+                first,
+                second,
+                numbers,
+                gradients,
+                lr=1e-3,
+                betas=(0.9, 0.999),
+                eps=1e-8,
+                step=9,
+            ),
         ),
     }
     figures = {}
     for name, (size, call) in calls.items():
         both = [lambda m=m, c=call: c(m) for m in (triton_rows, rows)]  # type: ignore[misc]
-        found = bench.measure("rows", f"{name}, {used:,} of {count:,} x {WIDTH}", *both, gigabytes=size)
+        found = bench.measure(
+            "rows", f"{name}, {used:,} of {count:,} x {WIDTH}", *both, gigabytes=size
+        )
         figures[f"{name}, % of ceiling"] = found["ceiling_percent"]
     narrow = lambda: triton_rows.gather_rows(weight, numbers, torch.bfloat16)  # noqa: E731
-    bench.measure("rows", "gather to bf16", narrow, lambda: weight[numbers].bfloat16(), gigabytes=1.5 * row)
+    bench.measure(
+        "rows", "gather to bf16", narrow, lambda: weight[numbers].bfloat16(), gigabytes=1.5 * row
+    )
     asked, part = torch.randint(0, count, (used // 4,), device=bench.device), gradients[: used // 4]
     duplicates = [lambda m=m: m.sum_duplicates(asked, part) for m in (triton_rows, rows)]  # type: ignore[misc]
     bench.measure("rows", f"sum of duplicates, {used // 4:,}", *duplicates, gigabytes=row / 2)
@@ -65,6 +86,11 @@ def _reads(bench: Bench, count: int, asked: torch.Tensor) -> None:
     bench.measure("rows", f"read backward, {label}", *back, gigabytes=size)
     edges = torch.arange(1, 65, device=bench.device) * (count // 64 + 1)
     plain = lambda: torch.unique(keys, return_inverse=True)  # noqa: E731
-    bench.measure("unique", f"deduplicate {tokens:,} keys", lambda: triton_unique.deduplicate(keys, edges), plain)
+    bench.measure(
+        "unique",
+        f"deduplicate {tokens:,} keys",
+        lambda: triton_unique.deduplicate(keys, edges),
+        plain,
+    )
     masks = [lambda m=m: m.collision_masks(asked, known) for m in (triton_unique, unique)]  # type: ignore[misc]
     bench.measure("unique", f"masks of {len(asked):,} and {len(known):,} rows", *masks)

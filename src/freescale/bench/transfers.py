@@ -1,6 +1,8 @@
-"""AllToAll with nothing beside it, and what of the copy engines' and the wire's speed hostwire reaches.
+"""AllToAll with nothing beside it, and what of the copy engines' and the wire's speed hostwire
+reaches.
 
-All ranks copy or send at the same time; a time is the slowest rank's. Rates are bytes that leave a rank, one way, per second.
+All ranks copy or send at the same time; a time is the slowest rank's. Rates are bytes that leave a
+rank, one way, per second.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from freescale.transport.hostwire.calls import calls
 
 
 def alone(bed: Bed) -> None:
-    """NCCL has the better of it where it has NVLink, and of small messages: hostwire passes through the host."""
+    """NCCL has the better of it where it has NVLink, and of small messages: hostwire passes through
+    the host."""
     for size in bed.size["alone"]:
         arms = [(bed.plain(), 1, ""), (bed.hostwire, 1, ""), (bed.hostwire, 2, ", two in flight")]
         for arm, flight, more in arms:
@@ -29,21 +32,38 @@ def alone(bed: Bed) -> None:
 
 
 def throughput(bed: Bed) -> None:
-    """Plain pinned copies, hostwire's copies without a wire, whole hostwire: over shared memory, which copies nothing on the way,
-    and over gloo and TCP; gloo's own AllToAll of host tensors is the wire's speed."""
+    """Plain pinned copies, hostwire's copies without a wire, whole hostwire: over shared memory,
+    which copies nothing on the way, and over gloo and TCP; gloo's own AllToAll of host tensors is
+    the wire's speed."""
     found = calls()
     ring = Copies(bed, found) if found is not None else None
-    wires = [bed.wired(f"hostwire over {wire}", wire, shared=False) for wire in ("gloo", "tcp") if wire == "gloo" or ring]
+    wires = [
+        bed.wired(f"hostwire over {wire}", wire, shared=False)
+        for wire in ("gloo", "tcp")
+        if wire == "gloo" or ring
+    ]
     for size in bed.size["throughput"]:
         bytes_ = leaving(size, bed.world)
-        plain = {name: _copied(bed, size, f"plain copies {name}", call) for name, call in _plain_copies(bed, bytes_).items()}
+        plain = {
+            name: _copied(bed, size, f"plain copies {name}", call)
+            for name, call in _plain_copies(bed, bytes_).items()
+        }
         if ring is not None:
             for way in WAYS:
                 name, copy = f"hostwire's copies {way}", partial(ring.copy, way, size)
                 _copied(bed, size, name, copy, plain[way], "plain copies", end=ring.settle)
         both = plain["both ways"]
         for flight, more in ((1, ""), (2, ", two in flight")):
-            _sent(bed, "throughput", bed.hostwire, size, flight, more, bound=both, what="PCIe, both ways")
+            _sent(
+                bed,
+                "throughput",
+                bed.hostwire,
+                size,
+                flight,
+                more,
+                bound=both,
+                what="PCIe, both ways",
+            )
         wire = _wire(bed, size)
         slower = min((both, "PCIe, both ways"), (wire, "gloo"))
         for arm, (flight, more) in product(wires, ((1, ""), (2, ", two in flight"))):
@@ -54,16 +74,44 @@ def throughput(bed: Bed) -> None:
         closed(arm)
 
 
-def _sent(bed: Bed, group: str, arm: Arm, size: int, flight: int, more: str, bound: float = 0.0, what: str = "") -> None:
-    # A message of 16 MB takes 1.2 ms, more or less by 5 % from one repetition to the next; larger ones differ less and take longer.
+def _sent(
+    bed: Bed,
+    group: str,
+    arm: Arm,
+    size: int,
+    flight: int,
+    more: str,
+    bound: float = 0.0,
+    what: str = "",
+) -> None:
+    # A message of 16 MB takes 1.2 ms, more or less by 5 % from one repetition to the next; larger
+    # ones differ less and take longer.
     often = bed.size["repetitions"]
     times = bed.message_times(arm, size, flight, 3 * often if size < 64 << 20 else often // 2)
     fields = {"flight": flight} | ({"piece": arm.piece} if arm.piece else {})
-    _add(bed, group, f"AllToAll of {words(size)}", f"{arm.name}{more}", size, times, bound, what, **fields)
+    _add(
+        bed,
+        group,
+        f"AllToAll of {words(size)}",
+        f"{arm.name}{more}",
+        size,
+        times,
+        bound,
+        what,
+        **fields,
+    )
 
 
 def _add(
-    bed: Bed, group: str, case: str, arm: str, size: int, times: list[float], bound: float, what: str, **fields: Any
+    bed: Bed,
+    group: str,
+    case: str,
+    arm: str,
+    size: int,
+    times: list[float],
+    bound: float,
+    what: str,
+    **fields: Any,
 ) -> dict[str, Any]:
     rate = gigabytes(leaving(size, bed.world), median(times))
     if bound:
@@ -84,7 +132,8 @@ def _copied(
     case: str = "copies",
     end: Callable[[], object] = bool,
 ) -> float:
-    """GB/s each way, of copies that follow each other, until `end`: so many that the ranks' start does not count."""
+    """GB/s each way, of copies that follow each other, until `end`: so many that the ranks' start
+    does not count."""
     count = max(1, bed.size["each"] // size)
     times = []
     for _ in range(bed.size["repetitions"] + 1):
@@ -95,7 +144,16 @@ def _copied(
         end()
         bed.idle()
         times.append(1e3 * (time.perf_counter() - begin) / count)
-    return _add(bed, "throughput", f"{case} of {words(size)}", arm, size, bed.slowest(times[1:]), bound, what)["rate"]
+    return _add(
+        bed,
+        "throughput",
+        f"{case} of {words(size)}",
+        arm,
+        size,
+        bed.slowest(times[1:]),
+        bound,
+        what,
+    )["rate"]
 
 
 def _plain_copies(bed: Bed, size: int) -> dict[str, Callable[[], None]]:

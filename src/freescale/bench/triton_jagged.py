@@ -1,7 +1,9 @@
-"""Moves of whole samples of jagged features as one Triton kernel: the twin of `jagged.move`, for NVIDIA GPUs.
+"""Moves of whole samples of jagged features as one Triton kernel: the twin of `jagged.move`, for
+NVIDIA GPUs.
 
-Plans are those of `jagged`. All tensors of a move are read in place and written by one launch, forward and backward; nothing
-synchronizes. The results are parts of one allocation, each at a multiple of 16 bytes.
+Plans are those of `jagged`. All tensors of a move are read in place and written by one launch,
+forward and backward; nothing synchronizes. The results are parts of one allocation, each at a
+multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from torch import Tensor
 from freescale.bench.jagged import Move, check_values
 from freescale.kernels.launch import blocks, on, require_gpu, uploaded
 
-# Words that a program copies. Of 8 bytes, with 4 warps, they are 64 bytes a thread, four loads of 16 in flight; and a batch of ids
-# as small as 4 MB still gives each multiprocessor of an H200 four programs.
+# Words that a program copies. Of 8 bytes, with 4 warps, they are 64 bytes a thread, four loads of
+# 16 in flight; and a batch of ids as small as 4 MB still gives each multiprocessor of an H200 four
+# programs.
 TILE = 1024
 WARPS = 4
 MAX_UNIT = 64  # words: a unit is at most one row of a tile
@@ -26,10 +29,13 @@ _ALIGNMENT = 16  # elements, hence at least as many bytes, between two results
 
 
 def move(values: Sequence[Tensor], plan: Move) -> list[Tensor]:
-    """The tensors of the plan's source -> those of its target. Differentiable; one dtype, of up to 8 bytes."""
+    """The tensors of the plan's source -> those of its target. Differentiable; one dtype, of up to
+    8 bytes."""
     check_values(values, plan)
     if values[0].dtype.itemsize not in WORDS:
-        raise ValueError(f"elements of up to 8 bytes can be moved, not {values[0].dtype}; use bench.jagged")
+        raise ValueError(
+            f"elements of up to 8 bytes can be moved, not {values[0].dtype}; use bench.jagged"
+        )
     require_gpu(values[0].device, "bench.jagged")
     if values[0].is_floating_point():
         return list(_Moved.apply(plan, *values))
@@ -62,7 +68,8 @@ def _launch(values: Sequence[Tensor], plan: Move) -> list[Tensor]:
         unit = math.gcd(words, MAX_UNIT)
         each = TILE // unit
         runs = _runs(plan, starts, device)
-        units = flat.numel() // unit  # a whole number: results start at multiples of 16 elements, and of a unit if that is larger
+        # a whole number: results start at multiples of 16 elements, and of a unit if that is larger
+        units = flat.numel() // unit
         with on(device):
             move_kernel[(blocks(units, each),)](
                 flat, pointers[0] if len(pointers) == 1 else uploaded(np.array(pointers, np.int64), device),

@@ -1,8 +1,10 @@
-"""The Triton kernel of `triton_jagged`: every move is this one, a copy whose programs share the target evenly.
+"""The Triton kernel of `triton_jagged`: every move is this one, a copy whose programs share the
+target evenly.
 
-A program owns a fixed piece of the target, whatever the runs are like: one giant run is copied by many programs, thousands of
-short ones by one. Where a unit (elements that always move together) comes from, it finds by a binary search of the runs' starts,
-a table of a few kilobytes that stays in the first-level cache; bytes are moved as words of up to 8, two at a time.
+A program owns a fixed piece of the target, whatever the runs are like: one giant run is copied by
+many programs, thousands of short ones by one. Where a unit (elements that always move together)
+comes from, it finds by a binary search of the runs' starts, a table of a few kilobytes that stays
+in the first-level cache; bytes are moved as words of up to 8, two at a time.
 """
 
 # mypy: ignore-errors
@@ -16,7 +18,9 @@ import triton.language as tl
 def move_kernel(
     target,  # words
     addresses,  # [tensors] of the source; of a single one, its address
-    runs,  # [4, count]: starts and ends in the target, starts in the source (elements), tensors of the source
+    # [4, count]: starts and ends in the target, starts in the source (elements), tensors of the
+    # source
+    runs,
     count,
     steps,  # of the search: count < 2 ** steps
     units,

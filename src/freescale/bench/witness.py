@@ -1,5 +1,5 @@
-"""A witness that no multiprocessor is used: a kernel holds all of them, and an AllToAll by hostwire arrives meanwhile. NCCL's, the
-control, has to wait for the kernel's end.
+"""A witness that no multiprocessor is used: a kernel holds all of them, and an AllToAll by hostwire
+arrives meanwhile. NCCL's, the control, has to wait for the kernel's end.
 
 Nothing stays with its own rank here: a copy from device to device is a kernel.
 """
@@ -25,7 +25,8 @@ def witness(bed: Bed) -> None:
     if not bed.cuda:
         bed.add("witness", case, "hostwire", skipped="needs a GPU")
         return
-    # Streams outnumber the device's queues: one of which the kernel's stream shares a queue with the lane's says nothing.
+    # Streams outnumber the device's queues: one of which the kernel's stream shares a queue with
+    # the lane's says nothing.
     for number in range(_STREAMS):
         stream = torch.cuda.Stream(bed.device) if number else torch.cuda.default_stream(bed.device)
         found = _held(bed, bed.hostwire, stream)
@@ -52,7 +53,8 @@ def _held(bed: Bed, arm: Arm, stream: torch.cuda.Stream) -> dict[str, Any]:
         found["ms"] = 1e3 * (time.perf_counter() - begin)
         found["meanwhile"] = not held[1].query()
 
-    # Kernels are compiled and loaded, memory is taken: what waits for the device would wait for the kernel's end.
+    # Kernels are compiled and loaded, memory is taken: what waits for the device would wait for the
+    # kernel's end.
     bed.idle()
     _hold(end, stream, held, 1)
     bed.idle()
@@ -65,7 +67,14 @@ def _held(bed: Bed, arm: Arm, stream: torch.cuda.Stream) -> dict[str, Any]:
     held[0].synchronize()  # the kernel is next
     bed.barrier()  # on every rank: no part of the device is free
     bed.in_lane(arm, carry)
-    ranks = bed.gathered([found["meanwhile"], _as_sent(found["result"], sizes), found["ms"], held[0].elapsed_time(held[1])])
+    ranks = bed.gathered(
+        [
+            found["meanwhile"],
+            _as_sent(found["result"], sizes),
+            found["ms"],
+            held[0].elapsed_time(held[1]),
+        ]
+    )
     return {
         "ms": [max(rank[2] for rank in ranks)],
         "kernel_ms": min(rank[3] for rank in ranks),
@@ -76,7 +85,9 @@ def _held(bed: Bed, arm: Arm, stream: torch.cuda.Stream) -> dict[str, Any]:
     }
 
 
-def _hold(end: Tensor, stream: torch.cuda.Stream, held: list[torch.cuda.Event], milliseconds: int) -> None:
+def _hold(
+    end: Tensor, stream: torch.cuda.Stream, held: list[torch.cuda.Event], milliseconds: int
+) -> None:
     """Starts the kernel, between two events."""
     from freescale.bench.busy_kernels import busy_kernel
 
@@ -89,5 +100,7 @@ def _hold(end: Tensor, stream: torch.cuda.Stream, held: list[torch.cuda.Event], 
 
 def _as_sent(result: Tensor, sizes: list[int]) -> bool:
     """Each rank sent its number."""
-    wanted = torch.cat([torch.full((size,), rank + 1, dtype=result.dtype) for rank, size in enumerate(sizes)])
+    wanted = torch.cat(
+        [torch.full((size,), rank + 1, dtype=result.dtype) for rank, size in enumerate(sizes)]
+    )
     return bool(torch.equal(result.cpu(), wanted))

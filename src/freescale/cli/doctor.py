@@ -24,16 +24,28 @@ def examine() -> list[tuple[str, str, str]]:
 
     rows: list[tuple[str, str, str]] = []
     supported = sys.version_info[:2] >= (3, 11)
-    rows.append(("python", platform.python_version(), "ok" if supported else "3.11 or newer is needed"))
+    rows.append(
+        ("python", platform.python_version(), "ok" if supported else ("3.11 or newer is needed"))
+    )
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     tested = (2, 11) <= version <= (2, 13)
     rows.append(("torch", torch.__version__, "ok" if tested else "2.11 to 2.13 are tested"))
-    rows.append(("cpu cores", str(os.cpu_count()), f"up to {os.cpu_count()} ranks without sharing a core"))
+    rows.append(
+        ("cpu cores", str(os.cpu_count()), (f"up to {os.cpu_count()} ranks without sharing a core"))
+    )
     rows += _gpus(torch)
     available = dist.is_available()
-    rows.append(("gloo", _yes(available and dist.is_gloo_available()), "ranks on CPU, and control traffic"))
+    rows.append(
+        (
+            "gloo",
+            _yes(available and dist.is_gloo_available()),
+            ("ranks on CPU, and control traffic"),
+        )
+    )
     nccl = available and dist.is_nccl_available()
-    rows.append(("nccl", _yes(nccl), "ranks on GPUs" if nccl else "GPU ranks need a CUDA build of torch"))
+    rows.append(
+        ("nccl", _yes(nccl), "ranks on GPUs" if nccl else ("GPU ranks need a CUDA build of torch"))
+    )
     rows.append(_rdma())
     rows.append(_ucx())
     rows.append(_shared_memory(torch))
@@ -48,10 +60,22 @@ def examine() -> list[tuple[str, str, str]]:
         ("tensorboard", "--tensorboard"),
     ):
         found = _package(name)
-        rows.append((name, found or "no", purpose if found else f"needed for {purpose}: pip install {name}"))
+        rows.append(
+            (
+                name,
+                found or "no",
+                purpose if found else (f"needed for {purpose}: pip install {name}"),
+            )
+        )
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    plan = f"--device auto takes {gpus} GPU(s), NCCL" if gpus else "--device auto takes the CPU, gloo"
-    rows.append(("would run", f"freescale train --nproc {gpus or min(os.cpu_count() or 1, 2)}", plan))
+    plan = (
+        f"--device auto takes {gpus} GPU(s), NCCL"
+        if gpus
+        else ("--device auto takes the CPU, gloo")
+    )
+    rows.append(
+        ("would run", f"freescale train --nproc {gpus or min(os.cpu_count() or 1, 2)}", plan)
+    )
     return rows
 
 
@@ -61,13 +85,24 @@ def _yes(value: bool) -> str:
 
 def _gpus(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
     if not torch.cuda.is_available():
-        reason = "this build of torch has no CUDA" if torch.version.cuda is None else "no GPU or no driver is visible"
+        reason = (
+            "this build of torch has no CUDA"
+            if torch.version.cuda is None
+            else "no GPU or no driver is visible"
+        )
         return [("gpu", "none", reason)]
     rows = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         rows.append(
-            (f"gpu {index}", properties.name, f"{properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}")
+            (
+                f"gpu {index}",
+                properties.name,
+                (
+                    f"{properties.total_memory / 2**30:.0f} GiB, "
+                    f"sm_{properties.major}{properties.minor}"
+                ),
+            )
         )
     return rows
 
@@ -86,14 +121,26 @@ def _kernels(gpu: bool, triton: str | None) -> tuple[str, str, str]:
     if not gpu:
         return ("triton", triton or "no", "not used: on CPUs plain torch kernels run")
     if triton is None:
-        return ("triton", "no", "plain torch kernels run, slowly on GPUs: pip install triton (Linux)")
+        return (
+            "triton",
+            "no",
+            ("plain torch kernels run, slowly on GPUs: pip install triton (Linux)"),
+        )
     widths = f"{', '.join(map(str, WIDTHS[:-1]))} or {WIDTHS[-1]}"
-    return ("triton", triton, f"Triton kernels run; attention and layers only where --width / --heads is {widths}")
+    return (
+        "triton",
+        triton,
+        (f"Triton kernels run; attention and layers only where --width / --heads is {widths}"),
+    )
 
 
 def _rdma() -> tuple[str, str, str]:
     if devices := rdma_devices():
-        return ("rdma", ", ".join(devices), "NCCL uses it; gloo and UCX do where they were built with ibverbs")
+        return (
+            "rdma",
+            ", ".join(devices),
+            ("NCCL uses it; gloo and UCX do where they were built with ibverbs"),
+        )
     return ("rdma", "no", "no device under /sys/class/infiniband: traffic goes over TCP")
 
 
@@ -112,12 +159,18 @@ def _shared_memory(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-de
     try:
         file = shared_file(1 << 20)
         try:
-            Pinned(1 << 20, torch.device("cuda" if torch.cuda.is_available() else "cpu"), file).close()
+            Pinned(
+                1 << 20, torch.device("cuda" if torch.cuda.is_available() else "cpu"), file
+            ).close()
         finally:
             os.close(file)
     except (AttributeError, OSError, RuntimeError) as error:
         return ("shared memory", "no", f"ranks of one machine talk over sockets: {error}")
-    return ("shared memory", "yes", "ranks of one machine exchange through it (hostwire-gloo and -tcp)")
+    return (
+        "shared memory",
+        "yes",
+        ("ranks of one machine exchange through it (hostwire-gloo and -tcp)"),
+    )
 
 
 def _engine() -> tuple[str, str, str]:
@@ -125,8 +178,19 @@ def _engine() -> tuple[str, str, str]:
     from freescale.transport.hostwire.calls import lacking
 
     if not (why := lacking()):
-        return ("engine", "yes", "transfers inside a machine and over TCP run in C, without Python's lock")
-    return ("engine", "no", f"transfers run in Python, which slows GPU ranks down, and there is no hostwire-tcp: {why}")
+        return (
+            "engine",
+            "yes",
+            ("transfers inside a machine and over TCP run in C, without Python's lock"),
+        )
+    return (
+        "engine",
+        "no",
+        (
+            "transfers run in Python, which slows GPU ranks down, and there is "
+            f"no hostwire-tcp: {why}"
+        ),
+    )
 
 
 def _transports(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
@@ -135,7 +199,9 @@ def _transports(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
     for machines in (1, 2):
-        name, why = choose("auto", device, machines, ucx_installed(), bool(rdma_devices()), not lacking())
+        name, why = choose(
+            "auto", device, machines, ucx_installed(), bool(rdma_devices()), not lacking()
+        )
         rows.append((f"transport, {'one machine' if machines == 1 else 'several'}", name, why))
     return rows
 
@@ -147,5 +213,12 @@ def _descriptors(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-def]
     if limit is None:
         return ("open files", "unlimited", "any number of ranks")
     name, _ = choose("auto", device, 2, ucx_installed(), bool(rdma_devices()), engine=True)
-    fits = f"about {fitting(name, device, limit):,} ranks fit over {name}: {per_rank(name, device)} for each other rank"
-    return ("open files", f"{limit:,}", f"{fits}, {per_rank('hostwire-tcp', device, neighbour=True)} over shared memory")
+    fits = (
+        f"about {fitting(name, device, limit):,} ranks fit over {name}: "
+        f"{per_rank(name, device)} for each other rank"
+    )
+    return (
+        "open files",
+        f"{limit:,}",
+        f"{fits}, {per_rank('hostwire-tcp', device, neighbour=True)} over shared memory",
+    )

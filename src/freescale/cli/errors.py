@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 
 def guarded(action: Callable[[], int | None]) -> None:
-    """Errors that a user can mend are one line; others keep their traceback. The exit status is never 0 after one."""
+    """Errors that a user can mend are one line; others keep their traceback. The exit status is
+    never 0 after one."""
     rank = os.environ.get("RANK")
     prefix = "freescale: " if rank in (None, "0") else f"freescale: rank {rank}: "
     try:

@@ -1,8 +1,9 @@
-"""Activations that cross between ranks, thresholded per sample: the largest of each row travel, and in backward their gradients.
+"""Activations that cross between ranks, thresholded per sample: the largest of each row travel, and
+in backward their gradients.
 
-A module for models that are themselves divided over ranks: between a lower part on some ranks and an upper part on others, or
-between features that ranks exchange. In the forward direction positions and values go in one message; the gradients come back
-without positions, since both sides know them.
+A module for models that are themselves divided over ranks: between a lower part on some ranks and
+an upper part on others, or between features that ranks exchange. In the forward direction positions
+and values go in one message; the gradients come back without positions, since both sides know them.
 """
 
 from __future__ import annotations
@@ -18,21 +19,28 @@ from freescale.transport.api import Transport
 
 
 class ThresholdedExchange(nn.Module):
-    """x [n, width] -> [sum(receive), width]: rows go to the ranks in rank order, each with its `keep` largest entries; the others
-    arrive as zeros, and get no gradient. With keep = width nothing is left out, and no positions travel.
+    """x [n, width] -> [sum(receive), width]: rows go to the ranks in rank order, each with its
+    `keep` largest entries; the others arrive as zeros, and get no gradient. With keep = width
+    nothing is left out, and no positions travel.
 
-    Every rank calls it, a rank that has nothing to send with zero rows, and every rank calls backward on something that
-    depends on the result (a rank that received nothing: on its sum), since the gradients travel then.
+    Every rank calls it, a rank that has nothing to send with zero rows, and every rank calls
+    backward on something that depends on the result (a rank that received nothing: on its sum),
+    since the gradients travel then.
     """
 
     def __init__(self, transport: Transport, keep: int) -> None:
         super().__init__()
         if keep < 1:
-            raise ValueError(f"keep, the entries of a row that travel, must be at least 1, got {keep}")
+            raise ValueError(
+                f"keep, the entries of a row that travel, must be at least 1, got {keep}"
+            )
         self.transport, self.keep = transport, keep
 
-    def forward(self, x: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None) -> Tensor:
-        """`send`: rows for each rank; `receive`: rows from each, asked of the others if not given."""
+    def forward(
+        self, x: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+    ) -> Tensor:
+        """`send`: rows for each rank; `receive`: rows from each, asked of the others if not
+        given."""
         if x.dim() != 2:
             raise ValueError(f"a thresholded exchange takes [rows, width], not {list(x.shape)}")
         if self.keep > x.shape[1]:
@@ -43,12 +51,18 @@ class ThresholdedExchange(nn.Module):
                 raise ValueError(f"send must say how many rows go to each of the {world} ranks")
             send = [x.shape[0]]
         if len(send) != world or sum(send) != x.shape[0] or min(send) < 0:
-            raise ValueError(f"send must be rows for each of {world} ranks, {x.shape[0]} in all, not {list(send)}")
+            raise ValueError(
+                f"send must be rows for each of {world} ranks, {x.shape[0]} in all, "
+                f"not {list(send)}"
+            )
         if receive is None:
             counts = torch.tensor(list(send), device=x.device)
-            receive = self.transport.all_to_all(counts, [1] * world, [1] * world, "ids").wait().tolist()
+            receive = (
+                self.transport.all_to_all(counts, [1] * world, [1] * world, "ids").wait().tolist()
+            )
         if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_()  # without, this rank would be missing when the gradients travel
+            # without, this rank would be missing when the gradients travel
+            x = x.detach().requires_grad_()
         leaving = x.shape[0] - send[self.transport.rank]
         self.transport.ledger.count("activation_entries", leaving * x.shape[1])
         self.transport.ledger.count("activation_entries_sent", leaving * self.keep)
@@ -60,7 +74,9 @@ class ThresholdedExchange(nn.Module):
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transport: Transport, keep: int, send: list[int], receive: list[int]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, transport: Transport, keep: int, send: list[int], receive: list[int]
+    ) -> Tensor:
         rows, width = x.shape
         ctx.transport, ctx.send, ctx.receive, ctx.shape = transport, send, receive, x.shape
         ctx.whole = keep == width
@@ -68,11 +84,16 @@ class _Exchange(torch.autograd.Function):
             return transport.all_to_all(x.contiguous(), send, receive, "rows").wait().clone()
         positions = x.abs().topk(keep, dim=1, sorted=False).indices  # [rows, keep]
         narrow = positions.to(_index_type(width))
-        message = torch.cat([narrow.view(torch.uint8), x.gather(1, positions).view(torch.uint8)], dim=1)
+        message = torch.cat(
+            [narrow.view(torch.uint8), x.gather(1, positions).view(torch.uint8)], dim=1
+        )
         arrived = transport.all_to_all(message, send, receive, "rows").wait()
         index_bytes = keep * narrow.element_size()
         # What arrived has lost its type: the positions first, then the values.
-        places, values = typed(arrived[:, :index_bytes], narrow.dtype).long(), typed(arrived[:, index_bytes:], x.dtype)
+        places, values = (
+            typed(arrived[:, :index_bytes], narrow.dtype).long(),
+            typed(arrived[:, index_bytes:], x.dtype),
+        )
         ctx.save_for_backward(positions, places)
         return x.new_zeros(sum(receive), width).scatter_(1, places, values)
 

@@ -1,4 +1,5 @@
-"""Entries of a vector that is zero elsewhere: who owns which, how they travel, and their sum over the ranks."""
+"""Entries of a vector that is zero elsewhere: who owns which, how they travel, and their sum over
+the ranks."""
 
 from __future__ import annotations
 
@@ -13,24 +14,28 @@ _INDEX_BYTES = 4
 
 
 def owners(length: int, world: int) -> list[int]:
-    """Edges [world + 1]: rank r owns entries [edges[r], edges[r + 1]). All tensors are sent at the same density, so that equal
-    ranges have nearly equal loads."""
+    """Edges [world + 1]: rank r owns entries [edges[r], edges[r + 1]). All tensors are sent at the
+    same density, so that equal ranges have nearly equal loads."""
     return [length * rank // world for rank in range(world + 1)]
 
 
 def packed(positions: Tensor, values: Tensor) -> Tensor:
-    """positions [n] below 2^31, values [n] -> [n, bytes of an entry] uint8: one message carries both."""
+    """positions [n] below 2^31, values [n] -> [n, bytes of an entry] uint8: one message carries
+    both."""
     index = positions.to(torch.int32)[:, None].view(torch.uint8)
     return torch.cat([index, values.contiguous()[:, None].view(torch.uint8)], dim=1)
 
 
 def unpacked(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The inverse: positions [n] int64, values [n]."""
-    return typed(message[:, :_INDEX_BYTES], torch.int32).view(-1).long(), typed(message[:, _INDEX_BYTES:], dtype).view(-1)
+    return typed(message[:, :_INDEX_BYTES], torch.int32).view(-1).long(), typed(
+        message[:, _INDEX_BYTES:], dtype
+    ).view(-1)
 
 
 def typed(columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Some columns of a message [n, bytes] as numbers [n, numbers]. Copied always: a single row may begin between two numbers."""
+    """Some columns of a message [n, bytes] as numbers [n, numbers]. Copied always: a single row may
+    begin between two numbers."""
     return columns.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
@@ -42,31 +47,47 @@ class Exchange:
     returned: int  # entries of the sum, over all ranks
 
 
-def sum_entries(vector: Tensor, positions: Tensor, values: Tensor, transport: Transport, kind: str) -> Exchange:
-    """vector [n], zero -> the sum of all ranks' entries, the same bits on every rank. positions ascend, each once.
+def sum_entries(
+    vector: Tensor, positions: Tensor, values: Tensor, transport: Transport, kind: str
+) -> Exchange:
+    """vector [n], zero -> the sum of all ranks' entries, the same bits on every rank. positions
+    ascend, each once.
 
-    Entries go to their owners, who add them in rank order and send the sums to all. An AllGather of every rank's entries would
-    send each world - 1 times as well, but as often as ranks have it; here it comes back once.
+    Entries go to their owners, who add them in rank order and send the sums to all. An AllGather of
+    every rank's entries would send each world - 1 times as well, but as often as ranks have it;
+    here it comes back once.
     """
     rank, world = transport.rank, transport.world
     edges = owners(vector.numel(), world)
-    assert max(b - a for a, b in zip(edges[:-1], edges[1:], strict=True)) < 1 << 31, "positions travel as 32 bits"
+    assert max(b - a for a, b in zip(edges[:-1], edges[1:], strict=True)) < 1 << 31, (
+        "positions travel as 32 bits"
+    )
     first, last = edges[rank], edges[rank + 1]
     cuts = torch.searchsorted(positions, torch.tensor(edges, device=positions.device))
     counts = cuts.diff()  # [world]
     incoming = transport.all_to_all(counts, [1] * world, [1] * world, kind).wait()
     send, receive = counts.tolist(), incoming.tolist()
-    begins = torch.repeat_interleave(torch.tensor(edges[:-1], device=positions.device), counts, output_size=positions.numel())
+    begins = torch.repeat_interleave(
+        torch.tensor(edges[:-1], device=positions.device), counts, output_size=positions.numel()
+    )
     arrived = transport.all_to_all(packed(positions - begins, values), send, receive, kind).wait()
     own = vector[first:last]
-    for part in arrived.split(receive):  # one rank after another: the order of a sum does not depend on when they arrive
+    # one rank after another: the order of a sum does not depend on when they arrive
+    for part in arrived.split(receive):
         own.index_add_(0, *unpacked(part, vector.dtype))
     found = own.nonzero().view(-1)
-    sizes = transport.all_gather(torch.tensor([found.numel()], device=found.device), kind).wait().view(-1).tolist()
+    sizes = (
+        transport.all_gather(torch.tensor([found.numel()], device=found.device), kind)
+        .wait()
+        .view(-1)
+        .tolist()
+    )
     others = [0 if peer == rank else 1 for peer in range(world)]
     message = packed(found, own[found]).repeat(world - 1, 1)
     receive = [size * other for size, other in zip(sizes, others, strict=True)]
-    arrived = transport.all_to_all(message, [found.numel() * other for other in others], receive, kind).wait()
+    arrived = transport.all_to_all(
+        message, [found.numel() * other for other in others], receive, kind
+    ).wait()
     for begin, part in zip(edges[:-1], arrived.split(receive), strict=True):
         place, value = unpacked(part, vector.dtype)
         vector[place + begin] = value

@@ -1,4 +1,5 @@
-"""How many entries of each gradient a step may send, and which are large enough. Pure functions; nothing here communicates."""
+"""How many entries of each gradient a step may send, and which are large enough. Pure functions;
+nothing here communicates."""
 
 from __future__ import annotations
 
@@ -9,12 +10,17 @@ import torch
 from torch import Tensor
 
 SMALL = 1024  # entries of a tensor below which indices cost more than they save: it is summed whole
-_WHOLE_SHARE = 10  # whole tensors take at most one part in so many of the budget: the large ones would have to wait for them
+# whole tensors take at most one part in so many of the budget: the large ones would have to wait
+# for them
+_WHOLE_SHARE = 10
 
 
 def check_share(eta: float) -> None:
     if not 0 <= eta < 1:
-        raise ValueError(f"eta, the share of entries that is held back, must be at least 0 and below 1, got {eta}: 0.99 sends 1 %")
+        raise ValueError(
+            "eta, the share of entries that is held back, must be at least 0 and "
+            f"below 1, got {eta}: 0.99 sends 1 %"
+        )
 
 
 def check_period(every: int) -> None:
@@ -29,16 +35,16 @@ def budget(entries: int, eta: float) -> int:
 
 
 def left_by_whole(sizes: Sequence[int], eta: float) -> int:
-    """What of the budget is left to tensors that are thresholded. Where the whole ones would take more than a tenth of it, the
-    model is small, and the others have a budget of their own."""
+    """What of the budget is left to tensors that are thresholded. Where the whole ones would take
+    more than a tenth of it, the model is small, and the others have a budget of their own."""
     whole = sum(size for size in sizes if size < SMALL)
     allowed = budget(sum(sizes), eta)
     return allowed - whole if _WHOLE_SHARE * whole <= allowed else budget(sum(sizes) - whole, eta)
 
 
 def shares(sizes: Sequence[int], allowed: int) -> list[int]:
-    """How many entries of each tensor a step may send: one, so that none waits for ever, and of what is left by their sizes. The
-    sum is at most what is allowed, or the number of tensors."""
+    """How many entries of each tensor a step may send: one, so that none waits for ever, and of
+    what is left by their sizes. The sum is at most what is allowed, or the number of tensors."""
     left, entries = max(0, allowed - len(sizes)), sum(sizes) - len(sizes)
     return [1 + left * (size - 1) // max(1, entries) for size in sizes]
 
@@ -58,14 +64,16 @@ def threshold_of(magnitudes: Tensor, most: int) -> Tensor:
 
 
 def above(magnitudes: Tensor, threshold: Tensor, most: int) -> Tensor:
-    """Positions [sent] int64, ascending, of magnitudes [n] that reach the threshold; where more than `most` do, of the largest,
-    and of equal ones the first: errors grow, and an old threshold would let ever more through. What is not a number always
-    goes: it would stay unseen in the error for ever, where the exact step shows it at once."""
+    """Positions [sent] int64, ascending, of magnitudes [n] that reach the threshold; where more
+    than `most` do, of the largest, and of equal ones the first: errors grow, and an old threshold
+    would let ever more through. What is not a number always goes: it would stay unseen in the error
+    for ever, where the exact step shows it at once."""
     found = (magnitudes < threshold).logical_not_().nonzero().view(-1)
     if found.numel() <= most:
         return found
     reached = magnitudes[found]
-    least = reached.kthvalue(found.numel() - most + 1).values  # not a number, where `most` or more are not
+    # not a number, where `most` or more are not
+    least = reached.kthvalue(found.numel() - most + 1).values
     sure = (reached > least) | reached.isnan()
     equal = reached == least
     return found[sure | (equal & (equal.cumsum(0) <= most - sure.sum()))]

@@ -1,8 +1,8 @@
 """One histories file from interactions of any order and size.
 
-Two external partitions, both recursive, so that memory is a bucket of events (or the longest single history) and not
-the file: by hash of the user, to bring each history together and sort it; then by range of (last timestamp, user), to
-order the users.
+Two external partitions, both recursive, so that memory is a bucket of events (or the longest single
+history) and not the file: by hash of the user, to bring each history together and sort it; then by
+range of (last timestamp, user), to order the users.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def build(
     limit: int,
     spilled: Spilled,
 ) -> list[Path]:
-    """Writes histories.parquet, and before it vocabulary.parquet where ids are strings, to `folder`; their paths, in that order."""
+    """Writes histories.parquet, and before it vocabulary.parquet where ids are strings, to
+    `folder`; their paths, in that order."""
     largest, events, dropped = -1, 0, 0
 
     def counted() -> Iterator[pa.RecordBatch]:
@@ -57,7 +58,8 @@ def build(
             largest = max(largest, int(batch.column("item_id").to_numpy().max()))
             if num_items is not None and largest >= num_items:
                 raise ValueError(
-                    f"{interactions.paths[0]}: item id {largest} is not below num_items {num_items}; "
+                    f"{interactions.paths[0]}: item id {largest} is not below num_items "
+                    f"{num_items}; "
                     "raise num_items or leave it out"
                 )
             events += batch.num_rows
@@ -85,7 +87,10 @@ def build(
     unordered = folder / "unordered.arrow"
     _spill(histories(), unordered)
     if kept_users == 0:
-        raise ValueError(f"{interactions.paths[0]}: no user has 2 or more events ({dropped} users with one); give a longer log")
+        raise ValueError(
+            f"{interactions.paths[0]}: no user has 2 or more events ({dropped} users "
+            "with one); give a longer log"
+        )
     order = np.unique(np.concatenate(samples), axis=0)  # [samples, 2]: (last timestamp, user)
     schema = _schema(unordered)
     path = folder / "histories.parquet"
@@ -113,9 +118,13 @@ def build(
     return [vocabulary, path]
 
 
-def _by_user(batches: Iterable[pa.RecordBatch], rows: int, folder: Path, limit: int, level: int = 0) -> Iterator[pa.Table]:
-    """Partitions events by a hash of the user; yields buckets of about `limit` events, each user whole in one."""
-    parts = int(np.clip(-(-2 * rows // limit), 1, _FAN_OUT))  # twice as many as needed: hashing is uneven
+def _by_user(
+    batches: Iterable[pa.RecordBatch], rows: int, folder: Path, limit: int, level: int = 0
+) -> Iterator[pa.Table]:
+    """Partitions events by a hash of the user; yields buckets of about `limit` events, each user
+    whole in one."""
+    # twice as many as needed: hashing is uneven
+    parts = int(np.clip(-(-2 * rows // limit), 1, _FAN_OUT))
     seed = derive(level, 0)
 
     def part(batch: pa.RecordBatch) -> np.ndarray:
@@ -123,15 +132,19 @@ def _by_user(batches: Iterable[pa.RecordBatch], rows: int, folder: Path, limit: 
         return integers(derive(seed, users), parts).numpy()
 
     for path, count in _partition(batches, part, parts, folder / f"users{level}"):
-        if count > limit and (count < rows or level == 0):  # one user may be larger than a bucket: no use cutting again
+        # one user may be larger than a bucket: no use cutting again
+        if count > limit and (count < rows or level == 0):
             yield from _by_user(_load(path), count, folder, limit, level + 1)
         elif count:
             yield _all(path)
         path.unlink()
 
 
-def _by_last_event(tables: Iterable[pa.RecordBatch], samples: np.ndarray, folder: Path, level: int = 0) -> Iterator[pa.Table]:
-    """Users in order of (last timestamp, user). `samples` [n, 2], sorted and unique, say where to cut."""
+def _by_last_event(
+    tables: Iterable[pa.RecordBatch], samples: np.ndarray, folder: Path, level: int = 0
+) -> Iterator[pa.Table]:
+    """Users in order of (last timestamp, user). `samples` [n, 2], sorted and unique, say where to
+    cut."""
     parts = min(-(-len(samples) // _SAMPLES), _FAN_OUT)
     if parts <= 1:
         table = pa.Table.from_batches(list(tables))
@@ -141,7 +154,8 @@ def _by_last_event(tables: Iterable[pa.RecordBatch], samples: np.ndarray, folder
     splitters = samples[cuts]  # [parts - 1, 2]
 
     def part(batch: pa.RecordBatch) -> np.ndarray:
-        """How many splitters are at or before each user, by sorting both together: pairs have no searchsorted."""
+        """How many splitters are at or before each user, by sorting both together: pairs have no
+        searchsorted."""
         last = np.concatenate([splitters[:, 0], batch.column("last").to_numpy()])
         user = np.concatenate([splitters[:, 1], batch.column("user_id").to_numpy()])
         order = np.lexsort((user, last))  # stable: a splitter comes before the user that it equals
@@ -158,9 +172,13 @@ def _by_last_event(tables: Iterable[pa.RecordBatch], samples: np.ndarray, folder
 
 
 def _partition(
-    batches: Iterable[pa.RecordBatch], part: Callable[[pa.RecordBatch], np.ndarray], parts: int, folder: Path
+    batches: Iterable[pa.RecordBatch],
+    part: Callable[[pa.RecordBatch], np.ndarray],
+    parts: int,
+    folder: Path,
 ) -> list[tuple[Path, int]]:
-    """Writes each row to the file of its part, in order; returns path and number of rows of each part."""
+    """Writes each row to the file of its part, in order; returns path and number of rows of each
+    part."""
     folder.mkdir(exist_ok=True)
     paths = [folder / f"{p}.arrow" for p in range(parts)]
     counts = np.zeros(parts, np.int64)
@@ -183,7 +201,8 @@ def _partition(
 
 
 def _histories(events: pa.Table) -> tuple[pa.Table, int]:
-    """Flat events -> one row per user with lists in time order and the last timestamp; number of users dropped."""
+    """Flat events -> one row per user with lists in time order and the last timestamp; number of
+    users dropped."""
     users, times = _numpy(events, "user_id"), _numpy(events, "timestamp")
     order = np.lexsort((times, users))  # stable
     users = users[order]
@@ -227,7 +246,11 @@ def _write_vocabulary(vocabulary: dict[str, dict[str, int]], path: Path) -> None
     schema = pa.schema([("column", pa.string()), ("id", pa.int64()), ("text", pa.string())])
     with pq.ParquetWriter(path, schema) as writer:
         for name, codes in vocabulary.items():
-            columns = [pa.repeat(name, len(codes)), pa.array(np.arange(len(codes))), pa.array(list(codes), pa.string())]
+            columns = [
+                pa.repeat(name, len(codes)),
+                pa.array(np.arange(len(codes))),
+                pa.array(list(codes), pa.string()),
+            ]
             writer.write_table(pa.table(columns, schema=schema))
 
 

@@ -1,9 +1,11 @@
-"""Which data a file holds: a digest of all its bytes, remembered while the file is certainly the same.
+"""Which data a file holds: a digest of all its bytes, remembered while the file is certainly the
+same.
 
-A name, a size and a time of change do not tell files apart: archives and images carry times along. The kernel's own time
-of the last change (ctime) cannot be carried along, so a digest is used again where path, inode, size and both times are
-those that it was made of, in the same boot of the machine. Where the file system takes times from elsewhere (images,
-overlays, FUSE), and where a file is so new that another change might bear the same time, every start reads it whole.
+A name, a size and a time of change do not tell files apart: archives and images carry times along.
+The kernel's own time of the last change (ctime) cannot be carried along, so a digest is used again
+where path, inode, size and both times are those that it was made of, in the same boot of the
+machine. Where the file system takes times from elsewhere (images, overlays, FUSE), and where a file
+is so new that another change might bear the same time, every start reads it whole.
 """
 
 from __future__ import annotations
@@ -26,7 +28,19 @@ _BLOCK = 1 << 18
 _THREADS = 4
 _SETTLED_S = 2.0  # no file system that keeps its own times counts them more coarsely
 _KEPT_S = 30 * 24 * 3600  # of what is remembered
-_DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "jfs", "zfs", "bcachefs", "tmpfs", "ramfs"}
+_DISKS = {
+    "ext2",
+    "ext3",
+    "ext4",
+    "xfs",
+    "btrfs",
+    "f2fs",
+    "jfs",
+    "zfs",
+    "bcachefs",
+    "tmpfs",
+    "ramfs",
+}
 _SHARED = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph"}
 
 Stamp = tuple[int, ...]  # device, inode, size, mtime, ctime
@@ -41,7 +55,8 @@ class Content:
     stamp: Stamp
 
     def check_unchanged(self) -> None:
-        """Of size and times: what is made of a file that changed under the reader's hands belongs to no digest."""
+        """Of size and times: what is made of a file that changed under the reader's hands belongs
+        to no digest."""
         if _stamp(os.stat(self.path))[2:] != self.stamp[2:]:
             raise _changed(self.path)
 
@@ -51,14 +66,17 @@ def digest_of(*parts: Any) -> str:
 
 
 def contents(paths: Sequence[Path], memory: Path, report: Callable[[float], None]) -> list[Content]:
-    """`memory`: a folder for digests, which other processes and machines may use too. `report` gets the share done, where
-    files have to be read."""
+    """`memory`: a folder for digests, which other processes and machines may use too. `report` gets
+    the share done, where files have to be read."""
     sizes = [path.stat().st_size for path in paths]
 
     def read_on(before: int, read: int) -> None:
         report(min((before + read) / max(sum(sizes), 1), 1.0))
 
-    return [_content(path, memory, partial(read_on, sum(sizes[:number]))) for number, path in enumerate(paths)]
+    return [
+        _content(path, memory, partial(read_on, sum(sizes[:number])))
+        for number, path in enumerate(paths)
+    ]
 
 
 def _content(path: Path, memory: Path, report: Callable[[int], None]) -> Content:
@@ -84,7 +102,9 @@ def _digest(file: FileIO, report: Callable[[int], None]) -> str:
     whole, pending, read = hashlib.blake2b(digest_size=16), deque[Future[bytes]](), 0
     with ThreadPoolExecutor(_THREADS) as threads:
         while block := file.read(_BLOCK):
-            pending.append(threads.submit(lambda block: hashlib.blake2b(block, digest_size=32).digest(), block))
+            pending.append(
+                threads.submit(lambda block: hashlib.blake2b(block, digest_size=32).digest(), block)
+            )
             read += len(block)
             if len(pending) > _THREADS:
                 whole.update(pending.popleft().result())
@@ -109,20 +129,24 @@ def _known(path: Path, memory: Path) -> Path | None:
 
 
 def keeps_its_times(path: Path, mounts: str) -> bool:
-    """Whether the file system under `path` sets the time of a change itself. `mounts`: as /proc/self/mountinfo."""
+    """Whether the file system under `path` sets the time of a change itself. `mounts`: as
+    /proc/self/mountinfo."""
     best, answer = -1, False
     for line in mounts.splitlines():
         fields = line.split()
         after = fields.index("-")
         point = Path(fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\"))
-        if path.is_relative_to(point) and len(point.parts) >= best:  # of two at one point the later one is on top
-            written = "ro" not in fields[after + 3].split(",")  # the file system itself, not this view of it
+        # of two at one point the later one is on top
+        if path.is_relative_to(point) and len(point.parts) >= best:
+            # the file system itself, not this view of it
+            written = "ro" not in fields[after + 3].split(",")
             best, answer = len(point.parts), fields[after + 1] in _DISKS | _SHARED and written
     return answer
 
 
 def _remember(known: Path, content: Content) -> None:
-    """An attempt: a folder that cannot be written, or a full disk, costs the next start a reading and no more."""
+    """An attempt: a folder that cannot be written, or a full disk, costs the next start a reading
+    and no more."""
     with suppress(OSError):
         known.parent.mkdir(parents=True, exist_ok=True)
         for other in known.parent.iterdir():
@@ -130,7 +154,9 @@ def _remember(known: Path, content: Content) -> None:
                 other.unlink()
         mine = known.with_suffix(f".{os.getpid()}")
         try:
-            mine.write_text(json.dumps({"stamp": content.stamp, "digest": content.digest}), encoding="utf-8")
+            mine.write_text(
+                json.dumps({"stamp": content.stamp, "digest": content.digest}), encoding="utf-8"
+            )
             os.replace(mine, known)
         finally:
             mine.unlink(missing_ok=True)
@@ -141,4 +167,6 @@ def _stamp(about: os.stat_result) -> Stamp:
 
 
 def _changed(path: Path) -> ValueError:
-    return ValueError(f"{path}: the file changed while it was read; start again when it is complete")
+    return ValueError(
+        f"{path}: the file changed while it was read; start again when it is complete"
+    )

@@ -1,8 +1,10 @@
-"""What a synthetic batch is made of: lengths, runs of items, and the draws that bind or heat its events.
+"""What a synthetic batch is made of: lengths, runs of items, and the draws that bind or heat its
+events.
 
-A history is made of runs. A run begins at a random point of [0, 1) and each next event steps by a constant that
-belongs to the user's taste, modulo 1; an item owns an interval as wide as its popularity. So every event is Zipf
-distributed, while the next item depends on the previous one and on the taste: a model can beat popularity.
+A history is made of runs. A run begins at a random point of [0, 1) and each next event steps by a
+constant that belongs to the user's taste, modulo 1; an item owns an interval as wide as its
+popularity. So every event is Zipf distributed, while the next item depends on the previous one and
+on the taste: a model can beat popularity.
 """
 
 from __future__ import annotations
@@ -40,15 +42,30 @@ class Draws:
 class Source:
     """Draws batches; a pure function of the options and the number of the batch."""
 
-    def __init__(self, users: int, items: int, sizes: np.ndarray, popularity: float, global_batch: int, ranks: int, seed: int):
-        self.users, self.items, self.global_batch, self.world, self.seed = users, items, global_batch, ranks, seed
+    def __init__(
+        self,
+        users: int,
+        items: int,
+        sizes: np.ndarray,
+        popularity: float,
+        global_batch: int,
+        ranks: int,
+        seed: int,
+    ):
+        self.users = users
+        self.items = items
+        self.global_batch = global_batch
+        self.world = ranks
+        self.seed = seed
         self.length_ends = sizes  # [longest + 1]: P(length <= l)
         mass = np.arange(1, items + 1, dtype=np.float64) ** -popularity
         self.item_ends = np.cumsum(mass) / mass.sum()  # [items]
         shuffled = derive(seed, key_of("item ids"), torch.arange(items))
-        self.id_of_rank = torch.argsort(shuffled, stable=True).numpy()  # popular items lie anywhere in the table
+        # popular items lie anywhere in the table
+        self.id_of_rank = torch.argsort(shuffled, stable=True).numpy()
         mean = float((1 - sizes).sum())
-        self.hot_items = int(np.clip(mean * min(global_batch, users) / 16, 1, items))  # each often enough in a batch
+        # each often enough in a batch
+        self.hot_items = int(np.clip(mean * min(global_batch, users) / 16, 1, items))
 
     @property
     def batches(self) -> int:
@@ -58,17 +75,25 @@ class Source:
         return uniform(derive(self.seed, key_of(purpose), *counters))
 
     def batch(self, number: int) -> Draws:
-        users = torch.arange(number * self.global_batch, min((number + 1) * self.global_batch, self.users))
-        lengths = torch.from_numpy(np.searchsorted(self.length_ends, self._draw("length", users).numpy(), "right"))
+        users = torch.arange(
+            number * self.global_batch, min((number + 1) * self.global_batch, self.users)
+        )
+        lengths = torch.from_numpy(
+            np.searchsorted(self.length_ends, self._draw("length", users).numpy(), "right")
+        )
         count = len(users)
-        owner = torch.repeat_interleave(torch.arange(count), lengths)  # [events]: place of the user in the batch
+        # [events]: place of the user in the batch
+        owner = torch.repeat_interleave(torch.arange(count), lengths)
         place = torch.arange(len(owner)) - offsets_of(lengths)[owner]
         keys = derive(self.seed, key_of("event"), users[owner], place)
         starts = (place == 0) | (uniform(derive(keys, 0)) < RUN_ENDS)
-        begin = torch.cummax(torch.where(starts, torch.arange(len(owner)), 0), 0).values  # of the event's run
+        # of the event's run
+        begin = torch.cummax(torch.where(starts, torch.arange(len(owner)), 0), 0).values
         taste = integers(derive(self.seed, key_of("taste"), users), TASTES)[owner]
         stride = self._draw("stride", torch.arange(TASTES))[taste]
-        point = (uniform(derive(keys, 1))[begin] + (torch.arange(len(owner)) - begin) * stride) % 1.0
+        point = (
+            uniform(derive(keys, 1))[begin] + (torch.arange(len(owner)) - begin) * stride
+        ) % 1.0
         ranks = np.minimum(np.searchsorted(self.item_ends, point.numpy(), "right"), self.items - 1)
         edges = torch.arange(self.world + 1) * count // self.world  # users of each rank
         return Draws(
@@ -85,7 +110,8 @@ class Source:
         )
 
     def items_of(self, batch: Draws, mixing: float | None) -> np.ndarray:
-        """[events] item ids. mixing: 0 binds every event, 1 none, 2 makes every event hot; None leaves them alone."""
+        """[events] item ids. mixing: 0 binds every event, 1 none, 2 makes every event hot; None
+        leaves them alone."""
         ranks = batch.ranks
         if mixing is not None:
             pairs = self.items // 2  # with an odd number, the least popular item is left out
@@ -99,8 +125,11 @@ class Source:
         return np.unique(batch.consumer * self.items + items) % self.items
 
 
-def length_distribution(kind: str, median: float, sigma: float, exponent: float, cap: int) -> np.ndarray:
-    """[cap + 1]: probability of a length of at most l. What falls outside of [SHORTEST, cap] counts as the bound."""
+def length_distribution(
+    kind: str, median: float, sigma: float, exponent: float, cap: int
+) -> np.ndarray:
+    """[cap + 1]: probability of a length of at most l. What falls outside of [SHORTEST, cap] counts
+    as the bound."""
     length = np.arange(cap + 1, dtype=np.float64)
     if kind == "lognormal":
         if median <= 0:

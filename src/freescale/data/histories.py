@@ -1,8 +1,9 @@
 """The histories file: Parquet with one row per user, ordered by the time of the user's last event.
 
-Columns: user_id (int64) and the lists item_id, timestamp, optional action and side columns, each history in time order.
-Under the key `freescale` the file's metadata says, as JSON: version, num_items, num_users, num_events, dropped_users,
-columns, fingerprint, no_labels. Files made elsewhere need the columns only.
+Columns: user_id (int64) and the lists item_id, timestamp, optional action and side columns, each
+history in time order. Under the key `freescale` the file's metadata says, as JSON: version,
+num_items, num_users, num_events, dropped_users, columns, fingerprint, no_labels. Files made
+elsewhere need the columns only.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Summary:
     columns: tuple[str, ...]  # list columns
     fingerprint: str
     version: int = VERSION
-    # Columns whose source holds something else than 0 and 1: its file, its name there, the value. None: not looked for.
+    # Columns whose source holds something else than 0 and 1: its file, its name there, the value.
+    # None: not looked for.
     no_labels: Mapping[str, Sequence[str]] | None = None
 
 
@@ -59,8 +61,12 @@ def is_histories(path: Path) -> bool:
         metadata, schema = pq.read_metadata(path), pq.read_schema(path)
     except pa.ArrowException as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{path}: not a readable Parquet file ({reason}); write it again") from error
-    return KEY in (metadata.metadata or {}) or ("item_id" in schema.names and _is_list(schema.field("item_id").type))
+        raise ValueError(
+            f"{path}: not a readable Parquet file ({reason}); write it again"
+        ) from error
+    return KEY in (metadata.metadata or {}) or (
+        "item_id" in schema.names and _is_list(schema.field("item_id").type)
+    )
 
 
 class HistoriesFile:
@@ -69,25 +75,41 @@ class HistoriesFile:
     def __init__(self, path: str | Path, num_items: int | None = DataConfig.num_items):
         self.path = Path(path)
         if not self.path.is_file():
-            raise ValueError(f"{self.path}: no such file; give a histories file (`prepare` makes one)")
+            raise ValueError(
+                f"{self.path}: no such file; give a histories file (`prepare` makes one)"
+            )
         if self.path.stat().st_size == 0 or not is_histories(self.path):
             raise ValueError(f"{self.path}: not a histories file; make one of it with `prepare`")
         self.file = pq.ParquetFile(self.path, pre_buffer=False)
         self._check_schema()
         metadata = self.file.metadata
         rows = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
-        self.starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])  # [groups + 1]: first sample of each
+        # [groups + 1]: first sample of each
+        self.starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
         if self.num_samples == 0:
-            raise ValueError(f"{self.path}: the file has no users (0 rows); give one with at least one")
+            raise ValueError(
+                f"{self.path}: the file has no users (0 rows); give one with at least one"
+            )
         known = json.loads(metadata.metadata[KEY]) if KEY in (metadata.metadata or {}) else None
         if known is not None and known["version"] != VERSION:
-            raise ValueError(f"{self.path}: format version {known['version']}, not {VERSION}; prepare it again")
+            raise ValueError(
+                f"{self.path}: format version {known['version']}, not {VERSION}; prepare it again"
+            )
         largest = known["num_items"] - 1 if known else self._largest_item()
         if num_items is not None and largest >= num_items:
-            raise ValueError(f"{self.path}: item id {largest} is not below num_items {num_items}; raise num_items")
+            raise ValueError(
+                f"{self.path}: item id {largest} is not below num_items {num_items}; "
+                "raise num_items"
+            )
         self.num_items: int = num_items or largest + 1
-        self.no_labels: Mapping[str, Sequence[str]] | None = known.get("no_labels") if known else None
-        self.fingerprint: str = known["fingerprint"] if known else fingerprint_of(self.path.stat().st_size, rows, self.num_items)
+        self.no_labels: Mapping[str, Sequence[str]] | None = (
+            known.get("no_labels") if known else None
+        )
+        self.fingerprint: str = (
+            known["fingerprint"]
+            if known
+            else fingerprint_of(self.path.stat().st_size, rows, self.num_items)
+        )
 
     @property
     def num_samples(self) -> int:
@@ -102,14 +124,23 @@ class HistoriesFile:
         missing = [n for n in ("user_id", "item_id", "timestamp") if n not in schema.names]
         if missing:
             present = ", ".join(schema.names)
-            raise ValueError(f"{self.path}: column {missing[0]!r} is missing; the file has {present}; add it")
-        self.columns = tuple(f.name for f in schema if _is_list(f.type) and _is_number(f.type.value_type))
+            raise ValueError(
+                f"{self.path}: column {missing[0]!r} is missing; the file has {present}; add it"
+            )
+        self.columns = tuple(
+            f.name for f in schema if _is_list(f.type) and _is_number(f.type.value_type)
+        )
         whole = [n for n in self.columns if pa.types.is_integer(schema.field(n).type.value_type)]
         for name in ("item_id", "timestamp", *(["action"] if "action" in schema.names else [])):
             if name not in whole:
-                raise ValueError(f"{self.path}: column {name!r} holds {schema.field(name).type}; make it list<int64>")
+                raise ValueError(
+                    f"{self.path}: column {name!r} holds {schema.field(name).type}; "
+                    "make it list<int64>"
+                )
         if not pa.types.is_integer(schema.field("user_id").type):
-            raise ValueError(f"{self.path}: column 'user_id' holds {schema.field('user_id').type}; make it int64")
+            raise ValueError(
+                f"{self.path}: column 'user_id' holds {schema.field('user_id').type}; make it int64"
+            )
 
     def _largest_item(self) -> int:
         largest = self.largest("item_id")
@@ -118,7 +149,8 @@ class HistoriesFile:
         return largest
 
     def largest(self, name: str) -> int:
-        """Largest value of an integer column, -1 without any: from the row groups' statistics if they are there."""
+        """Largest value of an integer column, -1 without any: from the row groups' statistics if
+        they are there."""
         largest = -1
         for group in range(self.num_groups):
             extremes = self.extremes(group, name)
@@ -130,7 +162,8 @@ class HistoriesFile:
         return largest
 
     def extremes(self, group: int, name: str) -> tuple[int, int] | None:
-        """Smallest and largest value of an integer column in a row group, if its statistics say so."""
+        """Smallest and largest value of an integer column in a row group, if its statistics say
+        so."""
         kind = self.file.schema_arrow.field(name).type.value_type
         if pa.types.is_floating(kind):
             return None
@@ -142,24 +175,33 @@ class HistoriesFile:
         return int(column.statistics.min), int(column.statistics.max)
 
     def read(self, group: int, columns: tuple[str, ...]) -> Group:
-        """Decodes the columns of one row group and checks them: equal lengths, ids in range, time order, no nulls."""
+        """Decodes the columns of one row group and checks them: equal lengths, ids in range, time
+        order, no nulls."""
         table = self.file.read_row_group(group, columns=list(columns))
         offsets: np.ndarray | None = None
         values = {}
         for name in columns:
             column = table.column(name)
             if column.null_count or any(chunk.flatten().null_count for chunk in column.chunks):
-                raise ValueError(f"{self.path}: column {name!r} has null (missing) values; fill or drop those events")
+                raise ValueError(
+                    f"{self.path}: column {name!r} has null (missing) values; fill "
+                    "or drop those events"
+                )
             ends, values[name] = _flat(column)
             if offsets is not None and not np.array_equal(offsets, ends):
                 user = self._user(group, int(np.flatnonzero(np.diff(offsets) != np.diff(ends))[0]))
-                raise ValueError(f"{self.path}: user {user} has lists of different lengths in {name!r}; mend that row")
+                raise ValueError(
+                    f"{self.path}: user {user} has lists of different lengths in "
+                    f"{name!r}; mend that row"
+                )
             offsets = ends
         assert offsets is not None
         self._check_values(group, offsets, values)
         return Group(offsets, values)
 
-    def _check_values(self, group: int, offsets: np.ndarray, values: Mapping[str, np.ndarray]) -> None:
+    def _check_values(
+        self, group: int, offsets: np.ndarray, values: Mapping[str, np.ndarray]
+    ) -> None:
         items, times = values.get("item_id"), values.get("timestamp")
         if items is not None and len(items) and (items.min() < 0 or items.max() >= self.num_items):
             at = int(np.flatnonzero((items < 0) | (items >= self.num_items))[0])
@@ -170,12 +212,14 @@ class HistoriesFile:
             )
         if times is not None and len(times) > 1:
             back = np.diff(times) < 0
-            back[offsets[1:-1][(offsets[1:-1] > 0) & (offsets[1:-1] < len(times))] - 1] = False  # between two users
+            # between two users
+            back[offsets[1:-1][(offsets[1:-1] > 0) & (offsets[1:-1] < len(times))] - 1] = False
             if back.any():
                 at = int(np.flatnonzero(back)[0])
                 user = self._user(group, int(np.searchsorted(offsets, at, "right")) - 1)
                 raise ValueError(
-                    f"{self.path}: user {user} has timestamp {times[at + 1]} after {times[at]}; sort each history by time"
+                    f"{self.path}: user {user} has timestamp {times[at + 1]} after {times[at]}; "
+                    "sort each history by time"
                 )
 
     def _user(self, group: int, row: int) -> int:
@@ -183,7 +227,8 @@ class HistoriesFile:
 
 
 class HistoriesWriter:
-    """Writes users, given in their final order in tables of any size, as row groups of bounded size."""
+    """Writes users, given in their final order in tables of any size, as row groups of bounded
+    size."""
 
     def __init__(self, path: Path, schema: pa.Schema):
         self._writer = pq.ParquetWriter(path, schema, compression="zstd")
@@ -192,12 +237,15 @@ class HistoriesWriter:
 
     def write(self, table: pa.Table) -> None:
         """`table`: user_id and list columns, in the order of the schema."""
-        counts = np.concatenate([_counts(chunk) for chunk in table.column("item_id").chunks] or [np.zeros(0, np.int64)])
+        counts = np.concatenate(
+            [_counts(chunk) for chunk in table.column("item_id").chunks] or [np.zeros(0, np.int64)]
+        )
         ends = np.cumsum(counts)
         start = 0
         while start < len(counts):
             before = int(ends[start - 1]) if start else 0
-            full = int(np.searchsorted(ends, before + GROUP_EVENTS - self._events)) + 1  # row that reaches the limit
+            # row that reaches the limit
+            full = int(np.searchsorted(ends, before + GROUP_EVENTS - self._events)) + 1
             stop = min(full, start + GROUP_USERS - self._users, len(counts))
             self._rest.append(table.slice(start, stop - start))
             self._users += stop - start
@@ -205,7 +253,8 @@ class HistoriesWriter:
             if self._users >= GROUP_USERS or self._events >= GROUP_EVENTS:
                 self._flush()
             start = stop
-        if self._rest and len(counts):  # what waits for the next call is copied out: it must not hold the whole table
+        # what waits for the next call is copied out: it must not hold the whole table
+        if self._rest and len(counts):
             self._rest[-1] = _compact(self._rest[-1])
 
     def _flush(self) -> None:
@@ -224,7 +273,9 @@ class HistoriesWriter:
 
 def schema_of(columns: Mapping[str, pa.DataType]) -> pa.Schema:
     """Schema of a histories file with these list columns."""
-    return pa.schema([("user_id", pa.int64()), *((name, pa.list_(kind)) for name, kind in columns.items())])
+    return pa.schema(
+        [("user_id", pa.int64()), *((name, pa.list_(kind)) for name, kind in columns.items())]
+    )
 
 
 def _counts(column: pa.Array) -> np.ndarray:
@@ -239,7 +290,9 @@ def _flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
     """A list column -> offsets [rows + 1] and values [events], without a loop over rows."""
     counts = [_counts(chunk) for chunk in column.chunks]
     values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
-    offsets = np.concatenate([[0], np.cumsum(np.concatenate([*counts, np.zeros(0, np.int64)]), dtype=np.int64)])
+    offsets = np.concatenate(
+        [[0], np.cumsum(np.concatenate([*counts, np.zeros(0, np.int64)]), dtype=np.int64)]
+    )
     # A copy even of one chunk: Arrow's buffers are read-only, and tensors are made of these.
     return offsets, np.concatenate(values) if values else np.zeros(0, np.int64)
 

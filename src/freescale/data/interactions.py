@@ -1,4 +1,5 @@
-"""Reads interaction files (one event per row) as a stream of record batches with the same columns for every format.
+"""Reads interaction files (one event per row) as a stream of record batches with the same columns
+for every format.
 
 | format    | files                                                         | action                         |
 |-----------|---------------------------------------------------------------|--------------------------------|
@@ -7,10 +8,10 @@
 | amazon    | ratings csv with or without header, reviews as json lines     | round(2 * rating)              |
 | kuairand  | log csv; the 0/1 feedback columns are kept as side columns    | bit mask of feedback, in order |
 
-Timestamps keep the unit of the file (KuaiRand and the newer Amazon files count milliseconds): rounding to seconds
-would lose the order of events. Several files are brought to the finest unit among them. Memory is one block of the
-file; the ids of Amazon files are strings, and their codes (dense, in order of first appearance) need memory for the
-catalogue and the users.
+Timestamps keep the unit of the file (KuaiRand and the newer Amazon files count milliseconds):
+rounding to seconds would lose the order of events. Several files are brought to the finest unit
+among them. Memory is one block of the file; the ids of Amazon files are strings, and their codes
+(dense, in order of first appearance) need memory for the catalogue and the users.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ import pyarrow.parquet as pq
 
 from freescale.config import DataConfig
 from freescale.data.labels import not_a_label
-from freescale.data.layouts import FEEDBACK, FORMATS, Layout, blocks, detect_format, layout_of, line_of, parsed, require
+from freescale.data.layouts import (
+    FEEDBACK,
+    FORMATS,
+    Layout,
+    blocks,
+    detect_format,
+    layout_of,
+    line_of,
+    parsed,
+    require,
+)
 from freescale.data.times import Times, common_unit
 
 IDS = ("user_id", "item_id")
@@ -33,7 +44,8 @@ _ROWS = 1 << 18  # rows of Parquet
 
 
 class Interactions(Iterator[pa.RecordBatch]):
-    """The batches of one or several files; `vocabulary`, `fraction` and `no_labels` grow while it is read."""
+    """The batches of one or several files; `vocabulary`, `fraction` and `no_labels` grow while it
+    is read."""
 
     def __init__(self, paths: Sequence[Path], format: str):
         if format not in ("auto", *FORMATS):
@@ -48,7 +60,8 @@ class Interactions(Iterator[pa.RecordBatch]):
                 raise ValueError(f"{path}: the file is empty (0 bytes); give a file with events")
         self.formats = [detect_format(path) if format == "auto" else format for path in self.paths]
         self.vocabulary: dict[str, dict[str, int]] = {}  # column -> string id -> code
-        self.no_labels: dict[str, tuple[str, str, str]] = {}  # column -> file, column there, value that is not 0 or 1
+        # column -> file, column there, value that is not 0 or 1
+        self.no_labels: dict[str, tuple[str, str, str]] = {}
         self.fraction = 0.0  # of the bytes or rows read so far
         self._done, self._total = 0, sum(path.stat().st_size for path in self.paths)
         self._unit: str | None = None  # of the timestamps, where files are brought to one
@@ -62,10 +75,15 @@ class Interactions(Iterator[pa.RecordBatch]):
         self._unit = self._common_unit()
         for path, format in zip(self.paths, self.formats, strict=True):
             events = 0
-            for batch in self._parquet(path) if format == "parquet" else self._text(path, layout_of(path, format)):
+            for batch in (
+                self._parquet(path)
+                if format == "parquet"
+                else self._text(path, layout_of(path, format))
+            ):
                 if schema is not None and batch.schema != schema:
                     raise ValueError(
-                        f"{path}: columns {_describe(batch.schema)} differ from those of {self.paths[0]}: "
+                        f"{path}: columns {_describe(batch.schema)} differ from those of "
+                        f"{self.paths[0]}: "
                         f"{_describe(schema)}; give files of one kind"
                     )
                 schema = batch.schema
@@ -75,12 +93,15 @@ class Interactions(Iterator[pa.RecordBatch]):
                 if batch.num_rows:
                     yield batch
             if not events:
-                raise ValueError(f"{path}: the file has no events (0 rows); give a file with events")
+                raise ValueError(
+                    f"{path}: the file has no events (0 rows); give a file with events"
+                )
             self._done += path.stat().st_size
         self.fraction = 1.0
 
     def _common_unit(self) -> str | None:
-        """Of several files; one keeps its own. What cannot be read here is refused where it is read."""
+        """Of several files; one keeps its own. What cannot be read here is refused where it is
+        read."""
         if len(self.paths) == 1:
             return None
         files: list[Times] = []
@@ -98,7 +119,11 @@ class Interactions(Iterator[pa.RecordBatch]):
 
     def _note_labels(self, batch: pa.RecordBatch, path: Path, format: str) -> None:
         for name in batch.schema.names:
-            value = None if name in REQUIRED or name in self.no_labels else not_a_label(batch.column(name).to_numpy())
+            value = (
+                None
+                if name in REQUIRED or name in self.no_labels
+                else not_a_label(batch.column(name).to_numpy())
+            )
             if value is not None:
                 made = name == "action" and format != "parquet"
                 source = (layout_of(path, format).rating or "feedback") if made else name
@@ -110,22 +135,37 @@ class Interactions(Iterator[pa.RecordBatch]):
 
     def _parquet(self, path: Path) -> Iterator[pa.RecordBatch]:
         try:
-            file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)  # not a whole column chunk at once
+            # not a whole column chunk at once
+            file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
         except pa.ArrowException as error:
-            raise ValueError(f"{path}: not a readable Parquet file ({line_of(error)}); write it again") from error
+            raise ValueError(
+                f"{path}: not a readable Parquet file ({line_of(error)}); write it again"
+            ) from error
         with file:
             schema = file.schema_arrow
             require(path, REQUIRED, schema.names)
             for name in REQUIRED:
                 kind = schema.field(name).type
-                whole = pa.types.is_integer(kind) or (name == "timestamp" and pa.types.is_timestamp(kind))
+                whole = pa.types.is_integer(kind) or (
+                    name == "timestamp" and pa.types.is_timestamp(kind)
+                )
                 if not whole:
-                    hint = "give `prepare` or `Histories` this file" if _is_list(kind) else "cast it to int64"
+                    hint = (
+                        "give `prepare` or `Histories` this file"
+                        if _is_list(kind)
+                        else "cast it to int64"
+                    )
                     raise ValueError(f"{path}: column {name!r} holds {kind}, not integers; {hint}")
-            sides = [f.name for f in schema if f.name not in REQUIRED and _is_number(f.type) and f.name != "action"]
+            sides = [
+                f.name
+                for f in schema
+                if f.name not in REQUIRED and _is_number(f.type) and f.name != "action"
+            ]
             actions = ["action"] if "action" in schema.names else []
             if actions and not pa.types.is_integer(schema.field("action").type):
-                raise ValueError(f"{path}: column 'action' holds {schema.field('action').type}; cast it to int64")
+                raise ValueError(
+                    f"{path}: column 'action' holds {schema.field('action').type}; cast it to int64"
+                )
             columns, rows = [*REQUIRED, *actions, *sides], 0
             times = Times.of_type(path, "timestamp", schema.field("timestamp").type)
             for batch in file.iter_batches(_ROWS, columns=columns):
@@ -154,9 +194,13 @@ class Interactions(Iterator[pa.RecordBatch]):
         for name, source in zip(IDS, (layout.user, layout.item), strict=True):
             array = _filled(table, source, path)
             columns[name] = self._codes(name, array) if layout.text_ids else array
-        columns["timestamp"] = _text_times(path, layout).converted(_filled(table, layout.time, path), self._unit)
+        columns["timestamp"] = _text_times(path, layout).converted(
+            _filled(table, layout.time, path), self._unit
+        )
         if layout.rating is not None:
-            doubled = pc.round(pc.multiply(_filled(table, layout.rating, path), 2.0), round_mode="half_up")
+            doubled = pc.round(
+                pc.multiply(_filled(table, layout.rating, path), 2.0), round_mode="half_up"
+            )
             columns["action"] = doubled.cast(pa.int64())
         if layout.feedback:
             action = pa.repeat(pa.scalar(0, pa.int64()), table.num_rows)
@@ -165,28 +209,47 @@ class Interactions(Iterator[pa.RecordBatch]):
                 low, high = pc.min_max(flag).as_py().values()
                 if low < 0 or high > 1:
                     wrong = high if high > 1 else low
-                    raise ValueError(f"{path}: column {name!r} holds {wrong}, not 0 or 1; mend or drop those rows")
+                    raise ValueError(
+                        f"{path}: column {name!r} holds {wrong}, not 0 or 1; mend or "
+                        "drop those rows"
+                    )
                 action = pc.bit_wise_or(action, pc.shift_left(flag, FEEDBACK.index(name)))
                 columns[name] = flag.cast(pa.int8())
-            columns = {n: columns[n] for n in REQUIRED} | {"action": action} | {n: columns[n] for n in layout.feedback}
+            columns = (
+                {n: columns[n] for n in REQUIRED}
+                | {"action": action}
+                | {n: columns[n] for n in layout.feedback}
+            )
         return pa.RecordBatch.from_pydict(columns)
 
     def _codes(self, name: str, array: pa.Array) -> pa.Array:
-        """Dense codes in order of first appearance. The loop is over the block's distinct strings, not its events."""
+        """Dense codes in order of first appearance. The loop is over the block's distinct strings,
+        not its events."""
         table = self.vocabulary.setdefault(name, {})
         encoded = array.dictionary_encode()  # its dictionary is in order of first appearance, too
-        codes = pa.array([table.setdefault(text, len(table)) for text in encoded.dictionary.to_pylist()], pa.int64())
+        codes = pa.array(
+            [table.setdefault(text, len(table)) for text in encoded.dictionary.to_pylist()],
+            pa.int64(),
+        )
         return codes.take(encoded.indices)
 
 
-def read_interactions(path: str | Path | Sequence[str | Path], format: str = DataConfig.format) -> Interactions:
-    """Record batches with int64 columns user_id, item_id, timestamp, optional action, and further numeric columns."""
+def read_interactions(
+    path: str | Path | Sequence[str | Path], format: str = DataConfig.format
+) -> Interactions:
+    """Record batches with int64 columns user_id, item_id, timestamp, optional action, and further
+    numeric columns."""
     paths = [path] if isinstance(path, str | Path) else path
     return Interactions([Path(p) for p in paths], format)
 
 
 def _text_times(path: Path, layout: Layout) -> Times:
-    return Times(path, layout.time, layout.unit, shown="int64" if layout.unit is None else f"int64 ({layout.unit})")
+    return Times(
+        path,
+        layout.time,
+        layout.unit,
+        shown="int64" if layout.unit is None else f"int64 ({layout.unit})",
+    )
 
 
 def _filled(table: pa.Table, name: str, path: Path) -> pa.Array:
@@ -200,7 +263,9 @@ def _whole(array: pa.Array, name: str, path: Path) -> pa.Array:
     try:
         return array.cast(pa.int64())
     except pa.ArrowException as error:
-        raise ValueError(f"{path}: column {name!r}: {line_of(error)}; ids must fit int64") from error
+        raise ValueError(
+            f"{path}: column {name!r}: {line_of(error)}; ids must fit int64"
+        ) from error
 
 
 def _check(batch: pa.RecordBatch, path: Path) -> None:
@@ -210,11 +275,16 @@ def _check(batch: pa.RecordBatch, path: Path) -> None:
         if name in (*IDS, "action") and batch.num_rows:  # actions are read from a table too
             low = pc.min(column).as_py()
             if low < 0:
-                raise ValueError(f"{path}: column {name!r} holds {low}, not 0 or more; renumber or drop such rows")
+                raise ValueError(
+                    f"{path}: column {name!r} holds {low}, not 0 or more; renumber "
+                    "or drop such rows"
+                )
 
 
 def _nulls(path: Path, name: str, count: int) -> ValueError:
-    return ValueError(f"{path}: column {name!r} has {count} null (missing) values; fill or drop those rows")
+    return ValueError(
+        f"{path}: column {name!r} has {count} null (missing) values; fill or drop those rows"
+    )
 
 
 def _is_number(kind: pa.DataType) -> bool:

@@ -1,4 +1,5 @@
-"""Labels of ranking are 0 or 1: what is found beside them while files are read, and the refusal of such a column as a label."""
+"""Labels of ranking are 0 or 1: what is found beside them while files are read, and the refusal of
+such a column as a label."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def not_a_label(values: np.ndarray) -> str | None:
 
 
 def check_labels(file: HistoriesFile, names: Sequence[str]) -> None:
-    """Refuses columns that hold something else. Prepared files say in their metadata what their sources hold; others are read."""
+    """Refuses columns that hold something else. Prepared files say in their metadata what their
+    sources hold; others are read."""
     for name in names:
         if file.no_labels is None:
             found = _looked_for(file, name)
@@ -25,13 +27,15 @@ def check_labels(file: HistoriesFile, names: Sequence[str]) -> None:
             where, column, value = file.no_labels.get(name, ("", "", ""))
         if value:
             raise ValueError(
-                f"{where}: label column {column} holds {value}, not 0 or 1; make its values 0 and 1, or name another column"
+                f"{where}: label column {column} holds {value}, not 0 or 1; make its values 0 and "
+                "1, or name another column"
             )
 
 
 def _looked_for(file: HistoriesFile, name: str) -> str | None:
     for group in range(file.num_groups):
-        extremes = file.extremes(group, name)  # of integers only: those of fractions say nothing of what lies between
+        # of integers only: those of fractions say nothing of what lies between
+        extremes = file.extremes(group, name)
         if extremes is not None and extremes[0] >= 0 and extremes[1] <= 1:
             continue
         value = not_a_label(file.read(group, (name,)).values[name])

@@ -1,4 +1,5 @@
-"""How the text formats lie in their files: columns, separators, headers; and how a block of text becomes a table."""
+"""How the text formats lie in their files: columns, separators, headers; and how a block of text
+becomes a table."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ import pyarrow.json
 
 FORMATS = ("parquet", "movielens", "amazon", "kuairand")
 # KuaiRand; the place in this list is the bit of the action.
-FEEDBACK = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view", "is_profile_enter")
+FEEDBACK = (
+    "is_click",
+    "is_like",
+    "is_follow",
+    "is_comment",
+    "is_forward",
+    "is_hate",
+    "long_view",
+    "is_profile_enter",
+)
 _AMAZON = {  # the names that the releases of 2014, 2018 and 2023 use
     "user": ("reviewerID", "user_id", "user"),
     "item": ("parent_asin", "asin", "item_id", "item"),
@@ -62,10 +72,13 @@ def detect_format(path: Path) -> str:
         return "kuairand"
     if name.endswith(".csv") and "movieId" in fields:
         return "movielens"
-    if name.endswith(".csv") and (len(fields) == 4 or "parent_asin" in fields or "reviewerID" in fields):
+    if name.endswith(".csv") and (
+        len(fields) == 4 or "parent_asin" in fields or "reviewerID" in fields
+    ):
         return "amazon"
     raise ValueError(
-        f"{path}: cannot tell the format from the name and the first line {','.join(fields)[:80]!r}; "
+        f"{path}: cannot tell the format from the name and the first line "
+        f"{','.join(fields)[:80]!r}; "
         f"say which: {', '.join(FORMATS)}"
     )
 
@@ -77,40 +90,85 @@ def layout_of(path: Path, format: str) -> Layout:
         fields = _fields(line, separator)
         if "movieId" in fields or separator == b",":
             require(path, ("userId", "movieId", "rating", "timestamp"), fields)
-            return Layout(fields, "userId", "movieId", "timestamp", "rating", separator=separator, unit="s")
+            return Layout(
+                fields, "userId", "movieId", "timestamp", "rating", separator=separator, unit="s"
+            )
         if len(fields) != 4:
-            raise ValueError(f"{path}: {len(fields)} columns, not the 4 of user::item::rating::timestamp; see --format")
+            raise ValueError(
+                f"{path}: {len(fields)} columns, not the 4 of "
+                "user::item::rating::timestamp; see --format"
+            )
         names = ["user", "item", "rating", "timestamp"]
-        return Layout(names, "user", "item", "timestamp", "rating", header=False, separator=separator, unit="s")
+        return Layout(
+            names,
+            "user",
+            "item",
+            "timestamp",
+            "rating",
+            header=False,
+            separator=separator,
+            unit="s",
+        )
     if format == "kuairand":
         fields = _fields(line, b",")
         require(path, ("user_id", "video_id", "time_ms"), fields)
-        return Layout(fields, "user_id", "video_id", "time_ms", feedback=[n for n in FEEDBACK if n in fields], unit="ms")
+        return Layout(
+            fields,
+            "user_id",
+            "video_id",
+            "time_ms",
+            feedback=[n for n in FEEDBACK if n in fields],
+            unit="ms",
+        )
     if line.lstrip().startswith(b"{"):
         try:
             fields = list(json.loads(line))
         except ValueError as error:
-            raise ValueError(f"{path}: the first line is not a JSON object ({error}); give json lines") from error
+            raise ValueError(
+                f"{path}: the first line is not a JSON object ({error}); give json lines"
+            ) from error
         return _amazon(path, fields, separator=b"{", header=False)
     fields = _fields(line, b",")
     if any(name in fields for names in _AMAZON.values() for name in names):
         return _amazon(path, fields)
     if len(fields) != 4:
-        raise ValueError(f"{path}: {len(fields)} columns, not the 4 of user,item,rating,timestamp; see --format")
-    # The release of 2018 has item first; an item there has 10 characters, a user more, beginning with A.
+        raise ValueError(
+            f"{path}: {len(fields)} columns, not the 4 of user,item,rating,timestamp; see --format"
+        )
+    # The release of 2018 has item first; an item there has 10 characters, a user more, beginning
+    # with A.
     swapped = len(fields[0]) == 10 and len(fields[1]) > 10 and fields[1].startswith("A")
-    names = ["item", "user", "rating", "timestamp"] if swapped else ["user", "item", "rating", "timestamp"]
+    names = (
+        ["item", "user", "rating", "timestamp"]
+        if swapped
+        else ["user", "item", "rating", "timestamp"]
+    )
     return _amazon(path, names, header=False)
 
 
-def _amazon(path: Path, fields: Sequence[str], separator: bytes = b",", header: bool = True) -> Layout:
+def _amazon(
+    path: Path, fields: Sequence[str], separator: bytes = b",", header: bool = True
+) -> Layout:
     found = {role: next((n for n in names if n in fields), None) for role, names in _AMAZON.items()}
     require(path, ["|".join(_AMAZON[role]) for role, name in found.items() if name is None], fields)
     user, item, rating, time = (str(found[role]) for role in ("user", "item", "rating", "time"))
     named = header or separator == b"{"
-    # Seconds in 2014 and 2018, milliseconds in 2023; other files with names of their own may count anything.
-    unit = "ms" if "parent_asin" in fields else "s" if time == "unixReviewTime" or not named else None
-    return Layout(fields, user, item, time, rating, text_ids=True, header=header, separator=separator, unit=unit)
+    # Seconds in 2014 and 2018, milliseconds in 2023; other files with names of their own may count
+    # anything.
+    unit = (
+        "ms" if "parent_asin" in fields else "s" if time == "unixReviewTime" or not named else None
+    )
+    return Layout(
+        fields,
+        user,
+        item,
+        time,
+        rating,
+        text_ids=True,
+        header=header,
+        separator=separator,
+        unit=unit,
+    )
 
 
 def parsed(block: bytes, layout: Layout, path: Path) -> pa.Table:
@@ -118,18 +176,27 @@ def parsed(block: bytes, layout: Layout, path: Path) -> pa.Table:
     try:
         if layout.separator == b"{":
             schema = pa.schema(types)
-            options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-            reading = pa.json.ReadOptions(block_size=len(block) + 1)  # no object straddles two of its blocks
-            return pa.json.read_json(pa.BufferReader(block), read_options=reading, parse_options=options)
+            options = pa.json.ParseOptions(
+                explicit_schema=schema, unexpected_field_behavior="ignore"
+            )
+            # no object straddles two of its blocks
+            reading = pa.json.ReadOptions(block_size=len(block) + 1)
+            return pa.json.read_json(
+                pa.BufferReader(block), read_options=reading, parse_options=options
+            )
         separator = layout.separator
-        if separator == b"::":  # two characters: more than the parser takes, and none of its values has a tab
+        # two characters: more than the parser takes, and none of its values has a tab
+        if separator == b"::":
             block, separator = block.replace(b"::", b"\t"), b"\t"
         return pa.csv.read_csv(
             pa.BufferReader(block),
             read_options=pa.csv.ReadOptions(column_names=list(layout.names)),
             parse_options=pa.csv.ParseOptions(delimiter=separator.decode()),
             convert_options=pa.csv.ConvertOptions(
-                column_types=types, include_columns=list(types), null_values=[""], strings_can_be_null=True
+                column_types=types,
+                include_columns=list(types),
+                null_values=[""],
+                strings_can_be_null=True,
             ),
         )
     except pa.ArrowException as error:
@@ -140,7 +207,9 @@ def parsed(block: bytes, layout: Layout, path: Path) -> pa.Table:
             value = re.search(r"invalid value '(.*)'", message)
             kind = types[name]
             shown = repr(value[1]) if value else message
-            raise ValueError(f"{path}: column {name!r} holds {shown}, not {kind}; mend or drop such rows") from error
+            raise ValueError(
+                f"{path}: column {name!r} holds {shown}, not {kind}; mend or drop such rows"
+            ) from error
         raise ValueError(f"{path}: {message}; mend or drop such rows") from error
 
 
@@ -148,7 +217,10 @@ def blocks(path: Path) -> Iterator[tuple[float, bytes]]:
     """(share of the file read, whole lines)."""
     size, carry = path.stat().st_size, b""
     try:
-        with open(path, "rb") as raw, gzip.open(raw) if path.name.endswith(".gz") else raw as stream:
+        with (
+            open(path, "rb") as raw,
+            gzip.open(raw) if path.name.endswith(".gz") else raw as stream,
+        ):
             while chunk := stream.read(_BLOCK):
                 head, newline, tail = chunk.rpartition(b"\n")
                 if newline:
@@ -169,14 +241,18 @@ def _first_line(path: Path) -> bytes:
 
 
 def _fields(line: bytes, separator: bytes) -> list[str]:
-    return [field.strip().strip('"') for field in line.decode(errors="replace").split(separator.decode())]
+    return [
+        field.strip().strip('"')
+        for field in line.decode(errors="replace").split(separator.decode())
+    ]
 
 
 def require(path: Path, needed: Sequence[str], present: Sequence[str]) -> None:
     missing = [name for name in needed if name not in present]
     if missing:
         raise ValueError(
-            f"{path}: column {', '.join(map(repr, missing))} is missing; the file has {', '.join(present)[:200]}; "
+            f"{path}: column {', '.join(map(repr, missing))} is missing; the file has "
+            f"{', '.join(present)[:200]}; "
             "rename the column that holds it or name another format"
         )
 

@@ -1,8 +1,8 @@
 """Rank slices of global batches, from a histories file.
 
-Global batch n is the same set of samples in the same order for every number of ranks; a rank reads its slice (and, for
-in-batch negatives, a few samples beyond it). Every batch is a pure function of the file, the options and n: to resume
-is to start at another n.
+Global batch n is the same set of samples in the same order for every number of ranks; a rank reads
+its slice (and, for in-batch negatives, a few samples beyond it). Every batch is a pure function of
+the file, the options and n: to resume is to start at another n.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from freescale.data.negatives import draw_negatives
 from freescale.data.order import EpochOrder
 from freescale.random import derive
 
-PARTS, SPLITS, TASKS = ("train", "validation", "test"), ("leave-one-out", "time", "none"), ("retrieval", "ranking")
+PARTS, SPLITS, TASKS = (
+    ("train", "validation", "test"),
+    ("leave-one-out", "time", "none"),
+    ("retrieval", "ranking"),
+)
 
 
 class Histories:
@@ -39,11 +43,11 @@ class Histories:
     | none          | all              |                             |                                   |
 
     A sample without history or target stays in its place, with empty sequences and weight 0.
-    retrieval, train: sequences history, timestamps, [actions], targets (the next item of each); dense negatives.
-    retrieval, else: the same without targets and negatives; dense target.
-    ranking: history as above; candidates (train: the last `candidates` events of the part, fewer where the history
-    would be empty; else the target), sequences candidate_timestamps and labels [candidates, tasks].
-    Not for two threads at once: it keeps the row groups that it read last.
+    retrieval, train: sequences history, timestamps, [actions], targets (the next item of each);
+    dense negatives. retrieval, else: the same without targets and negatives; dense target.
+    ranking: history as above; candidates (train: the last `candidates` events of the part, fewer
+    where the history would be empty; else the target), sequences candidate_timestamps and labels
+    [candidates, tasks]. Not for two threads at once: it keeps the row groups that it read last.
     """
 
     def __init__(
@@ -90,22 +94,41 @@ class Histories:
         if not 0 <= in_batch_share <= 1:
             raise ValueError(f"in_batch_share is {in_batch_share}; it must be in [0, 1]")
         if split == "none" and part != "train":
-            raise ValueError(f"part {part!r} with split 'none': nothing is held out; choose leave-one-out or time")
+            raise ValueError(
+                f"part {part!r} with split 'none': nothing is held out; choose "
+                "leave-one-out or time"
+            )
         if (split == "time") != (split_time is not None):
-            raise ValueError(f"split {split!r} with split_time {split_time}; give it with split 'time', and only then")
+            raise ValueError(
+                f"split {split!r} with split_time {split_time}; give it with split "
+                "'time', and only then"
+            )
         self.file = HistoriesFile(path, num_items)
-        self.global_batch, self.rank, self.world, self.max_length = global_batch, rank, world, max_length
-        self.task, self.tasks, self.part, self.split, self.split_time = task, tuple(tasks), part, split, split_time
+        self.global_batch = global_batch
+        self.rank = rank
+        self.world = world
+        self.max_length = max_length
+        self.task = task
+        self.tasks = tuple(tasks)
+        self.part = part
+        self.split = split
+        self.split_time = split_time
         self.negatives, self.halo, self.candidates = negatives, halo, candidates
         self._in_batch = round(negatives * in_batch_share)
-        self.seed, self.shuffle, self.shuffle_groups, self.epochs = seed, shuffle, shuffle_groups, epochs
+        self.seed = seed
+        self.shuffle = shuffle
+        self.shuffle_groups = shuffle_groups
+        self.epochs = epochs
         self._check_tasks()
         present = self.file.columns
         self._columns = ("item_id", "timestamp", *(["action"] if "action" in present else []))
-        self._read_columns = tuple(dict.fromkeys([*self._columns, *(self.tasks if task == "ranking" else ())]))
+        self._read_columns = tuple(
+            dict.fromkeys([*self._columns, *(self.tasks if task == "ranking" else ())])
+        )
         starts = torch.from_numpy(self.file.starts)
         self._order = EpochOrder(starts, seed=seed, shuffle=shuffle, window=shuffle_groups)
-        self._groups: OrderedDict[int, Group] = OrderedDict()  # decoded, the least recently used first
+        # decoded, the least recently used first
+        self._groups: OrderedDict[int, Group] = OrderedDict()
         self._seek(start)
 
     def _check_tasks(self) -> None:
@@ -116,14 +139,17 @@ class Histories:
         if missing or not self.tasks:
             raise ValueError(
                 f"{self.file.path}: label columns {', '.join(map(repr, missing)) or 'not named'}; "
-                f"the file has {', '.join(map(repr, labels)) or 'none'}; name some of these as tasks"
+                f"the file has {', '.join(map(repr, labels)) or 'none'}; name some of these as "
+                "tasks"
             )
         check_labels(self.file, self.tasks)
 
     def _seek(self, start: int) -> None:
         total = self.epochs * self.batches_per_epoch
         if not 0 <= start <= total:
-            raise ValueError(f"start is {start}; the run has {total} batches, so it must be in [0, {total}]")
+            raise ValueError(
+                f"start is {start}; the run has {total} batches, so it must be in [0, {total}]"
+            )
         self.start = self.position = start
 
     @property
@@ -145,7 +171,10 @@ class Histories:
 
     def batch_size(self, number: int) -> int:
         """Samples of global batch `number`: the last of an epoch may be smaller."""
-        return min(self.global_batch, self.num_samples - number % self.batches_per_epoch * self.global_batch)
+        return min(
+            self.global_batch,
+            self.num_samples - number % self.batches_per_epoch * self.global_batch,
+        )
 
     def __len__(self) -> int:
         """How many batches an iteration yields: those from `start` to the end of the last epoch."""
@@ -158,7 +187,8 @@ class Histories:
             yield batch
 
     def state_dict(self, next: int | None = None) -> dict[str, Any]:
-        """`next`: the batch to go on with; by default the one after the last yielded (prefetching runs ahead)."""
+        """`next`: the batch to go on with; by default the one after the last yielded (prefetching
+        runs ahead)."""
         return {
             "next": self.position if next is None else next,
             "fingerprint": self.file.fingerprint,
@@ -172,7 +202,8 @@ class Histories:
         for name, ours in self.state_dict().items():
             if name != "next" and state.get(name) != ours:
                 raise ValueError(
-                    f"the data position was saved with {name} {state.get(name)!r}, this run has {ours!r}; "
+                    f"the data position was saved with {name} {state.get(name)!r}, this run has "
+                    f"{ours!r}; "
                     "resume with the same data and options"
                 )
         self._seek(state["next"])
@@ -186,7 +217,8 @@ class Histories:
         own = high - low
         training = self.part == "train"
         draws = training and self.task == "retrieval"
-        # The slice, then the samples after it (round the batch) that its in-batch negatives may come from.
+        # The slice, then the samples after it (round the batch) that its in-batch negatives may
+        # come from.
         beyond = min(self.halo, size - 1) if draws and self._in_batch and own else 0
         places = torch.arange(low, low + min(own + beyond, size)) % size
         samples = self._order.samples(epoch, first, first + size)[places]
@@ -199,12 +231,16 @@ class Histories:
         own_history, own_tail = history[:own], tail[:own]
         before = ranges(offsets[:own], own_history)
         names = {"item_id": "history", "timestamp": "timestamps", "action": "actions"}
-        sequences = {names[c]: Jagged(columns[c].values[before], own_history) for c in self._columns}
+        sequences = {
+            names[c]: Jagged(columns[c].values[before], own_history) for c in self._columns
+        }
         if self.task == "ranking":
             after = ranges(offsets[:own] + own_history, own_tail)
             candidates["candidates"] = Nested(items.values[after], torch.ones_like(after), own_tail)
             sequences["candidate_timestamps"] = Jagged(columns["timestamp"].values[after], own_tail)
-            labels = torch.stack([columns[t].values[after].to(torch.float32) for t in self.tasks], dim=1)
+            labels = torch.stack(
+                [columns[t].values[after].to(torch.float32) for t in self.tasks], dim=1
+            )
             sequences["labels"] = Jagged(labels, own_tail)
             weights = {t: own_tail.to(torch.float32) for t in self.tasks}
         elif training:
@@ -221,25 +257,32 @@ class Histories:
                 num_items=self.num_items,
             )
         else:
-            padded = torch.cat([items.values, items.values.new_zeros(1)])  # a sample without target reads this 0
+            # a sample without target reads this 0
+            padded = torch.cat([items.values, items.values.new_zeros(1)])
             place = torch.where(tail > 0, offsets + history, items.values.numel())
             dense["target"] = padded[place]
             weights = {"next_item": tail.to(torch.float32)}
         return SequenceBatch(sequences, candidates, dense, weights, keys, number)
 
     def _windows(self, epoch: int, samples: Tensor) -> tuple[dict[str, Jagged], Tensor]:
-        """The events that the samples need, by column, and how many at the end of each are beyond the history."""
+        """The events that the samples need, by column, and how many at the end of each are beyond
+        the history."""
         group_of = torch.searchsorted(self._order.starts, samples, right=True) - 1
         read_order = self._order.groups(epoch)
         place = torch.empty_like(read_order)
         place[read_order] = torch.arange(len(read_order))
-        turn = torch.argsort(place[group_of], stable=True)  # group by group, in the epoch's order: each is read once
-        pieces = {c: [Jagged(_empty(c), torch.empty(0, dtype=torch.int64))] for c in self._read_columns}
+        # group by group, in the epoch's order: each is read once
+        turn = torch.argsort(place[group_of], stable=True)
+        pieces = {
+            c: [Jagged(_empty(c), torch.empty(0, dtype=torch.int64))] for c in self._read_columns
+        }
         tails = [torch.empty(0, dtype=torch.int64)]
         groups, sizes = torch.unique_consecutive(group_of[turn], return_counts=True)
         for number, members in zip(groups.tolist(), turn.split(sizes.tolist()), strict=True):
             group = self._decoded(number)
-            begin, end, tail = self._bounds(group, (samples[members] - self._order.starts[number]).numpy())
+            begin, end, tail = self._bounds(
+                group, (samples[members] - self._order.starts[number]).numpy()
+            )
             index = ranges(torch.from_numpy(begin), torch.from_numpy(end - begin))
             lengths = torch.from_numpy(end - begin)
             for name in self._read_columns:
@@ -247,7 +290,9 @@ class Histories:
                 pieces[name].append(Jagged(values.to(_empty(name).dtype), lengths))
             tails.append(torch.from_numpy(tail))
         back = torch.argsort(turn)
-        return {name: Jagged.concat(parts).select(back) for name, parts in pieces.items()}, torch.cat(tails)[back]
+        return {
+            name: Jagged.concat(parts).select(back) for name, parts in pieces.items()
+        }, torch.cat(tails)[back]
 
     def _part_ends(self, group: Group, part: str) -> np.ndarray:
         """[users]: where the part ends, its target included."""
@@ -279,7 +324,8 @@ class Histories:
         return self._groups[number]
 
     def item_counts(self) -> Tensor:
-        """[num_items] int64: how often each item occurs in the train part, whatever `part` this is; reads all."""
+        """[num_items] int64: how often each item occurs in the train part, whatever `part` this is;
+        reads all."""
         counts = np.zeros(self.num_items, np.int64)
         for number in range(self.file.num_groups):
             group = self.file.read(number, ("item_id", "timestamp"))

@@ -1,4 +1,5 @@
-"""Negatives of a sample: drawn from its key, so that they are the same on any rank and travel with it."""
+"""Negatives of a sample: drawn from its key, so that they are the same on any rank and travel with
+it."""
 
 from __future__ import annotations
 
@@ -8,16 +9,29 @@ from torch import Tensor
 from freescale.batch import Jagged
 from freescale.random import derive, integers, key_of
 
-_UNIFORM, _SAMPLE, _POSITION = key_of("uniform negative"), key_of("negative's sample"), key_of("negative's position")
+_UNIFORM, _SAMPLE, _POSITION = (
+    key_of("uniform negative"),
+    key_of("negative's sample"),
+    key_of("negative's position"),
+)
 
 
 def draw_negatives(
-    keys: Tensor, targets: Jagged, *, count: int, in_batch: int, halo: int, batch_size: int, num_items: int
+    keys: Tensor,
+    targets: Jagged,
+    *,
+    count: int,
+    in_batch: int,
+    halo: int,
+    batch_size: int,
+    num_items: int,
 ) -> Tensor:
-    """[n] keys -> [n, count] item ids: `in_batch` from the targets of the next `halo` samples, the rest uniform.
+    """[n] keys -> [n, count] item ids: `in_batch` from the targets of the next `halo` samples, the
+    rest uniform.
 
-    targets: those of the n samples themselves, then of the samples that follow in the global batch of `batch_size`
-    (cyclically), as many as the halo needs. A chosen sample without targets gives way to a uniform draw.
+    targets: those of the n samples themselves, then of the samples that follow in the global batch
+    of `batch_size` (cyclically), as many as the halo needs. A chosen sample without targets gives
+    way to a uniform draw.
     """
     numbers = torch.arange(count)
     negatives = integers(derive(keys[:, None], _UNIFORM, numbers), num_items)  # [n, count]
@@ -28,7 +42,9 @@ def draw_negatives(
     step = 1 + integers(derive(keys[:, None], _SAMPLE, numbers), halo)  # [n, in_batch]
     chosen = (torch.arange(len(keys))[:, None] + step) % batch_size
     lengths = targets.lengths[chosen]
-    place = targets.offsets[chosen] + integers(derive(keys[:, None], _POSITION, numbers), lengths.clamp(min=1))
+    place = targets.offsets[chosen] + integers(
+        derive(keys[:, None], _POSITION, numbers), lengths.clamp(min=1)
+    )
     drawn = targets.values[place.clamp(max=targets.values.numel() - 1)]
     negatives[:, :in_batch] = torch.where(lengths > 0, drawn, negatives[:, :in_batch])
     return negatives

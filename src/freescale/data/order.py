@@ -1,4 +1,5 @@
-"""The order of the samples in an epoch: a pure function of (seed, epoch) and the sizes of the row groups."""
+"""The order of the samples in an epoch: a pure function of (seed, epoch) and the sizes of the row
+groups."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ _GROUPS, _ROWS = key_of("order of row groups"), key_of("order of rows")
 
 
 class EpochOrder:
-    """Row groups are permuted, then rows inside windows of `window` consecutive permuted row groups.
+    """Row groups are permuted, then rows inside windows of `window` consecutive permuted row
+    groups.
 
-    So a reader that holds one window reads every row group once per epoch. Memory: O(row groups) and two windows.
+    So a reader that holds one window reads every row group once per epoch. Memory: O(row groups)
+    and two windows.
     """
 
     def __init__(self, starts: Tensor, *, seed: int, shuffle: bool, window: int):

@@ -1,4 +1,5 @@
-"""Turns interaction files into a histories file, once: the cache of what was made, by path and content of the sources."""
+"""Turns interaction files into a histories file, once: the cache of what was made, by path and
+content of the sources."""
 
 from __future__ import annotations
 
@@ -26,21 +27,28 @@ def prepare(
     *,
     bucket_events: int = BUCKET_EVENTS,
 ) -> Path:
-    """Path of the histories file of `source`: from the cache, or made now, or `source` itself if it is one already.
+    """Path of the histories file of `source`: from the cache, or made now, or `source` itself if it
+    is one already.
 
-    Users with fewer than two events are dropped (and counted in the metadata). Events of equal timestamp keep the order
-    of the file; exact duplicates are kept. String ids are numbered; `vocabulary.parquet` beside the result says how.
-    Data is found in the cache by the paths and all bytes of its files. `progress` is called with a stage ("hash", "read",
-    "sort", "write") and the share done.
+    Users with fewer than two events are dropped (and counted in the metadata). Events of equal
+    timestamp keep the order of the file; exact duplicates are kept. String ids are numbered;
+    `vocabulary.parquet` beside the result says how. Data is found in the cache by the paths and all
+    bytes of its files. `progress` is called with a stage ("hash", "read", "sort", "write") and the
+    share done.
     """
     cache, report = Path(cache), progress or (lambda stage, share: None)
     interactions = read_interactions(source, format)
     if num_items is not None and num_items < 1:
         raise ValueError(f"num_items is {num_items}; it must be 1 or more")
-    if len(interactions.paths) == 1 and interactions.formats[0] == "parquet" and is_histories(interactions.paths[0]):
+    if (
+        len(interactions.paths) == 1
+        and interactions.formats[0] == "parquet"
+        and is_histories(interactions.paths[0])
+    ):
         return HistoriesFile(interactions.paths[0], num_items).path
     sources = contents(interactions.paths, cache / "digests", lambda share: report("hash", share))
-    # A run goes on with the same data wherever it lies. The cache tells paths apart, since what it holds names them in errors.
+    # A run goes on with the same data wherever it lies. The cache tells paths apart, since what it
+    # holds names them in errors.
     fingerprint = digest_of([source.digest for source in sources], interactions.formats, num_items)
     key = digest_of(VERSION, fingerprint, [str(path.resolve()) for path in interactions.paths])
     target = cache / key / "histories.parquet"
@@ -49,12 +57,16 @@ def prepare(
         return target
     spilled = Spilled()
     work = f"preparing {interactions.paths[0]}"
-    with full_disk_named(cache, work, "make room, or name a cache folder on another disk", spilled.most):
+    with full_disk_named(
+        cache, work, "make room, or name a cache folder on another disk", spilled.most
+    ):
         cache.mkdir(parents=True, exist_ok=True)
         with _alone(cache), workspace(cache, key) as folder:
             if target.is_file():  # another rank made it while this one waited
                 return target
-            made = build(interactions, folder, num_items, fingerprint, report, bucket_events, spilled)
+            made = build(
+                interactions, folder, num_items, fingerprint, report, bucket_events, spilled
+            )
             for content in sources:
                 content.check_unchanged()
             target.parent.mkdir(exist_ok=True)
@@ -65,9 +77,11 @@ def prepare(
 
 @contextmanager
 def _alone(cache: Path) -> Iterator[None]:
-    """One process at a time: the ranks of a machine all ask for the same file. The lock ends with its holder, however it ends.
+    """One process at a time: the ranks of a machine all ask for the same file. The lock ends with
+    its holder, however it ends.
 
-    NFS locks no folders but files; where nothing can be locked, ranks may each make the file, and the last one's stays.
+    NFS locks no folders but files; where nothing can be locked, ranks may each make the file, and
+    the last one's stays.
     """
     with ExitStack() as stack:
         for path, flags in ((cache, os.O_RDONLY), (cache / "lock", os.O_RDWR | os.O_CREAT)):

@@ -1,9 +1,11 @@
-"""Production-like histories with a chosen length distribution, popularity and collision rate between batches.
+"""Production-like histories with a chosen length distribution, popularity and collision rate
+between batches.
 
-Items of adjacent popularity are paired. An event that is *bound* takes the even item of its pair in even batches and
-the odd one in odd batches, and can collide with no bound event of the neighbouring batches. Binding every event gives
-0 % collisions, binding none what the popularity gives by itself; beyond that, events are *hot*: drawn from the most
-popular items only. One number from 0 to 2 goes through all of it; it is found by bisection on the rate as measured.
+Items of adjacent popularity are paired. An event that is *bound* takes the even item of its pair in
+even batches and the odd one in odd batches, and can collide with no bound event of the neighbouring
+batches. Binding every event gives 0 % collisions, binding none what the popularity gives by itself;
+beyond that, events are *hot*: drawn from the most popular items only. One number from 0 to 2 goes
+through all of it; it is found by bisection on the rate as measured.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class SyntheticReport:
     tokens: int
     lengths: dict[str, int]  # quantiles: p50, p90, p99, max
     batches: int
-    measured_collision: float | None  # over all pairs of consecutive global batches; None with one batch only
+    # over all pairs of consecutive global batches; None with one batch only
+    measured_collision: float | None
 
 
 class _Collisions:
@@ -83,26 +86,32 @@ def generate(
     labels: Sequence[str] = (),
     progress: Callable[[str, float], None] | None = None,
 ) -> SyntheticReport:
-    """Writes a histories file of `users` users in the order of their last event, one global batch at a time.
+    """Writes a histories file of `users` users in the order of their last event, one global batch
+    at a time.
 
     lengths: "lognormal" (median, sigma) or "zipf" (zipf_exponent), between 2 and `cap` events.
     popularity: Zipf exponent of the items; 0 is uniform.
-    collision: share of a global batch's requests (distinct item ids of each of `ranks` ranks, added up) that the batch
-    before also makes, in file order, over all events of the histories (negatives come on top; a loader sees it with
-    shuffle=False, split="none" and a max_length that cuts nothing). Met to a percentage point, or ValueError.
-    actions: a column `action`: 1 inside a run, plus 2 << i where label i is 1. labels: 0/1 columns that depend on the
-    item, the taste of the user and chance.
+    collision: share of a global batch's requests (distinct item ids of each of `ranks` ranks, added
+    up) that the batch before also makes, in file order, over all events of the histories (negatives
+    come on top; a loader sees it with shuffle=False, split="none" and a max_length that cuts
+    nothing). Met to a percentage point, or ValueError. actions: a column `action`: 1 inside a run,
+    plus 2 << i where label i is 1. labels: 0/1 columns that depend on the item, the taste of the
+    user and chance.
     """
     path = Path(path)
     _check(users, items, cap, sigma, popularity, collision, global_batch, ranks, labels)
     sizes = length_distribution(lengths, median, sigma, zipf_exponent, cap)
     source = Source(users, items, sizes, popularity, global_batch, ranks, seed)
     mixing = None if collision is None else _calibrate(source, collision)
-    columns = {"item_id": pa.int64(), "timestamp": pa.int64()} | ({"action": pa.int64()} if actions else {})
+    columns = {"item_id": pa.int64(), "timestamp": pa.int64()} | (
+        {"action": pa.int64()} if actions else {}
+    )
     schema = schema_of(columns | {name: pa.int8() for name in labels})
     collisions, histogram = _Collisions(items), np.zeros(len(sizes), np.int64)
     path.parent.mkdir(parents=True, exist_ok=True)
-    full = full_disk_named(path.parent, f"generating {path.name}", "make room, or name another folder")
+    full = full_disk_named(
+        path.parent, f"generating {path.name}", ("make room, or name another folder")
+    )
     with full, workspace(path.parent, path.name) as folder:
         made = folder / path.name
         writer, summary = HistoriesWriter(made, schema), None
@@ -117,8 +126,20 @@ def generate(
                     progress("generate", (number + 1) / source.batches)
             rate, tokens = collisions.rate, int((histogram * np.arange(len(histogram))).sum())
             assert collision is None or (rate is not None and abs(rate - collision) <= 0.01)
-            options = (users, items, lengths, median, sigma, zipf_exponent, cap, popularity, collision)
-            fingerprint = fingerprint_of("synthetic", options, global_batch, ranks, seed, actions, list(labels))
+            options = (
+                users,
+                items,
+                lengths,
+                median,
+                sigma,
+                zipf_exponent,
+                cap,
+                popularity,
+                collision,
+            )
+            fingerprint = fingerprint_of(
+                "synthetic", options, global_batch, ranks, seed, actions, list(labels)
+            )
             summary = Summary(items, users, tokens, 0, tuple(schema.names[1:]), fingerprint)
         finally:
             writer.close(summary)
@@ -153,15 +174,24 @@ def _check(
             raise ValueError(f"{name} is {value}; it must be {least} or more")
     taken = {"user_id", "item_id", "timestamp", "action"} & set(labels)
     if taken or len(set(labels)) < len(labels):
-        raise ValueError(f"labels {', '.join(labels)}: each needs a name of its own, other than user_id, item_id, ...")
+        raise ValueError(
+            f"labels {', '.join(labels)}: each needs a name of its own, other than "
+            "user_id, item_id, ..."
+        )
     if collision is None:
         return
     if not 0 <= collision <= 1:
         raise ValueError(f"collision is {collision}; it is a share, in [0, 1]")
     if users <= global_batch:
-        raise ValueError(f"collision needs two global batches, {users} users are one of {global_batch}; give more")
+        raise ValueError(
+            f"collision needs two global batches, {users} users are one of "
+            f"{global_batch}; give more"
+        )
     if items < 2 and collision < 0.99:
-        raise ValueError(f"collision {collision} is out of reach with {items} item: only 1.0 is; give 2 items or more")
+        raise ValueError(
+            f"collision {collision} is out of reach with {items} item: only 1.0 is; "
+            "give 2 items or more"
+        )
 
 
 def _rate(source: Source, batches: Iterable[Draws], mixing: float) -> float:
@@ -173,7 +203,8 @@ def _rate(source: Source, batches: Iterable[Draws], mixing: float) -> float:
 
 
 def _bisect(measure: Callable[[float], float], target: float) -> tuple[float, float]:
-    """Where an increasing function of [0, 2] comes closest to the target, of the points tried, and its value there."""
+    """Where an increasing function of [0, 2] comes closest to the target, of the points tried, and
+    its value there."""
     low, high = 0.0, 2.0
     best = (0.0, measure(0.0))
     for _ in range(26):
@@ -187,9 +218,11 @@ def _bisect(measure: Callable[[float], float], target: float) -> tuple[float, fl
 
 
 def _calibrate(source: Source, target: float) -> float:
-    """The mixing that meets the target: chosen on the first batches, checked on all, chosen on all where that fails.
+    """The mixing that meets the target: chosen on the first batches, checked on all, chosen on all
+    where that fails.
 
-    Batches are drawn again for each try, never kept beyond the first few: memory does not grow with the file.
+    Batches are drawn again for each try, never kept beyond the first few: memory does not grow with
+    the file.
     """
     sample: list[Draws] = []
     while len(sample) < min(2, source.batches) or (
@@ -208,12 +241,15 @@ def _calibrate(source: Source, target: float) -> float:
     if abs(rate - target) > 0.01:
         raise ValueError(
             f"collision {target} is out of reach: with {source.items} items and global batches of "
-            f"{source.global_batch} users the nearest is {rate:.4f}; ask for that, or change those two"
+            f"{source.global_batch} users the nearest is {rate:.4f}; ask for that, or change "
+            "those two"
         )
     return mixing
 
 
-def _table(source: Source, batch: Draws, items: np.ndarray, schema: pa.Schema, labels: Sequence[str]) -> pa.Table:
+def _table(
+    source: Source, batch: Draws, items: np.ndarray, schema: pa.Schema, labels: Sequence[str]
+) -> pa.Table:
     offsets = offsets_of(batch.lengths)
     lists = pa.array(offsets.numpy(), pa.int32())
     owner = torch.repeat_interleave(torch.arange(len(batch.users)), batch.lengths)
@@ -228,10 +264,14 @@ def _table(source: Source, batch: Draws, items: np.ndarray, schema: pa.Schema, l
     action = batch.inside_run.to(torch.int64)
     for number, name in enumerate(labels):
         appeal = normal(derive(source.seed, key_of("appeal"), key_of(name), columns["item_id"])) * 2
-        appeal += normal(derive(source.seed, key_of("taste's appeal"), key_of(name), taste, columns["item_id"]))
+        appeal += normal(
+            derive(source.seed, key_of("taste's appeal"), key_of(name), taste, columns["item_id"])
+        )
         flag = uniform(derive(batch.keys, 6 + number)) < torch.sigmoid(appeal.to(torch.float64))
         columns[name] = flag.to(torch.int8)
         action += flag.to(torch.int64) * (2 << number)
     columns["action"] = action
-    arrays = [pa.ListArray.from_arrays(lists, pa.array(columns[n].numpy())) for n in schema.names[1:]]
+    arrays = [
+        pa.ListArray.from_arrays(lists, pa.array(columns[n].numpy())) for n in schema.names[1:]
+    ]
     return pa.table([pa.array(batch.users.numpy()), *arrays], schema=schema)

@@ -1,4 +1,5 @@
-"""Timestamps of several files in one unit, so that events of one user that lie in two files come into their order."""
+"""Timestamps of several files in one unit, so that events of one user that lie in two files come
+into their order."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Times:
     path: Path
     column: str
     unit: str | None  # None: integers, counting whatever they count
-    zoned: bool | None = None  # whether a time zone is given, so that the values count from 1970 in UTC; None: not said
+    # whether a time zone is given, so that the values count from 1970 in UTC; None: not said
+    zoned: bool | None = None
     shown: str = "int64"
 
     @staticmethod
@@ -38,13 +40,17 @@ class Times:
         except pa.ArrowException as error:
             reason = str(error).splitlines()[0][:200]
             where = f" in {unit}, the finest unit of the files" if unit != self.unit else ""
-            raise ValueError(f"{self.path}: column {self.column!r}: {reason}; it must fit int64{where}") from error
+            raise ValueError(
+                f"{self.path}: column {self.column!r}: {reason}; it must fit int64{where}"
+            ) from error
 
 
 def common_unit(files: Sequence[Times]) -> str | None:
-    """The finest unit of the files: what is coarser is converted to it without loss. None: all are integers, taken as they are.
+    """The finest unit of the files: what is coarser is converted to it without loss. None: all are
+    integers, taken as they are.
 
-    Refuses what cannot be brought together: integers beside timestamps, and times with a zone beside times without one.
+    Refuses what cannot be brought together: integers beside timestamps, and times with a zone
+    beside times without one.
     """
     known = [times for times in files if times.unit is not None]
     if not known:
@@ -61,6 +67,7 @@ def common_unit(files: Sequence[Times]) -> str | None:
 
 def _refused(times: Times, what: str, other: Times) -> ValueError:
     return ValueError(
-        f"{times.path}: column {times.column!r} holds {times.shown}, {what}, beside {other.shown} of {other.path}; "
+        f"{times.path}: column {times.column!r} holds {times.shown}, {what}, beside {other.shown} "
+        f"of {other.path}; "
         "cast both to timestamps of one kind"
     )

@@ -1,4 +1,5 @@
-"""Folders to work in. What a killed process leaves, a later one clears; what a full disk ends says so."""
+"""Folders to work in. What a killed process leaves, a later one clears; what a full disk ends says
+so."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-MARK = "freescale-work.lock"  # locked by the process that works in the folder; says in which boot of which machine
+# locked by the process that works in the folder; says in which boot of which machine
+MARK = "freescale-work.lock"
 _FORGOTTEN_S = 24 * 3600
 _UNMARKED = re.compile(r"\.[0-9a-f]{16}-[a-z0-9_]{8}")  # folders of versions before the mark
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
@@ -28,7 +30,9 @@ def workspace(parent: Path, name: str) -> Iterator[Path]:
     try:
         mark = os.open(folder / MARK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            if locked(mark):  # first locked, then signed: who finds the signature and no lock knows that the maker is dead
+            # first locked, then signed: who finds the signature and no lock knows that the maker is
+            # dead
+            if locked(mark):
                 os.write(mark, _boot())
             yield folder
         finally:
@@ -38,9 +42,14 @@ def workspace(parent: Path, name: str) -> Iterator[Path]:
 
 
 def clear(parent: Path) -> None:
-    """Removes the folders of makers that are dead. An attempt: `parent` may not be there, or not be ours to write."""
+    """Removes the folders of makers that are dead. An attempt: `parent` may not be there, or not be
+    ours to write."""
     try:
-        hidden = [Path(entry.path) for entry in os.scandir(parent) if entry.name[0] == "." and entry.is_dir(follow_symlinks=False)]
+        hidden = [
+            Path(entry.path)
+            for entry in os.scandir(parent)
+            if entry.name[0] == "." and entry.is_dir(follow_symlinks=False)
+        ]
     except OSError:
         return
     for folder in hidden:
@@ -49,8 +58,9 @@ def clear(parent: Path) -> None:
 
 
 def _dead(folder: Path) -> bool:
-    """Of this boot of this machine the lock says it. Other machines' locks may not be seen here, so their folders must also have
-    lain untouched for a day: nobody works for so long without writing."""
+    """Of this boot of this machine the lock says it. Other machines' locks may not be seen here, so
+    their folders must also have lain untouched for a day: nobody works for so long without
+    writing."""
     try:
         mark = os.open(folder / MARK, os.O_RDWR)
     except FileNotFoundError:
@@ -68,7 +78,8 @@ def _dead(folder: Path) -> bool:
 
 
 def locked(descriptor: int, wait: bool = True) -> bool:
-    """Locks a file or folder until it is closed, however its holder ends; False on file systems that have no locks.
+    """Locks a file or folder until it is closed, however its holder ends; False on file systems
+    that have no locks.
 
     BlockingIOError if another holds it and `wait` is False.
     """
@@ -99,8 +110,11 @@ def _boot() -> bytes:
 
 
 @contextmanager
-def full_disk_named(folder: Path, work: str, mend: str, needed: Callable[[], float | None] = lambda: None) -> Iterator[None]:
-    """Around a workspace: a full disk is one line that says so, with the bytes that the work needs where they are known."""
+def full_disk_named(
+    folder: Path, work: str, mend: str, needed: Callable[[], float | None] = lambda: None
+) -> Iterator[None]:
+    """Around a workspace: a full disk is one line that says so, with the bytes that the work needs
+    where they are known."""
     try:
         yield
     except OSError as error:

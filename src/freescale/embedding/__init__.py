@@ -1,1 +1,2 @@
-"""Embedding tables sharded by row: layout, row optimizers, exchange, and the swap of a model's nn.Embedding modules."""
+"""Embedding tables sharded by row: layout, row optimizers, exchange, and the swap of a model's
+nn.Embedding modules."""

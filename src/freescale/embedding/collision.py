@@ -1,8 +1,9 @@
-"""Which rows two consecutive batches share, found by their owner, and how requests are divided by it. Pure functions of the rows
-asked for: the size of the table does not matter.
+"""Which rows two consecutive batches share, found by their owner, and how requests are divided by
+it. Pure functions of the rows asked for: the size of the table does not matter.
 
-A row of batch i+1 that batch i reads too must wait for i's update (it collides). A row of batch i that batch i+1 reads too must be
-updated first (it is shared). Whether a row is one or the other is the same for every rank that asked for it.
+A row of batch i+1 that batch i reads too must wait for i's update (it collides). A row of batch i
+that batch i+1 reads too must be updated first (it is shared). Whether a row is one or the other is
+the same for every rank that asked for it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from freescale.kernels.dispatch import collision_masks
 from freescale.kernels.launch import uploaded
 from freescale.kernels.reference.unique import grouped
 
-# (rows asked by the current batch, by the coming one) -> (which of the current ones are shared, which of the coming ones collide)
+# (rows asked by the current batch, by the coming one) -> (which of the current ones are shared,
+# which of the coming ones collide)
 Masks = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 __all__ = ["Asked", "Masks", "collision_masks", "divided", "pieces_for"]
 
-# What is not urgent travels in pieces, so that the buffers of both ends stay small beside the batch. A piece has at least so many
-# bytes: an AllToAll of less is all latency.
+# What is not urgent travels in pieces, so that the buffers of both ends stay small beside the
+# batch. A piece has at least so many bytes: an AllToAll of less is all latency.
 _LEAST_BYTES = {"cpu": 1 << 20, "cuda": 4 << 20}
-_LEAST_MESSAGE = 16 << 10  # bytes of a piece for one of the ranks: with thousands of them, less is all latency
+# bytes of a piece for one of the ranks: with thousands of them, less is all latency
+_LEAST_MESSAGE = 16 << 10
 _MOST_PIECES = 64
 
 
@@ -54,18 +57,29 @@ class Asked:
 def divided(several: Sequence[Asked]) -> tuple[list[Tensor], Tensor]:
     """-> (positions of each, how many [sum of bins]).
 
-    First come those that are marked, then the others piece by piece, each of these rank by rank, in their order; the counts are
-    [(1 + pieces) * ranks]. A row is always in the same piece, whoever asks for it, so that a piece has all that there is of a row.
-    All are divided by one sort: beside the compute every kernel waits for its turn.
+    First come those that are marked, then the others piece by piece, each of these rank by rank, in
+    their order; the counts are [(1 + pieces) * ranks]. A row is always in the same piece, whoever
+    asks for it, so that a piece has all that there is of a row. All are divided by one sort: beside
+    the compute every kernel waits for its turn.
     """
     device = several[0].rows.device
-    sizes, edges = [asked.rows.numel() for asked in several], np.cumsum([0] + [asked.bins for asked in several])
+    sizes, edges = (
+        [asked.rows.numel() for asked in several],
+        np.cumsum([0] + [asked.bins for asked in several]),
+    )
     # What a request's tag begins with: its rank, and the bins of those before.
-    first = np.concatenate([edge + np.arange(len(asked.sizes)) for edge, asked in zip(edges, several)])
+    first = np.concatenate(
+        [edge + np.arange(len(asked.sizes)) for edge, asked in zip(edges, several)]
+    )
     counts = np.concatenate([np.asarray(asked.sizes, np.int64) for asked in several])
     tags, times = uploaded(np.stack([first, counts]), device)
     tags = torch.repeat_interleave(tags, times, output_size=sum(sizes))
-    pieces = [torch.where(asked.marked, 0, ((asked.rows & (asked.pieces - 1)) + 1) * len(asked.sizes)) for asked in several]
+    pieces = [
+        torch.where(asked.marked, 0, ((asked.rows & (asked.pieces - 1)) + 1) * len(asked.sizes))
+        for asked in several
+    ]
     order, found = grouped(tags.add_(torch.cat(pieces)), int(edges[-1]))
     starts = np.cumsum([0] + sizes[:-1])
-    return [part - int(start) for part, start in zip(order.split(sizes), starts, strict=True)], found
+    return [
+        part - int(start) for part, start in zip(order.split(sizes), starts, strict=True)
+    ], found

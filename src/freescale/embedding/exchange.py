@@ -1,4 +1,5 @@
-"""The exchange of one group of tables: what a batch reads is fetched, its gradients go back to the owners.
+"""The exchange of one group of tables: what a batch reads is fetched, its gradients go back to the
+owners.
 
     request    deduplicate ids, AllToAll the split sizes and the ids                         (kind: ids)
     compare    owners tell the requesters which rows two consecutive batches share           (kind: ids)
@@ -8,9 +9,10 @@
     place      memory for the rows that come
     bring, give    look_up, or send and update, of several parts
 
-What is not urgent travels in pieces, a part of the rows each: `bring` and `give` send one while they work on the one before.
-`fetch` and `apply` are the blocking forms, over all rows: the serial schedule needs no others. A replicated group has these two;
-its only traffic is one AllReduce in `apply`. Everything runs on the caller's thread and stream, over the transport it passes.
+What is not urgent travels in pieces, a part of the rows each: `bring` and `give` send one while
+they work on the one before. `fetch` and `apply` are the blocking forms, over all rows: the serial
+schedule needs no others. A replicated group has these two; its only traffic is one AllReduce in
+`apply`. Everything runs on the caller's thread and stream, over the transport it passes.
 """
 
 from __future__ import annotations
@@ -35,8 +37,14 @@ from freescale.transport.api import Handle, Transport
 Piece = TypeVar("Piece")
 
 
-def in_turn(pieces: Iterable[Piece], start: Callable[[Piece], Handle], finish: Callable[[Piece, Tensor], None], lines: int) -> None:
-    """A piece on every line, and one more, are under way before the first is finished: the network does not wait for the host."""
+def in_turn(
+    pieces: Iterable[Piece],
+    start: Callable[[Piece], Handle],
+    finish: Callable[[Piece, Tensor], None],
+    lines: int,
+) -> None:
+    """A piece on every line, and one more, are under way before the first is finished: the network
+    does not wait for the host."""
     under_way: deque[tuple[Piece, Handle]] = deque()
     for piece in pieces:
         under_way.append((piece, start(piece)))
@@ -51,12 +59,18 @@ class Sharded:
     """A group of tables, sharded by row over the ranks."""
 
     def __init__(
-        self, specs: Sequence[TableSpec], optimizer: RowOptimizer, transport: Transport, wire: torch.dtype | None = None
+        self,
+        specs: Sequence[TableSpec],
+        optimizer: RowOptimizer,
+        transport: Transport,
+        wire: torch.dtype | None = None,
     ) -> None:
-        """`wire`: the dtype of rows and gradients on the way; each value is rounded, on its own rank's rows too."""
+        """`wire`: the dtype of rows and gradients on the way; each value is rounded, on its own
+        rank's rows too."""
         self.layout = Layout(tuple(specs), transport.world)
         segments = [
-            Segment(spec, self.layout.base(table), *self.layout.owned(table, transport.rank)) for table, spec in enumerate(specs)
+            Segment(spec, self.layout.base(table), *self.layout.owned(table, transport.rank))
+            for table, spec in enumerate(specs)
         ]
         self.rows = Rows(segments, self.layout.size, optimizer, transport.device)
         self._encoding = wire if wire is not None else specs[0].dtype
@@ -69,7 +83,11 @@ class Sharded:
         with transport.ledger.span("deduplicate"):
             given = announced(batches, self.layout.specs)
             parts = [self.layout.keys(table, ids.reshape(-1)) for table, ids in given]
-            keys = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=transport.device)
+            keys = (
+                torch.cat(parts)
+                if parts
+                else torch.zeros(0, dtype=torch.int64, device=transport.device)
+            )
             found = deduplicate(keys, self._edges)
             # To each owner, how many of its rows; to everybody, how many rows in all.
             counts = torch.stack([found.counts, found.counts.sum().expand(transport.world)], dim=1)
@@ -79,25 +97,47 @@ class Sharded:
         unique = found.keys[: sum(send)]
         local = (unique % self.layout.size).to(self._ids)
         owned = transport.all_to_all(local, send, receive, "ids").wait().long()
-        pieces = pieces_for(sum(totals) * self.layout.specs[0].bytes_per_row // transport.world, transport.device, transport.world)
-        return Request(Index(unique, given, found.inverse), Part(None, None, send, receive), owned, pieces)
+        pieces = pieces_for(
+            sum(totals) * self.layout.specs[0].bytes_per_row // transport.world,
+            transport.device,
+            transport.world,
+        )
+        return Request(
+            Index(unique, given, found.inverse), Part(None, None, send, receive), owned, pieces
+        )
 
-    def compare(self, current: Request, coming: Request, transport: Transport, masks: Masks) -> None:
-        """Divides both requests by what they share: `shared` and `rest` of the current one, `late` and `early` of the coming."""
+    def compare(
+        self, current: Request, coming: Request, transport: Transport, masks: Masks
+    ) -> None:
+        """Divides both requests by what they share: `shared` and `rest` of the current one, `late`
+        and `early` of the coming."""
         with transport.ledger.span("compare"):
             shared, colliding = masks(current.owned, coming.owned)
-            # One message to each requester: its own requests' marks, first of the current batch, then of the coming one.
+            # One message to each requester: its own requests' marks, first of the current batch,
+            # then of the coming one.
             now, then = shared.split(current.whole.receive), colliding.split(coming.whole.receive)
-            marks = torch.cat([part for pair in zip(now, then, strict=True) for part in pair]).to(torch.uint8)
+            marks = torch.cat([part for pair in zip(now, then, strict=True) for part in pair]).to(
+                torch.uint8
+            )
             send, receive = (
-                [a + b for a, b in zip(getattr(current.whole, way), getattr(coming.whole, way), strict=True)]
+                [
+                    a + b
+                    for a, b in zip(
+                        getattr(current.whole, way), getattr(coming.whole, way), strict=True
+                    )
+                ]
                 for way in ("receive", "send")
             )
         answer = transport.all_to_all(marks, send, receive, "ids").wait().bool()
         with transport.ledger.span("compare"):
-            pairs = [n for pair in zip(current.whole.send, coming.whole.send, strict=True) for n in pair]
+            pairs = [
+                n for pair in zip(current.whole.send, coming.whole.send, strict=True) for n in pair
+            ]
             parts = answer.split(pairs)
-            sides = (current, torch.cat(parts[0::2]), shared), (coming, torch.cat(parts[1::2]), colliding)
+            sides = (
+                (current, torch.cat(parts[0::2]), shared),
+                (coming, torch.cat(parts[1::2]), colliding),
+            )
             asked = []
             for request, mine, theirs in sides:
                 local = request.index.keys % self.layout.size
@@ -107,14 +147,19 @@ class Sharded:
             # One trip to the host for all split sizes.
             numbers = iter(counts.tolist())
             sizes = [[next(numbers) for _ in range(each.bins)] for each in asked]
-            current.shared, *current.rest = parts_of(mine_now, sizes[0], theirs_now, sizes[1], transport.world)
-            coming.late, *coming.early = parts_of(mine_then, sizes[2], theirs_then, sizes[3], transport.world)
+            current.shared, *current.rest = parts_of(
+                mine_now, sizes[0], theirs_now, sizes[1], transport.world
+            )
+            coming.late, *coming.early = parts_of(
+                mine_then, sizes[2], theirs_then, sizes[3], transport.world
+            )
             # Their update is on the way to the next forward: nothing is sorted there.
             current.shared = replace(current.shared, summed=self._grouped(current, current.shared))
 
     def place(self, request: Request, spent: Tensor | None) -> None:
-        """Memory for the rows of the request, to be filled as they come: that of gradients which were sent, if it is enough. Fresh
-        memory beside it would cost a batch more, and the time to map it."""
+        """Memory for the rows of the request, to be filled as they come: that of gradients which
+        were sent, if it is enough. Fresh memory beside it would cost a batch more, and the time to
+        map it."""
         count, width = request.index.keys.numel(), self.rows.weight.shape[1]
         if spent is not None and spent.numel() >= count * width:
             request.rows = spent.detach().view(-1)[: count * width].view(count, width)
@@ -141,8 +186,11 @@ class Sharded:
         chosen = gradient if part.mine is None else gradient.index_select(0, part.mine)
         return transport.all_to_all(chosen.to(self._encoding), part.send, part.receive, "gradients")
 
-    def update(self, request: Request, part: Part, received: Tensor, transport: Transport, **how: Any) -> None:
-        """received [sum(part.receive), width]: gradients of the part, as `send` brought them. `how`: of `Rows.update`."""
+    def update(
+        self, request: Request, part: Part, received: Tensor, transport: Transport, **how: Any
+    ) -> None:
+        """received [sum(part.receive), width]: gradients of the part, as `send` brought them.
+        `how`: of `Rows.update`."""
         with transport.ledger.span("update rows"):
             summed = part.summed or self._grouped(request, part)
             self.rows.update(*summed(received.to(self.rows.weight.dtype)), **how)
@@ -150,7 +198,14 @@ class Sharded:
     def _grouped(self, request: Request, part: Part) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         return grouped(_asked(request, part), self.rows.weight)
 
-    def give(self, request: Request, gradient: Tensor, parts: Sequence[Part], transport: Transport, **how: Any) -> None:
+    def give(
+        self,
+        request: Request,
+        gradient: Tensor,
+        parts: Sequence[Part],
+        transport: Transport,
+        **how: Any,
+    ) -> None:
         """Sends the parts of the gradient to the owners, who update the rows."""
         in_turn(
             parts,
@@ -165,9 +220,19 @@ class Sharded:
         rows = self.look_up(request, request.whole, transport).wait()
         request.rows = rows.to(self.rows.weight.dtype).detach().requires_grad_(train)
 
-    def apply(self, request: Request, transport: Transport, *, step: int, factor: float, clip: float | None) -> None:
+    def apply(
+        self,
+        request: Request,
+        transport: Transport,
+        *,
+        step: int,
+        factor: float,
+        clip: float | None,
+    ) -> None:
         received = self.send(request.gradient(), request.whole, transport).wait()
-        self.update(request, request.whole, received, transport, step=step, factor=factor, clip=clip)
+        self.update(
+            request, request.whole, received, transport, step=step, factor=factor, clip=clip
+        )
         self._last_read = request.owned
 
     def collisions(self, request: Request) -> tuple[int, Tensor | int]:
@@ -176,7 +241,9 @@ class Sharded:
             return request.owned.numel(), 0
         return request.owned.numel(), collision_masks(self._last_read, request.owned)[1].sum()
 
-    def read(self, request: Request, table: int, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def read(
+        self, request: Request, table: int, ids: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(rows to index, index [...], found [...] or None if all are known to be there)."""
         assert request.rows is not None
         index = request.index.known(table, ids)
@@ -192,11 +259,16 @@ def _asked(request: Request, part: Part) -> Tensor:
 
 
 class Replicated:
-    """A group of tables that every rank holds whole. Lazy like the sharded ones: only rows that some rank read change."""
+    """A group of tables that every rank holds whole. Lazy like the sharded ones: only rows that
+    some rank read change."""
 
-    def __init__(self, specs: Sequence[TableSpec], optimizer: RowOptimizer, transport: Transport) -> None:
+    def __init__(
+        self, specs: Sequence[TableSpec], optimizer: RowOptimizer, transport: Transport
+    ) -> None:
         self.layout = Layout(tuple(specs), 1)
-        segments = [Segment(spec, self.layout.base(table), 0, spec.rows) for table, spec in enumerate(specs)]
+        segments = [
+            Segment(spec, self.layout.base(table), 0, spec.rows) for table, spec in enumerate(specs)
+        ]
         self.rows = Rows(segments, self.layout.size, optimizer, transport.device)
 
     def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Request:
@@ -205,7 +277,11 @@ class Replicated:
             marks = self.rows.weight.new_zeros(self.layout.size)
             given = announced(batches, self.layout.specs)
             parts = [self._places(table, ids.reshape(-1)) for table, ids in given]
-            places = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=marks.device)
+            places = (
+                torch.cat(parts)
+                if parts
+                else torch.zeros(0, dtype=torch.int64, device=marks.device)
+            )
             marks[places] = 1
         return Request(Index(places[:0], given, places), Part(None, None, [], []), marks)
 
@@ -215,20 +291,32 @@ class Replicated:
     def fetch(self, request: Request, transport: Transport, train: bool) -> None:
         request.rows = self.rows.weight.detach().requires_grad_(train)
 
-    def apply(self, request: Request, transport: Transport, *, step: int, factor: float, clip: float | None) -> None:
+    def apply(
+        self,
+        request: Request,
+        transport: Transport,
+        *,
+        step: int,
+        factor: float,
+        clip: float | None,
+    ) -> None:
         gradient = request.gradient()
         # One message: gradients, and behind them the marks of the rows that were read.
         joined = torch.cat([gradient.view(-1), request.owned])
         summed = transport.all_reduce(joined, "gradients").wait()
         with transport.ledger.span("update rows"):
-            rows, gradients = marked_rows(summed[gradient.numel() :], summed[: gradient.numel()].view_as(gradient))
+            rows, gradients = marked_rows(
+                summed[gradient.numel() :], summed[: gradient.numel()].view_as(gradient)
+            )
             self.rows.update(rows, gradients, step=step, factor=factor, clip=clip)
 
     def collisions(self, request: Request) -> tuple[int, int]:
         """Replicated rows are never requested."""
         return 0, 0
 
-    def read(self, request: Request, table: int, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def read(
+        self, request: Request, table: int, ids: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         assert request.rows is not None
         index = request.index.known(table, ids)
         if index is not None:

@@ -1,8 +1,9 @@
 """Where a row lives. Pure integer arithmetic: id -> position -> (owner, local row), and back.
 
-Popular items often have small or neighbouring ids, and one rank would own them all if ids were cut into blocks. So a table is kept
-in a *spread* order that does not depend on the number of ranks, position = id * stride mod rows, and that order is cut into equal
-blocks. Neighbouring ids land on different ranks, and a checkpoint is one plain array whatever the number of ranks.
+Popular items often have small or neighbouring ids, and one rank would own them all if ids were cut
+into blocks. So a table is kept in a *spread* order that does not depend on the number of ranks,
+position = id * stride mod rows, and that order is cut into equal blocks. Neighbouring ids land on
+different ranks, and a checkpoint is one plain array whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ class TableSpec:
         return self.width * self.dtype.itemsize
 
 
-def announced_ids(batch: SequenceBatch, spec: TableSpec, *, strict: bool = False) -> list[tuple[str, Tensor]]:
-    """(feature, its ids) for each of the table's features that the batch has. `strict` refuses a batch that lacks one: a training
-    batch must have them all, one for evaluation brings no negatives."""
+def announced_ids(
+    batch: SequenceBatch, spec: TableSpec, *, strict: bool = False
+) -> list[tuple[str, Tensor]]:
+    """(feature, its ids) for each of the table's features that the batch has. `strict` refuses a
+    batch that lacks one: a training batch must have them all, one for evaluation brings no
+    negatives."""
     if not len(batch):
         return []
     present = [f for f in spec.features if strict or f in batch]
@@ -53,7 +57,8 @@ def positions(ids: Tensor, rows: int) -> Tensor:
 
 
 def ids_at(position: Tensor, rows: int) -> Tensor:
-    """The inverse of `positions`. The inverse stride may be as large as rows, hence the product in two halves."""
+    """The inverse of `positions`. The inverse stride may be as large as rows, hence the product in
+    two halves."""
     inverse = pow(stride_of(rows), -1, rows) if rows > 1 else 0
     if rows <= 1 << 31:
         return position * inverse % rows
@@ -63,7 +68,8 @@ def ids_at(position: Tensor, rows: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tables of one group over `world` ranks. Every rank holds `size` local rows; a key is owner * size + local row."""
+    """Tables of one group over `world` ranks. Every rank holds `size` local rows; a key is owner *
+    size + local row."""
 
     specs: tuple[TableSpec, ...]
     world: int

@@ -1,7 +1,8 @@
 """Row optimizers: lazy (only rows read in the step change), each row once per step.
 
-Each is a small value object: what state a row needs, and how a set of unique rows is updated. `step` is the global step
-that made the gradients, counted from 1; `factor` scales the learning rate (its schedule).
+Each is a small value object: what state a row needs, and how a set of unique rows is updated.
+`step` is the global step that made the gradients, counted from 1; `factor` scales the learning rate
+(its schedule).
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ class RowOptimizer(Protocol):
         """Trailing shape of each state tensor, by name."""
 
     def update(
-        self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, gradients: Tensor, *, step: int, factor: float
+        self,
+        weight: Tensor,
+        state: dict[str, Tensor],
+        rows: Tensor,
+        gradients: Tensor,
+        *,
+        step: int,
+        factor: float,
     ) -> None:
         """Updates unique rows [u] of weight [n, width] and of the state, in place."""
 
@@ -50,7 +58,14 @@ class SGD(_Named):
         return {}
 
     def update(
-        self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, gradients: Tensor, *, step: int, factor: float
+        self,
+        weight: Tensor,
+        state: dict[str, Tensor],
+        rows: Tensor,
+        gradients: Tensor,
+        *,
+        step: int,
+        factor: float,
     ) -> None:
         optimizers_for(weight).sgd(weight, rows, gradients, lr=self.lr * factor)
 
@@ -63,9 +78,18 @@ class Adagrad(_Named):
         return {"sum": (width,)}
 
     def update(
-        self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, gradients: Tensor, *, step: int, factor: float
+        self,
+        weight: Tensor,
+        state: dict[str, Tensor],
+        rows: Tensor,
+        gradients: Tensor,
+        *,
+        step: int,
+        factor: float,
     ) -> None:
-        optimizers_for(weight).adagrad(weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps)
+        optimizers_for(weight).adagrad(
+            weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps
+        )
 
 
 @dataclass(frozen=True)
@@ -76,9 +100,18 @@ class RowWiseAdagrad(_Named):
         return {"sum": ()}
 
     def update(
-        self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, gradients: Tensor, *, step: int, factor: float
+        self,
+        weight: Tensor,
+        state: dict[str, Tensor],
+        rows: Tensor,
+        gradients: Tensor,
+        *,
+        step: int,
+        factor: float,
     ) -> None:
-        optimizers_for(weight).rowwise_adagrad(weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps)
+        optimizers_for(weight).rowwise_adagrad(
+            weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +123,14 @@ class Adam(_Named):
         return {"first": (width,), "second": (width,)}
 
     def update(
-        self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, gradients: Tensor, *, step: int, factor: float
+        self,
+        weight: Tensor,
+        state: dict[str, Tensor],
+        rows: Tensor,
+        gradients: Tensor,
+        *,
+        step: int,
+        factor: float,
     ) -> None:
         optimizers_for(weight).adam(
             weight,

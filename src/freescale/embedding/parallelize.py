@@ -1,4 +1,5 @@
-"""`parallelize`: finds a model's nn.Embedding modules, swaps them for readers of sharded tables, leaves its code alone."""
+"""`parallelize`: finds a model's nn.Embedding modules, swaps them for readers of sharded tables,
+leaves its code alone."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class TableReader(nn.Module):
         super().__init__()
         self._tables = tables
         self.table = spec.name
-        self.num_embeddings, self.embedding_dim, self.padding_idx = spec.rows, spec.width, spec.padding
+        self.num_embeddings = spec.rows
+        self.embedding_dim = spec.width
+        self.padding_idx = spec.padding
 
     def forward(self, ids: Tensor) -> Tensor:
         return self._tables.read(self.table, ids)
@@ -35,7 +38,8 @@ class TableReader(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise RuntimeError(
-                f"module {self.table!r} is a sharded table and has no whole weight: call the module with ids instead"
+                f"module {self.table!r} is a sharded table and has no whole weight: call the "
+                "module with ids instead"
             )
         return super().__getattr__(name)
 
@@ -72,13 +76,16 @@ def parallelize(
     row_clip: float | None = TrainConfig.row_clip,
     wire_dtype: torch.dtype | None = None,
 ) -> Parallel:
-    """Swaps the nn.Embedding modules named in `ids` for tables over all ranks of `transport`; changes `model` in place.
+    """Swaps the nn.Embedding modules named in `ids` for tables over all ranks of `transport`;
+    changes `model` in place.
 
-    `ids` maps a module's name (or an unambiguous end of it) to the batch features it reads. Embeddings that are not named stay as
-    they are, as dense parameters. With init="rows" rows are drawn from a normal distribution (`init_std`) as a function of (seed,
-    table, row), so that the number of ranks does not matter; modules may then be on the meta device and need no memory.
-    init="weights" keeps the modules' values. `placement` is auto, sharded or replicated, for all tables or per table.
-    Dense parameters and buffers are rank 0's, bit for bit. `wire_dtype` (torch.bfloat16) rounds rows and gradients on the wire.
+    `ids` maps a module's name (or an unambiguous end of it) to the batch features it reads.
+    Embeddings that are not named stay as they are, as dense parameters. With init="rows" rows are
+    drawn from a normal distribution (`init_std`) as a function of (seed, table, row), so that the
+    number of ranks does not matter; modules may then be on the meta device and need no memory.
+    init="weights" keeps the modules' values. `placement` is auto, sharded or replicated, for all
+    tables or per table. Dense parameters and buffers are rank 0's, bit for bit. `wire_dtype`
+    (torch.bfloat16) rounds rows and gradients on the wire.
     """
     transport = transport or Local()
     given = _given_names(model, ids)
@@ -87,20 +94,34 @@ def parallelize(
     refuse(model, [module.weight for module in modules.values()], transport)
     features = {name: tuple(ids[short]) for name, short in given.items()}
     specs = [
-        TableSpec(name, m.num_embeddings, m.embedding_dim, m.weight.dtype, features[name], m.padding_idx)
+        TableSpec(
+            name, m.num_embeddings, m.embedding_dim, m.weight.dtype, features[name], m.padding_idx
+        )
         for name, m in modules.items()
     ]
     names = [spec.name for spec in specs]
     usual = ROW_OPTIMIZERS[TrainConfig.row_optimizer]()
-    optimizer: RowOptimizer | Mapping[str, RowOptimizer] = usual if row_optimizer is None else row_optimizer
+    optimizer: RowOptimizer | Mapping[str, RowOptimizer] = (
+        usual if row_optimizer is None else row_optimizer
+    )
     optimizers = optimizer if isinstance(optimizer, Mapping) else dict.fromkeys(names, optimizer)
     stds = init_std if isinstance(init_std, Mapping) else dict.fromkeys(names, init_std)
     for what, mapping in (("row_optimizer", optimizers), ("init_std", stds)):
         if set(mapping) != set(names):
             raise ValueError(f"{what} names {sorted(mapping)}, the tables are {sorted(names)}")
-    weights = {name: m.weight.detach() for name, m in modules.items()} if init == "weights" else None
+    weights = (
+        {name: m.weight.detach() for name, m in modules.items()} if init == "weights" else None
+    )
     tables = Tables(
-        specs, optimizers, transport, placement=placement, seed=seed, std=stds, weights=weights, row_clip=row_clip, wire=wire_dtype
+        specs,
+        optimizers,
+        transport,
+        placement=placement,
+        seed=seed,
+        std=stds,
+        weights=weights,
+        row_clip=row_clip,
+        wire=wire_dtype,
     )
     readers = {id(modules[spec.name]): TableReader(tables, spec) for spec in specs}
     for path, module in list(model.named_modules(remove_duplicate=False)):
@@ -115,19 +136,31 @@ def parallelize(
 def _given_names(model: nn.Module, ids: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Full module name -> the name that the user gave."""
     found: dict[str, str] = {}
-    embeddings = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    embeddings = {
+        n: m for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+    }
     for given, features in ids.items():
         if isinstance(features, str) or not features:
             raise ValueError(f"ids[{given!r}] must be a list of batch features, got {features!r}")
-        matches = [n for n in embeddings if n == given] or [n for n in embeddings if n.endswith(f".{given}")]
+        matches = [n for n in embeddings if n == given] or [
+            n for n in embeddings if n.endswith(f".{given}")
+        ]
         if len(matches) != 1:
-            what = f"matches {matches}" if matches else f"matches none; the embeddings are {sorted(embeddings) or 'none'}"
+            what = (
+                f"matches {matches}"
+                if matches
+                else (f"matches none; the embeddings are {sorted(embeddings) or 'none'}")
+            )
             raise ValueError(f"ids names a module {given!r}, which {what}")
         if matches[0] in found:
-            raise ValueError(f"ids names module {matches[0]!r} twice, as {found[matches[0]]!r} and {given!r}")
+            raise ValueError(
+                f"ids names module {matches[0]!r} twice, as {found[matches[0]]!r} and {given!r}"
+            )
         found[matches[0]] = given
     if not found:
-        raise ValueError("ids is empty: name the model's embeddings and the batch features that they read")
+        raise ValueError(
+            "ids is empty: name the model's embeddings and the batch features that they read"
+        )
     return found
 
 
@@ -146,17 +179,26 @@ def _refuse(model: nn.Module, modules: Mapping[str, nn.Embedding], init: str) ->
         if isinstance(module, nn.EmbeddingBag):
             refused = "EmbeddingBag is not supported: use nn.Embedding and pool in the model"
         elif type(module) is not nn.Embedding:
-            refused = f"{type(module).__name__} is a subclass of nn.Embedding whose forward may differ: use nn.Embedding itself"
+            refused = (
+                f"{type(module).__name__} is a subclass of nn.Embedding whose forward may "
+                "differ: use nn.Embedding itself"
+            )
         elif module.max_norm is not None:
             refused = "max_norm is not supported: it changes rows while they are read"
         elif module.scale_grad_by_freq:
             refused = "scale_grad_by_freq is not supported: counts would have to cross ranks"
         elif sorted(uses[id(module.weight)]) != sorted(paths[id(module)]):
-            refused = f"its weight is tied ({', '.join(uses[id(module.weight)])}), which a sharded table does not support"
+            refused = (
+                f"its weight is tied ({', '.join(uses[id(module.weight)])}), which a "
+                "sharded table does not support"
+            )
         elif not module.weight.requires_grad:
             refused = "its weight is frozen; leave it out of `ids` to keep it as it is"
         elif module.weight.dtype not in (torch.float32, torch.float64):
-            refused = f"tables are float32 or float64, not {module.weight.dtype} (use autocast for bf16 compute)"
+            refused = (
+                f"tables are float32 or float64, not {module.weight.dtype} (use autocast "
+                "for bf16 compute)"
+            )
         elif module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
             refused = "it has hooks, which would be lost: put them on its parent"
         elif init == "weights" and module.weight.is_meta:

@@ -1,10 +1,13 @@
-"""Sharded or replicated: decided per table before step 1, from its size and the ids of the first batch.
+"""Sharded or replicated: decided per table before step 1, from its size and the ids of the first
+batch.
 
-The rule. A table is replicated when its rows and optimizer state take at most `BUDGET` bytes on every rank and either they take at
-most `TINY` bytes or a rank's first batch reads at least `SHARE` of its rows (mean over the ranks). Otherwise it is sharded.
+The rule. A table is replicated when its rows and optimizer state take at most `BUDGET` bytes on
+every rank and either they take at most `TINY` bytes or a rank's first batch reads at least `SHARE`
+of its rows (mean over the ranks). Otherwise it is sharded.
 
 Why. A replicated table costs one AllReduce of the whole table; a sharded one costs four dependent
-exchanges of what is read. Where a quarter of a small table is read anyhow, the four waits are the larger price.
+exchanges of what is read. Where a quarter of a small table is read anyhow, the four waits are the
+larger price.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ class Placement:
 
 
 def choose(spec: TableSpec, state_bytes_per_row: int, rows_read: float | None) -> Placement:
-    """`rows_read`: distinct rows that a rank reads in a step, mean over ranks; None if nobody has looked."""
+    """`rows_read`: distinct rows that a rank reads in a step, mean over ranks; None if nobody has
+    looked."""
     total = spec.rows * (spec.bytes_per_row + state_bytes_per_row)
     size = f"{total / 2**20:.1f} MiB with its optimizer state"
     if total <= TINY:
@@ -43,11 +47,14 @@ def choose(spec: TableSpec, state_bytes_per_row: int, rows_read: float | None) -
 
 
 def overridden(wanted: str | Mapping[str, str], names: list[str]) -> dict[str, str]:
-    """The user's wish per table: `auto`, one of CHOICES for all, or a mapping from table to choice."""
+    """The user's wish per table: `auto`, one of CHOICES for all, or a mapping from table to
+    choice."""
     mapping = dict.fromkeys(names, wanted) if isinstance(wanted, str) else dict(wanted)
     for name, kind in mapping.items():
         if name not in names:
             raise ValueError(f"placement names a table {name!r}; the tables are {', '.join(names)}")
         if kind not in ("auto", *CHOICES):
-            raise ValueError(f"placement of table {name!r} must be auto, sharded or replicated, not {kind!r}")
+            raise ValueError(
+                f"placement of table {name!r} must be auto, sharded or replicated, not {kind!r}"
+            )
     return {name: kind for name, kind in mapping.items() if kind != "auto"}

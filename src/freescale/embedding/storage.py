@@ -1,4 +1,5 @@
-"""Rows in memory: the part of a group of tables that this rank holds, with the optimizer state of each row."""
+"""Rows in memory: the part of a group of tables that this rank holds, with the optimizer state of
+each row."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _CHUNK_ROWS = 2048
 
 @dataclass(frozen=True)
 class Segment:
-    """A table's place in the local storage: local rows [base, base + last - first) are its positions [first, last)."""
+    """A table's place in the local storage: local rows [base, base + last - first) are its
+    positions [first, last)."""
 
     spec: TableSpec
     base: int
@@ -44,7 +46,9 @@ def initial_rows(spec: TableSpec, ids: Tensor, seed: int, std: float) -> Tensor:
 class Rows:
     """Local storage of a group: weight [size, width] and state tensors [size, ...]."""
 
-    def __init__(self, segments: list[Segment], size: int, optimizer: RowOptimizer, device: torch.device) -> None:
+    def __init__(
+        self, segments: list[Segment], size: int, optimizer: RowOptimizer, device: torch.device
+    ) -> None:
         spec = segments[0].spec
         self.segments = {segment.spec.name: segment for segment in segments}
         self.optimizer = optimizer
@@ -71,7 +75,8 @@ class Rows:
             part.copy_(weight.detach()[ids.to(weight.device)])
 
     def chunks(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """(ids, view of their rows), some rows at a time: what is made of a whole table must not need its memory again."""
+        """(ids, view of their rows), some rows at a time: what is made of a whole table must not
+        need its memory again."""
         segment = self.segments[name]
         for start in range(segment.first, segment.last, _CHUNK_ROWS):
             stop = min(start + _CHUNK_ROWS, segment.last)
@@ -84,15 +89,19 @@ class Rows:
         part = self.segments[name].slice
         return {"rows": self.weight[part]} | {key: value[part] for key, value in self.state.items()}
 
-    def update(self, rows: Tensor, gradients: Tensor, *, step: int, factor: float, clip: float | None) -> None:
-        """Unique local rows [u] and their summed gradients [u, width]; on a GPU a row of -1 is none."""
+    def update(
+        self, rows: Tensor, gradients: Tensor, *, step: int, factor: float, clip: float | None
+    ) -> None:
+        """Unique local rows [u] and their summed gradients [u, width]; on a GPU a row of -1 is
+        none."""
         if clip is not None:
             gradients = optimizers_for(self.weight).clip_rows(gradients, clip)
         self.optimizer.update(self.weight, self.state, rows, gradients, step=step, factor=factor)
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can still be had on this device: on the host, the smaller of free memory and the container's limit."""
+    """Bytes that can still be had on this device: on the host, the smaller of free memory and the
+    container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")

@@ -31,7 +31,8 @@ class Deferring(Protocol):
 
 
 class Tables:
-    """Lives from `parallelize` on; has memory from `place` on, which happens before step 1 and once."""
+    """Lives from `parallelize` on; has memory from `place` on, which happens before step 1 and
+    once."""
 
     def __init__(
         self,
@@ -68,7 +69,8 @@ class Tables:
     # ---- what a schedule has deferred
 
     def take_over(self, schedule: Deferring) -> Deferring | None:
-        """From now on this one trains; what another has deferred is settled. -> who trained before. A collective."""
+        """From now on this one trains; what another has deferred is settled. -> who trained before.
+        A collective."""
         before = self._schedule
         if before is not schedule:
             self.settle()
@@ -87,15 +89,18 @@ class Tables:
             self._schedule.flush()
 
     def discard(self) -> None:
-        """Before the tables are replaced: what is deferred is forgotten, what was fetched ahead is fetched anew. A collective."""
+        """Before the tables are replaced: what is deferred is forgotten, what was fetched ahead is
+        fetched anew. A collective."""
         if self._schedule is not None:
             self._schedule.discard()
 
     # ---- before step 1
 
-    def place(self, batch: SequenceBatch | None = None, recorded: Mapping[str, str] | None = None) -> None:
-        """Decides where each table lives and allocates it. A collective; `recorded` repeats a decision made earlier (a resumed
-        run must not change it)."""
+    def place(
+        self, batch: SequenceBatch | None = None, recorded: Mapping[str, str] | None = None
+    ) -> None:
+        """Decides where each table lives and allocates it. A collective; `recorded` repeats a
+        decision made earlier (a resumed run must not change it)."""
         assert not self.placed, "tables are placed once"
         rows_read = self._rows_read(batch)
         for name, spec in self.specs.items():
@@ -113,9 +118,13 @@ class Tables:
         for (kind, _, _, optimizer), specs in grouped.items():
             sharded = kind == "sharded"
             group = (
-                Sharded(specs, optimizer, self.transport, self._wire) if sharded else Replicated(specs, optimizer, self.transport)
+                Sharded(specs, optimizer, self.transport, self._wire)
+                if sharded
+                else Replicated(specs, optimizer, self.transport)
             )
-            self._where |= {spec.name: (len(self.groups), table) for table, spec in enumerate(specs)}
+            self._where |= {
+                spec.name: (len(self.groups), table) for table, spec in enumerate(specs)
+            }
             self.groups.append(group)
         for name in self.specs:
             rows = self.group(name).rows
@@ -130,17 +139,26 @@ class Tables:
         mine: dict[str, int] = {}
         if batch is not None and len(batch):
             for name, spec in self.specs.items():
-                mine[name] = int(torch.cat([ids.reshape(-1) for _, ids in announced_ids(batch, spec)]).unique().numel())
+                mine[name] = int(
+                    torch.cat([ids.reshape(-1) for _, ids in announced_ids(batch, spec)])
+                    .unique()
+                    .numel()
+                )
         seen = [json.loads(part) for part in self.transport.gather_bytes(json.dumps(mine).encode())]
         seen = [counts for counts in seen if counts]
-        return {name: sum(counts[name] for counts in seen) / len(seen) for name in self.specs} if seen else {}
+        return (
+            {name: sum(counts[name] for counts in seen) / len(seen) for name in self.specs}
+            if seen
+            else {}
+        )
 
     def _state_bytes(self, spec: TableSpec) -> int:
         shapes = self.optimizers[spec.name].state_shapes(spec.width).values()
         return sum(torch.Size(shape).numel() for shape in shapes) * spec.dtype.itemsize
 
     def _refuse_too_large(self) -> None:
-        """Compares what the ranks of each machine need with what it has, so that all ranks refuse together."""
+        """Compares what the ranks of each machine need with what it has, so that all ranks refuse
+        together."""
         need = 0
         for name, spec in self.specs.items():
             parts = self.transport.world if self.placements[name].kind == "sharded" else 1
@@ -150,15 +168,19 @@ class Tables:
         machine = f"{boot.read_text().strip() if boot.exists() else self.transport.rank}/{platform.node()}"
         device = self.transport.device
         mine = {"machine": f"{machine}/{device}", "need": need, "free": available_memory(device)}
-        everyone = [json.loads(part) for part in self.transport.gather_bytes(json.dumps(mine).encode())]
+        everyone = [
+            json.loads(part) for part in self.transport.gather_bytes(json.dumps(mine).encode())
+        ]
         for machine in sorted({one["machine"] for one in everyone}):
             here = [one for one in everyone if one["machine"] == machine]
             total, free = sum(one["need"] for one in here), min(one["free"] for one in here)
             if total > free:
                 largest = max(self.specs.values(), key=lambda spec: spec.rows * spec.bytes_per_row)
                 raise ValueError(
-                    f"the tables need {total / 2**30:.1f} GiB on a machine with {free / 2**30:.1f} GiB free (the largest is "
-                    f"{largest.name!r}, {largest.rows:,} x {largest.width}): use more machines, a smaller width, or RowWiseAdagrad"
+                    f"the tables need {total / 2**30:.1f} GiB on a machine with "
+                    f"{free / 2**30:.1f} GiB free (the largest is "
+                    f"{largest.name!r}, {largest.rows:,} x {largest.width}): use more machines, a "
+                    "smaller width, or RowWiseAdagrad"
                 )
 
     def describe(self) -> list[str]:
@@ -175,20 +197,30 @@ class Tables:
     # ---- every step
 
     def check(self, batch: SequenceBatch, *, strict: bool = True) -> None:
-        """Refuses ids that no table row has. Reads the ids: call it while the batch is on the host."""
+        """Refuses ids that no table row has. Reads the ids: call it while the batch is on the
+        host."""
         for name, spec in self.specs.items():
             for feature, ids in announced_ids(batch, spec, strict=strict):
                 if ids.dtype not in (torch.int64, torch.int32):
-                    raise ValueError(f"feature {feature!r} holds {ids.dtype}; table {name!r} is read by integer ids")
+                    raise ValueError(
+                        f"feature {feature!r} holds {ids.dtype}; table {name!r} is "
+                        "read by integer ids"
+                    )
                 if not ids.numel():
                     continue
                 low, high = (int(v) for v in ids.aminmax())
                 if low < 0 or high >= spec.rows:
                     bad = low if low < 0 else high
-                    raise ValueError(f"feature {feature!r} holds id {bad}, but table {name!r} has rows 0 to {spec.rows - 1}")
+                    raise ValueError(
+                        f"feature {feature!r} holds id {bad}, but table {name!r} has "
+                        f"rows 0 to {spec.rows - 1}"
+                    )
 
-    def request(self, batches: Sequence[SequenceBatch], transport: Transport | None = None) -> list[Request]:
-        """Deduplicates and exchanges the ids of some (micro-)batches. A collective, over another transport if one is given."""
+    def request(
+        self, batches: Sequence[SequenceBatch], transport: Transport | None = None
+    ) -> list[Request]:
+        """Deduplicates and exchanges the ids of some (micro-)batches. A collective, over another
+        transport if one is given."""
         return [group.request(batches, transport or self.transport) for group in self.groups]
 
     def fetch(self, requests: list[Request], train: bool = True) -> None:
@@ -213,13 +245,19 @@ class Tables:
 
     def collisions(self, requests: list[Request]) -> tuple[int, Tensor | int]:
         """Over all groups: (requests at this owner, those whose row the last step read too)."""
-        pairs = [group.collisions(request) for group, request in zip(self.groups, requests, strict=True)]
+        pairs = [
+            group.collisions(request) for group, request in zip(self.groups, requests, strict=True)
+        ]
         return sum(total for total, _ in pairs), sum(hit for _, hit in pairs)
 
     def read(self, name: str, ids: Tensor) -> Tensor:
-        """What nn.Embedding would return: rows [..., width] of ids [...], out of the rows that were fetched."""
+        """What nn.Embedding would return: rows [..., width] of ids [...], out of the rows that were
+        fetched."""
         if self._requests is None:
-            raise RuntimeError(f"table {name!r} is read outside a step: its rows are fetched by a pipeline or an evaluation")
+            raise RuntimeError(
+                f"table {name!r} is read outside a step: its rows are fetched by a "
+                "pipeline or an evaluation"
+            )
         spec = self.specs[name]
         group, table = self._where[name]
         rows, index, found = self.groups[group].read(self._requests[group], table, ids)
@@ -239,14 +277,18 @@ class Tables:
     # ---- for checkpoints, export and evaluation
 
     def local(self, name: str) -> dict[str, Tensor]:
-        """Views of this rank's part of a table: `rows` and the state of its optimizer, in spread order."""
+        """Views of this rank's part of a table: `rows` and the state of its optimizer, in spread
+        order."""
         return self.group(name).rows.tensors(name)
 
     def share(self, name: str) -> tuple[Tensor, Tensor]:
-        """(ids [n], rows [n, width]): a part of the table, so that the ranks' parts make up the whole, each row once."""
+        """(ids [n], rows [n, width]): a part of the table, so that the ranks' parts make up the
+        whole, each row once."""
         rows = self.group(name).rows
         ids, weight = rows.ids(name), rows.tensors(name)["rows"]
         if self.placements[name].kind == "sharded":
             return ids, weight
-        first, last = Layout((self.specs[name],), self.transport.world).owned(0, self.transport.rank)
+        first, last = Layout((self.specs[name],), self.transport.world).owned(
+            0, self.transport.rank
+        )
         return ids[first:last], weight[first:last]

@@ -1,1 +1,2 @@
-"""The operations that have a GPU kernel: each a reference in plain torch and a twin in Triton; `dispatch` chooses between them."""
+"""The operations that have a GPU kernel: each a reference in plain torch and a twin in Triton;
+`dispatch` chooses between them."""

@@ -1,4 +1,5 @@
-"""What both twins of the attention refuse: inputs that do not fit each other, and a plan that was made for others.
+"""What both twins of the attention refuse: inputs that do not fit each other, and a plan that was
+made for others.
 
 And what both plans know of a batch's sizes."""
 
@@ -37,7 +38,9 @@ class Plan(Protocol):
 def same_device(**tensors: Tensor | None) -> None:
     devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     if len(set(devices.values())) > 1:
-        raise ValueError(f"tensors lie on different devices: { {n: str(d) for n, d in devices.items()} }")
+        raise ValueError(
+            f"tensors lie on different devices: { {n: str(d) for n, d in devices.items()} }"
+        )
 
 
 class Sizes(NamedTuple):
@@ -52,16 +55,28 @@ class Sizes(NamedTuple):
 def read_sizes(lengths: Tensor, candidate_counts: Tensor | None, host: HostSizes | None) -> Sizes:
     """Checked. Reads the device, unless `host` already holds them."""
     if lengths.dtype != torch.int64 or lengths.ndim != 1:
-        raise ValueError(f"lengths must be a 1-d int64 tensor, not {lengths.dtype} with {lengths.ndim} axes")
-    if candidate_counts is not None and (candidate_counts.dtype != torch.int64 or candidate_counts.shape != lengths.shape):
+        raise ValueError(
+            f"lengths must be a 1-d int64 tensor, not {lengths.dtype} with {lengths.ndim} axes"
+        )
+    if candidate_counts is not None and (
+        candidate_counts.dtype != torch.int64 or candidate_counts.shape != lengths.shape
+    ):
         raise ValueError(
             f"candidate_counts must be int64 {list(lengths.shape)} like lengths, "
             f"not {candidate_counts.dtype} {list(candidate_counts.shape)}"
         )
-    host = host or HostSizes(lengths.detach().cpu(), None if candidate_counts is None else candidate_counts.cpu())
-    for name, there, here in (("lengths", lengths, host.lengths), ("candidate counts", candidate_counts, host.candidate_counts)):
+    host = host or HostSizes(
+        lengths.detach().cpu(), None if candidate_counts is None else candidate_counts.cpu()
+    )
+    for name, there, here in (
+        ("lengths", lengths, host.lengths),
+        ("candidate counts", candidate_counts, host.candidate_counts),
+    ):
         if (None if there is None else there.shape) != (None if here is None else here.shape):
-            raise ValueError(f"the {name} that the host knows are not those of this batch: they differ in their shape")
+            raise ValueError(
+                f"the {name} that the host knows are not those of this batch: they "
+                "differ in their shape"
+            )
     own = host.lengths.numpy()
     if (own < 0).any():
         raise ValueError(f"lengths must be 0 or more, not {own.min()}")
@@ -71,12 +86,15 @@ def read_sizes(lengths: Tensor, candidate_counts: Tensor | None, host: HostSizes
         wrong = np.flatnonzero((counts < 0) | (counts > own))
         if wrong.size:
             raise ValueError(
-                f"sample {wrong[0]} has {counts[wrong[0]]} candidates among {own[wrong[0]]} tokens; "
+                f"sample {wrong[0]} has {counts[wrong[0]]} candidates among {own[wrong[0]]} "
+                "tokens; "
                 "lengths count history and candidates together"
             )
         history = own - counts
         positions = history + (counts > 0)  # candidates share one
-    return Sizes(own, history, int(history.max(initial=0)), max(0, int(positions.max(initial=0)) - 1))
+    return Sizes(
+        own, history, int(history.max(initial=0)), max(0, int(positions.max(initial=0)) - 1)
+    )
 
 
 def check_inputs(
@@ -91,16 +109,33 @@ def check_inputs(
 ) -> None:
     if q.ndim != 3 or v.ndim != 3 or k.shape != q.shape or v.shape[:2] != q.shape[:2]:
         raise ValueError(
-            f"q, k [tokens, heads, d_qk] and v [tokens, heads, d_v] do not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+            f"q, k [tokens, heads, d_qk] and v [tokens, heads, d_v] do not fit: {list(q.shape)}, "
+            f"{list(k.shape)}, {list(v.shape)}"
         )
     if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k and v must share one floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
+        raise ValueError(
+            f"q, k and v must share one floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if scale_length < 1:
-        raise ValueError(f"scale_length must be at least 1 (the configured maximum length), not {scale_length}")
-    same_device(q=q, k=k, v=v, lengths=lengths, position_bias=position_bias, time_bias=time_bias, timestamps=timestamps)
+        raise ValueError(
+            f"scale_length must be at least 1 (the configured maximum length), not {scale_length}"
+        )
+    same_device(
+        q=q,
+        k=k,
+        v=v,
+        lengths=lengths,
+        position_bias=position_bias,
+        time_bias=time_bias,
+        timestamps=timestamps,
+    )
     for name, bias in (("position_bias", position_bias), ("time_bias", time_bias)):
-        if bias is not None and (bias.ndim != 1 or bias.numel() < 1 or not bias.is_floating_point()):
-            raise ValueError(f"{name} must be a floating 1-d tensor, not {bias.dtype} {list(bias.shape)}")
+        if bias is not None and (
+            bias.ndim != 1 or bias.numel() < 1 or not bias.is_floating_point()
+        ):
+            raise ValueError(
+                f"{name} must be a floating 1-d tensor, not {bias.dtype} {list(bias.shape)}"
+            )
     if time_bias is not None and timestamps is None:
         raise ValueError("time_bias needs timestamps, one per token")
 
@@ -117,13 +152,17 @@ def check_plan(
         raise ValueError(f"lengths add up to {plan.tokens}, but there are {q.shape[0]} tokens")
     if plan.heads != q.shape[1] or plan.lengths.shape != lengths.shape:
         raise ValueError(
-            f"the plan is for {plan.heads} heads and {plan.lengths.numel()} samples, not {q.shape[1]} and {lengths.numel()}"
+            f"the plan is for {plan.heads} heads and {plan.lengths.numel()} samples, not "
+            f"{q.shape[1]} and {lengths.numel()}"
         )
     same_device(q=q, plan=plan.lengths)
     if (plan.candidate_counts is None) != (candidate_counts is None):
         raise ValueError("the plan and the call must both have candidate_counts, or neither")
     if time_bias is not None and (not plan.timed or plan.buckets != time_bias.numel() - 1):
-        raise ValueError(f"the plan has {plan.buckets} time buckets, time_bias {time_bias.numel() - 1}; make it for these")
+        raise ValueError(
+            f"the plan has {plan.buckets} time buckets, time_bias "
+            f"{time_bias.numel() - 1}; make it for these"
+        )
     if position_bias is not None and not plan.distances:
         raise ValueError("position_bias needs a plan made with distances=True")
     if position_bias is not None and plan.longest_distance >= position_bias.numel():

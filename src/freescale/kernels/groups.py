@@ -1,8 +1,9 @@
 """Jagged samples in padded groups of similar length.
 
-Batched matrix products want rectangles. Padding a whole batch to its longest sample costs samples * max(length)^2 in
-attention; padding groups of similar length costs about sum(length^2), which is also what the load balancer counts on.
-The plan is a pure function of the lengths on the host; moving values in and out is index arithmetic.
+Batched matrix products want rectangles. Padding a whole batch to its longest sample costs samples *
+max(length)^2 in attention; padding groups of similar length costs about sum(length^2), which is
+also what the load balancer counts on. The plan is a pure function of the lengths on the host;
+moving values in and out is index arithmetic.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 from freescale.batch import offsets_of, ranges
 from freescale.kernels.launch import uploaded
 
-# What one more group costs (a few dozen small operations), in elements of its padded tensor: padding up to this much
-# is cheaper than another group.
+# What one more group costs (a few dozen small operations), in elements of its padded tensor:
+# padding up to this much is cheaper than another group.
 GROUP_OVERHEAD = 65536
 
 
@@ -30,8 +31,9 @@ def plan_groups(
 ) -> list[np.ndarray]:
     """Sample indices of each group, longest group first; samples without tokens are in none.
 
-    `cost` says how many elements a sample padded to some length takes. A group's padded total stays within `budget`
-    (a single sample may exceed it), and its padding within `overhead`. Equal lengths keep their order.
+    `cost` says how many elements a sample padded to some length takes. A group's padded total stays
+    within `budget` (a single sample may exceed it), and its padding within `overhead`. Equal
+    lengths keep their order.
     """
     host = np.asarray(lengths, dtype=np.int64)
     if host.ndim != 1 or (host < 0).any():
@@ -48,7 +50,9 @@ def plan_groups(
         longest = int(costs[start])
         stop = min(len(order), start + max(1, budget // max(1, longest)))
         # padding of the group [start, start + n) for every n, rising with n
-        padding = np.arange(1, stop - start + 1) * longest - (total[start + 1 : stop + 1] - total[start])
+        padding = np.arange(1, stop - start + 1) * longest - (
+            total[start + 1 : stop + 1] - total[start]
+        )
         stop = start + max(1, int(np.searchsorted(padding, overhead, side="right")))
         groups.append(order[start:stop])
         start = stop
@@ -64,13 +68,21 @@ class Group:
     tokens: Tensor  # [t] int64: index of their tokens in the jagged values, sample after sample
     slots: Tensor  # [t] int64: where each goes in [n * length]
     host: np.ndarray  # [n] lengths, on the host
-    whole: bool = False  # all tokens of the batch, equally many of each sample, where they are: nothing is gathered
+    # all tokens of the batch, equally many of each sample, where they are: nothing is gathered
+    whole: bool = False
 
     @staticmethod
     def all(samples: int, length: int, device: torch.device) -> Group:
         """Of a batch whose samples all have this length."""
         tokens = torch.arange(samples * length, device=device)
-        return Group(torch.arange(samples, device=device), length, tokens, tokens, np.full(samples, length), whole=True)
+        return Group(
+            torch.arange(samples, device=device),
+            length,
+            tokens,
+            tokens,
+            np.full(samples, length),
+            whole=True,
+        )
 
     def __len__(self) -> int:
         return len(self.host)
@@ -111,27 +123,38 @@ class Groups:
     tokens: int
 
     @staticmethod
-    def of(lengths: Tensor, cost: Callable[[np.ndarray], np.ndarray], budget: int, host: np.ndarray | None = None) -> Groups:
+    def of(
+        lengths: Tensor,
+        cost: Callable[[np.ndarray], np.ndarray],
+        budget: int,
+        host: np.ndarray | None = None,
+    ) -> Groups:
         """Reads the lengths from the device, unless `host` already holds them."""
         if lengths.dtype != torch.int64 or lengths.ndim != 1:
-            raise ValueError(f"lengths must be a 1-d int64 tensor, not {lengths.dtype} with {lengths.ndim} axes")
+            raise ValueError(
+                f"lengths must be a 1-d int64 tensor, not {lengths.dtype} with {lengths.ndim} axes"
+            )
         host = lengths.detach().cpu().numpy() if host is None else host
         starts = offsets_of(lengths)[:-1]
         groups = []
         for index in plan_groups(host, cost, budget):
             own = host[index]
-            if len(own) == len(host) and own[0] == own[-1]:  # longest first: all are alike, and in their order
+            # longest first: all are alike, and in their order
+            if len(own) == len(host) and own[0] == own[-1]:
                 groups.append(Group.all(len(own), int(own[0]), lengths.device))
                 continue
             samples = uploaded(index, lengths.device)
             count, tokens = lengths[samples], int(own.sum())
             longest = int(own[0])
             slots = ranges(torch.arange(len(index), device=lengths.device) * longest, count, tokens)
-            groups.append(Group(samples, longest, ranges(starts[samples], count, tokens), slots, own))
+            groups.append(
+                Group(samples, longest, ranges(starts[samples], count, tokens), slots, own)
+            )
         return Groups(tuple(groups), lengths, host, int(host.sum()))
 
     def pad(self, values: Tensor) -> list[Tensor]:
-        """[tokens, ...] -> one [n, length, ...] per group. One gather for all, so that backward is one as well."""
+        """[tokens, ...] -> one [n, length, ...] per group. One gather for all, so that backward is
+        one as well."""
         if not self.groups:
             return []
         order = torch.cat([group.tokens for group in self.groups])
@@ -139,7 +162,8 @@ class Groups:
         return [group.pad_own(part) for group, part in zip(self.groups, parts, strict=True)]
 
     def unpad(self, padded: Sequence[Tensor], like: Tensor) -> Tensor:
-        """The inverse of `pad`; `like` gives trailing shape, dtype and device where there is no group."""
+        """The inverse of `pad`; `like` gives trailing shape, dtype and device where there is no
+        group."""
         values = like.new_zeros(self.tokens, *like.shape[1:])
         if not self.groups:
             return values

@@ -1,4 +1,5 @@
-"""What all Triton twins need to launch: a GPU or the interpreter, the right current device, small tables on the device."""
+"""What all Triton twins need to launch: a GPU or the interpreter, the right current device, small
+tables on the device."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ def on(device: torch.device) -> AbstractContextManager:
 def uploaded(table: np.ndarray, device: torch.device) -> Tensor:
     """A small table on the device, without waiting for it."""
     tensor = torch.from_numpy(np.ascontiguousarray(table))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 def blocks(items: int, each: int) -> int:

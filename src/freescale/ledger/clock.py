@@ -1,4 +1,5 @@
-"""Clocks for the ledger: the host's monotonic clock, or CUDA events that are read later and never waited for."""
+"""Clocks for the ledger: the host's monotonic clock, or CUDA events that are read later and never
+waited for."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ class Clock(Protocol):
         """Marks now: on the host, or at this point of the current stream."""
 
     def read(self, stamp: Any) -> int | None:
-        """Nanoseconds on the host's monotonic clock, or None while the device has not reached the stamp."""
+        """Nanoseconds on the host's monotonic clock, or None while the device has not reached the
+        stamp."""
 
 
 class HostClock:
@@ -27,10 +29,11 @@ class HostClock:
 
 
 class CudaClock:
-    """Stamps are events on the current stream. One synchronization when it is made, none afterwards.
+    """Stamps are events on the current stream. One synchronization when it is made, none
+    afterwards.
 
-    Event differences are single-precision milliseconds, which lose microseconds after some seconds; the base therefore
-    moves along to a stamp that was read, every few seconds.
+    Event differences are single-precision milliseconds, which lose microseconds after some seconds;
+    the base therefore moves along to a stamp that was read, every few seconds.
     """
 
     _REBASE_NS = 4_000_000_000

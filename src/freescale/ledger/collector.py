@@ -1,7 +1,9 @@
-"""Brings the ranks' ledgers together in the run's folder, now and then and at the end, in bounded memory.
+"""Brings the ranks' ledgers together in the run's folder, now and then and at the end, in bounded
+memory.
 
-Every rank calls `collect` at the same steps (it is a collective: `gather` brings every rank's bytes to all). Rank 0 merges the
-steps that all ranks have finished and writes `ledger.jsonl` (a line per step), `ledger.json` and `trace.json.gz`.
+Every rank calls `collect` at the same steps (it is a collective: `gather` brings every rank's bytes
+to all). Rank 0 merges the steps that all ranks have finished and writes `ledger.jsonl` (a line per
+step), `ledger.json` and `trace.json.gz`.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ class Collector:
         trace_steps: int = TrainConfig.trace_steps,
         resumed: bool = False,
     ) -> None:
-        """`offsets` measures (clock offset to rank 0, its uncertainty) of every rank in ns; called now and at the end.
+        """`offsets` measures (clock offset to rank 0, its uncertainty) of every rank in ns; called
+        now and at the end.
 
-        `folder` None keeps the figures in memory only. The trace holds the first `trace_steps` steps from here on. `resumed` goes
-        on with the figures of the steps that `ledger.jsonl` holds.
+        `folder` None keeps the figures in memory only. The trace holds the first `trace_steps`
+        steps from here on. `resumed` goes on with the figures of the steps that `ledger.jsonl`
+        holds.
         """
         self._ledger, self._rank, self._world = ledger, rank, world
         self._gather, self._folder = gather, folder
@@ -86,10 +90,14 @@ class Collector:
         self.collect()
         if self._measure:
             offsets, residuals = self._measure()
-            self._drift = [after - before for before, after in zip(self._offsets, offsets, strict=True)]
+            self._drift = [
+                after - before for before, after in zip(self._offsets, offsets, strict=True)
+            ]
             self._residuals = [max(a, b) for a, b in zip(self._residuals, residuals, strict=True)]
         mine = [peak_memory(device), {**machine(), "versions": versions("freescale", "triton")}]
-        peaks, machines = zip(*(json.loads(part) for part in self._gather(json.dumps(mine).encode())), strict=True)
+        peaks, machines = zip(
+            *(json.loads(part) for part in self._gather(json.dumps(mine).encode())), strict=True
+        )
         if self._rank != 0:
             return None
         result = self.summary.result()
@@ -112,7 +120,9 @@ def _distinct(machines: Sequence[dict]) -> list[dict]:
     """Machines that differ in what they are, each with its ranks."""
     found: list[dict] = []
     for rank, one in enumerate(machines):
-        alike = next((other for other in found if {**other, "ranks": None} == {**one, "ranks": None}), None)
+        alike = next(
+            (other for other in found if {**other, "ranks": None} == {**one, "ranks": None}), None
+        )
         if alike is None:
             found.append({**one, "ranks": [rank]})
         else:

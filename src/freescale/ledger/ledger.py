@@ -1,11 +1,13 @@
 """The ledger of one rank: named spans, collectives with their arrival, counters, step by step.
 
-A collective has three stamps. `issued`: this rank arrived and asked for it. `waited`: its compute stopped for the
-result. `done`: the result was there. A blocking collective has issued == waited. Merging the ranks (figures.py) splits
-the wait at the moment the last rank arrived: straggler time before it, exposed communication after it.
+A collective has three stamps. `issued`: this rank arrived and asked for it. `waited`: its compute
+stopped for the result. `done`: the result was there. A blocking collective has issued == waited.
+Merging the ranks (figures.py) splits the wait at the moment the last rank arrived: straggler time
+before it, exposed communication after it.
 
-Another thread of the rank that communicates for it has a `Side` of the ledger. Its collectives stop nobody until the main thread
-waits for that thread: what counts as waiting is then the part of each that falls into this window.
+Another thread of the rank that communicates for it has a `Side` of the ledger. Its collectives stop
+nobody until the main thread waits for that thread: what counts as waiting is then the part of each
+that falls into this window.
 """
 
 from __future__ import annotations
@@ -29,18 +31,22 @@ _KEPT = 1024  # finished steps that wait to be drained; who never drains keeps t
 class Arrival:
     """One collective under way."""
 
-    def __init__(self, ledger: Ledger | Side, kind: str, sent: int, received: int, path: str) -> None:
+    def __init__(
+        self, ledger: Ledger | Side, kind: str, sent: int, received: int, path: str
+    ) -> None:
         self._ledger, self._clock = ledger, ledger.clock
         self.kind, self.sent, self.received, self.path = kind, sent, received, path
         self.lane = ledger.name
         self.issued = self._clock.stamp()
         self.waited: Any = None
         self.done: Any = None
-        self.window: tuple[Any, Any] | None = None  # begin and end of the main thread's wait, if another thread waited
+        # begin and end of the main thread's wait, if another thread waited
+        self.window: tuple[Any, Any] | None = None
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """Around the blocking part. The collective is recorded in the step that waits for it, which may be a later one."""
+        """Around the blocking part. The collective is recorded in the step that waits for it, which
+        may be a later one."""
         self._ledger.record(self)
         self.waited = self._clock.stamp()
         try:
@@ -58,7 +64,8 @@ class _Step:
 
 
 class Ledger:
-    """Records between `begin_step` and `end_step`; outside a step (evaluation, checkpoints) nothing is recorded."""
+    """Records between `begin_step` and `end_step`; outside a step (evaluation, checkpoints) nothing
+    is recorded."""
 
     name = ""  # of the thread; the main one has none
 
@@ -95,7 +102,8 @@ class Ledger:
                 step.spans.append((name, begin, self.clock.stamp()))
 
     def arrive(self, kind: str, sent: int, received: int, path: str) -> Arrival:
-        """This rank has arrived at a collective; call `wait()` on the result around the blocking part. `path`: what carries it."""
+        """This rank has arrived at a collective; call `wait()` on the result around the blocking
+        part. `path`: what carries it."""
         assert kind in KINDS, kind
         return Arrival(self, kind, sent, received, path)
 
@@ -116,8 +124,8 @@ class Ledger:
             self._step.counters[name] = self._step.counters.get(name, 0) + value
 
     def drain(self) -> list[dict]:
-        """Finished steps as plain data, times in nanoseconds of this host's clock. Steps that the device has not finished
-        stay for the next call; nothing is waited for."""
+        """Finished steps as plain data, times in nanoseconds of this host's clock. Steps that the
+        device has not finished stay for the next call; nothing is waited for."""
         records: list[dict] = []
         while self._finished:
             record = self._plain(self._finished[0])
@@ -135,10 +143,15 @@ class Ledger:
         begin = read(step.begin)
         assert begin is not None
         # What another thread's stream has not reached yet is left out.
-        spans = [[name, *times] for name, *stamps in step.spans if None not in (times := [read(s) for s in stamps])]
+        spans = [
+            [name, *times]
+            for name, *stamps in step.spans
+            if None not in (times := [read(s) for s in stamps])
+        ]
         arrivals = [arrival for arrival in step.arrivals if arrival.done is not None]
         collectives = [self._times(arrival) for arrival in arrivals]
-        spent = busy(begin, end, spans, collectives)  # here and not where ranks are merged: each rank does its own
+        # here and not where ranks are merged: each rank does its own
+        spent = busy(begin, end, spans, collectives)
         lanes = sum(spent.pop(name, 0) for name in LANES)
         return {
             "step": step.number,
@@ -146,7 +159,8 @@ class Ledger:
             "end": end,
             "spans": spans,
             "collectives": collectives,
-            "carriers": [[arrival.lane, arrival.path] for arrival in arrivals],  # of each collective: thread and path
+            # of each collective: thread and path
+            "carriers": [[arrival.lane, arrival.path] for arrival in arrivals],
             "busy": spent,
             "lanes": lanes,  # waits for what this rank's other threads do themselves
             "paths": _by_path(arrivals),
@@ -174,7 +188,8 @@ def _by_path(arrivals: Iterable[Arrival]) -> dict[str, dict[str, int]]:
 
 
 class Side:
-    """The ledger of another thread: its spans carry its name, its collectives wait until the main thread takes them over."""
+    """The ledger of another thread: its spans carry its name, its collectives wait until the main
+    thread takes them over."""
 
     def __init__(self, ledger: Ledger | Side, name: str) -> None:
         self._ledger: Ledger = ledger if isinstance(ledger, Ledger) else ledger._ledger

@@ -15,7 +15,9 @@ def machine() -> dict[str, Any]:
     import torch
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    model = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None
+    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cpu = model or _lscpu() or platform.machine()
@@ -38,10 +40,14 @@ def gpu_name() -> str:
 
 def _lscpu() -> str | None:
     try:
-        lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
+        lines = subprocess.run(
+            ["lscpu"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("Model name")), None)
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("Model name")), None
+    )
 
 
 def versions(*packages: str) -> dict[str, str]:

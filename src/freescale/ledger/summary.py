@@ -1,4 +1,5 @@
-"""From the records of all ranks to the figures of a step and of a run. Pure functions over plain data."""
+"""From the records of all ranks to the figures of a step and of a run. Pure functions over plain
+data."""
 
 from __future__ import annotations
 
@@ -35,21 +36,28 @@ def shifted(record: Mapping, offset: int) -> dict:
         "begin": record["begin"] + offset,
         "end": record["end"] + offset,
         "spans": [[name, a + offset, b + offset] for name, a, b in record["spans"]],
-        "collectives": [[k, s, r, *(t + offset for t in times)] for k, s, r, *times in record["collectives"]],
+        "collectives": [
+            [k, s, r, *(t + offset for t in times)] for k, s, r, *times in record["collectives"]
+        ],
     }
 
 
 def merge_step(records: Sequence[Mapping]) -> dict:
-    """Figures of one step from the records of all ranks (rank order, one clock). Times in milliseconds."""
+    """Figures of one step from the records of all ranks (rank order, one clock). Times in
+    milliseconds."""
     ranks = len(records)
     sequence = [[c[0] for c in record["collectives"]] for record in records]
     if any(kinds != sequence[0] for kinds in sequence):
-        raise ValueError(f"ranks recorded different collectives in step {records[0]['step']}: {sequence}")
+        raise ValueError(
+            f"ranks recorded different collectives in step {records[0]['step']}: {sequence}"
+        )
     straggler = [0.0] * ranks
     exposed = {kind: [0.0] * ranks for kind in KINDS}
     moved = dict.fromkeys(KINDS, 0)
     waits = [own_waits(record["collectives"]) for record in records]
-    for number, entries in enumerate(zip(*(record["collectives"] for record in records), strict=True)):
+    for number, entries in enumerate(
+        zip(*(record["collectives"] for record in records), strict=True)
+    ):
         last = max(entry[3] for entry in entries)
         for rank, (kind, sent, *_) in enumerate(entries):
             for begin, end in waits[rank][number]:
@@ -64,7 +72,9 @@ def merge_step(records: Sequence[Mapping]) -> dict:
                 of_kind[path] = of_kind.get(path, 0) + sent
     durations = [(record["end"] - record["begin"]) / 1e6 for record in records]
     mean = sum(durations) / ranks
-    compute = [sum(b - a for name, a, b in record["spans"] if name in COMPUTE) / 1e6 for record in records]
+    compute = [
+        sum(b - a for name, a, b in record["spans"] if name in COMPUTE) / 1e6 for record in records
+    ]
     spans: dict[str, float] = {}
     for record in records:
         for name, a, b in record["spans"]:
@@ -72,7 +82,11 @@ def merge_step(records: Sequence[Mapping]) -> dict:
     counters: dict[str, float] = {}
     for record in records:
         for name, value in record["counters"].items():
-            counters[name] = max(counters.get(name, value), value) if name.startswith("max_") else counters.get(name, 0) + value
+            counters[name] = (
+                max(counters.get(name, value), value)
+                if name.startswith("max_")
+                else counters.get(name, 0) + value
+            )
     figures = {
         "step": records[0]["step"],
         "step_ms": mean,
@@ -92,30 +106,41 @@ def merge_step(records: Sequence[Mapping]) -> dict:
         "tokens": counters.get("tokens", 0),
     }
     if counters.get("max_length"):
-        figures["sparsity"] = 1 - counters["tokens"] / (counters["samples"] * counters["max_length"])
+        figures["sparsity"] = 1 - counters["tokens"] / (
+            counters["samples"] * counters["max_length"]
+        )
     if "max_predicted_imbalance" in counters:
         figures["predicted_imbalance"] = counters["max_predicted_imbalance"]
         costs = figures["before"].get("cost", [])
         if sum(costs):
             figures["predicted_imbalance_before"] = max(costs) * ranks / sum(costs)
-        figures["moved_tokens_percent"] = 100 * counters["max_moved_tokens"] / max(1, counters.get("tokens", 0))
+        figures["moved_tokens_percent"] = (
+            100 * counters["max_moved_tokens"] / max(1, counters.get("tokens", 0))
+        )
     if "max_cost_error" in counters:
         figures["cost_error_percent"] = 100 * counters["max_cost_error"]
     if counters.get("requests"):
         figures["collision_percent"] = 100 * counters["collisions"] / counters["requests"]
     if counters.get("dense_entries"):
-        figures["dense_sent_percent"] = 100 * counters["dense_entries_sent"] / counters["dense_entries"]
+        figures["dense_sent_percent"] = (
+            100 * counters["dense_entries_sent"] / counters["dense_entries"]
+        )
     return figures
 
 
 def _busy(records: Sequence[Mapping]) -> dict[str, list[float]]:
-    """What the main threads did when they did not wait: milliseconds of each rank by name, to the microsecond."""
+    """What the main threads did when they did not wait: milliseconds of each rank by name, to the
+    microsecond."""
     names = dict.fromkeys(name for record in records for name in record.get("busy", {}))
-    return {name: [round(record.get("busy", {}).get(name, 0) / 1e6, 3) for record in records] for name in names}
+    return {
+        name: [round(record.get("busy", {}).get(name, 0) / 1e6, 3) for record in records]
+        for name in names
+    }
 
 
 def _shares(records: Sequence[Mapping]) -> dict[str, dict[str, list[float]]]:
-    """What each rank had of the batch `before` balancing and `after` it; nothing after where nothing was balanced."""
+    """What each rank had of the batch `before` balancing and `after` it; nothing after where
+    nothing was balanced."""
     found: dict[str, dict[str, list[float]]] = {"before": {}, "after": {}}
     for name, counters in _SHARES.items():
         for when, counter in zip(found, counters, strict=True):
@@ -131,7 +156,8 @@ def _median(values: Sequence[float]) -> float:
 
 
 class Summary:
-    """Figures of a run, step by step in constant memory but for one number a step (the median of the step time)."""
+    """Figures of a run, step by step in constant memory but for one number a step (the median of
+    the step time)."""
 
     def __init__(self, ranks: int, warmup: int = 2) -> None:
         self.ranks = ranks
@@ -166,7 +192,8 @@ class Summary:
         self._path_steps += "paths" in figures
 
     def _add_per_rank(self, name: str, values: Sequence[float] | None) -> None:
-        """A resumed run may have had more ranks before, and lines of an older version lack some figures."""
+        """A resumed run may have had more ranks before, and lines of an older version lack some
+        figures."""
         if values is None:
             return
         totals = self._rank_sums.setdefault(name, [0.0] * self.ranks)
@@ -214,7 +241,8 @@ class Summary:
             "straggler_ms_per_rank": self._per_rank("straggler_ms"),
             "exposed_ms_per_rank": self._per_rank("exposed_ms_per_rank"),
             "lane_ms_per_rank": self._per_rank("lane_ms"),
-            # Over all measured steps, also those without the span: with the waits it adds up to the step.
+            # Over all measured steps, also those without the span: with the waits it adds up to the
+            # step.
             "busy_ms_per_rank": {
                 name.split("/", 1)[1]: [total / self._busy_steps for total in totals]
                 for name, totals in self._rank_sums.items()

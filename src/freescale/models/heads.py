@@ -1,8 +1,9 @@
-"""What a model is trained for: Retrieval (which item is next) and Ranking (what becomes of these candidates).
+"""What a model is trained for: Retrieval (which item is next) and Ranking (what becomes of these
+candidates).
 
-Both return sums per task; who trains them divides by the weight of the global batch. Their embeddings are plain
-modules called with the batch's own id tensors, once per feature, and may be swapped for any module that maps ids to
-rows.
+Both return sums per task; who trains them divides by the weight of the global batch. Their
+embeddings are plain modules called with the batch's own id tensors, once per feature, and may be
+swapped for any module that maps ids to rows.
 """
 
 from __future__ import annotations
@@ -25,14 +26,22 @@ LOGIT_BUDGET = 1 << 18  # logits at a time: about a core's cache
 
 
 class _Sequential(nn.Module):
-    """Item and action tables in front of the encoder. Tables on the meta device need no memory until somebody shards them."""
+    """Item and action tables in front of the encoder. Tables on the meta device need no memory
+    until somebody shards them."""
 
-    def __init__(self, encoder: HSTU, num_items: int, num_actions: int, table_device: str | None) -> None:
+    def __init__(
+        self, encoder: HSTU, num_items: int, num_actions: int, table_device: str | None
+    ) -> None:
         super().__init__()
         if num_items < 1 or num_actions < 0:
-            raise ValueError(f"num_items must be at least 1 and num_actions at least 0, not {num_items} and {num_actions}")
+            raise ValueError(
+                "num_items must be at least 1 and num_actions at least 0, not "
+                f"{num_items} and {num_actions}"
+            )
         self.item = nn.Embedding(num_items, encoder.width, device=table_device)
-        self.action = nn.Embedding(num_actions, encoder.width, device=table_device) if num_actions else None
+        self.action = (
+            nn.Embedding(num_actions, encoder.width, device=table_device) if num_actions else None
+        )
         self.encoder = encoder
         for table in (self.item, self.action):
             if table is not None:
@@ -46,7 +55,8 @@ class _Sequential(nn.Module):
         return x
 
     def _inputs(self, batch: SequenceBatch) -> tuple[Tensor, Tensor, Tensor | None, HostSizes]:
-        """Of the encoder, for the histories: events, lengths, timestamps, and what the host knows."""
+        """Of the encoder, for the histories: events, lengths, timestamps, and what the host
+        knows."""
         history = _sequence(batch, "history")
         x, timestamps, span = self._events(batch, history), None, None
         if self.encoder.has_time_bias:
@@ -55,24 +65,33 @@ class _Sequential(nn.Module):
         return x, history.lengths, timestamps, HostSizes(history.host_lengths, time_span=span)
 
     def compress(self, batch: SequenceBatch, memory: Memory | None = None) -> Memory:
-        """What stays of these histories, whole segments each, and of `memory` before them. For encoders with segments."""
+        """What stays of these histories, whole segments each, and of `memory` before them. For
+        encoders with segments."""
         return self._segmented().compress(*self._inputs(batch), memory)
 
     def _segmented(self) -> SegmentedHSTU:
         if not isinstance(self.encoder, SegmentedHSTU):
-            raise ValueError("only an encoder with segments compresses and remembers histories; build the model with SegmentedHSTU")
+            raise ValueError(
+                "only an encoder with segments compresses and remembers histories; "
+                "build the model with SegmentedHSTU"
+            )
         return self.encoder
 
     def _encode(self, *inputs: Any, memory: Memory | None = None, **options: Any) -> Tensor:
-        return self.encoder(*inputs, **options) if memory is None else self._segmented()(*inputs, memory=memory, **options)
+        return (
+            self.encoder(*inputs, **options)
+            if memory is None
+            else self._segmented()(*inputs, memory=memory, **options)
+        )
 
 
 class Retrieval(_Sequential):
     """Next item by sampled softmax over the target and the sample's own negatives.
 
-    Reads sequences "history", "targets" (the item after each), "actions" with num_actions, "timestamps" with a time
-    bias, optionally "target_weights" (0 leaves a position out); dense "negatives" [samples, K], shared by the positions
-    of a sample. A negative that is the target counts as absent.
+    Reads sequences "history", "targets" (the item after each), "actions" with num_actions,
+    "timestamps" with a time bias, optionally "target_weights" (0 leaves a position out); dense
+    "negatives" [samples, K], shared by the positions of a sample. A negative that is the target
+    counts as absent.
     """
 
     def __init__(
@@ -100,20 +119,29 @@ class Retrieval(_Sequential):
     def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
         history = _sequence(batch, "history")
         targets = _sequence(batch, "targets", history)
-        weights = _sequence(batch, "target_weights", history).values if "target_weights" in batch.sequences else None
+        weights = (
+            _sequence(batch, "target_weights", history).values
+            if "target_weights" in batch.sequences
+            else None
+        )
         negatives = batch.values("negatives")
         if negatives.ndim != 2 or negatives.shape[1] < 1:
-            raise ValueError(f"'negatives' must be [samples, K] with K at least 1, not {list(negatives.shape)}")
+            raise ValueError(
+                f"'negatives' must be [samples, K] with K at least 1, not {list(negatives.shape)}"
+            )
         outputs = self._directed(self._encoded(batch)) / self.temperature  # [tokens, width]
-        positive = (outputs * self._directed(self.item(targets.values)).to(outputs.dtype)).sum(1)  # [tokens]
+        # [tokens]
+        positive = (outputs * self._directed(self.item(targets.values)).to(outputs.dtype)).sum(1)
         rows = self._directed(self.item(negatives)).to(outputs.dtype)  # [samples, K, width]
         need_grad = torch.is_grad_enabled()
-        total = _SampledSoftmax.apply(outputs, positive, rows, targets, negatives, weights, need_grad)
+        total = _SampledSoftmax.apply(
+            outputs, positive, rows, targets, negatives, weights, need_grad
+        )
         return {"next_item": total}
 
     def queries(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
-        """[samples, width]: each history's last output, to be multiplied with `catalogue`; zero without a history. With a
-        `memory` the batch holds what came after it."""
+        """[samples, width]: each history's last output, to be multiplied with `catalogue`; zero
+        without a history. With a `memory` the batch holds what came after it."""
         outputs = self._directed(self._encoded(batch, memory))
         history = batch.sequences["history"]
         if not outputs.shape[0]:
@@ -135,11 +163,12 @@ class Retrieval(_Sequential):
 
 
 class Ranking(_Sequential):
-    """Several binary tasks on candidates: each is judged against the history alone, not against the others.
+    """Several binary tasks on candidates: each is judged against the history alone, not against the
+    others.
 
-    Reads sequences "history", "actions" with num_actions, "timestamps" with a time bias (and "candidate_timestamps";
-    without them a candidate has the time of the last event), "labels" [candidates, tasks]; candidates "candidates",
-    whose items are summed.
+    Reads sequences "history", "actions" with num_actions, "timestamps" with a time bias (and
+    "candidate_timestamps"; without them a candidate has the time of the last event), "labels"
+    [candidates, tasks]; candidates "candidates", whose items are summed.
     """
 
     def __init__(
@@ -167,31 +196,47 @@ class Ranking(_Sequential):
         candidates = _candidates(batch).outer
         labels = _sequence(batch, "labels", candidates).values
         if labels.shape != (candidates.values.shape[0], len(self.tasks)):
-            raise ValueError(f"'labels' must be [{candidates.values.shape[0]}, {len(self.tasks)}], not {list(labels.shape)}")
+            raise ValueError(
+                f"'labels' must be [{candidates.values.shape[0]}, "
+                f"{len(self.tasks)}], not {list(labels.shape)}"
+            )
         logits = self._logits(batch)
-        losses = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").sum(0)
+        losses = F.binary_cross_entropy_with_logits(
+            logits, labels.to(logits.dtype), reduction="none"
+        ).sum(0)
         return dict(zip(self.tasks, losses.unbind(), strict=True))
 
     def predictions(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
-        """[candidates, tasks] probabilities. With a `memory` the batch's histories hold what came after it."""
+        """[candidates, tasks] probabilities. With a `memory` the batch's histories hold what came
+        after it."""
         return self._logits(batch, memory).sigmoid()
 
     def _logits(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
         history, candidates = _sequence(batch, "history"), _candidates(batch)
-        x, rows = self._events(batch, history), _summed(_at_least_float32(self.item(candidates.values)), candidates.inner)
+        x, rows = (
+            self._events(batch, history),
+            _summed(_at_least_float32(self.item(candidates.values)), candidates.inner),
+        )
         lengths, counts = history.lengths + candidates.counts, candidates.counts
         starts = offsets_of(lengths)[:-1]
-        places = ranges(starts + history.lengths, counts, rows.shape[0])  # [candidates]: after the sample's history
+        # [candidates]: after the sample's history
+        places = ranges(starts + history.lengths, counts, rows.shape[0])
         order = torch.cat([ranges(starts, history.lengths, x.shape[0]), places])
         x = torch.cat([x.to(rows.dtype), rows])
         x = torch.empty_like(x).index_copy(0, order, x)
-        timestamps, span = self._timestamps(batch, history, candidates, order) if self.encoder.has_time_bias else (None, None)
+        timestamps, span = (
+            self._timestamps(batch, history, candidates, order)
+            if self.encoder.has_time_bias
+            else (None, None)
+        )
         host_counts = candidates.outer.host_lengths
         host = HostSizes(history.host_lengths + host_counts, host_counts, span)
         outputs = self._encode(x, lengths, batch.keys, timestamps, counts, host, memory=memory)
         return _at_least_float32(self.judge(outputs.index_select(0, places)))
 
-    def _timestamps(self, batch: SequenceBatch, history: Jagged, candidates: Nested, order: Tensor) -> tuple[Tensor, int | None]:
+    def _timestamps(
+        self, batch: SequenceBatch, history: Jagged, candidates: Nested, order: Tensor
+    ) -> tuple[Tensor, int | None]:
         """[tokens] times in the encoder's order, and their span if the host knows it."""
         past = _sequence(batch, "timestamps", history)
         span = _time_span(past)
@@ -201,7 +246,9 @@ class Ranking(_Sequential):
         elif past.values.shape[0]:
             # without a history a candidate sees itself only: any time will do
             last = past.values[(past.offsets[1:] - 1).clamp(min=0)]
-            times = torch.repeat_interleave(last, candidates.counts, output_size=candidates.lengths.numel())
+            times = torch.repeat_interleave(
+                last, candidates.counts, output_size=candidates.lengths.numel()
+            )
         else:
             times = past.values.new_zeros(candidates.lengths.numel())
         both = torch.cat([past.values, times])
@@ -211,7 +258,8 @@ class Ranking(_Sequential):
 class _SampledSoftmax(torch.autograd.Function):
     """Sum over tokens of weight * -log(softmax of the target among target and negatives).
 
-    Gradients are made together with the loss, a tile of logits at a time, so that no [tokens, K] is ever kept.
+    Gradients are made together with the loss, a tile of logits at a time, so that no [tokens, K] is
+    ever kept.
     """
 
     @staticmethod
@@ -226,7 +274,9 @@ class _SampledSoftmax(torch.autograd.Function):
         need_grad,
     ):
         if need_grad:
-            grad_outputs, grad_positive, grad_rows = (torch.zeros_like(t) for t in (outputs, positive, rows))
+            grad_outputs, grad_positive, grad_rows = (
+                torch.zeros_like(t) for t in (outputs, positive, rows)
+            )
         loss = torch.zeros_like(positive)
         cost = lambda length: length * negatives.shape[1]  # noqa: E731
         groups = Groups.of(targets.lengths, cost, LOGIT_BUDGET, targets.host_lengths.numpy())
@@ -243,7 +293,8 @@ class _SampledSoftmax(torch.autograd.Function):
                 total = (own - top).exp_().add_(logits.sum(2, keepdim=True))  # [n, length, 1]
                 loss[group.tokens] = group.unpad((total.log() + top - own)[:, :, 0])
                 if need_grad:
-                    shares = logits.div_(total)  # softmax without the target; where padding has some, its x is 0
+                    # softmax without the target; where padding has some, its x is 0
+                    shares = logits.div_(total)
                     if weights is not None:
                         shares.mul_(group.pad(weights)[:, :, None])
                     grad_outputs[group.tokens] = group.unpad(torch.bmm(shares, others))
@@ -265,7 +316,10 @@ def _at_least_float32(x: Tensor) -> Tensor:
 def _sequence(batch: SequenceBatch, name: str, like: Jagged | None = None) -> Jagged:
     """A sequence of the batch, with the lengths of `like`."""
     if name not in batch.sequences:
-        raise ValueError(f"the batch has no sequence {name!r}; it has {', '.join(sorted(batch.sequences)) or 'none'}")
+        raise ValueError(
+            f"the batch has no sequence {name!r}; it has "
+            f"{', '.join(sorted(batch.sequences)) or 'none'}"
+        )
     part = batch.sequences[name]
     part.check(name)
     if like is None or part.lengths is like.lengths:
@@ -281,7 +335,8 @@ def _sequence(batch: SequenceBatch, name: str, like: Jagged | None = None) -> Ja
 
 
 def _time_span(*parts: Jagged) -> int | None:
-    """The longest time between two events of a sample, in whichever part; None if the host does not know."""
+    """The longest time between two events of a sample, in whichever part; None if the host does not
+    know."""
     hosts = [part.host for part in parts if part.host is not None]
     if len(hosts) < len(parts):
         return None
@@ -299,7 +354,8 @@ def _time_span(*parts: Jagged) -> int | None:
 
 
 def _summed(rows: Tensor, of: Jagged) -> Tensor:
-    """[values, width] -> [candidates, width]: the sum of each candidate's rows, in an order that is fixed on every device."""
+    """[values, width] -> [candidates, width]: the sum of each candidate's rows, in an order that is
+    fixed on every device."""
     if not rows.shape[0]:
         return torch.cat([rows, rows.new_zeros(len(of), rows.shape[1])])
     # unsafe: torch would check the lengths where they are, on the device; the host has checked them
@@ -308,6 +364,8 @@ def _summed(rows: Tensor, of: Jagged) -> Tensor:
 
 def _candidates(batch: SequenceBatch) -> Nested:
     if "candidates" not in batch.candidates:
-        raise ValueError(f"the batch has no 'candidates'; it has {', '.join(sorted(batch.candidates)) or 'none'}")
+        raise ValueError(
+            f"the batch has no 'candidates'; it has {', '.join(sorted(batch.candidates)) or 'none'}"
+        )
     batch.candidates["candidates"].check("candidates")
     return batch.candidates["candidates"]

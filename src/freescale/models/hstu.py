@@ -1,7 +1,7 @@
 """HSTU (arXiv 2402.17152): the encoder that both heads share.
 
-A sample's outputs depend on that sample alone: the attention is divided by the configured maximum length, dropout is
-drawn from the sample's own key, and nothing is normalised over the batch.
+A sample's outputs depend on that sample alone: the attention is divided by the configured maximum
+length, dropout is drawn from the sample's own key, and nothing is normalised over the batch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,21 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from freescale.batch import HostSizes, offsets_of
 from freescale.config import ModelConfig
-from freescale.kernels.dispatch import gated_norm, hstu_attention, layer_norm, plan_attention, silu_split
+from freescale.kernels.dispatch import (
+    gated_norm,
+    hstu_attention,
+    layer_norm,
+    plan_attention,
+    silu_split,
+)
 from freescale.kernels.reference.attention import AttentionPlan
 from freescale.kernels.triton.attention_plan import TilePlan
 from freescale.random import derive
 
-TOO_LONG = "a history has {} events, the model was built for max_length={}; cut the histories or raise max_length"
+TOO_LONG = (
+    "a history has {} events, the model was built for max_length={}; cut the histories or "
+    "raise max_length"
+)
 
 
 def positions_in_sample(lengths: Tensor, tokens: int) -> Tensor:
@@ -36,10 +45,16 @@ def product_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def projected(linear: nn.Linear, x: Tensor) -> Tensor:
-    """linear(x) for x [tokens, in]. For a product with a transposed matrix torch asks oneDNN on ARM processors, which prepares each
-    for half a millisecond: longer than a small request's products take. A served model lays the matrix out as it is read."""
-    served = x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
-    if not served or x.shape[0] < linear.out_features:  # of few tokens the copy would be the larger part
+    """linear(x) for x [tokens, in]. For a product with a transposed matrix torch asks oneDNN on ARM
+    processors, which prepares each for half a millisecond: longer than a small request's products
+    take. A served model lays the matrix out as it is read."""
+    served = (
+        x.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+    )
+    # of few tokens the copy would be the larger part
+    if not served or x.shape[0] < linear.out_features:
         return linear(x)
     return torch.addmm(linear.bias, x, linear.weight.t().contiguous())
 
@@ -52,10 +67,17 @@ class InputNorm(nn.LayerNorm):
 
 
 class GatedNorm(nn.LayerNorm):
-    """LayerNorm, gate and dropout, in the dtype of the projection that follows. Drops nothing without keys."""
+    """LayerNorm, gate and dropout, in the dtype of the projection that follows. Drops nothing
+    without keys."""
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, gate: Tensor, plan: AttentionPlan | TilePlan, keys: Tensor | None, stream: int, keep: float
+        self,
+        x: Tensor,
+        gate: Tensor,
+        plan: AttentionPlan | TilePlan,
+        keys: Tensor | None,
+        stream: int,
+        keep: float,
     ) -> Tensor:
         parameters = self.weight, self.bias, self.eps, product_dtype(self.weight)
         return gated_norm(plan, x, gate, *parameters, keys=keys, stream=stream, keep=keep)
@@ -64,11 +86,14 @@ class GatedNorm(nn.LayerNorm):
 class Earlier(Protocol):
     """What a layer's tokens see beyond the samples of its plan: a sum that is added to theirs."""
 
-    def attended(self, layer: HSTULayer, plan: AttentionPlan | TilePlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None: ...
+    def attended(
+        self, layer: HSTULayer, plan: AttentionPlan | TilePlan, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor | None: ...
 
 
 class HSTULayer(nn.Module):
-    """LayerNorm, projection to u, v, q, k, attention, gate by u, dropout, projection back, residual."""
+    """LayerNorm, projection to u, v, q, k, attention, gate by u, dropout, projection back,
+    residual."""
 
     def __init__(
         self,
@@ -96,7 +121,9 @@ class HSTULayer(nn.Module):
         self.projection = nn.Linear(width, 2 * heads * (d_qk + d_v))
         self.attention_norm = GatedNorm(heads * d_v, eps=1e-6)
         self.output = nn.Linear(heads * d_v, width)
-        self.position_bias = nn.Parameter(torch.empty((reach or max_length) + 1)) if position_bias else None
+        self.position_bias = (
+            nn.Parameter(torch.empty((reach or max_length) + 1)) if position_bias else None
+        )
         self.time_bias = nn.Parameter(torch.empty(num_time_buckets + 1)) if time_bias else None
         nn.init.xavier_uniform_(self.projection.weight)
         nn.init.zeros_(self.projection.bias)
@@ -136,15 +163,18 @@ class HSTULayer(nn.Module):
         beyond = None if earlier is None else earlier.attended(self, plan, q, k, v)
         if beyond is not None:
             attended = attended + beyond
-        gated = self.attention_norm(attended.flatten(1), u, plan, token_keys, self.number, 1 - self.dropout)
+        gated = self.attention_norm(
+            attended.flatten(1), u, plan, token_keys, self.number, 1 - self.dropout
+        )
         return x + projected(self.output, gated)  # gated is [tokens, heads * d_v]
 
 
 class HSTU(nn.Module):
-    """[tokens, width] -> [tokens, width] over jagged samples, each with its history first and then its candidates.
+    """[tokens, width] -> [tokens, width] over jagged samples, each with its history first and then
+    its candidates.
 
-    Histories go up to `max_length`. `checkpoint` recomputes each layer's activations in backward; gradients are the
-    same to the bit. Dropout applies in training mode and needs the samples' keys.
+    Histories go up to `max_length`. `checkpoint` recomputes each layer's activations in backward;
+    gradients are the same to the bit. Dropout applies in training mode and needs the samples' keys.
     """
 
     def __init__(
@@ -166,7 +196,13 @@ class HSTU(nn.Module):
         super().__init__()
         d_qk = width // heads if d_qk is None and heads > 0 else d_qk
         d_v = width // heads if d_v is None and heads > 0 else d_v
-        named = dict(width=width, layers=layers, heads=heads, max_length=max_length, num_time_buckets=num_time_buckets)
+        named = dict(
+            width=width,
+            layers=layers,
+            heads=heads,
+            max_length=max_length,
+            num_time_buckets=num_time_buckets,
+        )
         for name, value in (named | dict(d_qk=d_qk, d_v=d_v)).items():
             if value is None or value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
@@ -220,7 +256,9 @@ class HSTU(nn.Module):
         slots = positions_in_sample(lengths, x.shape[0])
         positions = slots
         if candidate_counts is not None:  # all candidates of a sample stand right after its history
-            history = torch.repeat_interleave(lengths - candidate_counts, lengths, output_size=x.shape[0])
+            history = torch.repeat_interleave(
+                lengths - candidate_counts, lengths, output_size=x.shape[0]
+            )
             positions = torch.minimum(slots, history)
         token_keys = self._token_keys(keys, lengths, slots)
         # the encoder's own dtype, whatever the tables hold
@@ -232,11 +270,17 @@ class HSTU(nn.Module):
         if x.ndim != 2 or x.shape[1] != self.width:
             raise ValueError(f"the encoder takes [tokens, {self.width}], not {list(x.shape)}")
         if self.has_time_bias and timestamps is None:
-            raise ValueError("the time bias needs timestamps; add them or build the model with time_bias=False")
+            raise ValueError(
+                "the time bias needs timestamps; add them or build the model with time_bias=False"
+            )
         return timestamps if self.has_time_bias else None
 
     def _plan(
-        self, lengths: Tensor, candidate_counts: Tensor | None, timestamps: Tensor | None, host: HostSizes | None
+        self,
+        lengths: Tensor,
+        candidate_counts: Tensor | None,
+        timestamps: Tensor | None,
+        host: HostSizes | None,
     ) -> AttentionPlan | TilePlan:
         return plan_attention(
             lengths,
@@ -254,13 +298,18 @@ class HSTU(nn.Module):
     def drops(self) -> bool:
         return self.training and self.dropout > 0
 
-    def _token_keys(self, keys: Tensor | None, lengths: Tensor, slots: Tensor | None) -> Tensor | None:
-        """[tokens] keys of what is dropped, from the samples' and the place in the sample; None where nothing is."""
+    def _token_keys(
+        self, keys: Tensor | None, lengths: Tensor, slots: Tensor | None
+    ) -> Tensor | None:
+        """[tokens] keys of what is dropped, from the samples' and the place in the sample; None
+        where nothing is."""
         if not self.drops:
             return None
         assert slots is not None
         if keys is None or keys.shape != lengths.shape:
-            raise ValueError(f"dropout needs keys, one per sample ({lengths.numel()}); got {_described(keys)}")
+            raise ValueError(
+                f"dropout needs keys, one per sample ({lengths.numel()}); got {_described(keys)}"
+            )
         return derive(torch.repeat_interleave(keys, lengths, output_size=slots.numel()), slots)
 
     def _through(self, x: Tensor, *inputs: Any) -> Tensor:

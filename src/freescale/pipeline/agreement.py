@@ -1,5 +1,6 @@
-"""What the ranks tell each other before a step: who has data, who failed, left or wants to stop, the global counts that losses are
-divided by and, for balancing, how long every sample is (its stage I)."""
+"""What the ranks tell each other before a step: who has data, who failed, left or wants to stop,
+the global counts that losses are divided by and, for balancing, how long every sample is (its stage
+I)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from freescale.transport.api import Handle, Transport
 
 MAX_TASKS = 16
 _EXHAUSTED, _READY, _FAILED, _STOPPING, _LEFT = range(5)
-# Columns of what each rank says; behind the weights (float64), a row of COLUMNS for each sample that there is room for.
+# Columns of what each rank says; behind the weights (float64), a row of COLUMNS for each sample
+# that there is room for.
 _STATE, _NUMBER, _SAMPLES, _FEATURES, _COMPUTED_STEP, _COMPUTED, _WEIGHTS = range(7)
 _ROWS = _WEIGHTS + MAX_TASKS
 
@@ -50,24 +52,31 @@ class Question:
     batch: SequenceBatch | None  # the next one, on the host; None without data
     error: Exception | None  # what went wrong instead
     like: SequenceBatch  # has the features of earlier batches
-    room: int | None = None  # samples to leave room for, the same on every rank; None: lengths are not needed
-    computed: tuple[int, int] = (0, 0)  # the last step that was measured and its nanoseconds of compute
+    # samples to leave room for, the same on every rank; None: lengths are not needed
+    room: int | None = None
+    # the last step that was measured and its nanoseconds of compute
+    computed: tuple[int, int] = (0, 0)
     stopping: bool = False  # this rank wants the run to end
-    left: int | None = None  # the step after which this rank has left the loop: it takes part no more
+    # the step after which this rank has left the loop: it takes part no more
+    left: int | None = None
 
 
 class Asked:
-    """A question under way: one AllGather on the host, no device is waited for. (A second one if a rank has more samples than there
-    was room for.)"""
+    """A question under way: one AllGather on the host, no device is waited for. (A second one if a
+    rank has more samples than there was room for.)"""
 
     def __init__(self, question: Question, transport: Transport) -> None:
         batch, error = question.batch, question.error
         present = batch if batch is not None else question.like
         names = sorted(present.weights)
         if error is None and len(names) > MAX_TASKS:
-            error = ValueError(f"{len(names)} tasks ({', '.join(names)}); at most {MAX_TASKS} are supported")
+            error = ValueError(
+                f"{len(names)} tasks ({', '.join(names)}); at most {MAX_TASKS} are supported"
+            )
         if error is None and batch is not None and not names:
-            error = ValueError("the batch has no weights: give it the supervised weight of each sample, per task")
+            error = ValueError(
+                "the batch has no weights: give it the supervised weight of each sample, per task"
+            )
         self._question, self._transport, self._error = question, transport, error
         self._names, self._schema, self._room = names, schema_of(present), question.room or 0
         message = np.zeros(_ROWS + self._room * COLUMNS, np.int64)
@@ -86,7 +95,9 @@ class Asked:
             weights[: len(names)] = [float(batch.weights[name].double().sum()) for name in names]
             if question.room is not None:
                 self._rows = measured(batch)
-                message[_ROWS:].reshape(self._room, COLUMNS)[: len(self._rows)] = self._rows[: self._room]
+                message[_ROWS:].reshape(self._room, COLUMNS)[: len(self._rows)] = self._rows[
+                    : self._room
+                ]
         self._pending = _gather(message, transport)
 
     def answer(self) -> Agreement:
@@ -98,7 +109,8 @@ class Asked:
             if self._question.left is None:
                 gone = int((states == _LEFT).argmax())
                 raise RemoteError(
-                    f"rank {gone} left the loop at step {gathered[gone, _NUMBER]} and this one did not: "
+                    f"rank {gone} left the loop at step {gathered[gone, _NUMBER]} and this one "
+                    "did not: "
                     "`pipeline.stop()` on any rank ends it on all"
                 )
             return self._no_step()
@@ -108,7 +120,9 @@ class Asked:
             return self._no_step(stopping=True)
         ready = states == _READY
         try:
-            names, schema = _features(gathered[:, _FEATURES], ready, self._names, self._schema, transport)
+            names, schema = _features(
+                gathered[:, _FEATURES], ready, self._names, self._schema, transport
+            )
         except ValueError as error:  # on every rank
             return self._no_step(error=error)
         samples = gathered[:, _SAMPLES].tolist()
@@ -122,7 +136,9 @@ class Asked:
             ready=bool(ready.any()),
             counts=dict(zip(names, totals.tolist(), strict=False)),
             samples=samples,
-            number=int(gathered[ready, _NUMBER].max()) if ready.any() else self._question.like.number,
+            number=int(gathered[ready, _NUMBER].max())
+            if ready.any()
+            else self._question.like.number,
             schema=schema,
             lengths=np.concatenate([table[rank, :count] for rank, count in enumerate(samples)]),
             computed_step=int(gathered[0, _COMPUTED_STEP]),
@@ -132,20 +148,37 @@ class Asked:
     def _no_step(self, **why: Any) -> Agreement:
         ranks = self._transport.world
         nothing = np.zeros((0, COLUMNS), np.int64)
-        return Agreement(False, {}, [0] * ranks, self._question.like.number, "", nothing, 0, np.zeros(ranks), **why)
+        return Agreement(
+            False,
+            {},
+            [0] * ranks,
+            self._question.like.number,
+            "",
+            nothing,
+            0,
+            np.zeros(ranks),
+            **why,
+        )
 
 
 def _gather(message: np.ndarray, transport: Transport) -> Handle:
     return transport.all_gather(torch.from_numpy(message), "counts")
 
 
-def _features(digests: np.ndarray, ready: np.ndarray, names: list[str], schema: str, transport: Transport) -> tuple[list[str], str]:
-    """Checks that all ranks have the same features. Tasks, and the schema if a rank has to learn it."""
+def _features(
+    digests: np.ndarray, ready: np.ndarray, names: list[str], schema: str, transport: Transport
+) -> tuple[list[str], str]:
+    """Checks that all ranks have the same features. Tasks, and the schema if a rank has to learn
+    it."""
     agreed = np.unique(digests[ready])
     if agreed.size > 1:
-        columns = [f"{name[2:] or 'keys'} ({kind}, {dtype} {shape})" for name, kind, dtype, shape in json.loads(schema or "[]")]
+        columns = [
+            f"{name[2:] or 'keys'} ({kind}, {dtype} {shape})"
+            for name, kind, dtype, shape in json.loads(schema or "[]")
+        ]
         raise ValueError(
-            f"ranks have different features or tasks in one step; rank {transport.rank} has {', '.join(columns) or 'none yet'}"
+            f"ranks have different features or tasks in one step; rank {transport.rank} has "
+            f"{', '.join(columns) or 'none yet'}"
         )
     if not agreed.size or (digests == agreed[0]).all():
         return names, ""

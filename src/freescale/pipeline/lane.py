@@ -1,8 +1,10 @@
-"""A lane: a thread that communicates while the main thread computes, with a channel and, on a GPU, a stream of its own.
+"""A lane: a thread that communicates while the main thread computes, with a channel and, on a GPU,
+a stream of its own.
 
-Jobs of a lane run one after another, in the order in which they were submitted; the main thread submits them in the same order on
-every rank, so that the collectives of the lane's channel are in the same order everywhere. Streams follow the host: a job begins
-after what the submitter had issued, and whoever waits for a job continues after what it issued.
+Jobs of a lane run one after another, in the order in which they were submitted; the main thread
+submits them in the same order on every rank, so that the collectives of the lane's channel are in
+the same order everywhere. Streams follow the host: a job begins after what the submitter had
+issued, and whoever waits for a job continues after what it issued.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from freescale.transport.threads import reached, started
 class Moment:
     """A point that one thread reaches and others wait for, on the host and on the device.
 
-    A lane waits on the host for the device too: what waits in a stream can hold up streams that share its hardware queue."""
+    A lane waits on the host for the device too: what waits in a stream can hold up streams that
+    share its hardware queue."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,7 +45,8 @@ class Moment:
         self._reached.set()
 
     def wait(self, host: bool = False) -> None:
-        """What this thread issues from now on happens after the moment; with `host` it has happened. Raises what did instead."""
+        """What this thread issues from now on happens after the moment; with `host` it has
+        happened. Raises what did instead."""
         self._reached.wait()
         if self._error is not None:
             raise self._error
@@ -69,8 +73,11 @@ class Lane:
         self.side = Side(transport.ledger, name)
         self._transport, self.transport = transport, transport.channel(self.side, urgent)
         cuda = self.device.type == "cuda"
-        # Ahead of the compute, whose kernels fill the device: a lane's are many, small, and wait for each other.
-        self.stream = torch.cuda.Stream(self.device, priority=-2 if urgent else -1) if cuda else None
+        # Ahead of the compute, whose kernels fill the device: a lane's are many, small, and wait
+        # for each other.
+        self.stream = (
+            torch.cuda.Stream(self.device, priority=-2 if urgent else -1) if cuda else None
+        )
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ending: list[threading.Thread] = []
@@ -81,7 +88,9 @@ class Lane:
         job = Job(self.device, function)
         if self._thread is None:
             self._ending = [thread for thread in self._ending if thread.is_alive()]
-            self._thread = started(self.name, partial(self._work, self._jobs), partial(self._jobs.put, None))
+            self._thread = started(
+                self.name, partial(self._work, self._jobs), partial(self._jobs.put, None)
+            )
         self._jobs.put(job)
         return job
 
@@ -100,7 +109,8 @@ class Lane:
         self._transport.release(self.transport)
 
     def borrow(self, *tensors: Tensor | None) -> None:
-        """Tensors of another stream that this lane's stream uses: their memory is not given to others before it has."""
+        """Tensors of another stream that this lane's stream uses: their memory is not given to
+        others before it has."""
         if self.stream is not None:
             for tensor in tensors:
                 if tensor is not None:

@@ -18,7 +18,8 @@ class LossNotFinite(ValueError):
 
     def __init__(self, step: int, loss: float) -> None:
         super().__init__(
-            f"the loss is {loss} at step {step}: lower the learning rates of dense parameters and rows, or clip their gradients "
+            f"the loss is {loss} at step {step}: lower the learning rates of dense parameters and "
+            "rows, or clip their gradients "
             "(`clip` of the pipeline, `row_clip` of parallelize)"
         )
         self.step, self.loss = step, loss

@@ -1,8 +1,10 @@
-"""The batch of the next step: taken from the data, agreed on by all ranks and, with balancing, moved to where it is computed.
+"""The batch of the next step: taken from the data, agreed on by all ranks and, with balancing,
+moved to where it is computed.
 
-In the serial schedule, balanced, its stages are started at three junctures of the step before it, so that nobody waits for them;
-what has not been started when the batch is needed is done then (the first batch: everything). Unbalanced, nothing happens ahead of
-time. The staged schedule completes it in a lane.
+In the serial schedule, balanced, its stages are started at three junctures of the step before it,
+so that nobody waits for them; what has not been started when the batch is needed is done then (the
+first batch: everything). Unbalanced, nothing happens ahead of time. The staged schedule completes
+it in a lane.
 """
 
 from __future__ import annotations
@@ -42,17 +44,22 @@ class Upcoming:
         copies: torch.cuda.Stream | None = None,
         ahead: bool = False,
     ) -> None:
-        """`step` will compute it. `before`: the batch of the step before; without data this rank takes part with an empty one of
-        the same features. `computed`: the last step that was measured, the same on every rank, and its nanoseconds. `stopping`:
-        whether this rank wants the run to end. `copies`: the stream on which it goes to a GPU. `ahead`: more batches are taken
-        before this one is computed."""
+        """`step` will compute it. `before`: the batch of the step before; without data this rank
+        takes part with an empty one of the same features. `computed`: the last step that was
+        measured, the same on every rank, and its nanoseconds. `stopping`: whether this rank wants
+        the run to end. `copies`: the stream on which it goes to a GPU. `ahead`: more batches are
+        taken before this one is computed."""
         self.step, self._source, self._tables, self._transport = step, source, tables, transport
         self._balancer, self._computed, self._copies = balancer, computed, copies
         self._stopping, self._ahead = stopping, ahead
         self._stages: list[Callable[[], None]] = [self._ask, self._sizes, self._samples]
         self._shuffle: Shuffle | None = None
         self._counters: dict[str, float] = {}
-        self._room = max(before.agreement.samples) if before is not None and before.agreement is not None else 0
+        self._room = (
+            max(before.agreement.samples)
+            if before is not None and before.agreement is not None
+            else 0
+        )
         self.like: SequenceBatch = (
             before.like if before is not None else SequenceBatch(number=-1)
         )  # this batch, once it is taken; on the host
@@ -90,12 +97,16 @@ class Upcoming:
         return self.agreement
 
     def meet(self, left: int | None = None) -> None:
-        """The ranks tell each other that they are still there; one that is not says after which step it has left the loop, here or
-        where the others ask for the batch."""
-        Asked(Question(None, None, self.like, self._space, self._computed(), left=left), self._transport).answer()
+        """The ranks tell each other that they are still there; one that is not says after which
+        step it has left the loop, here or where the others ask for the batch."""
+        Asked(
+            Question(None, None, self.like, self._space, self._computed(), left=left),
+            self._transport,
+        ).answer()
 
     def complete(self) -> tuple[SequenceBatch, Agreement]:
-        """The batch, where it is to be computed. Nothing is in it if the data has ended everywhere (`agreement.ready`)."""
+        """The batch, where it is to be computed. Nothing is in it if the data has ended everywhere
+        (`agreement.ready`)."""
         self._advance(len(self._stages))
         assert self.agreement is not None
         if not self.agreement.ready:
@@ -133,7 +144,8 @@ class Upcoming:
                 if batch is not None:
                     self.taken = batch = host(batch)
                     if self._ahead and self._transport.device.type == "cpu":
-                        # An iterator may fill the same buffers again; to a GPU they are copied anyway.
+                        # An iterator may fill the same buffers again; to a GPU they are copied
+                        # anyway.
                         self.taken = batch = batch.map(Tensor.clone)
                     self._tables.check(batch)
                     self._count(batch)
@@ -157,12 +169,18 @@ class Upcoming:
             return
         batch = self.taken
         if batch is None:
-            empty = empty_batch(self.agreement.schema) if self.agreement.schema else self.like.slice(0, 0)
+            empty = (
+                empty_batch(self.agreement.schema)
+                if self.agreement.schema
+                else self.like.slice(0, 0)
+            )
             batch = replace(empty, number=self.agreement.number)
         self.like = batch
         if self._balanced:
             assert self._balancer is not None
-            self._shuffle = Shuffle(self.step, batch, self.agreement.samples, self._balancer, self._transport)
+            self._shuffle = Shuffle(
+                self.step, batch, self.agreement.samples, self._balancer, self._transport
+            )
             with self._balancing():
                 self._balancer.learn(self.agreement.computed_step, self.agreement.computed)
                 self._shuffle.sizes(self.agreement.lengths)
@@ -172,9 +190,11 @@ class Upcoming:
         if device.type == "cpu":
             return batch
         compute = torch.cuda.current_stream(device)
-        # Not on the stream that computes: there it would wait for the step before, and the lanes' copies behind it in the engine.
+        # Not on the stream that computes: there it would wait for the step before, and the lanes'
+        # copies behind it in the engine.
         with torch.cuda.stream(self._copies):
-            moved = batch.pin_memory().to(device, non_blocking=True)  # from pageable memory the copy would block the host
+            # from pageable memory the copy would block the host
+            moved = batch.pin_memory().to(device, non_blocking=True)
         if self._copies is not None:
             compute.wait_stream(self._copies)
         for tensor in moved.tensors():
@@ -203,7 +223,8 @@ class Upcoming:
             self._counters["after_longest"] = int(history.lengths.max()) if len(batch) else 0
 
     def _balancing(self) -> AbstractContextManager[None]:
-        """All that balancing keeps this rank from computing: planning, packing and rebuilding as well as waits."""
+        """All that balancing keeps this rank from computing: planning, packing and rebuilding as
+        well as waits."""
         return self._transport.ledger.span("balance")
 
     def _samples(self) -> None:

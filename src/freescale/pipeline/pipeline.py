@@ -15,9 +15,14 @@ SCHEDULES = {"staged": Staged, "serial": Serial}
 
 
 def Pipeline(
-    parallel: Parallel, optimizer: torch.optim.Optimizer, *, schedule: str = TrainConfig.schedule, **options: Any
+    parallel: Parallel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    schedule: str = TrainConfig.schedule,
+    **options: Any,
 ) -> Serial | Staged:
-    """A schedule over a parallelized model and the optimizer of its dense parameters; `options` are the schedule's."""
+    """A schedule over a parallelized model and the optimizer of its dense parameters; `options` are
+    the schedule's."""
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}; there is {', '.join(SCHEDULES)}")
     return SCHEDULES[schedule](parallel, optimizer, **options)

@@ -1,5 +1,5 @@
-"""What every schedule does alike: the compute of a step, the dense optimizer, the state. How these are ordered with communication
-is the schedule's own business (serial.py, staged.py)."""
+"""What every schedule does alike: the compute of a step, the dense optimizer, the state. How these
+are ordered with communication is the schedule's own business (serial.py, staged.py)."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ DENSE_SUMS = ("collective", "parts")
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. Losses stay tensors until someone reads them: reading waits for the device."""
+    """What a step did. Losses stay tensors until someone reads them: reading waits for the
+    device."""
 
     number: int  # of the global batch
     step: int  # optimizer steps made so far, this one included
-    losses: Mapping[str, Tensor]  # global mean per task (empty on a rank that never had a batch: it knows no task)
+    # global mean per task (empty on a rank that never had a batch: it knows no task)
+    losses: Mapping[str, Tensor]
     counts: Mapping[str, float]  # global weight per task
     total: Tensor  # what was differentiated: the weighted sum of the losses, over all ranks
     gradient_norm: Tensor | None
@@ -49,7 +51,8 @@ class StepResult:
 
 
 class Schedule(ABC):
-    overlaps_dense: bool  # gradients of the dense parameters are summed during the backward, not after it
+    # gradients of the dense parameters are summed during the backward, not after it
+    overlaps_dense: bool
 
     def __init__(
         self,
@@ -65,22 +68,30 @@ class Schedule(ABC):
         reducer: MakeReducer | None = None,
         dense_sums: str = TrainConfig.dense_sums,
     ) -> None:
-        """`learning_rate(step)` scales the learning rates of the dense optimizer and of the rows; steps count from 1. Without it
-        the optimizer's are left alone, for a scheduler of torch's, say.
+        """`learning_rate(step)` scales the learning rates of the dense optimizer and of the rows;
+        steps count from 1. Without it the optimizer's are left alone, for a scheduler of torch's,
+        say.
 
-        `accumulate` cuts a rank's batch into that many micro-batches; the step stays one step. `precision` is fp32 (whatever the
-        model's parameters are) or bf16 (autocast; no loss scaling). `balancer` moves the samples of the next batch while this one
-        computes. `reducer` sums the dense gradients over the ranks in another way than exactly (`freescale.Thresholding(0.99)`).
-        `dense_sums`: by the process group (collective), or by parts over the transport's own exchanges (parts: summing.py).
+        `accumulate` cuts a rank's batch into that many micro-batches; the step stays one step.
+        `precision` is fp32 (whatever the model's parameters are) or bf16 (autocast; no loss
+        scaling). `balancer` moves the samples of the next batch while this one computes. `reducer`
+        sums the dense gradients over the ranks in another way than exactly
+        (`freescale.Thresholding(0.99)`). `dense_sums`: by the process group (collective), or by
+        parts over the transport's own exchanges (parts: summing.py).
         """
         if accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {accumulate}")
         if precision not in ("fp32", "bf16"):
             raise ValueError(f"precision must be fp32 or bf16, not {precision!r}")
         if dense_sums not in DENSE_SUMS:
-            raise ValueError(f"dense_sums must be one of {', '.join(DENSE_SUMS)}, not {dense_sums!r}")
+            raise ValueError(
+                f"dense_sums must be one of {', '.join(DENSE_SUMS)}, not {dense_sums!r}"
+            )
         if dense_sums == "parts" and reducer is not None:
-            raise ValueError("compressed gradients are summed in their own way: dense_sums='parts' is for exact ones")
+            raise ValueError(
+                "compressed gradients are summed in their own way: "
+                "dense_sums='parts' is for exact ones"
+            )
         _refuse_other_parameters(parallel, optimizer)
         self.parallel, self.optimizer = parallel, optimizer
         self.tables, self.transport = parallel.tables, parallel.transport
@@ -90,27 +101,35 @@ class Schedule(ABC):
         self.task_weights = dict(task_weights or {})
         self.balancer = balancer
         self.stopwatch = Stopwatch(self.ledger.clock, self.transport.device)
-        self._copies = torch.cuda.Stream(self.transport.device) if self.transport.device.type == "cuda" else None
+        self._copies = (
+            torch.cuda.Stream(self.transport.device)
+            if self.transport.device.type == "cuda"
+            else None
+        )
         self.steps = 0  # made so far
         self._learning_rate = learning_rate
         self._base_lr = [group["lr"] for group in optimizer.param_groups]
         self._stop = self._stopped = self._closed = False
-        self._failure: Exception | None = None  # of a batch: raised once the steps before it are made
+        # of a batch: raised once the steps before it are made
+        self._failure: Exception | None = None
         self._taken: list[Upcoming] = []  # batches on their way, in their order
         self._source: Source | None = None  # of the last run
         self._loss_watch = LossWatch()
         parts = dense_sums == "parts" and self.transport.world > 1
         self._summing = Summing(self.transport) if parts else None
         exact = partial(GradientBuckets, summing=self._summing)
-        self.buckets: Reducer = (reducer or exact)(parallel.dense_parameters(), self.transport.device)
+        self.buckets: Reducer = (reducer or exact)(
+            parallel.dense_parameters(), self.transport.device
+        )
 
     def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
-        """Trains until every rank's data has ended; a rank that runs out joins with empty batches. The data of a rank may fail:
-        then all ranks raise, after the steps before it.
+        """Trains until every rank's data has ended; a rank that runs out joins with empty batches.
+        The data of a rank may fail: then all ranks raise, after the steps before it.
 
-        Every rank leaves the loop after the same step, or none; `stop` makes it so. Batches that were taken by then are the first
-        of the next run over the same iterator. What is deferred is settled before a checkpoint, an evaluation or another pipeline
-        reads the tables; who reads them otherwise calls `flush` first."""
+        Every rank leaves the loop after the same step, or none; `stop` makes it so. Batches that
+        were taken by then are the first of the next run over the same iterator. What is deferred is
+        settled before a checkpoint, an evaluation or another pipeline reads the tables; who reads
+        them otherwise calls `flush` first."""
         if self._closed:
             raise RuntimeError("the pipeline is closed: make another")
         self._stopped, self._failure, self._loss_watch = False, None, LossWatch()
@@ -121,7 +140,9 @@ class Schedule(ABC):
             self._loss_watch.finish()
         finally:
             self._end_run()
-            source.give_back([upcoming.taken for upcoming in self._taken if upcoming.taken is not None])
+            source.give_back(
+                [upcoming.taken for upcoming in self._taken if upcoming.taken is not None]
+            )
             self._taken.clear()
             self._stop = False
 
@@ -143,8 +164,9 @@ class Schedule(ABC):
             self._summing.rest()
 
     def stop(self) -> None:
-        """Ends the run on all ranks after the same step, one of the next three; whoever calls goes on with its loop. For any rank,
-        thread or signal handler. Between runs it ends the next one."""
+        """Ends the run on all ranks after the same step, one of the next three; whoever calls goes
+        on with its loop. For any rank, thread or signal handler. Between runs it ends the next
+        one."""
         self._stop = True
 
     @property
@@ -153,7 +175,8 @@ class Schedule(ABC):
         return self._stopped
 
     def close(self) -> None:
-        """Settles, and gives back threads and channels: the next pipeline of this transport uses them again. A collective."""
+        """Settles, and gives back threads and channels: the next pipeline of this transport uses
+        them again. A collective."""
         if self._closed:
             return
         self.tables.hand_back(self)
@@ -179,7 +202,16 @@ class Schedule(ABC):
         """The batch after `before`."""
         step = before.step + 1 if before is not None else self.steps + 1
         upcoming = Upcoming(
-            step, source, before, self.tables, transport, self.balancer, computed, lambda: self._stop, self._copies, ahead
+            step,
+            source,
+            before,
+            self.tables,
+            transport,
+            self.balancer,
+            computed,
+            lambda: self._stop,
+            self._copies,
+            ahead,
         )
         self._taken.append(upcoming)
         return upcoming
@@ -190,7 +222,10 @@ class Schedule(ABC):
         self._failure = self._failure or agreement.error
         unknown = sorted(set(self.task_weights) - set(agreement.counts))
         if agreement.ready and unknown:
-            raise ValueError(f"task_weights names {', '.join(unknown)}; the tasks are {', '.join(sorted(agreement.counts))}")
+            raise ValueError(
+                f"task_weights names {', '.join(unknown)}; the tasks are "
+                f"{', '.join(sorted(agreement.counts))}"
+            )
 
     def _micro_batches(self, batch: SequenceBatch) -> list[SequenceBatch]:
         if self.accumulate == 1 or len(batch) <= 1:
@@ -199,12 +234,18 @@ class Schedule(ABC):
         edges = [len(batch) * part // parts for part in range(parts + 1)]
         return batch.split([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)])
 
-    def _compute(self, micro: list[SequenceBatch], agreement: Agreement, forwarded: Callable[[], None] = lambda: None) -> Tensor:
-        """Forward and backward of every micro-batch; `forwarded` is called before the last backward. Returns this rank's part of
-        the global losses [tasks + total]."""
+    def _compute(
+        self,
+        micro: list[SequenceBatch],
+        agreement: Agreement,
+        forwarded: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """Forward and backward of every micro-batch; `forwarded` is called before the last
+        backward. Returns this rank's part of the global losses [tasks + total]."""
         device = self.transport.device
         self.buckets.clear()
-        # Sized for any number of tasks, so that a rank without a batch (which knows none) reduces the same vector; the total last.
+        # Sized for any number of tasks, so that a rank without a batch (which knows none) reduces
+        # the same vector; the total last.
         losses = torch.zeros(MAX_TASKS + 1, dtype=torch.float64, device=device)
         for batch in micro:
             total = self._forward(batch, agreement, losses) if len(batch) else None
@@ -226,9 +267,13 @@ class Schedule(ABC):
         return total
 
     def _total(self, sums: Mapping[str, Tensor], agreement: Agreement, losses: Tensor) -> Tensor:
-        """The scalar to differentiate: sums over samples / global counts. Adds the task's means to `losses`."""
+        """The scalar to differentiate: sums over samples / global counts. Adds the task's means to
+        `losses`."""
         if set(sums) != set(agreement.counts):
-            raise ValueError(f"the model returned tasks {sorted(sums)}, the batch has weights for {sorted(agreement.counts)}")
+            raise ValueError(
+                f"the model returned tasks {sorted(sums)}, the batch has weights for "
+                f"{sorted(agreement.counts)}"
+            )
         parts: list[Tensor] = []
         for position, (task, count) in enumerate(sorted(agreement.counts.items())):
             mean = sums[task] / count if count else sums[task] * 0
@@ -246,37 +291,52 @@ class Schedule(ABC):
 
     def _update_dense(self, factor: float) -> Tensor | None:
         with self.ledger.span("optimizer"):
-            norm = self.buckets.clip(self.clip) if self.clip is not None and self.buckets.flat else None
+            norm = (
+                self.buckets.clip(self.clip)
+                if self.clip is not None and self.buckets.flat
+                else None
+            )
             if self._learning_rate is not None:
                 groups = self.optimizer.param_groups
-                self._base_lr += [group["lr"] for group in groups[len(self._base_lr) :]]  # added since
+                # added since
+                self._base_lr += [group["lr"] for group in groups[len(self._base_lr) :]]
                 for group, base in zip(groups, self._base_lr, strict=True):
                     group["lr"] = base * factor
             self.optimizer.step()
         return norm
 
-    def _result(self, batch: SequenceBatch, agreement: Agreement, losses: Tensor, norm: Tensor | None) -> StepResult:
+    def _result(
+        self, batch: SequenceBatch, agreement: Agreement, losses: Tensor, norm: Tensor | None
+    ) -> StepResult:
         """losses: summed over the ranks."""
         self._loss_watch.see(self.steps, losses[-1])
         by_task = dict(zip(sorted(agreement.counts), losses.unbind()))
         return StepResult(batch.number, self.steps, by_task, agreement.counts, losses[-1], norm)
 
     def flush(self) -> None:  # noqa: B027 - a schedule that defers nothing has nothing to do
-        """Applies what the schedule has deferred; afterwards the tables are those of the serial schedule. A collective."""
+        """Applies what the schedule has deferred; afterwards the tables are those of the serial
+        schedule. A collective."""
 
     def discard(self) -> None:  # noqa: B027
-        """Forgets what is deferred, and what was fetched ahead: the tables are about to be replaced. A collective."""
+        """Forgets what is deferred, and what was fetched ahead: the tables are about to be
+        replaced. A collective."""
 
     # ---- state
 
     def _trained(self) -> list[str]:
         """Names of the dense parameters, as the reducer counts them."""
-        return [name for name, parameter in self.parallel.module.named_parameters() if parameter.requires_grad]
+        return [
+            name
+            for name, parameter in self.parallel.module.named_parameters()
+            if parameter.requires_grad
+        ]
 
     def _order(self) -> list[str] | None:
         """In which dense gradients are summed: three numbers have sums that depend on it."""
         names = self._trained()
-        return None if self.buckets.order is None else [names[number] for number in self.buckets.order]
+        return (
+            None if self.buckets.order is None else [names[number] for number in self.buckets.order]
+        )
 
     def state_dict(self) -> dict:
         balancer = self.balancer.state_dict(self.steps) if self.balancer else {}
@@ -288,19 +348,23 @@ class Schedule(ABC):
             numbers = {name: number for number, name in enumerate(self._trained())}
             order = [numbers.get(name) for name in state["order"] or ()]
             # Of other parameters than are trained now: by the next backward.
-            self.buckets.adopt_order(order if order and sorted(state["order"]) == sorted(numbers) else None)  # type: ignore[arg-type]
+            self.buckets.adopt_order(
+                order if order and sorted(state["order"]) == sorted(numbers) else None
+            )  # type: ignore[arg-type]
         if self.balancer:
             self.balancer.load_state_dict(state.get("balancer", {}), self.transport.world)
 
 
 def _refuse_other_parameters(parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer of another model, or of the model before it was parallelized, would train nothing."""
+    """An optimizer of another model, or of the model before it was parallelized, would train
+    nothing."""
     own = {id(parameter) for parameter in parallel.dense_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strange = [parameter for parameter in held if id(parameter) not in own]
     if strange:
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strange[:3])
         raise ValueError(
-            f"{len(strange)} of the optimizer's {len(held)} parameters are not the model's (shapes {shapes}): make it of "
+            f"{len(strange)} of the optimizer's {len(held)} parameters are not the model's "
+            f"(shapes {shapes}): make it of "
             "`sharded.dense_parameters()`; tables have a row optimizer of their own"
         )

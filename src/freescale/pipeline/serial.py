@@ -1,4 +1,5 @@
-"""The serial schedule: nothing overlaps. The oracle of every test and the baseline of every benchmark.
+"""The serial schedule: nothing overlaps. The oracle of every test and the baseline of every
+benchmark.
 
 batch -> counts -> ids -> rows -> forward, backward -> row gradients -> row update
                                           \\-> dense gradients -> dense optimizer

@@ -1,4 +1,5 @@
-"""Where a run takes its batches from, and to where those return that were taken ahead and not trained."""
+"""Where a run takes its batches from, and to where those return that were taken ahead and not
+trained."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from freescale.batch import SequenceBatch
 
 
 class Source:
-    """One iterator. Schedules take batches before their turn; who leaves the loop gives them back, for the next run over the same
-    iterator."""
+    """One iterator. Schedules take batches before their turn; who leaves the loop gives them back,
+    for the next run over the same iterator."""
 
     def __init__(self, iterator: Iterator[SequenceBatch]) -> None:
         self.iterator = iterator
@@ -18,7 +19,8 @@ class Source:
         self._open = True
 
     def take(self) -> SequenceBatch | None:
-        """None once the data has ended or `close` was called. After an error too: an iterator that failed is not asked again."""
+        """None once the data has ended or `close` was called. After an error too: an iterator that
+        failed is not asked again."""
         if not self._open:
             return None
         if self._returned:

@@ -1,4 +1,5 @@
-"""The staged schedule: rows of the next batch come while this one computes, except those that this one updates. Nothing is stale.
+"""The staged schedule: rows of the next batch come while this one computes, except those that this
+one updates. Nothing is stale.
 
     lane `ahead`, while batch i computes                       lane `urgent`, after its backward
       b. ids of batch i+1                                        e. gradients of rows that i+1 reads too: send, update
@@ -7,11 +8,13 @@
       d. rows of i+1 that i does not read                      lane `coming`, while batch i computes
                                forward of i+1 waits for d and f      batch i+2: taken, agreed on, balanced
 
-Every row is updated once per step, with the step number and learning rate of the step that made its gradient; the tables are those
-of the serial schedule, bit for bit, once `flush` has applied what is deferred. a before d keeps rows exact that i-1 and i+1 read,
-but not i; b and c do not touch the rows, and go first because e needs what they find. The lanes are threads with channels of their
-own: what is urgent does not queue behind the bulk, and the main thread waits at the next forward only, and before the dense
-optimizer for what is left of its gradients' sums, which begin during the backward, and of batch i+2.
+Every row is updated once per step, with the step number and learning rate of the step that made its
+gradient; the tables are those of the serial schedule, bit for bit, once `flush` has applied what is
+deferred. a before d keeps rows exact that i-1 and i+1 read, but not i; b and c do not touch the
+rows, and go first because e needs what they find. The lanes are threads with channels of their own:
+what is urgent does not queue behind the bulk, and the main thread waits at the next forward only,
+and before the dense optimizer for what is left of its gradients' sums, which begin during the
+backward, and of batch i+2.
 """
 
 from __future__ import annotations
@@ -69,8 +72,8 @@ class Staged(Schedule):
     overlaps_dense = True
 
     def __init__(self, *arguments: Any, masks: Masks = collision_masks, **options: Any) -> None:
-        """As `Schedule`. `masks` finds the collisions (benchmarks show what happens without). A collective: opens
-        three channels."""
+        """As `Schedule`. `masks` finds the collisions (benchmarks show what happens without). A
+        collective: opens three channels."""
         super().__init__(*arguments, **options)
         self.ahead = Lane("ahead", self.transport)
         self.urgent = Lane("urgent", self.transport, urgent=True)
@@ -78,7 +81,8 @@ class Staged(Schedule):
         self.lanes = (self.ahead, self.urgent, self.coming)
         self._masks = masks
         self._jobs: list[Job] = []  # of the last step
-        self._unsettled: Turn | None = None  # the last step, as long as some of its gradients are deferred
+        # the last step, as long as some of its gradients are deferred
+        self._unsettled: Turn | None = None
         self._taking: Taking | None = None
         self._last: Upcoming | None = None  # the newest batch
         self._replaced = False  # the tables, since rows were fetched ahead
@@ -117,18 +121,25 @@ class Staged(Schedule):
 
     def _end_run(self) -> None:
         super()._end_run()
-        if self._taking is not None and self._taking.job is not None:  # nobody may close the data while the lane reads it
+        # nobody may close the data while the lane reads it
+        if self._taking is not None and self._taking.job is not None:
             with suppress(Exception):
                 self._taking.job.wait(host=True)
         self._taking = None
         for lane in self.lanes:
             lane.rest()
 
-    def _step(self, turn: Turn, coming: Turn | None, source: Source) -> tuple[StepResult, Turn | None]:
+    def _step(
+        self, turn: Turn, coming: Turn | None, source: Source
+    ) -> tuple[StepResult, Turn | None]:
         """-> also the batch after the coming one."""
         last, self._unsettled = self._unsettled, None
         self._taken.remove(turn.upcoming)
-        self._jobs = [self.ahead.submit(lambda: self._while_computing(last, turn, coming), last.gradients if last else ())]
+        self._jobs = [
+            self.ahead.submit(
+                lambda: self._while_computing(last, turn, coming), last.gradients if last else ()
+            )
+        ]
         self._take(source)
         turn.upcoming.count(self.ledger)
         self._compute(turn.micro, turn.agreement)
@@ -136,7 +147,9 @@ class Staged(Schedule):
         self.stopwatch.finish(self.steps)
         turn.step, turn.factor = self.steps, self._factor(self.steps)
         turn.gradients = [request.gradient() for _, request in self._sharded(turn)]
-        self._jobs.append(self.urgent.submit(lambda: self._after_backward(turn, coming), turn.gradients))
+        self._jobs.append(
+            self.urgent.submit(lambda: self._after_backward(turn, coming), turn.gradients)
+        )
         self._unsettled = turn
         self._agreed()
         self._apply_replicated(turn)
@@ -153,7 +166,9 @@ class Staged(Schedule):
         try:
             if coming is not None:
                 coming.requests = self.tables.request(coming.micro, transport)  # b
-                for (group, now), (_, then) in zip(self._sharded(turn), self._sharded(coming), strict=True):
+                for (group, now), (_, then) in zip(
+                    self._sharded(turn), self._sharded(coming), strict=True
+                ):
                     group.compare(now, then, transport, self._masks)  # c
             turn.compared.reach()
             spent = self._settle(last, transport)  # a
@@ -177,7 +192,8 @@ class Staged(Schedule):
         if coming is None:
             return
         for (group, request), gradient in zip(self._sharded(turn), turn.gradients, strict=True):
-            group.give(request, gradient, [_known(request.shared)], transport, **self._how(turn))  # e
+            # e
+            group.give(request, gradient, [_known(request.shared)], transport, **self._how(turn))
         coming.placed.wait(host=True)
         for group, request in self._sharded(coming):
             group.bring(request, [_known(request.late)], transport)  # f
@@ -186,8 +202,11 @@ class Staged(Schedule):
 
     def _take(self, source: Source) -> None:
         """The lane `coming` begins to bring the next batch."""
-        computed = self.stopwatch.last()  # now, and not when the lane asks: of the same step on every rank
-        upcoming = self._upcoming(source, self._last, self.coming.transport, lambda: computed, ahead=True)
+        # now, and not when the lane asks: of the same step on every rank
+        computed = self.stopwatch.last()
+        upcoming = self._upcoming(
+            source, self._last, self.coming.transport, lambda: computed, ahead=True
+        )
         self._last = upcoming
         taking = self._taking = Taking(upcoming, Moment(torch.device("cpu")))
 
@@ -208,7 +227,8 @@ class Staged(Schedule):
             taking.job = self.coming.submit(bring)
 
     def _agreed(self) -> None:
-        """Waits until the ranks have agreed on the next batch: who has left will not take part in what comes now."""
+        """Waits until the ranks have agreed on the next batch: who has left will not take part in
+        what comes now."""
         assert self._taking is not None
         begin = self.ledger.clock.stamp()
         with self.ledger.span("await batch"):
@@ -217,7 +237,8 @@ class Staged(Schedule):
         self.ledger.waited_for(asked, begin)
 
     def _bring(self) -> Turn | None:
-        """Waits for the batch. None: no rank has one, or the data failed, which is raised once the steps before it are made."""
+        """Waits for the batch. None: no rank has one, or the data failed, which is raised once the
+        steps before it are made."""
         taking, begin = self._taking, self.ledger.clock.stamp()
         assert taking is not None and taking.job is not None
         with self.ledger.span("await batch"):
@@ -276,13 +297,15 @@ class Staged(Schedule):
             group.apply(request, self.transport, **self._how(turn))
 
     def flush(self) -> None:
-        """Applies the gradients that are deferred; afterwards the tables are those of the serial schedule. A collective."""
+        """Applies the gradients that are deferred; afterwards the tables are those of the serial
+        schedule. A collective."""
         self._finish_jobs()
         last, self._unsettled = self._unsettled, None
         self._settle(last, self.transport)
 
     def discard(self) -> None:
-        """Forgets the gradients that are deferred, and the rows that were fetched ahead. A collective."""
+        """Forgets the gradients that are deferred, and the rows that were fetched ahead. A
+        collective."""
         self._finish_jobs()
         self._unsettled, self._replaced = None, True
 
@@ -308,12 +331,15 @@ class Staged(Schedule):
         return [(group, request) for group, request in pairs if isinstance(group, Replicated)]
 
     def _settle(self, last: Turn | None, transport: Transport) -> list[Tensor]:
-        """Gradients that were deferred go to the owners, who update their rows. -> the gradients: their memory is free."""
+        """Gradients that were deferred go to the owners, who update their rows. -> the gradients:
+        their memory is free."""
         if last is None:
             return []
         gradients, last.gradients = last.gradients, []
         for (group, request), gradient in zip(self._sharded(last), gradients, strict=True):
-            group.give(request, gradient, request.rest or [request.whole], transport, **self._how(last))
+            group.give(
+                request, gradient, request.rest or [request.whole], transport, **self._how(last)
+            )
         last.requests = []  # done: several numbers for each row
         return gradients
 

@@ -13,8 +13,8 @@ from freescale.ledger.clock import Clock
 
 
 class _Worked:
-    """Nanoseconds that this thread has worked: on a CPU other threads of the rank take the core in between, and what they do is no
-    property of a sample."""
+    """Nanoseconds that this thread has worked: on a CPU other threads of the rank take the core in
+    between, and what they do is no property of a sample."""
 
     def stamp(self) -> int:
         return time.thread_time_ns()
@@ -43,9 +43,12 @@ class Stopwatch:
         self._last, self._running = (step, self._running), []
 
     def last(self) -> tuple[int, int]:
-        """(the last step that was finished, nanoseconds of its compute; 0 if the device is not there yet or had nothing to do)."""
+        """(the last step that was finished, nanoseconds of its compute; 0 if the device is not
+        there yet or had nothing to do)."""
         step, stamps = self._last
         read = [(self._clock.read(begin), self._clock.read(end)) for begin, end in stamps]
         if any(end is None for _, end in read):
             return step, 0
-        return step, sum(end - begin for begin, end in read if begin is not None and end is not None)
+        return step, sum(
+            end - begin for begin, end in read if begin is not None and end is not None
+        )

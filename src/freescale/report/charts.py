@@ -1,4 +1,5 @@
-"""Small pictures for the report, as SVG text. Colours are classes of static/style.css, so that they follow light and dark."""
+"""Small pictures for the report, as SVG text. Colours are classes of static/style.css, so that they
+follow light and dark."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-# A panel is about as wide as a phone, so that its words stay readable there; wider pages have several beside each other.
+# A panel is about as wide as a phone, so that its words stay readable there; wider pages have
+# several beside each other.
 WIDTH, HEIGHT = 320, 195
 LEFT, RIGHT, TOP, BOTTOM = 52, 8, 10, 40
 POINTS = 400  # of a line, at most
@@ -48,7 +50,9 @@ def thinned(points: Sequence, most: int) -> list:
 class Panel:
     """Axes with labels; what is drawn in them comes between."""
 
-    def __init__(self, x: tuple[float, float], y: tuple[float, float], x_label: str, y_label: str) -> None:
+    def __init__(
+        self, x: tuple[float, float], y: tuple[float, float], x_label: str, y_label: str
+    ) -> None:
         self.marks = ticks(*y)
         self._x0, self._x1 = x[0], x[1] if x[1] > x[0] else x[0] + 1
         self._y0, self._y1 = self.marks[0], self.marks[-1]
@@ -58,26 +62,44 @@ class Panel:
         return LEFT + (value - self._x0) / (self._x1 - self._x0) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - (value - self._y0) / (self._y1 - self._y0) * (HEIGHT - TOP - BOTTOM)
+        return (
+            HEIGHT - BOTTOM - (value - self._y0) / (self._y1 - self._y0) * (HEIGHT - TOP - BOTTOM)
+        )
 
     def drawn(self, inside: Sequence[str], title: str) -> str:
         words = escape(title, quote=True)
-        parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{words}"><title>{words}</title>']
+        parts = [
+            (
+                f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+                f'aria-label="{words}"><title>{words}</title>'
+            )
+        ]
         for value in self.marks:
             y = self.y(value)
             parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
+            parts.append(
+                f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>'
+            )
         for value in ticks(self._x0, self._x1):
             if self._x0 <= value <= self._x1:
                 x = self.x(value)
                 parts.append(f'<path class="axis" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>')
-                parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{short(value)}</text>')
+                parts.append(
+                    f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" '
+                    f'text-anchor="middle">{short(value)}</text>'
+                )
         parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
         middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
-        parts.append(f'<text class="label" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(self._x_label)}</text>')
+        parts.append(
+            f'<text class="label" x="{middle}" y="{HEIGHT - 6}" '
+            f'text-anchor="middle">{escape(self._x_label)}</text>'
+        )
         across = TOP + (HEIGHT - TOP - BOTTOM) / 2
         turned = f'transform="rotate(-90 11 {across})"'
-        parts.append(f'<text class="label" x="11" y="{across}" text-anchor="middle" {turned}>{escape(self._y_label)}</text>')
+        parts.append(
+            f'<text class="label" x="11" y="{across}" text-anchor="middle" '
+            f"{turned}>{escape(self._y_label)}</text>"
+        )
         return "".join([*parts, *inside, "</svg>"])
 
 
@@ -92,17 +114,28 @@ def lines(series: Sequence[Series], y_label: str, x_label: str = "step", zero: b
         points = thinned(one.points, POINTS)
         path = "L".join(f"{panel.x(x):.1f} {panel.y(y):.1f}" for x, y in points)
         title = f"<title>{escape(one.name)}</title>"
-        parts.append(f'<path class="line {one.style}" d="M{path}{"h0" if len(points) == 1 else ""}">{title}</path>')
+        parts.append(
+            f'<path class="line {one.style}" '
+            f'd="M{path}{"h0" if len(points) == 1 else ""}">{title}</path>'
+        )
     return panel.drawn(parts, f"{y_label} over {x_label}: {', '.join(one.name for one in series)}")
 
 
 def dots(
-    steps: Sequence[float], values: Sequence[Sequence[float]], reach: tuple[float, float], y_label: str, title: str, style: str
+    steps: Sequence[float],
+    values: Sequence[Sequence[float]],
+    reach: tuple[float, float],
+    y_label: str,
+    title: str,
+    style: str,
 ) -> str:
     """values [steps][ranks]: a dot per rank and step, with a line at 1, the mean."""
     panel = Panel((steps[0], steps[-1]), reach, "step", y_label)
     parts = [f'<path class="mean" d="M{LEFT} {panel.y(1):.1f}H{WIDTH - RIGHT}"/>']
     for of_rank in zip(*values, strict=True):
-        path = "".join(f"M{panel.x(step):.1f} {panel.y(value):.1f}h0" for step, value in zip(steps, of_rank, strict=True))
+        path = "".join(
+            f"M{panel.x(step):.1f} {panel.y(value):.1f}h0"
+            for step, value in zip(steps, of_rank, strict=True)
+        )
         parts.append(f'<path class="dots {style}" d="{path}"/>')
     return panel.drawn(parts, title)

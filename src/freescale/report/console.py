@@ -1,4 +1,5 @@
-"""What a person sees of a run in the terminal: progress, metrics, the ledger as a table. TensorBoard beside it if asked."""
+"""What a person sees of a run in the terminal: progress, metrics, the ledger as a table.
+TensorBoard beside it if asked."""
 
 from __future__ import annotations
 
@@ -52,16 +53,26 @@ class RunView:
         if self._progress:
             self._progress.update(self._task, note=note)
         else:
-            self.console.print(f"step {entry['step']}  epoch {entry['epoch']}  {note}", highlight=False, soft_wrap=True)
+            self.console.print(
+                f"step {entry['step']}  epoch {entry['epoch']}  {note}",
+                highlight=False,
+                soft_wrap=True,
+            )
         if self._writer:
             self._writer.add_scalar("loss", entry["loss"], entry["step"])
-            self._writer.add_scalar("samples_per_second", entry["samples_per_second"], entry["step"])
+            self._writer.add_scalar(
+                "samples_per_second", entry["samples_per_second"], entry["step"]
+            )
 
     def evaluated(self, entry: Mapping[str, Any]) -> None:
         part = "test" if "test" in entry else "validation"
         if part == "validation":
-            values = "  ".join(f"{name} {value:.4f}" for name, value in entry[part]["model"].items())
-            self.console.print(f"step {entry['step']}  validation  {values}", highlight=False, soft_wrap=True)
+            values = "  ".join(
+                f"{name} {value:.4f}" for name, value in entry[part]["model"].items()
+            )
+            self.console.print(
+                f"step {entry['step']}  validation  {values}", highlight=False, soft_wrap=True
+            )
         if self._writer:
             for name, value in entry[part]["model"].items():
                 self._writer.add_scalar(f"{part}/{name}", value, entry["step"])
@@ -73,9 +84,13 @@ class RunView:
             self._writer.close()
 
 
-def print_quality(console: Console, quality: Mapping[str, Mapping[str, float]], part: str = "test") -> None:
+def print_quality(
+    console: Console, quality: Mapping[str, Mapping[str, float]], part: str = "test"
+) -> None:
     """Metrics of the model, and of the baselines beside it."""
-    table = Table(title=f"{part} part, full catalogue" if "hr@10" in quality["model"] else f"{part} part")
+    table = Table(
+        title=f"{part} part, full catalogue" if "hr@10" in quality["model"] else f"{part} part"
+    )
     table.add_column("metric")
     for name in quality:
         table.add_column(name, justify="right")
@@ -93,9 +108,18 @@ def print_quality(console: Console, quality: Mapping[str, Mapping[str, float]], 
 def print_ledger(console: Console, ledger: Mapping[str, Any]) -> None:
     """Where the time went."""
     if not ledger.get("measured_steps"):
-        console.print("ledger: too few steps to measure (the first two are warm-up)", highlight=False, soft_wrap=True)
+        console.print(
+            "ledger: too few steps to measure (the first two are warm-up)",
+            highlight=False,
+            soft_wrap=True,
+        )
         return
-    table = Table(title=f"where a step's time went (mean of {ledger['measured_steps']} steps, {ledger['ranks']} ranks)")
+    table = Table(
+        title=(
+            f"where a step's time went (mean of {ledger['measured_steps']} steps, "
+            f"{ledger['ranks']} ranks)"
+        )
+    )
     table.add_column("figure")
     table.add_column("value", justify="right")
     step = ledger["step_ms"]
@@ -107,9 +131,15 @@ def print_ledger(console: Console, ledger: Mapping[str, Any]) -> None:
     for kind, value in ledger["exposed_ms"].items():
         if ledger["bytes_per_step"].get(kind):
             paths = ", ".join(sorted(ledger.get("paths", {}).get(kind, {})))
-            table.add_row(f"  {kind}", f"{value:.2f} ms, {ledger['bytes_per_step'][kind] / 1e6:.2f} MB ({paths})")
+            table.add_row(
+                f"  {kind}",
+                (f"{value:.2f} ms, {ledger['bytes_per_step'][kind] / 1e6:.2f} MB ({paths})"),
+            )
     if any(ledger.get("lane_ms_per_rank") or ()):
-        table.add_row("waiting for its own lanes", f"{sum(ledger['lane_ms_per_rank']) / ledger['ranks']:.2f} ms")
+        table.add_row(
+            "waiting for its own lanes",
+            f"{sum(ledger['lane_ms_per_rank']) / ledger['ranks']:.2f} ms",
+        )
     for name, value in ledger["spans_ms"].items():
         table.add_row(f"  {name}", f"{value:.2f} ms")
     if ledger.get("collision_percent") is not None:
@@ -120,5 +150,8 @@ def print_ledger(console: Console, ledger: Mapping[str, Any]) -> None:
     if ledger.get("cost_error_percent") is not None:
         table.add_row("error of the cost model", f"{ledger['cost_error_percent']:.1f} %")
     for rank, peak in enumerate(ledger.get("peak_memory_bytes_per_rank", [])):
-        table.add_row(f"peak memory, rank {rank}", "  ".join(f"{where} {size / 2**20:,.0f} MiB" for where, size in peak.items()))
+        table.add_row(
+            f"peak memory, rank {rank}",
+            "  ".join(f"{where} {size / 2**20:,.0f} MiB" for where, size in peak.items()),
+        )
     console.print(table)

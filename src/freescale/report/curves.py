@@ -37,19 +37,32 @@ def _balance(place: int, run: Run) -> str:
     if run.ledger["ranks"] < 2:
         return "<p>One rank: nothing to balance.</p>"
     if not steps:
-        return "<p>Not recorded: the run was made by an older version. " + _imbalance(place, run) + "</p>"
+        return (
+            "<p>Not recorded: the run was made by an older version. "
+            + _imbalance(place, run)
+            + "</p>"
+        )
     balanced = any(figures.get("after") for figures in steps)
     panels = []
     for name, words in _UNITS.items():
         shares = {when: _shares(steps, when, name) for when in ("before", "after")}
-        values = [value for _, of_step in [*shares["before"], *shares["after"]] for value in of_step]
+        values = [
+            value for _, of_step in [*shares["before"], *shares["after"]] for value in of_step
+        ]
         if not values:
             continue
         reach = (min(0.9, *values), max(1.1, *values))  # one scale for both
         for when, found in shares.items():
             if found:
                 title = f"{words}, {when + ' balancing' if balanced else 'not balanced'}"
-                picture = dots([s for s, _ in found], [v for _, v in found], reach, "share of the mean", title, f"d-{when}")
+                picture = dots(
+                    [s for s, _ in found],
+                    [v for _, v in found],
+                    reach,
+                    "share of the mean",
+                    title,
+                    f"d-{when}",
+                )
                 panels.append(_panel(title.capitalize(), picture))
     measured = _shares(steps, "", "compute_ms")
     if measured:
@@ -57,22 +70,45 @@ def _balance(place: int, run: Run) -> str:
         reach = (min(0.9, *values), max(1.1, *values))
         title = "Measured forward and backward"
         panels.append(
-            _panel(title, dots([s for s, _ in measured], [v for _, v in measured], reach, "share of the mean", title, "r-2"))
+            _panel(
+                title,
+                dots(
+                    [s for s, _ in measured],
+                    [v for _, v in measured],
+                    reach,
+                    "share of the mean",
+                    title,
+                    "r-2",
+                ),
+            )
         )
-    note = "<p>A dot is a rank in a step; 1 is the mean over ranks; all wait for the highest dot of a step.</p>"
+    note = (
+        "<p>A dot is a rank in a step; 1 is the mean over ranks; all wait for the highest dot "
+        "of a step.</p>"
+    )
     return f"<p>{_imbalance(place, run)}</p>{_pictures(panels)}{note}{_ranks(run, steps, balanced)}"
 
 
 def _imbalance(place: int, run: Run) -> str:
     show: Callable[[float], str] = lambda value: f"{value:.3f}"  # noqa: E731
-    words = f"Imbalance of measured compute (slowest rank / mean): <b>{figure(place, 'imbalance', run.ledger, show)}</b>."
+    words = (
+        "Imbalance of measured compute (slowest rank / mean): "
+        f"<b>{figure(place, 'imbalance', run.ledger, show)}</b>."
+    )
     if run.ledger.get("predicted_imbalance") is None:
         return f"{words} The samples stayed where they were: nothing was balanced."
     before = figure(place, "predicted_imbalance_before", run.ledger, show)
-    before = f"<b>{before}</b> before, " if run.ledger.get("predicted_imbalance_before") is not None else ""
+    before = (
+        f"<b>{before}</b> before, "
+        if run.ledger.get("predicted_imbalance_before") is not None
+        else ""
+    )
     after = figure(place, "predicted_imbalance", run.ledger, show)
     moved = figure(place, "moved_tokens_percent", run.ledger, lambda value: f"{value:.0f} %")
-    return f"Predicted imbalance {before}<b>{after}</b> after balancing; {moved} of the tokens changed ranks. {words}"
+    return (
+        f"Predicted imbalance {before}<b>{after}</b> after balancing; {moved} of the tokens "
+        f"changed ranks. {words}"
+    )
 
 
 def _shares(steps: Sequence[dict], when: str, name: str) -> list[tuple[int, list[float]]]:
@@ -80,8 +116,11 @@ def _shares(steps: Sequence[dict], when: str, name: str) -> list[tuple[int, list
     for figures in thinned(steps, _STEPS):
         values = figures.get(when, {}).get(name) if when else figures.get(name)
         if values and sum(values):
-            found.append((figures["step"], _some([value * len(values) / sum(values) for value in values])))
-    ranks = min((len(values) for _, values in found), default=0)  # a resumed run may have had other numbers of ranks
+            found.append(
+                (figures["step"], _some([value * len(values) / sum(values) for value in values]))
+            )
+    # a resumed run may have had other numbers of ranks
+    ranks = min((len(values) for _, values in found), default=0)
     return [(step, values[:ranks]) for step, values in found]
 
 
@@ -100,11 +139,20 @@ def _ranks(run: Run, steps: Sequence[dict], balanced: bool) -> str:
         row = [f"rank {rank}"]
         for name in ("tokens", "longest"):
             for when in ("before", "after") if balanced else ("before",):
-                values = [f[when][name][rank] for f in steps if len(f.get(when, {}).get(name, [])) > rank]
-                row.append(f"{sum(values) / len(values):,.0f} <small>(max {max(values):,.0f})</small>" if values else "-")
+                values = [
+                    f[when][name][rank] for f in steps if len(f.get(when, {}).get(name, [])) > rank
+                ]
+                row.append(
+                    f"{sum(values) / len(values):,.0f} <small>(max {max(values):,.0f})</small>"
+                    if values
+                    else "-"
+                )
         rows.append(row)
     whens = (" before", " after") if balanced else ("",)
-    head = ["", *(f"{name}{when}" for name in ("events a step", "longest history") for when in whens)]
+    head = [
+        "",
+        *(f"{name}{when}" for name in ("events a step", "longest history") for when in whens),
+    ]
     return f"<details><summary>Rank by rank</summary>{table(head, rows)}</details>"
 
 
@@ -115,14 +163,24 @@ def curves(runs: Sequence[Run]) -> str:
     """One picture a figure, a line a run."""
     panels: list[str] = []
 
-    def add(title: str, y_label: str, points: Callable[[Run], list[tuple[float, float]]], zero: bool = True) -> None:
+    def add(
+        title: str,
+        y_label: str,
+        points: Callable[[Run], list[tuple[float, float]]],
+        zero: bool = True,
+    ) -> None:
         series = [Series(run.name, f"r-{place % 8}", points(run)) for place, run in enumerate(runs)]
         series = [one for one in series if one.points]
         if series:
             panels.append(_panel(title, lines(series, y_label, zero=zero)))
 
     add("Loss", "loss", lambda run: _metric(run, "loss"), zero=False)
-    names = dict.fromkeys(name for run in runs for e in run.metrics for name in e.get("validation", {}).get("model", {}))
+    names = dict.fromkeys(
+        name
+        for run in runs
+        for e in run.metrics
+        for name in e.get("validation", {}).get("model", {})
+    )
     for name in names:
         add(f"Validation {name}", name, partial(_validation, name), zero=False)
     add("Step", "ms", lambda run: _figure(run, "step_ms"))
@@ -131,8 +189,15 @@ def curves(runs: Sequence[Run]) -> str:
     add("Collisions", "% of requests", lambda run: _figure(run, "collision_percent"))
     if not panels:
         return "<p>Nothing was recorded over the steps.</p>"
-    legend = "".join(f'<li><i class="run r-{place % 8}"></i>{escape(run.name)}</li>' for place, run in enumerate(runs))
-    return (f'<ul class="legend">{legend}</ul>' if len(runs) > 1 else "") + _pictures(panels) + _tests(runs)
+    legend = "".join(
+        f'<li><i class="run r-{place % 8}"></i>{escape(run.name)}</li>'
+        for place, run in enumerate(runs)
+    )
+    return (
+        (f'<ul class="legend">{legend}</ul>' if len(runs) > 1 else "")
+        + _pictures(panels)
+        + _tests(runs)
+    )
 
 
 def _metric(run: Run, name: str) -> list[tuple[float, float]]:
@@ -140,26 +205,45 @@ def _metric(run: Run, name: str) -> list[tuple[float, float]]:
 
 
 def _validation(name: str, run: Run) -> list[tuple[float, float]]:
-    found = [(entry["step"], entry["validation"]["model"].get(name)) for entry in run.metrics if "validation" in entry]
+    found = [
+        (entry["step"], entry["validation"]["model"].get(name))
+        for entry in run.metrics
+        if "validation" in entry
+    ]
     return [(step, value) for step, value in found if value is not None]
 
 
 def _figure(run: Run, name: str) -> list[tuple[float, float]]:
-    return [(figures["step"], figures[name]) for figures in run.steps[WARM_UP:] if figures.get(name) is not None]
+    return [
+        (figures["step"], figures[name])
+        for figures in run.steps[WARM_UP:]
+        if figures.get(name) is not None
+    ]
 
 
 def _exposed(run: Run) -> list[tuple[float, float]]:
-    return [(f["step"], 100 * sum(f["exposed_ms"].values()) / f["step_ms"]) for f in run.steps[WARM_UP:] if f["step_ms"]]
+    return [
+        (f["step"], 100 * sum(f["exposed_ms"].values()) / f["step_ms"])
+        for f in run.steps[WARM_UP:]
+        if f["step_ms"]
+    ]
 
 
 def _tests(runs: Sequence[Run]) -> str:
     """The test part's metrics, model and baselines."""
     columns: list[tuple[str, dict]] = []
     for run in runs:
-        test: dict[str, dict] = next((entry["test"] for entry in reversed(run.metrics) if "test" in entry), {})
-        columns += [(f"{run.name}: {who}" if len(runs) > 1 else who, values) for who, values in test.items()]
+        test: dict[str, dict] = next(
+            (entry["test"] for entry in reversed(run.metrics) if "test" in entry), {}
+        )
+        columns += [
+            (f"{run.name}: {who}" if len(runs) > 1 else who, values) for who, values in test.items()
+        ]
     names = dict.fromkeys(name for _, values in columns for name in values)
     if not names:
         return ""
-    rows = [[escape(n), *("-" if v.get(n) is None else f"{v[n]:.4f}" for _, v in columns)] for n in names]
+    rows = [
+        [escape(n), *("-" if v.get(n) is None else f"{v[n]:.4f}" for _, v in columns)]
+        for n in names
+    ]
     return "<h3>Test part</h3>" + table(["metric", *(escape(title) for title, _ in columns)], rows)

@@ -1,7 +1,8 @@
-"""One self-contained HTML page from one run or several: run data in, text out. `freescale report` writes it to a file.
+"""One self-contained HTML page from one run or several: run data in, text out. `freescale report`
+writes it to a file.
 
-Words, tables and curves are made here; static/timeline.js draws the timeline from the data in the page. Nothing is loaded from
-anywhere, and every number comes from the run's folder.
+Words, tables and curves are made here; static/timeline.js draws the timeline from the data in the
+page. Nothing is loaded from anywhere, and every number comes from the run's folder.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ _SECTIONS = (
 )
 
 _HELP = (
-    '<p class="help">Wheel, pinch or the buttons zoom; drag moves; drag on the time axis (or with shift) zooms into a part; arrow '
-    "keys walk from event to event. Hatched: compute stands still. Dashed: a step begins. The whole trace, trace.json.gz, opens in "
+    '<p class="help">Wheel, pinch or the buttons zoom; drag moves; drag on the time axis (or with '
+    "shift) zooms into a part; arrow "
+    "keys walk from event to event. Hatched: compute stands still. Dashed: a step begins. The "
+    "whole trace, trace.json.gz, opens in "
     "Perfetto.</p>"
 )
 
@@ -41,7 +44,10 @@ def page(runs: Sequence[Run]) -> str:
     for run in runs:
         compute = run.ledger["compute_ms_per_rank"] if run.measured else [0.0]
         drawn.append(timeline(run.events, compute.index(max(compute))))
-    parts = "".join(f'<section id="{name}"><h2>{title}</h2>{made(runs)}</section>' for name, title, made in _SECTIONS)
+    parts = "".join(
+        f'<section id="{name}"><h2>{title}</h2>{made(runs)}</section>'
+        for name, title, made in _SECTIONS
+    )
     names = ", ".join(run.name for run in runs)
     fill = {
         "TITLE": escape(names),
@@ -64,11 +70,21 @@ def page(runs: Sequence[Run]) -> str:
 def _timelines(runs: Sequence[Run]) -> str:
     parts = []
     for place, run in enumerate(runs):
-        title = f'<h3><i class="run r-{place % 8}"></i>{escape(run.name)}</h3>' if len(runs) > 1 else ""
+        title = (
+            f'<h3><i class="run r-{place % 8}"></i>{escape(run.name)}</h3>' if len(runs) > 1 else ""
+        )
         empty = "" if run.events else "<p>The run has no trace.</p>"
-        parts.append(f'{title}{empty}<div class="timeline" data-run="{place}" data-name="{escape(run.name, quote=True)}"></div>')
+        parts.append(
+            f'{title}{empty}<div class="timeline" data-run="{place}" '
+            f'data-name="{escape(run.name, quote=True)}"></div>'
+        )
     return (
-        _HELP + "".join(parts) + "<noscript><p>The timeline needs JavaScript; trace.json.gz opens in Perfetto too.</p></noscript>"
+        _HELP
+        + "".join(parts)
+        + (
+            "<noscript><p>The timeline needs JavaScript; trace.json.gz opens "
+            "in Perfetto too.</p></noscript>"
+        )
     )
 
 
@@ -77,7 +93,9 @@ def _missing(runs: Sequence[Run]) -> str:
     if not found:
         return ""
     several = len(runs) > 1
-    rows = "".join(f"<li>{escape(f'{name}: {words}' if several else words)}</li>" for name, words in found)
+    rows = "".join(
+        f"<li>{escape(f'{name}: {words}' if several else words)}</li>" for name, words in found
+    )
     return f'<aside id="missing"><b>Missing in the run\'s folder</b><ul>{rows}</ul></aside>'
 
 

@@ -1,4 +1,5 @@
-"""A run's folder, read for the report. What is missing is said; what is damaged is an error that names the file."""
+"""A run's folder, read for the report. What is missing is said; what is damaged is an error that
+names the file."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def read_runs(folders: list[Path]) -> list[Run]:
     parts = [folder.resolve().parts for folder in folders]
     while len({part[-depth:] for part in parts}) < len(set(parts)):
         depth += 1
-    return [read_run(folder, "/".join(part[-depth:])) for folder, part in zip(folders, parts, strict=True)]
+    return [
+        read_run(folder, "/".join(part[-depth:]))
+        for folder, part in zip(folders, parts, strict=True)
+    ]
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
@@ -51,9 +55,13 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     if ledger.get("measured_steps"):
         missing += [words for key, words in _LATER.items() if not ledger.get(key)]
     if steps and not any("before" in figures for figures in steps):
-        missing.append("histories and costs of each rank before and after balancing (older version)")
+        missing.append(
+            "histories and costs of each rank before and after balancing (older version)"
+        )
     if events and not any(event.get("args", {}).get("path") for event in events):
-        missing.append("what carried each transfer of the timeline, and for which lane (older version)")
+        missing.append(
+            "what carried each transfer of the timeline, and for which lane (older version)"
+        )
     return Run(name or folder.resolve().name, config, ledger, steps, metrics, events, missing)
 
 
@@ -78,21 +86,31 @@ _NEEDED = (
 
 
 def _ledger(folder: Path, steps: list[dict], missing: list[str]) -> dict[str, Any]:
-    """ledger.json, or what the lines of ledger.jsonl say where these go further; of a run without figures, why it has none."""
+    """ledger.json, or what the lines of ledger.jsonl say where these go further; of a run without
+    figures, why it has none."""
     path = folder / "ledger.json"
     ledger = _parsed(path, path.read_bytes()) if path.exists() else {}
     if len(steps) > (ledger.get("steps", len(steps)) if ledger else 0):
-        from freescale.ledger.summary import Summary  # imports torch; only a run that did not end needs it
+        # imports torch; only a run that did not end needs it
+        from freescale.ledger.summary import Summary
 
-        missing.append("ledger.json: the run did not end; its figures are those of the steps in ledger.jsonl")
+        missing.append(
+            "ledger.json: the run did not end; its figures are those of the steps in ledger.jsonl"
+        )
         summary = Summary(len(steps[-1]["straggler_ms"]))
         for figures in steps:
             summary.add(figures)
         ledger = {**ledger, **summary.result()}
     if not ledger:
-        missing.append("where the time went: the run ended before its first figures, or is still on the way to them")
+        missing.append(
+            "where the time went: the run ended before its first figures, or is still "
+            "on the way to them"
+        )
     elif ledger.get("measured_steps") == 0:
-        missing.append(f"where the time went: the run made {ledger.get('steps', 0)} steps, and the first two are warm-up")
+        missing.append(
+            f"where the time went: the run made {ledger.get('steps', 0)} steps, and "
+            "the first two are warm-up"
+        )
     elif lacking := [name for name in _NEEDED if name not in ledger]:
         raise ValueError(f"{path} is damaged: it has no {', '.join(lacking)}")
     return ledger
@@ -100,7 +118,9 @@ def _ledger(folder: Path, steps: list[dict], missing: list[str]) -> dict[str, An
 
 def _events(path: Path, missing: list[str]) -> list[dict]:
     if not path.exists():
-        missing.append("trace.json.gz: there is no timeline (the run did not end, or had --trace-steps 0)")
+        missing.append(
+            "trace.json.gz: there is no timeline (the run did not end, or had --trace-steps 0)"
+        )
         return []
     try:
         with gzip.open(path, "rb") as file:
@@ -111,13 +131,16 @@ def _events(path: Path, missing: list[str]) -> list[dict]:
     if not isinstance(trace.get("traceEvents"), list):
         raise ValueError(f"{path} is damaged: it is not a trace")
     for event in trace["traceEvents"]:
-        if not isinstance(event, dict) or (event.get("ph") == "X" and not {"name", "pid", "tid", "ts", "dur"} <= set(event)):
+        if not isinstance(event, dict) or (
+            event.get("ph") == "X" and not {"name", "pid", "tid", "ts", "dur"} <= set(event)
+        ):
             raise ValueError(f"{path} is damaged: {event} is not an event of a trace")
     return trace["traceEvents"]
 
 
 def _lines(path: Path, missing: list[str]) -> list[dict]:
-    """Of a file with a JSON object a line. A run that was killed may have left half a line at the end."""
+    """Of a file with a JSON object a line. A run that was killed may have left half a line at the
+    end."""
     if not path.exists():
         missing.append(f"{path.name}")
         return []

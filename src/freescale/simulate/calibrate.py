@@ -1,10 +1,12 @@
-"""Measures the compute curve of this machine: an HSTU stack's forward and backward over lengths, batches and widths, the row
-kernels and the dense optimizer; fits it and keeps it as a file (compute.py reads it).
+"""Measures the compute curve of this machine: an HSTU stack's forward and backward over lengths,
+batches and widths, the row kernels and the dense optimizer; fits it and keeps it as a file
+(compute.py reads it).
 
     freescale simulate calibrate --device cuda --out h200.json
 
-What compute loses while a transport communicates beside it cannot be measured by one process: the factors are those of the overlap
-benchmark (benchmarks/results, DESIGN section 4), named in the file.
+What compute loses while a transport communicates beside it cannot be measured by one process: the
+factors are those of the overlap benchmark (benchmarks/results, DESIGN section 4), named in the
+file.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from freescale.batch import Jagged, SequenceBatch
-from freescale.kernels.dispatch import collision_masks, deduplicate, gather_rows, optimizers_for, read_rows, sum_duplicates
+from freescale.kernels.dispatch import (
+    collision_masks,
+    deduplicate,
+    gather_rows,
+    optimizers_for,
+    read_rows,
+    sum_duplicates,
+)
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 
@@ -31,7 +40,16 @@ ITEMS, NEGATIVES = 1000, 64  # of the head that is measured: sampled softmax
 # Histories of equal length (length, samples), and one jagged batch (median, cap, samples).
 CASES: dict[str, dict[str, Any]] = {
     "cuda": {
-        "equal": [(256, 128), (1024, 64), (1024, 256), (4096, 16), (4096, 64), (10_500, 8), (21_000, 2), (21_000, 8)],
+        "equal": [
+            (256, 128),
+            (1024, 64),
+            (1024, 256),
+            (4096, 16),
+            (4096, 64),
+            (10_500, 8),
+            (21_000, 2),
+            (21_000, 8),
+        ],
         "jagged": [(1000, 21_000, 128), (3000, 21_000, 32), (3000, 21_000, 128)],
         "keys": 500_000,
         "table": 4_000_000,
@@ -48,9 +66,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 SLOWDOWN = {
-    "cuda": ({"collective": 1.159, "hostwire": 1.008}, "overlap-4ranks-h200.json as of commit 5f196b9: HSTU layers beside NCCL as "
+    "cuda": ({"collective": 1.159, "hostwire": 1.008}, "overlap-4ranks-h200.json as of commit "
+                                                       "5f196b9: HSTU layers beside NCCL as "
              "it is and beside hostwire with the same traffic, medians of nine"),
-    "cpu": ({"collective": 1.71, "hostwire": 1.71}, "one core for compute and gloo: priority-hosts.json, serial and stale"),
+    "cpu": ({"collective": 1.71, "hostwire": 1.71}, ("one core for compute and gloo: "
+                                                    "priority-hosts.json, serial and stale")),
 }  # fmt: skip
 
 
@@ -69,12 +89,16 @@ def calibrate(
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: there is no GPU on this machine")
     cases = CASES[device]
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # a process that is pinned to a core has one thread
+    # a process that is pinned to a core has one thread
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     measured, fitted = [], []
     for width, heads in shapes or cases["shapes"]:
         if width % heads:
             raise ValueError(f"width {width} is not a multiple of {heads} heads")
-        rows = [_stack(device, width, heads, layers, lengths, repetitions) for lengths in _batches(cases)]
+        rows = [
+            _stack(device, width, heads, layers, lengths, repetitions)
+            for lengths in _batches(cases)
+        ]
         for row in rows:
             took = f"{row['forward_ms']:.2f} + {row['backward_ms']:.2f} ms"
             seen(f"width {width}: {row['samples']} samples, {row['tokens']:,} tokens: {took}")
@@ -103,22 +127,39 @@ def calibrate(
 
 
 def fit(rows: Sequence[dict[str, Any]], width: int, heads: int, precision: str) -> dict[str, Any]:
-    """Coefficients of one layer, none negative, that are closest to the measured times in relative terms; and how close."""
+    """Coefficients of one layer, none negative, that are closest to the measured times in relative
+    terms; and how close."""
     features = np.array([[row["squares"], row["tokens"], row["samples"], 1.0] for row in rows])
-    shape: dict[str, Any] = {"width": width, "heads": heads, "precision": precision, "longest": max(r["longest"] for r in rows)}
+    shape: dict[str, Any] = {
+        "width": width,
+        "heads": heads,
+        "precision": precision,
+        "longest": max(r["longest"] for r in rows),
+    }
     for way in ("forward", "backward"):
         seconds = np.array([row[f"{way}_ms"] / 1e3 / row["layers"] for row in rows])
         coefficients = _not_negative(features / seconds[:, None], np.ones(len(rows)))
         error = np.abs(features @ coefficients / seconds - 1)
-        shape[way] = dict(zip(("quadratic", "linear", "sample", "constant"), coefficients.tolist(), strict=True))
-        shape[f"{way}_error_percent"] = {"median": float(100 * np.median(error)), "largest": float(100 * error.max())}
+        shape[way] = dict(
+            zip(("quadratic", "linear", "sample", "constant"), coefficients.tolist(), strict=True)
+        )
+        shape[f"{way}_error_percent"] = {
+            "median": float(100 * np.median(error)),
+            "largest": float(100 * error.max()),
+        }
         head = np.array([row[f"head_{way}_ms"] for row in rows]).sum() / 1e3 / features[:, 1].sum()
-        shape[f"head_{way}"] = {"quadratic": 0.0, "linear": float(head), "sample": 0.0, "constant": 0.0}
+        shape[f"head_{way}"] = {
+            "quadratic": 0.0,
+            "linear": float(head),
+            "sample": 0.0,
+            "constant": 0.0,
+        }
     return shape
 
 
 def _not_negative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Least squares without negative coefficients: the most negative one is left out until there is none."""
+    """Least squares without negative coefficients: the most negative one is left out until there is
+    none."""
     scale = np.abs(rows).max(axis=0)
     kept = list(range(rows.shape[1]))
     while kept:
@@ -128,28 +169,37 @@ def _not_negative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
             result[kept] = solution
             return result / scale
         del kept[int(solution.argmin())]
-    raise ValueError("the measured times grow with nothing that was varied: measure again on a quiet machine")
+    raise ValueError(
+        "the measured times grow with nothing that was varied: measure again on a quiet machine"
+    )
 
 
 def _batches(cases: dict[str, Any]) -> list[np.ndarray]:
     equal = [np.full(samples, length) for length, samples in cases["equal"]]
     random = np.random.default_rng(0)
     jagged = [
-        np.clip(random.lognormal(np.log(median), 1.0, samples).astype(np.int64), 1, cap) for median, cap, samples in cases["jagged"]
+        np.clip(random.lognormal(np.log(median), 1.0, samples).astype(np.int64), 1, cap)
+        for median, cap, samples in cases["jagged"]
     ]
     return equal + jagged
 
 
-def _stack(device: str, width: int, heads: int, layers: int, lengths: np.ndarray, repetitions: int) -> dict[str, Any]:
+def _stack(
+    device: str, width: int, heads: int, layers: int, lengths: np.ndarray, repetitions: int
+) -> dict[str, Any]:
     """The encoder alone, then a whole retrieval model: what is more of it is the head's."""
     torch.manual_seed(0)
     tokens, longest = int(lengths.sum()), int(lengths.max())
     plain: dict[str, Any] = {"dropout": 0.0, "position_bias": False, "time_bias": False}
-    encoder = HSTU(width=width, layers=layers, heads=heads, max_length=max(longest, 2), **plain).to(device)
+    encoder = HSTU(width=width, layers=layers, heads=heads, max_length=max(longest, 2), **plain).to(
+        device
+    )
     there = torch.from_numpy(lengths)
     on_device = there.to(device)
     x = torch.randn(tokens, width, device=device).requires_grad_()
-    alone = _both_ways(device, encoder, lambda: encoder(x, on_device).float().square().sum(), repetitions)
+    alone = _both_ways(
+        device, encoder, lambda: encoder(x, on_device).float().square().sum(), repetitions
+    )
     ids = [Jagged(torch.randint(ITEMS, (tokens,)), there) for _ in range(2)]
     batch = SequenceBatch(
         sequences={"history": ids[0], "targets": ids[1]},
@@ -160,13 +210,24 @@ def _stack(device: str, width: int, heads: int, layers: int, lengths: np.ndarray
     whole = Retrieval(encoder, num_items=ITEMS).to(device)
     total = _both_ways(device, whole, lambda: whole(batch)["next_item"], repetitions)
     found = dict(zip(("forward_ms", "backward_ms"), alone, strict=True))
-    found |= {f"head_{way}_ms": max(0.0, b - a) for way, a, b in zip(("forward", "backward"), alone, total, strict=True)}
+    found |= {
+        f"head_{way}_ms": max(0.0, b - a)
+        for way, a, b in zip(("forward", "backward"), alone, total, strict=True)
+    }
     squares = float((lengths.astype(np.float64) ** 2).sum())
-    sizes = {"samples": len(lengths), "tokens": tokens, "squares": squares, "longest": longest, "layers": layers}
+    sizes = {
+        "samples": len(lengths),
+        "tokens": tokens,
+        "squares": squares,
+        "longest": longest,
+        "layers": layers,
+    }
     return {"width": width, "heads": heads, **sizes, **found}
 
 
-def _both_ways(device: str, model: nn.Module, call: Callable[[], Tensor], repetitions: int) -> tuple[float, float]:
+def _both_ways(
+    device: str, model: nn.Module, call: Callable[[], Tensor], repetitions: int
+) -> tuple[float, float]:
     """Milliseconds of forward and of backward."""
     forward, backward = [], []
     for repetition in range(repetitions + 2):  # the first two warm up

@@ -1,11 +1,12 @@
-"""What a rank's own work takes: curves that were measured on a device (calibrate.py), kept as data in calibrations/*.json.
+"""What a rank's own work takes: curves that were measured on a device (calibrate.py), kept as data
+in calibrations/*.json.
 
     forward, backward of a layer    quadratic * sum L^2 + linear * tokens + sample * samples + constant; and of the head, once
     lookup, update, ... of rows     seconds per byte or per key, and a constant per call
     dense optimizer                 seconds per parameter, and a constant
 
-A file speaks of the model shapes that were measured and of no others; lengths beyond the longest one measured are an extrapolation,
-and what is computed from them says so.
+A file speaks of the model shapes that were measured and of no others; lengths beyond the longest
+one measured are an extrapolation, and what is computed from them says so.
 """
 
 from __future__ import annotations
@@ -37,10 +38,15 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Dense ones: positions; per layer two norms, the projection to u, v, q, k and the one back."""
+        """Dense ones: positions; per layer two norms, the projection to u, v, q, k and the one
+        back."""
         if self.dense is not None:
             return self.dense
-        layer = 4 * self.width + (self.width * 4 * self.width + 4 * self.width) + (self.width * self.width + self.width)
+        layer = (
+            4 * self.width
+            + (self.width * 4 * self.width + 4 * self.width)
+            + (self.width * self.width + self.width)
+        )
         return (self.longest + 1) * self.width + self.layers * layer
 
     @property
@@ -59,7 +65,12 @@ class Curve:
 
     def __call__(self, load: Load) -> np.ndarray:
         """[ranks]; a rank without samples computes nothing."""
-        seconds = self.quadratic * load.squares + self.linear * load.tokens + self.sample * load.samples + self.constant
+        seconds = (
+            self.quadratic * load.squares
+            + self.linear * load.tokens
+            + self.sample * load.samples
+            + self.constant
+        )
         return np.where(load.samples > 0, seconds, 0.0)
 
 
@@ -74,12 +85,18 @@ class Load:
     @staticmethod
     def of(lengths: np.ndarray, rank_of: np.ndarray, ranks: int) -> Load:
         length = lengths.astype(np.float64)
-        return Load(*(np.bincount(rank_of, weights, ranks) for weights in (np.ones_like(length), length, length * length)))
+        return Load(
+            *(
+                np.bincount(rank_of, weights, ranks)
+                for weights in (np.ones_like(length), length, length * length)
+            )
+        )
 
 
 @dataclass(frozen=True)
 class RowWork:
-    """Seconds of what is done with ids and table rows. Bytes are those of the rows read or written, keys those compared."""
+    """Seconds of what is done with ids and table rows. Bytes are those of the rows read or written,
+    keys those compared."""
 
     deduplicate_per_key: float
     compare_per_key: float
@@ -112,9 +129,11 @@ class Calibration:
     rows: RowWork
     optimizer_per_parameter: float
     optimizer_constant: float
-    slowdown: Mapping[str, float]  # of compute while a transport communicates beside it: 1.16 is 16 % slower
+    # of compute while a transport communicates beside it: 1.16 is 16 % slower
+    slowdown: Mapping[str, float]
     every_step: float = 0.0  # seconds of the host between steps: data, launching, bookkeeping
-    jitter: float = 0.0  # standard deviation of a rank's forward, and of its backward, from the curve
+    # standard deviation of a rank's forward, and of its backward, from the curve
+    jitter: float = 0.0
 
     def shape(self, model: Model) -> Shape:
         wanted = (model.width, model.heads, model.precision)
@@ -123,7 +142,8 @@ class Calibration:
                 return shape
         known = "; ".join(f"width {s.width}, {s.heads} heads, {s.precision}" for s in self.shapes)
         raise ValueError(
-            f"calibration {self.name!r} is of another model: it has {known}, not width {model.width}, {model.heads} heads, "
+            f"calibration {self.name!r} is of another model: it has {known}, not width "
+            f"{model.width}, {model.heads} heads, "
             f"{model.precision}; measure yours with `freescale simulate calibrate`"
         )
 
@@ -134,7 +154,10 @@ class Calibration:
             said.append("the curve is that of the layers: no head stands behind them")
         measured, longest = self.shape(model).longest, int(lengths.max(initial=0))
         if longest > measured:
-            said.append(f"EXTRAPOLATED: histories of up to {longest:,} events, the curve was measured up to {measured:,}")
+            said.append(
+                f"EXTRAPOLATED: histories of up to {longest:,} events, the curve was "
+                f"measured up to {measured:,}"
+            )
         return said
 
 
@@ -146,18 +169,28 @@ def load_calibration(name: str | Path) -> Calibration:
     """One that is shipped, by its name, or a file."""
     path = CALIBRATIONS / f"{name}.json" if str(name) in calibrations() else Path(name)
     if not path.is_file():
-        raise ValueError(f"{name}: no such calibration; there is {', '.join(calibrations())}, or a file that `calibrate` made")
+        raise ValueError(
+            f"{name}: no such calibration; there is {', '.join(calibrations())}, or "
+            "a file that `calibrate` made"
+        )
     try:
         return of_json(json.loads(path.read_text(encoding="utf-8")))
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not a calibration ({type(error).__name__}: {error}); make one with `calibrate`") from error
+        raise ValueError(
+            f"{path}: not a calibration ({type(error).__name__}: {error}); make one "
+            "with `calibrate`"
+        ) from error
 
 
 def of_json(raw: Mapping[str, Any]) -> Calibration:
     shapes = tuple(
         Shape(
             *(one[name] for name in ("width", "heads", "precision", "longest")),
-            *(_positive(Curve(**one[way]), f"{way} of width {one['width']}") for way in WAYS if way in one),
+            *(
+                _positive(Curve(**one[way]), f"{way} of width {one['width']}")
+                for way in WAYS
+                if way in one
+            ),
         )
         for one in raw["shapes"]
     )

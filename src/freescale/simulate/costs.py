@@ -1,4 +1,5 @@
-"""Seconds and bytes of everything that a step does, from the calibration, the network and what the ranks ask for."""
+"""Seconds and bytes of everything that a step does, from the calibration, the network and what the
+ranks ask for."""
 
 from __future__ import annotations
 
@@ -13,11 +14,14 @@ from freescale.simulate.compute import Calibration, Load, Model
 from freescale.simulate.network import Network
 from freescale.simulate.workload import Demand, Rows
 
-_COUNTS = 22  # numbers that a rank tells before a step (pipeline/agreement.py), and three more for each sample with balancing
+# numbers that a rank tells before a step (pipeline/agreement.py), and three more for each sample
+# with balancing
+_COUNTS = 22
 _TOKEN_BYTES = 16  # of a sample that moves: id and target of each event
 _ID_BYTES = 4
 
-Message = tuple[np.ndarray, np.ndarray, np.ndarray]  # bytes sent, bytes received, seconds: each [ranks]
+# bytes sent, bytes received, seconds: each [ranks]
+Message = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -45,60 +49,98 @@ class Costs:
         jitter: float | None = None,
         items: int = 0,
     ) -> None:
-        """`samples` of a rank, on the mean; `items` of the table. `jitter` of a rank's compute; None: the calibration's."""
+        """`samples` of a rank, on the mean; `items` of the table. `jitter` of a rank's compute;
+        None: the calibration's."""
         network.check(world)
-        self.model, self.calibration, self.network, self.world, self.transport = model, calibration, network, world, transport
+        self.model = model
+        self.calibration = calibration
+        self.network = network
+        self.world = world
+        self.transport = transport
         self.shape = calibration.shape(model)
         self._samples, self._device = samples, torch.device(network.device)
-        self._jitter, self._random = calibration.jitter if jitter is None else jitter, np.random.default_rng(0)
+        self._jitter = calibration.jitter if jitter is None else jitter
+        self._random = np.random.default_rng(0)
         if transport not in calibration.slowdown:
             known = ", ".join(calibration.slowdown)
-            raise ValueError(f"calibration {calibration.name!r} has no slowdown of compute beside {transport!r}; it knows {known}")
+            raise ValueError(
+                f"calibration {calibration.name!r} has no slowdown of compute beside "
+                f"{transport!r}; it knows {known}"
+            )
         self.slowdown = calibration.slowdown[transport]
-        self.dense_slowdown = calibration.slowdown["collective"]  # what is summed goes over the process group
+        # what is summed goes over the process group
+        self.dense_slowdown = calibration.slowdown["collective"]
         self.every_step = calibration.every_step
-        self.optimizer = calibration.optimizer_per_parameter * model.parameters + calibration.optimizer_constant
+        self.optimizer = (
+            calibration.optimizer_per_parameter * model.parameters + calibration.optimizer_constant
+        )
         self._items = items
-        self.plan = 0.0  # planning runs on the host beside the device: what is measured of it is below 0.3 ms
+        # planning runs on the host beside the device: what is measured of it is below 0.3 ms
+        self.plan = 0.0
 
     # ---- a rank's own work, [ranks] seconds
 
     def forward(self, batch: Batch) -> np.ndarray:
         read = self.calibration.rows.read_per_byte * self.model.row_bytes * batch.load.tokens
-        return self._varied(self.model.layers * self.shape.forward(batch.load) + self.shape.head_forward(batch.load) + read)
+        return self._varied(
+            self.model.layers * self.shape.forward(batch.load)
+            + self.shape.head_forward(batch.load)
+            + read
+        )
 
     def backward(self, batch: Batch) -> np.ndarray:
-        read = self.calibration.rows.read_backward_per_byte * self.model.row_bytes * batch.load.tokens
-        return self._varied(self.model.layers * self.shape.backward(batch.load) + self.shape.head_backward(batch.load) + read)
+        read = (
+            self.calibration.rows.read_backward_per_byte * self.model.row_bytes * batch.load.tokens
+        )
+        return self._varied(
+            self.model.layers * self.shape.backward(batch.load)
+            + self.shape.head_backward(batch.load)
+            + read
+        )
 
     def _varied(self, seconds: np.ndarray) -> np.ndarray:
         if not self._jitter:
             return seconds
-        return seconds * np.maximum(1 + self._jitter * self._random.standard_normal(self.world), 0.0)
+        return seconds * np.maximum(
+            1 + self._jitter * self._random.standard_normal(self.world), 0.0
+        )
 
     def deduplicate(self, batch: Batch) -> np.ndarray:
-        return self.calibration.rows.deduplicate_per_key * batch.load.tokens + self.calibration.rows.constant
+        return (
+            self.calibration.rows.deduplicate_per_key * batch.load.tokens
+            + self.calibration.rows.constant
+        )
 
     def compare(self, now: Batch, coming: Batch) -> np.ndarray:
         keys = now.demand.whole.owed + coming.demand.whole.owed
         return self.calibration.rows.compare_per_key * keys + self.calibration.rows.constant
 
     def lookup(self, rows: Rows) -> np.ndarray:
-        return self.calibration.rows.lookup_per_byte * self.model.row_bytes * rows.owed + self.calibration.rows.constant
+        return (
+            self.calibration.rows.lookup_per_byte * self.model.row_bytes * rows.owed
+            + self.calibration.rows.constant
+        )
 
     def update(self, rows: Rows) -> np.ndarray:
-        return self.calibration.rows.update_per_byte * self.model.row_bytes * rows.owed + self.calibration.rows.constant
+        return (
+            self.calibration.rows.update_per_byte * self.model.row_bytes * rows.owed
+            + self.calibration.rows.constant
+        )
 
     def update_table(self, batch: Batch) -> np.ndarray:
         """Every rank updates all rows that any rank read: at most the whole table."""
         rows = min(float(batch.demand.whole.asked.sum()), float(self._items))
         return np.full(
-            self.world, self.calibration.rows.update_per_byte * self.model.row_bytes * rows + self.calibration.rows.constant
+            self.world,
+            self.calibration.rows.update_per_byte * self.model.row_bytes * rows
+            + self.calibration.rows.constant,
         )
 
     def pieces(self, batch: Batch) -> int:
         ranks = len(batch.demand.whole.asked)
-        return pieces_for(int(batch.demand.whole.asked.mean() * self.model.row_bytes), self._device, ranks)
+        return pieces_for(
+            int(batch.demand.whole.asked.mean() * self.model.row_bytes), self._device, ranks
+        )
 
     # ---- messages
 
@@ -106,7 +148,12 @@ class Costs:
         """The AllGather by which ranks agree on a step, on the host."""
         size = 8.0 * (_COUNTS + (3 * self._samples if balanced else 0))
         sent = np.full(self.world, size * (self.world - 1))
-        return "counts", sent, sent, np.full(self.world, self.network.all_gather(size, self.world, self._host))
+        return (
+            "counts",
+            sent,
+            sent,
+            np.full(self.world, self.network.all_gather(size, self.world, self._host)),
+        )
 
     def ids(self, batch: Batch) -> list[Message]:
         """Sizes, then ids: from the requesters to the owners."""
@@ -119,7 +166,9 @@ class Costs:
         return self._exchanged(sum(rows.owed for rows in both), sum(rows.asked for rows in both))  # type: ignore[arg-type]
 
     def rows(self, rows: Rows, pieces: int = 1) -> Message:
-        return self._exchanged(rows.owed * self.model.row_bytes, rows.asked * self.model.row_bytes, pieces)
+        return self._exchanged(
+            rows.owed * self.model.row_bytes, rows.asked * self.model.row_bytes, pieces
+        )
 
     def gradients(self, rows: Rows, pieces: int = 1) -> Message:
         return self._to_owners(rows, self.model.row_bytes, pieces)
@@ -129,7 +178,12 @@ class Costs:
         return self._exchanged(numbers, numbers, transport=self._host)
 
     def samples(self, batch: Batch) -> Message:
-        return self._exchanged(batch.moved_out * _TOKEN_BYTES, batch.moved_in * _TOKEN_BYTES, transport=self._host, own=False)
+        return self._exchanged(
+            batch.moved_out * _TOKEN_BYTES,
+            batch.moved_in * _TOKEN_BYTES,
+            transport=self._host,
+            own=False,
+        )
 
     def dense(self) -> list[Message]:
         """The losses, then the gradients in buckets: an AllReduce each."""
@@ -142,16 +196,23 @@ class Costs:
         return sent, sent, np.full(self.world, self.network.all_reduce(size, self.world))
 
     def table(self) -> Message:
-        """Gradients of a replicated table, and the marks of the rows that were read: one AllReduce."""
+        """Gradients of a replicated table, and the marks of the rows that were read: one
+        AllReduce."""
         return self._reduced(self._items * (self.model.row_bytes + 4.0))
 
     def _to_owners(self, rows: Rows, width: int, pieces: int = 1) -> Message:
         return self._exchanged(rows.asked * width, rows.owed * width, pieces)
 
     def _exchanged(
-        self, sent: np.ndarray, received: np.ndarray, pieces: int = 1, transport: str | None = None, own: bool = True
+        self,
+        sent: np.ndarray,
+        received: np.ndarray,
+        pieces: int = 1,
+        transport: str | None = None,
+        own: bool = True,
     ) -> Message:
-        """`own`: a part of it stays on the rank. Pieces follow each other closely: only what each peer costs comes again."""
+        """`own`: a part of it stays on the rank. Pieces follow each other closely: only what each
+        peer costs comes again."""
         share = 1.0 if own else self.world / max(1, self.world - 1)
         moved = self.network.exchange(sent * share, received * share)
         seconds = self.network.all_to_all(moved, transport or self.transport)
@@ -160,5 +221,6 @@ class Costs:
 
     @property
     def _host(self) -> str:
-        """What is on the host already crosses no PCIe; the slower path of the two is close enough for some kilobytes."""
+        """What is on the host already crosses no PCIe; the slower path of the two is close enough
+        for some kilobytes."""
         return "hostwire" if self._device.type == "cuda" else "collective"

@@ -1,10 +1,13 @@
-"""What a collective takes on a cluster: pure functions of the bytes that each rank sends and receives.
+"""What a collective takes on a cluster: pure functions of the bytes that each rank sends and
+receives.
 
-A rank has two ways out: to ranks of its node (`near`) and to other nodes by a network card (`far`). Both run at once; an exchange
-is over when the slower one is. Over hostwire everything crosses PCIe and the host's memory: near traffic is bound by PCIe, not
-by the GPUs' own links, far traffic by the slower of PCIe and the card.
+A rank has two ways out: to ranks of its node (`near`) and to other nodes by a network card (`far`).
+Both run at once; an exchange is over when the slower one is. Over hostwire everything crosses PCIe
+and the host's memory: near traffic is bound by PCIe, not by the GPUs' own links, far traffic by the
+slower of PCIe and the card.
 
-A network is a TOML file (networks/*.toml are the presets); every number of it says where it is from.
+A network is a TOML file (networks/*.toml are the presets); every number of it says where it is
+from.
 """
 
 from __future__ import annotations
@@ -64,8 +67,10 @@ class Network:
     far: Link  # one network card
     pcie: Link  # between a GPU and the host's memory
     per_peer_us: float = 0.0  # of an AllToAll, for every other rank
-    incast: float = 0.0  # share of a card's bandwidth that is lost when all other nodes send to it at once
-    queue_ms: float = 0.0  # what stands before the card in one queue: later messages wait for it whatever their class
+    # share of a card's bandwidth that is lost when all other nodes send to it at once
+    incast: float = 0.0
+    # what stands before the card in one queue: later messages wait for it whatever their class
+    queue_ms: float = 0.0
     about: str = ""
     calibration: str = "h200"  # compute curve of its ranks, unless another is named
     device: str = "cuda"  # of its ranks
@@ -74,18 +79,32 @@ class Network:
         for name in ("gpus_per_node", "cards_per_node"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"network {self.name!r}: {name} is {value!r}; it must be a whole number, 1 or more")
+                raise ValueError(
+                    f"network {self.name!r}: {name} is {value!r}; it must be a whole "
+                    "number, 1 or more"
+                )
         for way in ("near", "far", "pcie"):
             link: Link = getattr(self, way)
             if not (math.isfinite(link.gb_per_s) and link.gb_per_s > 0):
-                raise ValueError(f"network {self.name!r}: {way}.gb_per_s is {link.gb_per_s}; a link needs a bandwidth above 0")
+                raise ValueError(
+                    f"network {self.name!r}: {way}.gb_per_s is {link.gb_per_s}; a "
+                    "link needs a bandwidth above 0"
+                )
             if not (math.isfinite(link.latency_us) and link.latency_us >= 0):
-                raise ValueError(f"network {self.name!r}: {way}.latency_us is {link.latency_us}; it must be 0 or more")
+                raise ValueError(
+                    f"network {self.name!r}: {way}.latency_us is {link.latency_us}; "
+                    "it must be 0 or more"
+                )
         if not 0 <= self.incast < 1:
-            raise ValueError(f"network {self.name!r}: incast is {self.incast}; it is a share of bandwidth, from 0 to below 1")
+            raise ValueError(
+                f"network {self.name!r}: incast is {self.incast}; it is a share of "
+                "bandwidth, from 0 to below 1"
+            )
         for name in ("per_peer_us", "queue_ms"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"network {self.name!r}: {name} is {getattr(self, name)}; it must be 0 or more")
+                raise ValueError(
+                    f"network {self.name!r}: {name} is {getattr(self, name)}; it must be 0 or more"
+                )
 
     # ---- shape
 
@@ -94,7 +113,8 @@ class Network:
             raise ValueError(f"{ranks} GPUs: there must be at least one")
         if ranks > self.gpus_per_node and ranks % self.gpus_per_node:
             raise ValueError(
-                f"{ranks} GPUs do not fill nodes of {self.gpus_per_node} ({self.name}); give a multiple, or fewer than one node"
+                f"{ranks} GPUs do not fill nodes of {self.gpus_per_node} ({self.name}); give a "
+                "multiple, or fewer than one node"
             )
 
     def node_size(self, ranks: int) -> int:
@@ -108,8 +128,8 @@ class Network:
         return np.arange(ranks) // self.gpus_per_node
 
     def exchange(self, sent: np.ndarray, received: np.ndarray) -> Exchange:
-        """sent and received [ranks]: bytes of each rank, its own part included, spread evenly over all ranks (as rows are:
-        a table's layout scatters them)."""
+        """sent and received [ranks]: bytes of each rank, its own part included, spread evenly over
+        all ranks (as rows are: a table's layout scatters them)."""
         ranks, node = len(sent), self.node_size(len(sent))
         near, far = (node - 1) / ranks, (ranks - node) / ranks
         return Exchange(sent * near, sent * far, received * near, received * far)
@@ -134,7 +154,8 @@ class Network:
         return seconds + latency + filling + self.per_peer_us * 1e-6 * (ranks - 1)
 
     def all_gather(self, size: float, ranks: int, transport: str = "collective") -> float:
-        """Seconds; `size` bytes from each rank. A ring in which the cards of a node share what comes from outside."""
+        """Seconds; `size` bytes from each rank. A ring in which the cards of a node share what
+        comes from outside."""
         near, far = self._ways(transport)
         node, nodes = self.node_size(ranks), self.nodes(ranks)
         if ranks == 1:
@@ -142,11 +163,17 @@ class Network:
         seconds = float(near.seconds(size * (ranks - 1))) if node > 1 else 0.0
         if nodes > 1:
             seconds = max(seconds, float(far.seconds(size * (ranks - node) / node)))
-        return seconds + (node - 1) * near.latency + (nodes - 1) * far.latency + float(self._filling(size, transport))
+        return (
+            seconds
+            + (node - 1) * near.latency
+            + (nodes - 1) * far.latency
+            + float(self._filling(size, transport))
+        )
 
     def all_reduce(self, size: float, ranks: int) -> float:
-        """Seconds; `size` bytes on each rank. Reduced and gathered inside the node, and between nodes by each GPU for its part of
-        the buffer: a ring for the bytes, a tree for the latency. Adds numbers, so it never goes over hostwire."""
+        """Seconds; `size` bytes on each rank. Reduced and gathered inside the node, and between
+        nodes by each GPU for its part of the buffer: a ring for the bytes, a tree for the latency.
+        Adds numbers, so it never goes over hostwire."""
         near, far = self._ways("collective")
         node, nodes = self.node_size(ranks), self.nodes(ranks)
         if ranks == 1:
@@ -154,21 +181,31 @@ class Network:
         seconds = float(near.seconds(2 * size * (node - 1) / node))
         if nodes > 1:
             seconds = max(seconds, float(far.seconds(2 * size / node * (nodes - 1) / nodes)))
-        return seconds + 2 * (node - 1) * near.latency + 2 * math.ceil(math.log2(nodes)) * far.latency
+        return (
+            seconds + 2 * (node - 1) * near.latency + 2 * math.ceil(math.log2(nodes)) * far.latency
+        )
 
     def _filling(self, size: np.ndarray | float, transport: str) -> Any:
-        """Seconds until hostwire's line is full: the first chunk on its way to the host, the last one on its way back."""
-        return 2 * self.pcie.seconds(np.minimum(size, _CHUNK)) if transport == "hostwire" else np.zeros_like(size, dtype=float)
+        """Seconds until hostwire's line is full: the first chunk on its way to the host, the last
+        one on its way back."""
+        return (
+            2 * self.pcie.seconds(np.minimum(size, _CHUNK))
+            if transport == "hostwire"
+            else np.zeros_like(size, dtype=float)
+        )
 
     def _ways(self, transport: str) -> tuple[Link, Link]:
-        """(near, far) of a transport, for one GPU. All GPUs of a node send at once: each has its share of the cards."""
+        """(near, far) of a transport, for one GPU. All GPUs of a node send at once: each has its
+        share of the cards."""
         share = self.far.gb_per_s * self.cards_per_node / self.gpus_per_node
         far = Link(min(share, self.far.gb_per_s), self.far.latency_us)
         if transport == "collective":
             return self.near, far
         if transport != "hostwire":
             raise ValueError(f"transport {transport!r} is not one of {', '.join(TRANSPORTS)}")
-        through = Link(min(far.gb_per_s, self.pcie.gb_per_s), far.latency_us + 2 * self.pcie.latency_us)
+        through = Link(
+            min(far.gb_per_s, self.pcie.gb_per_s), far.latency_us + 2 * self.pcie.latency_us
+        )
         inside = Link(self.pcie.gb_per_s, 2 * self.pcie.latency_us)
         return inside, through
 
@@ -179,14 +216,19 @@ def presets() -> list[str]:
 
 def preset(name: str) -> Network:
     if name not in presets():
-        raise ValueError(f"unknown preset {name!r}; there is {', '.join(presets())}, or a TOML file of your own (--network)")
+        raise ValueError(
+            f"unknown preset {name!r}; there is {', '.join(presets())}, or a TOML "
+            "file of your own (--network)"
+        )
     return load(PRESETS / f"{name}.toml")
 
 
 def load(path: str | Path) -> Network:
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; give a TOML file like those of freescale/simulate/networks")
+        raise ValueError(
+            f"{path}: no such file; give a TOML file like those of freescale/simulate/networks"
+        )
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
@@ -196,10 +238,17 @@ def load(path: str | Path) -> Network:
     unknown = set(raw) - known
     missing = {"gpus_per_node", "cards_per_node", "near", "far", "pcie"} - set(raw)
     if unknown or missing:
-        wrong = [f"unknown {name!r}" for name in sorted(unknown)] + [f"{name!r} is missing" for name in sorted(missing)]
+        wrong = [f"unknown {name!r}" for name in sorted(unknown)] + [
+            f"{name!r} is missing" for name in sorted(missing)
+        ]
         raise ValueError(f"{path}: {', '.join(wrong)}; a network has {', '.join(sorted(known))}")
     try:
-        links = {way: Link(**{name: float(value) for name, value in raw.pop(way).items()}) for way in ("near", "far", "pcie")}
+        links = {
+            way: Link(**{name: float(value) for name, value in raw.pop(way).items()})
+            for way in ("near", "far", "pcie")
+        }
         return Network(**{"name": path.stem, **raw, **links})
     except (AttributeError, TypeError) as error:
-        raise ValueError(f"{path}: near, far and pcie are tables with gb_per_s and latency_us ({error})") from error
+        raise ValueError(
+            f"{path}: near, far and pcie are tables with gb_per_s and latency_us ({error})"
+        ) from error

@@ -1,4 +1,5 @@
-"""Simulated steps in the ledger's own form: `merge_step` and `Summary` make the figures, `trace` the picture, as of a real run."""
+"""Simulated steps in the ledger's own form: `merge_step` and `Summary` make the figures, `trace`
+the picture, as of a real run."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from freescale.ledger.summary import Summary, merge_step
 from freescale.ledger.trace import header, step_events, write_trace
 from freescale.simulate.ranks import Step
 
-WARMUP = 2  # steps that fetch everything, or compare with none: counted, not averaged (as in a measured run)
+# steps that fetch everything, or compare with none: counted, not averaged (as in a measured run)
+WARMUP = 2
 TRACED = 16  # ranks in the trace, at most
 
 
@@ -22,7 +24,12 @@ def records(step: Step) -> list[dict[str, Any]]:
     begin, end = _ns(step.begin), _ns(step.end)
     spans = [(name, _ns(a), _ns(b)) for name, a, b in step.spans]
     meetings = [
-        (m.kind, m.path, np.rint(m.sent).astype(np.int64).tolist(), np.rint(m.received).astype(np.int64).tolist())
+        (
+            m.kind,
+            m.path,
+            np.rint(m.sent).astype(np.int64).tolist(),
+            np.rint(m.received).astype(np.int64).tolist(),
+        )
         + (_ns(m.issued), _ns(m.waited), _ns(m.done))
         for m in step.meetings
     ]
@@ -39,7 +46,9 @@ def records(step: Step) -> list[dict[str, Any]]:
                 "begin": begin[rank],
                 "end": end[rank],
                 "spans": [[name, a[rank], b[rank]] for name, a, b in spans],
-                "collectives": [[kind, *(values[rank] for values in rest)] for kind, _, *rest in meetings],
+                "collectives": [
+                    [kind, *(values[rank] for values in rest)] for kind, _, *rest in meetings
+                ],
                 "paths": paths,
                 "counters": {name: values[rank] for name, values in counters.items()},
             }
@@ -52,7 +61,8 @@ def _ns(seconds: np.ndarray) -> list[int]:
 
 
 def collected(steps: Iterable[Step], gpus: int, folder: Path | None = None) -> dict[str, Any]:
-    """Figures of a run. With a folder, also `ledger.jsonl`, `ledger.json` and `trace.json.gz` there (of the first TRACED ranks)."""
+    """Figures of a run. With a folder, also `ledger.jsonl`, `ledger.json` and `trace.json.gz` there
+    (of the first TRACED ranks)."""
     summary = Summary(gpus, WARMUP)
     lines: list[str] = []
     events: list[dict] = []

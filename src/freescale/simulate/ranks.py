@@ -1,7 +1,9 @@
-"""The ranks of a run in simulated time: every value is a vector over the ranks, every collective a meeting of all of them.
+"""The ranks of a run in simulated time: every value is a vector over the ranks, every collective a
+meeting of all of them.
 
-Each rank has a main thread that computes, lanes that communicate beside it (`ahead`, `urgent`, `coming`; see pipeline/staged.py)
-and one way to the network. A collective begins when its last rank has arrived. What is recorded is what the ledger records.
+Each rank has a main thread that computes, lanes that communicate beside it (`ahead`, `urgent`,
+`coming`; see pipeline/staged.py) and one way to the network. A collective begins when its last rank
+has arrived. What is recorded is what the ledger records.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Beside:
-    """Something of a lane that slows the compute beside it down to `speed`: 0 stops it, 1 does not touch it."""
+    """Something of a lane that slows the compute beside it down to `speed`: 0 stops it, 1 does not
+    touch it."""
 
     begin: Times
     end: Times
@@ -51,14 +54,18 @@ class Beside:
 
 class Ranks:
     def __init__(self, ranks: int, queue: float = 0.0) -> None:
-        """`queue`: seconds of traffic that stand before a card in one queue (network.Network.queue_ms)."""
+        """`queue`: seconds of traffic that stand before a card in one queue
+        (network.Network.queue_ms)."""
         self.ranks, self.queue = ranks, queue
-        self.now: dict[str, Times] = {lane: np.zeros(ranks) for lane in (MAIN, AHEAD, URGENT, COMING)}
+        self.now: dict[str, Times] = {
+            lane: np.zeros(ranks) for lane in (MAIN, AHEAD, URGENT, COMING)
+        }
         self.step = Step(0, np.zeros(ranks), np.zeros(ranks))
         self._wire = np.zeros(ranks)  # busy until then with what is urgent or blocks
         self._beside: list[Beside] = []  # what the lanes do in this step
         self._bulk: list[tuple[Times, Times]] = []  # transfers of the lane `ahead` in this step
-        self._taken: dict[str, list[Meeting]] = {lane: [] for lane in (AHEAD, URGENT, COMING)}  # until the main thread waits for it
+        # until the main thread waits for it
+        self._taken: dict[str, list[Meeting]] = {lane: [] for lane in (AHEAD, URGENT, COMING)}
 
     # ---- steps
 
@@ -77,14 +84,18 @@ class Ranks:
 
     # ---- verbs
 
-    def work(self, name: str, seconds: np.ndarray | float, lane: str = MAIN, part: float = 1.0) -> None:
-        """Work of a lane. On a side lane it takes the device from the compute; `part` of it is not hidden behind the lane's own
-        transfers (pieces are sent while others are worked on)."""
+    def work(
+        self, name: str, seconds: np.ndarray | float, lane: str = MAIN, part: float = 1.0
+    ) -> None:
+        """Work of a lane. On a side lane it takes the device from the compute; `part` of it is not
+        hidden behind the lane's own transfers (pieces are sent while others are worked on)."""
         begin = self.now[lane]
         self.now[lane] = begin + part * np.asarray(seconds)
         if lane != MAIN:
             self._add(Beside(begin, begin + np.asarray(seconds), 0.0))
-        self.step.spans.append((name if lane == MAIN else f"{lane}/{name}", begin, begin + np.asarray(seconds)))
+        self.step.spans.append(
+            (name if lane == MAIN else f"{lane}/{name}", begin, begin + np.asarray(seconds))
+        )
 
     def compute(self, name: str, seconds: np.ndarray) -> None:
         """Forward or backward on the main thread, slowed down by what the lanes do meanwhile."""
@@ -104,7 +115,8 @@ class Ranks:
         slowdown: float = 1.0,
         overtakes: bool = False,
     ) -> Meeting:
-        """A collective that its lane waits for. `slowdown`: of compute beside it; `overtakes`: goes before bulk traffic."""
+        """A collective that its lane waits for. `slowdown`: of compute beside it; `overtakes`: goes
+        before bulk traffic."""
         issued = self.now[lane]
         begin = np.full(self.ranks, issued.max())
         cost = np.broadcast_to(np.asarray(seconds, np.float64), begin.shape)
@@ -119,8 +131,17 @@ class Ranks:
                 self._add(Beside(begin, done, 1 / slowdown))
         return meeting
 
-    def tell(self, kind: str, path: str, sent: np.ndarray, received: np.ndarray, seconds: np.ndarray | float, lane: str) -> None:
-        """A collective of the host that its lane waits for: so small that the network does not feel it."""
+    def tell(
+        self,
+        kind: str,
+        path: str,
+        sent: np.ndarray,
+        received: np.ndarray,
+        seconds: np.ndarray | float,
+        lane: str,
+    ) -> None:
+        """A collective of the host that its lane waits for: so small that the network does not feel
+        it."""
         issued = self.now[lane]
         done = np.full(self.ranks, issued.max()) + np.asarray(seconds)
         self._taken[lane].append(Meeting(kind, path, sent, received, issued, issued, done))
@@ -130,7 +151,14 @@ class Ranks:
         self._beside.append(beside)
         self._beside.sort(key=lambda one: float(one.begin.mean()))
 
-    def issue(self, kind: str, path: str, sent: np.ndarray, received: np.ndarray, seconds: np.ndarray | float) -> Meeting:
+    def issue(
+        self,
+        kind: str,
+        path: str,
+        sent: np.ndarray,
+        received: np.ndarray,
+        seconds: np.ndarray | float,
+    ) -> Meeting:
         """A collective of the main thread that nobody waits for yet."""
         issued = self.now[MAIN]
         done = np.full(self.ranks, issued.max()) + np.asarray(seconds)
@@ -147,7 +175,8 @@ class Ranks:
         after: Meeting | None,
         slowdown: float,
     ) -> Meeting:
-        """The same over the network, once `after` is over; the compute that it overlaps is slowed down."""
+        """The same over the network, once `after` is over; the compute that it overlaps is slowed
+        down."""
         issued = self.now[MAIN]
         begin = np.full(self.ranks, issued.max())
         if after is not None:
@@ -167,7 +196,8 @@ class Ranks:
         self.step.meetings.append(meeting)
 
     def arrive(self, span: str = "arrive", lanes: Sequence[str] = (AHEAD, URGENT)) -> None:
-        """The main thread waits for what the lanes did; of each of their collectives, the part in this wait stopped it."""
+        """The main thread waits for what the lanes did; of each of their collectives, the part in
+        this wait stopped it."""
         begin = self.now[MAIN]
         end = np.maximum.reduce([begin, *(self.now[lane] for lane in lanes)])
         for lane in lanes:
@@ -182,13 +212,16 @@ class Ranks:
     # ---- the network
 
     def _transmit(self, begin: Times, cost: np.ndarray, lane: str, overtakes: bool) -> Times:
-        """When it has arrived. Two that use the network at once have half of it each, unless one overtakes; what already stands in
-        the card's queue is not overtaken by anything."""
+        """When it has arrived. Two that use the network at once have half of it each, unless one
+        overtakes; what already stands in the card's queue is not overtaken by anything."""
         if lane == AHEAD:
             self._bulk.append((begin, begin + cost))
             return begin + cost
         left = np.maximum(self._wire - begin, 0.0)
-        bulk = sum((np.maximum(end - np.maximum(start, begin), 0.0) for start, end in self._bulk), np.zeros(self.ranks))
+        bulk = sum(
+            (np.maximum(end - np.maximum(start, begin), 0.0) for start, end in self._bulk),
+            np.zeros(self.ranks),
+        )
         if not overtakes:
             left = left + bulk
         queued = np.minimum(left, self.queue)
@@ -202,7 +235,8 @@ class Ranks:
 
 
 def slowed(begin: Times, seconds: np.ndarray, beside: list[Beside]) -> Times:
-    """When `seconds` of compute are done that begin at `begin`, at the speed that what is beside it leaves."""
+    """When `seconds` of compute are done that begin at `begin`, at the speed that what is beside it
+    leaves."""
     now, left = begin.astype(np.float64), np.asarray(seconds, np.float64).copy()
     for one in beside:  # in the order in which they begin; where two overlap, the first one counts
         before = np.minimum(left, np.maximum(one.begin - now, 0.0))

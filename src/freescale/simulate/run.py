@@ -1,4 +1,5 @@
-"""`freescale simulate`: configurations side by side, and what each technique and each part of the machine would give."""
+"""`freescale simulate`: configurations side by side, and what each technique and each part of the
+machine would give."""
 
 from __future__ import annotations
 
@@ -67,7 +68,11 @@ def source_of(config: SimulateConfig, gpus: int) -> Source:
         histories = prepare(config.data, Path(config.cache) if config.cache else cache_folder())
         return Recorded(histories, samples, cap=config.cap, seed=config.seed)
     shape = {"median": config.median, "sigma": config.sigma, "cap": config.cap}
-    ids = {"items": config.items, "popularity": config.popularity, "collisions": None if config.natural else config.collisions}
+    ids = {
+        "items": config.items,
+        "popularity": config.popularity,
+        "collisions": None if config.natural else config.collisions,
+    }
     return Generated(samples, **shape, **ids, seed=config.seed)  # type: ignore[arg-type]
 
 
@@ -82,7 +87,10 @@ def arms(config: SimulateConfig) -> list[tuple[str, Setting]]:
     if config.schedule is not None:
         return [("as asked", balanced(config.schedule, config.transport))]
     return [
-        ("plain TorchRec: ids not deduplicated", Setting("metadata", placement="sharded", deduplicate=False)),
+        (
+            "plain TorchRec: ids not deduplicated",
+            Setting("metadata", placement="sharded", deduplicate=False),
+        ),
         ("none", plain),
         ("metadata overlap", replace(plain, schedule="metadata")),
         ("balancing", balanced("serial", "collective")),
@@ -111,28 +119,53 @@ class Plans:
         return self._planned[balance]
 
     def outcome(
-        self, label: str, setting: Setting, *, network: Network | None = None, steps: int | None = None, folder: Path | None = None
+        self,
+        label: str,
+        setting: Setting,
+        *,
+        network: Network | None = None,
+        steps: int | None = None,
+        folder: Path | None = None,
     ) -> Outcome:
         """One configuration, on another network or over fewer steps if asked."""
         begin = time.perf_counter()
         cluster = self.cluster if network is None else replace(self.cluster, network=network)
         count = steps or self.steps
         planned = () if setting.adapt else self._plan(setting.balance)[:count]
-        figures = collected(simulate(setting, cluster, self.source, count, planned), cluster.gpus, folder)
+        figures = collected(
+            simulate(setting, cluster, self.source, count, planned), cluster.gpus, folder
+        )
         return Outcome(label, setting, cluster.gpus, figures, time.perf_counter() - begin)
 
 
 def better(network: Network) -> dict[str, Network]:
     """The same with twice of one thing."""
-    faster = {way: replace(getattr(network, way), gb_per_s=2 * getattr(network, way).gb_per_s) for way in ("near", "far", "pcie")}
-    half = {way: replace(getattr(network, way), latency_us=getattr(network, way).latency_us / 2) for way in faster}
-    names = {"near": "links inside a node twice as fast", "far": "network cards twice as fast", "pcie": "PCIe twice as fast"}
+    faster = {
+        way: replace(getattr(network, way), gb_per_s=2 * getattr(network, way).gb_per_s)
+        for way in ("near", "far", "pcie")
+    }
+    half = {
+        way: replace(getattr(network, way), latency_us=getattr(network, way).latency_us / 2)
+        for way in faster
+    }
+    names = {
+        "near": "links inside a node twice as fast",
+        "far": "network cards twice as fast",
+        "pcie": "PCIe twice as fast",
+    }
     changed = {names[way]: replace(network, **{way: link}) for way, link in faster.items()}
-    return changed | {"latency and cost per peer halved": replace(network, **half, per_peer_us=network.per_peer_us / 2)}
+    return changed | {
+        "latency and cost per peer halved": replace(
+            network, **half, per_peer_us=network.per_peer_us / 2
+        )
+    }
 
 
-def run(config: SimulateConfig, gpus: Sequence[int], seen: Callable[[Outcome], None] = lambda one: None) -> dict[str, Any]:
-    """Everything that the command prints, as plain data; with --out also as files, a folder for each configuration."""
+def run(
+    config: SimulateConfig, gpus: Sequence[int], seen: Callable[[Outcome], None] = lambda one: None
+) -> dict[str, Any]:
+    """Everything that the command prints, as plain data; with --out also as files, a folder for
+    each configuration."""
     out = Path(config.out) if config.out else None
     rows: list[dict[str, Any]] = []
     changes: list[dict[str, Any]] = []
@@ -153,14 +186,22 @@ def run(config: SimulateConfig, gpus: Sequence[int], seen: Callable[[Outcome], N
         if isinstance(source, Recorded):
             notes.append(source.error_note(count))
         changes += _changes(config, plans, found)
-    data = {"config": asdict(config), "notes": list(dict.fromkeys(notes)), "rows": rows, "changes": changes}
+    data = {
+        "config": asdict(config),
+        "notes": list(dict.fromkeys(notes)),
+        "rows": rows,
+        "changes": changes,
+    }
     if out is not None:
         (out / "simulate.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return data
 
 
-def _changes(config: SimulateConfig, plans: Plans, found: dict[str, Outcome]) -> list[dict[str, Any]]:
-    """How much shorter a sample's time gets if one part of the machine were better, or the batch larger."""
+def _changes(
+    config: SimulateConfig, plans: Plans, found: dict[str, Outcome]
+) -> list[dict[str, Any]]:
+    """How much shorter a sample's time gets if one part of the machine were better, or the batch
+    larger."""
     steps = min(config.steps, 5)
     asked = {label: found[label].setting for label in ("none", "all", "as asked") if label in found}
     made = []
@@ -171,7 +212,11 @@ def _changes(config: SimulateConfig, plans: Plans, found: dict[str, Outcome]) ->
     for label, setting in asked.items():
         base = plans.outcome(label, setting, steps=steps)
         for what, network in better(plans.cluster.network).items():
-            made.append(_change(label, what, base, plans.outcome(label, setting, network=network, steps=steps)))
+            made.append(
+                _change(
+                    label, what, base, plans.outcome(label, setting, network=network, steps=steps)
+                )
+            )
         if twice is not None:
             made.append(_change(label, "twice the batch", base, twice.outcome(label, setting)))
     return made
@@ -179,4 +224,9 @@ def _changes(config: SimulateConfig, plans: Plans, found: dict[str, Outcome]) ->
 
 def _change(label: str, what: str, base: Outcome, changed: Outcome) -> dict[str, Any]:
     gain = 100 * (changed.figures["samples_per_second"] / base.figures["samples_per_second"] - 1)
-    return {"gpus": base.gpus, "arm": label, "change": what, "more_samples_per_second_percent": gain}
+    return {
+        "gpus": base.gpus,
+        "arm": label,
+        "change": what,
+        "more_samples_per_second_percent": gain,
+    }

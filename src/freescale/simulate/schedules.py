@@ -1,5 +1,6 @@
-"""The schedules, each as its figure reads: top to bottom in the order in which things happen. The originals are
-pipeline/serial.py and pipeline/staged.py; the names of spans and the kinds of collectives are theirs.
+"""The schedules, each as its figure reads: top to bottom in the order in which things happen. The
+originals are pipeline/serial.py and pipeline/staged.py; the names of spans and the kinds of
+collectives are theirs.
 
     serial     counts -> ids -> rows -> forward, backward -> gradients, update -> dense -> optimizer            nothing overlaps
     metadata   the same, but the ids of batch i+1 are exchanged while batch i computes (TorchRec's SparseDist), and the dense
@@ -7,11 +8,12 @@ pipeline/serial.py and pipeline/staged.py; the names of spans and the kinds of c
     stale      everything of batch i+1 is fetched while batch i computes: rows that both read are a step old (a control)
     staged     the same, except for the rows that both read, which come after i's update: nothing is stale
 
-A table that the rule of embedding/placement.py replicates has no ids or rows to exchange, whatever the schedule: one AllReduce
-of the whole table after backward.
+A table that the rule of embedding/placement.py replicates has no ids or rows to exchange, whatever
+the schedule: one AllReduce of the whole table after backward.
 
-With balancing, the samples of the batch after change ranks in three stages (balance/shuffle.py): at three junctures of a step, in
-`stale` and `staged` in the lane `coming`, where the ranks agree on a batch too.
+With balancing, the samples of the batch after change ranks in three stages (balance/shuffle.py): at
+three junctures of a step, in `stale` and `staged` in the lane `coming`, where the ranks agree on a
+batch too.
 """
 
 from __future__ import annotations
@@ -27,15 +29,27 @@ SCHEDULES = ("serial", "metadata", "stale", "staged")
 
 
 class Pipeline:
-    """One step at a time: `run(last, now, coming)` are the batches before, of, and after the step; None where there is none."""
+    """One step at a time: `run(last, now, coming)` are the batches before, of, and after the step;
+    None where there is none."""
 
-    def __init__(self, ranks: Ranks, costs: Costs, schedule: str, balanced: bool, replicated: bool = False) -> None:
+    def __init__(
+        self, ranks: Ranks, costs: Costs, schedule: str, balanced: bool, replicated: bool = False
+    ) -> None:
         self.ranks, self.costs, self.balanced = ranks, costs, balanced and costs.world > 1
-        self._samples: Meeting | None = None  # balancing's third stage, of the next batch to complete
-        self._overlaps = schedule != "serial" and not replicated  # the dense gradients leave during the backward
+        # balancing's third stage, of the next batch to complete
+        self._samples: Meeting | None = None
+        # the dense gradients leave during the backward
+        self._overlaps = schedule != "serial" and not replicated
         self._dense: list[Meeting] = []
-        named = {"serial": self._serial, "metadata": self._metadata, "stale": self._staged, "staged": self._staged}
-        self._run: Callable[[Batch | None, Batch, Batch | None], None] = self._replicated if replicated else named[schedule]
+        named = {
+            "serial": self._serial,
+            "metadata": self._metadata,
+            "stale": self._staged,
+            "staged": self._staged,
+        }
+        self._run: Callable[[Batch | None, Batch, Batch | None], None] = (
+            self._replicated if replicated else named[schedule]
+        )
 
     def run(self, number: int, last: Batch | None, now: Batch, coming: Batch | None) -> Step:
         self.ranks.begin_step(number)
@@ -113,7 +127,8 @@ class Pipeline:
     # ---- verbs
 
     def _complete(self, batch: Batch) -> None:
-        """The batch is there: ranks have agreed on it and, with balancing, its samples have come."""
+        """The batch is there: ranks have agreed on it and, with balancing, its samples have
+        come."""
         self.ranks.work("data", self.costs.every_step)
         if self.balanced and self._samples is not None:
             self.ranks.wait(self._samples)
@@ -183,7 +198,9 @@ class Pipeline:
         if self.balanced:
             ranks.wait(sizes)
             # These are the samples of the batch after: as many, on the mean.
-            self._samples = ranks.issue("samples", "host", *costs.samples(coming if coming is not None else batch))
+            self._samples = ranks.issue(
+                "samples", "host", *costs.samples(coming if coming is not None else batch)
+            )
 
     def _backward(self, batch: Batch) -> None:
         """In as many equal parts as there are buckets; each leaves when its part is done."""
@@ -197,7 +214,11 @@ class Pipeline:
                 ranks.compute("backward", costs.backward(batch) / (len(messages) - 1))
             after = self._dense[-1] if self._dense else None
             slowdown = costs.dense_slowdown
-            self._dense.append(ranks.send("dense", "collective", sent, received, seconds, after=after, slowdown=slowdown))
+            self._dense.append(
+                ranks.send(
+                    "dense", "collective", sent, received, seconds, after=after, slowdown=slowdown
+                )
+            )
 
     def _update_dense(self) -> None:
         for meeting in self._dense:
@@ -211,5 +232,17 @@ class Pipeline:
     def _meet(self, kind: str, message: Message, lane: str) -> None:
         """An AllToAll over the transport; beside compute it slows that down."""
         costs, (sent, received, seconds) = self.costs, message
-        slowdown, overtakes = costs.slowdown if lane != MAIN else 1.0, lane == URGENT and costs.transport == "hostwire"
-        self.ranks.meet(kind, costs.transport, sent, received, seconds, lane, slowdown=slowdown, overtakes=overtakes)
+        slowdown, overtakes = (
+            costs.slowdown if lane != MAIN else 1.0,
+            lane == URGENT and costs.transport == "hostwire",
+        )
+        self.ranks.meet(
+            kind,
+            costs.transport,
+            sent,
+            received,
+            seconds,
+            lane,
+            slowdown=slowdown,
+            overtakes=overtakes,
+        )

@@ -46,13 +46,29 @@ def show(config: SimulateConfig, gpus: Sequence[int]) -> None:
 
 def _techniques(outcomes: Sequence[Outcome]) -> Table:
     table = Table(title=f"what each technique would give on {outcomes[0].gpus:,} GPUs")
-    for column in ("technique", "step ms", "straggler %", "exposed %", "exposed ms", "samples/s", "speed-up"):
+    for column in (
+        "technique",
+        "step ms",
+        "straggler %",
+        "exposed %",
+        "exposed ms",
+        "samples/s",
+        "speed-up",
+    ):
         table.add_column(column, justify="left" if column == "technique" else "right")
     base = next((one for one in outcomes if one.label == "none"), outcomes[0])
     for one in outcomes:
         faster = one.figures["samples_per_second"] / base.figures["samples_per_second"]
-        values = (one.figures["step_ms"]["mean"], one.figures["straggler_percent"], one.figures["exposed_percent"], one.exposed_ms)
-        shown = [f"{value:,.2f}" for value in values] + [f"{one.figures['samples_per_second']:,.0f}", f"{faster:.3f}"]
+        values = (
+            one.figures["step_ms"]["mean"],
+            one.figures["straggler_percent"],
+            one.figures["exposed_percent"],
+            one.exposed_ms,
+        )
+        shown = [f"{value:,.2f}" for value in values] + [
+            f"{one.figures['samples_per_second']:,.0f}",
+            f"{faster:.3f}",
+        ]
         table.add_row(one.label, *shown)
     return table
 
@@ -65,7 +81,11 @@ def _machine(changes: Sequence[dict[str, Any]]) -> Table:
     for arm in arms:
         table.add_column(f"with {arm}", justify="right")
     for what in dict.fromkeys(row["change"] for row in changes):
-        gains = {row["arm"]: row["more_samples_per_second_percent"] for row in changes if row["change"] == what}
+        gains = {
+            row["arm"]: row["more_samples_per_second_percent"]
+            for row in changes
+            if row["change"] == what
+        }
         table.add_row(what, *(f"{gains[arm]:+.2f} %" if arm in gains else "" for arm in arms))
     return table
 
@@ -78,7 +98,12 @@ def _over_gpus(outcomes: Sequence[Outcome]) -> Table:
         table.add_column(f"{count:,}", justify="right")
     for label in dict.fromkeys(one.label for one in outcomes):
         found = {one.gpus: one.figures for one in outcomes if one.label == label}
-        cells = [f"{found[c]['straggler_percent']:.1f} / {found[c]['exposed_percent']:.1f}" if c in found else "" for c in counts]
+        cells = [
+            f"{found[c]['straggler_percent']:.1f} / {found[c]['exposed_percent']:.1f}"
+            if c in found
+            else ""
+            for c in counts
+        ]
         table.add_row(label, *cells)
     return table
 
@@ -86,12 +111,24 @@ def _over_gpus(outcomes: Sequence[Outcome]) -> Table:
 def calibrated(device: str, out: Path, shapes: Sequence[str], repetitions: int) -> None:
     """Measures and writes the file."""
     pairs = [_shape(text) for text in shapes]
-    data = calibrate(device, out.stem, shapes=pairs, repetitions=repetitions, seen=lambda line: print(line, flush=True))
+    data = calibrate(
+        device,
+        out.stem,
+        shapes=pairs,
+        repetitions=repetitions,
+        seen=lambda line: print(line, flush=True),
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     for shape in data["shapes"]:
-        errors = [f"{way} {shape[f'{way}_error_percent']['median']:.1f} %" for way in ("forward", "backward")]
-        print(f"width {shape['width']}, {shape['heads']} heads: the curve is off by {', '.join(errors)} (medians)")
+        errors = [
+            f"{way} {shape[f'{way}_error_percent']['median']:.1f} %"
+            for way in ("forward", "backward")
+        ]
+        print(
+            f"width {shape['width']}, {shape['heads']} heads: the curve is off by "
+            f"{', '.join(errors)} (medians)"
+        )
     print(out)
 
 

@@ -1,6 +1,8 @@
-"""A simulated run: batches from a source, assigned by the partitioners of training, through a schedule, step by step.
+"""A simulated run: batches from a source, assigned by the partitioners of training, through a
+schedule, step by step.
 
-Memory is bounded: of the ids of three batches are held, of the steps none (each is handed to whoever asked).
+Memory is bounded: of the ids of three batches are held, of the steps none (each is handed to
+whoever asked).
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Setting:
     transport: str = "collective"
     adapt: bool = False  # the balancer's cost model learns from the simulated times
     placement: str = "auto"  # of the table: by the rule of training, or one of its CHOICES
-    deduplicate: bool = True  # without it, every event of a history is a request, as in plain TorchRec
+    # without it, every event of a history is a request, as in plain TorchRec
+    deduplicate: bool = True
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -46,14 +49,25 @@ class Setting:
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         if self.placement not in ("auto", *CHOICES):
-            raise ValueError(f"placement {self.placement!r} is not one of auto, {', '.join(CHOICES)}")
+            raise ValueError(
+                f"placement {self.placement!r} is not one of auto, {', '.join(CHOICES)}"
+            )
         if not self.deduplicate and self.schedule in ("stale", "staged"):
-            raise ValueError(f"schedule {self.schedule!r} needs requests without duplicates; leave deduplication on")
+            raise ValueError(
+                f"schedule {self.schedule!r} needs requests without duplicates; "
+                "leave deduplication on"
+            )
 
     @property
     def name(self) -> str:
-        balance = "" if self.balance == "none" else f", {self.balance}" + (" adapted" if self.adapt else "")
-        return f"{self.schedule}{balance}, {self.transport}" + ("" if self.deduplicate else ", not deduplicated")
+        balance = (
+            ""
+            if self.balance == "none"
+            else f", {self.balance}" + (" adapted" if self.adapt else "")
+        )
+        return f"{self.schedule}{balance}, {self.transport}" + (
+            "" if self.deduplicate else ", not deduplicated"
+        )
 
 
 @dataclass(frozen=True)
@@ -64,20 +78,28 @@ class Cluster:
     calibration: Calibration
     network: Network
     gpus: int
-    jitter: float | None = None  # standard deviation of a rank's compute from the curve; None: the calibration's
+    # standard deviation of a rank's compute from the curve; None: the calibration's
+    jitter: float | None = None
 
 
-def simulate(setting: Setting, cluster: Cluster, source: Source, steps: int, planned: Sequence[Batch] = ()) -> Iterator[Step]:
-    """The steps of a run; the first one fetches everything blocking, in every schedule. `planned`: of `plan`, if it was called."""
+def simulate(
+    setting: Setting, cluster: Cluster, source: Source, steps: int, planned: Sequence[Batch] = ()
+) -> Iterator[Step]:
+    """The steps of a run; the first one fetches everything blocking, in every schedule. `planned`:
+    of `plan`, if it was called."""
     samples = -(-len(source.lengths(0)) // cluster.gpus)
     machine = (cluster.model, cluster.calibration, cluster.network, cluster.gpus)
     costs = Costs(*machine, setting.transport, samples, cluster.jitter, source.items)
     ranks = Ranks(cluster.gpus, cluster.network.queue_ms * 1e-3)
-    assigned = None if planned else _Assigned(setting.balance, setting.adapt, cluster, source, steps)
+    assigned = (
+        None if planned else _Assigned(setting.balance, setting.adapt, cluster, source, steps)
+    )
     batches = map(partial(_asked, setting), planned or assigned or ())
     last: Batch | None = None
     now = next(batches, None)
-    replicated = now is not None and placed(setting, cluster.model, source.items, now).kind == "replicated"
+    replicated = (
+        now is not None and placed(setting, cluster.model, source.items, now).kind == "replicated"
+    )
     pipeline = Pipeline(ranks, costs, setting.schedule, setting.balance != "none", replicated)
     number = 0
     while now is not None:
@@ -99,8 +121,9 @@ def placed(setting: Setting, model: Model, items: int, first: Batch) -> Placemen
 
 
 def plan(balance: str, cluster: Cluster, source: Source, steps: int) -> list[Batch]:
-    """The batches of a run, to be used by several: they depend on the partitioner and on nothing else of a setting (as long as its
-    cost model does not learn). A few numbers for each rank and step."""
+    """The batches of a run, to be used by several: they depend on the partitioner and on nothing
+    else of a setting (as long as its cost model does not learn). A few numbers for each rank and
+    step."""
     return list(_Assigned(balance, False, cluster, source, steps))
 
 
@@ -116,13 +139,18 @@ def _asked(setting: Setting, batch: Batch) -> Batch:
 
 
 class _Assigned:
-    """Batches by the partitioners of training, one after another, each compared with its neighbours."""
+    """Batches by the partitioners of training, one after another, each compared with its
+    neighbours."""
 
-    def __init__(self, balance: str, adapt: bool, cluster: Cluster, source: Source, steps: int) -> None:
+    def __init__(
+        self, balance: str, adapt: bool, cluster: Cluster, source: Source, steps: int
+    ) -> None:
         self._balanced, self._adapt = balance != "none", adapt
         self._gpus, self._source, self._steps = cluster.gpus, source, steps
         model, head = cluster.model, cluster.model.width // cluster.model.heads
-        cost = CostModel.of_hstu(width=model.width, layers=model.layers, heads=model.heads, d_qk=head, d_v=head)
+        cost = CostModel.of_hstu(
+            width=model.width, layers=model.layers, heads=model.heads, d_qk=head, d_v=head
+        )
         nodes = cluster.network.node_of(cluster.gpus)
         self._balancer = Balancer(find_partitioner(balance), cost, nodes=nodes, adapt=adapt)
 
@@ -144,22 +172,29 @@ class _Assigned:
         assignment = self._balancer.plan(step, table, home, gpus)
         return lengths, home, assignment, self._source.asked(step, assignment.rank_of, gpus)
 
-    def _batch(self, lengths: np.ndarray, home: np.ndarray, assignment: Assignment, demand: Demand) -> Batch:
+    def _batch(
+        self, lengths: np.ndarray, home: np.ndarray, assignment: Assignment, demand: Demand
+    ) -> Batch:
         moving = assignment.rank_of != home
         out = np.bincount(home[moving], lengths[moving], self._gpus)
         into = np.bincount(assignment.rank_of[moving], lengths[moving], self._gpus)
         load = Load.of(lengths, assignment.rank_of, self._gpus)
         imbalance = assignment.imbalance if self._balanced else None
-        return Batch(load, demand, out, into, int(lengths.max(initial=0)), imbalance, assignment.moved_tokens)
+        return Batch(
+            load, demand, out, into, int(lengths.max(initial=0)), imbalance, assignment.moved_tokens
+        )
 
     def learn(self, step: Step) -> None:
         if self._adapt:
-            spans = [end - begin for name, begin, end in step.spans if name in ("forward", "backward")]
+            spans = [
+                end - begin for name, begin, end in step.spans if name in ("forward", "backward")
+            ]
             self._balancer.learn(step.number, np.sum(spans, axis=0))
 
 
 def _counters(batch: Batch) -> dict[str, np.ndarray]:
-    """As the ledgers count: sums over ranks, or the largest of them where the name begins with max_."""
+    """As the ledgers count: sums over ranks, or the largest of them where the name begins with
+    max_."""
     counted = {
         "samples": batch.load.samples,
         "tokens": batch.load.tokens,
@@ -169,5 +204,8 @@ def _counters(batch: Batch) -> dict[str, np.ndarray]:
     ranks = len(batch.load.samples)
     most = {"max_length": float(batch.longest)}
     if batch.predicted_imbalance is not None:
-        most |= {"max_predicted_imbalance": batch.predicted_imbalance, "max_moved_tokens": float(batch.moved_tokens)}
+        most |= {
+            "max_predicted_imbalance": batch.predicted_imbalance,
+            "max_moved_tokens": float(batch.moved_tokens),
+        }
     return counted | {name: np.full(ranks, value) for name, value in most.items()}

@@ -1,4 +1,5 @@
-"""The parts of a run, from its configuration: data, model, balancing, tables. Every rank builds the same."""
+"""The parts of a run, from its configuration: data, model, balancing, tables. Every rank builds the
+same."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from freescale.train.evaluate import evaluate_ranking, evaluate_retrieval
 from freescale.transport.api import Transport
 
 
-def histories(config: RunConfig, path: Path, transport: Transport, part: str = "train") -> Histories:
+def histories(
+    config: RunConfig, path: Path, transport: Transport, part: str = "train"
+) -> Histories:
     """One rank's data of a part of the split."""
     data, train = config.data, config.train
     training = part == "train"
@@ -59,21 +62,27 @@ def build_model(config: RunConfig, num_items: int, num_actions: int) -> nn.Modul
         width=model.width,
         layers=model.layers,
         heads=model.heads,
-        max_length=config.data.max_length + (config.data.candidates if model.task == "ranking" else 0),
+        max_length=config.data.max_length
+        + (config.data.candidates if model.task == "ranking" else 0),
         dropout=model.dropout,
         position_bias=model.position_bias,
         time_bias=model.time_bias,
         checkpoint=model.recompute,
         **segments,
     )
-    sizes: dict[str, Any] = {"num_items": num_items, "num_actions": num_actions, "table_device": "meta"}
+    sizes: dict[str, Any] = {
+        "num_items": num_items,
+        "num_actions": num_actions,
+        "table_device": "meta",
+    }
     if model.task == "ranking":
         return Ranking(encoder, tasks=config.label_names, **sizes)
     return Retrieval(encoder, temperature=model.temperature, **sizes)
 
 
 def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
-    """Costs come from the model's shapes. They stay as they are, so that assignments depend on the data alone, or are adapted."""
+    """Costs come from the model's shapes. They stay as they are, so that assignments depend on the
+    data alone, or are adapted."""
     if config.train.balance == "none":
         return None
     model = config.model
@@ -88,7 +97,13 @@ def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
     )
     partitioner = find_partitioner(config.train.balance, device)
     segments = None if model.segment is None else Segments(model.segment, model.segment_tokens)
-    return Balancer(partitioner, cost, config.train.balance_cap, adapt=config.train.balance_adapt, segments=segments)
+    return Balancer(
+        partitioner,
+        cost,
+        config.train.balance_cap,
+        adapt=config.train.balance_adapt,
+        segments=segments,
+    )
 
 
 def build_reducer(config: RunConfig) -> Thresholding | None:
@@ -113,8 +128,11 @@ def build_parallel(config: RunConfig, data: Histories, transport: Transport) -> 
     )
 
 
-def evaluate(config: RunConfig, parallel: Parallel, path: Path, part: str, baseline: bool = False) -> dict[str, dict[str, float]]:
-    """Metrics of the model on a part, the same on all ranks; with the popularity baseline beside it if asked."""
+def evaluate(
+    config: RunConfig, parallel: Parallel, path: Path, part: str, baseline: bool = False
+) -> dict[str, dict[str, float]]:
+    """Metrics of the model on a part, the same on all ranks; with the popularity baseline beside it
+    if asked."""
     data = histories(config, path, parallel.transport, part)
     if config.model.task == "ranking":
         return evaluate_ranking(parallel, data, config.label_names)

@@ -1,7 +1,8 @@
 """Evaluation over all ranks: retrieval against the full catalogue, ranking by NE and AUC.
 
-Every rank scores all queries of a batch against its own part of the item table; the target's score and the number of better items
-are summed over ranks. No rank ever holds the whole table, and nothing is sampled.
+Every rank scores all queries of a batch against its own part of the item table; the target's score
+and the number of better items are summed over ranks. No rank ever holds the whole table, and
+nothing is sampled.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from freescale.transport.api import Transport
 _SCORE_ELEMENTS = 1 << 24  # scores held at a time
 
 
-def _evaluated(parallel: Parallel, data: Iterable[SequenceBatch], visit: Callable[[SequenceBatch], None]) -> None:
-    """Visits batches with the model in evaluation mode and the batch's rows fetched. All ranks have equally many batches."""
+def _evaluated(
+    parallel: Parallel, data: Iterable[SequenceBatch], visit: Callable[[SequenceBatch], None]
+) -> None:
+    """Visits batches with the model in evaluation mode and the batch's rows fetched. All ranks have
+    equally many batches."""
     tables, module = parallel.tables, parallel.module
     tables.settle()
     training = module.training
@@ -40,7 +44,12 @@ def _evaluated(parallel: Parallel, data: Iterable[SequenceBatch], visit: Callabl
 
 def _gather_rows(tensor: Tensor, transport: Transport) -> tuple[Tensor, list[int]]:
     """tensor [n, ...] with another n on each rank -> all rows in rank order, and each rank's n."""
-    sizes = transport.all_gather(torch.tensor([tensor.shape[0]], device=tensor.device), "counts").wait().view(-1).tolist()
+    sizes = (
+        transport.all_gather(torch.tensor([tensor.shape[0]], device=tensor.device), "counts")
+        .wait()
+        .view(-1)
+        .tolist()
+    )
     padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor
     parts = transport.all_gather(padded, "rows").wait()
@@ -48,10 +57,11 @@ def _gather_rows(tensor: Tensor, transport: Transport) -> tuple[Tensor, list[int
 
 
 def better_items(scores: Tensor, ids: Tensor, target_scores: Tensor, targets: Tensor) -> Tensor:
-    """scores [q, n] of items ids [n] -> [q]: how many rank before the target. Of equal scores the target is last.
+    """scores [q, n] of items ids [n] -> [q]: how many rank before the target. Of equal scores the
+    target is last.
 
-    So a model that scores all items alike ranks last, whatever the order of the ids. Counts what is not worse, so that a score
-    that is not a number puts the target behind it, never before.
+    So a model that scores all items alike ranks last, whatever the order of the ids. Counts what is
+    not worse, so that a score that is not a number puts the target behind it, never before.
     """
     worse = scores < target_scores[:, None]
     return (~worse & (ids[None, :] != targets[:, None])).sum(dim=1)
@@ -64,10 +74,11 @@ def evaluate_retrieval(
     table: str = "item",
     popularity: Tensor | None = None,
 ) -> dict[str, dict[str, float]]:
-    """{"model": metrics, "popularity": metrics}: ranks of dense["target"] in the full catalogue. The same on every rank.
+    """{"model": metrics, "popularity": metrics}: ranks of dense["target"] in the full catalogue.
+    The same on every rank.
 
-    `popularity` [rows]: how often the training part holds each item; the baseline that recommends the most popular to all.
-    Of equal scores, and of equally popular items, the target ranks last.
+    `popularity` [rows]: how often the training part holds each item; the baseline that recommends
+    the most popular to all. Of equal scores, and of equally popular items, the target ranks last.
     """
     transport = parallel.transport
     parallel.tables.settle()
@@ -78,7 +89,8 @@ def evaluate_retrieval(
         module.eval()
         catalogue = module.catalogue(rows)  # type: ignore[operator]  # [n, width]
         module.train(was)
-    # In its own dtype: rounded counts would tie, and ties would make the baseline look worse than it is.
+    # In its own dtype: rounded counts would tie, and ties would make the baseline look worse than
+    # it is.
     counts = popularity.to(ids.device)[ids] if popularity is not None else None
     ranks: list[Tensor] = []
     popular: list[Tensor] = []
@@ -92,7 +104,9 @@ def evaluate_retrieval(
             targets = torch.zeros(0, dtype=torch.int64, device=transport.device)
         queries, _ = _gather_rows(queries.to(catalogue.dtype), transport)
         targets, _ = _gather_rows(targets, transport)
-        for part, goal in zip(_chunks(queries, ids.numel()), _chunks(targets, ids.numel()), strict=True):
+        for part, goal in zip(
+            _chunks(queries, ids.numel()), _chunks(targets, ids.numel()), strict=True
+        ):
             ranks.append(_ranks(part @ catalogue.T, ids, goal, transport))
             if counts is not None:
                 popular.append(_ranks(counts.expand(goal.numel(), -1), ids, goal, transport))
@@ -109,14 +123,17 @@ def _chunks(tensor: Tensor, items: int) -> tuple[Tensor, ...]:
 
 
 def _ranks(scores: Tensor, ids: Tensor, targets: Tensor, transport: Transport) -> Tensor:
-    """scores [q, n] on this rank's items -> rank [q] of each target among the items of all ranks, 1 = best."""
+    """scores [q, n] on this rank's items -> rank [q] of each target among the items of all ranks, 1
+    = best."""
     mine = ids[None, :] == targets[:, None]  # [q, n]: true once, on the rank that has the target
     found = torch.where(mine, scores, torch.zeros_like(scores)).sum(dim=1)
     goal = transport.all_reduce(found, "counts").wait()
     return transport.all_reduce(better_items(scores, ids, goal, targets), "counts").wait() + 1
 
 
-def evaluate_ranking(parallel: Parallel, data: Iterable[SequenceBatch], tasks: tuple[str, ...]) -> dict[str, dict[str, float]]:
+def evaluate_ranking(
+    parallel: Parallel, data: Iterable[SequenceBatch], tasks: tuple[str, ...]
+) -> dict[str, dict[str, float]]:
     """{"model": {"ne/task": ..., "auc/task": ...}} over all candidates of all ranks."""
     transport = parallel.transport
     predictions: list[Tensor] = []
@@ -124,7 +141,10 @@ def evaluate_ranking(parallel: Parallel, data: Iterable[SequenceBatch], tasks: t
 
     def visit(batch: SequenceBatch) -> None:
         if len(batch):
-            guess, truth = parallel.module.predictions(batch).float(), batch.sequences["labels"].values.float()  # type: ignore[operator]
+            guess, truth = (
+                parallel.module.predictions(batch).float(),
+                batch.sequences["labels"].values.float(),
+            )  # type: ignore[operator]
         else:
             guess = truth = torch.zeros(0, len(tasks), device=transport.device)
         predictions.append(_gather_rows(guess, transport)[0].cpu())

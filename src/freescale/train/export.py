@@ -1,4 +1,5 @@
-"""A checkpoint as safetensors, for whoever serves the model: dense weights in one file, each table whole in its own."""
+"""A checkpoint as safetensors, for whoever serves the model: dense weights in one file, each table
+whole in its own."""
 
 from __future__ import annotations
 
@@ -16,15 +17,23 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 
 
 def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
-    """Writes `dense.safetensors` and `table.NAME.safetensors` (tensor `weight` [rows, width] in the order of ids)."""
+    """Writes `dense.safetensors` and `table.NAME.safetensors` (tensor `weight` [rows, width] in the
+    order of ids)."""
     from safetensors.torch import save_file
 
     found = checkpoint if isinstance(checkpoint, Intact) else intact(checkpoint, Local())
     path, state = found.path, found.state
     out.mkdir(parents=True, exist_ok=True)
-    dense = {f"dense/{name}": torch.empty(shape, dtype=_DTYPES[kind]) for name, (shape, kind) in state["dense"].items()}
+    dense = {
+        f"dense/{name}": torch.empty(shape, dtype=_DTYPES[kind])
+        for name, (shape, kind) in state["dense"].items()
+    }
     _filled(dense, path)
-    yield _written(save_file, {name.removeprefix("dense/"): value for name, value in dense.items()}, out / "dense.safetensors")
+    yield _written(
+        save_file,
+        {name.removeprefix("dense/"): value for name, value in dense.items()},
+        out / "dense.safetensors",
+    )
     for name, (rows, width, kind, _) in state["tables"].items():
         stored = {f"table/{name}/rows": torch.empty(rows, width, dtype=_DTYPES[kind])}
         _filled(stored, path)

@@ -1,4 +1,5 @@
-"""Starts this machine's ranks and stays with them: if one fails, all stop, and the run's exit status says so."""
+"""Starts this machine's ranks and stays with them: if one fails, all stop, and the run's exit
+status says so."""
 
 from __future__ import annotations
 
@@ -20,14 +21,16 @@ _GRACE = 20.0  # seconds that the other ranks have to notice a failure by themse
 
 
 def free_port() -> int:
-    """Not one of those that the system gives to any connection (from 32,768 on by default, on Linux): the ranks take some seconds
-    until they listen, and it may be gone by then."""
+    """Not one of those that the system gives to any connection (from 32,768 on by default, on
+    Linux): the ranks take some seconds until they listen, and it may be gone by then."""
     for _ in range(100):
         port = 15_000 + secrets.randbelow(15_000)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise OSError("no free port between 15,000 and 30,000 was found in 100 tries: name one with --port")
+    raise OSError(
+        "no free port between 15,000 and 30,000 was found in 100 tries: name one with --port"
+    )
 
 
 def check_port(port: int) -> None:
@@ -36,7 +39,9 @@ def check_port(port: int) -> None:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:
-            raise ValueError(f"port {port} is in use: choose another --port, or leave it out for a free one") from None
+            raise ValueError(
+                f"port {port} is in use: choose another --port, or leave it out for a free one"
+            ) from None
 
 
 def launch(
@@ -47,9 +52,9 @@ def launch(
     extra: Callable[[int], Mapping[str, str]] = lambda rank: {},
     seconds: float | None = None,
 ) -> int:
-    """Runs `python -m freescale ARGUMENTS` as `ranks` local ranks. Returns 0 if all succeeded, 1 after a failure, 128 and the
-    signal's number if they stopped for one. `extra`: what a rank has in its environment besides. After `seconds`, if given, all are
-    stopped: TimeoutError."""
+    """Runs `python -m freescale ARGUMENTS` as `ranks` local ranks. Returns 0 if all succeeded, 1
+    after a failure, 128 and the signal's number if they stopped for one. `extra`: what a rank has
+    in its environment besides. After `seconds`, if given, all are stopped: TimeoutError."""
     if port is not None:
         check_port(port)
     port = port or free_port()
@@ -69,7 +74,11 @@ def launch(
             )
             processes.append(process)
             assert process.stderr is not None
-            readers.append(threading.Thread(target=_relay, args=(process.stderr, rank, said, lock), daemon=True))
+            readers.append(
+                threading.Thread(
+                    target=_relay, args=(process.stderr, rank, said, lock), daemon=True
+                )
+            )
             readers[-1].start()
         signals.all_started()
         failed = _watch(processes, seconds)
@@ -105,12 +114,14 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    # Ranks that each take all cores would only get in each other's way; a value that the user set stays.
+    # Ranks that each take all cores would only get in each other's way; a value that the user set
+    # stays.
     return {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo", **os.environ, **joined}
 
 
 def _relay(stream: IO[str], rank: int, said: set[str], lock: threading.Lock) -> None:
-    """Passes on what a rank writes to standard error; an error that all ranks report is said once."""
+    """Passes on what a rank writes to standard error; an error that all ranks report is said
+    once."""
     for line in stream:
         with lock:
             if line.startswith("freescale: ") and line in said:
@@ -121,9 +132,11 @@ def _relay(stream: IO[str], rank: int, said: set[str], lock: threading.Lock) -> 
 
 
 def _watch(processes: Sequence[subprocess.Popen], seconds: float | None) -> tuple[int, int] | None:
-    """Waits for all. On the first failure the others get a grace, then are stopped. Returns (rank, status) of the failure.
+    """Waits for all. On the first failure the others get a grace, then are stopped. Returns (rank,
+    status) of the failure.
 
-    A rank that a signal killed is the cause of what the others report, also when they were quicker to end.
+    A rank that a signal killed is the cause of what the others report, also when they were quicker
+    to end.
     """
     deadline = None
     end = time.monotonic() + seconds if seconds is not None else None
@@ -134,10 +147,17 @@ def _watch(processes: Sequence[subprocess.Popen], seconds: float | None) -> tupl
             deadline = time.monotonic() + _GRACE
         if None not in ended.values() or (deadline is not None and time.monotonic() > deadline):
             _stop(processes)
-            return min(failures, key=lambda failure: (failure[1] >= 0, failure[1] > 128)) if failures else None
+            return (
+                min(failures, key=lambda failure: (failure[1] >= 0, failure[1] > 128))
+                if failures
+                else None
+            )
         if end is not None and time.monotonic() > end:
             running = [rank for rank, status in ended.items() if status is None]
-            raise TimeoutError(f"the run has taken {seconds:.0f} s, its limit, with ranks {running} still at work; it was stopped")
+            raise TimeoutError(
+                f"the run has taken {seconds:.0f} s, its limit, with ranks "
+                f"{running} still at work; it was stopped"
+            )
         time.sleep(0.05)
 
 
@@ -155,10 +175,11 @@ def _stop(processes: Sequence[subprocess.Popen]) -> None:
 
 
 class _Signals:
-    """Ctrl-C and SIGTERM, which the ranks get too, until `restore`. The launcher itself waits for them: they may have to save.
+    """Ctrl-C and SIGTERM, which the ranks get too, until `restore`. The launcher itself waits for
+    them: they may have to save.
 
-    The first is passed on as SIGTERM, whichever it is: a terminal's Ctrl-C reaches the ranks by itself, and twice would mean more.
-    A second Ctrl-C ends all.
+    The first is passed on as SIGTERM, whichever it is: a terminal's Ctrl-C reaches the ranks by
+    itself, and twice would mean more. A second Ctrl-C ends all.
     """
 
     def __init__(self, processes: Sequence[subprocess.Popen]) -> None:
@@ -166,7 +187,10 @@ class _Signals:
         self.first = 0  # its number
         self._old: dict[int, object] = {}
         if threading.current_thread() is threading.main_thread():
-            self._old = {number: signal.signal(number, self._received) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._old = {
+                number: signal.signal(number, self._received)
+                for number in (signal.SIGINT, signal.SIGTERM)
+            }
 
     def _received(self, number: int, _frame: object) -> None:
         if not self.first:

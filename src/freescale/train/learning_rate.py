@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 
 def learning_rate(warmup: int, decay: str, total: int) -> Callable[[int], float]:
-    """step (from 1) -> factor: linear warm-up over `warmup` steps, then constant, or linear or cosine decay to 0 at `total`."""
+    """step (from 1) -> factor: linear warm-up over `warmup` steps, then constant, or linear or
+    cosine decay to 0 at `total`."""
     if decay not in ("constant", "linear", "cosine"):
         raise ValueError(f"decay must be constant, linear or cosine, not {decay!r}")
 

@@ -19,7 +19,8 @@ def ranking_quality(ranks: Tensor) -> dict[str, float]:
 
 
 def normalized_entropy(predictions: Tensor, labels: Tensor) -> float:
-    """Cross entropy of the predictions [n] over that of always predicting the mean label; below 1 is better than that."""
+    """Cross entropy of the predictions [n] over that of always predicting the mean label; below 1
+    is better than that."""
     mean = labels.double().mean().item()
     if not 0 < mean < 1:
         return math.nan
@@ -30,7 +31,8 @@ def normalized_entropy(predictions: Tensor, labels: Tensor) -> float:
 
 
 def area_under_curve(predictions: Tensor, labels: Tensor) -> float:
-    """AUC by ranks; ties count half. Predictions that are no number have no rank, so with them the AUC is none either."""
+    """AUC by ranks; ties count half. Predictions that are no number have no rank, so with them the
+    AUC is none either."""
     positives = labels > 0.5
     count, total = int(positives.sum()), labels.numel()
     if count in (0, total) or predictions.isnan().any():

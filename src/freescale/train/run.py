@@ -1,4 +1,5 @@
-"""A run from the inside of one rank: joins the others, trains or evaluates, shows the result on rank 0."""
+"""A run from the inside of one rank: joins the others, trains or evaluates, shows the result on
+rank 0."""
 
 from __future__ import annotations
 
@@ -17,9 +18,13 @@ from freescale.train.trainer import Trainer, plain_json
 from freescale.transport.connect import connect
 
 
-def run_training(config: RunConfig, folder: Path | None, resume: bool, prepared: Callable[[], Path]) -> int:
-    """Returns the exit status: 0, or after a signal 128 and its number, as shells say it of a process that the signal ended."""
-    path = prepared()  # before the ranks meet: it may take long, and its errors are the same on every rank
+def run_training(
+    config: RunConfig, folder: Path | None, resume: bool, prepared: Callable[[], Path]
+) -> int:
+    """Returns the exit status: 0, or after a signal 128 and its number, as shells say it of a
+    process that the signal ended."""
+    # before the ranks meet: it may take long, and its errors are the same on every rank
+    path = prepared()
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
     watcher = None
     if transport.rank == 0:
@@ -32,7 +37,8 @@ def run_training(config: RunConfig, folder: Path | None, resume: bool, prepared:
         if transport.rank == 0:
             _show(results, trainer.folder, _how_it_stopped(trainer) if results["stopped"] else "")
         if results["stopped"]:
-            transport.gather_bytes(b"")  # the first that ends makes a launcher end the others: let all be through
+            # the first that ends makes a launcher end the others: let all be through
+            transport.gather_bytes(b"")
         transport.close()
     return 128 + results["stopped"] if results["stopped"] else 0
 
@@ -42,11 +48,20 @@ def _how_it_stopped(trainer: Trainer) -> str:
     step, latest = trainer.pipeline.steps, trainer.checkpoints.latest()
     if step == trainer.total:
         left = trainer.config.data.split != "none"
-        rest = f"; the test part is left: freescale eval {shlex.quote(str(trainer.folder))}" if left else ""
+        rest = (
+            f"; the test part is left: freescale eval {shlex.quote(str(trainer.folder))}"
+            if left
+            else ""
+        )
         return f"stopped after the last step, {step}: the run is complete and saved{rest}"
     if latest is None:
-        return "stopped before the first step: nothing to save; start it again with the same command"
-    return f"stopped after step {step}, saved in {latest}; go on with: {resume_command(trainer.folder, os.environ)}"
+        return (
+            "stopped before the first step: nothing to save; start it again with the same command"
+        )
+    return (
+        f"stopped after step {step}, saved in {latest}; go on with: "
+        f"{resume_command(trainer.folder, os.environ)}"
+    )
 
 
 def resume_command(folder: Path, environment: Mapping[str, str]) -> str:
@@ -73,16 +88,25 @@ def _show(results: dict, folder: Path, stopped: str) -> None:
         hit = f"  HR@10 {quality['hr@10']:.4f}" if "hr@10" in quality else ""
         console.print(f"loss {results['loss']:.4f}{hit}", highlight=False, soft_wrap=True)
     console.print(
-        f"everything is in {folder}: config.json, metrics.jsonl, ledger.json, trace.json.gz, checkpoints",
+        (
+            f"everything is in {folder}: config.json, metrics.jsonl, ledger.json, trace.json.gz, "
+            "checkpoints"
+        ),
         highlight=False,
         soft_wrap=True,
     )
-    console.print(f"where the time went: freescale report {shlex.quote(str(folder))}", highlight=False, soft_wrap=True)
+    console.print(
+        f"where the time went: freescale report {shlex.quote(str(folder))}",
+        highlight=False,
+        soft_wrap=True,
+    )
     if stopped:
         console.print(stopped, highlight=False, soft_wrap=True)
 
 
-def run_evaluation(config: RunConfig, folder: Path, part: str, prepared: Callable[[], Path]) -> None:
+def run_evaluation(
+    config: RunConfig, folder: Path, part: str, prepared: Callable[[], Path]
+) -> None:
     path = prepared()
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
     checkpoints = Checkpoints(folder / "checkpoints", transport)
@@ -98,8 +122,15 @@ def run_evaluation(config: RunConfig, folder: Path, part: str, prepared: Callabl
         from freescale.report.console import print_quality
 
         console = Console()
-        console.print(f"{found.path}, step {progress['step']}, {part} part", highlight=False, soft_wrap=True)
+        console.print(
+            f"{found.path}, step {progress['step']}, {part} part", highlight=False, soft_wrap=True
+        )
         print_quality(console, quality, part)
-        result = {"checkpoint": found.path.name, "part": part, "torch": torch.__version__, "quality": quality}
+        result = {
+            "checkpoint": found.path.name,
+            "part": part,
+            "torch": torch.__version__,
+            "quality": quality,
+        }
         (folder / f"eval-{part}.json").write_text(plain_json(result) + "\n", encoding="utf-8")
     transport.close()

@@ -1,7 +1,9 @@
-"""A run's folder belongs to one run at a time. Rank 0 looks, claims and writes; the other ranks hear what it found.
+"""A run's folder belongs to one run at a time. Rank 0 looks, claims and writes; the other ranks
+hear what it found.
 
-The claim is a lock on the folder's file `.lock`, which the kernel ends with the process, however that ends: a killed run holds
-nothing. A default name is made by mkdir, which of two runs lets one have it.
+The claim is a lock on the folder's file `.lock`, which the kernel ends with the process, however
+that ends: a killed run holds nothing. A default name is made by mkdir, which of two runs lets one
+have it.
 """
 
 from __future__ import annotations
@@ -21,9 +23,17 @@ if TYPE_CHECKING:  # torch, which who only wants a new folder can do without
     from freescale.transport.api import Transport
 
 LOCK = ".lock"
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # what file systems without locks say
+# what file systems without locks say
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 # What a run writes besides its checkpoints.
-_WRITTEN = ("config.json", "metrics.jsonl", "ledger.jsonl", "ledger.json", "trace.json.gz", "tensorboard")
+_WRITTEN = (
+    "config.json",
+    "metrics.jsonl",
+    "ledger.jsonl",
+    "ledger.json",
+    "trace.json.gz",
+    "tensorboard",
+)
 
 
 def new_folder(wanted: Path) -> Path:
@@ -43,8 +53,9 @@ class RunFolder:
     """Every rank makes one; that, and `open`, are collectives."""
 
     def __init__(self, asked: Path | None, resume: bool, transport: Transport) -> None:
-        """`asked` None: a new one under runs/, with the time in its name. Refuses what can be refused before anything long is
-        done. A run that goes on is claimed here, a new one in `open`."""
+        """`asked` None: a new one under runs/, with the time in its name. Refuses what can be
+        refused before anything long is done. A run that goes on is claimed here, a new one in
+        `open`."""
         self._asked, self._resume, self._transport = asked, resume, transport
         self._lock: IO[str] | None = None
         self.notes: list[str] = []  # for the person who looks at the run
@@ -94,17 +105,23 @@ class RunFolder:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            self.notes = [f"{path} cannot be locked ({error.strerror}): see to it that no other run uses it"]
+            self.notes = [
+                (f"{path} cannot be locked ({error.strerror}): see to it that no other run uses it")
+            ]
 
     def _refuse(self, path: Path) -> None:
         from freescale.train.checkpoint import Checkpoints
 
         saved = Checkpoints(path / "checkpoints", self._transport).latest() is not None
         if saved and not self._resume:
-            raise ValueError(f"{path} already holds a run: name another folder, or pass --resume to go on with it")
+            raise ValueError(
+                f"{path} already holds a run: name another folder, or pass --resume "
+                "to go on with it"
+            )
         if self._resume and not saved:
             raise ValueError(
-                f"nothing to resume: {path} holds no checkpoint, the run ended before its first one; start it again with the same "
+                f"nothing to resume: {path} holds no checkpoint, the run ended before its first "
+                "one; start it again with the same "
                 "command, without --resume"
             )
 
@@ -127,21 +144,27 @@ class RunFolder:
             except (ValueError, OSError) as error:
                 self.close()
                 problem = str(error)
-        found, problem = json.loads(self._transport.gather_bytes(json.dumps([found, problem]).encode())[0])
+        found, problem = json.loads(
+            self._transport.gather_bytes(json.dumps([found, problem]).encode())[0]
+        )
         if problem:
             raise ValueError(problem)
         return Path(found)
 
 
 def locked(path: Path) -> IO[str]:
-    """The folder's lock, until the file is closed or the process ends. The file stays: to remove it would let two runs lock two."""
+    """The folder's lock, until the file is closed or the process ends. The file stays: to remove it
+    would let two runs lock two."""
     file = os.fdopen(os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644), "r+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = file.read().strip() or "unknown"
         file.close()
-        raise ValueError(f"{path} is in use by another run ({holder}): name another folder, or wait until that has ended") from None
+        raise ValueError(
+            f"{path} is in use by another run ({holder}): name another folder, or "
+            "wait until that has ended"
+        ) from None
     except OSError:
         file.close()
         raise

@@ -1,8 +1,8 @@
-"""SIGTERM, which Slurm, Kubernetes and spot machines send before they take the machine, and Ctrl-C, while a run trains: a wish to
-stop. All ranks follow it after the same step, save, and end.
+"""SIGTERM, which Slurm, Kubernetes and spot machines send before they take the machine, and Ctrl-C,
+while a run trains: a wish to stop. All ranks follow it after the same step, save, and end.
 
-Those who start ranks also send SIGTERM to the survivors of a failure. These save nothing: they come to no agreement with the rank
-that is gone, and end when they notice, or after seconds of silence.
+Those who start ranks also send SIGTERM to the survivors of a failure. These save nothing: they come
+to no agreement with the rank that is gone, and end when they notice, or after seconds of silence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from types import TracebackType
 from typing import NoReturn
 
 SILENCE = 10.0  # seconds without a step, after the signal, until this rank ends without saving
-SAME_PRESS = 1.0  # seconds in which a second Ctrl-C is the first one, passed on by whoever started this process
+# seconds in which a second Ctrl-C is the first one, passed on by whoever started this process
+SAME_PRESS = 1.0
 _SLOW_STEPS = 3  # the silence may last as long as this many steps, where those are slower than that
 _LOOK = 0.25  # seconds between two looks at the clock, after the signal
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -28,7 +29,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Stopping:
     """From the beginning to the end of the `with` block, in the main thread, signals are heard.
 
-    By a thread of its own: the main one may be waiting for a peer that is gone, in code that no handler of Python's interrupts.
+    By a thread of its own: the main one may be waiting for a peer that is gone, in code that no
+    handler of Python's interrupts.
     """
 
     def __init__(self, stop: Callable[[], None], rank: int) -> None:
@@ -68,7 +70,8 @@ class Stopping:
         self._mouth, self._ear = socket.socketpair()
         self._mouth.setblocking(False)
         self._woken = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-        # What they do does not matter: with a handler, Python writes the number to the socket at once, whatever a thread is doing.
+        # What they do does not matter: with a handler, Python writes the number to the socket at
+        # once, whatever a thread is doing.
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
         self._thread = threading.Thread(target=self._listen, name="freescale-signals", daemon=True)
         self._thread.start()
@@ -86,7 +89,12 @@ class Stopping:
         self._ear.close()
         self._thread = None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
         if error is not None and self.number and not self.saved:
             self._say(f"nothing was saved after {self._name()}: the run failed")
@@ -112,15 +120,25 @@ class Stopping:
             self.number = number
             self._stop()
             if self._rank == 0:
-                self._say("stopping: the run is saved after this step (Ctrl-C, once more, ends it without)")
+                self._say(
+                    "stopping: the run is saved after this step (Ctrl-C, once more, ends it "
+                    "without)"
+                )
         elif number == signal.SIGINT and now - self._first > SAME_PRESS:
             self._end("interrupted again" if self.saved else "ended without saving", 128 + number)
-        # SIGTERM again says nothing new: launchers pass it on, and send it to the others when the first of the ranks has ended.
+        # SIGTERM again says nothing new: launchers pass it on, and send it to the others when the
+        # first of the ranks has ended.
 
     def _end_after_silence(self) -> None:
         limit = max(SILENCE, _SLOW_STEPS * self._step)
         if not self._working and time.monotonic() - self._heard > limit:
-            self._end(f"ended without saving: {self._name()} came, and for {limit:.0f} s no step was complete on all ranks", 1)
+            self._end(
+                (
+                    f"ended without saving: {self._name()} came, and for {limit:.0f} s no step "
+                    "was complete on all ranks"
+                ),
+                1,
+            )
 
     def _end(self, words: str, status: int) -> NoReturn:
         """From the thread: nothing in this process is waited for."""

@@ -1,4 +1,5 @@
-"""The training run: the loop over the parts that build.py makes. What a step does is the pipeline's business."""
+"""The training run: the loop over the parts that build.py makes. What a step does is the pipeline's
+business."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from freescale.train.stopping import Stopping
 from freescale.transport.api import Transport
 
 _NOTHING_SUPERVISED = (
-    "no user of {data.data} has events enough for --split {data.split}: leave-one-out needs 4 or more events of a user, "
+    "no user of {data.data} has events enough for --split {data.split}: leave-one-out needs 4 or "
+    "more events of a user, "
     "--split none needs 2"
 )
 _DIVERGED = "lower --lr and --row-lr, or set --clip and --row-clip"
@@ -55,8 +57,8 @@ class Trainer:
         watcher: Watcher | None = None,
         resume: bool = False,
     ) -> None:
-        """`path`: the prepared histories. Builds everything and, with `resume`, loads the folder's last checkpoint. `folder` None:
-        a new one under runs/."""
+        """`path`: the prepared histories. Builds everything and, with `resume`, loads the folder's
+        last checkpoint. `folder` None: a new one under runs/."""
         self.config, self.path, self.transport, self.resume = config, path, transport, resume
         self._claimed = RunFolder(folder, resume, transport)
         self.watcher = watcher if transport.rank == 0 else None
@@ -64,7 +66,9 @@ class Trainer:
         self.data = histories(config, path, transport)
         self.total = min(len(self.data), settings.steps or len(self.data))
         self.parallel = build_parallel(config, self.data, transport)
-        self.optimizer = torch.optim.AdamW(self.parallel.dense_parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+        self.optimizer = torch.optim.AdamW(
+            self.parallel.dense_parameters(), lr=settings.lr, weight_decay=settings.weight_decay
+        )
         self.pipeline = Pipeline(
             self.parallel,
             self.optimizer,
@@ -77,13 +81,16 @@ class Trainer:
             reducer=build_reducer(config),
             dense_sums=config.train.dense_sums,
         )
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", transport, settings.keep_checkpoints)
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints", transport, settings.keep_checkpoints
+        )
         self._saved = 0  # the last step in a checkpoint
         if resume:
             self._load()
         else:
             self.parallel.tables.place(self.data.batch(0))
-        self.checkpoints.check(self.parallel, self.optimizer, step=None)  # the folder is RunFolder's to refuse
+        # the folder is RunFolder's to refuse
+        self.checkpoints.check(self.parallel, self.optimizer, step=None)
 
     @property
     def folder(self) -> Path:
@@ -91,11 +98,13 @@ class Trainer:
         return self._claimed.path
 
     def train(self, stopping: Stopping | None = None) -> dict[str, Any]:
-        """Trains to the end of the configuration, or until a rank was asked to stop; returns the last loss, the test quality, the
-        ledger (rank 0) and `stopped`: the number of the signal that ended it, or 0."""
+        """Trains to the end of the configuration, or until a rank was asked to stop; returns the
+        last loss, the test quality, the ledger (rank 0) and `stopped`: the number of the signal
+        that ended it, or 0."""
         if self.pipeline.steps >= self.total:
             raise ValueError(
-                f"{self.folder} is at step {self.pipeline.steps} of {self.total}: ask for more --epochs or --steps to go on"
+                f"{self.folder} is at step {self.pipeline.steps} of {self.total}: ask for more "
+                "--epochs or --steps to go on"
             )
         self._open_folder()
         try:
@@ -105,7 +114,12 @@ class Trainer:
 
     def _train(self, stopping: Stopping) -> dict[str, Any]:
         if self.watcher:
-            self.watcher.started(self.folder, [*self._claimed.notes, *self._describe()], self.total, self.pipeline.steps)
+            self.watcher.started(
+                self.folder,
+                [*self._claimed.notes, *self._describe()],
+                self.total,
+                self.pipeline.steps,
+            )
         ledger, gather = self.pipeline.ledger, self.transport.gather_bytes
         collector = Collector(
             ledger,
@@ -121,7 +135,9 @@ class Trainer:
         try:
             last = self._loop(collector, stopping)
         except LossNotFinite as error:
-            raise ValueError(f"the loss is {error.loss} at step {error.step}: {_DIVERGED}") from error
+            raise ValueError(
+                f"the loss is {error.loss} at step {error.step}: {_DIVERGED}"
+            ) from error
         stopping.agreed()
         if last is not None:
             results["loss"] = last.loss
@@ -153,13 +169,17 @@ class Trainer:
                     rate = seen / (time.perf_counter() - clock)
                     clock, seen = time.perf_counter(), 0
                     epoch = result.number // self.data.batches_per_epoch
-                    self._write({"step": step, "epoch": epoch, "loss": loss, "samples_per_second": rate})
+                    self._write(
+                        {"step": step, "epoch": epoch, "loss": loss, "samples_per_second": rate}
+                    )
                 if self.watcher:
                     self.watcher.advanced(step)
                 if step % _COLLECT_EVERY == 0:
                     collector.collect()
                 supervised += sum(result.counts.values())
-                if not supervised and (step == self.total or (result.number + 1) % self.data.batches_per_epoch == 0):
+                if not supervised and (
+                    step == self.total or (result.number + 1) % self.data.batches_per_epoch == 0
+                ):
                     raise ValueError(_NOTHING_SUPERVISED.format(data=self.config.data))
                 with stopping.working():
                     self._validate(result.number, step)
@@ -176,7 +196,8 @@ class Trainer:
             self._saved = self.pipeline.steps
 
     def _save(self, number: int) -> None:
-        """The data position is that of the last batch applied; prefetching may have read further."""
+        """The data position is that of the last batch applied; prefetching may have read
+        further."""
         progress = {
             "step": self.pipeline.steps,
             "pipeline": self.pipeline.state_dict(),
@@ -191,7 +212,9 @@ class Trainer:
         found = self.checkpoints.last_intact()
         if found is None:
             raise ValueError(f"nothing to resume: {self.checkpoints.folder} holds no checkpoint")
-        progress = self.checkpoints.load(found, self.parallel, self.optimizer, self.pipeline.buckets)
+        progress = self.checkpoints.load(
+            found, self.parallel, self.optimizer, self.pipeline.buckets
+        )
         self.pipeline.load_state_dict(progress["pipeline"])
         self.data.load_state_dict(progress["data"])
         self._forget_after(progress["step"])
@@ -212,12 +235,18 @@ class Trainer:
         parameters = sum(p.numel() for p in self.parallel.dense_parameters())
         device = self.transport.device.type
         compressed = build_reducer(self.config)
-        about = f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)" if compressed else ""
+        about = (
+            f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)"
+            if compressed
+            else ""
+        )
         if self.config.train.dense_sums == "parts":
             about = " (their gradients are summed by parts, over the transport)"
         return [
-            f"{data.num_samples:,} users, {data.num_items:,} items; {self.transport.world} ranks on {device}, "
-            f"global batch {data.global_batch}, schedule {self.config.train.schedule}, balance {self.config.train.balance}",
+            f"{data.num_samples:,} users, {data.num_items:,} items; {self.transport.world} ranks "
+            f"on {device}, "
+            f"global batch {data.global_batch}, schedule {self.config.train.schedule}, balance "
+            f"{self.config.train.balance}",
             f"{parameters:,} dense parameters{about}; {self.transport.about}",
             *self.parallel.tables.describe(),
         ]
@@ -232,13 +261,18 @@ class Trainer:
             (self.watcher.stepped if "loss" in entry else self.watcher.evaluated)(entry)
 
     def _forget_after(self, step: int) -> None:
-        """Lines that an interrupted run wrote past its last checkpoint: those steps are made again."""
+        """Lines that an interrupted run wrote past its last checkpoint: those steps are made
+        again."""
         if self.transport.rank != 0:
             return
         for name, last in (("metrics.jsonl", step), ("ledger.jsonl", step - 1)):
             path = self.folder / name
             if path.exists():
-                lines = [line for line in path.read_text(encoding="utf-8").splitlines(True) if _step_of(line) <= last]
+                lines = [
+                    line
+                    for line in path.read_text(encoding="utf-8").splitlines(True)
+                    if _step_of(line) <= last
+                ]
                 temporary = path.with_suffix(".tmp")
                 temporary.write_text("".join(lines), encoding="utf-8")
                 temporary.replace(path)

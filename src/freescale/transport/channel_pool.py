@@ -1,8 +1,8 @@
-"""The channels of a transport. Those that were released are handed out again: many pipelines, one after another, take no more
-connections, threads and memory than one.
+"""The channels of a transport. Those that were released are handed out again: many pipelines, one
+after another, take no more connections, threads and memory than one.
 
-Ranks agree on which: a channel is used again where every rank has released it after as many exchanges, none of which failed or is
-still under way.
+Ranks agree on which: a channel is used again where every rank has released it after as many
+exchanges, none of which failed or is still under way.
 """
 
 from __future__ import annotations
@@ -44,25 +44,37 @@ class Channels(Generic[_T]):
         self._open[self._count] = _Channel(made, urgent, use)
         self._count += 1
 
-    def again(self, urgent: bool, gather: Callable[[bytes], list[bytes]]) -> tuple[_T | None, list[_T]]:
-        """The first channel that can be used again, now open; and released ones that never can, because a rank closed its end. A
-        collective."""
+    def again(
+        self, urgent: bool, gather: Callable[[bytes], list[bytes]]
+    ) -> tuple[_T | None, list[_T]]:
+        """The first channel that can be used again, now open; and released ones that never can,
+        because a rank closed its end. A collective."""
         mine = {str(number): channel.use.begun for number, channel in self._released.items()}
-        found = [json.loads(answer) for answer in gather(json.dumps([mine, self._to_tell]).encode())]
+        found = [
+            json.loads(answer) for answer in gather(json.dumps([mine, self._to_tell]).encode())
+        ]
         self._to_tell = []
         self._lost |= {number for _, numbers in found for number in numbers}
-        ended = [self._released.pop(number).made for number in sorted(self._lost & self._released.keys())]
+        ended = [
+            self._released.pop(number).made for number in sorted(self._lost & self._released.keys())
+        ]
         for number, channel in sorted(self._released.items(), key=lambda item: item[0]):
-            if channel.urgent == urgent and all(begun.get(str(number)) == channel.use.begun for begun, _ in found):
+            if channel.urgent == urgent and all(
+                begun.get(str(number)) == channel.use.begun for begun, _ in found
+            ):
                 self._open[number] = self._released.pop(number)
                 return channel.made, ended
         return None, ended
 
     def release(self, made: _T) -> bool:
         """Whether it is kept; otherwise whoever calls closes it."""
-        number = next((number for number, channel in self._open.items() if channel.made is made), None)
+        number = next(
+            (number for number, channel in self._open.items() if channel.made is made), None
+        )
         if number is None:
-            raise ValueError("this channel is not open: it was released before, or is another transport's")
+            raise ValueError(
+                "this channel is not open: it was released before, or is another transport's"
+            )
         channel = self._open.pop(number)
         if number in self._lost:
             return False

@@ -20,7 +20,8 @@ from freescale.transport.hostwire.wires.shared import machine
 from freescale.transport.local import Local
 from freescale.transport.process_group import Collective
 
-_MEETING = 600.0  # seconds that the first rank waits for the last: machines prepare their data at different speeds
+# seconds that the first rank waits for the last: machines prepare their data at different speeds
+_MEETING = 600.0
 
 
 def choose_device(device: str, local_rank: int, local_world: int) -> torch.device:
@@ -31,7 +32,10 @@ def choose_device(device: str, local_rank: int, local_world: int) -> torch.devic
     if device not in ("auto", "cuda"):
         raise ValueError(f"device must be auto, cpu or cuda, not {device!r}")
     if gpus < local_world:
-        raise ValueError(f"{local_world} ranks on this machine but {gpus} GPUs: start {max(gpus, 1)} ranks, or pass --device cpu")
+        raise ValueError(
+            f"{local_world} ranks on this machine but {gpus} GPUs: start "
+            f"{max(gpus, 1)} ranks, or pass --device cpu"
+        )
     return torch.device("cuda", local_rank)
 
 
@@ -40,47 +44,74 @@ def connect(
     timeout: float = TrainConfig.timeout,
     transport: str = TrainConfig.transport,
 ) -> Transport:
-    """A transport over all ranks. Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ... are set) it joins them; alone it is
-    `Local`. A process group that exists already is used as it is. `timeout` bounds every collective, in seconds. `transport`: auto,
-    collective, hostwire-gloo, hostwire-tcp or hostwire-ucx; `about` of what is returned says which and why."""
+    """A transport over all ranks. Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ... are set) it
+    joins them; alone it is `Local`. A process group that exists already is used as it is. `timeout`
+    bounds every collective, in seconds. `transport`: auto, collective, hostwire-gloo, hostwire-tcp
+    or hostwire-ucx; `about` of what is returned says which and why."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    chosen = device if isinstance(device, torch.device) else choose_device(device, local_rank, local_world)
+    chosen = (
+        device
+        if isinstance(device, torch.device)
+        else choose_device(device, local_rank, local_world)
+    )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if dist.is_initialized():
         return _joined(chosen, timeout, transport, owner=False)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Local(chosen, Ledger(chosen))
-    check(transport, chosen.type, int(os.environ["WORLD_SIZE"]), local_world, raised(), int(os.environ["RANK"]))
+    check(
+        transport,
+        chosen.type,
+        int(os.environ["WORLD_SIZE"]),
+        local_world,
+        raised(),
+        int(os.environ["RANK"]),
+    )
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     try:
         meeting = timedelta(seconds=max(timeout, _MEETING))
-        dist.init_process_group(backend, timeout=meeting, device_id=chosen if chosen.type == "cuda" else None)
+        dist.init_process_group(
+            backend, timeout=meeting, device_id=chosen if chosen.type == "cuda" else None
+        )
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
-        raise TransportError(f"rank {os.environ['RANK']} could not join the others at {where}: {reason}") from error
+        raise TransportError(
+            f"rank {os.environ['RANK']} could not join the others at {where}: {reason}"
+        ) from error
     return _joined(chosen, timeout, transport, owner=True)
 
 
 def _joined(device: torch.device, timeout: float, transport: str, owner: bool) -> Collective:
-    """Groups of our own for the step's tensors and for control traffic: the two never mix, and `timeout` holds for both."""
+    """Groups of our own for the step's tensors and for control traffic: the two never mix, and
+    `timeout` holds for both."""
     limit = timedelta(seconds=timeout)
     raised()  # before connections are made
     group = dist.new_group(timeout=limit)
     control = dist.new_group(timeout=limit, backend="gloo")
-    made = Collective(device, Ledger(device), group=group, control=control, owner=owner, timeout=limit)
+    made = Collective(
+        device, Ledger(device), group=group, control=control, owner=owner, timeout=limit
+    )
     chosen, why = agreed(transport, made)
     if chosen != "collective":
-        made = Hostwire(device, made.ledger, group, control, chosen.removeprefix("hostwire-"), owner=owner, timeout=limit)
+        made = Hostwire(
+            device,
+            made.ledger,
+            group,
+            control,
+            chosen.removeprefix("hostwire-"),
+            owner=owner,
+            timeout=limit,
+        )
     made.about = f"transport {chosen} ({why})"
     return made
 
 
 def agreed(transport: str, made: Collective) -> tuple[str, str]:
-    """(what joined ranks take, why). They may have different packages and devices, and decide by what all of them have. Where a
-    rank may not open as many files as that takes, all say so."""
+    """(what joined ranks take, why). They may have different packages and devices, and decide by
+    what all of them have. Where a rank may not open as many files as that takes, all say so."""
     device = made.device.type
     engine = may_need_engine(transport, device) and not lacking()
     here = [machine().hex(), raised(), ucx_installed(), bool(rdma_devices()), engine]

@@ -28,7 +28,9 @@ class Local:
     lines = 1
     about = "transport local (one process)"
 
-    def __init__(self, device: torch.device | str = "cpu", ledger: Ledger | Side | None = None) -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", ledger: Ledger | Side | None = None
+    ) -> None:
         self.device = torch.device(device)
         self.ledger: Ledger | Side = ledger or Ledger(self.device)
 
@@ -36,7 +38,9 @@ class Local:
         with self.ledger.arrive(kind, 0, 0, "local").wait():
             return _Done(tensor)
 
-    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> _Done:
+    def all_to_all(
+        self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
+    ) -> _Done:
         assert list(send) == list(receive) == [tensor.shape[0]], (send, receive, tensor.shape)
         return self._through(tensor, kind)
 

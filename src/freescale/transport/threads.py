@@ -9,14 +9,17 @@ from collections.abc import Callable
 
 import torch
 
-_SPIN = 0.0003  # seconds that a thread looks for an event before it sleeps: to be woken takes longer than many a copy
+# seconds that a thread looks for an event before it sleeps: to be woken takes longer than many a
+# copy
+_SPIN = 0.0003
 _PATIENCE = 2.0  # seconds that a process which ends waits for its threads
 _running: dict[threading.Thread, Callable[[], None]] = {}
 
 
 def started(name: str, work: Callable[[], None], end: Callable[[], None]) -> threading.Thread:
-    """Starts a thread; `end` makes it finish what it has and return. A daemon, because one that waits for a dead rank must not keep
-    the process from ending; but asked to end first, because one that is cut off inside torch takes the process with it (abort)."""
+    """Starts a thread; `end` makes it finish what it has and return. A daemon, because one that
+    waits for a dead rank must not keep the process from ending; but asked to end first, because one
+    that is cut off inside torch takes the process with it (abort)."""
 
     def until_done() -> None:
         try:

@@ -1,4 +1,5 @@
-"""`fixed` planned on a GPU: the same assignment as on the host, sorted by the device. Pays from some thousand samples on."""
+"""`fixed` planned on a GPU: the same assignment as on the host, sorted by the device. Pays from
+some thousand samples on."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def deal(costs: Tensor, ranks: int) -> Tensor:
 
 
 class FixedOnDevice:
-    """A partitioner like `fixed`. Has a stream of its own, ahead of the compute's, and waits for that one alone."""
+    """A partitioner like `fixed`. Has a stream of its own, ahead of the compute's, and waits for
+    that one alone."""
 
     __name__ = "fixed"
 
@@ -30,7 +32,8 @@ class FixedOnDevice:
     def __call__(self, problem: Problem) -> np.ndarray:
         if self._stream is None:
             return deal(torch.from_numpy(problem.costs), problem.ranks).numpy()
-        if self._pinned.numel() < len(problem.costs):  # made once: pinning takes longer than planning
+        # made once: pinning takes longer than planning
+        if self._pinned.numel() < len(problem.costs):
             self._pinned = torch.zeros(len(problem.costs), dtype=torch.int64).pin_memory()
         result = self._pinned[: len(problem.costs)]
         costs = result.view(torch.float64)

@@ -1,4 +1,5 @@
-"""`local`: an assignment that moves little. Only overloaded ranks give samples away, to their own node where it has room."""
+"""`local`: an assignment that moves little. Only overloaded ranks give samples away, to their own
+node where it has room."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ _TOLERANCE = 0.004  # above the bound: what a rank may keep
 
 
 def local(problem: Problem) -> np.ndarray:
-    """Every rank above the goal gives away its most expensive samples (they relieve most for the tokens they move) until it is
-    under it; what was given goes, most expensive first, to the least loaded rank of the giver's node that stays under the goal, or
-    to the least loaded of all; trades between the fullest and the emptiest rank finish it."""
+    """Every rank above the goal gives away its most expensive samples (they relieve most for the
+    tokens they move) until it is under it; what was given goes, most expensive first, to the least
+    loaded rank of the giver's node that stays under the goal, or to the least loaded of all; trades
+    between the fullest and the emptiest rank finish it."""
     rank_of = problem.home.copy()
     if problem.ranks < 2 or not len(rank_of):
         return rank_of
@@ -23,7 +25,9 @@ def local(problem: Problem) -> np.ndarray:
     given = _given(problem, loads, held, goal, cap)
     np.subtract.at(loads, problem.home[given], problem.costs[given])
     np.subtract.at(held, problem.home[given], problem.tokens[given])
-    nodes = np.zeros(problem.ranks, np.int64) if problem.nodes is None else np.asarray(problem.nodes)
+    nodes = (
+        np.zeros(problem.ranks, np.int64) if problem.nodes is None else np.asarray(problem.nodes)
+    )
     neighbours = {int(node): np.flatnonzero(nodes == node) for node in np.unique(nodes)}
     for sample in given[np.lexsort((given, -problem.costs[given]))]:
         cost, tokens = problem.costs[sample], problem.tokens[sample]
@@ -32,7 +36,10 @@ def local(problem: Problem) -> np.ndarray:
         if loads[taker] + cost > goal or held[taker] + tokens > cap:
             fits = held + tokens <= cap
             if not fits.any():
-                raise ValueError(f"local: sample {sample} with {tokens} tokens fits on no rank under the cap of {problem.cap}")
+                raise ValueError(
+                    f"local: sample {sample} with {tokens} tokens fits on no rank "
+                    f"under the cap of {problem.cap}"
+                )
             taker = np.where(fits, loads, np.inf).argmin()
         rank_of[sample] = taker
         loads[taker] += cost
@@ -41,10 +48,13 @@ def local(problem: Problem) -> np.ndarray:
     return rank_of
 
 
-def _given(problem: Problem, loads: np.ndarray, held: np.ndarray, goal: float, cap: float) -> np.ndarray:
-    """Samples that overloaded ranks give away: as many of the most expensive as fit into the excess, then the cheapest that covers
-    what is left of it."""
-    order = np.lexsort((-problem.costs, problem.home))  # rank by rank, falling cost; equal costs in the order of the batch
+def _given(
+    problem: Problem, loads: np.ndarray, held: np.ndarray, goal: float, cap: float
+) -> np.ndarray:
+    """Samples that overloaded ranks give away: as many of the most expensive as fit into the
+    excess, then the cheapest that covers what is left of it."""
+    # rank by rank, falling cost; equal costs in the order of the batch
+    order = np.lexsort((-problem.costs, problem.home))
     ends = np.cumsum(np.bincount(problem.home, minlength=problem.ranks))
     given: list[int] = []
     for rank in np.flatnonzero((loads > goal) | (held > cap)):

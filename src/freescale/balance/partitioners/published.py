@@ -1,4 +1,5 @@
-"""Partitioners of the literature, for those who know them and for comparison: `variable` and `karmarkar_karp`."""
+"""Partitioners of the literature, for those who know them and for comparison: `variable` and
+`karmarkar_karp`."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ from freescale.balance.problem import Problem, descending
 
 
 class Variable:
-    """The paper's VBS: samples sorted by length, weights L^alpha, cut into contiguous segments of equal weight, one per rank.
+    """The paper's VBS: samples sorted by length, weights L^alpha, cut into contiguous segments of
+    equal weight, one per rank.
 
-    The auto-tuner moves the cuts by measured times: where a problem brings them, ranks that took longer than the mean get a
-    smaller share from then on. A measurement is two batches old when it is used, hence the small gain.
+    The auto-tuner moves the cuts by measured times: where a problem brings them, ranks that took
+    longer than the mean get a smaller share from then on. A measurement is two batches old when it
+    is used, hence the small gain.
     """
 
     __name__ = "variable"
@@ -27,19 +30,25 @@ class Variable:
         weights = problem.tokens[order].astype(np.float64) ** self.alpha
         shares = self._shares(problem.ranks)
         cuts = np.cumsum(shares)[:-1] / np.sum(shares) * weights.sum()
-        middle = np.cumsum(weights) - weights / 2  # a sample belongs to the segment that its middle lies in
+        # a sample belongs to the segment that its middle lies in
+        middle = np.cumsum(weights) - weights / 2
         rank_of = np.empty(len(order), np.int64)
         rank_of[order] = np.searchsorted(cuts, middle, side="right")
         return rank_of
 
     def _shares(self, ranks: int) -> np.ndarray:
-        return self.shares if self.shares is not None and len(self.shares) == ranks else np.ones(ranks)
+        return (
+            self.shares if self.shares is not None and len(self.shares) == ranks else np.ones(ranks)
+        )
 
     def _tune(self, times: np.ndarray) -> None:
-        """times [ranks] of a step, the same on every rank; 0 where nothing was measured, and then nothing is moved."""
+        """times [ranks] of a step, the same on every rank; 0 where nothing was measured, and then
+        nothing is moved."""
         times = np.asarray(times, np.float64)
         if not np.isfinite(times).all() or (times < 0).any():
-            raise ValueError(f"variable: step times must be finite and not negative, got {times.tolist()}")
+            raise ValueError(
+                f"variable: step times must be finite and not negative, got {times.tolist()}"
+            )
         if (times == 0).any():
             return
         moved = self._shares(len(times)) * (1 - self.gain * (times / times.mean() - 1).clip(-1, 1))
@@ -58,8 +67,8 @@ def variable(problem: Problem) -> np.ndarray:
 
 
 def karmarkar_karp(problem: Problem) -> np.ndarray:
-    """Largest differencing with equal counts: blocks of one sample per rank, the two with the largest spread combined, largest
-    against smallest, until one is left. Knows no cap."""
+    """Largest differencing with equal counts: blocks of one sample per rank, the two with the
+    largest spread combined, largest against smallest, until one is left. Knows no cap."""
     ranks, n = problem.ranks, len(problem.costs)
     if not n:
         return np.zeros(0, np.int64)
@@ -68,14 +77,17 @@ def karmarkar_karp(problem: Problem) -> np.ndarray:
     padded[:n] = order
     costs = np.append(problem.costs, 0.0)
     sums = costs[padded].reshape(-1, ranks)  # [blocks, ranks], each falling
-    members = [[row] for row in padded.reshape(-1, ranks)]  # per block: rows of samples, a column per rank
+    # per block: rows of samples, a column per rank
+    members = [[row] for row in padded.reshape(-1, ranks)]
     alive = list(range(len(sums)))
     while len(alive) > 1:
         spread = sums[alive].max(axis=1) - sums[alive].min(axis=1)
         first, second = (alive[i] for i in np.argsort(-spread, kind="stable")[:2])
         joined = sums[first] + sums[second][::-1]
         again = np.argsort(-joined, kind="stable")
-        members[first] = [row[again] for row in members[first]] + [row[::-1][again] for row in members[second]]
+        members[first] = [row[again] for row in members[first]] + [
+            row[::-1][again] for row in members[second]
+        ]
         sums[first] = joined[again]
         alive.remove(second)
     rank_of = np.empty(n + 1, np.int64)

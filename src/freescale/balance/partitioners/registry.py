@@ -23,8 +23,9 @@ PARTITIONERS: dict[str, Partitioner] = {
 
 
 def find_partitioner(name: str, device: torch.device | str = "cpu") -> Partitioner:
-    """One of PARTITIONERS, or `module:function` of the user's. `variable` comes with a tuner of its own, which learns only where
-    problems bring measured times; `fixed` is planned on the device if that is a GPU."""
+    """One of PARTITIONERS, or `module:function` of the user's. `variable` comes with a tuner of its
+    own, which learns only where problems bring measured times; `fixed` is planned on the device if
+    that is a GPU."""
     if name == "fixed" and torch.device(device).type == "cuda":
         return FixedOnDevice(torch.device(device))
     if name == "variable":
@@ -33,7 +34,10 @@ def find_partitioner(name: str, device: torch.device | str = "cpu") -> Partition
         return PARTITIONERS[name]
     module, colon, function = name.partition(":")
     if not colon:
-        raise ValueError(f"unknown partitioner {name!r}; there is {', '.join(PARTITIONERS)}, or module:function of your own")
+        raise ValueError(
+            f"unknown partitioner {name!r}; there is {', '.join(PARTITIONERS)}, or "
+            "module:function of your own"
+        )
     try:
         found = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:

@@ -2,11 +2,12 @@
 
     out_i = sum over j that i may see of SiLU(alpha * q_i . k_j + bias_ij) * v_j / scale_length
 
-A token sees itself and what is before it in its sample. The last `candidate_counts[s]` tokens of sample s are
-candidates: they see the history and themselves, not each other. The divisor is fixed, never a length of the batch.
+A token sees itself and what is before it in its sample. The last `candidate_counts[s]` tokens of
+sample s are candidates: they see the history and themselves, not each other. The divisor is fixed,
+never a length of the batch.
 
-Scores exist one tile at a time, in forward and in backward, which computes them again: memory grows with the tokens,
-not with the square of the lengths.
+Scores exist one tile at a time, in forward and in backward, which computes them again: memory grows
+with the tokens, not with the square of the lengths.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from freescale.kernels.groups import Group, Groups
 
 TILE_BUDGET = 1 << 20  # scores (samples * heads * queries * keys) at a time
 TILE_ROWS = 128  # queries at a time: fewer skip more of the upper triangle, in more operations
-RELATION_BUDGET = 1 << 24  # pairs of tokens whose time buckets and masks are kept for all layers of a step
+# pairs of tokens whose time buckets and masks are kept for all layers of a step
+RELATION_BUDGET = 1 << 24
 BUCKET_WIDTH = 0.301
 
 
 @dataclass(frozen=True)
 class Relation:
-    """How the queries [start, stop) of a group stand to its keys [0, stop). Axis n is 1 where samples do not differ."""
+    """How the queries [start, stop) of a group stand to its keys [0, stop). Axis n is 1 where
+    samples do not differ."""
 
     start: int
     stop: int
@@ -40,7 +43,8 @@ class Relation:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What the layers of one step share. Made once from a batch's lengths: the only place that reads the device."""
+    """What the layers of one step share. Made once from a batch's lengths: the only place that
+    reads the device."""
 
     groups: Groups
     heads: int
@@ -86,13 +90,22 @@ class AttentionPlan:
             positions = torch.minimum(positions, history[:, None])
         return positions, None if self.timestamps is None else group.pad(self.timestamps)
 
-    def _relation(self, group: Group, start: int, stop: int, positions: Tensor, times: Tensor | None) -> Relation:
+    def _relation(
+        self, group: Group, start: int, stop: int, positions: Tensor, times: Tensor | None
+    ) -> Relation:
         distance, bucket, blocked = None, None, None
         if self.distances:
-            distance = (positions[:, start:stop, None] - positions[:, None, :stop]).clamp_(min=0).to(torch.int32)
+            distance = (
+                (positions[:, start:stop, None] - positions[:, None, :stop])
+                .clamp_(min=0)
+                .to(torch.int32)
+            )
         if times is not None:
-            # float64: integers next to a bucket's edge fall on the same side wherever they are computed
-            elapsed = (times[:, start:stop, None] - times[:, None, :stop]).clamp_(min=1).to(torch.float64)
+            # float64: integers next to a bucket's edge fall on the same side wherever they are
+            # computed
+            elapsed = (
+                (times[:, start:stop, None] - times[:, None, :stop]).clamp_(min=1).to(torch.float64)
+            )
             bucket = elapsed.log_().div_(BUCKET_WIDTH).clamp_(max=self.buckets).to(torch.int32)
         if self.candidate_counts is not None:
             slots = torch.arange(stop, device=positions.device)
@@ -116,16 +129,19 @@ def plan_attention(
     rows: int = TILE_ROWS,
     host: HostSizes | None = None,
 ) -> AttentionPlan:
-    """Groups and tiles for these lengths. A time bias needs `timestamps` and `buckets`, a position bias `distances`. Reads from the
-    device what `host` does not know."""
+    """Groups and tiles for these lengths. A time bias needs `timestamps` and `buckets`, a position
+    bias `distances`. Reads from the device what `host` does not know."""
     if heads < 1 or rows < 1:
         raise ValueError(f"heads and rows must be at least 1, not {heads} and {rows}")
     same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
     sizes = read_sizes(lengths, candidate_counts, host)
     groups = Groups.of(lengths, lambda length: heads * length * length, budget, sizes.lengths)
-    if timestamps is not None and (timestamps.dtype != torch.int64 or timestamps.shape != (groups.tokens,)):
+    if timestamps is not None and (
+        timestamps.dtype != torch.int64 or timestamps.shape != (groups.tokens,)
+    ):
         raise ValueError(
-            f"timestamps must be int64 [{groups.tokens}], one per token, not {timestamps.dtype} {list(timestamps.shape)}"
+            f"timestamps must be int64 [{groups.tokens}], one per token, not {timestamps.dtype} "
+            f"{list(timestamps.shape)}"
         )
     kept: dict[int, list[Relation]] = {}
     plan = AttentionPlan(
@@ -147,12 +163,16 @@ def hstu_attention(
     scale_length: int,
     alpha: float,
     candidate_counts: Tensor | None = None,  # [samples] int64
-    position_bias: Tensor | None = None,  # [N], by the distance of two positions; N above the longest distance
-    time_bias: Tensor | None = None,  # [buckets + 1], by the logarithm of the time between two tokens
+    # [N], by the distance of two positions; N above the longest distance
+    position_bias: Tensor | None = None,
+    # [buckets + 1], by the logarithm of the time between two tokens
+    time_bias: Tensor | None = None,
     timestamps: Tensor | None = None,  # [tokens] int64
-    plan: AttentionPlan | None = None,  # of the same lengths, candidates and timestamps: saves making it per layer
+    # of the same lengths, candidates and timestamps: saves making it per layer
+    plan: AttentionPlan | None = None,
 ) -> Tensor:  # [tokens, heads, d_v]
-    """SiLU attention over jagged samples, in the inputs' dtype (SiLU itself in at least float32)."""
+    """SiLU attention over jagged samples, in the inputs' dtype (SiLU itself in at least
+    float32)."""
     check_inputs(q, k, v, lengths, position_bias, time_bias, timestamps, scale_length)
     if plan is None:
         plan = plan_attention(
@@ -164,7 +184,9 @@ def hstu_attention(
             distances=position_bias is not None,
         )
     check_plan(plan, q, lengths, candidate_counts, position_bias, time_bias)
-    return _Attention.apply(q, k, v, position_bias, time_bias, plan, float(alpha), float(scale_length))
+    return _Attention.apply(
+        q, k, v, position_bias, time_bias, plan, float(alpha), float(scale_length)
+    )
 
 
 def _by_head(group: Group, values: Tensor) -> Tensor:
@@ -173,9 +195,15 @@ def _by_head(group: Group, values: Tensor) -> Tensor:
 
 
 def _by_head_transposed(group: Group, values: Tensor) -> Tensor:
-    """[tokens, heads, d] -> [n * heads, d, length], laid out so (of a single sample, reshape would give a view): products with a
-    transposed right side are several times slower on some processors."""
-    return group.pad(values).permute(0, 2, 3, 1).reshape(-1, values.shape[2], group.length).contiguous()
+    """[tokens, heads, d] -> [n * heads, d, length], laid out so (of a single sample, reshape would
+    give a view): products with a transposed right side are several times slower on some
+    processors."""
+    return (
+        group.pad(values)
+        .permute(0, 2, 3, 1)
+        .reshape(-1, values.shape[2], group.length)
+        .contiguous()
+    )
 
 
 def _put(target: Tensor, group: Group, values: Tensor) -> None:
@@ -185,20 +213,27 @@ def _put(target: Tensor, group: Group, values: Tensor) -> None:
     group.put(target, rows)
 
 
-def _scores(q: Tensor, k_t: Tensor, tile: Relation, count: int, biases: tuple[Tensor | None, Tensor | None]) -> Tensor:
+def _scores(
+    q: Tensor, k_t: Tensor, tile: Relation, count: int, biases: tuple[Tensor | None, Tensor | None]
+) -> Tensor:
     """[n * heads, queries, keys] in at least float32. q is scaled."""
     scores = torch.bmm(q[:, tile.start : tile.stop], k_t[:, :, : tile.stop])
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     for bias, index in zip(biases, (tile.distance, tile.bucket), strict=True):
         if bias is not None:
             assert index is not None
-            pairs = bias.to(scores.dtype).index_select(0, index.flatten()).view(-1, 1, *scores.shape[1:])
+            pairs = (
+                bias.to(scores.dtype)
+                .index_select(0, index.flatten())
+                .view(-1, 1, *scores.shape[1:])
+            )
             scores.view(count, -1, *scores.shape[1:]).add_(pairs)
     return scores
 
 
 def _mask(scores: Tensor, tile: Relation, count: int) -> Tensor:
-    """Zeroes, in place, what a query may not see. Padded keys come after every real query: no mask of their own."""
+    """Zeroes, in place, what a query may not see. Padded keys come after every real query: no mask
+    of their own."""
     if tile.blocked is None:
         return scores.tril_(tile.start)
     scores.view(count, -1, *scores.shape[1:]).masked_fill_(tile.blocked, 0)
@@ -206,7 +241,8 @@ def _mask(scores: Tensor, tile: Relation, count: int) -> Tensor:
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Adds left @ right to the leading rows of the total; the first product, which has all rows, starts it."""
+    """Adds left @ right to the leading rows of the total; the first product, which has all rows,
+    starts it."""
     if total is None:
         return torch.bmm(left, right).to(dtype)
     target = total[:, : left.shape[1]]
@@ -225,12 +261,20 @@ class _Attention(torch.autograd.Function):
         out = torch.zeros_like(v, memory_format=torch.contiguous_format)
         with torch.autocast(q.device.type, enabled=False):
             for number, group in enumerate(plan.groups.groups):
-                q_g, k_t, v_g = _by_head(group, q) * alpha, _by_head_transposed(group, k), _by_head(group, v)
+                q_g, k_t, v_g = (
+                    _by_head(group, q) * alpha,
+                    _by_head_transposed(group, k),
+                    _by_head(group, v),
+                )
                 out_g = torch.empty_like(v_g)
                 for tile in plan.tiles(number):
                     scores = _scores(q_g, k_t, tile, len(group), (position_bias, time_bias))
-                    weights = _mask(torch.nn.functional.silu(scores, inplace=True), tile, len(group))
-                    out_g[:, tile.start : tile.stop] = torch.bmm(weights.to(v.dtype), v_g[:, : tile.stop])
+                    weights = _mask(
+                        torch.nn.functional.silu(scores, inplace=True), tile, len(group)
+                    )
+                    out_g[:, tile.start : tile.stop] = torch.bmm(
+                        weights.to(v.dtype), v_g[:, : tile.stop]
+                    )
                 _put(out, group, out_g.div_(scale))
         return out
 
@@ -239,11 +283,20 @@ class _Attention(torch.autograd.Function):
         q, k, v, *biases = ctx.saved_tensors
         plan, alpha = ctx.plan, ctx.alpha
         wide = torch.promote_types(q.dtype, torch.float32)
-        grad_q, grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        grad_biases = [None if b is None else torch.zeros_like(b, dtype=torch.promote_types(b.dtype, wide)) for b in biases]
+        grad_q, grad_k, grad_v = (
+            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)
+        )
+        grad_biases = [
+            None if b is None else torch.zeros_like(b, dtype=torch.promote_types(b.dtype, wide))
+            for b in biases
+        ]
         with torch.autocast(q.device.type, enabled=False):
             for number, group in enumerate(plan.groups.groups):
-                q_g, k_t, v_t = _by_head(group, q) * alpha, _by_head_transposed(group, k), _by_head_transposed(group, v)
+                q_g, k_t, v_t = (
+                    _by_head(group, q) * alpha,
+                    _by_head_transposed(group, k),
+                    _by_head_transposed(group, v),
+                )
                 k_g = k_t.transpose(1, 2).contiguous()
                 grad_g = _by_head(group, grad) / ctx.scale
                 grad_q_g, grad_k_g, grad_v_g = torch.empty_like(q_g), None, None
@@ -252,12 +305,16 @@ class _Attention(torch.autograd.Function):
                     scores = _scores(q_g, k_t, tile, len(group), biases)
                     sigmoid = torch.sigmoid(scores)
                     weights = _mask(scores.mul_(sigmoid), tile, len(group))
-                    grad_v_g = _add_product(grad_v_g, weights.to(v.dtype).transpose(1, 2), grad_g[:, rows], wide)
-                    # the slope of SiLU: sigmoid * (1 + score * (1 - sigmoid)) = sigmoid + weight - weight * sigmoid;
-                    # where the mask zeroed the weight, it zeroes the product below as well
+                    grad_v_g = _add_product(
+                        grad_v_g, weights.to(v.dtype).transpose(1, 2), grad_g[:, rows], wide
+                    )
+                    # the slope of SiLU: sigmoid * (1 + score * (1 - sigmoid)) = sigmoid + weight -
+                    # weight * sigmoid; where the mask zeroed the weight, it zeroes the product
+                    # below as well
                     slope = weights.addcmul_(weights, sigmoid, value=-1).add_(sigmoid)
                     change = torch.bmm(grad_g[:, rows], v_t[:, :, keys])
-                    change = _mask(slope.mul_(change), tile, len(group))  # [n * heads, queries, keys]
+                    # [n * heads, queries, keys]
+                    change = _mask(slope.mul_(change), tile, len(group))
                     for total, index in zip(grad_biases, (tile.distance, tile.bucket), strict=True):
                         if total is not None:
                             pairs = change.view(len(group), -1, *change.shape[1:]).sum(1)
@@ -266,9 +323,12 @@ class _Attention(torch.autograd.Function):
                     change = change.to(q.dtype)
                     grad_q_g[:, rows] = torch.bmm(change, k_g[:, keys])
                     grad_k_g = _add_product(grad_k_g, change.transpose(1, 2), q_g[:, rows], wide)
-                assert grad_k_g is not None and grad_v_g is not None  # a group has at least one tile
+                # a group has at least one tile
+                assert grad_k_g is not None and grad_v_g is not None
                 _put(grad_q, group, grad_q_g.mul_(alpha))
                 _put(grad_k, group, grad_k_g)
                 _put(grad_v, group, grad_v_g)
-        totals = [None if g is None else g.to(b.dtype) for g, b in zip(grad_biases, biases, strict=True)]
+        totals = [
+            None if g is None else g.to(b.dtype) for g, b in zip(grad_biases, biases, strict=True)
+        ]
         return grad_q, grad_k, grad_v, *totals, None, None, None

@@ -1,7 +1,8 @@
-"""What surrounds the attention in an HSTU layer, in plain torch: the norm before, SiLU and split, the gated norm after.
+"""What surrounds the attention in an HSTU layer, in plain torch: the norm before, SiLU and split,
+the gated norm after.
 
-The reference of `triton_layer`, which rounds once where this rounds after each operation. `dtype` is that of the product that comes
-next.
+The reference of `triton_layer`, which rounds once where this rounds after each operation. `dtype`
+is that of the product that comes next.
 """
 
 from __future__ import annotations

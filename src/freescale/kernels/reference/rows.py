@@ -1,7 +1,9 @@
-"""Table rows in plain torch: gather, sum of duplicates, and row optimizers that touch only the rows they are given.
+"""Table rows in plain torch: gather, sum of duplicates, and row optimizers that touch only the rows
+they are given.
 
-Optimizers work in blocks of rows that fit a core's cache: a step is bound by memory traffic, and each of the several
-passes over a block then costs one trip to memory instead of one each. Rows of a call are unique.
+Optimizers work in blocks of rows that fit a core's cache: a step is bound by memory traffic, and
+each of the several passes over a block then costs one trip to memory instead of one each. Rows of a
+call are unique.
 """
 
 from __future__ import annotations
@@ -21,16 +23,19 @@ def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) 
 
 
 def sum_duplicates(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums gradients [r, width] of equal rows [r], in order of appearance -> sorted unique rows [u], sums [u, width].
+    """Sums gradients [r, width] of equal rows [r], in order of appearance -> sorted unique rows
+    [u], sums [u, width].
 
-    On the CPU index_add_ adds source rows one after another, on CUDA each segment is added up by itself (index_add_ would use
-    atomics there): a row's sum depends neither on chance nor on the other rows of the call.
+    On the CPU index_add_ adds source rows one after another, on CUDA each segment is added up by
+    itself (index_add_ would use atomics there): a row's sum depends neither on chance nor on the
+    other rows of the call.
     """
     return grouped(rows)(gradients)
 
 
 def grouped(rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """`sum_duplicates` of these rows, all but the sums: what can be done before the gradients are there."""
+    """`sum_duplicates` of these rows, all but the sums: what can be done before the gradients are
+    there."""
     if rows.device.type == "cuda":
         ordered, order = rows.sort(stable=True)
         unique, counts = torch.unique_consecutive(ordered, return_counts=True)
@@ -38,7 +43,8 @@ def grouped(rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         return lambda gradients: (unique, sums(gradients.index_select(0, order)))
     unique, inverse = torch.unique(rows, return_inverse=True)
     if unique.numel() == rows.numel():
-        # No duplicate: a permutation moves the same bits that the sum below would give, for half the traffic.
+        # No duplicate: a permutation moves the same bits that the sum below would give, for half
+        # the traffic.
         order = torch.empty_like(inverse)
         order[inverse] = torch.arange(inverse.numel(), device=rows.device)
         return lambda gradients: (unique, gradients.index_select(0, order))
@@ -69,22 +75,30 @@ def sgd(weight: Tensor, rows: Tensor, gradients: Tensor, *, lr: float) -> None:
         weight.index_copy_(0, block, weight.index_select(0, block).add_(gradient, alpha=-lr))
 
 
-def adagrad(weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float) -> None:
+def adagrad(
+    weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float
+) -> None:
     """total [n, width]: running sum of squared gradients."""
     for block, gradient in _blocks(rows, gradients):
         squares = total.index_select(0, block).addcmul_(gradient, gradient)
         total.index_copy_(0, block, squares)
         scale = squares.sqrt_().add_(eps)
-        weight.index_copy_(0, block, weight.index_select(0, block).addcdiv_(gradient, scale, value=-lr))
+        weight.index_copy_(
+            0, block, weight.index_select(0, block).addcdiv_(gradient, scale, value=-lr)
+        )
 
 
-def rowwise_adagrad(weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float) -> None:
+def rowwise_adagrad(
+    weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float
+) -> None:
     """total [n]: running sum of each row's mean squared gradient."""
     for block, gradient in _blocks(rows, gradients):
         squares = total.index_select(0, block).add_(gradient.square().mean(dim=1))
         total.index_copy_(0, block, squares)
         scale = squares.sqrt_().add_(eps)[:, None]
-        weight.index_copy_(0, block, weight.index_select(0, block).addcdiv_(gradient, scale, value=-lr))
+        weight.index_copy_(
+            0, block, weight.index_select(0, block).addcdiv_(gradient, scale, value=-lr)
+        )
 
 
 def adam(
@@ -99,13 +113,20 @@ def adam(
     eps: float,
     step: int,
 ) -> None:
-    """first, second [n, width]: moments of the rows' gradients. Bias correction by the global step, counted from 1."""
+    """first, second [n, width]: moments of the rows' gradients. Bias correction by the global step,
+    counted from 1."""
     correction = 1 - betas[0] ** step
     root = (1 - betas[1] ** step) ** 0.5
     for block, gradient in _blocks(rows, gradients):
         mean = first.index_select(0, block).lerp_(gradient, 1 - betas[0])
         first.index_copy_(0, block, mean)
-        square = second.index_select(0, block).mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+        square = (
+            second.index_select(0, block)
+            .mul_(betas[1])
+            .addcmul_(gradient, gradient, value=1 - betas[1])
+        )
         second.index_copy_(0, block, square)
         scale = square.sqrt_().div_(root).add_(eps)
-        weight.index_copy_(0, block, weight.index_select(0, block).addcdiv_(mean, scale, value=-lr / correction))
+        weight.index_copy_(
+            0, block, weight.index_select(0, block).addcdiv_(mean, scale, value=-lr / correction)
+        )

@@ -1,9 +1,11 @@
-"""What rows of later segments see of earlier ones, the reference in plain torch: SiLU attention to summaries.
+"""What rows of later segments see of earlier ones, the reference in plain torch: SiLU attention to
+summaries.
 
     out_i = sum over the summaries j that i sees of SiLU(alpha * q_i . k_j) * v_j / scale_length
 
-`SummaryPlan` says which; rows that see none get 0. There is no bias by position or time: a summary carries its position. Scores
-exist one group of blocks at a time, in forward and in backward, which computes them again.
+`SummaryPlan` says which; rows that see none get 0. There is no bias by position or time: a summary
+carries its position. Scores exist one group of blocks at a time, in forward and in backward, which
+computes them again.
 """
 
 from __future__ import annotations
@@ -36,24 +38,35 @@ def summary_attention(
 
 def check(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan, scale_length: float) -> None:
     """What both twins refuse."""
-    if not q.ndim == k.ndim == v.ndim == 3 or q.shape[1:] != k.shape[1:] or k.shape[:2] != v.shape[:2]:
+    if (
+        not q.ndim == k.ndim == v.ndim == 3
+        or q.shape[1:] != k.shape[1:]
+        or k.shape[:2] != v.shape[:2]
+    ):
         raise ValueError(
-            f"q [rows, heads, d_qk], k [summaries, heads, d_qk] and v [summaries, heads, d_v] do not fit: "
+            "q [rows, heads, d_qk], k [summaries, heads, d_qk] and v [summaries, heads, d_v] do "
+            "not fit: "
             f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
     if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k and v must share one floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
+        raise ValueError(
+            f"q, k and v must share one floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if scale_length < 1:
-        raise ValueError(f"scale_length must be at least 1 (the configured maximum length), not {scale_length}")
+        raise ValueError(
+            f"scale_length must be at least 1 (the configured maximum length), not {scale_length}"
+        )
     same_device(q=q, k=k, v=v)
     if (plan.rows, plan.summaries) != (q.shape[0], k.shape[0]):
         raise ValueError(
-            f"the plan is for {plan.rows} rows and {plan.summaries} summaries, not {q.shape[0]} and {k.shape[0]}; make it for these"
+            f"the plan is for {plan.rows} rows and {plan.summaries} summaries, not {q.shape[0]} "
+            f"and {k.shape[0]}; make it for these"
         )
 
 
 def _groups(plan: SummaryPlan, heads: int, device: torch.device) -> list[tuple[Group, Group]]:
-    """Rows and summaries of the blocks that are computed together. Summaries that pad a block are zero: they add nothing."""
+    """Rows and summaries of the blocks that are computed together. Summaries that pad a block are
+    zero: they add nothing."""
     if "groups" not in plan.kept:
         table = plan.blocks()
         cost = lambda seen: heads * plan.segments.period * seen  # noqa: E731
@@ -68,11 +81,24 @@ def _groups(plan: SummaryPlan, heads: int, device: torch.device) -> list[tuple[G
 def _group(starts: np.ndarray, lengths: np.ndarray, total: int, device: torch.device) -> Group:
     """Of these blocks of `total` rows or summaries."""
     longest = int(lengths.max())
-    if longest * len(lengths) == total and (starts == np.arange(len(lengths)) * longest).all() and lengths.min() == longest:
+    if (
+        longest * len(lengths) == total
+        and (starts == np.arange(len(lengths)) * longest).all()
+        and lengths.min() == longest
+    ):
         return Group.all(len(lengths), longest, device)
     samples = np.arange(len(lengths))
-    tokens, slots = (ranges(torch.from_numpy(first), torch.from_numpy(lengths)).numpy() for first in (starts, samples * longest))
-    return Group(uploaded(samples, device), longest, uploaded(tokens, device), uploaded(slots, device), lengths)
+    tokens, slots = (
+        ranges(torch.from_numpy(first), torch.from_numpy(lengths)).numpy()
+        for first in (starts, samples * longest)
+    )
+    return Group(
+        uploaded(samples, device),
+        longest,
+        uploaded(tokens, device),
+        uploaded(slots, device),
+        lengths,
+    )
 
 
 class _SummaryAttention(torch.autograd.Function):
@@ -83,7 +109,8 @@ class _SummaryAttention(torch.autograd.Function):
         out = q.new_zeros(*q.shape[:2], v.shape[2])
         with torch.autocast(q.device.type, enabled=False):
             for rows, seen in _groups(plan, q.shape[1], q.device):
-                scores = torch.bmm(_by_head(rows, q) * alpha, _by_head_transposed(seen, k))  # [n * heads, rows, summaries]
+                # [n * heads, rows, summaries]
+                scores = torch.bmm(_by_head(rows, q) * alpha, _by_head_transposed(seen, k))
                 weights = torch.nn.functional.silu(_wide(scores), inplace=True)
                 _put(out, rows, torch.bmm(weights.to(v.dtype), _by_head(seen, v)).div_(scale))
         return out
@@ -93,10 +120,17 @@ class _SummaryAttention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         grad_q = torch.zeros_like(q, memory_format=torch.contiguous_format)
         # a summary is in many blocks
-        grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (k, v))
+        grad_k, grad_v = (
+            torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+            for x in (k, v)
+        )
         with torch.autocast(q.device.type, enabled=False):
             for rows, seen in _groups(ctx.plan, q.shape[1], q.device):
-                q_g, k_g, v_t = _by_head(rows, q) * ctx.alpha, _by_head(seen, k), _by_head_transposed(seen, v)
+                q_g, k_g, v_t = (
+                    _by_head(rows, q) * ctx.alpha,
+                    _by_head(seen, k),
+                    _by_head_transposed(seen, v),
+                )
                 grad_g = _by_head(rows, grad) / ctx.scale
                 scores = _wide(torch.bmm(q_g, _by_head_transposed(seen, k)))
                 sigmoid = torch.sigmoid(scores)

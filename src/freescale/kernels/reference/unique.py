@@ -1,7 +1,8 @@
 """Deduplication, masks and groups of row requests, in plain torch.
 
-On a device, results whose size only the device knows come in buffers of the size of the input, so that nothing has to be read to
-go on: whoever has to know a size (an AllToAll its splits) reads all of them at once, and cuts the buffers by it.
+On a device, results whose size only the device knows come in buffers of the size of the input, so
+that nothing has to be read to go on: whoever has to know a size (an AllToAll its splits) reads all
+of them at once, and cuts the buffers by it.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ def deduplicate(keys: Tensor, edges: Tensor) -> Unique:
     """keys [n] int64, none negative; edges [e] int64, rising, the last above every key."""
     check_keys(keys=keys, edges=edges)
     unique, inverse = torch.unique(keys, return_inverse=True)
-    return Unique(unique, inverse, torch.searchsorted(unique, edges).diff(prepend=edges.new_zeros(1)))
+    return Unique(
+        unique, inverse, torch.searchsorted(unique, edges).diff(prepend=edges.new_zeros(1))
+    )
 
 
 def collision_masks(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows asked of an owner by batch i [r] and by batch i+1 [s] -> (which of i's batch i+1 asks too, and the other way round)."""
+    """Rows asked of an owner by batch i [r] and by batch i+1 [s] -> (which of i's batch i+1 asks
+    too, and the other way round)."""
     check_keys(current=current, coming=coming)
     joined = torch.cat([current, coming])
     order = stable_order(joined)
     ordered = joined[order]
-    # Equal rows stand together, those of batch i first: both batches ask if one of i begins them and one of i+1 ends them.
+    # Equal rows stand together, those of batch i first: both batches ask if one of i begins them
+    # and one of i+1 ends them.
     edges = torch.ones(joined.numel() + 1, dtype=torch.bool, device=joined.device)
     torch.ne(ordered[1:], ordered[:-1], out=edges[1:-1])
     now = order < current.numel()
@@ -47,17 +52,20 @@ def collision_masks(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def grouped(tags: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """tags [n] of 0 to bins - 1 -> (positions [n] by tag, in order within each; how many have each tag [bins])."""
+    """tags [n] of 0 to bins - 1 -> (positions [n] by tag, in order within each; how many have each
+    tag [bins])."""
     if tags.is_cuda:
         ordered, order = tags.to(torch.int32).sort(stable=True)
-        return order, torch.searchsorted(ordered, torch.arange(bins + 1, dtype=torch.int32, device=tags.device)).diff()
+        return order, torch.searchsorted(
+            ordered, torch.arange(bins + 1, dtype=torch.int32, device=tags.device)
+        ).diff()
     small = tags.to(torch.uint16) if bins <= 1 << 16 else tags  # numpy sorts 16 bits by counting
     return stable_order(small), torch.bincount(tags, minlength=bins)
 
 
 def stable_order(values: Tensor) -> Tensor:
-    """Positions [n] by value, equal ones in order of appearance. On the CPU by numpy, which merges runs that are sorted already:
-    what one rank asks for is."""
+    """Positions [n] by value, equal ones in order of appearance. On the CPU by numpy, which merges
+    runs that are sorted already: what one rank asks for is."""
     if values.is_cuda:
         return values.sort(stable=True).indices
     return torch.from_numpy(np.argsort(values.numpy(), kind="stable"))
@@ -66,6 +74,11 @@ def stable_order(values: Tensor) -> Tensor:
 def check_keys(**keys: Tensor) -> None:
     for name, tensor in keys.items():
         if tensor.dtype != torch.int64 or tensor.ndim != 1:
-            raise ValueError(f"{name} must be a 1-d int64 tensor, not {tensor.dtype} with {tensor.ndim} axes")
+            raise ValueError(
+                f"{name} must be a 1-d int64 tensor, not {tensor.dtype} with {tensor.ndim} axes"
+            )
     if len({tensor.device for tensor in keys.values()}) > 1:
-        raise ValueError(f"tensors lie on different devices: { {name: str(t.device) for name, t in keys.items()} }")
+        raise ValueError(
+            "tensors lie on different devices: "
+            f"{ {name: str(t.device) for name, t in keys.items()} }"
+        )

@@ -1,1 +1,2 @@
-"""The operations as Triton kernels, for NVIDIA GPUs: a file that launches and a file of kernels for each."""
+"""The operations as Triton kernels, for NVIDIA GPUs: a file that launches and a file of kernels for
+each."""

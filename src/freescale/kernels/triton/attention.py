@@ -1,8 +1,10 @@
-"""Jagged SiLU attention of HSTU as Triton kernels: the twin of `attention.hstu_attention`, for NVIDIA GPUs.
+"""Jagged SiLU attention of HSTU as Triton kernels: the twin of `attention.hstu_attention`, for
+NVIDIA GPUs.
 
-Same arguments, same function, memory linear in the tokens. float32, bfloat16 and float16, sums in float32; head widths 32, 64
-and 128. The kernels read the lengths from tables of tiles that `triton_attention_plan` makes once per batch; nothing synchronizes
-after that. No sum depends on an order that may change: the same inputs give the same bits, gradients too. Adding the queries'
+Same arguments, same function, memory linear in the tokens. float32, bfloat16 and float16, sums in
+float32; head widths 32, 64 and 128. The kernels read the lengths from tables of tiles that
+`triton_attention_plan` makes once per batch; nothing synchronizes after that. No sum depends on an
+order that may change: the same inputs give the same bits, gradients too. Adding the queries'
 gradients with atomics from the kernel for keys was slower than a kernel of their own.
 """
 
@@ -24,26 +26,49 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Launch:
-    """Shape of one kernel's work: `tile` tokens per program, `inner` per turn of its loop, a multiple of which is `tile`."""
+    """Shape of one kernel's work: `tile` tokens per program, `inner` per turn of its loop, a
+    multiple of which is `tile`."""
 
     tile: int
     inner: int
     warps: int
     stages: int
     masked_stages: int = 1
-    registers: int | None = None  # per thread, where fewer let one more program run on a multiprocessor
+    # per thread, where fewer let one more program run on a multiprocessor
+    registers: int | None = None
 
 
 # The fastest of those tried on an H200, by head width.
-FORWARD = {32: Launch(64, 64, 4, 3, registers=128), 64: Launch(128, 64, 4, 3, 2), 128: Launch(128, 64, 4, 2, 2)}
-BACKWARD_KV = {32: Launch(64, 64, 4, 3, registers=128), 64: Launch(64, 64, 4, 3, registers=168), 128: Launch(64, 64, 4, 2, 2)}
-BACKWARD_Q = {32: Launch(64, 64, 4, 3, registers=128), 64: Launch(64, 64, 4, 3, registers=168), 128: Launch(128, 64, 8, 3, 2)}
+FORWARD = {
+    32: Launch(64, 64, 4, 3, registers=128),
+    64: Launch(128, 64, 4, 3, 2),
+    128: Launch(128, 64, 4, 2, 2),
+}
+BACKWARD_KV = {
+    32: Launch(64, 64, 4, 3, registers=128),
+    64: Launch(64, 64, 4, 3, registers=168),
+    128: Launch(64, 64, 4, 2, 2),
+}
+BACKWARD_Q = {
+    32: Launch(64, 64, 4, 3, registers=128),
+    64: Launch(64, 64, 4, 3, registers=168),
+    128: Launch(128, 64, 8, 3, 2),
+}
 # The arithmetic of a bias, above all of time, takes registers of its own.
-BIASED_FORWARD, BIASED_KV, BIASED_Q = Launch(64, 64, 4, 2), Launch(64, 64, 4, 2), Launch(64, 64, 4, 2)
+BIASED_FORWARD, BIASED_KV, BIASED_Q = (
+    Launch(64, 64, 4, 2),
+    Launch(64, 64, 4, 2),
+    Launch(64, 64, 4, 2),
+)
 TIMED_KV = Launch(64, 32, 4, 3)
 BIAS_SUMS, TIMED_SUMS = Launch(64, 64, 4, 1, registers=168), Launch(64, 64, 4, 1)
-# float32 operands are split in three bfloat16 each: six products on the tensor cores, exact to 24 bits.
-FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q = Launch(64, 64, 4, 1), Launch(64, 32, 4, 1), Launch(64, 64, 4, 1)
+# float32 operands are split in three bfloat16 each: six products on the tensor cores, exact to 24
+# bits.
+FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q = (
+    Launch(64, 64, 4, 1),
+    Launch(64, 32, 4, 1),
+    Launch(64, 64, 4, 1),
+)
 FLOAT32_PRECISION = "bf16x6"
 
 
@@ -56,17 +81,26 @@ def hstu_attention(
     scale_length: int,
     alpha: float,
     candidate_counts: Tensor | None = None,  # [samples] int64
-    position_bias: Tensor | None = None,  # [N], by the distance of two positions; N above the longest distance
-    time_bias: Tensor | None = None,  # [buckets + 1], by the logarithm of the time between two tokens
+    # [N], by the distance of two positions; N above the longest distance
+    position_bias: Tensor | None = None,
+    # [buckets + 1], by the logarithm of the time between two tokens
+    time_bias: Tensor | None = None,
     timestamps: Tensor | None = None,  # [tokens] int64
-    plan: TilePlan | None = None,  # of the same lengths, candidates and timestamps: saves making it per layer
+    # of the same lengths, candidates and timestamps: saves making it per layer
+    plan: TilePlan | None = None,
 ) -> Tensor:  # [tokens, heads, d_v]
-    """SiLU attention over jagged samples, in the inputs' dtype; scores, SiLU and sums in float32."""
+    """SiLU attention over jagged samples, in the inputs' dtype; scores, SiLU and sums in
+    float32."""
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k and v must share one dtype of {DTYPES}, not {q.dtype}, {k.dtype}, {v.dtype}")
+        raise ValueError(
+            f"q, k and v must share one dtype of {DTYPES}, not {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     check_inputs(q, k, v, lengths, position_bias, time_bias, timestamps, scale_length)
     if q.shape[2] not in WIDTHS or v.shape[2] not in WIDTHS:
-        raise ValueError(f"the kernels are for heads {WIDTHS} wide, not {q.shape[2]} and {v.shape[2]}; use kernels.attention")
+        raise ValueError(
+            f"the kernels are for heads {WIDTHS} wide, not {q.shape[2]} and "
+            f"{v.shape[2]}; use kernels.attention"
+        )
     if plan is None:
         plan = plan_attention(
             lengths,
@@ -78,15 +112,22 @@ def hstu_attention(
         )
     check_plan(plan, q, lengths, candidate_counts, position_bias, time_bias)
     require_gpu(q.device, "kernels.attention")
-    return _Attention.apply(q, k, v, position_bias, time_bias, plan, float(alpha), float(scale_length))
+    return _Attention.apply(
+        q, k, v, position_bias, time_bias, plan, float(alpha), float(scale_length)
+    )
 
 
 def _readable(x: Tensor) -> Tensor:
-    """[tokens, heads, d] as the descriptors need it: heads side by side, rows at multiples of 16 bytes. Copies what is not,
-    but not a slice of a wider projection."""
+    """[tokens, heads, d] as the descriptors need it: heads side by side, rows at multiples of 16
+    bytes. Copies what is not, but not a slice of a wider projection."""
     heads, width = x.shape[1:]
     beside = x.stride(2) == 1 and (heads == 1 or x.stride(1) == width)
-    if beside and x.stride(0) >= heads * width and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0:
+    if (
+        beside
+        and x.stride(0) >= heads * width
+        and x.stride(0) * x.element_size() % 16 == 0
+        and x.data_ptr() % 16 == 0
+    ):
         return x
     return x.contiguous()
 
@@ -101,7 +142,15 @@ def _descriptor(x: Tensor, rows: int) -> Any:
 class _Call:
     """What the launches of one attention have in common."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, biases: tuple[Tensor | None, Tensor | None], plan: TilePlan, alpha: float):
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        biases: tuple[Tensor | None, Tensor | None],
+        plan: TilePlan,
+        alpha: float,
+    ):
         self.q, self.k, self.v, self.plan = q, k, v, plan
         position, time = (None if bias is None else bias.float().contiguous() for bias in biases)
         narrow, compiled = q.dtype != torch.float32, not interpreted()
@@ -120,7 +169,8 @@ class _Call:
             "D_V": v.shape[2],
             "FAST": narrow and compiled,
             "INLINE": compiled,  # assembly
-            "PRECISION": FLOAT32_PRECISION if compiled and not narrow else "ieee",  # of float32 operands alone
+            # of float32 operands alone
+            "PRECISION": FLOAT32_PRECISION if compiled and not narrow else "ieee",
             "CANDIDATES": plan.candidate_counts is not None,
         }
         width = max(q.shape[2], v.shape[2])
@@ -170,8 +220,12 @@ class _Call:
         )  # fmt: skip
 
     def backward_bias(self, grad: Tensor, scale: float) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of both biases in float32: partial sums in memory, added up in a fixed order."""
-        from freescale.kernels.triton.attention_kernels import backward_bias_kernel, sum_distances_kernel
+        """Gradients of both biases in float32: partial sums in memory, added up in a fixed
+        order."""
+        from freescale.kernels.triton.attention_kernels import (
+            backward_bias_kernel,
+            sum_distances_kernel,
+        )
 
         position, time = self.bias["position_bias"], self.bias["time_bias"]
         launch = BIAS_SUMS if time is None else TIMED_SUMS
@@ -181,7 +235,11 @@ class _Call:
         candidates = self.plan.candidate_counts is not None
         bins = 1 << self.plan.buckets.bit_length()  # at least buckets + 1
         by_distance = None if position is None else empty(len(walks), 2 * size, dtype=torch.float32)
-        by_key = None if position is None or not candidates else empty(self.plan.tokens, dtype=torch.float32)
+        by_key = (
+            None
+            if position is None or not candidates
+            else empty(self.plan.tokens, dtype=torch.float32)
+        )
         by_self = None if by_key is None else grad.new_zeros(len(walks), dtype=torch.float32)
         by_bucket = None if time is None else empty(len(walks), bins, dtype=torch.float32)
         backward_bias_kernel[(len(walks),)](
@@ -193,7 +251,15 @@ class _Call:
         if position is not None:
             grad_position = torch.zeros_like(position)
             sum_distances_kernel[(len(counts),)](
-                by_distance, by_key, pieces, counts, grad_position, position.numel(), B=size, S=32, num_warps=4
+                by_distance,
+                by_key,
+                pieces,
+                counts,
+                grad_position,
+                position.numel(),
+                B=size,
+                S=32,
+                num_warps=4,
             )
             if by_self is not None:
                 grad_position[:1] += by_self.sum()
@@ -218,8 +284,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         q, k, v, position_bias, time_bias = ctx.saved_tensors
         grad = _readable(grad)
-        grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        grad_position, grad_time = (None if b is None else torch.zeros_like(b) for b in (position_bias, time_bias))
+        grad_q, grad_k, grad_v = (
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)
+        )
+        grad_position, grad_time = (
+            None if b is None else torch.zeros_like(b) for b in (position_bias, time_bias)
+        )
         if not ctx.plan.tokens:
             return grad_q, grad_k, grad_v, grad_position, grad_time, None, None, None
         with on(q.device):
@@ -229,6 +299,7 @@ class _Attention(torch.autograd.Function):
             if any(ctx.needs_input_grad[3:5]):
                 sums = call.backward_bias(grad, ctx.scale)
                 grad_position, grad_time = (
-                    None if x is None else x.to(bias.dtype) for x, bias in zip(sums, (position_bias, time_bias), strict=True)
+                    None if x is None else x.to(bias.dtype)
+                    for x, bias in zip(sums, (position_bias, time_bias), strict=True)
                 )
         return grad_q, grad_k, grad_v, grad_position, grad_time, None, None, None

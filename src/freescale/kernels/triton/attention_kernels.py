@@ -1,10 +1,12 @@
 """The Triton kernels of `triton_attention`: forward, backward, and the gradients of the biases.
 
-One program works on one tile of one head: queries in forward, keys in backward. Tiles without a mask run in a loop of their
-own. TMA descriptors span the whole batch, so a tile at a sample's end also reads the next sample's tokens: the mask drops
-their scores, and their rows are zeroed where a product would meet them (0 * inf is not 0).
+One program works on one tile of one head: queries in forward, keys in backward. Tiles without a
+mask run in a loop of their own. TMA descriptors span the whole batch, so a tile at a sample's end
+also reads the next sample's tokens: the mask drops their scores, and their rows are zeroed where a
+product would meet them (0 * inf is not 0).
 
-SiLU is computed from h = score / 2 and t = tanh(h), one instruction of the special function unit instead of two:
+SiLU is computed from h = score / 2 and t = tanh(h), one instruction of the special function unit
+instead of two:
     SiLU(score) = h * (1 + t)        2 * SiLU'(score) = (1 + t) * (1 + h * (1 - t))
 The factor 1/2 of the slope, alpha and 1 / scale_length are applied once, to the finished sums.
 """
@@ -21,7 +23,9 @@ BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / 0.301)
 @triton.jit
 def _tanh(x, FAST: tl.constexpr):
     if FAST:
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
         return 2 * tl.sigmoid(2 * x) - 1
 
@@ -37,8 +41,8 @@ def _allowed(i, j, length, history, CANDIDATES: tl.constexpr):
 
 @triton.jit
 def _look_up(table, index, INLINE: tl.constexpr):
-    """Entries of a float32 table. As assembly it is arithmetic to the compiler, done in the layout of the scores; a load
-    would go through shared memory."""
+    """Entries of a float32 table. As assembly it is arithmetic to the compiler, done in the layout
+    of the scores; a load would go through shared memory."""
     if INLINE:
         return tl.inline_asm_elementwise(
             "{ .reg .u64 a; mad.wide.s32 a, $1, 4, $2; ld.global.nc.f32 $0, [a]; }",
@@ -53,7 +57,8 @@ def _edge(edges, low, high, INLINE: tl.constexpr):
     """The shortest time of bucket `high`, read only where the estimate leaves two buckets open."""
     if INLINE and edges.dtype.element_ty == tl.int32:
         return tl.inline_asm_elementwise(
-            "{ .reg .u64 a; .reg .pred p; setp.ne.s32 p, $1, $2; mad.wide.s32 a, $2, 4, $3; mov.s32 $0, 0;"
+            "{ .reg .u64 a; .reg .pred p; setp.ne.s32 p, $1, $2; mad.wide.s32 a, $2, 4, $3; "
+            "mov.s32 $0, 0;"
             " @p ld.global.nc.s32 $0, [a]; }",
             "=r,r,r,l", [low, high, edges.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
@@ -63,19 +68,23 @@ def _edge(edges, low, high, INLINE: tl.constexpr):
 
 @triton.jit
 def _distance(i, j, history, farthest):
-    """Between the positions of queries i and keys j; candidates all stand right after the history."""
+    """Between the positions of queries i and keys j; candidates all stand right after the
+    history."""
     return tl.minimum(tl.maximum(tl.minimum(i, history) - tl.minimum(j, history), 0), farthest)
 
 
 @triton.jit
 def _bucket(i, j, start, length, times, edges, buckets, INLINE: tl.constexpr):
-    """floor(log(time between) / 0.301), exact: where the estimate in float32 is too close to call, the edge decides."""
+    """floor(log(time between) / 0.301), exact: where the estimate in float32 is too close to call,
+    the edge decides."""
     later = tl.load(times + start + i, mask=i < length, other=0)
     earlier = tl.load(times + start + j, mask=j < length, other=0)
     elapsed = tl.maximum(later - earlier, 1)
     rounded = elapsed.to(tl.float32)
     if INLINE:  # tl.log2 is a polynomial, exact to bits that do not matter here
-        octaves = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [rounded], dtype=tl.float32, is_pure=True, pack=1)
+        octaves = tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=f,f", [rounded], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
         octaves = tl.log2(rounded)
     estimate = octaves * BUCKETS_PER_OCTAVE
@@ -92,7 +101,9 @@ def _half(scores, half_alpha, i, j, start, length, history, position_bias, farth
     if position_bias is not None:
         half += 0.5 * _look_up(position_bias, _distance(i, j, history, farthest), INLINE)
     if time_bias is not None:
-        half += 0.5 * _look_up(time_bias, _bucket(i, j, start, length, times, edges, buckets, INLINE), INLINE)
+        half += 0.5 * _look_up(
+            time_bias, _bucket(i, j, start, length, times, edges, buckets, INLINE), INLINE
+        )
     return half
 
 
@@ -110,12 +121,14 @@ def _store(pointer, stride, start, rows, length, column, values, WIDTH: tl.const
 
 @triton.jit
 def _masked_keys(row, length, history, M: tl.constexpr, N: tl.constexpr, CANDIDATES: tl.constexpr):
-    """Queries [row, row + M) see the keys [0, full) without a mask, then `edge` tiles from `full`, then the diagonal."""
+    """Queries [row, row + M) see the keys [0, full) without a mask, then `edge` tiles from `full`,
+    then the diagonal."""
     full = row
     edge = 0
     if CANDIDATES:
         full = tl.minimum(row, history) // N * N
-        edge = tl.where(row > full, tl.cdiv(history - full, N), 0)  # else the diagonal starts at full
+        # else the diagonal starts at full
+        edge = tl.where(row > full, tl.cdiv(history - full, N), 0)
     return full, edge, edge + tl.cdiv(tl.minimum(M, length - row), N)
 
 
@@ -129,7 +142,12 @@ def forward_kernel(
     program = tl.program_id(0)
     head = program % HEADS
     tile = tiles + program // HEADS * 4
-    start, length, history, row = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    start, length, history, row = (
+        tl.load(tile),
+        tl.load(tile + 1),
+        tl.load(tile + 2),
+        tl.load(tile + 3),
+    )
     i = row + tl.arange(0, M)
     columns = tl.arange(0, N)
     full, edge, masked = _masked_keys(row, length, history, M, N, CANDIDATES)
@@ -152,7 +170,9 @@ def forward_kernel(
         half = _half(scores, half_alpha, i[:, None], j[None, :], start, length, history,
                      position_bias, farthest, time_bias, edges, times, buckets, INLINE)  # fmt: skip
         weights = half * _tanh(half, FAST) + half
-        weights = tl.where(_allowed(i[:, None], j[None, :], length, history, CANDIDATES), weights, 0.0)
+        weights = tl.where(
+            _allowed(i[:, None], j[None, :], length, history, CANDIDATES), weights, 0.0
+        )
         v = v_desc.load([start + key, head * D_V])
         v = tl.where((j < length)[:, None], v, 0.0)
         total = tl.dot(weights.to(v.dtype), v, total, input_precision=PRECISION)
@@ -167,11 +187,17 @@ def backward_kv_kernel(
     FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr,
     STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the keys [row, row + N) and of their values, summed over the queries in their order."""
+    """Gradients of the keys [row, row + N) and of their values, summed over the queries in their
+    order."""
     program = tl.program_id(0)
     head = program % HEADS
     tile = tiles + program // HEADS * 4
-    start, length, history, row = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    start, length, history, row = (
+        tl.load(tile),
+        tl.load(tile + 1),
+        tl.load(tile + 2),
+        tl.load(tile + 3),
+    )
     j = row + tl.arange(0, N)
     rows = tl.arange(0, M)
     # masked tiles: the diagonal, then what is left of the sample after the full tiles
@@ -182,7 +208,9 @@ def backward_kv_kernel(
     if CANDIDATES:
         mixed = row + N > history  # candidates among these keys: no query sees all of them
         last = tl.where(mixed, first, last)
-        rest = tl.where(mixed, tl.where(row < history, tl.cdiv(tl.maximum(length - first, 0), M), 0), rest)
+        rest = tl.where(
+            mixed, tl.where(row < history, tl.cdiv(tl.maximum(length - first, 0), M), 0), rest
+        )
     k = k_desc.load([start + row, head * D_QK])
     v = v_desc.load([start + row, head * D_V])
     total_k = tl.zeros([N, D_QK], tl.float32)
@@ -233,7 +261,12 @@ def backward_q_kernel(
     program = tl.program_id(0)
     head = program % HEADS
     tile = tiles + program // HEADS * 4
-    start, length, history, row = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    start, length, history, row = (
+        tl.load(tile),
+        tl.load(tile + 1),
+        tl.load(tile + 2),
+        tl.load(tile + 3),
+    )
     i = row + tl.arange(0, M)
     columns = tl.arange(0, N)
     full, edge, masked = _masked_keys(row, length, history, M, N, CANDIDATES)
@@ -259,7 +292,9 @@ def backward_q_kernel(
                      position_bias, farthest, time_bias, edges, times, buckets, INLINE)  # fmt: skip
         change = tl.dot(grad, v_desc.load([start + key, head * D_V]).T, input_precision=PRECISION)
         change = change * _double_slope(half, _tanh(half, FAST))
-        change = tl.where(_allowed(i[:, None], j[None, :], length, history, CANDIDATES), change, 0.0).to(k.dtype)
+        change = tl.where(
+            _allowed(i[:, None], j[None, :], length, history, CANDIDATES), change, 0.0
+        ).to(k.dtype)
         total = tl.dot(change, k, total, input_precision=PRECISION)
     _store(grad_q, HEADS * D_QK, start, i, length, head * D_QK, total * factor, D_QK)
 
@@ -273,19 +308,27 @@ def backward_bias_kernel(
 ):  # fmt: skip
     """Partial sums of the biases' gradients, without atomics; all heads share the biases.
 
-    Distances repeat along diagonals, so a program walks the tiles whose queries stand `row` behind their keys [key, stop) and
-    adds them up element by element, for the queries of the history. Candidates share one position, so their distances repeat
-    along columns: there (stop is -1) the program walks all queries of one tile of keys.
+    Distances repeat along diagonals, so a program walks the tiles whose queries stand `row` behind
+    their keys [key, stop) and adds them up element by element, for the queries of the history.
+    Candidates share one position, so their distances repeat along columns: there (stop is -1) the
+    program walks all queries of one tile of keys.
     """
     walk = walks + tl.program_id(0) * 7
-    start, length, history, row = tl.load(walk), tl.load(walk + 1), tl.load(walk + 2), tl.load(walk + 3)
+    start, length, history, row = (
+        tl.load(walk),
+        tl.load(walk + 1),
+        tl.load(walk + 2),
+        tl.load(walk + 3),
+    )
     slot, key, stop = tl.load(walk + 4), tl.load(walk + 5), tl.load(walk + 6)
     candidates = stop < 0
     query, end, step = row + key, tl.minimum(row + stop, history), B
     if CANDIDATES:
         step = tl.where(candidates, 0, B)
         query = tl.where(candidates, tl.maximum(history // B * B, key), query)
-        end = tl.where(candidates, tl.where(key < history, length, tl.minimum(key + B, length)), end)
+        end = tl.where(
+            candidates, tl.where(key < history, length, tl.minimum(key + B, length)), end
+        )
     lanes = tl.arange(0, B)
     total = tl.zeros([B, B], tl.float32)
     bins = tl.arange(0, BUCKETS)
@@ -299,7 +342,9 @@ def backward_bias_kernel(
         change = tl.zeros([B, B], tl.float32)
         bias = tl.zeros([B, B], tl.float32)
         if position_bias is not None:
-            bias += 0.5 * _look_up(position_bias, _distance(i[:, None], j[None, :], history, farthest), INLINE)
+            bias += 0.5 * _look_up(
+                position_bias, _distance(i[:, None], j[None, :], history, farthest), INLINE
+            )
         if time_bias is not None:
             bucket = _bucket(i[:, None], j[None, :], start, length, times, edges, buckets, INLINE)
             bias += 0.5 * _look_up(time_bias, bucket, INLINE)
@@ -337,7 +382,9 @@ def backward_bias_kernel(
 
 
 @triton.jit(do_not_specialize=["size"])
-def sum_distances_kernel(by_distance, by_key, pieces, counts, grad_position, size, B: tl.constexpr, S: tl.constexpr):
+def sum_distances_kernel(
+    by_distance, by_key, pieces, counts, grad_position, size, B: tl.constexpr, S: tl.constexpr
+):
     """Adds up the partial sums of B distances over the pieces, in a fixed order."""
     block = tl.program_id(0)
     lanes = tl.arange(0, B)
@@ -351,10 +398,19 @@ def sum_distances_kernel(by_distance, by_key, pieces, counts, grad_position, siz
         tiles = tl.load(piece + 1, mask=present, other=0)
         offsets = slot[:, None] * 2 * B + lanes[None, :]
         total += tl.sum(tl.load(by_distance + offsets, mask=(block < tiles)[:, None], other=0.0), 0)
-        total += tl.sum(tl.load(by_distance + offsets + 3 * B, mask=(block + 1 < tiles)[:, None], other=0.0), 0)
+        total += tl.sum(
+            tl.load(by_distance + offsets + 3 * B, mask=(block + 1 < tiles)[:, None], other=0.0), 0
+        )
         if by_key is not None:
             start = tl.load(piece + 2, mask=present, other=0)
             history = tl.load(piece + 3, mask=present, other=0)
             key = history[:, None] - distance[None, :]
-            total += tl.sum(tl.load(by_key + start[:, None] + key, mask=(key >= 0) & (key < history[:, None]), other=0.0), 0)
+            total += tl.sum(
+                tl.load(
+                    by_key + start[:, None] + key,
+                    mask=(key >= 0) & (key < history[:, None]),
+                    other=0.0,
+                ),
+                0,
+            )
     tl.store(grad_position + distance, total, mask=distance < size)

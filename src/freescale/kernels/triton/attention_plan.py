@@ -1,4 +1,5 @@
-"""The plan of the Triton attention: from a batch's lengths to tables of tiles, longest first, that its kernels read.
+"""The plan of the Triton attention: from a batch's lengths to tables of tiles, longest first, that
+its kernels read.
 
 Made on the host, once per batch, for all layers of a step. Pure: no kernel is launched here.
 """
@@ -25,7 +26,8 @@ MIN_WALK, MAX_PIECES = 32, 8  # see TilePlan.walks
 
 @dataclass(frozen=True)
 class TilePlan:
-    """What the layers of one step share. Made once from a batch's lengths: the only place that reads the device."""
+    """What the layers of one step share. Made once from a batch's lengths: the only place that
+    reads the device."""
 
     lengths: Tensor  # [samples] int64
     heads: int
@@ -45,7 +47,8 @@ class TilePlan:
         return self.times is not None
 
     def query_tiles(self, size: int) -> Tensor:
-        """[tiles, 4] int32: start and length of the sample, its history, first row; most keys first."""
+        """[tiles, 4] int32: start and length of the sample, its history, first row; most keys
+        first."""
         return self._tiles(size, "queries")
 
     def key_tiles(self, size: int) -> Tensor:
@@ -56,18 +59,23 @@ class TilePlan:
         if (of, size) not in self.kept:
             table, _ = self._rows(size)
             start, length, history, row = table.T
-            cost = np.minimum(row, history) + size if of == "queries" else np.where(row < history, length - row, size)
-            # Longest first: the last programs to start are the shortest, so that no multiprocessor works on alone. In
-            # bands: within one, tiles of the same sample run together and find each other's keys in the cache.
+            cost = (
+                np.minimum(row, history) + size
+                if of == "queries"
+                else np.where(row < history, length - row, size)
+            )
+            # Longest first: the last programs to start are the shortest, so that no multiprocessor
+            # works on alone. In bands: within one, tiles of the same sample run together and find
+            # each other's keys in the cache.
             self.kept[of, size] = self._moved(table[np.lexsort((-cost, start, -(cost // BAND)))])
         return self.kept[of, size]
 
     def walks(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For the biases' gradients: [programs, 7] walks over tiles; [pieces, 4] where the sums lie, by falling number of
-        tiles; [blocks] how many pieces have more tiles than that.
+        """For the biases' gradients: [programs, 7] walks over tiles; [pieces, 4] where the sums
+        lie, by falling number of tiles; [blocks] how many pieces have more tiles than that.
 
-        A walk along a whole diagonal would keep one multiprocessor waiting for: samples are cut in pieces by their keys, in a
-        number that does not grow with the length.
+        A walk along a whole diagonal would keep one multiprocessor waiting for: samples are cut in
+        pieces by their keys, in a number that does not grow with the length.
         """
         if ("walks", size) not in self.kept:
             table, tiles = self._rows(size)
@@ -95,20 +103,32 @@ class TilePlan:
             cost = np.maximum(np.minimum(walks[:, 6], walks[:, 2] - diagonal) - key, 0)
             cost *= np.where(diagonal <= size, 4, 1)  # short times fall in many buckets
             if self.candidate_counts is not None:
-                column = np.column_stack([table, np.arange(len(table)), table[:, 3], np.full(len(table), -1)])
-                several = np.where(table[:, 3] < table[:, 2], table[:, 1] - table[:, 2], size) * (table[:, 1] > table[:, 2])
+                column = np.column_stack(
+                    [table, np.arange(len(table)), table[:, 3], np.full(len(table), -1)]
+                )
+                several = np.where(table[:, 3] < table[:, 2], table[:, 1] - table[:, 2], size) * (
+                    table[:, 1] > table[:, 2]
+                )
                 walks, cost = np.concatenate([walks, column]), np.concatenate([cost, several])
             order = np.argsort(-left, kind="stable")
-            pieces = np.column_stack([slots, left, start[sample], np.where(piece == 0, self.history[sample], 0)])[order]
+            pieces = np.column_stack(
+                [slots, left, start[sample], np.where(piece == 0, self.history[sample], 0)]
+            )[order]
             counts = np.searchsorted(-left[order], -np.arange(left.max(initial=0)), side="left")
-            self.kept["walks", size] = tuple(map(self._moved, (walks[np.argsort(-cost, kind="stable")], pieces, counts)))
+            self.kept["walks", size] = tuple(
+                map(self._moved, (walks[np.argsort(-cost, kind="stable")], pieces, counts))
+            )
         return self.kept["walks", size]
 
     def edges(self) -> Tensor:
         """[buckets + 1]: the shortest time of each bucket, in the dtype of the times."""
         if "edges" not in self.kept:
             assert self.times is not None
-            edges = _bucket_edges(self.buckets).clamp(max=torch.iinfo(self.times.dtype).max).to(self.times.dtype)
+            edges = (
+                _bucket_edges(self.buckets)
+                .clamp(max=torch.iinfo(self.times.dtype).max)
+                .to(self.times.dtype)
+            )
             self.kept["edges"] = uploaded(edges.numpy(), self.lengths.device)
         return self.kept["edges"]
 
@@ -118,7 +138,9 @@ class TilePlan:
         first = np.cumsum(per_sample) - per_sample
         row = (np.arange(len(sample)) - first[sample]) * size
         start = np.cumsum(self.host) - self.host
-        return np.column_stack([start[sample], self.host[sample], self.history[sample], row]), per_sample
+        return np.column_stack(
+            [start[sample], self.host[sample], self.history[sample], row]
+        ), per_sample
 
     def _moved(self, table: np.ndarray) -> Tensor:
         return uploaded(table.astype(np.int32), self.lengths.device)
@@ -126,12 +148,15 @@ class TilePlan:
 
 @cache
 def _bucket_edges(buckets: int) -> Tensor:
-    """[buckets + 1] int64: the smallest time between two tokens that falls in each bucket, by the reference's arithmetic."""
+    """[buckets + 1] int64: the smallest time between two tokens that falls in each bucket, by the
+    reference's arithmetic."""
     number = torch.arange(buckets + 1)
     low, high = torch.zeros_like(number), torch.full_like(number, torch.iinfo(torch.int64).max)
     while (high - low > 1).any():  # low: below the bucket; high: in it or the largest there is
         middle = low + (high - low) // 2
-        inside = middle.clamp(min=1).to(torch.float64).log().div(BUCKET_WIDTH).to(torch.int64) >= number
+        inside = (
+            middle.clamp(min=1).to(torch.float64).log().div(BUCKET_WIDTH).to(torch.int64) >= number
+        )
         low, high = torch.where(inside, low, middle), torch.where(inside, middle, high)
     return high
 
@@ -146,8 +171,8 @@ def plan_attention(
     distances: bool = False,
     host: HostSizes | None = None,
 ) -> TilePlan:
-    """Tiles for these lengths. A time bias needs `timestamps` and `buckets`, a position bias `distances`. Reads from the device
-    what `host` does not know."""
+    """Tiles for these lengths. A time bias needs `timestamps` and `buckets`, a position bias
+    `distances`. Reads from the device what `host` does not know."""
     if heads < 1:
         raise ValueError(f"heads must be at least 1, not {heads}")
     same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
@@ -157,9 +182,18 @@ def plan_attention(
     tokens = int(sizes.lengths.sum())
     if tokens >= 2**31:
         raise ValueError(f"a batch may have fewer than 2^31 tokens, not {tokens}")
-    if timestamps is not None and (timestamps.dtype != torch.int64 or timestamps.shape != (tokens,)):
-        raise ValueError(f"timestamps must be int64 [{tokens}], one per token, not {timestamps.dtype} {list(timestamps.shape)}")
-    times = None if timestamps is None else _relative(timestamps, lengths, None if host is None else host.time_span)
+    if timestamps is not None and (
+        timestamps.dtype != torch.int64 or timestamps.shape != (tokens,)
+    ):
+        raise ValueError(
+            f"timestamps must be int64 [{tokens}], one per token, not "
+            f"{timestamps.dtype} {list(timestamps.shape)}"
+        )
+    times = (
+        None
+        if timestamps is None
+        else _relative(timestamps, lengths, None if host is None else host.time_span)
+    )
     return TilePlan(
         lengths, heads, tokens, sizes.lengths, sizes.history, candidate_counts, times, buckets, distances,
         sizes.longest_history, sizes.longest_distance,
@@ -167,11 +201,16 @@ def plan_attention(
 
 
 def _relative(timestamps: Tensor, lengths: Tensor, span: int | None) -> Tensor:
-    """[tokens] times since the sample's first token; in 32 bits, which the kernels are faster with, if differences fit."""
+    """[tokens] times since the sample's first token; in 32 bits, which the kernels are faster with,
+    if differences fit."""
     tokens = timestamps.numel()
     if not tokens:
         return timestamps.to(torch.int32)
     first = timestamps[offsets_of(lengths)[:-1].clamp(max=tokens - 1)]
     relative = timestamps - torch.repeat_interleave(first, lengths, output_size=tokens)
-    fits = bool(torch.logical_and(relative.min() > -(2**30), relative.max() < 2**30)) if span is None else span < 2**30
+    fits = (
+        bool(torch.logical_and(relative.min() > -(2**30), relative.max() < 2**30))
+        if span is None
+        else span < 2**30
+    )
     return relative.to(torch.int32) if fits else relative

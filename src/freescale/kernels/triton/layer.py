@@ -1,8 +1,10 @@
-"""What surrounds the attention in an HSTU layer as Triton kernels: the twins of `layer`, for NVIDIA GPUs.
+"""What surrounds the attention in an HSTU layer as Triton kernels: the twins of `layer`, for NVIDIA
+GPUs.
 
-Each reads its inputs and writes its outputs once. The dropout's mask is never in memory: forward and backward hash the tokens' keys
-to the bits of `random.keep_mask`. SiLU itself is torch's, which moves no byte too many; its gradient is taken from those of the
-four parts, which nobody puts together before. Gradients of weights are sums of parts of the tokens, in an order that depends on
+Each reads its inputs and writes its outputs once. The dropout's mask is never in memory: forward
+and backward hash the tokens' keys to the bits of `random.keep_mask`. SiLU itself is torch's, which
+moves no byte too many; its gradient is taken from those of the four parts, which nobody puts
+together before. Gradients of weights are sums of parts of the tokens, in an order that depends on
 their number alone: the same inputs give the same bits.
 """
 
@@ -34,10 +36,16 @@ class Launch:
 
     def shape(self, width: int) -> dict[str, int]:
         columns = max(4, power_above(width))  # a hash of the dropout is for four
-        return {"WIDTH": width, "R": max(1, self.elements // columns), "W": columns, "num_warps": self.warps}
+        return {
+            "WIDTH": width,
+            "R": max(1, self.elements // columns),
+            "W": columns,
+            "num_warps": self.warps,
+        }
 
 
-# 16 elements a thread for each tensor: two loads of 16 bytes in bfloat16. Backward keeps two sums of a tile in registers.
+# 16 elements a thread for each tensor: two loads of 16 bytes in bfloat16. Backward keeps two sums
+# of a tile in registers.
 FORWARD, BACKWARD = Launch(2048, 4), Launch(2048, 4)
 WIDE = 2048  # from this width on a row has more warps
 
@@ -52,9 +60,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch
 def silu_split(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """x [tokens, sum(sizes)] -> SiLU(x), cut into four parts of these columns."""
     if x.ndim != 2 or x.dtype not in DTYPES:
-        raise ValueError(f"x must be [tokens, width] of {' or '.join(map(str, DTYPES))}, not {x.dtype} {list(x.shape)}")
+        raise ValueError(
+            f"x must be [tokens, width] of {' or '.join(map(str, DTYPES))}, not "
+            f"{x.dtype} {list(x.shape)}"
+        )
     if len(sizes) != 4 or min(sizes) < 1 or sum(sizes) != x.shape[1]:
-        raise ValueError(f"sizes must be four widths that add up to {x.shape[1]}, not {list(sizes)}")
+        raise ValueError(
+            f"sizes must be four widths that add up to {x.shape[1]}, not {list(sizes)}"
+        )
     require_gpu(x.device, "kernels.layer")
     return _SiluSplit.apply(x, tuple(sizes))
 
@@ -75,9 +88,14 @@ def gated_norm(
     _check(dtype, weight, bias, x=x, gate=gate)
     if keys is not None:
         if keys.dtype != torch.int64 or keys.shape != x.shape[:1]:
-            raise ValueError(f"keys must be int64 [{x.shape[0]}], one per token, not {keys.dtype} {list(keys.shape)}")
+            raise ValueError(
+                f"keys must be int64 [{x.shape[0]}], one per token, not {keys.dtype} "
+                f"{list(keys.shape)}"
+            )
         if not 0 < keep <= 1 or not 0 <= stream < 2**31:
-            raise ValueError(f"keep must be in (0, 1] and stream 0 or more, not {keep} and {stream}")
+            raise ValueError(
+                f"keep must be in (0, 1] and stream 0 or more, not {keep} and {stream}"
+            )
         same_device(x=x, keys=keys)
     require_gpu(x.device, "kernels.layer")
     return _GatedNorm.apply(x, gate, weight, bias, float(eps), dtype, keys, stream, float(keep))
@@ -89,12 +107,19 @@ def _check(dtype: torch.dtype, weight: Tensor, bias: Tensor, **rows: Tensor) -> 
     for name, tensor in rows.items():
         if tensor.ndim != 2 or tensor.shape != x.shape or tensor.dtype not in DTYPES:
             what = "[tokens, width]" if name == "x" else list(x.shape)
-            raise ValueError(f"{name} must be {what} of {DTYPES}, not {tensor.dtype} {list(tensor.shape)}")
+            raise ValueError(
+                f"{name} must be {what} of {DTYPES}, not {tensor.dtype} {list(tensor.shape)}"
+            )
     if not 1 <= x.shape[1] <= MAX_WIDTH:
-        raise ValueError(f"the kernels are for rows 1 to {MAX_WIDTH} wide, not {x.shape[1]}; use kernels.layer")
+        raise ValueError(
+            f"the kernels are for rows 1 to {MAX_WIDTH} wide, not {x.shape[1]}; use kernels.layer"
+        )
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor.shape != x.shape[1:] or tensor.dtype not in DTYPES:
-            raise ValueError(f"{name} must be [{x.shape[1]}] of {DTYPES}, not {tensor.dtype} {list(tensor.shape)}")
+            raise ValueError(
+                f"{name} must be [{x.shape[1]}] of {DTYPES}, not {tensor.dtype} "
+                f"{list(tensor.shape)}"
+            )
     if dtype not in DTYPES:
         raise ValueError(f"the result can be {DTYPES}, not {dtype}")
     same_device(weight=weight, bias=bias, **rows)
@@ -128,12 +153,16 @@ class _LayerNorm(torch.autograd.Function):
 
         x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        mean, inverse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
+        mean, inverse = (
+            torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2)
+        )
         ctx.save_for_backward(x, weight, bias, mean, inverse)
         if out.numel():
             shape = _shape(FORWARD, x.shape[1])
             with on(x.device):
-                layer_norm_kernel[(blocks(x.shape[0], shape["R"]),)](x, weight, bias, out, mean, inverse, x.shape[0], eps, **shape)
+                layer_norm_kernel[(blocks(x.shape[0], shape["R"]),)](
+                    x, weight, bias, out, mean, inverse, x.shape[0], eps, **shape
+                )
         return out
 
     @staticmethod
@@ -146,7 +175,16 @@ class _LayerNorm(torch.autograd.Function):
         grad_x, parts = torch.empty_like(x), _Parts(x)
         with on(x.device):
             layer_norm_backward_kernel[(parts.count,)](
-                grad.contiguous(), x, weight, mean, inverse, grad_x, *parts.sums, x.shape[0], parts.steps, **parts.shape
+                grad.contiguous(),
+                x,
+                weight,
+                mean,
+                inverse,
+                grad_x,
+                *parts.sums,
+                x.shape[0],
+                parts.steps,
+                **parts.shape,
             )
         return grad_x, *parts.added(weight, bias), None, None
 
@@ -160,7 +198,9 @@ class _GatedNorm(torch.autograd.Function):
         gate = gate if gate.stride(1) == 1 else gate.contiguous()
         keys = None if keys is None else keys.contiguous()
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        mean, inverse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
+        mean, inverse = (
+            torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2)
+        )
         ctx.save_for_backward(x, gate, keys, weight, bias, mean, inverse)
         ctx.drawn = {
             "layer": stream,  # Triton takes `stream` for its own
@@ -171,7 +211,19 @@ class _GatedNorm(torch.autograd.Function):
             shape = _shape(FORWARD, x.shape[1])
             with on(x.device):
                 gated_norm_kernel[(blocks(x.shape[0], shape["R"]),)](
-                    x, gate, keys, weight, bias, out, mean, inverse, x.shape[0], gate.stride(0), eps, **ctx.drawn, **shape
+                    x,
+                    gate,
+                    keys,
+                    weight,
+                    bias,
+                    out,
+                    mean,
+                    inverse,
+                    x.shape[0],
+                    gate.stride(0),
+                    eps,
+                    **ctx.drawn,
+                    **shape,
                 )
         return out
 
@@ -180,9 +232,22 @@ class _GatedNorm(torch.autograd.Function):
         from freescale.kernels.triton.layer_kernels import gated_norm_backward_kernel
 
         x, gate, keys, weight, bias, mean, inverse = ctx.saved_tensors
-        grad_x, grad_gate = torch.empty_like(x), torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        grad_x, grad_gate = (
+            torch.empty_like(x),
+            torch.empty(gate.shape, dtype=gate.dtype, device=gate.device),
+        )
         if not x.numel():
-            return grad_x, grad_gate, torch.zeros_like(weight), torch.zeros_like(bias), None, None, None, None, None
+            return (
+                grad_x,
+                grad_gate,
+                torch.zeros_like(weight),
+                torch.zeros_like(bias),
+                None,
+                None,
+                None,
+                None,
+                None,
+            )
         parts = _Parts(x)
         with on(x.device):
             gated_norm_backward_kernel[(parts.count,)](

@@ -1,7 +1,9 @@
-"""The Triton kernels of `triton_layer`: layer norm, gated norm with dropout, the gradient of SiLU from that of its parts.
+"""The Triton kernels of `triton_layer`: layer norm, gated norm with dropout, the gradient of SiLU
+from that of its parts.
 
-A program works on R tokens of up to W columns, a power of two, at a time; in the backward kernels of the norms on a whole part of
-the tokens, for which it also adds up the gradients of weight and bias. All arithmetic is in float32. Tokens are 64-bit numbers.
+A program works on R tokens of up to W columns, a power of two, at a time; in the backward kernels
+of the norms on a whole part of the tokens, for which it also adds up the gradients of weight and
+bias. All arithmetic is in float32. Tokens are 64-bit numbers.
 """
 
 # mypy: ignore-errors
@@ -32,7 +34,8 @@ def _derive(key, counter):
 
 @triton.jit
 def _kept(keys, row, tokens, layer, threshold, R: tl.constexpr, W: tl.constexpr):
-    """[R, W]: the bits of keep_mask(derive(keys, stream), ...). A hash gives four draws of 16 bits, for four columns."""
+    """[R, W]: the bits of keep_mask(derive(keys, stream), ...). A hash gives four draws of 16 bits,
+    for four columns."""
     key = tl.load(keys + row, mask=row < tokens, other=0).to(tl.uint64, bitcast=True)
     key = _derive(key, layer)
     draws = _derive(key[:, None], tl.arange(0, W // 4)[None, :])
@@ -54,7 +57,8 @@ def _statistics(x, there, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def _norm_gradient(grad, normal, weight, inverse, WIDTH: tl.constexpr):
-    """Of the norm's input: grad and normal (input, normalised) [R, W], weight [W], inverse standard deviation [R]."""
+    """Of the norm's input: grad and normal (input, normalised) [R, W], weight [W], inverse standard
+    deviation [R]."""
     grad = grad * weight[None, :]
     along = tl.sum(grad * normal, 1) / WIDTH
     level = tl.sum(grad, 1) / WIDTH
@@ -62,7 +66,19 @@ def _norm_gradient(grad, normal, weight, inverse, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def layer_norm_kernel(x, weight, bias, out, means, inverses, tokens, eps, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+def layer_norm_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    means,
+    inverses,
+    tokens,
+    eps,
+    WIDTH: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, W)
     there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
@@ -97,7 +113,11 @@ def layer_norm_backward_kernel(
         mean = tl.load(means + row, mask=row < tokens, other=0.0)
         inverse = tl.load(inverses + row, mask=row < tokens, other=0.0)
         normal = tl.where(there, (values - mean[:, None]) * inverse[:, None], 0.0)
-        tl.store(grad_x + place, _norm_gradient(slope, normal, scale, inverse, WIDTH).to(grad_x.dtype.element_ty), mask=there)
+        tl.store(
+            grad_x + place,
+            _norm_gradient(slope, normal, scale, inverse, WIDTH).to(grad_x.dtype.element_ty),
+            mask=there,
+        )
         weight_sum += slope * normal
         bias_sum += slope
     tl.store(weight_parts + part * WIDTH + column, tl.sum(weight_sum, 0), mask=column < WIDTH)
@@ -115,11 +135,15 @@ def gated_norm_kernel(
     there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
     place = row[:, None] * WIDTH + column[None, :]
     values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
-    opening = tl.load(gate + row[:, None] * gate_stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+    opening = tl.load(
+        gate + row[:, None] * gate_stride + column[None, :], mask=there, other=0.0
+    ).to(tl.float32)
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     shift = tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     mean, inverse = _statistics(values, there, eps, WIDTH)
-    result = ((values - mean[:, None]) * inverse[:, None] * scale[None, :] + shift[None, :]) * opening
+    result = (
+        (values - mean[:, None]) * inverse[:, None] * scale[None, :] + shift[None, :]
+    ) * opening
     if keys is not None:
         result = tl.where(_kept(keys, row, tokens, layer, threshold, R, W), result * share, 0.0)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=there)
@@ -146,7 +170,9 @@ def gated_norm_backward_kernel(
         place = row[:, None] * WIDTH + column[None, :]
         slope = tl.load(grad + place, mask=there, other=0.0).to(tl.float32)
         values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
-        opening = tl.load(gate + row[:, None] * gate_stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+        opening = tl.load(
+            gate + row[:, None] * gate_stride + column[None, :], mask=there, other=0.0
+        ).to(tl.float32)
         mean = tl.load(means + row, mask=row < tokens, other=0.0)
         inverse = tl.load(inverses + row, mask=row < tokens, other=0.0)
         if keys is not None:
@@ -155,7 +181,11 @@ def gated_norm_backward_kernel(
         opened = slope * (normal * scale[None, :] + shift[None, :])
         tl.store(grad_gate + place, opened.to(grad_gate.dtype.element_ty), mask=there)
         slope *= opening
-        tl.store(grad_x + place, _norm_gradient(slope, normal, scale, inverse, WIDTH).to(grad_x.dtype.element_ty), mask=there)
+        tl.store(
+            grad_x + place,
+            _norm_gradient(slope, normal, scale, inverse, WIDTH).to(grad_x.dtype.element_ty),
+            mask=there,
+        )
         weight_sum += slope * normal
         bias_sum += slope
     tl.store(weight_parts + part * WIDTH + column, tl.sum(weight_sum, 0), mask=column < WIDTH)
@@ -173,9 +203,13 @@ def _silu_gradient(
     there = (row < tokens)[:, None] & (column < width)[None, :]
     place = row[:, None] * total + first + column[None, :]
     values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
-    slope = tl.load(grad + row[:, None] * width + column[None, :], mask=there, other=0.0).to(tl.float32)
+    slope = tl.load(grad + row[:, None] * width + column[None, :], mask=there, other=0.0).to(
+        tl.float32
+    )
     part = tl.sigmoid(values)
-    tl.store(out + place, (slope * part * (1 + values * (1 - part))).to(out.dtype.element_ty), mask=there)
+    tl.store(
+        out + place, (slope * part * (1 + values * (1 - part))).to(out.dtype.element_ty), mask=there
+    )
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -184,7 +218,8 @@ def silu_backward_kernel(
     FIRST_WIDTH: tl.constexpr, SECOND_WIDTH: tl.constexpr, THIRD_WIDTH: tl.constexpr, FOURTH_WIDTH: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Programs (r, c): R tokens, C columns of one of the four parts; blocks of columns are counted part after part."""
+    """Programs (r, c): R tokens, C columns of one of the four parts; blocks of columns are counted
+    part after part."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     block = tl.program_id(1)
     second_start: tl.constexpr = FIRST_WIDTH
@@ -198,8 +233,38 @@ def silu_backward_kernel(
     if block < second:
         _silu_gradient(first_grad, x, out, row, block * C + column, tokens, total, 0, FIRST_WIDTH)
     elif block < third:
-        _silu_gradient(second_grad, x, out, row, (block - second) * C + column, tokens, total, second_start, SECOND_WIDTH)
+        _silu_gradient(
+            second_grad,
+            x,
+            out,
+            row,
+            (block - second) * C + column,
+            tokens,
+            total,
+            second_start,
+            SECOND_WIDTH,
+        )
     elif block < fourth:
-        _silu_gradient(third_grad, x, out, row, (block - third) * C + column, tokens, total, third_start, THIRD_WIDTH)
+        _silu_gradient(
+            third_grad,
+            x,
+            out,
+            row,
+            (block - third) * C + column,
+            tokens,
+            total,
+            third_start,
+            THIRD_WIDTH,
+        )
     else:
-        _silu_gradient(fourth_grad, x, out, row, (block - fourth) * C + column, tokens, total, fourth_start, FOURTH_WIDTH)
+        _silu_gradient(
+            fourth_grad,
+            x,
+            out,
+            row,
+            (block - fourth) * C + column,
+            tokens,
+            total,
+            fourth_start,
+            FOURTH_WIDTH,
+        )

@@ -1,8 +1,10 @@
-"""Table rows as Triton kernels: the twins of `rows`, for NVIDIA GPUs, and the reading of fetched rows by many tokens.
+"""Table rows as Triton kernels: the twins of `rows`, for NVIDIA GPUs, and the reading of fetched
+rows by many tokens.
 
-Nothing is added with atomics, and what is computed for a row depends on that row alone: the same bits whichever other rows are in
-the call. On a GPU SGD and Adagrad give the bits of their twins; Adam and what sums over a row (`rowwise_adagrad`, `clip_rows`) are
-within 2e-6 relative. Tables may have more than 2^31 elements. A row number of -1 names no row: it is neither read nor written.
+Nothing is added with atomics, and what is computed for a row depends on that row alone: the same
+bits whichever other rows are in the call. On a GPU SGD and Adagrad give the bits of their twins;
+Adam and what sums over a row (`rowwise_adagrad`, `clip_rows`) are within 2e-6 relative. Tables may
+have more than 2^31 elements. A row number of -1 names no row: it is neither read nor written.
 Whether other numbers lie in the table is not checked.
 """
 
@@ -31,38 +33,54 @@ class Launch:
 
     def shape(self, width: int) -> dict[str, int]:
         columns = power_above(width)
-        return {"WIDTH": width, "R": max(1, self.elements // columns), "W": columns, "num_warps": self.warps}
+        return {
+            "WIDTH": width,
+            "R": max(1, self.elements // columns),
+            "W": columns,
+            "num_warps": self.warps,
+        }
 
 
-# A warp reads a row of 128 floats with one instruction of 16 bytes a thread. With 4 warps, 2048 elements are 4 such loads in flight
-# per thread, 8 KB a program; the more tensors an optimizer has, the smaller its tile for the same number of registers.
+# A warp reads a row of 128 floats with one instruction of 16 bytes a thread. With 4 warps, 2048
+# elements are 4 such loads in flight per thread, 8 KB a program; the more tensors an optimizer has,
+# the smaller its tile for the same number of registers.
 GATHER = Launch(2048, 4)
 CLIP = Launch(1024, 4)
 SGD, ADAGRAD, ADAM = Launch(1024, 4), Launch(1024, 4), Launch(512, 4)
 SEGMENTS, CHUNKS = Launch(1024, 4), Launch(2048, 4)
 UNROLL = 4  # rows of a segment in flight
-CHUNK = 128  # values: longer segments are cut into chunks, so that no program adds up a hot row alone; a multiple of a tile's rows
-SQUARES_FUSED = True  # addcmul with a factor of 1: one rounding in torch's CUDA kernel of 2026, two before
+# values: longer segments are cut into chunks, so that no program adds up a hot row alone; a
+# multiple of a tile's rows
+CHUNK = 128
+# addcmul with a factor of 1: one rounding in torch's CUDA kernel of 2026, two before
+SQUARES_FUSED = True
 _EXACT = {"enable_fp_fusion": False}
 
 
 def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """weight [n, width], rows [r] -> [r, width], in another dtype if one is given. Behind a row of -1 nothing is written."""
+    """weight [n, width], rows [r] -> [r, width], in another dtype if one is given. Behind a row of
+    -1 nothing is written."""
     _check(rows, dtypes=DTYPES, weight=weight)
-    out = torch.empty(rows.numel(), weight.shape[1], dtype=dtype or weight.dtype, device=weight.device)
+    out = torch.empty(
+        rows.numel(), weight.shape[1], dtype=dtype or weight.dtype, device=weight.device
+    )
     if out.numel():
         from freescale.kernels.triton.rows_kernels import gather_kernel
 
         shape = GATHER.shape(weight.shape[1])
         with on(weight.device):
-            gather_kernel[(blocks(rows.numel(), shape["R"]),)](weight, rows.contiguous(), out, rows.numel(), **shape)
+            gather_kernel[(blocks(rows.numel(), shape["R"]),)](
+                weight, rows.contiguous(), out, rows.numel(), **shape
+            )
     return out
 
 
 def read_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """rows [u, width], index [...] into them -> [..., width]; what `torch.nn.functional.embedding(index, rows)` gives.
+    """rows [u, width], index [...] into them -> [..., width]; what
+    `torch.nn.functional.embedding(index, rows)` gives.
 
-    Backward sums the gradients of each row's tokens in float32: up to CHUNK of them one after another, more by chunks.
+    Backward sums the gradients of each row's tokens in float32: up to CHUNK of them one after
+    another, more by chunks.
     """
     _check(index.reshape(-1), dtypes=DTYPES, rows=rows)
     if rows.shape[0] >= 2**31:
@@ -81,7 +99,8 @@ class _Read(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (index,) = ctx.saved_tensors
         count, width = ctx.shape
-        ordered, order = index.reshape(-1).to(torch.int32).sort(stable=True)  # half the sort's passes of int64
+        # half the sort's passes of int64
+        ordered, order = index.reshape(-1).to(torch.int32).sort(stable=True)
         edges = torch.arange(count + 1, dtype=torch.int32, device=index.device)
         starts = torch.searchsorted(ordered, edges)
         values = grad.reshape(-1, width).contiguous()
@@ -89,15 +108,18 @@ class _Read(torch.autograd.Function):
 
 
 def sum_duplicates(rows: Tensor, gradients: Tensor, *, cut: bool = True) -> tuple[Tensor, Tensor]:
-    """Sums gradients [r, width] of equal rows [r], in order of appearance -> sorted unique rows [u], sums [u, width].
+    """Sums gradients [r, width] of equal rows [r], in order of appearance -> sorted unique rows
+    [u], sums [u, width].
 
-    With cut=False nothing is read from the device: both have length r; behind the last unique row are -1, and no sums.
+    With cut=False nothing is read from the device: both have length r; behind the last unique row
+    are -1, and no sums.
     """
     return grouped(rows, cut=cut)(gradients)
 
 
 def grouped(rows: Tensor, *, cut: bool = True) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """`sum_duplicates` of these rows, all but the sums: what can be done before the gradients are there."""
+    """`sum_duplicates` of these rows, all but the sums: what can be done before the gradients are
+    there."""
     from freescale.kernels.triton.unique import deduplicate
 
     last = torch.full((1,), torch.iinfo(torch.int64).max, device=rows.device)
@@ -111,22 +133,36 @@ def grouped(rows: Tensor, *, cut: bool = True) -> Callable[[Tensor], tuple[Tenso
     def summed(gradients: Tensor) -> tuple[Tensor, Tensor]:
         _check(rows, dtypes=DTYPES, gradients=gradients)
         if gradients.shape[0] != rows.numel():
-            raise ValueError(f"{rows.numel()} rows need as many gradients, not {gradients.shape[0]}")
-        return keys, _segment_sums(gradients.contiguous(), found.order, starts, count, gradients.dtype, chunked=False)
+            raise ValueError(
+                f"{rows.numel()} rows need as many gradients, not {gradients.shape[0]}"
+            )
+        return keys, _segment_sums(
+            gradients.contiguous(), found.order, starts, count, gradients.dtype, chunked=False
+        )
 
     return summed
 
 
 def _segment_sums(
-    values: Tensor, order: Tensor, starts: Tensor, count: int | Tensor, dtype: torch.dtype, *, chunked: bool
+    values: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    count: int | Tensor,
+    dtype: torch.dtype,
+    *,
+    chunked: bool,
 ) -> Tensor:
-    """values [n, width] -> [segments, width]; starts [segments + 1] of the segments in order [n]. A count on the device says how
-    many of them there are."""
+    """values [n, width] -> [segments, width]; starts [segments + 1] of the segments in order [n]. A
+    count on the device says how many of them there are."""
     segments, (n, width), device = starts.numel() - 1, values.shape, values.device
     out = torch.empty(segments, width, dtype=dtype, device=device)
     if not out.numel():
         return out
-    from freescale.kernels.triton.rows_kernels import chunks_kernel, long_segments_kernel, segments_kernel
+    from freescale.kernels.triton.rows_kernels import (
+        chunks_kernel,
+        long_segments_kernel,
+        segments_kernel,
+    )
 
     chunked = chunked and n > CHUNK
     shape = SEGMENTS.shape(width)
@@ -134,17 +170,30 @@ def _segment_sums(
         shape["R"] = 16  # Triton 3.6 does not compile it for 32 and 64 rows a program
     with on(device):
         segments_kernel[(blocks(segments, shape["R"]),)](
-            values, order, starts, out, count, KEPT=isinstance(count, Tensor), LONG=CHUNK if chunked else 0, UNROLL=UNROLL, **shape
+            values,
+            order,
+            starts,
+            out,
+            count,
+            KEPT=isinstance(count, Tensor),
+            LONG=CHUNK if chunked else 0,
+            UNROLL=UNROLL,
+            **shape,
         )
         if not chunked:
             return out
         lengths = starts.diff()
-        ends = torch.where(lengths > CHUNK, (lengths + (CHUNK - 1)) // CHUNK, 0).cumsum(0, dtype=torch.int32)
-        most, steps = 2 * n // CHUNK, (segments + 1).bit_length()  # chunks of segments longer than one
+        ends = torch.where(lengths > CHUNK, (lengths + (CHUNK - 1)) // CHUNK, 0).cumsum(
+            0, dtype=torch.int32
+        )
+        # chunks of segments longer than one
+        most, steps = 2 * n // CHUNK, (segments + 1).bit_length()
         partial = torch.empty(most, width, dtype=torch.float32, device=device)
         shape = CHUNKS.shape(width)
         shape["R"] = min(shape["R"], CHUNK)
-        chunks_kernel[(most,)](values, order, starts, ends, partial, segments, steps, CHUNK=CHUNK, **shape)
+        chunks_kernel[(most,)](
+            values, order, starts, ends, partial, segments, steps, CHUNK=CHUNK, **shape
+        )
         long_segments_kernel[(most,)](partial, ends, out, segments, steps, **shape)
     return out
 
@@ -153,13 +202,18 @@ def clip_rows(gradients: Tensor, limit: float) -> Tensor:
     """Scales each row of gradients [r, width] to a norm of at most `limit`, in place."""
     _check(None, gradients=gradients)
     if not gradients.is_contiguous():
-        raise ValueError(f"gradients must be contiguous to be clipped in place, not of strides {gradients.stride()}")
+        raise ValueError(
+            "gradients must be contiguous to be clipped in place, not of strides "
+            f"{gradients.stride()}"
+        )
     if gradients.numel():
         from freescale.kernels.triton.rows_kernels import clip_kernel
 
         shape = CLIP.shape(gradients.shape[1])
         with on(gradients.device):
-            clip_kernel[(blocks(len(gradients), shape["R"]),)](gradients, len(gradients), float(limit), **shape)
+            clip_kernel[(blocks(len(gradients), shape["R"]),)](
+                gradients, len(gradients), float(limit), **shape
+            )
     return gradients
 
 
@@ -167,15 +221,37 @@ def sgd(weight: Tensor, rows: Tensor, gradients: Tensor, *, lr: float) -> None:
     _update("sgd_kernel", SGD, (weight,), rows, gradients, lr=lr)
 
 
-def adagrad(weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float) -> None:
+def adagrad(
+    weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float
+) -> None:
     """total [n, width]: running sum of squared gradients."""
-    _update("adagrad_kernel", ADAGRAD, (weight, total), rows, gradients, lr=lr, eps=eps, FUSED=SQUARES_FUSED)
+    _update(
+        "adagrad_kernel",
+        ADAGRAD,
+        (weight, total),
+        rows,
+        gradients,
+        lr=lr,
+        eps=eps,
+        FUSED=SQUARES_FUSED,
+    )
 
 
-def rowwise_adagrad(weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float) -> None:
+def rowwise_adagrad(
+    weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float
+) -> None:
     """total [n]: running sum of each row's mean squared gradient."""
     inverse = 1 / max(1, weight.shape[-1])
-    _update("rowwise_adagrad_kernel", ADAGRAD, (weight, total), rows, gradients, lr=lr, eps=eps, inverse=inverse)
+    _update(
+        "rowwise_adagrad_kernel",
+        ADAGRAD,
+        (weight, total),
+        rows,
+        gradients,
+        lr=lr,
+        eps=eps,
+        inverse=inverse,
+    )
 
 
 def adam(
@@ -190,10 +266,12 @@ def adam(
     eps: float,
     step: int,
 ) -> None:
-    """first, second [n, width]: moments of the rows' gradients. Bias correction by the global step, counted from 1."""
+    """first, second [n, width]: moments of the rows' gradients. Bias correction by the global step,
+    counted from 1."""
     correction = 1 - betas[0] ** step
     root = (1 - betas[1] ** step) ** 0.5
-    share = np.float32(1 - betas[0])  # torch rounds its scalars to float32 first, and divides by one by multiplying
+    # torch rounds its scalars to float32 first, and divides by one by multiplying
+    share = np.float32(1 - betas[0])
     numbers = {
         "lr": lr / correction,
         "share": float(share),
@@ -203,19 +281,45 @@ def adam(
         "inverse_root": float(np.float32(1) / np.float32(root)),
         "eps": eps,
     }
-    _update("adam_kernel", ADAM, (weight, first, second), rows, gradients, **numbers, SMALL=bool(abs(share) < 0.5))
+    _update(
+        "adam_kernel",
+        ADAM,
+        (weight, first, second),
+        rows,
+        gradients,
+        **numbers,
+        SMALL=bool(abs(share) < 0.5),
+    )
 
 
-def _update(kernel: str, launch: Launch, tensors: tuple[Tensor, ...], rows: Tensor, gradients: Tensor, **options: Any) -> None:
+def _update(
+    kernel: str,
+    launch: Launch,
+    tensors: tuple[Tensor, ...],
+    rows: Tensor,
+    gradients: Tensor,
+    **options: Any,
+) -> None:
     weight = tensors[0]
     _check(rows, weight=weight, gradients=gradients)
     if gradients.shape != (rows.numel(), weight.shape[1]):
-        raise ValueError(f"gradients must be {[rows.numel(), weight.shape[1]]}, not {list(gradients.shape)}")
+        raise ValueError(
+            f"gradients must be {[rows.numel(), weight.shape[1]]}, not {list(gradients.shape)}"
+        )
     for state in tensors[1:]:
-        if state.shape not in (weight.shape, weight.shape[:1]) or state.dtype != weight.dtype or not state.is_contiguous():
-            raise ValueError(f"state of {weight.dtype} {list(weight.shape)} does not fit: {state.dtype} {list(state.shape)}")
+        if (
+            state.shape not in (weight.shape, weight.shape[:1])
+            or state.dtype != weight.dtype
+            or not state.is_contiguous()
+        ):
+            raise ValueError(
+                f"state of {weight.dtype} {list(weight.shape)} does not fit: "
+                f"{state.dtype} {list(state.shape)}"
+            )
         if (state.ndim == 1) != (kernel == "rowwise_adagrad_kernel"):
-            raise ValueError(f"{kernel.removesuffix('_kernel')} does not keep state of shape {list(state.shape)}")
+            raise ValueError(
+                f"{kernel.removesuffix('_kernel')} does not keep state of shape {list(state.shape)}"
+            )
         if state.device != weight.device:
             raise ValueError(f"tensors lie on different devices: {weight.device}, {state.device}")
     if not gradients.numel():
@@ -225,22 +329,45 @@ def _update(kernel: str, launch: Launch, tensors: tuple[Tensor, ...], rows: Tens
     shape = launch.shape(weight.shape[1])
     with on(weight.device):
         getattr(triton_rows_kernels, kernel)[(blocks(rows.numel(), shape["R"]),)](
-            *tensors, rows.contiguous(), gradients.contiguous(), rows.numel(), **options, **shape, **_EXACT
+            *tensors,
+            rows.contiguous(),
+            gradients.contiguous(),
+            rows.numel(),
+            **options,
+            **shape,
+            **_EXACT,
         )
 
 
-def _check(numbers: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,), **tables: Tensor) -> None:
+def _check(
+    numbers: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,), **tables: Tensor
+) -> None:
     """Before any launch: row numbers, and tables [n, width] that lie on one GPU in one piece."""
-    if numbers is not None and (numbers.dtype not in (torch.int64, torch.int32) or numbers.ndim != 1):
-        raise ValueError(f"row numbers must be a 1-d tensor of int64 or int32, not {numbers.dtype} with {numbers.ndim} axes")
+    if numbers is not None and (
+        numbers.dtype not in (torch.int64, torch.int32) or numbers.ndim != 1
+    ):
+        raise ValueError(
+            "row numbers must be a 1-d tensor of int64 or int32, not "
+            f"{numbers.dtype} with {numbers.ndim} axes"
+        )
     for name, table in tables.items():
         if table.ndim != 2 or table.dtype not in dtypes:
-            raise ValueError(f"{name} must be [n, width] of {' or '.join(map(str, dtypes))}, not {table.dtype} {list(table.shape)}")
+            raise ValueError(
+                f"{name} must be [n, width] of {' or '.join(map(str, dtypes))}, not "
+                f"{table.dtype} {list(table.shape)}"
+            )
         if not 1 <= table.shape[1] <= MAX_WIDTH:
-            raise ValueError(f"the kernels are for rows 1 to {MAX_WIDTH} wide, not {table.shape[1]}; use kernels.rows")
+            raise ValueError(
+                f"the kernels are for rows 1 to {MAX_WIDTH} wide, not "
+                f"{table.shape[1]}; use kernels.rows"
+            )
         if name != "gradients" and not table.is_contiguous():
-            raise ValueError(f"{name} must be contiguous: {list(table.shape)} has strides {table.stride()}")
-    devices = {table.device for table in tables.values()} | ({numbers.device} if numbers is not None else set())
+            raise ValueError(
+                f"{name} must be contiguous: {list(table.shape)} has strides {table.stride()}"
+            )
+    devices = {table.device for table in tables.values()} | (
+        {numbers.device} if numbers is not None else set()
+    )
     if len(devices) > 1:
         raise ValueError(f"tensors lie on different devices: {sorted(map(str, devices))}")
     require_gpu(devices.pop(), "kernels.rows")

@@ -1,8 +1,10 @@
-"""The Triton kernels of `triton_rows`: gather, sums of segments, clipping, and row optimizers that read and write a row once.
+"""The Triton kernels of `triton_rows`: gather, sums of segments, clipping, and row optimizers that
+read and write a row once.
 
-A program works on R rows of up to W columns, a power of two. Row numbers are 64-bit before they are multiplied; a negative one
-names no row and is passed over. The optimizers' operations are torch's on CUDA, rounding by rounding: fused where torch's kernels
-are, and nowhere else (they are compiled with contraction off), with divisions and roots as IEEE rounds them.
+A program works on R rows of up to W columns, a power of two. Row numbers are 64-bit before they are
+multiplied; a negative one names no row and is passed over. The optimizers' operations are torch's
+on CUDA, rounding by rounding: fused where torch's kernels are, and nowhere else (they are compiled
+with contraction off), with divisions and roots as IEEE rounds them.
 """
 
 # mypy: ignore-errors
@@ -16,7 +18,8 @@ INTERPRETED: bool = triton.knobs.runtime.interpret  # as it was when the kernels
 
 @triton.jit
 def _tile(rows, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
-    """(places in the table, places in the gradients, which are there, rows, which of them) of a program's rows."""
+    """(places in the table, places in the gradients, which are there, rows, which of them) of a
+    program's rows."""
     number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     row = tl.load(rows + number, mask=number < count, other=-1).to(tl.int64)
     columns = tl.arange(0, W)[None, :]
@@ -46,20 +49,32 @@ def clip_kernel(gradients, count, limit, WIDTH: tl.constexpr, R: tl.constexpr, W
 
 
 @triton.jit
-def sgd_kernel(weight, rows, gradients, count, lr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+def sgd_kernel(
+    weight, rows, gradients, count, lr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr
+):
     place, source, there, _, _ = _tile(rows, count, WIDTH, R, W)
     gradient = tl.load(gradients + source, mask=there)
     value = tl.load(weight + place, mask=there)
     tl.store(weight + place, tl.fma(gradient, -lr, value), mask=there)
 
 
-# All loads come before the first store: the compiler, which does not know that the tensors are different ones, cannot move a load
-# over a store, and a row's loads would wait for each other.
+# All loads come before the first store: the compiler, which does not know that the tensors are
+# different ones, cannot move a load over a store, and a row's loads would wait for each other.
 
 
 @triton.jit
 def adagrad_kernel(
-    weight, total, rows, gradients, count, lr, eps, FUSED: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr
+    weight,
+    total,
+    rows,
+    gradients,
+    count,
+    lr,
+    eps,
+    FUSED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
 ):
     place, source, there, _, _ = _tile(rows, count, WIDTH, R, W)
     gradient = tl.load(gradients + source, mask=there, other=0.0)
@@ -73,7 +88,17 @@ def adagrad_kernel(
 
 @triton.jit
 def rowwise_adagrad_kernel(
-    weight, total, rows, gradients, count, lr, eps, inverse, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr
+    weight,
+    total,
+    rows,
+    gradients,
+    count,
+    lr,
+    eps,
+    inverse,
+    WIDTH: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
 ):
     """inverse = 1 / WIDTH."""
     place, source, there, row, known = _tile(rows, count, WIDTH, R, W)
@@ -92,13 +117,18 @@ def adam_kernel(
     lr, share, other_share, beta, other_beta, inverse_root, eps, SMALL: tl.constexpr,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """share = 1 - beta1, other_share = 1 - share in float32; beta = beta2, other_beta = 1 - beta2; SMALL: share < 0.5."""
+    """share = 1 - beta1, other_share = 1 - share in float32; beta = beta2, other_beta = 1 - beta2;
+    SMALL: share < 0.5."""
     place, source, there, _, _ = _tile(rows, count, WIDTH, R, W)
     gradient = tl.load(gradients + source, mask=there, other=0.0)
     mean = tl.load(first + place, mask=there, other=0.0)
     square = tl.load(second + place, mask=there, other=0.0)
     value = tl.load(weight + place, mask=there)
-    mean = tl.fma(gradient - mean, share, mean) if SMALL else tl.fma(mean - gradient, other_share, gradient)
+    mean = (
+        tl.fma(gradient - mean, share, mean)
+        if SMALL
+        else tl.fma(mean - gradient, other_share, gradient)
+    )
     square = tl.fma(gradient * gradient, other_beta, square * beta)
     tl.store(first + place, mean, mask=there)
     tl.store(second + place, square, mask=there)
@@ -136,14 +166,17 @@ def segments_kernel(
             value = tl.load(order + start + first + more, mask=left, other=0)
             there = left[:, None] & (columns < WIDTH)
             # From where there is none: negative zero, which changes no bit.
-            total += tl.load(values + value[:, None] * WIDTH + columns, mask=there, other=-0.0).to(tl.float32)
+            total += tl.load(values + value[:, None] * WIDTH + columns, mask=there, other=-0.0).to(
+                tl.float32
+            )
     target = out + number[:, None] * WIDTH + columns
     tl.store(target, total.to(out.dtype.element_ty), mask=mine[:, None] & (columns < WIDTH))
 
 
 @triton.jit
 def _find(ends, chunk, count, steps):
-    """(number, first chunk, chunks) of the segment that a chunk belongs to; ends [count]: chunks up to and with each segment."""
+    """(number, first chunk, chunks) of the segment that a chunk belongs to; ends [count]: chunks up
+    to and with each segment."""
     low = tl.full([], -1, tl.int32)
     high = low + 1 + count
     for _ in range(steps):  # ends[low] <= chunk < ends[high]
@@ -172,13 +205,19 @@ def chunks_kernel(
             at = start + step * R + tl.arange(0, R)
             value = tl.load(order + at, mask=at < end, other=0)
             there = (at < end)[:, None] & (columns < WIDTH)
-            total += tl.load(values + value[:, None] * WIDTH + columns, mask=there, other=0.0).to(tl.float32)
+            total += tl.load(values + value[:, None] * WIDTH + columns, mask=there, other=0.0).to(
+                tl.float32
+            )
         column = tl.arange(0, W)
-        tl.store(partial + chunk.to(tl.int64) * WIDTH + column, tl.sum(total, 0), mask=column < WIDTH)
+        tl.store(
+            partial + chunk.to(tl.int64) * WIDTH + column, tl.sum(total, 0), mask=column < WIDTH
+        )
 
 
 @triton.jit
-def long_segments_kernel(partial, ends, out, count, steps, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+def long_segments_kernel(
+    partial, ends, out, count, steps, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr
+):
     """The sum of a long segment's chunks, by the program of its first one."""
     chunk = tl.program_id(0)
     if chunk < tl.load(ends + count - 1):
@@ -189,7 +228,11 @@ def long_segments_kernel(partial, ends, out, count, steps, WIDTH: tl.constexpr, 
             for step in range(0, chunks, R):
                 at = step + tl.arange(0, R)
                 there = (at < chunks)[:, None] & (columns < WIDTH)
-                total += tl.load(partial + (chunk + at).to(tl.int64)[:, None] * WIDTH + columns, mask=there, other=0.0)
+                total += tl.load(
+                    partial + (chunk + at).to(tl.int64)[:, None] * WIDTH + columns,
+                    mask=there,
+                    other=0.0,
+                )
             column = tl.arange(0, W)
             sums = tl.sum(total, 0).to(out.dtype.element_ty)
             tl.store(out + segment.to(tl.int64) * WIDTH + column, sums, mask=column < WIDTH)

@@ -1,7 +1,9 @@
-"""SiLU attention to summaries as Triton kernels: the twin of `summary_attention.summary_attention`, for NVIDIA GPUs.
+"""SiLU attention to summaries as Triton kernels: the twin of `summary_attention.summary_attention`,
+for NVIDIA GPUs.
 
-Same arguments, same function. Programs exist for rows that see a summary and for summaries, and no others. No sum depends on an
-order that may change: the same inputs give the same bits, gradients too.
+Same arguments, same function. Programs exist for rows that see a summary and for summaries, and no
+others. No sum depends on an order that may change: the same inputs give the same bits, gradients
+too.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ from torch import Tensor
 
 from freescale.kernels.launch import interpreted, on, require_gpu, uploaded
 from freescale.kernels.reference.summary_attention import check
-from freescale.kernels.triton.attention import DTYPES, FLOAT32_PRECISION, WIDTHS, Launch, _descriptor, _readable
+from freescale.kernels.triton.attention import (
+    DTYPES,
+    FLOAT32_PRECISION,
+    WIDTHS,
+    Launch,
+    _descriptor,
+    _readable,
+)
 from freescale.segments import SummaryPlan
 
 # Summaries are few: short tiles of them. Not tuned.
@@ -34,7 +43,8 @@ def summary_attention(
     check(q, k, v, plan, scale_length)
     if q.dtype not in DTYPES or q.shape[2] not in WIDTHS or v.shape[2] not in WIDTHS:
         raise ValueError(
-            f"the kernels are for {DTYPES} and heads {WIDTHS} wide, not {q.dtype}, {q.shape[2]} and {v.shape[2]}; "
+            f"the kernels are for {DTYPES} and heads {WIDTHS} wide, not {q.dtype}, {q.shape[2]} "
+            f"and {v.shape[2]}; "
             "use kernels.summary_attention"
         )
     require_gpu(q.device, "kernels.summary_attention")
@@ -42,23 +52,41 @@ def summary_attention(
 
 
 def tiles(plan: SummaryPlan, of: str, size: int) -> np.ndarray:
-    """[tiles, 6]: first row, rows, first summary, full segments and known segments of the sample, then the tile's first row
-    (`of` "rows": only where some summary is seen) or summary; the longest loop first."""
+    """[tiles, 6]: first row, rows, first summary, full segments and known segments of the sample,
+    then the tile's first row (`of` "rows": only where some summary is seen) or summary; the longest
+    loop first."""
     start, first = plan.starts
-    begin = np.where(plan.known > 0, 0, plan.segments.period) if of == "rows" else np.zeros_like(start)
-    end = np.where(plan.counts > 0, plan.lengths, 0) if of == "rows" else np.where(plan.lengths > 0, plan.counts, 0)
+    begin = (
+        np.where(plan.known > 0, 0, plan.segments.period) if of == "rows" else np.zeros_like(start)
+    )
+    end = (
+        np.where(plan.counts > 0, plan.lengths, 0)
+        if of == "rows"
+        else np.where(plan.lengths > 0, plan.counts, 0)
+    )
     per_sample = np.maximum(-(-(end - begin) // size), 0)
     sample = np.repeat(np.arange(len(start)), per_sample)
-    place = begin[sample] + (np.arange(len(sample)) - (np.cumsum(per_sample) - per_sample)[sample]) * size
+    place = (
+        begin[sample]
+        + (np.arange(len(sample)) - (np.cumsum(per_sample) - per_sample)[sample]) * size
+    )
     columns = (start, plan.lengths, first, plan.closed, plan.known)
-    cost = place if of == "rows" else plan.lengths[sample] - place // plan.segments.tokens * plan.segments.period
-    return np.column_stack([*(column[sample] for column in columns), place])[np.argsort(-cost, kind="stable")]
+    cost = (
+        place
+        if of == "rows"
+        else plan.lengths[sample] - place // plan.segments.tokens * plan.segments.period
+    )
+    return np.column_stack([*(column[sample] for column in columns), place])[
+        np.argsort(-cost, kind="stable")
+    ]
 
 
 class _Call:
     """What the launches of one attention have in common."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan, alpha: float, scale: float) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan, alpha: float, scale: float
+    ) -> None:
         narrow, compiled = q.dtype != torch.float32, not interpreted()
         self.plan, self.launch = plan, LAUNCH if narrow else FLOAT32_LAUNCH
         self.q, self.k, self.v = q, k, v
@@ -72,7 +100,8 @@ class _Call:
             "PERIOD": plan.segments.period,
             "TOKENS": plan.segments.tokens,
             "FAST": narrow and compiled,
-            "PRECISION": FLOAT32_PRECISION if compiled and not narrow else "ieee",  # of float32 operands alone
+            # of float32 operands alone
+            "PRECISION": FLOAT32_PRECISION if compiled and not narrow else "ieee",
             "STAGES": self.launch.stages,
             "num_warps": self.launch.warps,
         }
@@ -83,18 +112,33 @@ class _Call:
         self._launch(forward_kernel, "rows", self._described(), out, inverse_scale=1 / self.scale)
 
     def backward(self, grad: Tensor, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
-        from freescale.kernels.triton.summary_attention_kernels import backward_kv_kernel, backward_q_kernel
+        from freescale.kernels.triton.summary_attention_kernels import (
+            backward_kv_kernel,
+            backward_q_kernel,
+        )
 
         described = [*self._described(), _descriptor(grad, self.launch.tile)]
         factor = self.half_alpha / self.scale
-        self._launch(backward_kv_kernel, "summaries", described, grad_k, grad_v, factor=factor, inverse_scale=1 / self.scale)
+        self._launch(
+            backward_kv_kernel,
+            "summaries",
+            described,
+            grad_k,
+            grad_v,
+            factor=factor,
+            inverse_scale=1 / self.scale,
+        )
         self._launch(backward_q_kernel, "rows", described, grad_q, factor=factor)
 
     def _described(self) -> list[Any]:
         sizes = (self.launch.tile, self.launch.inner, self.launch.inner)
-        return [_descriptor(x, size) for x, size in zip((self.q, self.k, self.v), sizes, strict=True)]
+        return [
+            _descriptor(x, size) for x, size in zip((self.q, self.k, self.v), sizes, strict=True)
+        ]
 
-    def _launch(self, kernel: Any, of: str, described: list[Any], *results: Tensor, **scalars: float) -> None:
+    def _launch(
+        self, kernel: Any, of: str, described: list[Any], *results: Tensor, **scalars: float
+    ) -> None:
         size = self.launch.tile if of == "rows" else self.launch.inner
         kept = self.plan.kept
         if (of, size) not in kept:
@@ -102,7 +146,9 @@ class _Call:
         table = kept[of, size]
         if len(table):
             programs = (len(table) * self.q.shape[1],)
-            kernel[programs](*described, *results, table, half_alpha=self.half_alpha, **scalars, **self.constants)
+            kernel[programs](
+                *described, *results, table, half_alpha=self.half_alpha, **scalars, **self.constants
+            )
 
 
 class _SummaryAttention(torch.autograd.Function):
@@ -111,7 +157,8 @@ class _SummaryAttention(torch.autograd.Function):
         q, k, v = _readable(q), _readable(k), _readable(v)
         ctx.save_for_backward(q, k, v)
         ctx.plan, ctx.alpha, ctx.scale = plan, alpha, scale
-        out = q.new_zeros(*q.shape[:2], v.shape[2])  # rows of a first segment see nothing and have no program
+        # rows of a first segment see nothing and have no program
+        out = q.new_zeros(*q.shape[:2], v.shape[2])
         if q.shape[0] and k.shape[0]:
             with on(q.device):
                 _Call(q, k, v, plan, alpha, scale).forward(out)

@@ -1,8 +1,10 @@
-"""The Triton kernels of `triton_summary_attention`: forward, and the gradients of summaries and of queries.
+"""The Triton kernels of `triton_summary_attention`: forward, and the gradients of summaries and of
+queries.
 
-One program works on one tile of one head: rows in forward and for the queries' gradient, summaries for theirs. A tile goes through
-exactly the tiles that see it or that it sees; the mask is arithmetic on row numbers. SiLU and descriptors as in
-`triton_attention_kernels`: tiles at a sample's end read the next sample's rows, which are zeroed where a product would meet them.
+One program works on one tile of one head: rows in forward and for the queries' gradient, summaries
+for theirs. A tile goes through exactly the tiles that see it or that it sees; the mask is
+arithmetic on row numbers. SiLU and descriptors as in `triton_attention_kernels`: tiles at a
+sample's end read the next sample's rows, which are zeroed where a product would meet them.
 """
 
 # mypy: ignore-errors
@@ -29,7 +31,12 @@ def forward_kernel(
     program = tl.program_id(0)
     head = program % HEADS
     tile = tiles + program // HEADS * 6
-    start, length, first, closed = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    start, length, first, closed = (
+        tl.load(tile),
+        tl.load(tile + 1),
+        tl.load(tile + 2),
+        tl.load(tile + 3),
+    )
     known, row = tl.load(tile + 4), tl.load(tile + 5)
     i = row + tl.arange(0, M)
     columns = tl.arange(0, N)
@@ -55,11 +62,17 @@ def backward_kv_kernel(
     HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PERIOD: tl.constexpr, TOKENS: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the summaries [row, row + N), summed over the rows that see any of them, in their order."""
+    """Gradients of the summaries [row, row + N), summed over the rows that see any of them, in
+    their order."""
     program = tl.program_id(0)
     head = program % HEADS
     tile = tiles + program // HEADS * 6
-    start, length, first, closed = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    start, length, first, closed = (
+        tl.load(tile),
+        tl.load(tile + 1),
+        tl.load(tile + 2),
+        tl.load(tile + 3),
+    )
     known, row = tl.load(tile + 4), tl.load(tile + 5)
     j = row + tl.arange(0, N)
     rows = tl.arange(0, M)
@@ -68,14 +81,17 @@ def backward_kv_kernel(
     v = v_desc.load([first + row, head * D_V])
     total_k = tl.zeros([N, D_QK], tl.float32)
     total_v = tl.zeros([N, D_V], tl.float32)
-    earliest = tl.maximum(row // TOKENS + 1 - known, 0) * PERIOD  # the first row that sees summary `row`
+    # the first row that sees summary `row`
+    earliest = tl.maximum(row // TOKENS + 1 - known, 0) * PERIOD
     for query in tl.range(earliest, length, M, num_stages=STAGES):
         i = query + rows
         q = q_desc.load([start + query, head * D_QK])
         grad = grad_desc.load([start + query, head * D_V])
         q = tl.where((i < length)[:, None], q, 0.0)
         grad = tl.where((i < length)[:, None], grad, 0.0)
-        seen = (j[:, None] < _seen(i, closed, known, PERIOD, TOKENS)[None, :]) & (i < length)[None, :]
+        seen = (j[:, None] < _seen(i, closed, known, PERIOD, TOKENS)[None, :]) & (i < length)[
+            None, :
+        ]
         half = tl.dot(k, q.T, input_precision=PRECISION) * half_alpha  # [N, M]
         t = _tanh(half, FAST)
         weights = tl.where(seen, half * t + half, 0.0)
@@ -97,7 +113,12 @@ def backward_q_kernel(
     program = tl.program_id(0)
     head = program % HEADS
     tile = tiles + program // HEADS * 6
-    start, length, first, closed = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    start, length, first, closed = (
+        tl.load(tile),
+        tl.load(tile + 1),
+        tl.load(tile + 2),
+        tl.load(tile + 3),
+    )
     known, row = tl.load(tile + 4), tl.load(tile + 5)
     i = row + tl.arange(0, M)
     columns = tl.arange(0, N)

@@ -1,6 +1,8 @@
-"""Deduplication and masks of row requests on a GPU, without a host round trip: the twin of `unique`.
+"""Deduplication and masks of row requests on a GPU, without a host round trip: the twin of
+`unique`.
 
-torch sorts and adds up, Triton does what is in between; results of unknown size fill buffers of a known one.
+torch sorts and adds up, Triton does what is in between; results of unknown size fill buffers of a
+known one.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from torch import Tensor
 from freescale.kernels.launch import blocks, on, require_gpu
 from freescale.kernels.reference.unique import Unique, check_keys
 
-# Entries of a program: 8 a thread with 4 warps. A few loads and stores each; searches are bound by latency, and want many warps.
+# Entries of a program: 8 a thread with 4 warps. A few loads and stores each; searches are bound by
+# latency, and want many warps.
 BLOCK = 1024
 SEARCH_BLOCK = 256
 EDGES = 128
@@ -26,7 +29,8 @@ class Segments(Unique):
     """Unique keys, and which inputs have each."""
 
     order: Tensor  # [n] inputs by key, equal ones in order of appearance
-    starts: Tensor  # [n + 1]: key j stands at order[starts[j]:starts[j + 1]]; behind the last one: n
+    # [n + 1]: key j stands at order[starts[j]:starts[j + 1]]; behind the last one: n
+    starts: Tensor
 
 
 def deduplicate(keys: Tensor, edges: Tensor) -> Segments:
@@ -40,25 +44,42 @@ def deduplicate(keys: Tensor, edges: Tensor) -> Segments:
     from freescale.kernels.triton.unique_kernels import edges_kernel, unique_kernel
 
     ordered, order, ranks = sorted_ranks(keys)
-    unique, inverse, starts = torch.empty_like(ordered), torch.empty_like(ordered), keys.new_empty(n + 1)
+    unique, inverse, starts = (
+        torch.empty_like(ordered),
+        torch.empty_like(ordered),
+        keys.new_empty(n + 1),
+    )
     counts = torch.empty(edges.shape, dtype=torch.int64, device=keys.device)
     with on(keys.device):
-        unique_kernel[(blocks(n + 1, BLOCK),)](ordered, order, ranks, unique, inverse, starts, n, BLOCK=BLOCK, num_warps=WARPS)
+        unique_kernel[(blocks(n + 1, BLOCK),)](
+            ordered, order, ranks, unique, inverse, starts, n, BLOCK=BLOCK, num_warps=WARPS
+        )
         if edges.numel():
             edges_kernel[(blocks(edges.numel(), EDGES),)](
-                ordered, ranks, edges.contiguous(), counts, n, (n + 1).bit_length(), edges.numel(), BLOCK=EDGES, num_warps=WARPS
+                ordered,
+                ranks,
+                edges.contiguous(),
+                counts,
+                n,
+                (n + 1).bit_length(),
+                edges.numel(),
+                BLOCK=EDGES,
+                num_warps=WARPS,
             )
     return Segments(unique, inverse, counts, order, starts)
 
 
 def sorted_ranks(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """keys [n] -> (sorted, their places before, equal ones in order of appearance; number of different ones up to each [n])."""
+    """keys [n] -> (sorted, their places before, equal ones in order of appearance; number of
+    different ones up to each [n])."""
     from freescale.kernels.triton.unique_kernels import flags_kernel
 
     ordered, order = keys.sort(stable=True)
     flags = torch.empty(keys.shape, dtype=torch.int32, device=keys.device)
     with on(keys.device):
-        flags_kernel[(blocks(keys.numel(), BLOCK),)](ordered, flags, keys.numel(), BLOCK=BLOCK, num_warps=WARPS)
+        flags_kernel[(blocks(keys.numel(), BLOCK),)](
+            ordered, flags, keys.numel(), BLOCK=BLOCK, num_warps=WARPS
+        )
     return ordered, order, flags.cumsum(0, dtype=torch.int32)
 
 
@@ -82,7 +103,8 @@ def members(keys: Tensor, among: Tensor) -> Tensor:
 
 
 def collision_masks(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows asked of an owner by batch i [r] and by batch i+1 [s] -> (which of i's batch i+1 asks too, and the other way round)."""
+    """Rows asked of an owner by batch i [r] and by batch i+1 [s] -> (which of i's batch i+1 asks
+    too, and the other way round)."""
     return members(current, coming), members(coming, current)
 
 

@@ -53,8 +53,12 @@ def edges_kernel(keys, ranks, edges, counts, n, steps, count, BLOCK: tl.constexp
     """counts[e]: unique keys from edges[e - 1] up to edges[e]."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     end = _below(keys, tl.load(edges + e, mask=e < count, other=0), n, steps, BLOCK)
-    start = _below(keys, tl.load(edges + e - 1, mask=(e > 0) & (e < count), other=-1), n, steps, BLOCK)
-    total = tl.load(ranks + end - 1, mask=end > 0, other=0) - tl.load(ranks + start - 1, mask=start > 0, other=0)
+    start = _below(
+        keys, tl.load(edges + e - 1, mask=(e > 0) & (e < count), other=-1), n, steps, BLOCK
+    )
+    total = tl.load(ranks + end - 1, mask=end > 0, other=0) - tl.load(
+        ranks + start - 1, mask=start > 0, other=0
+    )
     tl.store(counts + e, total.to(tl.int64), mask=e < count)
 
 

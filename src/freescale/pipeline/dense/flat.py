@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 
 class FlatGradients:
-    """Every parameter's .grad is a view of one of `flat`: nothing is copied before or after they are summed over the ranks."""
+    """Every parameter's .grad is a view of one of `flat`: nothing is copied before or after they
+    are summed over the ranks."""
 
     parameters: list[nn.Parameter]
     flat: list[Tensor]
@@ -36,7 +37,8 @@ class FlatGradients:
             parameter.grad = view
 
     def clip(self, limit: float) -> Tensor:
-        """Scales all gradients to a global norm of at most `limit`; returns the norm before. Nothing is read by the host."""
+        """Scales all gradients to a global norm of at most `limit`; returns the norm before.
+        Nothing is read by the host."""
         sizes = [flat.abs() if flat.is_complex() else flat for flat in self.flat]
         norm = torch.stack([size.double().square().sum() for size in sizes]).sum().sqrt()
         factor = (limit / norm.clamp(min=1e-30)).clamp(max=1.0)
@@ -46,4 +48,6 @@ class FlatGradients:
 
     def _check_attached(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            assert parameter.grad is view, "an optimizer or the model replaced a gradient during the step"
+            assert parameter.grad is view, (
+                "an optimizer or the model replaced a gradient during the step"
+            )

@@ -1,10 +1,12 @@
-"""AllReduce out of exchanges that add nothing: every rank gets its part of all ranks' numbers, sums it, and gives the sum to all.
+"""AllReduce out of exchanges that add nothing: every rank gets its part of all ranks' numbers, sums
+it, and gives the sum to all.
 
     AllToAll: part r of every rank -> rank r          sum, in rank order          AllToAll: part r of the sum -> all
 
-For transports that exchange without multiprocessors (hostwire): what is left on the device are a few additions. It moves the bytes
-of a ring. The order of the sum is the ranks', whatever the size of a message: how gradients are divided changes no bit. Two ranks
-give each other all their numbers and both sum: as many bytes, one round instead of two.
+For transports that exchange without multiprocessors (hostwire): what is left on the device are a
+few additions. It moves the bytes of a ring. The order of the sum is the ranks', whatever the size
+of a message: how gradients are divided changes no bit. Two ranks give each other all their numbers
+and both sum: as many bytes, one round instead of two.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Summing:
         """Opens a channel: a collective."""
         assert isinstance(transport.ledger, Ledger)
         self.ledger, self.gather_bytes = transport.ledger, transport.gather_bytes
-        self.lane = Lane("dense", transport, urgent=True)  # who waits for a sum computes nothing until it is there
+        # who waits for a sum computes nothing until it is there
+        self.lane = Lane("dense", transport, urgent=True)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
         """As `Transport.all_reduce`; tensor [n]."""
@@ -51,7 +54,10 @@ class _Sum:
         else:
             self._by_parts()
         self._arrivals = lane.side.take()
-        self.path, self.bytes = self._arrivals[0].path, sum(arrival.sent for arrival in self._arrivals)
+        self.path, self.bytes = (
+            self._arrivals[0].path,
+            sum(arrival.sent for arrival in self._arrivals),
+        )
 
     def _by_parts(self) -> None:
         lane, tensor = self._summing.lane, self._tensor
@@ -74,6 +80,7 @@ class _Sum:
 
 
 def divided(count: int, world: int) -> list[int]:
-    """Numbers that each rank sums: equal parts, in rank order; the last ones may have fewer, or none."""
+    """Numbers that each rank sums: equal parts, in rank order; the last ones may have fewer, or
+    none."""
     each = -(-count // world)
     return [min(each, max(0, count - rank * each)) for rank in range(world)]

@@ -1,4 +1,5 @@
-"""What sums the dense gradients over the ranks: exactly (buckets.py) or compressed (freescale.compress)."""
+"""What sums the dense gradients over the ranks: exactly (buckets.py) or compressed
+(freescale.compress)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class Reducer(Protocol):
 
     @property
     def order(self) -> list[int] | None:
-        """Parameters by number, as their sums were divided; None where it does not matter, or is not known yet."""
+        """Parameters by number, as their sums were divided; None where it does not matter, or is
+        not known yet."""
 
     def adopt_order(self, order: Sequence[int] | None) -> None:
         """Between two steps: goes on with the order of an earlier run."""
@@ -29,13 +31,16 @@ class Reducer(Protocol):
         """Zero gradients, attached: before the first backward of a step."""
 
     def start(self, transport: Transport, losses: Tensor) -> None:
-        """Before the last backward of a step, or after it: what is complete may leave. losses [tasks], to be summed too."""
+        """Before the last backward of a step, or after it: what is complete may leave. losses
+        [tasks], to be summed too."""
 
     def send(self) -> None:
-        """After the backward, before any other collective of the transport: what can leave has left, in one order everywhere."""
+        """After the backward, before any other collective of the transport: what can leave has
+        left, in one order everywhere."""
 
     def reduce(self) -> Tensor:
-        """Gradients become what all ranks apply, the same bits on each; returns the losses summed over the ranks."""
+        """Gradients become what all ranks apply, the same bits on each; returns the losses summed
+        over the ranks."""
 
     def clip(self, limit: float) -> Tensor:
         """Scales what is applied to a global norm of at most `limit`; returns the norm before."""

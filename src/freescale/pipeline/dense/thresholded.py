@@ -1,11 +1,12 @@
-"""Dense gradients with error feedback: large entries are summed over the ranks now, the rest waits on its rank until it is large.
+"""Dense gradients with error feedback: large entries are summed over the ranks now, the rest waits
+on its rank until it is large.
 
     gradient += error
     every so many steps: threshold = what a share of 1 - eta of the gradient's entries reaches, per tensor
     send and sum the entries that reach it, the largest if they are more than that share; error = the others
 
-It stands where pipeline/buckets.py stands in the exact step, and has the same verbs. Small tensors are summed whole, out of
-the same share where they take little of it.
+It stands where pipeline/buckets.py stands in the exact step, and has the same verbs. Small tensors
+are summed whole, out of the same share where they take little of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from freescale.compress.entries import sum_entries
-from freescale.compress.threshold import SMALL, above, check_period, check_share, left_by_whole, shares, smallest, threshold_of
+from freescale.compress.threshold import (
+    SMALL,
+    above,
+    check_period,
+    check_share,
+    left_by_whole,
+    shares,
+    smallest,
+    threshold_of,
+)
 from freescale.config import TrainConfig
 from freescale.pipeline.dense.flat import FlatGradients
 from freescale.transport.api import Handle, Transport
@@ -25,7 +35,8 @@ from freescale.transport.api import Handle, Transport
 
 @dataclass(frozen=True)
 class Thresholding:
-    """The option `reducer` of a schedule: a share `eta` of the entries is held back; thresholds are reset every `every` steps."""
+    """The option `reducer` of a schedule: a share `eta` of the entries is held back; thresholds are
+    reset every `every` steps."""
 
     eta: float
     every: int = TrainConfig.compress_every
@@ -34,20 +45,26 @@ class Thresholding:
         check_share(self.eta)
         check_period(self.every)
 
-    def __call__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> ThresholdedGradients:
+    def __call__(
+        self, parameters: Iterable[nn.Parameter], device: torch.device
+    ) -> ThresholdedGradients:
         return ThresholdedGradients(parameters, device, self.eta, self.every)
 
 
 class ThresholdedGradients(FlatGradients):
     """In flat buffers as in the exact step.
 
-    `state` holds what is carried from step to step, by parameter like an optimizer's: each rank has its own. After `reduce` the
-    gradients are the same bits on every rank, so that weights never diverge. `clip` scales them, and not the errors,
-    which have not been applied.
+    `state` holds what is carried from step to step, by parameter like an optimizer's: each rank has
+    its own. After `reduce` the gradients are the same bits on every rank, so that weights never
+    diverge. `clip` scales them, and not the errors, which have not been applied.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], device: torch.device, eta: float, every: int = TrainConfig.compress_every
+        self,
+        parameters: Iterable[nn.Parameter],
+        device: torch.device,
+        eta: float,
+        every: int = TrainConfig.compress_every,
     ) -> None:
         check_share(eta)
         check_period(every)
@@ -76,7 +93,8 @@ class ThresholdedGradients(FlatGradients):
         self._handles: list[Handle] = []  # of the losses and the small tensors
 
     def start(self, transport: Transport, losses: Tensor) -> None:
-        """What is sent of a tensor depends on all of its gradient: only the losses [tasks] leave now."""
+        """What is sent of a tensor depends on all of its gradient: only the losses [tasks] leave
+        now."""
         self._transport, self._handles = transport, [transport.all_reduce(losses, "dense")]
 
     def send(self) -> None:
@@ -85,9 +103,12 @@ class ThresholdedGradients(FlatGradients):
         self._handles += [self._transport.all_reduce(flat, "dense") for flat in self._small]
 
     def reduce(self) -> Tensor:
-        """Gradients become the sum of what the ranks send; returns the losses, summed over the ranks."""
+        """Gradients become the sum of what the ranks send; returns the losses, summed over the
+        ranks."""
         self._check_attached()
-        assert self._transport is not None and len(self._handles) == 1 + len(self._small), "`start` and `send` come first"
+        assert self._transport is not None and len(self._handles) == 1 + len(self._small), (
+            "`start` and `send` come first"
+        )
         for group in self._large:
             group.reduce(self._transport)
         losses, *small = self._handles
@@ -96,9 +117,12 @@ class ThresholdedGradients(FlatGradients):
         self._transport, self._handles = None, []
         return losses.wait()
 
-    def adopt(self, saved: Sequence[dict[nn.Parameter, dict[str, Tensor]]], same_ranks: bool) -> None:
-        """The state of ranks that were, as their own or added up: no error is lost when their number changes. What a rank's
-        gradients amount to changes with it, so that the thresholds are then found anew."""
+    def adopt(
+        self, saved: Sequence[dict[nn.Parameter, dict[str, Tensor]]], same_ranks: bool
+    ) -> None:
+        """The state of ranks that were, as their own or added up: no error is lost when their
+        number changes. What a rank's gradients amount to changes with it, so that the thresholds
+        are then found anew."""
         for parameter, entries in self.state.items():
             found = [of_rank[parameter] for of_rank in saved if parameter in of_rank]
             entries["error"].zero_()
@@ -120,10 +144,15 @@ class _Large:
         self.gradient, self.error = _flat(parameters, device), _flat(parameters, device)
         self.sizes = [p.numel() for p in parameters]
         self.thresholds = self.gradient.new_zeros(len(parameters))
-        self.ages = torch.full((len(parameters),), every)  # steps since a threshold was set; on the host, which decides by it
+        # steps since a threshold was set; on the host, which decides by it
+        self.ages = torch.full((len(parameters),), every)
         errors = _views(parameters, self.error)
         self.state = {
-            p: {"error": errors[p], "threshold": self.thresholds[place : place + 1], "age": self.ages[place : place + 1]}
+            p: {
+                "error": errors[p],
+                "threshold": self.thresholds[place : place + 1],
+                "age": self.ages[place : place + 1],
+            }
             for place, p in enumerate(parameters)
         }
 
@@ -139,7 +168,8 @@ class _Large:
         ledger.count("dense_entries_returned", moved.returned)
 
     def _select(self) -> tuple[Tensor, Tensor]:
-        """What this rank sends, taken out of the sum of gradient and error; the rest is the error, the gradient is cleared."""
+        """What this rank sends, taken out of the sum of gradient and error; the rest is the error,
+        the gradient is cleared."""
         self.gradient += self.error
         self._reset_thresholds()
         found, begin = [], 0
@@ -154,7 +184,8 @@ class _Large:
         return positions, values
 
     def _reset_thresholds(self) -> None:
-        """Of the tensors whose time has come. A rank that had no sample found none: its time comes with its next step."""
+        """Of the tensors whose time has come. A rank that had no sample found none: its time comes
+        with its next step."""
         due = (self.ages >= self.every).tolist()
         self.ages += 1
         if not any(due):

@@ -1,8 +1,10 @@
-"""Checkpoints with torch.distributed.checkpoint: independent of ranks and placement, atomic, free of pickled code.
+"""Checkpoints with torch.distributed.checkpoint: independent of ranks and placement, atomic, free
+of pickled code.
 
-A checkpoint is a folder `step-00000100` with torch's sharded tensor files and `state.json`. It is written under a temporary
-name and renamed when every rank has finished, so that a killed save never spoils an earlier one. Tables are stored whole in
-spread order (embedding/layout.py), dense parameters and optimizer state by parameter name.
+A checkpoint is a folder `step-00000100` with torch's sharded tensor files and `state.json`. It is
+written under a temporary name and renamed when every rank has finished, so that a killed save never
+spoils an earlier one. Tables are stored whole in spread order (embedding/layout.py), dense
+parameters and optimizer state by parameter name.
 """
 
 from freescale.train.checkpoint.checkpoints import Checkpoints
@@ -11,4 +13,13 @@ from freescale.train.checkpoint.finite import NotFinite
 from freescale.train.checkpoint.safe import SafeReader
 from freescale.train.checkpoint.together import checkpointing
 
-__all__ = ["Checkpoints", "Damaged", "Intact", "NotFinite", "SafeReader", "checkpointing", "intact", "last_intact"]
+__all__ = [
+    "Checkpoints",
+    "Damaged",
+    "Intact",
+    "NotFinite",
+    "SafeReader",
+    "checkpointing",
+    "intact",
+    "last_intact",
+]

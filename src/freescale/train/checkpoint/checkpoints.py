@@ -41,7 +41,11 @@ from freescale.train.checkpoint.model import (
     table_tensors,
     untrained,
 )
-from freescale.train.checkpoint.optimizer import optimizer_state, pack_optimizer, refuse_before_it_steps
+from freescale.train.checkpoint.optimizer import (
+    optimizer_state,
+    pack_optimizer,
+    refuse_before_it_steps,
+)
 from freescale.train.checkpoint.plain import Room
 from freescale.train.checkpoint.safe import SafeReader
 from freescale.train.checkpoint.together import Writer, checkpointing, reason, together
@@ -53,8 +57,9 @@ from freescale.transport.process_group import Collective
 class Checkpoints:
     """The checkpoints of a run's folder. `save`, `load` and `last_intact` are collectives.
 
-    A folder holds one run. Steps ahead of the one that is saved are refused: they are another run's. Who goes back to an earlier
-    checkpoint, by loading it with its optimizer, leaves the later ones behind: the next save removes them.
+    A folder holds one run. Steps ahead of the one that is saved are refused: they are another
+    run's. Who goes back to an earlier checkpoint, by loading it with its optimizer, leaves the
+    later ones behind: the next save removes them.
     """
 
     folder: Path
@@ -90,9 +95,11 @@ class Checkpoints:
 
     # ---- save
 
-    def check(self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int | None = 0) -> None:
-        """Before training, at `step`: whatever could not be saved later is refused now, by name. Without a step the folder is not
-        looked at: it is not known yet. A collective."""
+    def check(
+        self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int | None = 0
+    ) -> None:
+        """Before training, at `step`: whatever could not be saved later is refused now, by name.
+        Without a step the folder is not looked at: it is not known yet. A collective."""
         if step is not None:
             self._together(lambda: self._refuse_ahead(step))
 
@@ -110,13 +117,20 @@ class Checkpoints:
         progress: Mapping[str, Any],
         reducer: Reducer | None = None,
     ) -> Path:
-        """`progress` is plain JSON with at least `step`: where the run stands. `reducer` is the pipeline's (`pipeline.buckets`): it
-        carries the order of sums, and errors where it compresses, from step to step."""
+        """`progress` is plain JSON with at least `step`: where the run stands. `reducer` is the
+        pipeline's (`pipeline.buckets`): it carries the order of sums, and errors where it
+        compresses, from step to step."""
         step = int(progress["step"])
         self._together(lambda: self._refuse_ahead(step))
         parallel.tables.settle()
-        tensors, state = together(self.transport, lambda: self._contents(parallel, optimizer, progress, reducer))
-        together(self.transport, lambda: self._refuse_diverged(step, tensors, untrained(parallel.module)), NotFinite)
+        tensors, state = together(
+            self.transport, lambda: self._contents(parallel, optimizer, progress, reducer)
+        )
+        together(
+            self.transport,
+            lambda: self._refuse_diverged(step, tensors, untrained(parallel.module)),
+            NotFinite,
+        )
         failure = f"checkpoint {self.path(step)} could not be written"
         try:
             self._together(lambda: self.files.begin(step), failure)
@@ -152,11 +166,15 @@ class Checkpoints:
         state |= {"ranks": transport.world, "device": transport.device.type}
         state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
         if transport.device.type != "cpu":
-            state["on_host"] = [name for name, value in beside.items() if value.device.type == "cpu"]
+            state["on_host"] = [
+                name for name, value in beside.items() if value.device.type == "cpu"
+            ]
         state |= {"carried": carried.names} if carried.names else {}
         return tensors | beside | carried.tensors(transport.rank) | random_tensors(transport), state
 
-    def _write(self, folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], failure: str) -> None:
+    def _write(
+        self, folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], failure: str
+    ) -> None:
         rank = self.transport.rank
         with checkpointing(failure):
             dcp.save(tensors, storage_writer=Writer(folder, overwrite=True), **self._coordination())
@@ -166,7 +184,9 @@ class Checkpoints:
             return {path.name: checksum(path) for path in mine}
 
         said = together(self.transport, sums)
-        files = [json.loads(part) for part in self.transport.gather_bytes(json.dumps(said).encode())]
+        files = [
+            json.loads(part) for part in self.transport.gather_bytes(json.dumps(said).encode())
+        ]
         state["files"] = {name: sum_of for part in files for name, sum_of in part.items()}
         self._together(lambda: write_state(folder, state), failure)
 
@@ -183,22 +203,35 @@ class Checkpoints:
         together(self.transport, done)
 
     def _refuse_ahead(self, step: int) -> None:
-        ahead = [self.path(found).name for found in self.steps() if found > step and found not in self._left_behind]
+        ahead = [
+            self.path(found).name
+            for found in self.steps()
+            if found > step and found not in self._left_behind
+        ]
         if ahead:
             raise ValueError(
-                f"{self.folder} holds checkpoints ahead of step {step} ({', '.join(ahead)}), which this run did not come from: "
+                f"{self.folder} holds checkpoints ahead of step {step} ({', '.join(ahead)}), "
+                "which this run did not come from: "
                 "go on from one of them (load it; --resume), remove them, or use another folder"
             )
 
-    def _refuse_diverged(self, step: int, tensors: Mapping[str, Tensor], untrained: Collection[str]) -> None:
+    def _refuse_diverged(
+        self, step: int, tensors: Mapping[str, Tensor], untrained: Collection[str]
+    ) -> None:
         if name := first_not_finite(tensors, untrained):
-            raise NotFinite(f"{name} is not finite at step {step}, which is therefore not saved: the checkpoints before it stay")
+            raise NotFinite(
+                f"{name} is not finite at step {step}, which is therefore not saved: "
+                "the checkpoints before it stay"
+            )
 
     def _remove_old(self, step: int) -> None:
         """Those left behind, and all but the last `keep`; never the one just saved."""
         others = [found for found in self.steps() if found != step]
         old = [found for found in others if found not in self._left_behind]
-        self.files.remove([found for found in others if found in self._left_behind] + old[: max(0, len(old) - self.keep + 1)])
+        self.files.remove(
+            [found for found in others if found in self._left_behind]
+            + old[: max(0, len(old) - self.keep + 1)]
+        )
         self._left_behind.clear()
 
     # ---- load
@@ -210,10 +243,15 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None = None,
         reducer: Reducer | None = None,
     ) -> dict:
-        """Restores tables, dense weights and (if given) optimizer state and random state; returns the progress. An optimizer's
-        settings (learning rate, weight decay, ...) stay the caller's: they may have changed on purpose. Errors of compression and
-        the order of sums go to the pipeline's `reducer`; where they were not saved it begins anew."""
-        found = checkpoint if isinstance(checkpoint, Intact) else intact(Path(checkpoint), self.transport)
+        """Restores tables, dense weights and (if given) optimizer state and random state; returns
+        the progress. An optimizer's settings (learning rate, weight decay, ...) stay the caller's:
+        they may have changed on purpose. Errors of compression and the order of sums go to the
+        pipeline's `reducer`; where they were not saved it begins anew."""
+        found = (
+            checkpoint
+            if isinstance(checkpoint, Intact)
+            else intact(Path(checkpoint), self.transport)
+        )
         path, state, transport, names = found.path, found.state, self.transport, names_of(parallel)
         if not parallel.tables.placed:
             parallel.tables.place(recorded=state["placement"])
@@ -227,10 +265,16 @@ class Checkpoints:
         same_ranks = state["ranks"] == transport.world and state["device"] == transport.device.type
         random = random_tensors(transport) if optimizer is not None and same_ranks else {}
         carried = Carried(reducer, names)
-        errors = carried.room(state.get("carried", ()), transport.rank, transport.world, state["ranks"])
+        errors = carried.room(
+            state.get("carried", ()), transport.rank, transport.world, state["ranks"]
+        )
         parallel.tables.discard()
         with checkpointing(f"checkpoint {path} could not be read"):
-            dcp.load(tensors | room.tensors | random | errors, storage_reader=reader, **self._coordination())
+            dcp.load(
+                tensors | room.tensors | random | errors,
+                storage_reader=reader,
+                **self._coordination(),
+            )
         restore_extra(parallel.module, extra)
         if optimizer is not None:
             optimizer.state.clear()
@@ -249,7 +293,13 @@ class Checkpoints:
         self._left_behind = {found for found in self.steps() if found > step}
         if self._left_behind:
             names = ", ".join(self.path(found).name for found in sorted(self._left_behind))
-            warnings.warn(f"going on from {path.name}: {names} will be removed when the next checkpoint is saved", stacklevel=3)
+            warnings.warn(
+                (
+                    f"going on from {path.name}: {names} will be removed when the next "
+                    "checkpoint is saved"
+                ),
+                stacklevel=3,
+            )
 
     def _coordination(self) -> dict[str, Any]:
         if isinstance(self.transport, Collective):

@@ -1,5 +1,5 @@
-"""What a schedule's reducer carries from step to step, in a checkpoint, by parameter name: of compression, each rank's own errors
-and thresholds; of exact sums, the order of the buckets."""
+"""What a schedule's reducer carries from step to step, in a checkpoint, by parameter name: of
+compression, each rank's own errors and thresholds; of exact sums, the order of the buckets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ State = dict[nn.Parameter, dict[str, Tensor]]
 
 
 class Carried:
-    """Of a schedule's reducer; of one that carries nothing, nothing. `names` are the parameters', by identity."""
+    """Of a schedule's reducer; of one that carries nothing, nothing. `names` are the parameters',
+    by identity."""
 
     def __init__(self, reducer: Reducer | None, names: Mapping[int, str]) -> None:
         self._reducer = reducer if isinstance(reducer, ThresholdedGradients) else None
@@ -32,21 +33,27 @@ class Carried:
         return self._named(self._state, rank)
 
     def room(self, saved: Iterable[str], rank: int, world: int, ranks: int) -> dict[str, Tensor]:
-        """To be read by this rank, of `world`, from what `ranks` ranks saved of the parameters `saved`: every old rank's state
-        falls to exactly one of the new ones."""
+        """To be read by this rank, of `world`, from what `ranks` ranks saved of the parameters
+        `saved`: every old rank's state falls to exactly one of the new ones."""
         known = set(saved)
-        mine = {parameter: entries for parameter, entries in self._state.items() if self._name[parameter] in known}
+        mine = {
+            parameter: entries
+            for parameter, entries in self._state.items()
+            if self._name[parameter] in known
+        }
         tensors: dict[str, Tensor] = {}
         for old in range(rank, ranks, world):
             copy = {
-                parameter: {key: torch.empty_like(value) for key, value in entries.items()} for parameter, entries in mine.items()
+                parameter: {key: torch.empty_like(value) for key, value in entries.items()}
+                for parameter, entries in mine.items()
             }
             self._saved.append(copy)
             tensors |= self._named(copy, old)
         return tensors
 
     def restore(self, same_ranks: bool) -> None:
-        """What was read becomes the reducer's; where nothing had been saved, it begins without errors."""
+        """What was read becomes the reducer's; where nothing had been saved, it begins without
+        errors."""
         if self._reducer is not None:
             self._reducer.adopt(self._saved, same_ranks)
 

@@ -1,10 +1,12 @@
-"""The folder of a run's checkpoints: which there are, how one takes its place, and whether its files are as they were written.
+"""The folder of a run's checkpoints: which there are, how one takes its place, and whether its
+files are as they were written.
 
     .writing-00000100    being written; becomes step-00000100 by a rename
     step-00000100.replaced    while a checkpoint of the same step takes its place; counts until it has
     .removing-00000100    being removed
 
-A process may be killed between any two operations: what is listed is whole, and the next save clears the rest.
+A process may be killed between any two operations: what is listed is whole, and the next save
+clears the rest.
 """
 
 from __future__ import annotations
@@ -49,7 +51,11 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         paths = self.folder.iterdir() if self.folder.is_dir() else []
-        steps = {step for path in paths if (step := step_of(path)) is not None and (path / _STATE).exists()}
+        steps = {
+            step
+            for path in paths
+            if (step := step_of(path)) is not None and (path / _STATE).exists()
+        }
         return sorted(steps)
 
     def path(self, step: int) -> Path:
@@ -109,7 +115,8 @@ class CheckpointFolder:
 
 
 def step_of(path: Path) -> int | None:
-    """Of a checkpoint's folder; of copies that somebody made beside them, and whatever else, None."""
+    """Of a checkpoint's folder; of copies that somebody made beside them, and whatever else,
+    None."""
     match = re.fullmatch(r"step-([0-9]{8,})(\.replaced)?", path.name)
     step = int(match[1]) if match else -1
     return step if match and match[1] == f"{step:08d}" else None
@@ -127,8 +134,9 @@ def _sync(folder: Path) -> None:
 
 
 def checksum(path: Path) -> list[int]:
-    """[bytes, CRC-32]. It finds what disks, memory and copies do to a file, about as fast as a disk reads it; SHA-256 would take
-    several times as long, and keep out only who may not write the other files either."""
+    """[bytes, CRC-32]. It finds what disks, memory and copies do to a file, about as fast as a disk
+    reads it; SHA-256 would take several times as long, and keep out only who may not write the
+    other files either."""
     size = total = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -159,14 +167,19 @@ def read_state(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise Damaged(f"{path}/{_STATE} is damaged (no object): use an earlier checkpoint")
     if state.get("format") not in (1, FORMAT):
-        raise ValueError(f"{path} has checkpoint format {state.get('format')}, this version reads 1 to {FORMAT}")
+        raise ValueError(
+            f"{path} has checkpoint format {state.get('format')}, this version reads 1 to {FORMAT}"
+        )
     if state["format"] >= 2 and state.pop("checksum", None) != _sum_of(state):
-        raise Damaged(f"{path}/{_STATE} is damaged (its checksum is another): use an earlier checkpoint")
+        raise Damaged(
+            f"{path}/{_STATE} is damaged (its checksum is another): use an earlier checkpoint"
+        )
     return state
 
 
 def intact(path: Path, transport: Transport) -> Intact:
-    """Compares all files with what was written, each on one rank. A collective: Damaged on all ranks names the one that differs."""
+    """Compares all files with what was written, each on one rank. A collective: Damaged on all
+    ranks names the one that differs."""
 
     def compared() -> dict[str, Any]:
         state = read_state(path)
@@ -189,15 +202,24 @@ def _compare(path: Path, written: list[int]) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EIO):
             raise
-        raise Damaged(f"{path} cannot be read ({error.strerror}): use an earlier checkpoint") from None
+        raise Damaged(
+            f"{path} cannot be read ({error.strerror}): use an earlier checkpoint"
+        ) from None
     if found[0] != written[0]:
-        raise Damaged(f"{path} is damaged ({found[0]:,} bytes, {written[0]:,} were written): use an earlier checkpoint")
+        raise Damaged(
+            f"{path} is damaged ({found[0]:,} bytes, {written[0]:,} were written): use "
+            "an earlier checkpoint"
+        )
     if found != written:
-        raise Damaged(f"{path} is damaged (its checksum is not that of what was written): use an earlier checkpoint")
+        raise Damaged(
+            f"{path} is damaged (its checksum is not that of what was written): use an "
+            "earlier checkpoint"
+        )
 
 
 def last_intact(folder: Path, transport: Transport) -> Intact | None:
-    """The last checkpoint; if it is damaged, with a warning, the one before, and so on. A collective; the same on all ranks."""
+    """The last checkpoint; if it is damaged, with a warning, the one before, and so on. A
+    collective; the same on all ranks."""
     files = CheckpointFolder(folder)
     listed = transport.gather_bytes(json.dumps(files.steps()).encode())  # rank 0's counts
     steps: list[int] = json.loads(listed[0])

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-_REDUCED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # without a copy; others are small
+# without a copy; others are small
+_REDUCED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class NotFinite(ValueError):
@@ -17,8 +18,9 @@ class NotFinite(ValueError):
 
 
 def first_not_finite(tensors: Mapping[str, Tensor], untrained: Collection[str] = ()) -> str | None:
-    """The name of a tensor with a number that is none, or infinite, in this rank's part. What is not trained may be infinite: masks
-    of attention are. One pass over each tensor, without a second one; the host waits once for each device."""
+    """The name of a tensor with a number that is none, or infinite, in this rank's part. What is
+    not trained may be infinite: masks of attention are. One pass over each tensor, without a second
+    one; the host waits once for each device."""
     ends: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         values = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -26,7 +28,8 @@ def first_not_finite(tensors: Mapping[str, Tensor], untrained: Collection[str] =
             values = torch.view_as_real(values)
         if values.is_floating_point() and values.numel():
             values = values if values.dtype in _REDUCED else values.float()
-            ends.setdefault(values.device, {})[name] = torch.stack(torch.aminmax(values)).double()  # not a number, if any is none
+            # not a number, if any is none
+            ends.setdefault(values.device, {})[name] = torch.stack(torch.aminmax(values)).double()
     for found in ends.values():
         for name, (low, high) in zip(found, torch.stack([*found.values()]).tolist(), strict=True):
             if math.isnan(low) or (name not in untrained and (math.isinf(low) or math.isinf(high))):

@@ -1,4 +1,5 @@
-"""A model in a checkpoint: its dense part and tables as named tensors, what its modules keep beside them, and what it is."""
+"""A model in a checkpoint: its dense part and tables as named tensors, what its modules keep beside
+them, and what it is."""
 
 from __future__ import annotations
 
@@ -32,14 +33,21 @@ def dense_tensors(module: nn.Module) -> dict[str, Tensor]:
         if _is_extra(name):
             continue
         if not isinstance(value, Tensor):
-            raise ValueError(f"{name} in the model's state_dict is a {type(value).__name__}, not a tensor: use get_extra_state")
+            raise ValueError(
+                f"{name} in the model's state_dict is a {type(value).__name__}, not "
+                "a tensor: use get_extra_state"
+            )
         tensors[f"dense/{name}"] = value.detach()
     return tensors
 
 
 def untrained(module: nn.Module) -> set[str]:
     """Of the dense tensors: buffers and frozen parameters."""
-    trained = {name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    trained = {
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }
     return {name for name in dense_tensors(module) if name.removeprefix("dense/") not in trained}
 
 
@@ -53,7 +61,8 @@ def table_tensors(tables: Tables, transport: Transport) -> dict[str, Tensor]:
 
 
 def _whole(local: Tensor, name: str, tables: Tables, transport: Transport) -> Tensor:
-    """A rank's part of a table as torch's sharded tensor; a replicated table is a plain tensor of the same name and shape."""
+    """A rank's part of a table as torch's sharded tensor; a replicated table is a plain tensor of
+    the same name and shape."""
     if tables.placements[name].kind == "replicated" or not isinstance(transport, Collective):
         return local
     device = transport.device.type
@@ -73,8 +82,13 @@ def _is_extra(name: str) -> bool:
 
 def pack_extra(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """By module."""
-    found = {name: value for name, value in module.state_dict(keep_vars=True).items() if _is_extra(name)}
-    return {name.rpartition(".")[0]: pack(value, f"extra/{name}", tensors) for name, value in found.items()}
+    found = {
+        name: value for name, value in module.state_dict(keep_vars=True).items() if _is_extra(name)
+    }
+    return {
+        name.rpartition(".")[0]: pack(value, f"extra/{name}", tensors)
+        for name, value in found.items()
+    }
 
 
 def restore_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
@@ -102,20 +116,32 @@ def restore_random(tensors: Mapping[str, Tensor], transport: Transport) -> None:
 
 
 def description(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """What a checkpoint says of the model, so that another model is refused before anything is read."""
+    """What a checkpoint says of the model, so that another model is refused before anything is
+    read."""
     tables = parallel.tables
-    dense = {name: value for name, value in parallel.module.state_dict().items() if isinstance(value, Tensor)}
+    dense = {
+        name: value
+        for name, value in parallel.module.state_dict().items()
+        if isinstance(value, Tensor)
+    }
     return {
-        "dense": {name: [list(value.shape), str(value.dtype)] for name, value in dense.items() if not _is_extra(name)},
+        "dense": {
+            name: [list(value.shape), str(value.dtype)]
+            for name, value in dense.items()
+            if not _is_extra(name)
+        },
         "tables": {
-            name: [spec.rows, spec.width, str(spec.dtype), tables.optimizers[name].name] for name, spec in tables.specs.items()
+            name: [spec.rows, spec.width, str(spec.dtype), tables.optimizers[name].name]
+            for name, spec in tables.specs.items()
         },
         "placement": {name: placement.kind for name, placement in tables.placements.items()},
         "optimizer": type(optimizer).__name__ if optimizer is not None else None,
     }
 
 
-def refuse_other_model(path: Path, saved: Mapping, parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> None:
+def refuse_other_model(
+    path: Path, saved: Mapping, parallel: Parallel, optimizer: torch.optim.Optimizer | None
+) -> None:
     here = description(parallel, optimizer)
     for part in ("tables", "dense"):
         for name in sorted(name for name in {*saved[part], *here[part]} if not _is_extra(name)):
@@ -123,12 +149,19 @@ def refuse_other_model(path: Path, saved: Mapping, parallel: Parallel, optimizer
             if there != now:
                 what = "table" if part == "tables" else "parameter"
                 raise ValueError(
-                    f"{path} is a checkpoint of another model: {what} {name!r} is {there or 'absent'} there, {now or 'absent'} here"
+                    f"{path} is a checkpoint of another model: {what} {name!r} is "
+                    f"{there or 'absent'} there, {now or 'absent'} here"
                 )
     if "extra_state" in saved:
         there, now = set(saved["extra_state"]), set(pack_extra(parallel.module, {}))
         for name in sorted(there ^ now):
             only = "there" if name in there else "here"
-            raise ValueError(f"{path} is a checkpoint of another model: module {name!r} has extra state only {only}")
+            raise ValueError(
+                f"{path} is a checkpoint of another model: module {name!r} has extra "
+                f"state only {only}"
+            )
     if here["optimizer"] is not None and saved["optimizer"] != here["optimizer"]:
-        raise ValueError(f"{path} was trained with {saved['optimizer']}, not {here['optimizer']}: use the same dense optimizer")
+        raise ValueError(
+            f"{path} was trained with {saved['optimizer']}, not {here['optimizer']}: "
+            "use the same dense optimizer"
+        )

@@ -1,4 +1,5 @@
-"""A dense optimizer's state in a checkpoint: by parameter name, as it is. A save makes none, a load makes what was saved."""
+"""A dense optimizer's state in a checkpoint: by parameter name, as it is. A save makes none, a load
+makes what was saved."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ from freescale.train.checkpoint.plain import Room, pack
 Packed = dict[str, Any]  # by parameter name
 
 
-def pack_optimizer(optimizer: Optimizer, names: Mapping[int, str], tensors: dict[str, Tensor]) -> tuple[Packed, Packed]:
-    """(state of each parameter, state that is no parameter's). `names` are the model's parameters', by identity."""
+def pack_optimizer(
+    optimizer: Optimizer, names: Mapping[int, str], tensors: dict[str, Tensor]
+) -> tuple[Packed, Packed]:
+    """(state of each parameter, state that is no parameter's). `names` are the model's parameters',
+    by identity."""
     _refuse_others(optimizer, names)
     own: Packed = {}
     shared: Packed = {}
@@ -28,7 +32,10 @@ def pack_optimizer(optimizer: Optimizer, names: Mapping[int, str], tensors: dict
         elif id(key) in names:
             own[names[id(key)]] = pack(entries, f"optimizer/{names[id(key)]}", tensors)
         else:
-            raise ValueError(f"the optimizer has state for a {type(key).__name__} that is no parameter of the model")
+            raise ValueError(
+                f"the optimizer has state for a {type(key).__name__} that is no "
+                "parameter of the model"
+            )
     return own, shared
 
 
@@ -36,7 +43,10 @@ def _refuse_others(optimizer: Optimizer, names: Mapping[int, str]) -> None:
     for parameter in _parameters(optimizer):
         if id(parameter) not in names:
             shape = tuple(parameter.shape)
-            raise ValueError(f"the optimizer has a parameter of shape {shape} that is not the model's: give it dense_parameters()")
+            raise ValueError(
+                f"the optimizer has a parameter of shape {shape} that is not the "
+                "model's: give it dense_parameters()"
+            )
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -44,8 +54,9 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def refuse_before_it_steps(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """What it will keep from step to step and a checkpoint cannot hold, by name. torch's own have nothing of that kind; of another
-    a copy makes a step. One that cannot be copied, or not step so, is heard of at the first save."""
+    """What it will keep from step to step and a checkpoint cannot hold, by name. torch's own have
+    nothing of that kind; of another a copy makes a step. One that cannot be copied, or not step so,
+    is heard of at the first save."""
     _refuse_others(optimizer, names)
     if optimizer.state or type(optimizer).__module__.startswith("torch.optim."):
         pack_optimizer(optimizer, names, {})
@@ -63,16 +74,23 @@ def refuse_before_it_steps(optimizer: Optimizer, names: Mapping[int, str]) -> No
     pack_optimizer(tried, {id(copied): names[id(parameter)] for copied, parameter in pairs}, {})
 
 
-def optimizer_state(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, Any], room: Room) -> dict[Any, Any]:
-    """What the optimizer's state will be, all of it, once the room is filled. `state`: the checkpoint's."""
+def optimizer_state(
+    optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, Any], room: Room
+) -> dict[Any, Any]:
+    """What the optimizer's state will be, all of it, once the room is filled. `state`: the
+    checkpoint's."""
     _refuse_others(optimizer, names)
     own = state["optimizer_state"] if "optimizer_state" in state else _tensors_only(room.metadata)
     values: dict[Any, Any] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (packed := own.get(names[id(parameter)])) is not None:
-                values[parameter] = room.of(packed, parameter.device, bool(group.get("capturable") or group.get("fused")))
-    return values | {key: room.of(packed) for key, packed in state.get("optimizer_shared", {}).items()}
+                values[parameter] = room.of(
+                    packed, parameter.device, bool(group.get("capturable") or group.get("fused"))
+                )
+    return values | {
+        key: room.of(packed) for key, packed in state.get("optimizer_shared", {}).items()
+    }
 
 
 def _tensors_only(metadata: Metadata) -> Packed:

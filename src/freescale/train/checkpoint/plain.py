@@ -15,22 +15,34 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """JSON; tensors go into `tensors` by names below `name`. ValueError names what is neither a tensor nor plain."""
+    """JSON; tensors go into `tensors` by names below `name`. ValueError names what is neither a
+    tensor nor plain."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
-            raise ValueError(f"{name} is a tensor of layout {value.layout}, which a checkpoint cannot hold")
+            raise ValueError(
+                f"{name} is a tensor of layout {value.layout}, which a checkpoint cannot hold"
+            )
         if name in tensors:
             raise ValueError(f"two tensors of a checkpoint would have the name {name}")
         tensors[name] = value.detach()
         return {"tensor": name}
-    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum)):
+    if value is None or (
+        isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum)
+    ):
         return value
     if type(value) in (list, tuple):
-        return {type(value).__name__: [pack(inner, f"{name}/{place}", tensors) for place, inner in enumerate(value)]}
+        return {
+            type(value).__name__: [
+                pack(inner, f"{name}/{place}", tensors) for place, inner in enumerate(value)
+            ]
+        }
     if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
-        return {"dict": [[key, pack(inner, f"{name}/{key}", tensors)] for key, inner in value.items()]}
+        return {
+            "dict": [[key, pack(inner, f"{name}/{key}", tensors)] for key, inner in value.items()]
+        }
     raise ValueError(
-        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: it holds tensors, numbers, text, None, and lists, "
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: it holds tensors, "
+        "numbers, text, None, and lists, "
         "tuples and dicts of them"
     )
 
@@ -43,9 +55,12 @@ class Room:
         self.metadata, self._device = metadata, device
         self._on_host = set(state["on_host"]) if "on_host" in state else None
 
-    def of(self, packed: Any, device: torch.device | None = None, never_on_host: bool = False) -> Any:
-        """The value that was packed, with tensors still to be filled: on `device`, or on the host if they were. A checkpoint from a
-        CPU does not say: single numbers are on the host, where torch's optimizers keep them unless capturable or fused."""
+    def of(
+        self, packed: Any, device: torch.device | None = None, never_on_host: bool = False
+    ) -> Any:
+        """The value that was packed, with tensors still to be filled: on `device`, or on the host
+        if they were. A checkpoint from a CPU does not say: single numbers are on the host, where
+        torch's optimizers keep them unless capturable or fused."""
         if not isinstance(packed, dict):
             return packed
         ((kind, inner),) = packed.items()

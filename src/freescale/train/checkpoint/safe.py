@@ -1,7 +1,9 @@
-"""Reading without executing: torch's metadata is a pickle, which could build anything and call anything.
+"""Reading without executing: torch's metadata is a pickle, which could build anything and call
+anything.
 
-What may be built are the classes that torch's metadata consists of, with the fields that they have; what may be called are the few
-functions that their values are pickled with. Everything else in a pickle is refused before it happens.
+What may be built are the classes that torch's metadata consists of, with the fields that they have;
+what may be called are the few functions that their values are pickled with. Everything else in a
+pickle is refused before it happens.
 """
 
 from __future__ import annotations
@@ -31,12 +33,17 @@ _RECORDS: tuple[type, ...] = (
 _FIELDS = {record: {field.name for field in fields(record)} for record in _RECORDS}
 _CALLED = (meta._MEM_FORMAT_ENCODING, _get_layout, torch.Size, PurePosixPath)
 _DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
-# By the names under which they are pickled. A path is one without a file system, wherever this version of Python has it.
-_KNOWN: dict[tuple[str, str], Any] = {(value.__module__, value.__name__): value for value in (*_RECORDS, meta._MEM_FORMAT_ENCODING)}
+# By the names under which they are pickled. A path is one without a file system, wherever this
+# version of Python has it.
+_KNOWN: dict[tuple[str, str], Any] = {
+    (value.__module__, value.__name__): value for value in (*_RECORDS, meta._MEM_FORMAT_ENCODING)
+}
 _KNOWN |= {("torch.serialization", "_get_layout"): _get_layout, ("torch", "Size"): torch.Size}
 _KNOWN |= {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in _DTYPES}
 _KNOWN |= {
-    (module, name): PurePosixPath for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath", "Path")
+    (module, name): PurePosixPath
+    for module in ("pathlib", "pathlib._local")
+    for name in ("PosixPath", "PurePosixPath", "Path")
 }
 
 
@@ -74,7 +81,11 @@ class _MetadataUnpickler(pickle._Unpickler):
 
     def load_newobj(self) -> None:
         arguments, record = self.stack.pop(), self.stack.pop()
-        if not any(record is known for known in _RECORDS) or type(arguments) is not tuple or arguments:
+        if (
+            not any(record is known for known in _RECORDS)
+            or type(arguments) is not tuple
+            or arguments
+        ):
             _refused(f"makes {record!r}")
         self.append(record.__new__(record))
 
@@ -105,7 +116,8 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader, except that its metadata can build nothing but metadata and its files stay in their folder."""
+    """torch's reader, except that its metadata can build nothing but metadata and its files stay in
+    their folder."""
 
     _metadata: meta.Metadata | None = None
 
@@ -123,8 +135,12 @@ class SafeReader(dcp.FileSystemReader):
             self._check(metadata)
         except (_Refused, OSError):
             raise
-        except Exception as error:  # whatever else a pickle that is none, or lacks fields, may run into
-            raise ValueError(f"the metadata of checkpoint {self.path} is damaged ({type(error).__name__}: {error})") from error
+        # whatever else a pickle that is none, or lacks fields, may run into
+        except Exception as error:
+            raise ValueError(
+                f"the metadata of checkpoint {self.path} is damaged "
+                f"({type(error).__name__}: {error})"
+            ) from error
         if type(metadata.storage_meta) is not meta.StorageMeta:
             metadata.storage_meta = meta.StorageMeta()
         return metadata
@@ -137,7 +153,11 @@ class SafeReader(dcp.FileSystemReader):
                 raise _Refused(f"entry {name!r} of checkpoint {self.path} is not a tensor: refused")
         for info in (metadata.storage_data or {}).values():
             if type(info) is not _StorageInfo:
-                raise _Refused(f"checkpoint {self.path} says by {info!r} where a tensor is: refused")
+                raise _Refused(
+                    f"checkpoint {self.path} says by {info!r} where a tensor is: refused"
+                )
             place = info.relative_path
             if type(place) is not str or place == ".." or PurePosixPath(place).name != place:
-                raise _Refused(f"checkpoint {self.path} points to a file outside it ({place}): refused")
+                raise _Refused(
+                    f"checkpoint {self.path} points to a file outside it ({place}): refused"
+                )

@@ -19,8 +19,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def together(transport: Transport, work: Callable[[], T], *kinds: type[ValueError]) -> T:
-    """`work` on this rank; what it returns here. What fails on any rank is a ValueError on all, of its own kind if it is one of
-    `kinds`. A collective."""
+    """`work` on this rank; what it returns here. What fails on any rank is a ValueError on all, of
+    its own kind if it is one of `kinds`. A collective."""
     problem: list[str] | None = None
     try:
         result = work()
@@ -35,8 +35,8 @@ def together(transport: Transport, work: Callable[[], T], *kinds: type[ValueErro
 
 @contextmanager
 def checkpointing(failure: str) -> Iterator[None]:
-    """Around torch's save and load: what fails on any rank is one line on all. A single process is no accident here, so that
-    torch need not warn about it."""
+    """Around torch's save and load: what fails on any rank is one line on all. A single process is
+    no accident here, so that torch need not warn about it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
@@ -47,7 +47,8 @@ def checkpointing(failure: str) -> Iterator[None]:
 
 
 class Writer(dcp.FileSystemWriter):
-    """torch's writer, whose errors say what the system said: other ranks hear only the words of an exception, not its causes."""
+    """torch's writer, whose errors say what the system said: other ranks hear only the words of an
+    exception, not its causes."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         return self._saying_why(super().write_data, *args, **kwargs)

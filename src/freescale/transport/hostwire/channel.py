@@ -1,5 +1,6 @@
-"""A channel of hostwire: transfers in one order, the same on every rank. Two threads carry them, one out and one in. Where a wire
-allows it, who waits for a transfer carries it instead, both halves in turn: to wake a thread takes longer than many a transfer."""
+"""A channel of hostwire: transfers in one order, the same on every rank. Two threads carry them,
+one out and one in. Where a wire allows it, who waits for a transfer carries it instead, both halves
+in turn: to wake a thread takes longer than many a transfer."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from freescale.transport.hostwire.transfer import Transfer
 from freescale.transport.hostwire.wires.gloo import Wire
 from freescale.transport.threads import started
 
-_AWAKE = {"cpu": 0.0, "cuda": 0.0005}  # seconds that who carries looks around before it sleeps; a CPU has other things to do
+# seconds that who carries looks around before it sleeps; a CPU has other things to do
+_AWAKE = {"cpu": 0.0, "cuda": 0.0005}
 _NAP = 0.00005  # seconds
 
 
@@ -36,16 +38,21 @@ class Channel:
         seconds: float,
         patient: bool = False,
     ) -> None:
-        """`routes`: the wire to each rank. `ring`: SLOTS slots, which the wires can send from. `piece`: the largest, in bytes.
-        `patient`: who submits waits soon, and does nothing else meanwhile."""
+        """`routes`: the wire to each rank. `ring`: SLOTS slots, which the wires can send from.
+        `piece`: the largest, in bytes. `patient`: who submits waits soon, and does nothing else
+        meanwhile."""
         self.name, self._seconds = name, seconds
         self._halves = Halves(rank, device, routes, ring, gate, piece, seconds)
-        prompt = all(not wire.direct for wire in routes)  # sends return at once: what is sent is a copy, in a slot
+        # sends return at once: what is sent is a copy, in a slot
+        prompt = all(not wire.direct for wire in routes)
         self._at_once = prompt and device.type == "cpu"
         self._carried = Carried(self._halves, seconds) if patient and prompt else None
         self._sending = threading.Lock()
         self._counting, self._waiting = threading.Lock(), 0  # transfers that the thread has to send
-        self._queues: list[queue.SimpleQueue[Transfer | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]
+        self._queues: list[queue.SimpleQueue[Transfer | None]] = [
+            queue.SimpleQueue(),
+            queue.SimpleQueue(),
+        ]
         self._threads: list[threading.Thread] = []
 
     def submit(self, transfer: Transfer) -> None:
@@ -63,7 +70,8 @@ class Channel:
             self._queues[0].put(transfer)
 
     def close(self) -> bool:
-        """Ends the threads once what was submitted is done; the wires are whoever's who opened them."""
+        """Ends the threads once what was submitted is done; the wires are whoever's who opened
+        them."""
         for waiting in self._queues:
             waiting.put(None)
         for thread in self._threads:
@@ -74,9 +82,13 @@ class Channel:
 
     def _start_threads(self) -> None:
         if not self._threads:
-            for half, (way, work) in enumerate((("out", self._halves.out), ("in", self._halves.into))):
+            for half, (way, work) in enumerate(
+                (("out", self._halves.out), ("in", self._halves.into))
+            ):
                 end = partial(self._queues[half].put, None)
-                self._threads.append(started(f"{self.name} {way}", partial(self._work, half, work), end))
+                self._threads.append(
+                    started(f"{self.name} {way}", partial(self._work, half, work), end)
+                )
 
     def _work(self, half: int, work: Callable[[Transfer], Iterator[Ready]]) -> None:
         waiting = self._queues[half]
@@ -93,8 +105,8 @@ class Channel:
             transfer = None
 
     def _sent_at_once(self, transfer: Transfer) -> bool:
-        """Sends it here and now, if nothing is before it and there are slots for all of it: no rank may wait for another with what
-        that one waits for still in its hands."""
+        """Sends it here and now, if nothing is before it and there are slots for all of it: no rank
+        may wait for another with what that one waits for still in its hands."""
         if len(transfer.out) > 1 or not self._sending.acquire(blocking=False):
             return False
         try:
@@ -116,7 +128,8 @@ class Channel:
 
 
 class Carried:
-    """Transfers that whoever waits for one carries, up to that one: out and in by turns, whichever can go on."""
+    """Transfers that whoever waits for one carries, up to that one: out and in by turns, whichever
+    can go on."""
 
     def __init__(self, halves: Halves, seconds: float) -> None:
         self._halves, self._seconds, self._awake = halves, seconds, _AWAKE[halves.device.type]
@@ -146,8 +159,8 @@ class Carried:
                     time.sleep(_NAP)
 
     def _on(self, way: _Way, wait: bool = False) -> bool:
-        """Goes on with the first transfer of a way, as far as the next step that may have to wait. Whether it could. With `wait` it
-        waits first."""
+        """Goes on with the first transfer of a way, as far as the next step that may have to wait.
+        Whether it could. With `wait` it waits first."""
         halves = self._halves
         if not way.waiting:
             return False
@@ -172,7 +185,8 @@ class _Way:
         self._work = work
 
     def step(self, anyway: bool) -> bool:
-        """Whether there was one and it could be made; `steps` is None after the last. With `anyway` it may wait."""
+        """Whether there was one and it could be made; `steps` is None after the last. With `anyway`
+        it may wait."""
         if self.steps is None:
             self.steps = self._work(self.waiting[0])
         if self.ready is not None and not anyway and not _is(self.ready):

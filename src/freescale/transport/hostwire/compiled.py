@@ -1,4 +1,5 @@
-"""Compiles the C files of this package, once per machine and version, with the compiler that is there. Triton needs one too."""
+"""Compiles the C files of this package, once per machine and version, with the compiler that is
+there. Triton needs one too."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ _T = TypeVar("_T")
 
 
 def compiler() -> str | None:
-    return next((path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
+    return next(
+        (
+            path
+            for name in (os.environ.get("CC"), "cc", "gcc", "clang")
+            if name and (path := shutil.which(name))
+        ),
+        None,
+    )
 
 
 def source(name: str) -> Path:
@@ -29,8 +37,9 @@ def source(name: str) -> Path:
 
 
 def loaded(name: str, load: Callable[[str], _T]) -> tuple[_T | None, str]:
-    """What `load` makes of the path of the compiled `name`.c; or None and why. Every folder that it may be kept in is tried: one
-    can be full, another user's, or on a mount that nothing is executed from."""
+    """What `load` makes of the path of the compiled `name`.c; or None and why. Every folder that it
+    may be kept in is tried: one can be full, another user's, or on a mount that nothing is executed
+    from."""
     found = compiler()
     if platform.system() != "Linux":
         return None, f"it is for Linux, not {platform.system()}"
@@ -41,16 +50,23 @@ def loaded(name: str, load: Callable[[str], _T]) -> tuple[_T | None, str]:
         try:
             return _kept(name, opened(folder), found, load), ""
         except subprocess.CalledProcessError as error:
-            reasons.append(f"{found} failed: {(error.stderr.decode(errors='replace').strip().splitlines() or [str(error)])[0]}")
+            reasons.append(
+                f"{found} failed: "
+                f"{(error.stderr.decode(errors='replace').strip().splitlines() or [str(error)])[0]}"
+            )
         except (OSError, AttributeError, subprocess.SubprocessError) as error:
             reasons.append(str(error))
     return None, "; ".join(dict.fromkeys(reasons))
 
 
 def _kept(name: str, folder: Path, found: str, load: Callable[[str], _T]) -> _T:
-    """The file's name ends with the digest of its bytes: a damaged one may take the process that loads it down."""
-    libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""  # homes are shared by machines
-    key = hashlib.sha256(source(name).read_bytes() + f"{platform.machine()} {libc}".encode()).hexdigest()[:16]
+    """The file's name ends with the digest of its bytes: a damaged one may take the process that
+    loads it down."""
+    # homes are shared by machines
+    libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
+    key = hashlib.sha256(
+        source(name).read_bytes() + f"{platform.machine()} {libc}".encode()
+    ).hexdigest()[:16]
     for made in sorted(folder.glob(f"{name}-{key}-*.so")):
         with suppress(OSError, AttributeError):
             if made.stem.rpartition("-")[2] == _digest(made):
@@ -66,7 +82,12 @@ def _compile(found: str, code: Path, stem: Path, load: Callable[[str], _T]) -> _
     os.close(handle)
     own = Path(name)
     try:
-        subprocess.run([found, *FLAGS, "-o", name, str(code)], check=True, capture_output=True, timeout=_SECONDS)
+        subprocess.run(
+            [found, *FLAGS, "-o", name, str(code)],
+            check=True,
+            capture_output=True,
+            timeout=_SECONDS,
+        )
         made = load(name)
         os.replace(own, stem.with_name(f"{stem.name}-{_digest(own)}.so"))
         return made

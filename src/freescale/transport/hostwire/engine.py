@@ -1,8 +1,9 @@
-"""A channel whose transfers are carried in C (engine.c), without Python's lock: in memory that ranks of one machine share, and on
-streams between machines.
+"""A channel whose transfers are carried in C (engine.c), without Python's lock: in memory that
+ranks of one machine share, and on streams between machines.
 
-The thread that waits carries, as with `Carried`. In Python a transfer keeps the interpreter, which the main thread then lacks for
-launching kernels; here only building the call does. Where there is no engine (calls.py), channel.py runs.
+The thread that waits carries, as with `Carried`. In Python a transfer keeps the interpreter, which
+the main thread then lacks for launching kernels; here only building the call does. Where there is
+no engine (calls.py), channel.py runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from freescale.transport.hostwire.steps import LARGEST, SLOTS, URGENT_TIMES
 from freescale.transport.hostwire.wires.shared import SharedWire
 from freescale.transport.hostwire.wires.tcp import TcpWire
 
-_AWAKE = {"cpu": 0.0, "cuda": 0.0003}  # seconds that who waits looks around before it naps; a CPU has other things to do
+# seconds that who waits looks around before it naps; a CPU has other things to do
+_AWAKE = {"cpu": 0.0, "cuda": 0.0003}
 _REASONS = {
     1: "the connection was closed",
     2: "the time ran out",
@@ -34,7 +36,8 @@ _REASONS = {
     5: "it names bytes from {:,} on, which are outside its ring",
 }
 _PATIENCE = 2.0  # seconds that closing waits for a thread
-_TOGETHER = 1 << 20  # bytes of pieces that share a slot: what is large leaves as soon as it is copied
+# bytes of pieces that share a slot: what is large leaves as soon as it is copied
+_TOGETHER = 1 << 20
 _INBOX = 1 << 20  # bytes of a slot that a stream fills before they are copied to a GPU, at most
 _INBOXES = 64 << 20  # of all of them
 _WAITING = 4  # pieces, that may wait in a stream of a slow network
@@ -46,8 +49,17 @@ def _driver() -> Driver:
     context = c_void_p()
     if cuda.cuCtxGetCurrent(byref(context)) or not context.value:
         raise RuntimeError("there is no CUDA context in this thread")
-    names = ("cuMemcpyAsync", "cuEventRecord", "cuEventQuery", "cuEventCreate", "cuEventDestroy_v2", "cuCtxSetCurrent")
-    return Driver(*(ctypes.cast(getattr(cuda, name), c_void_p).value for name in names), context.value)
+    names = (
+        "cuMemcpyAsync",
+        "cuEventRecord",
+        "cuEventQuery",
+        "cuEventCreate",
+        "cuEventDestroy_v2",
+        "cuCtxSetCurrent",
+    )
+    return Driver(
+        *(ctypes.cast(getattr(cuda, name), c_void_p).value for name in names), context.value
+    )
 
 
 class EngineGate:
@@ -63,13 +75,16 @@ class EngineGate:
 class Carry:
     """One transfer. Whoever waits for it carries it, and those before it."""
 
-    def __init__(self, channel: EngineChannel, number: int, kind: str, urgent: bool, kept: tuple[object, ...]) -> None:
+    def __init__(
+        self, channel: EngineChannel, number: int, kind: str, urgent: bool, kept: tuple[object, ...]
+    ) -> None:
         self._channel, self.number, self.kind, self.urgent = channel, number, kind, urgent
         self.kept = kept  # tensors and an event that C has the addresses of
         self.arrived: torch.cuda.Event | None = None  # of what does not travel
 
     def wait(self) -> None:
-        """Until the result is in its place, but for what `arrived` tells of: that is so for the current stream."""
+        """Until the result is in its place, but for what `arrived` tells of: that is so for the
+        current stream."""
         self._channel.carry(self)
         if self.arrived is not None:
             current_stream(self._channel.device).wait_event(self.arrived)
@@ -92,7 +107,12 @@ class EngineChannel:
         self._calls, self._wires, self._gate, self._ring = calls, wires, gate, ring
         self._largest = {False: piece, True: min(LARGEST, URGENT_TIMES * piece)}  # by urgency
         rings = {peer: wire for wire in wires if isinstance(wire, SharedWire) for peer in wire.out}
-        streams = {peer: stream for wire in wires if isinstance(wire, TcpWire) for peer, stream in wire.streams.items()}
+        streams = {
+            peer: stream
+            for wire in wires
+            if isinstance(wire, TcpWire)
+            for peer, stream in wire.streams.items()
+        }
         self._world = len(rings) + len(streams) + 1
         self._under_way: deque[Carry] = deque()
         self._error: BaseException | None = None
@@ -101,8 +121,12 @@ class EngineChannel:
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if cuda else []
         slot = ring.bytes.numel() // SLOTS
         assert not slot or self._largest[True] <= slot, (piece, slot)
-        # One for each stream at least: ranks whose slots hold beginnings of others' pieces must not wait for each other.
-        slots, size = 2 * len(streams) if cuda else 0, max(64 << 10, min(_INBOX, _INBOXES // max(1, 2 * len(streams))))
+        # One for each stream at least: ranks whose slots hold beginnings of others' pieces must not
+        # wait for each other.
+        slots, size = (
+            2 * len(streams) if cuda else 0,
+            max(64 << 10, min(_INBOX, _INBOXES // max(1, 2 * len(streams)))),
+        )
         self._inbox = Pinned(slots * size, device)
         made = self._calls.channel_new(
             *(
@@ -125,12 +149,15 @@ class EngineChannel:
         for peer, shared in rings.items():
             out, into = shared.out[peer].fileno(), shared.into[peer].fileno()
             theirs = shared.rings[peer].bytes
-            assert theirs.numel() == ring.bytes.numel(), "rings are of one size: what a peer names is checked against it"
+            assert theirs.numel() == ring.bytes.numel(), (
+                "rings are of one size: what a peer names is checked against it"
+            )
             self._calls.peer(made, peer, out, into, theirs.data_ptr())
         for peer, stream in streams.items():
             self._calls.peer(made, peer, stream.fileno(), stream.fileno(), None)
         for wire in wires:
-            if isinstance(wire, TcpWire) and piece < LARGEST:  # what is urgent waits for less than a few milliseconds
+            # what is urgent waits for less than a few milliseconds
+            if isinstance(wire, TcpWire) and piece < LARGEST:
                 wire.limit(_WAITING // 2 * piece)  # the kernel doubles it
         self._addresses, self._sizes = c_uint64 * self._world, c_int64 * self._world
 
@@ -144,13 +171,19 @@ class EngineChannel:
         into: Sequence[int],
         into_sizes: Sequence[int],
     ) -> Carry:
-        """Addresses and sizes in bytes, by rank, inside `tensors`: what is sent and what is received into."""
+        """Addresses and sizes in bytes, by rank, inside `tensors`: what is sent and what is
+        received into."""
         if self._error is not None:
             raise self._error
         host = tensors[0].device.type == "cpu"
         begun = None if host else recorded()
         event = None if begun is None else begun.cuda_event
-        arrays = (self._addresses(*out), self._sizes(*out_sizes), self._addresses(*into), self._sizes(*into_sizes))
+        arrays = (
+            self._addresses(*out),
+            self._sizes(*out_sizes),
+            self._addresses(*into),
+            self._sizes(*into_sizes),
+        )
         arguments = (self._handle, urgent, host, event, self._largest[urgent], *arrays)
         while (number := self._submitted(arguments)) < 0:
             self.carry(self._under_way[0])
@@ -167,7 +200,11 @@ class EngineChannel:
 
     def carry(self, last: Carry) -> None:
         with self._inside:
-            if self._error is None and self._handle is not None and self._calls.until(self._handle, last.number, self._seconds):
+            if (
+                self._error is None
+                and self._handle is not None
+                and self._calls.until(self._handle, last.number, self._seconds)
+            ):
                 self._fail(last)
             while self._handle is not None and self._under_way and self._done(self._under_way[0]):
                 self._under_way.popleft().kept = ()
@@ -186,12 +223,14 @@ class EngineChannel:
         what = f"{'urgent' if last.urgent else 'bulk'} exchange of {last.kind} failed"
         left = self._calls.left(self._handle)
         self._error = TransportError(
-            f"rank {self.rank}: {what}: rank {peer.value} died or fell silent, {left:,} bytes outstanding ({reason})"
+            f"rank {self.rank}: {what}: rank {peer.value} died or fell silent, {left:,} bytes "
+            f"outstanding ({reason})"
         )
         self._hang_up()  # whoever waits for this rank hears of it
 
     def close(self) -> bool:
-        """Whether nobody uses its wires and memory any more: a thread that waits for a transfer is told to leave."""
+        """Whether nobody uses its wires and memory any more: a thread that waits for a transfer is
+        told to leave."""
         if self._handle is None:
             return True
         self._calls.stop(self._handle)

@@ -1,4 +1,5 @@
-"""Urgent overtakes bulk: between two pieces, bulk traffic of this rank gives way to what is urgent."""
+"""Urgent overtakes bulk: between two pieces, bulk traffic of this rank gives way to what is
+urgent."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import time
 
 class Gate:
     def __init__(self, patience: float) -> None:
-        """`patience`, in seconds: urgent traffic that does not move for so long waits for a slow rank, not for the network."""
+        """`patience`, in seconds: urgent traffic that does not move for so long waits for a slow
+        rank, not for the network."""
         self.patience = patience
         self._condition = threading.Condition()
         self._urgent = 0  # transfers under way
@@ -32,7 +34,8 @@ class Gate:
         return not self._urgent or self._moved + self.patience <= time.monotonic()
 
     def give_way(self) -> None:
-        """Never for good: an urgent transfer may itself wait for a rank that waits for this bulk."""
+        """Never for good: an urgent transfer may itself wait for a rank that waits for this
+        bulk."""
         if not self._urgent:
             return
         with self._condition:

@@ -1,7 +1,8 @@
-"""Callers at a rank's socket are heard beside each other: who connects and says nothing holds nobody up.
+"""Callers at a rank's socket are heard beside each other: who connects and says nothing holds
+nobody up.
 
-Anybody who reaches the socket can call. Each caller has a moment to say who it is, and only so many may take it at a time; if more
-come, the one that has been silent longest goes.
+Anybody who reaches the socket can call. Each caller has a moment to say who it is, and only so many
+may take it at a time; if more come, the one that has been silent longest goes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _CALLERS = 128  # that may take them, beside the ranks that are waited for
 
 @dataclass
 class Caller:
-    """What it said, with the files that it sent along. Whoever gets it from `heard` closes what it does not keep."""
+    """What it said, with the files that it sent along. Whoever gets it from `heard` closes what it
+    does not keep."""
 
     connection: socket.socket
     until: float
@@ -37,10 +39,14 @@ class Caller:
 
 
 def heard(
-    listener: socket.socket, size: int, ranks: int, end: float, welcome: Callable[[socket.socket], bool] = lambda _: True
+    listener: socket.socket,
+    size: int,
+    ranks: int,
+    end: float,
+    welcome: Callable[[socket.socket], bool] = lambda _: True,
 ) -> Generator[Caller, None, None]:
-    """Callers that said `size` bytes, as they come; TimeoutError at `end`, of the monotonic clock. Those that are not `welcome` are
-    sent away before they say anything."""
+    """Callers that said `size` bytes, as they come; TimeoutError at `end`, of the monotonic clock.
+    Those that are not `welcome` are sent away before they say anything."""
     listener.setblocking(False)
     silent: dict[int, Caller] = {}  # by descriptor, in the order in which they came
     watched = select.poll()  # not select(), which takes no descriptor above 1,023
@@ -56,7 +62,8 @@ def heard(
                 leave(number).close()
             next_ = min([end, *(caller.until for caller in silent.values())])
             ready = {number for number, _ in watched.poll(1e3 * max(0.001, next_ - now))}
-            for number in [number for number in silent if number in ready]:  # before anybody else is let in
+            # before anybody else is let in
+            for number in [number for number in silent if number in ready]:
                 if not _listen(silent[number], size):
                     leave(number).close()
                 elif len(silent[number].hello) == size:

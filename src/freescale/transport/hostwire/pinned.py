@@ -13,22 +13,31 @@ from torch import Tensor
 
 
 class Pinned:
-    """`size` bytes, pinned where a GPU copies from or to them. With `file`, memory that other processes of this machine can map."""
+    """`size` bytes, pinned where a GPU copies from or to them. With `file`, memory that other
+    processes of this machine can map."""
 
     def __init__(self, size: int, device: torch.device, file: int | None = None) -> None:
         self._unpin: Callable[[], object] = _nothing
         self._map: mmap.mmap | None = None
         if file is None:
-            self.bytes: Tensor = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            self.bytes: Tensor = torch.empty(
+                size, dtype=torch.uint8, pin_memory=device.type == "cuda"
+            )
             return
         self._map = mmap.mmap(file, size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         if device.type == "cuda":
             status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
             if int(status) != 0:
-                raise RuntimeError(f"the driver does not pin {size:,} bytes of shared memory (cudaHostRegister: {status})")
-            # Also if nobody closes it: memory that goes while the driver has it pinned takes later allocations down with it.
-            self._unpin = unpin = weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.bytes.data_ptr())
+                raise RuntimeError(
+                    f"the driver does not pin {size:,} bytes of shared memory "
+                    f"(cudaHostRegister: {status})"
+                )
+            # Also if nobody closes it: memory that goes while the driver has it pinned takes later
+            # allocations down with it.
+            self._unpin = unpin = weakref.finalize(
+                self, torch.cuda.cudart().cudaHostUnregister, self.bytes.data_ptr()
+            )
             unpin.atexit = False  # a process that ends takes it along
 
     def close(self) -> None:
@@ -42,13 +51,15 @@ class Pinned:
 
 
 def shared_file(size: int) -> int:
-    """A file without a name, in memory: whoever gets its descriptor can map it, and it goes with the last of them. Its size is
-    final: who has mapped it is not left with memory that is gone."""
+    """A file without a name, in memory: whoever gets its descriptor can map it, and it goes with
+    the last of them. Its size is final: who has mapped it is not left with memory that is gone."""
     import fcntl  # not on Windows, where ranks talk otherwise
 
     file = os.memfd_create("freescale", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, size)
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    fcntl.fcntl(
+        file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    )
     return file
 
 

@@ -3,10 +3,11 @@
     out   device -> slot of the ring -> wire          a slot is copied to while the one before it is on the wire
     in    wire -> slot -> device
 
-On CPU tensors, and over a wire that takes any memory, there are no slots: pieces go from tensor to tensor.
+On CPU tensors, and over a wire that takes any memory, there are no slots: pieces go from tensor to
+tensor.
 
-A half is a generator. Before a step that may have to wait it yields what tells whether it would; whoever runs it can ask and do
-something else meanwhile, or just go on and wait.
+A half is a generator. Before a step that may have to wait it yields what tells whether it would;
+whoever runs it can ask and do something else meanwhile, or just go on and wait.
 """
 
 from __future__ import annotations
@@ -41,7 +42,14 @@ class Halves:
     """Transfers of one channel, one after another; `error` is what ended it."""
 
     def __init__(
-        self, rank: int, device: torch.device, routes: Sequence[Wire], ring: Pinned, gate: Gate, piece: int, seconds: float
+        self,
+        rank: int,
+        device: torch.device,
+        routes: Sequence[Wire],
+        ring: Pinned,
+        gate: Gate,
+        piece: int,
+        seconds: float,
     ) -> None:
         self.rank, self.device, self.routes = rank, device, routes
         self.error: BaseException | None = None
@@ -52,10 +60,18 @@ class Halves:
         assert not slot or self._largest <= slot, (piece, slot)
         cuda = device.type == "cuda"
         self._slots = ring.bytes.split(slot) if ring.bytes.numel() else ()
-        self._into = Pinned(SLOTS * self._largest, device) if cuda and any(wire.direct for wire in routes) else None
-        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if cuda else [None, None]
-        self._sent: list[list[tuple[Sending, int]]] = [[] for _ in self._slots]  # what leaves from each slot, and to whom
-        self._landing: deque[tuple[Any, Arriving]] = deque()  # copies to the device that may be under way
+        self._into = (
+            Pinned(SLOTS * self._largest, device)
+            if cuda and any(wire.direct for wire in routes)
+            else None
+        )
+        self._streams = (
+            [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if cuda else [None, None]
+        )
+        # what leaves from each slot, and to whom
+        self._sent: list[list[tuple[Sending, int]]] = [[] for _ in self._slots]
+        # copies to the device that may be under way
+        self._landing: deque[tuple[Any, Arriving]] = deque()
         self._filled = 0  # slots, ever: out
         self._taken = 0  # slots of `_into`, ever
 
@@ -89,7 +105,15 @@ class Halves:
                     ((peer, piece),) = batch
                     if len(direct) >= AHEAD:
                         left = self._wait_sent(*direct.popleft(), left, transfer)
-                    direct.append((peer, piece.numel(), self._guarded(self.routes[peer].send, transfer, peer, left, peer, piece)))
+                    direct.append(
+                        (
+                            peer,
+                            piece.numel(),
+                            self._guarded(
+                                self.routes[peer].send, transfer, peer, left, peer, piece
+                            ),
+                        )
+                    )
                     continue
                 yield from self._emptied(transfer, left)
                 staged.append(self._fill(batch, transfer))
@@ -107,7 +131,9 @@ class Halves:
         """Its first half would not wait for a peer."""
         count = sum(1 for round_ in transfer.out for _ in self._batches(round_.parts, transfer))
         slots = [number % SLOTS for number in range(self._filled, self._filled + min(count, SLOTS))]
-        return count <= SLOTS and all(sending.ready() for slot in slots for sending, _ in self._sent[slot])
+        return count <= SLOTS and all(
+            sending.ready() for slot in slots for sending, _ in self._sent[slot]
+        )
 
     def _by_slot(self, peer: int, transfer: Transfer) -> bool:
         return transfer.cuda or not self.routes[peer].direct
@@ -150,15 +176,21 @@ class Halves:
                 begin += -(-piece.numel() // 16) * 16  # aligned for every dtype
         return recorded(transfer.device, stream=self._streams[0]), number, copies
 
-    def _post(self, copied: Any, number: int, copies: list[Piece], left: int, transfer: Transfer) -> int:
+    def _post(
+        self, copied: Any, number: int, copies: list[Piece], left: int, transfer: Transfer
+    ) -> int:
         for peer, copy in copies:
-            self._sent[number].append((self._guarded(self.routes[peer].send, transfer, peer, left, peer, copy), peer))
+            self._sent[number].append(
+                (self._guarded(self.routes[peer].send, transfer, peer, left, peer, copy), peer)
+            )
             left -= copy.numel()
         if transfer.urgent:
             self._gate.moved()
         return left
 
-    def _wait_sent(self, peer: int, size: int, sending: Sending, left: int, transfer: Transfer) -> int:
+    def _wait_sent(
+        self, peer: int, size: int, sending: Sending, left: int, transfer: Transfer
+    ) -> int:
         self._guarded(sending.wait, transfer, peer, left, self._seconds)
         if transfer.urgent:
             self._gate.moved()
@@ -179,13 +211,16 @@ class Halves:
                     if len(expected) >= AHEAD:
                         yield from self._land(*expected[0], left, transfer)
                         left -= expected.popleft()[1].numel()
-                    expected.append((part.peer, piece, self._expect(part.peer, piece, transfer, left)))
+                    expected.append(
+                        (part.peer, piece, self._expect(part.peer, piece, transfer, left))
+                    )
             while expected:
                 yield from self._land(*expected[0], left, transfer)
                 left -= expected.popleft()[1].numel()
             transfer.arrived = recorded(transfer.device, stream=self._streams[1])
             round_.landed.set()
-        # This rank may turn to something else now, while a peer that still sends to others waits for a slot that it has not freed.
+        # This rank may turn to something else now, while a peer that still sends to others waits
+        # for a slot that it has not freed.
         yield from self.settle()
 
     def settle(self, leave: int = 0) -> Iterator[Ready]:
@@ -207,15 +242,22 @@ class Halves:
                 into = self._into.bytes[begin : begin + piece.numel()]
         return self._guarded(wire.expect, transfer, peer, left, peer, piece.numel(), into)
 
-    def _land(self, peer: int, piece: Tensor, arriving: Arriving, left: int, transfer: Transfer) -> Iterator[Ready]:
+    def _land(
+        self, peer: int, piece: Tensor, arriving: Arriving, left: int, transfer: Transfer
+    ) -> Iterator[Ready]:
         if not arriving.ready():
-            # Nobody may have to wait for a slot of which this rank, itself waiting, has not said that it read it.
+            # Nobody may have to wait for a slot of which this rank, itself waiting, has not said
+            # that it read it.
             yield from self.settle()
             yield arriving.ready
         came = self._guarded(arriving.wait, transfer, peer, left, self._patience())
-        if transfer.cuda and piece.numel() <= SMALL:  # its slot is free at once: nothing waits for a copy of a few bytes
+        # its slot is free at once: nothing waits for a copy of a few bytes
+        if transfer.cuda and piece.numel() <= SMALL:
             with self._on(1):
-                piece.copy_(torch.empty(came.shape, dtype=came.dtype, pin_memory=True).copy_(came), non_blocking=True)
+                piece.copy_(
+                    torch.empty(came.shape, dtype=came.dtype, pin_memory=True).copy_(came),
+                    non_blocking=True,
+                )
             yield from self.settle()
             arriving.free()
         else:
@@ -241,13 +283,18 @@ class Halves:
 
     def _pieces(self, part: Part, transfer: Transfer) -> Sequence[Tensor]:
         size = part.bytes.numel()
-        return part.bytes.split(cut(size, self._largest if transfer.urgent else self._piece)) if size else ()
+        return (
+            part.bytes.split(cut(size, self._largest if transfer.urgent else self._piece))
+            if size
+            else ()
+        )
 
     def _patience(self) -> float:
         return 0.001 if self.late else self._seconds
 
     def _landed(self, round_: Round, transfer: Transfer) -> None:
-        """Waits until another thread has received a round; its own waits are limited, and its failure ends this one."""
+        """Waits until another thread has received a round; its own waits are limited, and its
+        failure ends this one."""
         while not round_.landed.wait(0.1):
             if self.error is not None:
                 raise self.error
@@ -255,7 +302,9 @@ class Halves:
             with self._on(0):
                 current_stream(self.device).wait_event(transfer.arrived)
 
-    def _guarded(self, call: Callable[..., Any], transfer: Transfer, peer: int, left: int, *arguments: Any) -> Any:
+    def _guarded(
+        self, call: Callable[..., Any], transfer: Transfer, peer: int, left: int, *arguments: Any
+    ) -> Any:
         try:
             return call(*arguments)
         except torch.AcceleratorError:  # a kernel's fault, which the host hears of here
@@ -266,7 +315,8 @@ class Halves:
             what = f"{'urgent' if transfer.urgent else 'bulk'} exchange of {transfer.kind} failed"
             reason = (str(error).splitlines() or [""])[0][:120] or type(error).__name__
             raise TransportError(
-                f"rank {self.rank}: {what}: rank {peer} died or fell silent, {left:,} bytes outstanding ({reason})"
+                f"rank {self.rank}: {what}: rank {peer} died or fell silent, {left:,} bytes "
+                f"outstanding ({reason})"
             ) from error
 
 

@@ -1,4 +1,5 @@
-"""What a channel of hostwire carries: a transfer, its rounds, the parts of a round, and the pieces that a part is cut into."""
+"""What a channel of hostwire carries: a transfer, its rounds, the parts of a round, and the pieces
+that a part is cut into."""
 
 from __future__ import annotations
 
@@ -24,35 +25,47 @@ class Part:
 
 @dataclass
 class Round:
-    """Parts that travel together. A ring has several: a round sends what the one before it brought."""
+    """Parts that travel together. A ring has several: a round sends what the one before it
+    brought."""
 
     parts: Sequence[Part]
-    landed: threading.Event = field(default_factory=threading.Event)  # of received rounds: what they brought can be sent on
+    # of received rounds: what they brought can be sent on
+    landed: threading.Event = field(default_factory=threading.Event)
     after: Round | None = None
 
 
 class Transfer:
     """What is waited for. `urgent` transfers are given way to."""
 
-    def __init__(self, kind: str, out: Sequence[Round], into: Sequence[Round], urgent: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        kind: str,
+        out: Sequence[Round],
+        into: Sequence[Round],
+        urgent: bool,
+        device: torch.device,
+    ) -> None:
         self.kind, self.out, self.into, self.urgent, self.device = kind, out, into, urgent, device
         self.cuda = device.type == "cuda"
         self.error: BaseException | None = None
-        self.begun = recorded(device, blocking=True)  # a core that waits for compute is free for others
+        # a core that waits for compute is free for others
+        self.begun = recorded(device, blocking=True)
         self.size = sum(part.bytes.numel() for round_ in out for part in round_.parts)
         self.arrived: torch.cuda.Event | None = None
         self._halves = 2
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._gate: Gate | None = None  # that it has begun to be urgent at
-        self.carry: Callable[[Transfer], None] | None = None  # sends and receives it, in the thread that waits
+        # sends and receives it, in the thread that waits
+        self.carry: Callable[[Transfer], None] | None = None
 
     @property
     def done(self) -> bool:
         return self._done.is_set()
 
     def ready(self, gate: Gate) -> None:
-        """What it sends is there. From now on, if it is urgent, bulk gives way to it: not while the device still computes it."""
+        """What it sends is there. From now on, if it is urgent, bulk gives way to it: not while the
+        device still computes it."""
         with self._lock:
             if self.urgent and not self.done:
                 self._gate = gate
@@ -71,7 +84,8 @@ class Transfer:
                 self._gate.end()
 
     def wait(self) -> None:
-        """What the caller issues from now on has the result. Whoever sends and receives keeps the time."""
+        """What the caller issues from now on has the result. Whoever sends and receives keeps the
+        time."""
         if self.carry is not None and not self.done:
             self.carry(self)
         self._done.wait()
@@ -82,8 +96,9 @@ class Transfer:
 
 
 def cut(size: int, largest: int) -> list[int]:
-    """Bytes of the pieces of a part, the same on both sides. Its first and last quarter are pieces, so that the stages begin and
-    end soon after each other; what is between is cut less often: every copy takes some microseconds more than its bytes do."""
+    """Bytes of the pieces of a part, the same on both sides. Its first and last quarter are pieces,
+    so that the stages begin and end soon after each other; what is between is cut less often: every
+    copy takes some microseconds more than its bytes do."""
     quarter = -(-size // 4 // 4096) * 4096
     end = min(largest, max(quarter, 1 << 20))
     if size <= 2 * end:

@@ -1,9 +1,11 @@
-"""Transport without multiprocessors: what adds no numbers leaves a GPU by its copy engines and crosses the network from the CPU.
+"""Transport without multiprocessors: what adds no numbers leaves a GPU by its copy engines and
+crosses the network from the CPU.
 
-AllToAll goes pair by pair, AllGather as a ring (pair by pair where it is small, or carried in C), each on a channel over wires
-(opening.py): in C between ranks of one machine and on TCP streams (engine.py), in Python otherwise (channel.py). The part that
-stays is copied without the wire. What is summed goes over the process group, NCCL's on GPUs. On CPU tensors the same code runs
-without the copies.
+AllToAll goes pair by pair, AllGather as a ring (pair by pair where it is small, or carried in C),
+each on a channel over wires (opening.py): in C between ranks of one machine and on TCP streams
+(engine.py), in Python otherwise (channel.py). The part that stays is copied without the wire. What
+is summed goes over the process group, NCCL's on GPUs. On CPU tensors the same code runs without the
+copies.
 """
 
 from __future__ import annotations
@@ -40,7 +42,15 @@ _Laid = tuple[list[int], list[int]]  # by rank: addresses, bytes
 class Pending:
     """A transfer under way."""
 
-    def __init__(self, transfer: Transfer | Carry, output: Tensor, arrival: Arrival, path: str, sent: Tensor, use: Use) -> None:
+    def __init__(
+        self,
+        transfer: Transfer | Carry,
+        output: Tensor,
+        arrival: Arrival,
+        path: str,
+        sent: Tensor,
+        use: Use,
+    ) -> None:
         self._transfer, self._output, self._arrival, self._sent = transfer, output, arrival, sent
         self.path, self.bytes = path, arrival.sent
         self._use: Use | None = use
@@ -63,7 +73,8 @@ class Pending:
 
 
 class Hostwire(Collective):
-    """`wire`: between machines, gloo, tcp or ucx. With the first two ranks of one machine share memory; UCX finds its own way."""
+    """`wire`: between machines, gloo, tcp or ucx. With the first two ranks of one machine share
+    memory; UCX finds its own way."""
 
     def __init__(
         self,
@@ -78,7 +89,8 @@ class Hostwire(Collective):
         above: Hostwire | None = None,
         urgent: bool = False,
     ) -> None:
-        """`shared`: memory, between ranks of one machine. `above`: the transport that this one is a channel of. A collective."""
+        """`shared`: memory, between ranks of one machine. `above`: the transport that this one is a
+        channel of. A collective."""
         super().__init__(device, ledger, group=group, control=control, owner=owner, timeout=timeout)
         self.wire, self.shared, self._urgent = wire, shared, urgent
         self.lines = 2  # messages under way: one is copied while the other is on the wire
@@ -87,42 +99,69 @@ class Hostwire(Collective):
         self._gate: Gate = above._gate if above is not None else Gate(_PIECE_SECONDS / 4)
         self._engine_gate: EngineGate | None = above._engine_gate if above is not None else None
         self._neighbours: list[int] = above._neighbours if above is not None else same_machine(self)
-        opened = open_wires(self, wire, self._neighbours if shared and wire in ("gloo", "tcp") else [], timeout)
+        opened = open_wires(
+            self, wire, self._neighbours if shared and wire in ("gloo", "tcp") else [], timeout
+        )
         self._ring, self._wires, self._routes = opened.ring, opened.wires, opened.routes
         self.piece: int = above.piece if above is not None else self._agreed_piece(seconds)
         self._carried_by = self.path_of()
         if above is None:
             self._tell_who_lacks()
-        self._channel: Channel | EngineChannel = self._engine(seconds) or self._python(seconds, patient=above is not None)
+        self._channel: Channel | EngineChannel = self._engine(seconds) or self._python(
+            seconds, patient=above is not None
+        )
         self._opened = above is not None
 
     # ---- opening
 
     def _engine(self, seconds: float) -> EngineChannel | None:
-        """Where all others share memory with this rank, if it has the engine (ranks need not agree on it), or are on streams."""
+        """Where all others share memory with this rank, if it has the engine (ranks need not agree
+        on it), or are on streams."""
         wires = [wire for wire in self._wires if isinstance(wire, SharedWire | TcpWire)]
         found = calls() if self._could_be_compiled() else None
         if found is None:
             return None
         if self._engine_gate is None:
             self._engine_gate = EngineGate(found, self._gate.patience)
-        return EngineChannel(found, self.rank, self.device, wires, self._ring, self._engine_gate, self.piece, seconds)
+        return EngineChannel(
+            found, self.rank, self.device, wires, self._ring, self._engine_gate, self.piece, seconds
+        )
 
     def _could_be_compiled(self) -> bool:
-        return bool(self._wires) and all(isinstance(wire, SharedWire | TcpWire) for wire in self._wires)
+        return bool(self._wires) and all(
+            isinstance(wire, SharedWire | TcpWire) for wire in self._wires
+        )
 
     def _tell_who_lacks(self) -> None:
         """Ranks that Python carries for where C could: one line, of rank 0. A collective."""
         why = lacking() if self._could_be_compiled() else ""
-        reasons = {rank: text.decode() for rank, text in enumerate(self.gather_bytes(why.encode())) if text}
+        reasons = {
+            rank: text.decode() for rank, text in enumerate(self.gather_bytes(why.encode())) if text
+        }
         if reasons and self.rank == 0:
             ranks = f"rank{'s' if len(reasons) > 1 else ''} {', '.join(map(str, reasons))}"
-            print(f"freescale: Python carries for {ranks}, not the engine in C: {next(iter(reasons.values()))}", file=sys.stderr)
+            print(
+                (
+                    f"freescale: Python carries for {ranks}, not the engine in C: "
+                    f"{next(iter(reasons.values()))}"
+                ),
+                file=sys.stderr,
+            )
 
     def _python(self, seconds: float, patient: bool) -> Channel:
         name = self.ledger.name if isinstance(self.ledger, Side) else "main"
         routes = [route for route in self._routes if not isinstance(route, TcpWire)]
-        return Channel(name, self.rank, self.device, routes, self._ring, self._gate, self.piece, seconds, patient)
+        return Channel(
+            name,
+            self.rank,
+            self.device,
+            routes,
+            self._ring,
+            self._gate,
+            self.piece,
+            seconds,
+            patient,
+        )
 
     def _agreed_piece(self, seconds: float) -> int:
         piece, per_byte = network_piece(self, self._routes, _PIECE_SECONDS, seconds)
@@ -137,10 +176,16 @@ class Hostwire(Collective):
 
     def path_of(self) -> str:
         """What carries bytes from this rank to others."""
-        names = sorted({self._routes[peer].path for peer in range(self.world) if peer != self.rank}) if self.world > 1 else []
+        names = (
+            sorted({self._routes[peer].path for peer in range(self.world) if peer != self.rank})
+            if self.world > 1
+            else []
+        )
         return f"hostwire: {' and '.join(names) or 'nothing to carry'}"
 
-    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Pending:
+    def all_to_all(
+        self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
+    ) -> Pending:
         assert tensor.is_contiguous() and sum(send) == tensor.shape[0], (send, tensor.shape)
         output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
         at, to, own = sum(send[: self.rank]), sum(receive[: self.rank]), send[self.rank]
@@ -166,7 +211,9 @@ class Hostwire(Collective):
         size = tensor.numel() * tensor.element_size()
         if isinstance(self._channel, EngineChannel):
             mine = ([tensor.data_ptr()] * self.world, [size] * self.world)
-            return self._carried(self._channel, kind, tensor, mine, output, _laid_out(output, [1] * self.world, size))
+            return self._carried(
+                self._channel, kind, tensor, mine, output, _laid_out(output, [1] * self.world, size)
+            )
         blocks = _bytes(output, [1] * self.world)
         around = [(self.rank + distance) % self.world for distance in range(1, self.world)]
         if size < _RING or self._alone_on_machine():
@@ -175,25 +222,47 @@ class Hostwire(Collective):
             into = [Round([Part(peer, blocks[peer]) for peer in reversed(around)])]
             return self._start(kind, out, into, output, tensor)
         after, before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
-        into = [Round([Part(before, blocks[(self.rank - hop - 1) % self.world])]) for hop in range(self.world - 1)]
+        into = [
+            Round([Part(before, blocks[(self.rank - hop - 1) % self.world])])
+            for hop in range(self.world - 1)
+        ]
         out = [
-            Round([Part(after, blocks[(self.rank - hop) % self.world])], after=into[hop - 1] if hop else None)
+            Round(
+                [Part(after, blocks[(self.rank - hop) % self.world])],
+                after=into[hop - 1] if hop else None,
+            )
             for hop in range(self.world - 1)
         ]
         return self._start(kind, out, into, output, tensor)
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         """Of a channel over the channel: the thread that has the process group is another."""
-        return list(self.all_gather(tensor, "counts").wait()) if self._opened else super()._gather(tensor)
+        return (
+            list(self.all_gather(tensor, "counts").wait())
+            if self._opened
+            else super()._gather(tensor)
+        )
 
-    def _carried(self, channel: EngineChannel, kind: str, tensor: Tensor, out: _Laid, output: Tensor, into: _Laid) -> Pending:
+    def _carried(
+        self,
+        channel: EngineChannel,
+        kind: str,
+        tensor: Tensor,
+        out: _Laid,
+        output: Tensor,
+        into: _Laid,
+    ) -> Pending:
         sent, received = (sum(sizes) - sizes[self.rank] for _, sizes in (out, into))
         arrival = self.ledger.arrive(kind, sent, received, self._carried_by)
         carry = channel.submit(kind, self._urgent, (tensor, output), *out, *into)
         return Pending(carry, output, arrival, self._carried_by, tensor, self.use)
 
-    def _start(self, kind: str, out: list[Round], into: list[Round], output: Tensor, tensor: Tensor) -> Pending:
-        sent, received = (sum(p.bytes.numel() for r in rounds for p in r.parts) for rounds in (out, into))
+    def _start(
+        self, kind: str, out: list[Round], into: list[Round], output: Tensor, tensor: Tensor
+    ) -> Pending:
+        sent, received = (
+            sum(p.bytes.numel() for r in rounds for p in r.parts) for rounds in (out, into)
+        )
         arrival = self.ledger.arrive(kind, sent, received, self._carried_by)
         transfer = Transfer(kind, out, into, self._urgent, output.device)
         assert isinstance(self._channel, Channel)
@@ -203,7 +272,15 @@ class Hostwire(Collective):
     def _open_channel(self, ledger: Side, urgent: bool) -> Hostwire:
         assert self._timeout is not None
         return Hostwire(
-            self.device, ledger, self.group, self.control, self.wire, self.shared, timeout=self._timeout, above=self, urgent=urgent
+            self.device,
+            ledger,
+            self.group,
+            self.control,
+            self.wire,
+            self.shared,
+            timeout=self._timeout,
+            above=self,
+            urgent=urgent,
         )
 
     def _abandon(self) -> None:

@@ -1,8 +1,9 @@
-"""Wires: pieces of host memory go from rank to rank, below hostwire. Over gloo here; shared memory and UCX have their own
-files, and so have TCP streams, which only engine.c carries.
+"""Wires: pieces of host memory go from rank to rank, below hostwire. Over gloo here; shared memory
+and UCX have their own files, and so have TCP streams, which only engine.c carries.
 
-Between two ranks pieces arrive in the order in which they were sent, and both sides know their sizes. A piece leaves when its
-receiver expects it: what is expected bounds what is on the way, and what is urgent need not queue behind more than that.
+Between two ranks pieces arrive in the order in which they were sent, and both sides know their
+sizes. A piece leaves when its receiver expects it: what is expected bounds what is on the way, and
+what is urgent need not queue behind more than that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class Sending(Protocol):
         """`wait` returns at once. False where that is not known."""
 
     def wait(self, seconds: float) -> Tensor | None:
-        """Until the memory that was sent may be written again. Raises RuntimeError or OSError if the peer is gone, or late."""
+        """Until the memory that was sent may be written again. Raises RuntimeError or OSError if
+        the peer is gone, or late."""
 
 
 class Arriving(Protocol):
@@ -35,7 +37,8 @@ class Arriving(Protocol):
 
 class Wire(Protocol):
     path: str  # what the ledger calls it
-    direct: bool  # sends from, and receives into, any host memory; otherwise only from the channel's ring
+    # sends from, and receives into, any host memory; otherwise only from the channel's ring
+    direct: bool
 
     def send(self, peer: int, piece: Tensor) -> Sending:
         """piece: bytes [n] of the channel's ring or, if `direct`, of any host memory."""
@@ -64,8 +67,8 @@ class _Work:
 
 
 class GlooWire:
-    """TCP, or ibverbs where torch's gloo has it. Pieces of a pair take several groups in turn: gloo moves a group's bytes by one
-    thread."""
+    """TCP, or ibverbs where torch's gloo has it. Pieces of a pair take several groups in turn: gloo
+    moves a group's bytes by one thread."""
 
     path = "gloo"
     direct = True

@@ -1,8 +1,10 @@
-"""The wire between ranks of one machine: a slot of the sender's ring is memory that the receiver can read. Nothing is copied on
-the way; with GPUs the sender's copy engine writes the slot and the receiver's reads it.
+"""The wire between ranks of one machine: a slot of the sender's ring is memory that the receiver
+can read. Nothing is copied on the way; with GPUs the sender's copy engine writes the slot and the
+receiver's reads it.
 
-Every ordered pair of ranks has a socket (Unix domain). Over it the sender says which bytes of its ring are the next piece, and the
-receiver, once it has read them, that it has. Who waits sleeps, and a peer that dies closes its sockets.
+Every ordered pair of ranks has a socket (Unix domain). Over it the sender says which bytes of its
+ring are the next piece, and the receiver, once it has read them, that it has. Who waits sleeps, and
+a peer that dies closes its sockets.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _HELLO = struct.Struct("<IQ")  # rank, size of its ring
 
 
 def machine() -> bytes:
-    """Equal on ranks that can share memory: one kernel, one network (of namespaces, each is a host of its own)."""
+    """Equal on ranks that can share memory: one kernel, one network (of namespaces, each is a host
+    of its own)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}".encode()
@@ -57,7 +60,9 @@ class _Sending:
     def wait(self, seconds: float) -> None:
         wire, peer = self._wire, self._peer
         while wire.read[peer] < self._goal:  # pieces are read in the order in which they were sent
-            wire.read[peer] += len(_some(wire.out[peer], wire.unread(peer), time.monotonic() + seconds))
+            wire.read[peer] += len(
+                _some(wire.out[peer], wire.unread(peer), time.monotonic() + seconds)
+            )
 
 
 class _Arriving:
@@ -72,10 +77,15 @@ class _Arriving:
     def wait(self, seconds: float) -> Tensor:
         begin, size = PIECE.unpack(_exactly(self._wire.into[self._peer], PIECE.size, seconds))
         if size != self._size:
-            raise RuntimeError(f"a piece of {size:,} bytes came where {self._size:,} were expected: ranks disagree on sizes")
+            raise RuntimeError(
+                f"a piece of {size:,} bytes came where {self._size:,} were "
+                "expected: ranks disagree on sizes"
+            )
         ring = self._wire.rings[self._peer].bytes
         if begin + size > ring.numel():
-            raise RuntimeError(f"it names bytes {begin:,} to {begin + size:,} of a ring of {ring.numel():,}")
+            raise RuntimeError(
+                f"it names bytes {begin:,} to {begin + size:,} of a ring of {ring.numel():,}"
+            )
         return ring[begin : begin + size]
 
     def free(self) -> None:
@@ -84,16 +94,23 @@ class _Arriving:
 
 
 class SharedWire:
-    """`out`: sockets over which this rank sends, `into`: over which it receives, `rings`: the peers' memory. By peer."""
+    """`out`: sockets over which this rank sends, `into`: over which it receives, `rings`: the
+    peers' memory. By peer."""
 
     path = "shared memory"
     direct = False
 
     def __init__(
-        self, ring: Pinned, out: Mapping[int, socket.socket], into: Mapping[int, socket.socket], rings: Mapping[int, Pinned]
+        self,
+        ring: Pinned,
+        out: Mapping[int, socket.socket],
+        into: Mapping[int, socket.socket],
+        rings: Mapping[int, Pinned],
     ):
         self._ring, self.out, self.into, self.rings = ring, out, into, rings
-        self.sent, self.read = dict.fromkeys(out, 0), dict.fromkeys(out, 0)  # pieces, by this rank and by the peer
+        # pieces, by this rank and by the peer
+        self.sent = dict.fromkeys(out, 0)
+        self.read = dict.fromkeys(out, 0)
 
     def unread(self, peer: int) -> int:
         """Pieces that it may still answer: what it says beyond them is not heard."""
@@ -134,13 +151,16 @@ def connect(
     gather: Callable[[bytes], list[bytes]],
     seconds: float,
 ) -> SharedWire:
-    """A collective of all ranks, `peers` or not: `gather` exchanges addresses among all of them. `file` holds the ring."""
+    """A collective of all ranks, `peers` or not: `gather` exchanges addresses among all of them.
+    `file` holds the ring."""
     with ExitStack() as always, ExitStack() as failed:
         listener = always.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        name, refused = b"\0freescale-" + uuid.uuid4().hex.encode(), None  # abstract: leaves nothing behind
+        # abstract: leaves nothing behind
+        name, refused = b"\0freescale-" + uuid.uuid4().hex.encode(), None
         try:
             listener.bind(name)
-            listener.listen(socket.SOMAXCONN)  # strangers must not fill the queue before the ranks call
+            # strangers must not fill the queue before the ranks call
+            listener.listen(socket.SOMAXCONN)
         except OSError as error:
             name, refused = b"", error
         names = gather(name)  # also if it failed: the others wait for it
@@ -154,14 +174,23 @@ def connect(
             socket.send_fds(out[peer], [_HELLO.pack(rank, ring.bytes.numel())], [file])
         into: dict[int, socket.socket] = {}
         rings: dict[int, Pinned] = {}
-        callers = always.enter_context(closing(heard(listener, _HELLO.size, len(peers), time.monotonic() + seconds, _is_ours)))
+        callers = always.enter_context(
+            closing(heard(listener, _HELLO.size, len(peers), time.monotonic() + seconds, _is_ours))
+        )
         while len(into) < len(peers):
             try:
                 caller = failed.enter_context(closing(next(callers)))
             except TimeoutError:
-                raise TimeoutError(f"ranks {[peer for peer in peers if peer not in into]} did not call rank {rank}") from None
+                raise TimeoutError(
+                    f"ranks {[peer for peer in peers if peer not in into]} did not call rank {rank}"
+                ) from None
             peer, size = _HELLO.unpack(caller.hello)
-            if peer not in peers or peer in into or not _is_ring(caller.files, size) or size != ring.bytes.numel():
+            if (
+                peer not in peers
+                or peer in into
+                or not _is_ring(caller.files, size)
+                or size != ring.bytes.numel()
+            ):
                 caller.close()
                 continue
             rings[peer] = Pinned(size, device, caller.files[0])
@@ -174,21 +203,28 @@ def connect(
 
 
 def _is_ring(files: list[int], size: int) -> bool:
-    """Whether a caller sent memory of that size which it cannot take away again: to read what is gone would end this process."""
+    """Whether a caller sent memory of that size which it cannot take away again: to read what is
+    gone would end this process."""
     import fcntl
 
     try:
-        return bool(fcntl.fcntl(files[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK) and os.fstat(files[0]).st_size == size
+        return (
+            bool(fcntl.fcntl(files[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+            and os.fstat(files[0]).st_size == size
+        )
     except (OSError, IndexError):
         return False
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether who called is a process of this user, or of root: the name of the socket is seen by everybody on the machine."""
+    """Whether who called is a process of this user, or of root: the name of the socket is seen by
+    everybody on the machine."""
     known = getattr(socket, "SO_PEERCRED", None)  # Linux
     if known is None:
         return True
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, known, struct.calcsize("3i")))
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, known, struct.calcsize("3i"))
+    )
     return user in (os.getuid(), 0)
 
 

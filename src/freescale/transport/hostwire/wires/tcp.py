@@ -1,6 +1,7 @@
 """Streams between machines, carried by engine.c: a TCP connection for every pair of ranks.
 
-A connection is taken for a rank's only if it brings the token that this rank gave out over the control group.
+A connection is taken for a rank's only if it brings the token that this rank gave out over the
+control group.
 """
 
 from __future__ import annotations
@@ -32,14 +33,19 @@ class TcpWire:
         self.streams = streams
 
     def limit(self, size: int) -> None:
-        """Bytes that wait in a stream, about: what is urgent on another queues behind them on the network."""
+        """Bytes that wait in a stream, about: what is urgent on another queues behind them on the
+        network."""
         for stream in self.streams.values():
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
 
     def probe(self, after: int | None, before: int | None, size: int, seconds: float) -> float:
-        """How long `size` bytes take to rank `after` while as many come from `before`. These ranks probe too."""
+        """How long `size` bytes take to rank `after` while as many come from `before`. These ranks
+        probe too."""
         begin = time.perf_counter()
-        out, left = memoryview(bytes(size if after is not None else 0)), size if before is not None else 0
+        out, left = (
+            memoryview(bytes(size if after is not None else 0)),
+            size if before is not None else 0,
+        )
         while out or left:
             waiting = select.poll()  # not select(), which takes no descriptor above 1,023
             wanted = {}  # by rank: of two, the one after is the one before
@@ -75,7 +81,8 @@ class TcpWire:
 
 
 def own_address() -> str:
-    """By which other machines reach this one: of the interface that GLOO_SOCKET_IFNAME names, or of the way to MASTER_ADDR."""
+    """By which other machines reach this one: of the interface that GLOO_SOCKET_IFNAME names, or of
+    the way to MASTER_ADDR."""
     if name := os.environ.get(_INTERFACE, "").split(",")[0]:
         import fcntl
 
@@ -83,10 +90,14 @@ def own_address() -> str:
             try:
                 answer = fcntl.ioctl(asking, _ADDRESS_OF, struct.pack("256s", name.encode()))
             except OSError as error:
-                raise OSError(f"interface {name!r} ({_INTERFACE}) has no IPv4 address: {error}") from error
+                raise OSError(
+                    f"interface {name!r} ({_INTERFACE}) has no IPv4 address: {error}"
+                ) from error
         return socket.inet_ntoa(answer[20:24])
     target = os.environ.get("MASTER_ADDR", "")
-    for family, _, _, _, where in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM) if target else ():
+    for family, _, _, _, where in (
+        socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM) if target else ()
+    ):
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
             asking.connect(where)  # sends nothing
             return asking.getsockname()[0]
@@ -95,7 +106,9 @@ def own_address() -> str:
 
 def listening() -> socket.socket:
     address = own_address()
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(
+        socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM
+    )
     try:
         listener.bind((address, 0))
         listener.listen(socket.SOMAXCONN)  # strangers must not fill the queue before the ranks call
@@ -105,8 +118,11 @@ def listening() -> socket.socket:
     return listener
 
 
-def connect(rank: int, peers: list[int], gather: Callable[[bytes], list[bytes]], seconds: float) -> TcpWire:
-    """A collective of all ranks, whatever their `peers`: `gather` exchanges addresses. The lower rank of a pair calls."""
+def connect(
+    rank: int, peers: list[int], gather: Callable[[bytes], list[bytes]], seconds: float
+) -> TcpWire:
+    """A collective of all ranks, whatever their `peers`: `gather` exchanges addresses. The lower
+    rank of a pair calls."""
     token, end = secrets.token_bytes(16), time.monotonic() + seconds
     try:
         listener = listening()
@@ -119,24 +135,36 @@ def connect(rank: int, peers: list[int], gather: Callable[[bytes], list[bytes]],
         answers = gather(f"{address} {port} {token.hex()}".encode())
         for peer, answer in enumerate(answers):
             if answer.startswith(_REFUSED):
-                raise OSError(f"rank {peer} cannot be called: {answer.removeprefix(_REFUSED).decode()}")
+                raise OSError(
+                    f"rank {peer} cannot be called: {answer.removeprefix(_REFUSED).decode()}"
+                )
         called = [answer.decode().rsplit(" ", 2) for answer in answers]
         for peer in (peer for peer in peers if peer > rank):
             where, number, key = called[peer]
             try:
-                streams[peer] = failed.enter_context(socket.create_connection((where, int(number)), _left(end)))
+                streams[peer] = failed.enter_context(
+                    socket.create_connection((where, int(number)), _left(end))
+                )
             except OSError as error:
                 raise OSError(
-                    f"rank {rank} at {address} does not reach rank {peer} at {where} ({_INTERFACE} names an interface): {error}"
+                    f"rank {rank} at {address} does not reach rank {peer} at {where} "
+                    f"({_INTERFACE} names an interface): {error}"
                 ) from error
             streams[peer].sendall(_HELLO.pack(bytes.fromhex(key), rank))
-        for peer, stream in _callers(listener, token, {peer for peer in peers if peer < rank}, end, f"rank {rank} at {address}"):
+        for peer, stream in _callers(
+            listener,
+            token,
+            {peer for peer in peers if peer < rank},
+            end,
+            f"rank {rank} at {address}",
+        ):
             streams[peer] = failed.enter_context(stream)
         failed.pop_all()
     for stream in streams.values():
         stream.setblocking(False)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Linux makes room for twice as many bytes, and keeps it: what comes must not wait for who reads it.
+        # Linux makes room for twice as many bytes, and keeps it: what comes must not wait for who
+        # reads it.
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _ROOM)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
     return TcpWire(streams)

@@ -1,8 +1,10 @@
-"""The wire over UCX (by ucxx): sockets, shared memory or RDMA, whatever UCX finds and its own UCX_TLS allows.
+"""The wire over UCX (by ucxx): sockets, shared memory or RDMA, whatever UCX finds and its own
+UCX_TLS allows.
 
-One thread owns what is UCX's: it posts what others ask for, moves it, wakes who waits for it, and sleeps when nothing moves.
-A peer is gone when its connection breaks (shared memory has none), when its process ends (seen on the same machine) or when it says
-goodbye, which `close` does. Else it is silent, and `wait` has its limit.
+One thread owns what is UCX's: it posts what others ask for, moves it, wakes who waits for it, and
+sleeps when nothing moves. A peer is gone when its connection breaks (shared memory has none), when
+its process ends (seen on the same machine) or when it says goodbye, which `close` does. Else it is
+silent, and `wait` has its limit.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from torch import Tensor
 from freescale.transport.api import TransportError
 from freescale.transport.hostwire.wires.shared import machine
 
-# Unless the user's UCX_... say otherwise. Pieces from 16 KB leave when they are expected. One rail: a goodbye must not overtake a
-# piece. No CUDA: only host memory is sent, and UCX would ask the driver about all of it. Over sockets that it watches, UCX copies a
-# piece segment by segment: in 8 KB, its own choice, at a third of the speed.
+# Unless the user's UCX_... say otherwise. Pieces from 16 KB leave when they are expected. One rail:
+# a goodbye must not overtake a piece. No CUDA: only host memory is sent, and UCX would ask the
+# driver about all of it. Over sockets that it watches, UCX copies a piece segment by segment: in 8
+# KB, its own choice, at a third of the speed.
 _SETTINGS = {
     "RNDV_THRESH": "16K",
     "MAX_RNDV_RAILS": "1",
@@ -33,7 +36,8 @@ _SETTINGS = {
     "TCP_TX_SEG_SIZE": "128K",
     "TCP_RX_SEG_SIZE": "128K",
 }
-_MEMORY = {"self", "sysv", "posix", "cma", "xpmem", "knem"}  # transports that have no connection which could break
+# transports that have no connection which could break
+_MEMORY = {"self", "sysv", "posix", "cma", "xpmem", "knem"}
 _HELLO, _GOODBYE = 1, 2
 _LEFT = "it closed its wire"
 _PATIENCE = 0.5  # seconds that a rank which closes waits for the others to answer
@@ -67,31 +71,49 @@ class UcxWire:
     direct = True
 
     def __init__(self, rank: int, world: int, gather: Callable[[bytes], list[bytes]]) -> None:
-        """A collective of all ranks: `gather` exchanges addresses. If UCX fails on one, all say so."""
+        """A collective of all ranks: `gather` exchanges addresses. If UCX fails on one, all say
+        so."""
         self._rank, self._world = rank, world
         failure, address = "", b""
         try:
             self._api, self._array, self._tag = _load()
-            settings = {name: value for name, value in _SETTINGS.items() if f"UCX_{name}" not in os.environ}
-            context = self._api.UCXContext(settings, (self._api.Feature.TAG, self._api.Feature.WAKEUP))
+            settings = {
+                name: value for name, value in _SETTINGS.items() if f"UCX_{name}" not in os.environ
+            }
+            context = self._api.UCXContext(
+                settings, (self._api.Feature.TAG, self._api.Feature.WAKEUP)
+            )
             self._worker = self._api.UCXWorker(context)
             self._worker.init_blocking_progress_mode()
             address = self._worker.address.tobytes()
         except Exception as error:
             failure = str(error) or type(error).__name__
         _all_well(gather, failure)
-        found = {line.split()[-1].split("/")[0] for line in context.info.splitlines() if " resource " in line}
+        found = {
+            line.split()[-1].split("/")[0]
+            for line in context.info.splitlines()
+            if " resource " in line
+        }
         self._connected = not found <= _MEMORY
-        self.path = "ucx: tcp" if found <= {"tcp", "self"} else "ucx" if self._connected else "ucx: shared memory"
+        self.path = (
+            "ucx: tcp"
+            if found <= {"tcp", "self"}
+            else "ucx"
+            if self._connected
+            else "ucx: shared memory"
+        )
         self._gone = [""] * world  # why a peer is
         self._parted: set[int] = set()  # peers that this rank said goodbye to
         self._endpoints: dict[int, Any] = {}
-        self._lives: dict[int, int] = {}  # a file that can be read once a process has ended -> the peer it is
+        # a file that can be read once a process has ended -> the peer it is
+        self._lives: dict[int, int] = {}
         addresses, places = gather(address), gather(b"%d " % os.getpid() + _place())
         for peer in (peer for peer in range(world) if peer != rank):
             try:
                 there = self._api.UCXAddress.create_from_buffer(addresses[peer])
-                self._endpoints[peer] = self._api.UCXEndpoint.create_from_worker_address(self._worker, there, self._connected)
+                self._endpoints[peer] = self._api.UCXEndpoint.create_from_worker_address(
+                    self._worker, there, self._connected
+                )
                 process, place = places[peer].split(b" ", 1)
                 if place == _place():
                     self._lives[os.pidfd_open(int(process))] = peer
@@ -106,7 +128,8 @@ class UcxWire:
         self._asked: deque[_Piece] = deque()
         self._asleep = self._closed = False
         self._posted: list[tuple[_Piece, Any]] = []  # each with UCX's request
-        for peer in self._endpoints:  # connects now: a rank that only receives would not see a connection break
+        # connects now: a rank that only receives would not see a connection break
+        for peer in self._endpoints:
             self._say(peer, _HELLO)
             self._listen(peer)
         self._thread = threading.Thread(target=self._run, name="freescale ucx", daemon=True)
@@ -169,8 +192,14 @@ class UcxWire:
                 self._leave(self._lives[file], "its process ended")
 
     def _post(self, piece: _Piece) -> None:
-        endpoint, array, tag = self._endpoints[piece.peer], self._array(piece.memory.numpy()), self._tag(piece.tag)
-        self._posted.append((piece, endpoint.tag_send(array, tag) if piece.out else endpoint.tag_recv(array, tag)))
+        endpoint, array, tag = (
+            self._endpoints[piece.peer],
+            self._array(piece.memory.numpy()),
+            self._tag(piece.tag),
+        )
+        self._posted.append(
+            (piece, endpoint.tag_send(array, tag) if piece.out else endpoint.tag_recv(array, tag))
+        )
 
     def _move(self) -> None:
         self._worker.progress()
@@ -204,7 +233,11 @@ class UcxWire:
         self._gone[peer] = self._gone[peer] or why  # the first reason is the cause
 
     def _say(self, peer: int, what: int) -> None:
-        self._post(_Piece(peer, torch.tensor([what], dtype=torch.uint8), self._world + self._rank, out=True))
+        self._post(
+            _Piece(
+                peer, torch.tensor([what], dtype=torch.uint8), self._world + self._rank, out=True
+            )
+        )
 
     def _listen(self, peer: int) -> None:
         self._post(_Piece(peer, torch.zeros(1, dtype=torch.uint8), self._world + peer, out=False))
@@ -231,7 +264,9 @@ class UcxWire:
         if self._connected or all(self._gone[peer] == _LEFT for peer in self._endpoints):
             for endpoint in self._endpoints.values():
                 endpoint.close_blocking()
-        else:  # UCX would wait for who is silent, without end: it keeps what it has, and the memory that it may write to
+        # UCX would wait for who is silent, without end: it keeps what it has, and the memory that
+        # it may write to
+        else:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(everything))
         memory = [piece.memory for piece, _ in self._posted]
         del everything, self._worker
@@ -259,6 +294,7 @@ def _load() -> tuple[Any, Any, Any]:
     except ImportError as error:
         raise TransportError(f"{error}: pip install 'freescale[ucx]' brings ucxx") from error
     finally:
-        for name in set(os.environ) - before:  # ucxx sets some of UCX's, for GPUs; what is not the user's stays UCX's
+        # ucxx sets some of UCX's, for GPUs; what is not the user's stays UCX's
+        for name in set(os.environ) - before:
             del os.environ[name]
     return libucxx, Array, Tag
