@@ -36,7 +36,7 @@ from freescale.ledger.collector import Collector  # noqa: E402
 from freescale.ledger.ledger import Ledger  # noqa: E402
 from freescale.models.heads import Retrieval  # noqa: E402
 from freescale.models.hstu import HSTU  # noqa: E402
-from freescale.transport.process_group import Collective  # noqa: E402
+from freescale.transport.process_group import ProcessGroupTransport  # noqa: E402
 
 ARMS = ("none", "greedy", "local", "adapted")
 EACH = 5  # steps of an arm's turn
@@ -95,7 +95,7 @@ class Arm:
         self, name: str, shape: dict[str, int], device: torch.device, data: list[SequenceBatch]
     ) -> None:
         torch.manual_seed(0)
-        self.transport = Collective(device, Ledger(device))
+        self.transport = ProcessGroupTransport(device, Ledger(device))
         plain = {"dropout": 0.0, "position_bias": False, "time_bias": False}
         encoder = HSTU(
             width=shape["width"],

@@ -28,8 +28,8 @@ from hosts import hosts  # noqa: E402
 from results import claim, spread, write  # noqa: E402
 
 from freescale.ledger.ledger import Ledger, Side  # noqa: E402
-from freescale.transport.hostwire.transport import Hostwire  # noqa: E402
-from freescale.transport.process_group import Collective  # noqa: E402
+from freescale.transport.hostwire.transport import HostwireTransport  # noqa: E402
+from freescale.transport.process_group import ProcessGroupTransport  # noqa: E402
 
 URGENT, BULK, DRAIN = 1_000_000, 5_000_000, 200_000  # bytes per peer
 HEAD_START = 0.02  # seconds
@@ -37,8 +37,10 @@ ASKED = 1.5
 Pair = tuple[Any, Any]  # transports of the bulk and of the urgent message
 
 
-def _hostwire(base: Collective, wire: str) -> tuple[Pair, str, int]:
-    over = Hostwire("cpu", Ledger(), base.group, base.control, wire, timeout=timedelta(seconds=60))
+def _hostwire(base: ProcessGroupTransport, wire: str) -> tuple[Pair, str, int]:
+    over = HostwireTransport(
+        "cpu", Ledger(), base.group, base.control, wire, timeout=timedelta(seconds=60)
+    )
     pair = tuple(
         over.channel(Side(over.ledger, name), urgent=name == "urgent")
         for name in ("bulk", "urgent")
@@ -53,7 +55,7 @@ def _send(transport: Any, size: int, world: int) -> Any:
 
 def measure(rank: int, world: int, repetitions: int) -> dict[str, Any]:
     os.environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": os.environ["GLOO_SOCKET_IFNAME"]}
-    base = Collective("cpu", Ledger(), timeout=timedelta(seconds=60))
+    base = ProcessGroupTransport("cpu", Ledger(), timeout=timedelta(seconds=60))
     groups = [base.channel(Side(base.ledger, name)) for name in ("bulk", "urgent")]
     arms: dict[str, Pair] = {}
     about: dict[str, Any] = {}
@@ -87,13 +89,13 @@ def measure(rank: int, world: int, repetitions: int) -> dict[str, Any]:
     return {"times": found, "about": about}
 
 
-def _drain(base: Collective, transport: Any, world: int) -> None:
+def _drain(base: ProcessGroupTransport, transport: Any, world: int) -> None:
     """What the bucket lets through for free is gone, and the hosts begin together."""
     _send(transport, DRAIN, world).wait()
     base.gather_bytes(b"")
 
 
-def _timed(base: Collective, call: Callable[[], Any]) -> float:
+def _timed(base: ProcessGroupTransport, call: Callable[[], Any]) -> float:
     _drain(base, base, base.world)
     begin = time.perf_counter()
     call()

@@ -33,8 +33,8 @@ import freescale  # noqa: E402
 from freescale.batch import Jagged, SequenceBatch  # noqa: E402
 from freescale.ledger.ledger import Ledger  # noqa: E402
 from freescale.ledger.summary import merge_step  # noqa: E402
-from freescale.transport.hostwire.transport import Hostwire  # noqa: E402
-from freescale.transport.process_group import Collective  # noqa: E402
+from freescale.transport.hostwire.transport import HostwireTransport  # noqa: E402
+from freescale.transport.process_group import ProcessGroupTransport  # noqa: E402
 
 SHAPES = {
     "cuda": {
@@ -92,16 +92,16 @@ def batches(shape: dict[str, int], rank: int, world: int) -> Iterator[SequenceBa
 
 
 class Arm:
-    def __init__(self, name: str, shape: dict[str, int], given: Collective) -> None:
+    def __init__(self, name: str, shape: dict[str, int], given: ProcessGroupTransport) -> None:
         """`given` has the groups. Serial goes over NCCL, the others over hostwire."""
         torch.manual_seed(0)
         device, rank, world = given.device, given.rank, given.world
         if name == "serial":
-            self.transport = Collective(
+            self.transport = ProcessGroupTransport(
                 device, Ledger(device), group=given.group, control=given.control
             )
         else:
-            self.transport = Hostwire(device, Ledger(device), given.group, given.control)
+            self.transport = HostwireTransport(device, Ledger(device), given.group, given.control)
         parallel = freescale.parallelize(
             Model(shape),
             {"item": ["history"]},
@@ -128,7 +128,7 @@ class Arm:
             torch.cuda.synchronize()
 
 
-def peak(name: str, shape: dict[str, int], transport: Collective) -> int:
+def peak(name: str, shape: dict[str, int], transport: ProcessGroupTransport) -> int:
     """Bytes on the GPU that an arm alone needs at most: tables, model, steps."""
     if transport.device.type != "cuda":
         return 0
@@ -139,13 +139,13 @@ def peak(name: str, shape: dict[str, int], transport: Collective) -> int:
     arm.steps(8)
     arm.pipeline.flush()
     peak = torch.cuda.max_memory_allocated() - before
-    if isinstance(arm.transport, Hostwire):
+    if isinstance(arm.transport, HostwireTransport):
         arm.transport.close()
     return peak
 
 
 def measure(
-    transport: Collective, device: torch.device, turns: int, each: int
+    transport: ProcessGroupTransport, device: torch.device, turns: int, each: int
 ) -> dict[str, Any] | None:
     shape = SHAPES[device.type]
     peaks = {name: peak(name, shape, transport) for name in ("serial", "staged")}
@@ -293,7 +293,7 @@ def main() -> None:
     os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     transport = freescale.connect(torch.device("cuda:0" if cuda else "cpu"), transport="collective")
-    assert isinstance(transport, Collective)
+    assert isinstance(transport, ProcessGroupTransport)
     found = measure(transport, transport.device, options.turns, options.each)
     if found is not None:
         command = (

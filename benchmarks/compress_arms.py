@@ -14,7 +14,7 @@ from workload import Workload
 
 import freescale
 from freescale.ledger.ledger import Ledger
-from freescale.transport.process_group import Collective
+from freescale.transport.process_group import ProcessGroupTransport
 
 DENSE, WHOLE, THRESHOLDED = "dense AllReduce", "whole rows", "thresholded"
 
@@ -44,7 +44,7 @@ def activations(
 ) -> dict[str, list[dict[str, float]]]:
     """An exchange of activations there and of their gradients back, all to the next rank: whole and
     thresholded in turn."""
-    transport = Collective("cpu", Ledger("cpu"))
+    transport = ProcessGroupTransport("cpu", Ledger("cpu"))
     assert isinstance(transport.ledger, Ledger)
     send, receive = (
         [rows if peer == (rank + step) % world else 0 for peer in range(world)] for step in (1, -1)

@@ -29,7 +29,7 @@ import freescale
 from freescale.batch import SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.prefetch import prefetched
-from freescale.embedding.parallelize import Parallel
+from freescale.embedding.parallelize import ShardedModel
 from freescale.ledger.summary import merge_step
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
@@ -37,7 +37,7 @@ from freescale.models.segments import Memory
 from freescale.train.build import evaluate, histories
 from freescale.train.learning_rate import learning_rate
 from freescale.transport.api import Transport
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 EXACT, GRADIENTS, ACTIVATIONS = "exact", "gradients, eta 0.99", "activations, 0.95"
 ARMS = (EXACT, GRADIENTS, ACTIVATIONS)
@@ -66,7 +66,7 @@ class Cut(Retrieval):
     def __init__(self, encoder: HSTU, keep: int, **options: Any) -> None:
         super().__init__(encoder, **options)
         self.lower, self.upper = nn.Linear(encoder.width, WIDE), nn.Linear(WIDE, encoder.width)
-        self.exchange = freescale.ThresholdedExchange(Local(), keep)
+        self.exchange = freescale.ThresholdedExchange(LocalTransport(), keep)
 
     def _encoded(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
         events = super()._encoded(batch, memory)  # [tokens, width]
@@ -76,7 +76,7 @@ class Cut(Retrieval):
 class Best:
     """The weights of the best epoch so far, by the validation part."""
 
-    def __init__(self, parallel: Parallel) -> None:
+    def __init__(self, parallel: ShardedModel) -> None:
         tables = parallel.tables
         self._weights = [
             *parallel.dense_parameters(),

@@ -20,8 +20,8 @@ from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
 from freescale.ledger.ledger import Arrival, Ledger
 from freescale.pipeline.staged import Staged
 from freescale.transport.connect import agreed
-from freescale.transport.hostwire.transport import Hostwire
-from freescale.transport.process_group import Collective
+from freescale.transport.hostwire.transport import HostwireTransport
+from freescale.transport.process_group import ProcessGroupTransport
 
 sys.path.insert(0, str(Path(__file__).parent / "peer"))
 
@@ -92,11 +92,11 @@ class Arm:
         self.ledger = WaitLedger(device) if device == "cpu" else Ledger(device)
         limit = timedelta(seconds=120)
         control = dist.new_group(backend="gloo", timeout=limit) if device != "cpu" else None
-        self.transport = Collective(device, self.ledger, control=control, timeout=limit)
+        self.transport = ProcessGroupTransport(device, self.ledger, control=control, timeout=limit)
         self.carrier, _ = agreed(transport, self.transport)
         if self.carrier != "collective":
             wire = self.carrier.removeprefix("hostwire-")
-            self.transport = Hostwire(
+            self.transport = HostwireTransport(
                 device, self.ledger, self.transport.group, self.transport.control, wire
             )
         permuted = options.pop("permuted", False)

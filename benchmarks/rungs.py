@@ -44,7 +44,7 @@ OURS = {
         "staged", **_ADAPTED, transport="collective", dense_sums="collective"
     ),
     FULL: Rung("staged", **_ADAPTED, transport="hostwire-tcp", dense_sums="collective"),
-    PARTS: Rung("staged", **_ADAPTED, transport="hostwire-tcp", dense_sums="parts"),
+    PARTS: Rung("staged", **_ADAPTED, transport="hostwire-tcp", dense_sums="partitioned"),
     DEFAULTS: Rung(),
 }
 
@@ -67,7 +67,7 @@ def about(result: Mapping[str, Any], tick: str = "") -> str:
     adapt = " --balance-adapt" if full["balance_adapt"] else ""
     said = f'"+ balancing" is {tick}--balance {full["balance"]}{adapt}{tick}'
     said += f', "+ hostwire" {tick}--transport {full["transport"]}{tick}'
-    said += f', "dense by parts" {tick}--dense-sums parts{tick}' if PARTS in rows else ""
+    said += f', "dense by parts" {tick}--dense-sums partitioned{tick}' if PARTS in rows else ""
     device = "cuda" if result["machine"]["gpu"] else "cpu"
     if DEFAULTS in rows:
         taken = words(rows[DEFAULTS]["options"])

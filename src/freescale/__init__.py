@@ -16,7 +16,7 @@ _EXPORTS = {
     "Adagrad": "freescale.embedding.optimizers",
     "Adam": "freescale.embedding.optimizers",
     "RowWiseAdagrad": "freescale.embedding.optimizers",
-    "Parallel": "freescale.embedding.parallelize",
+    "ShardedModel": "freescale.embedding.parallelize",
     "parallelize": "freescale.embedding.parallelize",
     "ThresholdedExchange": "freescale.compress.activations",
     "Thresholding": "freescale.pipeline.dense.thresholded",
@@ -31,7 +31,7 @@ __all__ = [
     "Adam",
     "Jagged",
     "Nested",
-    "Parallel",
+    "ShardedModel",
     "Pipeline",
     "RowWiseAdagrad",
     "SequenceBatch",
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from freescale.batch import Jagged, Nested, SequenceBatch
     from freescale.compress.activations import ThresholdedExchange
     from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
-    from freescale.embedding.parallelize import Parallel, parallelize
+    from freescale.embedding.parallelize import ShardedModel, parallelize
     from freescale.pipeline.dense.thresholded import Thresholding
     from freescale.pipeline.pipeline import Pipeline
     from freescale.transport.connect import connect

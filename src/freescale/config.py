@@ -168,7 +168,7 @@ class TrainConfig(_Checked):
             "ranks, "
             "by parts, over --transport"
         ),
-        choices=("collective", "parts"),
+        choices=("collective", "partitioned"),
     )
     wire_precision: str = option(
         "full",

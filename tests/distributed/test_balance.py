@@ -17,7 +17,7 @@ from freescale.data.loader import Histories
 from freescale.data.synthetic import generate
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 from test_serial import snapshot  # isort: skip
 
@@ -105,7 +105,7 @@ CASES = [
 def _all_cases(transport, path):
     """Batch 4 has 8 samples only."""
     for task, number, name in CASES:
-        losses, expected, _ = train(Local(), path, task, [number], None)
+        losses, expected, _ = train(LocalTransport(), path, task, [number], None)
         actual_losses, actual, _ = train(transport, path, task, [number], name)
         assert actual_losses[0][1] == pytest.approx(losses[0][1], rel=1e-12), name
         for part, value in expected.items():
@@ -128,7 +128,7 @@ def test_one_step_equals_the_unbalanced_one(path, world):
 @pytest.mark.parametrize("task", ["retrieval", "ranking"])
 def test_over_several_steps_every_sample_stays_in_its_step(path, task):
     numbers = [0, 1, 2, 3, 4]
-    losses, expected, seen = train(Local(), path, task, numbers, None)
+    losses, expected, seen = train(LocalTransport(), path, task, numbers, None)
     for name in ("greedy", "fixed"):
         ranks = run_ranks(3, train, path, task, numbers, name)
         for step, keys in enumerate(seen):

@@ -18,8 +18,8 @@ from freescale.ledger.ledger import Ledger, Side
 from freescale.transport.api import TransportError
 from freescale.transport.channel_pool import Channels, Use
 from freescale.transport.connect import connect
-from freescale.transport.hostwire.transport import Hostwire
-from freescale.transport.local import Local
+from freescale.transport.hostwire.transport import HostwireTransport
+from freescale.transport.local import LocalTransport
 
 from helpers.wires import WIRES, wired  # isort: skip
 
@@ -28,7 +28,7 @@ def _over(transport, wire, seconds=30.0):
     if wire == "collective":
         return connect("cpu", timeout=seconds, transport="collective")
     kind, shared = wired(wire, transport.rank)
-    return Hostwire(
+    return HostwireTransport(
         "cpu",
         Ledger(),
         transport.group,
@@ -166,5 +166,5 @@ def test_ranks_that_release_in_another_order_agree():
 
 
 def test_one_process_has_nothing_to_release():
-    local = Local()
+    local = LocalTransport()
     local.release(local.channel(Side(local.ledger, "ahead")))

@@ -18,7 +18,7 @@ import freescale
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.train.checkpoint import Checkpoints, SafeReader
 from freescale.train.export import export_checkpoint
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 from test_serial import assert_close, snapshot  # isort: skip
 
@@ -94,7 +94,7 @@ def test_resumes_on_another_number_of_ranks_and_placement(before, after, tmp_pat
     loaded, _, moved_on = run_ranks(after, go_on, str(tmp_path), 3, 4, "adam", placement)[0]
     for name, value in saved.items():
         assert torch.equal(loaded[name], value), name
-    _, expected = uninterrupted(Local(), 3, 4)
+    _, expected = uninterrupted(LocalTransport(), 3, 4)
     assert_loosely(moved_on, expected)
 
 
@@ -112,8 +112,8 @@ def test_more_ranks_than_rows(tmp_path):
 
 
 def test_without_a_process_group_and_export(tmp_path):
-    _, saved = save_after(Local(), str(tmp_path), 3)
-    loaded, _, _ = go_on(Local(), str(tmp_path), 3, 4)
+    _, saved = save_after(LocalTransport(), str(tmp_path), 3)
+    loaded, _, _ = go_on(LocalTransport(), str(tmp_path), 3, 4)
     assert_close(loaded, saved)
     from safetensors.torch import load_file
 
@@ -143,7 +143,7 @@ def test_a_killed_save_leaves_the_last_checkpoint(tmp_path):
     before = {p.name: p.read_bytes() for p in (tmp_path / "step-00000002").iterdir()}
     with pytest.raises(Exception):  # noqa: B017 - a rank that is gone reports nothing: the queue times out
         gather_ranks(2, _die_while_saving, str(tmp_path), timeout=15)
-    checkpoints = Checkpoints(tmp_path, Local())
+    checkpoints = Checkpoints(tmp_path, LocalTransport())
     assert checkpoints.steps() == [2]
     assert {p.name: p.read_bytes() for p in (tmp_path / "step-00000002").iterdir()} == before
     run_ranks(2, go_on, str(tmp_path), 2, 3)
@@ -168,8 +168,8 @@ def _die_while_saving(transport, folder):
 
 
 def test_only_the_last_are_kept(tmp_path):
-    parallel, dense, pipeline = build(Local())
-    checkpoints = Checkpoints(tmp_path, Local(), keep=2)
+    parallel, dense, pipeline = build(LocalTransport())
+    checkpoints = Checkpoints(tmp_path, LocalTransport(), keep=2)
     for seed in range(4):
         list(pipeline.run([clicks_batch(5, seed)]))
         checkpoints.save(parallel, dense, {"step": pipeline.steps, "pipeline": {}})
@@ -177,9 +177,9 @@ def test_only_the_last_are_kept(tmp_path):
 
 
 def test_another_model_is_refused(tmp_path):
-    save_after(Local(), str(tmp_path), 1)
+    save_after(LocalTransport(), str(tmp_path), 1)
     path = tmp_path / "step-00000001"
-    parallel, dense, _ = build(Local(), items=300)
+    parallel, dense, _ = build(LocalTransport(), items=300)
     with pytest.raises(
         ValueError,
         match=(
@@ -187,27 +187,27 @@ def test_another_model_is_refused(tmp_path):
             r"\[300, 8"
         ),
     ):
-        Checkpoints(tmp_path, Local()).load(path, parallel, dense)
-    parallel, dense, _ = build(Local(), optimizer="sgd")
+        Checkpoints(tmp_path, LocalTransport()).load(path, parallel, dense)
+    parallel, dense, _ = build(LocalTransport(), optimizer="sgd")
     with pytest.raises(ValueError, match="another model: table 'action'"):
-        Checkpoints(tmp_path, Local()).load(path, parallel, dense)
-    parallel, _, _ = build(Local())
+        Checkpoints(tmp_path, LocalTransport()).load(path, parallel, dense)
+    parallel, _, _ = build(LocalTransport())
     with pytest.raises(ValueError, match="was trained with AdamW, not SGD"):
-        Checkpoints(tmp_path, Local()).load(
+        Checkpoints(tmp_path, LocalTransport()).load(
             path, parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1)
         )
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
-    parallel, dense, _ = build(Local())
+    parallel, dense, _ = build(LocalTransport())
     with pytest.raises(ValueError, match="has no state.json"):
-        Checkpoints(tmp_path, Local()).load(tmp_path, parallel, dense)
+        Checkpoints(tmp_path, LocalTransport()).load(tmp_path, parallel, dense)
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(ValueError, match="state.json is damaged"):
-        Checkpoints(tmp_path, Local()).load(tmp_path, parallel, dense)
+        Checkpoints(tmp_path, LocalTransport()).load(tmp_path, parallel, dense)
     (tmp_path / "state.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(ValueError, match="checkpoint format 99"):
-        Checkpoints(tmp_path, Local()).load(tmp_path, parallel, dense)
+        Checkpoints(tmp_path, LocalTransport()).load(tmp_path, parallel, dense)
 
 
 def older(path):
@@ -228,13 +228,13 @@ class _Evil:
 
 
 def test_pickled_code_is_not_executed(tmp_path):
-    save_after(Local(), str(tmp_path / "run"), 1)
+    save_after(LocalTransport(), str(tmp_path / "run"), 1)
     path = tmp_path / "run" / "step-00000001"
     (path / ".metadata").write_bytes(pickle.dumps(_Evil(str(tmp_path / "owned"))))
     older(path)  # who changes files on purpose has checksums that fit, or none
-    parallel, dense, _ = build(Local())
+    parallel, dense, _ = build(LocalTransport())
     with pytest.raises(ValueError, match=r"holds posix.mkdir, .* refused"):
-        Checkpoints(tmp_path / "run", Local()).load(path, parallel, dense)
+        Checkpoints(tmp_path / "run", LocalTransport()).load(path, parallel, dense)
     assert not (tmp_path / "owned").exists()
 
 

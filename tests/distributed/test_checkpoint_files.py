@@ -18,7 +18,7 @@ from helpers.toys import clicks_batch
 
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.export import export_run
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 from test_checkpoint import batches, build, older  # isort: skip
 from test_serial import snapshot  # isort: skip
@@ -26,7 +26,7 @@ from test_serial import snapshot  # isort: skip
 
 def trained(folder, *steps, keep=5, transport=None):
     """A run of one batch a step, saved after some."""
-    transport = transport or Local()
+    transport = transport or LocalTransport()
     parallel, dense, pipeline = build(transport)
     checkpoints = Checkpoints(Path(folder), transport, keep)
     for result in pipeline.run(batches(transport, 0, steps[-1])):
@@ -59,7 +59,7 @@ def test_a_copy_beside_the_checkpoints_is_ignored(tmp_path):
 def test_steps_of_another_run_are_refused_before_anything_is_written(tmp_path):
     trained(tmp_path, 5, 10)
     before = names(tmp_path)
-    parallel, dense, pipeline = build(Local())
+    parallel, dense, pipeline = build(LocalTransport())
     list(pipeline.run([clicks_batch(5, 0)]))
     with pytest.raises(
         ValueError,
@@ -68,7 +68,7 @@ def test_steps_of_another_run_are_refused_before_anything_is_written(tmp_path):
             r"step-00000010\).*remove them, or use another folder"
         ),
     ):
-        Checkpoints(tmp_path, Local()).save(parallel, dense, {"step": 1})
+        Checkpoints(tmp_path, LocalTransport()).save(parallel, dense, {"step": 1})
     assert names(tmp_path) == before
 
 
@@ -76,9 +76,9 @@ def test_steps_of_another_run_are_refused_before_anything_is_written(tmp_path):
 def test_the_checkpoint_just_saved_is_never_removed(tmp_path, keep):
     """Also where the folder holds those of an equal step and of earlier ones."""
     trained(tmp_path, 1, 2, 3)
-    parallel, dense, _ = build(Local())
+    parallel, dense, _ = build(LocalTransport())
     parallel.tables.place()
-    saved = Checkpoints(tmp_path, Local(), keep).save(parallel, dense, {"step": 3})
+    saved = Checkpoints(tmp_path, LocalTransport(), keep).save(parallel, dense, {"step": 3})
     assert (
         saved.exists()
         and names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"][-keep:]
@@ -89,8 +89,8 @@ def test_going_back_leaves_the_later_ones_behind(tmp_path):
     """They go with the next save that succeeds, whatever its step: nobody falls back to what was
     given up."""
     trained(tmp_path, 1, 2, 4, 6)
-    parallel, dense, _ = build(Local())
-    checkpoints = Checkpoints(tmp_path, Local(), keep=5)
+    parallel, dense, _ = build(LocalTransport())
+    checkpoints = Checkpoints(tmp_path, LocalTransport(), keep=5)
     with pytest.warns(
         UserWarning,
         match=("going on from step-00000002: step-00000004, step-00000006 will be removed"),
@@ -105,7 +105,7 @@ def test_going_back_leaves_the_later_ones_behind(tmp_path):
 
 def test_looking_at_an_earlier_checkpoint_leaves_nothing_behind(tmp_path, recwarn):
     parallel, dense, checkpoints = trained(tmp_path, 1, 2)
-    other, _, _ = build(Local())
+    other, _, _ = build(LocalTransport())
     checkpoints.load(checkpoints.path(1), other)
     assert not [said for said in recwarn if "removed" in str(said.message)]
     checkpoints.save(parallel, dense, {"step": 3})
@@ -153,8 +153,8 @@ def test_a_kill_at_any_point_leaves_a_checkpoint_that_loads(tmp_path, step):
     after = snapshot(parallel)
     number, found = 0, []
     while killed_at(number, lambda: checkpoints.save(parallel, dense, {"step": step})):
-        fresh, optimizer, _ = build(Local())
-        again = Checkpoints(tmp_path / "run", Local(), keep=1)
+        fresh, optimizer, _ = build(LocalTransport())
+        again = Checkpoints(tmp_path / "run", LocalTransport(), keep=1)
         progress = again.load(again.latest(), fresh, optimizer)
         now = snapshot(fresh)
         old, new = (
@@ -199,7 +199,7 @@ def test_damage_is_found_and_named_before_anything_is_loaded(tmp_path, name, dam
     _, _, checkpoints = trained(tmp_path, 1)
     path = tmp_path / "step-00000001" / name
     path.write_bytes(damage(path.read_bytes()))
-    parallel, dense, _ = build(Local())
+    parallel, dense, _ = build(LocalTransport())
     parallel.tables.place()
     before = snapshot(parallel)
     with pytest.raises(ValueError, match=f"{name} is damaged"):
@@ -210,7 +210,7 @@ def test_damage_is_found_and_named_before_anything_is_loaded(tmp_path, name, dam
 
 def test_a_missing_file_and_one_of_another_step_are_damage(tmp_path):
     _, _, checkpoints = trained(tmp_path, 1, 2)
-    parallel, dense, _ = build(Local())
+    parallel, dense, _ = build(LocalTransport())
     tensors = tmp_path / "step-00000002" / "__0_0.distcp"
     shutil.copy(tmp_path / "step-00000001" / "__0_0.distcp", tensors)
     with pytest.raises(ValueError, match="__0_0.distcp is damaged"):
@@ -234,7 +234,7 @@ def test_the_one_before_is_taken_with_a_warning(tmp_path):
         assert [path.name for path in export_run(tmp_path, tmp_path / "out")][
             0
         ] == "dense.safetensors"
-    parallel, dense, _ = build(Local())
+    parallel, dense, _ = build(LocalTransport())
     with pytest.warns(UserWarning, match="step-00000002, step-00000003 will be removed"):
         assert checkpoints.load(found, parallel, dense)["step"] == 1
     path = checkpoints.path(1) / "__0_0.distcp"
@@ -249,7 +249,7 @@ def test_the_one_before_is_taken_with_a_warning(tmp_path):
 def test_a_checkpoint_without_checksums_loads(tmp_path):
     parallel, _, checkpoints = trained(tmp_path, 2)
     older(checkpoints.path(2))
-    fresh, dense, _ = build(Local())
+    fresh, dense, _ = build(LocalTransport())
     assert checkpoints.load(checkpoints.last_intact(), fresh, dense)["step"] == 2
     expected, actual = snapshot(parallel), snapshot(fresh)
     assert all(torch.equal(actual[name], value) for name, value in expected.items()) and dense.state
@@ -303,8 +303,13 @@ def full_disk(folder):
     failed = f"ValueError: checkpoint {folder}/step-00000002 could not be written"
     assert said == [f"{failed}: the disk is full: make room, or keep fewer checkpoints"] * 2, said
     assert names(folder) == ["step-00000001"], names(folder)
-    parallel, dense, _ = build(Local(), items=5000)
-    assert Checkpoints(folder, Local()).load(folder / "step-00000001", parallel, dense)["step"] == 1
+    parallel, dense, _ = build(LocalTransport(), items=5000)
+    assert (
+        Checkpoints(folder, LocalTransport()).load(folder / "step-00000001", parallel, dense)[
+            "step"
+        ]
+        == 1
+    )
 
 
 def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path):

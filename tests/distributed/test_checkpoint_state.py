@@ -18,7 +18,7 @@ from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.synthetic import generate
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.trainer import Trainer
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 from test_checkpoint import older  # isort: skip
 from test_serial import snapshot  # isort: skip
@@ -172,7 +172,7 @@ def test_a_save_before_the_first_step_changes_nothing(tmp_path, optimizer):
     saved, dense, pipeline = build(optimizer)
     saved.tables.place()
     before = {key: dict(entries) for key, entries in state_of(dense, saved).items()}
-    checkpoints = Checkpoints(tmp_path, Local())
+    checkpoints = Checkpoints(tmp_path, LocalTransport())
     checkpoints.check(saved, dense)
     checkpoints.save(saved, dense, {"step": 0})
     assert same(state_of(dense, saved), before)
@@ -192,7 +192,7 @@ def test_a_save_before_the_first_step_changes_nothing(tmp_path, optimizer):
 def test_any_optimizer_resumes_to_the_bit(tmp_path, optimizer):
     parallel, dense, pipeline = build(optimizer)
     run(pipeline, 0, 3)
-    checkpoints = Checkpoints(tmp_path, Local())
+    checkpoints = Checkpoints(tmp_path, LocalTransport())
     checkpoints.save(parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()})
     resumed, fresh, again = build(optimizer)
     again.load_state_dict(checkpoints.load(checkpoints.path(3), resumed, fresh)["pipeline"])
@@ -210,7 +210,7 @@ def test_a_checkpoint_with_tensors_alone_resumes(tmp_path):
     """As they were saved before other state was."""
     parallel, dense, pipeline = build()
     run(pipeline, 0, 3)
-    checkpoints = Checkpoints(tmp_path, Local())
+    checkpoints = Checkpoints(tmp_path, LocalTransport())
     older(checkpoints.save(parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()}))
     resumed, fresh, again = build()
     again.load_state_dict(checkpoints.load(checkpoints.path(3), resumed, fresh)["pipeline"])
@@ -222,7 +222,7 @@ def test_a_checkpoint_with_tensors_alone_resumes(tmp_path):
 def test_a_model_with_a_frozen_parameter_resumes(tmp_path):
     parallel, dense, pipeline = build(model=Frozen)
     run(pipeline, 0, 3)
-    checkpoints = Checkpoints(tmp_path, Local())
+    checkpoints = Checkpoints(tmp_path, LocalTransport())
     checkpoints.save(parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()})
     resumed, fresh, again = build(model=Frozen)
     again.load_state_dict(checkpoints.load(checkpoints.path(3), resumed, fresh)["pipeline"])
@@ -234,7 +234,7 @@ def test_a_model_with_a_frozen_parameter_resumes(tmp_path):
 
 def test_state_that_cannot_be_saved_is_refused_by_name_before_training_and_at_a_save(tmp_path):
     parallel, dense, pipeline = build(lambda p: Counting(p, lr=0.1))
-    checkpoints = Checkpoints(tmp_path, Local())
+    checkpoints = Checkpoints(tmp_path, LocalTransport())
     before, noise = snapshot_of_dense(parallel), torch.get_rng_state()
     with pytest.raises(ValueError, match="optimizer/layers.0.weight/counter/0 is a Counter"):
         checkpoints.check(parallel, dense)
@@ -256,14 +256,16 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
     parallel, _, _ = build()
     other = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
     with pytest.raises(ValueError, match=r"parameter of shape \(3,\) that is not the model's"):
-        Checkpoints(tmp_path, Local()).check(parallel, other)
+        Checkpoints(tmp_path, LocalTransport()).check(parallel, other)
 
 
 def test_progress_that_is_no_json_is_refused(tmp_path):
     parallel, dense, _ = build()
     parallel.tables.place()
     with pytest.raises(ValueError, match="progress must be plain JSON"):
-        Checkpoints(tmp_path, Local()).save(parallel, dense, {"step": 1, "data": torch.zeros(1)})
+        Checkpoints(tmp_path, LocalTransport()).save(
+            parallel, dense, {"step": 1, "data": torch.zeros(1)}
+        )
 
 
 # ---- modules
@@ -272,7 +274,7 @@ def test_progress_that_is_no_json_is_refused(tmp_path):
 def test_extra_state_of_modules_is_saved_and_restored(tmp_path):
     parallel, dense, pipeline = build(model=Remembering)
     run(pipeline, 0, 2)
-    checkpoints = Checkpoints(tmp_path, Local())
+    checkpoints = Checkpoints(tmp_path, LocalTransport())
     checkpoints.check(parallel, dense)
     path = checkpoints.save(parallel, dense, {"step": 2})
     resumed, fresh, _ = build(model=Remembering)
@@ -289,11 +291,11 @@ def test_extra_state_that_cannot_be_saved_is_refused_by_name(tmp_path):
     parallel, dense, pipeline = build(model=Remembering)
     parallel.module.inner.seen = Counter()
     with pytest.raises(ValueError, match="extra/inner._extra_state is a Counter"):
-        Checkpoints(tmp_path, Local()).check(parallel, dense)
+        Checkpoints(tmp_path, LocalTransport()).check(parallel, dense)
     run(pipeline, 0, 1)
     parallel.module.inner.seen = Counter()
     with pytest.raises(ValueError, match="extra/inner._extra_state is a Counter"):
-        Checkpoints(tmp_path, Local()).save(parallel, dense, {"step": 1})
+        Checkpoints(tmp_path, LocalTransport()).save(parallel, dense, {"step": 1})
 
 
 # ---- the order of sums
@@ -364,7 +366,7 @@ def test_sums_go_on_in_the_order_that_they_had(tmp_path):
     saved = json.loads((tmp_path / "step-00000003" / "state.json").read_text())["progress"][
         "pipeline"
     ]["order"]
-    assert load_the_order(Local(), tmp_path) == saved and len(saved) == 10
+    assert load_the_order(LocalTransport(), tmp_path) == saved and len(saved) == 10
 
 
 # ---- divergence
@@ -413,7 +415,7 @@ NAMES = {
 
 @pytest.mark.parametrize("where", NAMES)
 def test_what_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp_path, where):
-    assert diverge(Local(), tmp_path, where).startswith(f"{NAMES[where]} is not finite")
+    assert diverge(LocalTransport(), tmp_path, where).startswith(f"{NAMES[where]} is not finite")
 
 
 def test_all_ranks_refuse_what_one_finds_not_finite(tmp_path):
@@ -431,7 +433,7 @@ def trainer(folder, steps, resume=False, **options):
     sizes = DataConfig(data=str(data), max_length=10, negatives=4)
     settings = TrainConfig(global_batch=8, steps=steps, trace_steps=0, **options)
     config = RunConfig(sizes, ModelConfig(width=8, layers=1, heads=1), settings)
-    return Trainer(config, data, folder / "run", Local(), resume=resume)
+    return Trainer(config, data, folder / "run", LocalTransport(), resume=resume)
 
 
 def test_a_run_refuses_a_folder_with_other_checkpoints_before_it_trains(tmp_path):

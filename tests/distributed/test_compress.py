@@ -22,8 +22,8 @@ from freescale.ledger.ledger import Ledger
 from freescale.pipeline.dense.thresholded import ThresholdedGradients, Thresholding
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.trainer import Trainer
-from freescale.transport.hostwire.transport import Hostwire
-from freescale.transport.local import Local
+from freescale.transport.hostwire.transport import HostwireTransport
+from freescale.transport.local import LocalTransport
 
 from test_serial import snapshot  # isort: skip
 
@@ -262,7 +262,7 @@ def largest(rows, keep):
 def over_a_wire(transport):
     """Messages of bytes, and of single entries, over hostwire too."""
     kind, shared = wired(WIRES[0])
-    over = Hostwire(
+    over = HostwireTransport(
         "cpu",
         Ledger(),
         transport.group,
@@ -305,7 +305,7 @@ def test_on_several_ranks(tmp_path):
         if before:
             assert_same_total([adopted for _, _, adopted in results], before)
         before = [errors for _, errors, _ in results]
-    _, pipeline = loaded(Local(), tmp_path / "2")
+    _, pipeline = loaded(LocalTransport(), tmp_path / "2")
     assert_same_total([errors_of(pipeline)], before)
 
 
@@ -319,16 +319,16 @@ def assert_same_total(now, before):
 
 
 def test_exact_and_compressed_checkpoints_load_into_each_other(tmp_path):
-    saved(Local(), tmp_path / "compressed", 3)
-    parallel, pipeline = build(Local(), None)
-    checkpoints = Checkpoints(tmp_path / "compressed", Local())
+    saved(LocalTransport(), tmp_path / "compressed", 3)
+    parallel, pipeline = build(LocalTransport(), None)
+    checkpoints = Checkpoints(tmp_path / "compressed", LocalTransport())
     checkpoints.load(checkpoints.latest(), parallel, pipeline.optimizer, pipeline.buckets)
-    exact = Checkpoints(tmp_path / "exact", Local())
+    exact = Checkpoints(tmp_path / "exact", LocalTransport())
     path = exact.save(
         parallel, pipeline.optimizer, {"step": 3, "pipeline": {"steps": 3}}, pipeline.buckets
     )
     assert "carried" not in json.loads((path / "state.json").read_text())
-    _, pipeline = loaded(Local(), tmp_path / "exact")
+    _, pipeline = loaded(LocalTransport(), tmp_path / "exact")
     assert not any(error.count_nonzero() for error in errors_of(pipeline))
 
 
@@ -343,7 +343,7 @@ def test_a_run_is_compressed_and_resumes(tmp_path):
         settings = TrainConfig(global_batch=16, steps=steps, trace_steps=0, **options)
         sizes = DataConfig(data=str(data), max_length=20, negatives=8)
         config = RunConfig(sizes, ModelConfig(width=32, layers=1, heads=1), settings)
-        trainer = Trainer(config, data, tmp_path / folder, Local(), resume=resume)
+        trainer = Trainer(config, data, tmp_path / folder, LocalTransport(), resume=resume)
         return trainer.train(), trainer.parallel.module.state_dict(), trainer._describe()
 
     compressed = {"compress_dense": ETA, "compress_every": EVERY}
@@ -363,6 +363,6 @@ def test_a_lost_error_is_seen(monkeypatch, tmp_path):
     """The comparisons above would pass if errors were never carried and never saved: here they are
     not, and it shows."""
     monkeypatch.setattr(ThresholdedGradients, "adopt", lambda self, saved, same_ranks: None)
-    expected = train(Local(), Thresholding(ETA, EVERY), STEPS)[1]
+    expected = train(LocalTransport(), Thresholding(ETA, EVERY), STEPS)[1]
     with pytest.raises(AssertionError):
-        resumed_in_the_middle(Local(), str(tmp_path), expected)
+        resumed_in_the_middle(LocalTransport(), str(tmp_path), expected)

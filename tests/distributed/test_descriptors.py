@@ -31,7 +31,7 @@ def _opened(transport, name, together):
         Clicks(), Clicks.ids, freescale.SGD(lr=0.1), transport=made, placement="sharded"
     )
     optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=0.1)
-    pipeline = freescale.Pipeline(parallel, optimizer, schedule="staged", dense_sums="parts")
+    pipeline = freescale.Pipeline(parallel, optimizer, schedule="staged", dense_sums="partitioned")
     list(pipeline.run([clicks_batch(3, 10 * step + made.rank) for step in range(3)]))
     made.gather_bytes(b"")
     after = len(os.listdir("/proc/self/fd"))

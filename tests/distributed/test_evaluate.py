@@ -13,7 +13,7 @@ from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.train.evaluate import evaluate_ranking, evaluate_retrieval
 from freescale.train.metrics import area_under_curve, normalized_entropy, ranking_quality
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 ITEMS = 37
 POPULARITY = (1 << 53) + torch.arange(ITEMS) // 4  # ties, and counts that no float tells apart
@@ -73,7 +73,7 @@ def last_place(scores, target):
 @pytest.fixture(scope="module")
 def expected():
     parallel = sharded(
-        Retrieval(encoder(), num_items=ITEMS, table_device="meta"), Local(), "sharded"
+        Retrieval(encoder(), num_items=ITEMS, table_device="meta"), LocalTransport(), "sharded"
     )
     parallel.tables.place()
     ids, rows = parallel.tables.share("item")
@@ -101,7 +101,7 @@ def expected():
 
 def test_one_process(expected):
     for placement in ("sharded", "replicated"):
-        assert evaluated(Local(), placement) == expected
+        assert evaluated(LocalTransport(), placement) == expected
 
 
 @pytest.mark.parametrize(("world", "placement"), [(2, "replicated"), (3, "sharded")])
@@ -138,10 +138,10 @@ def ranked(transport):
 
 
 def test_ranking_metrics():
-    one = ranked(Local())
+    one = ranked(LocalTransport())
     parallel = sharded(
         Ranking(encoder(), num_items=ITEMS, tasks=("click", "like"), table_device="meta"),
-        Local(),
+        LocalTransport(),
         "sharded",
     )
     parallel.tables.place()

@@ -1,4 +1,4 @@
-"""Hostwire against the definition of its collectives, over every wire; ranks that are slow, silent
+"""HostwireTransport against the definition of its collectives, over every wire; ranks that are slow, silent
 or dead; urgent and bulk."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from freescale.transport.api import TransportError
 from freescale.transport.choice import choose
 from freescale.transport.hostwire import opening
 from freescale.transport.hostwire.gate import Gate
-from freescale.transport.hostwire.transport import Hostwire
+from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.hostwire.wires import tcp
 
 from helpers.wires import WIRES, wired  # isort: skip
@@ -28,7 +28,7 @@ from helpers.wires import WIRES, wired  # isort: skip
 def hostwire(transport, wire, seconds=60.0):
     kind, shared = wired(wire, transport.rank)
     limit = timedelta(seconds=seconds)
-    return Hostwire(
+    return HostwireTransport(
         "cpu", Ledger(), transport.group, transport.control, kind, shared=shared, timeout=limit
     )
 
@@ -145,7 +145,7 @@ def _counted(transport, wire):
 
 def _two_machines(transport, wire, seed):
     opening.machine = lambda: b"machine %d" % (transport.rank // 2)
-    made = Hostwire(
+    made = HostwireTransport(
         "cpu", Ledger(), transport.group, transport.control, wire, timeout=timedelta(seconds=30)
     )
     _exchange(made, 60, random.Random(seed), random.Random(transport.rank))
@@ -191,7 +191,7 @@ def test_whoever_calls_without_the_token_is_no_rank():
 def _no_compiler(transport):
     os.environ["FREESCALE_ENGINE"] = str(transport.rank)
     with pytest.raises(TransportError) as caught:
-        Hostwire("cpu", Ledger(), transport.group, transport.control, "tcp", shared=False)
+        HostwireTransport("cpu", Ledger(), transport.group, transport.control, "tcp", shared=False)
     return str(caught.value)
 
 
@@ -316,7 +316,7 @@ def _one_is_late(transport, wire):
     """Processor time of ranks that have answers of one peer to read while they wait for another,
     with more to send than slots."""
     opening.machine = lambda: b"machine %d" % (transport.rank // 2)
-    made = Hostwire(
+    made = HostwireTransport(
         "cpu", Ledger(), transport.group, transport.control, wire, timeout=timedelta(seconds=30)
     )
     lane, size = made.channel(Side(made.ledger, "ahead")), 20_000_000
@@ -347,7 +347,7 @@ def _wrong_interface(transport):
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
     begin = time.monotonic()
     with pytest.raises(TransportError) as caught:
-        Hostwire(
+        HostwireTransport(
             "cpu",
             Ledger(),
             transport.group,

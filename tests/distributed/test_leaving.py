@@ -22,8 +22,8 @@ from freescale.balance.partitioners.registry import PARTITIONERS
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.agreement import RemoteError
 from freescale.train.checkpoint import Checkpoints
-from freescale.transport.hostwire.transport import Hostwire
-from freescale.transport.local import Local
+from freescale.transport.hostwire.transport import HostwireTransport
+from freescale.transport.local import LocalTransport
 
 from test_priority import batch_of, build, colliding, share_of, state_of  # isort: skip
 
@@ -169,8 +169,8 @@ def test_every_step_before_a_failure_of_the_data_is_made(world):
 
 def test_an_iterator_may_fill_its_buffers_again():
     def losses(schedule):
-        _, pipeline = build(Local(), schedule)
-        whole = stream(Local())
+        _, pipeline = build(LocalTransport(), schedule)
+        whole = stream(LocalTransport())
         buffers = [tensor.clone() for tensor in whole[0].tensors()]
 
         def data():
@@ -281,8 +281,8 @@ class Sometimes(Clicks):
 def test_training_goes_on_after_a_backward_that_failed(schedule, accumulate):
     """In another pipeline, and in the same one; the batch that failed is left out."""
     torch.manual_seed(0)
-    parallel, pipeline = build(Local(), schedule, model=lambda: Sometimes(items=6000))
-    batches = iter(stream(Local()))
+    parallel, pipeline = build(LocalTransport(), schedule, model=lambda: Sometimes(items=6000))
+    batches = iter(stream(LocalTransport()))
     with pytest.raises(RuntimeError, match="out of memory, once"):
         list(pipeline.run(batches))
     other = freescale.Pipeline(
@@ -294,8 +294,8 @@ def test_training_goes_on_after_a_backward_that_failed(schedule, accumulate):
         if result.number == 6:
             break
     assert numbers + [result.number for result in pipeline.run(batches)] == list(range(4, 12))
-    expected = build(Local(), "serial", model=lambda: Clicks(items=6000))
-    left = [batch for batch in stream(Local()) if batch.number != 3]
+    expected = build(LocalTransport(), "serial", model=lambda: Clicks(items=6000))
+    left = [batch for batch in stream(LocalTransport()) if batch.number != 3]
     list(expected[1].run(left[:3]))
     second = freescale.Pipeline(
         expected[0], expected[1].optimizer, schedule="serial", accumulate=accumulate
@@ -309,16 +309,16 @@ def test_training_goes_on_after_a_backward_that_failed(schedule, accumulate):
 
 
 def test_a_closed_pipeline_is_settled_and_refuses_to_run():
-    parallel, pipeline = build(Local(), "staged")
+    parallel, pipeline = build(LocalTransport(), "staged")
     with pipeline:
-        for result in pipeline.run(stream(Local())):
+        for result in pipeline.run(stream(LocalTransport())):
             if result.step == 4:
                 break
-    expected, serial = build(Local(), "serial")
-    list(serial.run(stream(Local())[:4]))
+    expected, serial = build(LocalTransport(), "serial")
+    list(serial.run(stream(LocalTransport())[:4]))
     assert same(state_of(expected), state_of(parallel)) == []
     with pytest.raises(RuntimeError, match="closed"):
-        next(pipeline.run(stream(Local())))
+        next(pipeline.run(stream(LocalTransport())))
 
 
 def _sweep(transport, wire):
@@ -326,10 +326,12 @@ def _sweep(transport, wire):
     if wire is not None:
         kind, shared = wired(wire)
         options = {"shared": shared, "timeout": timedelta(seconds=30)}
-        transport = Hostwire("cpu", Ledger(), transport.group, transport.control, kind, **options)
+        transport = HostwireTransport(
+            "cpu", Ledger(), transport.group, transport.control, kind, **options
+        )
     found = []
     for _ in range(5):
-        _, pipeline = build(transport, "staged", dense_sums="parts")
+        _, pipeline = build(transport, "staged", dense_sums="partitioned")
         with pipeline:
             list(pipeline.run(stream(transport, steps=3)))
         rings = sum(
@@ -357,7 +359,7 @@ def test_a_scheduler_of_torch_works():
 
     def train(**options):
         used.clear()
-        _, pipeline = build(Local(), "staged", **options)
+        _, pipeline = build(LocalTransport(), "staged", **options)
         optimizer = pipeline.optimizer
         optimizer.register_step_pre_hook(
             lambda *_: used.append([group["lr"] for group in optimizer.param_groups])
@@ -366,20 +368,20 @@ def test_a_scheduler_of_torch_works():
 
     pipeline, optimizer = train()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    for _ in pipeline.run(stream(Local(), steps=4)):
+    for _ in pipeline.run(stream(LocalTransport(), steps=4)):
         scheduler.step()
     assert used == [[1e-2], [5e-3], [2.5e-3], [1.25e-3]]
 
     pipeline, optimizer = train(learning_rate=lambda step: 2.0**-step)
     late = optimizer.param_groups[0]["params"].pop()
-    for result in pipeline.run(stream(Local(), steps=4)):
+    for result in pipeline.run(stream(LocalTransport(), steps=4)):
         if result.step == 2:
             optimizer.add_param_group({"params": [late], "lr": 0.1})
     assert used == [[5e-3], [2.5e-3], [1.25e-3, 0.0125], [6.25e-4, 6.25e-3]]
 
 
 def test_an_optimizer_of_another_model_is_refused():
-    parallel, _ = build(Local(), "staged")
+    parallel, _ = build(LocalTransport(), "staged")
     with pytest.raises(
         ValueError,
         match=(

@@ -31,9 +31,9 @@ from freescale.embedding import collision, exchange
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.ledger.ledger import Ledger
 from freescale.train.checkpoint import Checkpoints
-from freescale.transport.hostwire.transport import Hostwire
-from freescale.transport.local import Local
-from freescale.transport.process_group import Collective
+from freescale.transport.hostwire.transport import HostwireTransport
+from freescale.transport.local import LocalTransport
+from freescale.transport.process_group import ProcessGroupTransport
 
 from test_serial import whole_tables  # isort: skip
 
@@ -186,7 +186,7 @@ def in_pieces() -> None:
 
 def train(transport, schedule, stream, held_up=None, **options):
     """`held_up`: draws how long this rank's batches keep it waiting."""
-    if isinstance(transport, Collective):
+    if isinstance(transport, ProcessGroupTransport):
         in_pieces()
     parallel, pipeline = build(transport, schedule, **options)
 
@@ -282,7 +282,7 @@ streams = st.lists(st.lists(st.integers(0, 14), max_size=6), min_size=2, max_siz
 @settings(deadline=None, max_examples=30)
 @given(streams, st.sampled_from(sorted(ROW_OPTIMIZERS)), st.integers(1, 2))
 def test_any_stream_of_ids(stream, optimizer, accumulate):
-    different = _differences_of_any(Local(), stream, optimizer, accumulate)
+    different = _differences_of_any(LocalTransport(), stream, optimizer, accumulate)
     assert different == []
 
 
@@ -415,7 +415,9 @@ def _failing(transport, wire):
     if wire != "process group":
         kind, shared = wired(wire)
         options = {"shared": shared, "timeout": timedelta(seconds=30)}
-        transport = Hostwire("cpu", Ledger(), transport.group, transport.control, kind, **options)
+        transport = HostwireTransport(
+            "cpu", Ledger(), transport.group, transport.control, kind, **options
+        )
     parallel, pipeline = build(transport, "staged")
 
     def data():
@@ -458,7 +460,7 @@ def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
     def crash(*_):
         raise RuntimeError("no memory today")
 
-    parallel, pipeline = build(Local(), "staged")
+    parallel, pipeline = build(LocalTransport(), "staged")
     jobs, submit = [], pipeline.urgent.submit
     monkeypatch.setattr(
         pipeline.urgent, "submit", lambda *job: jobs.append(submit(*job)) or jobs[-1]
@@ -483,7 +485,9 @@ def _over(transport, wire, seed):
     found = []
     for schedule in ("serial", "staged"):
         options = {"shared": shared, "timeout": timedelta(seconds=60)}
-        over = Hostwire("cpu", Ledger(), transport.group, transport.control, kind, **options)
+        over = HostwireTransport(
+            "cpu", Ledger(), transport.group, transport.control, kind, **options
+        )
         losses, state = train(over, schedule, stream, optimizer="adam", held_up=draw)
         found.append(
             losses == expected[0]

@@ -21,7 +21,7 @@ from freescale.data.synthetic import generate
 from freescale.train import run_folder as module
 from freescale.train.run_folder import RunFolder
 from freescale.train.trainer import Trainer
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 SMALL = [
     "--device",
@@ -49,7 +49,7 @@ class Noon:
 def test_runs_of_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "datetime", Noon)
-    runs = [RunFolder(None, False, Local()) for _ in range(3)]
+    runs = [RunFolder(None, False, LocalTransport()) for _ in range(3)]
     assert not Path("runs").exists(), "a run that never began leaves no folder"
     for place, run in enumerate(runs):
         run.open(f'{{"lr": {place}}}')
@@ -72,13 +72,13 @@ def test_a_run_that_begins_while_another_of_its_second_has_saved(tmp_path, monke
         settings,
     )
     for end in ("", "-2"):
-        run = Trainer(config, data, None, Local())
+        run = Trainer(config, data, None, LocalTransport())
         run.train()
         assert run.folder == Path(f"runs/2026-01-01-120000{end}") and run.checkpoints.steps() == [2]
 
 
 def test_a_folder_in_use_is_refused_on_all_ranks(tmp_path):
-    holder = RunFolder(tmp_path / "run", False, Local())
+    holder = RunFolder(tmp_path / "run", False, LocalTransport())
     holder.open("{}")
     for resume in (False, True):
         (holder.path / "checkpoints" / "step-00000002").mkdir(parents=True, exist_ok=True)
@@ -89,11 +89,11 @@ def test_a_folder_in_use_is_refused_on_all_ranks(tmp_path):
                 and f"is in use by another run (process {os.getpid()} on " in error
             )
     holder.close()
-    assert RunFolder(holder.path, True, Local()).path == holder.path
+    assert RunFolder(holder.path, True, LocalTransport()).path == holder.path
     with pytest.raises(
         ValueError, match=("already holds a run: name another folder, or pass --resume")
     ):
-        RunFolder(holder.path, False, Local())
+        RunFolder(holder.path, False, LocalTransport())
 
 
 def _asked_for(transport, folder: Path, resume: bool) -> None:
@@ -102,7 +102,7 @@ def _asked_for(transport, folder: Path, resume: bool) -> None:
 
 def test_of_two_that_ask_at_once_one_is_refused(tmp_path):
     """Neither is there when they look; the second to begin is refused, and spoils nothing."""
-    first, second = (RunFolder(tmp_path / "run", False, Local()) for _ in range(2))
+    first, second = (RunFolder(tmp_path / "run", False, LocalTransport()) for _ in range(2))
     first.open('{"which": 1}')
     with pytest.raises(ValueError, match="in use by another run"):
         second.open('{"which": 2}')
@@ -114,14 +114,14 @@ def test_a_killed_run_holds_nothing(tmp_path):
     process.start()
     wait_for((tmp_path / "run" / "config.json").exists)
     with pytest.raises(ValueError, match=f"in use by another run .process {process.pid} on "):
-        RunFolder(tmp_path / "run", False, Local())
+        RunFolder(tmp_path / "run", False, LocalTransport())
     process.kill()
     process.join()
-    RunFolder(tmp_path / "run", False, Local()).open("{}")
+    RunFolder(tmp_path / "run", False, LocalTransport()).open("{}")
 
 
 def _hold(path: Path) -> None:
-    held = RunFolder(path, False, Local())
+    held = RunFolder(path, False, LocalTransport())
     held.open("{}")
     time.sleep(60)
 
@@ -133,7 +133,7 @@ def test_what_a_dead_run_left_is_put_aside(tmp_path):
         (run / "config.json").write_text(f'{{"lr": {place}}}')
         (run / "metrics.jsonl").write_text(f'{{"step": {place}}}\n')
         (run / "notes.txt").write_text("mine")
-        opened = RunFolder(run, False, Local())
+        opened = RunFolder(run, False, LocalTransport())
         opened.open("{}")
         opened.close()
         assert opened.notes == [
@@ -156,7 +156,7 @@ def test_a_refused_run_leaves_the_folder_as_it_was(tmp_path):
     """Looked at, not opened: nothing is moved, no lock is left in a folder that had none."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
-    RunFolder(tmp_path / "run", False, Local())
+    RunFolder(tmp_path / "run", False, LocalTransport())
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
 
 
@@ -166,7 +166,7 @@ def test_nothing_to_resume_says_what_to_do(tmp_path):
         ValueError,
         match=("holds no checkpoint, .* start it again with the same command, without --resume"),
     ):
-        RunFolder(tmp_path / "run", True, Local())
+        RunFolder(tmp_path / "run", True, LocalTransport())
     assert not list((tmp_path / "run").iterdir())
 
 
@@ -175,7 +175,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", none_here)
-    opened = RunFolder(tmp_path / "run", False, Local())
+    opened = RunFolder(tmp_path / "run", False, LocalTransport())
     opened.open("{}")
     assert opened.notes == [
         (

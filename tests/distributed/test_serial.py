@@ -9,7 +9,7 @@ from helpers.toys import Clicks, clicks_batch, rank_slice
 
 import freescale
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 OPTIMIZERS = list(ROW_OPTIMIZERS)
 STATES = (0, 3, 7)  # steps made before the step that is compared
@@ -104,9 +104,11 @@ def test_one_step_equals_one_process(world, placement):
 
 def _check_cases(transport, cases, placement, options):
     for optimizer, steps in cases:
-        _, states = train(Local(), [13] * (steps + 1), optimizer, placement, options)
+        _, states = train(LocalTransport(), [13] * (steps + 1), optimizer, placement, options)
         batch = clicks_batch(13, 100 + steps)
-        expected = one_step_from(Local(), states[steps], batch, optimizer, placement, options)
+        expected = one_step_from(
+            LocalTransport(), states[steps], batch, optimizer, placement, options
+        )
         actual = one_step_from(transport, states[steps], batch, optimizer, placement, options)
         assert actual[0] == pytest.approx(expected[0], rel=1e-12)
         assert_close(actual[1], expected[1])
@@ -117,7 +119,7 @@ def _check_cases(transport, cases, placement, options):
 def test_against_plain_torch():
     """SGD tables: the whole thing equals a plain model with nn.Embedding and torch.optim.SGD on the
     global mean."""
-    parallel, _ = build(Local(), "sgd", "sharded")
+    parallel, _ = build(LocalTransport(), "sgd", "sharded")
     parallel.tables.place()
     start = snapshot(parallel)
     plain = Clicks()
@@ -157,7 +159,7 @@ def test_only_rows_that_were_read_change():
 
 
 def _check_lazy(placement, optimizer):
-    parallel, pipeline = build(Local(), optimizer, placement)
+    parallel, pipeline = build(LocalTransport(), optimizer, placement)
     parallel.tables.place()
     list(pipeline.run([clicks_batch(9, 0)]))
     before = snapshot(parallel)
@@ -174,7 +176,7 @@ def _check_lazy(placement, optimizer):
 def test_ranks_without_samples_and_uneven_ends():
     """Batches smaller than the number of ranks, and ranks whose data ends early: nothing hangs,
     results agree."""
-    one = train(Local(), [2, 1, 3, 2], "adam", "sharded", {})
+    one = train(LocalTransport(), [2, 1, 3, 2], "adam", "sharded", {})
     four = run_ranks(4, train, [2, 1, 3, 2], "adam", "sharded", {})
     for losses, snapshots in four:
         assert losses[0] == pytest.approx(one[0][0], rel=1e-12)
@@ -216,7 +218,7 @@ def _bad_data(transport):
 
 
 def test_initial_tables_do_not_depend_on_ranks():
-    one = _initial(Local())
+    one = _initial(LocalTransport())
     for world in (2, 3):
         for actual in run_ranks(world, _initial):
             for name, value in one.items():

@@ -47,7 +47,7 @@ def _slow_lane(transport, schedule, dense_sums):
 
 @pytest.mark.parametrize(
     ("schedule", "dense_sums"),
-    [("serial", "collective"), ("staged", "collective"), ("staged", "parts")],
+    [("serial", "collective"), ("staged", "collective"), ("staged", "partitioned")],
 )
 def test_the_parts_of_a_step_add_up_to_it(schedule, dense_sums):
     records = run_ranks(3, _slow_lane, schedule, dense_sums)[0]

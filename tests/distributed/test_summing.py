@@ -13,10 +13,10 @@ from helpers.wires import wired
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.summary import merge_step
 from freescale.pipeline.dense import buckets
-from freescale.pipeline.dense.partitioned import Summing, divided
+from freescale.pipeline.dense.partitioned import PartitionedAllReduce, divided
 from freescale.pipeline.dense.thresholded import Thresholding
-from freescale.transport.hostwire.transport import Hostwire
-from freescale.transport.local import Local
+from freescale.transport.hostwire.transport import HostwireTransport
+from freescale.transport.local import LocalTransport
 
 from test_priority import build, colliding, train  # isort: skip
 
@@ -35,7 +35,7 @@ def _over(transport, wire):
     if wire == "process group":
         return transport
     kind, shared = wired(wire)
-    return Hostwire(
+    return HostwireTransport(
         "cpu",
         Ledger(),
         transport.group,
@@ -48,7 +48,7 @@ def _over(transport, wire):
 
 def _sums(transport, wire):
     over = _over(transport, wire)
-    summing = Summing(over)
+    summing = PartitionedAllReduce(over)
     generator = torch.Generator().manual_seed(0)
     wrong, under_way = [], []
     for size in SIZES:
@@ -97,14 +97,16 @@ def _schedules(transport, wire, sums):
 
 @pytest.mark.parametrize("wire", WIRES[:2])
 def test_schedules_agree_and_learn_the_same(wire):
-    by_parts, by_group = (run_ranks(3, _schedules, wire, sums) for sums in ("parts", "collective"))
+    by_parts, by_group = (
+        run_ranks(3, _schedules, wire, sums) for sums in ("partitioned", "collective")
+    )
     for (equal, loss), (equal_too, other) in zip(by_parts, by_group, strict=True):
         assert equal and equal_too and loss == pytest.approx(other, rel=1e-9)
 
 
 def _ledger(transport):
     over = _over(transport, "shared memory")
-    train(over, "staged", colliding(0.3, steps=6), dense_sums="parts")
+    train(over, "staged", colliding(0.3, steps=6), dense_sums="partitioned")
     steps = over.ledger.drain()
     over.close()
     return steps
@@ -120,6 +122,6 @@ def test_the_ledger_has_the_bytes_and_the_path():
 
 def test_what_is_not_known_is_refused():
     with pytest.raises(ValueError, match="dense_sums must be one of"):
-        build(Local(), "serial", dense_sums="ring")
+        build(LocalTransport(), "serial", dense_sums="ring")
     with pytest.raises(ValueError, match="in their own way"):
-        build(Local(), "serial", dense_sums="parts", reducer=Thresholding(0.99))
+        build(LocalTransport(), "serial", dense_sums="partitioned", reducer=Thresholding(0.99))

@@ -12,7 +12,7 @@ from freescale.data.loader import Histories
 from freescale.data.synthetic import generate
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 from test_serial import snapshot  # isort: skip
 
@@ -85,7 +85,7 @@ def path(tmp_path_factory):
 @pytest.mark.parametrize("placement", ["sharded", "replicated"])
 def test_a_step_does_not_depend_on_the_number_of_ranks(path, task, placement):
     for number in (0, 3):  # the last batch of the epoch has one sample: two ranks stay empty
-        loss, before, expected = step(Local(), path, task, placement, number)
+        loss, before, expected = step(LocalTransport(), path, task, placement, number)
         changed = [name for name in expected if not torch.equal(before[name], expected[name])]
         assert "item/rows" in changed and "encoder.layers.0.projection.weight" in changed
         for actual_loss, _, actual in run_ranks(3, step, path, task, placement, number):

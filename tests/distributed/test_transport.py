@@ -13,8 +13,8 @@ from helpers.ranks import gather_ranks, run_ranks
 
 from freescale.ledger.ledger import Ledger
 from freescale.transport import process_group as collective
-from freescale.transport.local import Local
-from freescale.transport.process_group import Collective
+from freescale.transport.local import LocalTransport
+from freescale.transport.process_group import ProcessGroupTransport
 
 
 def _all_to_all(transport, dtype, width):
@@ -55,7 +55,7 @@ def _many(transport):
 
 
 def test_one_process_is_the_identity():
-    local = Local()
+    local = LocalTransport()
     tensor = torch.randn(3, 2)
     assert local.all_to_all(tensor, [3], [3], "rows").wait() is tensor
     assert torch.equal(local.all_gather(tensor, "rows").wait(), tensor[None])
@@ -110,7 +110,7 @@ def _clocks(transport):
 
 def _silent(transport, kind):
     group = dist.new_group(timeout=timedelta(seconds=3))
-    short = Collective("cpu", Ledger(), group=group, control=group)
+    short = ProcessGroupTransport("cpu", Ledger(), group=group, control=group)
     if transport.rank == 1:
         time.sleep(10)
         return None

@@ -23,7 +23,7 @@ from freescale.ledger.ledger import Ledger
 from freescale.ledger.summary import merge_step
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -55,7 +55,7 @@ def train(device, placement, optimizer, steps=4):
         CudaClicks(),
         Clicks.ids,
         optimizer,
-        transport=Local(device),
+        transport=LocalTransport(device),
         placement=placement,
         init_std=0.3,
         init="rows",
@@ -119,7 +119,11 @@ def hstu_losses(device, precision):
     )
     model = Retrieval(encoder, num_items=500, table_device="meta")
     parallel = freescale.parallelize(
-        model, model.features, freescale.Adam(lr=1e-2), transport=Local(device), init_std=0.125
+        model,
+        model.features,
+        freescale.Adam(lr=1e-2),
+        transport=LocalTransport(device),
+        init_std=0.125,
     )
     pipeline = freescale.Pipeline(
         parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-3), precision=precision

@@ -10,7 +10,7 @@ from helpers.toys import Clicks, clicks_batch
 import freescale
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.checkpoint.finite import first_not_finite
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 from test_cuda import CudaClicks  # isort: skip
 
@@ -29,7 +29,11 @@ OPTIMIZERS = {
 def build(device, optimizer):
     torch.manual_seed(3)
     parallel = freescale.parallelize(
-        CudaClicks(), Clicks.ids, freescale.Adam(lr=0.1), transport=Local(device), init_std=0.3
+        CudaClicks(),
+        Clicks.ids,
+        freescale.Adam(lr=0.1),
+        transport=LocalTransport(device),
+        init_std=0.3,
     )
     dense = optimizer(parallel.dense_parameters())
     return parallel, dense, freescale.Pipeline(parallel, dense)

@@ -1,4 +1,4 @@
-"""Hostwire between ranks that share a GPU: what arrives is what was sent, also beyond the ring, in
+"""HostwireTransport between ranks that share a GPU: what arrives is what was sent, also beyond the ring, in
 C and in Python, and on streams as between machines."""
 
 from __future__ import annotations

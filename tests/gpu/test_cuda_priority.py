@@ -20,7 +20,7 @@ from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.registry import PARTITIONERS
 from freescale.embedding import collision
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -82,11 +82,11 @@ def differences(transport, schedule="staged", **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # Triton's kernels, plain torch's
 @pytest.mark.parametrize("optimizer", ROW_OPTIMIZERS)
 def test_bit_equal_to_serial(optimizer, dtype):
-    assert differences(Local("cuda"), optimizer=optimizer, dtype=dtype) == []
+    assert differences(LocalTransport("cuda"), optimizer=optimizer, dtype=dtype) == []
 
 
 def test_the_stale_control_is_seen():
-    assert {"item/rows", "losses"} <= set(differences(Local("cuda"), "stale"))
+    assert {"item/rows", "losses"} <= set(differences(LocalTransport("cuda"), "stale"))
 
 
 SCRIPT = """
@@ -97,7 +97,7 @@ os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 import freescale
 from test_cuda_priority import differences
 transport = freescale.connect(torch.device("cuda:0"))
-arms = ({{}}, {{"optimizer": "adam", "dtype": torch.float32}}, {{"balanced": True}}, {{"dense_sums": "parts"}})
+arms = ({{}}, {{"optimizer": "adam", "dtype": torch.float32}}, {{"balanced": True}}, {{"dense_sums": "partitioned"}})
 found = {{str(options): differences(transport, **options) for options in arms}}
 found["stale"] = differences(transport, "stale")
 everyone = [json.loads(part) for part in transport.gather_bytes(json.dumps(found).encode())]

@@ -10,12 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.dense.buckets import GradientBuckets
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 CPU = torch.device("cpu")
 
 
-class Watched(Local):
+class Watched(LocalTransport):
     """Keeps what was summed, as it was when it left."""
 
     def __init__(self):

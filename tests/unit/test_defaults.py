@@ -28,7 +28,7 @@ from freescale.report.console import RunView
 from freescale.simulate.compute import Model
 from freescale.simulate.workload import Generated, Recorded
 from freescale.train.checkpoint import Checkpoints
-from freescale.transport.hostwire.transport import Hostwire
+from freescale.transport.hostwire.transport import HostwireTransport
 
 TRAINING = (DataConfig, ModelConfig, TrainConfig)
 OTHER_NAMES = {
@@ -115,7 +115,9 @@ def test_so_have_the_functions_behind_the_other_commands(kind, function, names):
 
 
 def test_defaults_that_are_objects_are_made_of_the_settings():
-    assert options_with_defaults(Hostwire)["timeout"] == timedelta(seconds=TrainConfig.timeout)
+    assert options_with_defaults(HostwireTransport)["timeout"] == timedelta(
+        seconds=TrainConfig.timeout
+    )
     model = torch.nn.ModuleDict({"item": torch.nn.Embedding(3, 2)})
     tables = parallelize(model, {"item": ["history"]}).tables
     assert tables.optimizers == {

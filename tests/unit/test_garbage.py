@@ -9,11 +9,13 @@ import torch
 from helpers.toys import Clicks, clicks_batch
 
 import freescale
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 
 def pipeline(schedule):
-    parallel = freescale.parallelize(Clicks(), Clicks.ids, freescale.SGD(lr=0.1), transport=Local())
+    parallel = freescale.parallelize(
+        Clicks(), Clicks.ids, freescale.SGD(lr=0.1), transport=LocalTransport()
+    )
     return freescale.Pipeline(
         parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1), schedule=schedule
     )

@@ -15,7 +15,7 @@ from freescale.compress.threshold import above, budget, left_by_whole, shares, t
 from freescale.config import TrainConfig
 from freescale.pipeline.dense.buckets import GradientBuckets
 from freescale.pipeline.dense.thresholded import ThresholdedGradients
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_step_sends_no_more_than_its_share(sizes, allowed, every):
         gradients.clear()
         for parameter in parameters:
             parameter.grad.copy_(torch.randint(1, 4, parameter.shape, generator=generator).float())
-        gradients.start(Local(), torch.zeros(1))
+        gradients.start(LocalTransport(), torch.zeros(1))
         gradients.send()
         gradients.reduce()
         sent = sum(int(parameter.grad.count_nonzero()) for parameter in parameters)
@@ -115,7 +115,7 @@ def test_messages(dtype):
 def reduced(gradients: ThresholdedGradients, value: torch.Tensor) -> torch.Tensor:
     gradients.clear()
     gradients.parameters[0].grad.copy_(value)
-    gradients.start(Local(), torch.zeros(1))
+    gradients.start(LocalTransport(), torch.zeros(1))
     gradients.send()
     gradients.reduce()
     return gradients.parameters[0].grad.clone()
@@ -134,7 +134,7 @@ def test_nothing_is_lost_and_small_tensors_are_whole():
         gradients.clear()
         large.grad.copy_(new)
         small.grad.copy_(torch.arange(9.0))
-        gradients.start(Local(), torch.zeros(1))
+        gradients.start(LocalTransport(), torch.zeros(1))
         gradients.send()
         gradients.reduce()
         total, applied = total + new, applied + large.grad
@@ -176,7 +176,7 @@ def test_off_by_default():
             self.layer = nn.Linear(2, 1)
 
     parallel = freescale.parallelize(
-        Model(), {"item": ["history"]}, freescale.SGD(lr=1.0), transport=Local()
+        Model(), {"item": ["history"]}, freescale.SGD(lr=1.0), transport=LocalTransport()
     )
     optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=1.0)
     for schedule in ("serial", "staged"):
@@ -213,7 +213,7 @@ def test_exchange_of_one_process_is_a_mask(keep):
     mask = torch.zeros(5, 8, dtype=torch.float64).scatter_(
         1, x.detach().abs().topk(keep, 1).indices, 1.0
     )
-    out = freescale.ThresholdedExchange(Local(), keep)(x)
+    out = freescale.ThresholdedExchange(LocalTransport(), keep)(x)
     (out.square() * weight).sum().backward()
     assert torch.equal(out, x * mask)
     torch.testing.assert_close(x.grad, 2 * x.detach() * weight * mask)
@@ -223,8 +223,8 @@ def test_bad_exchanges_are_refused():
     with pytest.raises(
         ValueError, match=("keep, the entries of a row that travel, must be at least 1, got 0")
     ):
-        freescale.ThresholdedExchange(Local(), 0)
-    exchange = freescale.ThresholdedExchange(Local(), 9)
+        freescale.ThresholdedExchange(LocalTransport(), 0)
+    exchange = freescale.ThresholdedExchange(LocalTransport(), 9)
     for x, send, what in (
         (torch.zeros(2, 8), None, "keep = 9 is more than the 8 entries"),
         (torch.zeros(2, 9, 1), None, r"takes \[rows, width\], not \[2, 9, 1\]"),

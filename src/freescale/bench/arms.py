@@ -24,8 +24,8 @@ from torch import Tensor
 from freescale.bench.report import spread
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.lane import Lane
-from freescale.transport.hostwire.transport import Hostwire
-from freescale.transport.process_group import Collective
+from freescale.transport.hostwire.transport import HostwireTransport
+from freescale.transport.process_group import ProcessGroupTransport
 
 SECONDS = 60.0  # that a collective may take
 # Sizes are bytes of a rank's tensor, what stays with it included. cpu: only to try the code.
@@ -59,13 +59,13 @@ class Arm:
     begin: Callable[[Tensor, Sequence[int], Sequence[int]], Wait]
     flight: int
     piece: int = 0
-    transport: Hostwire | None = None  # that the lane has a channel of
+    transport: HostwireTransport | None = None  # that the lane has a channel of
 
 
 class Bed:
     """A rank's device, transports and rows. Every method is a collective, but for `add`."""
 
-    def __init__(self, collective: Collective, began: float) -> None:
+    def __init__(self, collective: ProcessGroupTransport, began: float) -> None:
         self.collective, self.device, self.began = collective, collective.device, began
         self.rank = collective.rank
         self.world = collective.world
@@ -82,7 +82,7 @@ class Bed:
         """Hostwire; `shared`: ranks of a machine share memory, otherwise they talk over the
         wire."""
         groups, limit = (self.collective.group, self.collective.control), timedelta(seconds=SECONDS)
-        transport = Hostwire(
+        transport = HostwireTransport(
             self.device, Ledger(self.device), *groups, wire, shared=shared, timeout=limit
         )
         lane = Lane(name, transport)

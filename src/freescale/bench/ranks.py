@@ -16,7 +16,7 @@ import torch
 
 from freescale.train.launch import launch
 from freescale.transport.connect import connect
-from freescale.transport.process_group import Collective
+from freescale.transport.process_group import ProcessGroupTransport
 
 _CONTROL = "nvidia-cuda-mps-control"
 # hardware queues that ranks on one GPU can have together: with more, the last of them finds no
@@ -49,7 +49,7 @@ def start_ranks(arguments: Sequence[str], ranks: int, device: str, seconds: floa
         return launch(arguments, ranks, extra=extra, seconds=seconds)
 
 
-def join(device: str, seconds: float) -> Collective:
+def join(device: str, seconds: float) -> ProcessGroupTransport:
     """This process as a rank: on cuda:0 where ranks share a GPU, else on its own. `seconds` bound
     every collective."""
     rank, ranks = (
@@ -74,7 +74,7 @@ def join(device: str, seconds: float) -> Collective:
         )
         chosen = torch.device("cuda", 0 if shared else int(os.environ.get("LOCAL_RANK", rank)))
     joined = connect(chosen, seconds, transport="collective")
-    assert isinstance(joined, Collective), "RANK is set: there is a process group"
+    assert isinstance(joined, ProcessGroupTransport), "RANK is set: there is a process group"
     return joined
 
 

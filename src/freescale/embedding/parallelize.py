@@ -15,7 +15,7 @@ from freescale.embedding.optimizers import ROW_OPTIMIZERS, RowOptimizer
 from freescale.embedding.replicas import refuse, take_from_rank_zero
 from freescale.embedding.tables import Tables
 from freescale.transport.api import Transport
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 
 class TableReader(nn.Module):
@@ -44,7 +44,7 @@ class TableReader(nn.Module):
         return super().__getattr__(name)
 
 
-class Parallel:
+class ShardedModel:
     """A model whose tables are sharded. Call it like the model; train it with a Pipeline."""
 
     def __init__(self, module: nn.Module, tables: Tables) -> None:
@@ -75,7 +75,7 @@ def parallelize(
     seed: int = TrainConfig.seed,
     row_clip: float | None = TrainConfig.row_clip,
     wire_dtype: torch.dtype | None = None,
-) -> Parallel:
+) -> ShardedModel:
     """Swaps the nn.Embedding modules named in `ids` for tables over all ranks of `transport`;
     changes `model` in place.
 
@@ -87,7 +87,7 @@ def parallelize(
     tables or per table. Dense parameters and buffers are rank 0's, bit for bit. `wire_dtype`
     (torch.bfloat16) rounds rows and gradients on the wire.
     """
-    transport = transport or Local()
+    transport = transport or LocalTransport()
     given = _given_names(model, ids)
     modules: dict[str, nn.Embedding] = {name: model.get_submodule(name) for name in given}  # type: ignore[misc]
     _refuse(model, modules, init)
@@ -130,7 +130,7 @@ def parallelize(
             setattr(model.get_submodule(parent), attribute, readers[id(module)])
     model.to(transport.device)
     take_from_rank_zero(model, transport)
-    return Parallel(model, tables)
+    return ShardedModel(model, tables)
 
 
 def _given_names(model: nn.Module, ids: Mapping[str, Sequence[str]]) -> dict[str, str]:

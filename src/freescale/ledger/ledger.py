@@ -2,7 +2,7 @@
 
 A collective has three stamps. `issued`: this rank arrived and asked for it. `waited`: its compute
 stopped for the result. `done`: the result was there. A blocking collective has issued == waited.
-Merging the ranks (figures.py) splits the wait at the moment the last rank arrived: straggler time
+Merging the ranks (summary.py) splits the wait at the moment the last rank arrived: straggler time
 before it, exposed communication after it.
 
 Another thread of the rank that communicates for it has a `Side` of the ledger. Its collectives stop

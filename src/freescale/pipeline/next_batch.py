@@ -28,14 +28,14 @@ from freescale.pipeline.source import Source
 from freescale.transport.api import Transport
 
 
-class Upcoming:
+class BatchPreparation:
     """Every rank calls the same methods in the same order."""
 
     def __init__(
         self,
         step: int,
         source: Source,
-        before: Upcoming | None,
+        before: BatchPreparation | None,
         tables: Tables,
         transport: Transport,
         balancer: Balancer | None,

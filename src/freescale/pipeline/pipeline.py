@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from freescale.config import TrainConfig
-from freescale.embedding.parallelize import Parallel
+from freescale.embedding.parallelize import ShardedModel
 from freescale.pipeline.serial import Serial
 from freescale.pipeline.staged import Staged
 
@@ -15,7 +15,7 @@ SCHEDULES = {"staged": Staged, "serial": Serial}
 
 
 def Pipeline(
-    parallel: Parallel,
+    parallel: ShardedModel,
     optimizer: torch.optim.Optimizer,
     *,
     schedule: str = TrainConfig.schedule,

@@ -16,20 +16,20 @@ from torch import Tensor
 from freescale.balance.balancer import Balancer
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
-from freescale.embedding.parallelize import Parallel
+from freescale.embedding.parallelize import ShardedModel
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.agreement import MAX_TASKS, Agreement
 from freescale.pipeline.dense.buckets import GradientBuckets
-from freescale.pipeline.dense.partitioned import Summing
+from freescale.pipeline.dense.partitioned import PartitionedAllReduce
 from freescale.pipeline.dense.reducer import MakeReducer, Reducer
 from freescale.pipeline.gc_freeze import objects_set_aside
 from freescale.pipeline.loss_watch import LossWatch
-from freescale.pipeline.next_batch import Upcoming
+from freescale.pipeline.next_batch import BatchPreparation
 from freescale.pipeline.source import Source
 from freescale.pipeline.stopwatch import Stopwatch
 from freescale.transport.api import Transport
 
-DENSE_SUMS = ("collective", "parts")
+DENSE_SUMS = ("collective", "partitioned")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Schedule(ABC):
 
     def __init__(
         self,
-        parallel: Parallel,
+        parallel: ShardedModel,
         optimizer: torch.optim.Optimizer,
         *,
         accumulate: int = TrainConfig.accumulate,
@@ -77,7 +77,7 @@ class Schedule(ABC):
         scaling). `balancer` moves the samples of the next batch while this one computes. `reducer`
         sums the dense gradients over the ranks in another way than exactly
         (`freescale.Thresholding(0.99)`). `dense_sums`: by the process group (collective), or by
-        parts over the transport's own exchanges (parts: summing.py).
+        partitions over the transport's own exchanges (dense/partitioned.py).
         """
         if accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {accumulate}")
@@ -87,10 +87,10 @@ class Schedule(ABC):
             raise ValueError(
                 f"dense_sums must be one of {', '.join(DENSE_SUMS)}, not {dense_sums!r}"
             )
-        if dense_sums == "parts" and reducer is not None:
+        if dense_sums == "partitioned" and reducer is not None:
             raise ValueError(
                 "compressed gradients are summed in their own way: "
-                "dense_sums='parts' is for exact ones"
+                "dense_sums='partitioned' is for exact ones"
             )
         _refuse_other_parameters(parallel, optimizer)
         self.parallel, self.optimizer = parallel, optimizer
@@ -112,11 +112,11 @@ class Schedule(ABC):
         self._stop = self._stopped = self._closed = False
         # of a batch: raised once the steps before it are made
         self._failure: Exception | None = None
-        self._taken: list[Upcoming] = []  # batches on their way, in their order
+        self._taken: list[BatchPreparation] = []  # batches on their way, in their order
         self._source: Source | None = None  # of the last run
         self._loss_watch = LossWatch()
-        parts = dense_sums == "parts" and self.transport.world > 1
-        self._summing = Summing(self.transport) if parts else None
+        parts = dense_sums == "partitioned" and self.transport.world > 1
+        self._summing = PartitionedAllReduce(self.transport) if parts else None
         exact = partial(GradientBuckets, summing=self._summing)
         self.buckets: Reducer = (reducer or exact)(
             parallel.dense_parameters(), self.transport.device
@@ -194,14 +194,14 @@ class Schedule(ABC):
     def _upcoming(
         self,
         source: Source,
-        before: Upcoming | None,
+        before: BatchPreparation | None,
         transport: Transport,
         computed: Callable[[], tuple[int, int]],
         ahead: bool = False,
-    ) -> Upcoming:
+    ) -> BatchPreparation:
         """The batch after `before`."""
         step = before.step + 1 if before is not None else self.steps + 1
-        upcoming = Upcoming(
+        upcoming = BatchPreparation(
             step,
             source,
             before,
@@ -346,16 +346,15 @@ class Schedule(ABC):
         self.steps = int(state["steps"])
         if "order" in state:
             numbers = {name: number for number, name in enumerate(self._trained())}
-            order = [numbers.get(name) for name in state["order"] or ()]
+            kept = state["order"] or ()
             # Of other parameters than are trained now: by the next backward.
-            self.buckets.adopt_order(
-                order if order and sorted(state["order"]) == sorted(numbers) else None
-            )  # type: ignore[arg-type]
+            same = bool(kept) and sorted(kept) == sorted(numbers)
+            self.buckets.adopt_order([numbers[name] for name in kept] if same else None)
         if self.balancer:
             self.balancer.load_state_dict(state.get("balancer", {}), self.transport.world)
 
 
-def _refuse_other_parameters(parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
+def _refuse_other_parameters(parallel: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """An optimizer of another model, or of the model before it was parallelized, would train
     nothing."""
     own = {id(parameter) for parameter in parallel.dense_parameters()}

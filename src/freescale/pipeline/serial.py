@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from freescale.batch import SequenceBatch
 from freescale.pipeline.agreement import Agreement
-from freescale.pipeline.next_batch import Upcoming
+from freescale.pipeline.next_batch import BatchPreparation
 from freescale.pipeline.schedule import Schedule, StepResult
 from freescale.pipeline.source import Source
 from freescale.transport.api import TransportError
@@ -51,16 +51,18 @@ class Serial(Schedule):
                 following.meet()
             coming = following
 
-    def _tell_left(self, following: Upcoming) -> None:
+    def _tell_left(self, following: BatchPreparation) -> None:
         """The others would wait for this rank."""
         if self.transport.world > 1 and not sys.is_finalizing():
             with suppress(TransportError):  # nobody is there to hear it
                 following.meet(left=self.steps)
 
-    def _next(self, source: Source, before: Upcoming | None) -> Upcoming:
+    def _next(self, source: Source, before: BatchPreparation | None) -> BatchPreparation:
         return self._upcoming(source, before, self.transport, self.stopwatch.last)
 
-    def _step(self, batch: SequenceBatch, agreement: Agreement, following: Upcoming) -> StepResult:
+    def _step(
+        self, batch: SequenceBatch, agreement: Agreement, following: BatchPreparation
+    ) -> StepResult:
         if not self.tables.placed:
             self.tables.place(batch)
         micro = self._micro_batches(batch)

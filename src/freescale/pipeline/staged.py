@@ -35,7 +35,7 @@ from freescale.embedding.request import Part, Request
 from freescale.ledger.ledger import Arrival
 from freescale.pipeline.agreement import Agreement
 from freescale.pipeline.lane import Job, Lane, Moment
-from freescale.pipeline.next_batch import Upcoming
+from freescale.pipeline.next_batch import BatchPreparation
 from freescale.pipeline.schedule import Schedule, StepResult
 from freescale.pipeline.source import Source
 from freescale.transport.api import Transport
@@ -48,7 +48,7 @@ class Turn:
     batch: SequenceBatch
     agreement: Agreement
     micro: list[SequenceBatch]
-    upcoming: Upcoming
+    upcoming: BatchPreparation
     placed: Moment  # there is memory for its rows
     compared: Moment  # what it shares with the next batch is known
     requests: list[Request] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Turn:
 class Taking:
     """A batch that the lane `coming` brings."""
 
-    upcoming: Upcoming
+    upcoming: BatchPreparation
     agreed: Moment  # the ranks have agreed on it: all are still there
     job: Job | None = None  # until it is where it will be computed
     asked: list[Arrival] = field(default_factory=list)  # collectives of the agreement
@@ -84,7 +84,7 @@ class Staged(Schedule):
         # the last step, as long as some of its gradients are deferred
         self._unsettled: Turn | None = None
         self._taking: Taking | None = None
-        self._last: Upcoming | None = None  # the newest batch
+        self._last: BatchPreparation | None = None  # the newest batch
         self._replaced = False  # the tables, since rows were fetched ahead
 
     def _run(self, source: Source) -> Iterator[StepResult]:

@@ -135,7 +135,7 @@ def _drawn(records: Mapping[int, Mapping[int, dict]], numbers: Sequence[int]) ->
 
 
 def _bubbles(collectives: Mapping[int, Sequence[tuple]]) -> list[list]:
-    """A wait is split at the moment the last rank arrived, as in figures.py: straggler before it,
+    """A wait is split at the moment the last rank arrived, as in summary.py: straggler before it,
     exposed communication after."""
     found: list[list] = []
     if len({len(of_rank) for of_rank in collectives.values()}) > 1:

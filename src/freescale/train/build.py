@@ -15,7 +15,7 @@ from freescale.balance.partitioners.registry import find_partitioner
 from freescale.config import RunConfig
 from freescale.data.loader import Histories
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
-from freescale.embedding.parallelize import Parallel, parallelize
+from freescale.embedding.parallelize import ShardedModel, parallelize
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import SegmentedHSTU
@@ -112,7 +112,7 @@ def build_reducer(config: RunConfig) -> Thresholding | None:
     return None if eta is None else Thresholding(eta, config.train.compress_every)
 
 
-def build_parallel(config: RunConfig, data: Histories, transport: Transport) -> Parallel:
+def build_parallel(config: RunConfig, data: Histories, transport: Transport) -> ShardedModel:
     train = config.train
     model = build_model(config, data.num_items, data.num_actions)
     return parallelize(
@@ -129,7 +129,7 @@ def build_parallel(config: RunConfig, data: Histories, transport: Transport) -> 
 
 
 def evaluate(
-    config: RunConfig, parallel: Parallel, path: Path, part: str, baseline: bool = False
+    config: RunConfig, parallel: ShardedModel, path: Path, part: str, baseline: bool = False
 ) -> dict[str, dict[str, float]]:
     """Metrics of the model on a part, the same on all ranks; with the popularity baseline beside it
     if asked."""

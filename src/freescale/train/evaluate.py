@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.parallelize import Parallel
+from freescale.embedding.parallelize import ShardedModel
 from freescale.train.metrics import area_under_curve, normalized_entropy, ranking_quality
 from freescale.transport.api import Transport
 
@@ -21,7 +21,7 @@ _SCORE_ELEMENTS = 1 << 24  # scores held at a time
 
 
 def _evaluated(
-    parallel: Parallel, data: Iterable[SequenceBatch], visit: Callable[[SequenceBatch], None]
+    parallel: ShardedModel, data: Iterable[SequenceBatch], visit: Callable[[SequenceBatch], None]
 ) -> None:
     """Visits batches with the model in evaluation mode and the batch's rows fetched. All ranks have
     equally many batches."""
@@ -68,7 +68,7 @@ def better_items(scores: Tensor, ids: Tensor, target_scores: Tensor, targets: Te
 
 
 def evaluate_retrieval(
-    parallel: Parallel,
+    parallel: ShardedModel,
     data: Iterable[SequenceBatch],
     *,
     table: str = "item",
@@ -132,7 +132,7 @@ def _ranks(scores: Tensor, ids: Tensor, targets: Tensor, transport: Transport) -
 
 
 def evaluate_ranking(
-    parallel: Parallel, data: Iterable[SequenceBatch], tasks: tuple[str, ...]
+    parallel: ShardedModel, data: Iterable[SequenceBatch], tasks: tuple[str, ...]
 ) -> dict[str, dict[str, float]]:
     """{"model": {"ne/task": ..., "auc/task": ...}} over all candidates of all ranks."""
     transport = parallel.transport
@@ -141,10 +141,8 @@ def evaluate_ranking(
 
     def visit(batch: SequenceBatch) -> None:
         if len(batch):
-            guess, truth = (
-                parallel.module.predictions(batch).float(),
-                batch.sequences["labels"].values.float(),
-            )  # type: ignore[operator]
+            guess = parallel.module.predictions(batch).float()  # type: ignore[operator]
+            truth = batch.sequences["labels"].values.float()
         else:
             guess = truth = torch.zeros(0, len(tasks), device=transport.device)
         predictions.append(_gather_rows(guess, transport)[0].cpu())

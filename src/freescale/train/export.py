@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from freescale.embedding.layout import positions
 from freescale.train.checkpoint import Intact, SafeReader, checkpointing, intact, last_intact
-from freescale.transport.local import Local
+from freescale.transport.local import LocalTransport
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -21,7 +21,7 @@ def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
     order of ids)."""
     from safetensors.torch import save_file
 
-    found = checkpoint if isinstance(checkpoint, Intact) else intact(checkpoint, Local())
+    found = checkpoint if isinstance(checkpoint, Intact) else intact(checkpoint, LocalTransport())
     path, state = found.path, found.state
     out.mkdir(parents=True, exist_ok=True)
     dense = {
@@ -55,7 +55,7 @@ def _written(save_file, tensors: dict[str, torch.Tensor], path: Path) -> Path:  
 
 
 def export_run(folder: Path, out: Path) -> Iterator[Path]:
-    found = last_intact(folder / "checkpoints", Local())
+    found = last_intact(folder / "checkpoints", LocalTransport())
     if found is None:
         raise ValueError(f"{folder} holds no checkpoint: name the folder of a run")
     yield from export_checkpoint(found, out)

@@ -240,7 +240,7 @@ class Trainer:
             if compressed
             else ""
         )
-        if self.config.train.dense_sums == "parts":
+        if self.config.train.dense_sums == "partitioned":
             about = " (their gradients are summed by parts, over the transport)"
         return [
             f"{data.num_samples:,} users, {data.num_items:,} items; {self.transport.world} ranks "

@@ -15,10 +15,10 @@ from freescale.transport.api import Transport, TransportError
 from freescale.transport.choice import choose, may_need_engine, rdma_devices, ucx_installed
 from freescale.transport.descriptors import check, raised
 from freescale.transport.hostwire.calls import lacking
-from freescale.transport.hostwire.transport import Hostwire
+from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.hostwire.wires.shared import machine
-from freescale.transport.local import Local
-from freescale.transport.process_group import Collective
+from freescale.transport.local import LocalTransport
+from freescale.transport.process_group import ProcessGroupTransport
 
 # seconds that the first rank waits for the last: machines prepare their data at different speeds
 _MEETING = 600.0
@@ -45,7 +45,7 @@ def connect(
     transport: str = TrainConfig.transport,
 ) -> Transport:
     """A transport over all ranks. Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ... are set) it
-    joins them; alone it is `Local`. A process group that exists already is used as it is. `timeout`
+    joins them; alone it is `LocalTransport`. A process group that exists already is used as it is. `timeout`
     bounds every collective, in seconds. `transport`: auto, collective, hostwire-gloo, hostwire-tcp
     or hostwire-ucx; `about` of what is returned says which and why."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -60,7 +60,7 @@ def connect(
     if dist.is_initialized():
         return _joined(chosen, timeout, transport, owner=False)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return Local(chosen, Ledger(chosen))
+        return LocalTransport(chosen, Ledger(chosen))
     check(
         transport,
         chosen.type,
@@ -84,19 +84,21 @@ def connect(
     return _joined(chosen, timeout, transport, owner=True)
 
 
-def _joined(device: torch.device, timeout: float, transport: str, owner: bool) -> Collective:
+def _joined(
+    device: torch.device, timeout: float, transport: str, owner: bool
+) -> ProcessGroupTransport:
     """Groups of our own for the step's tensors and for control traffic: the two never mix, and
     `timeout` holds for both."""
     limit = timedelta(seconds=timeout)
     raised()  # before connections are made
     group = dist.new_group(timeout=limit)
     control = dist.new_group(timeout=limit, backend="gloo")
-    made = Collective(
+    made = ProcessGroupTransport(
         device, Ledger(device), group=group, control=control, owner=owner, timeout=limit
     )
     chosen, why = agreed(transport, made)
     if chosen != "collective":
-        made = Hostwire(
+        made = HostwireTransport(
             device,
             made.ledger,
             group,
@@ -109,7 +111,7 @@ def _joined(device: torch.device, timeout: float, transport: str, owner: bool) -
     return made
 
 
-def agreed(transport: str, made: Collective) -> tuple[str, str]:
+def agreed(transport: str, made: ProcessGroupTransport) -> tuple[str, str]:
     """(what joined ranks take, why). They may have different packages and devices, and decide by
     what all of them have. Where a rank may not open as many files as that takes, all say so."""
     device = made.device.type

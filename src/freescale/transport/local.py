@@ -22,7 +22,7 @@ class _Done:
         return self._tensor
 
 
-class Local:
+class LocalTransport:
     rank = 0
     world = 1
     lines = 1
@@ -56,8 +56,8 @@ class Local:
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload]
 
-    def channel(self, ledger: Side, urgent: bool = False) -> Local:
-        return Local(self.device, ledger)
+    def channel(self, ledger: Side, urgent: bool = False) -> LocalTransport:
+        return LocalTransport(self.device, ledger)
 
     def release(self, channel: Transport) -> None:
         pass

@@ -136,7 +136,7 @@ def _there(work: dist.Work | None) -> dist.Work:
     return work
 
 
-class Collective:
+class ProcessGroupTransport:
     """`group` carries the tensors; `control` is a gloo group of the same ranks, for what is planned
     on the host as well."""
 
@@ -154,7 +154,7 @@ class Collective:
         that of further channels. `lines`: gloo's groups, whatever the device, that AllToAlls take
         in turn."""
         self._owner, self._timeout = owner, timeout
-        self.use, self._channels = Use(), Channels[Collective]()
+        self.use, self._channels = Use(), Channels[ProcessGroupTransport]()
         self.about = "transport collective"
         self.lines, self._next_line = max(1, len(lines)), cycle(lines) if lines else None
         self.device = torch.device(device)
@@ -278,7 +278,7 @@ class Collective:
         dist.all_gather(parts, tensor, group=self.control)
         return parts
 
-    def channel(self, ledger: Side, urgent: bool = False) -> Collective:
+    def channel(self, ledger: Side, urgent: bool = False) -> ProcessGroupTransport:
         made, lost = self._channels.again(urgent, self.gather_bytes)
         for channel in lost:
             channel._abandon()
@@ -289,7 +289,7 @@ class Collective:
         return made
 
     def release(self, channel: Transport) -> None:
-        assert isinstance(channel, Collective)
+        assert isinstance(channel, ProcessGroupTransport)
         if not self._channels.release(channel):
             channel._abandon()
 
@@ -297,14 +297,14 @@ class Collective:
         """Of a channel that failed. Groups stay until the transport closes: gloo would wait here
         for what is under way."""
 
-    def _open_channel(self, ledger: Side, urgent: bool) -> Collective:
+    def _open_channel(self, ledger: Side, urgent: bool) -> ProcessGroupTransport:
         """Groups of its own: connections and threads of its own."""
         ranks = dist.get_process_group_ranks(self.group)
         lines = [
             dist.new_group(ranks, timeout=self._timeout, backend="gloo")
             for _ in range(_LINES[self.device.type])
         ]
-        return Collective(
+        return ProcessGroupTransport(
             self.device,
             ledger,
             group=lines[0],

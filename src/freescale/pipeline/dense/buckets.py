@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from freescale.pipeline.dense.flat import FlatGradients
-from freescale.pipeline.dense.partitioned import Summing
+from freescale.pipeline.dense.partitioned import PartitionedAllReduce
 from freescale.transport.api import Handle, Transport
 
 _MOST_BYTES = 25 << 20
@@ -38,7 +38,7 @@ class GradientBuckets(FlatGradients):
         self,
         parameters: Iterable[nn.Parameter],
         device: torch.device,
-        summing: Summing | None = None,
+        summing: PartitionedAllReduce | None = None,
     ) -> None:
         """`summing` sums instead of the transport."""
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -47,7 +47,7 @@ class GradientBuckets(FlatGradients):
         self._lacking: list[set[int]] = []
         self._summed: Handle | None = None
         self._handles: list[Handle] = []
-        self._sums: Transport | Summing | None = None
+        self._sums: Transport | PartitionedAllReduce | None = None
         # parameters by number, as the first backward reached them; None once all know
         self._came: dict[int, None] | None
         self.adopt_order(None)

@@ -19,7 +19,7 @@ from freescale.pipeline.lane import Job, Lane
 from freescale.transport.api import Handle, Transport
 
 
-class Summing:
+class PartitionedAllReduce:
     """Sums one after another, by a lane of its own: they go on while the main thread computes."""
 
     def __init__(self, transport: Transport) -> None:
@@ -41,7 +41,7 @@ class Summing:
 
 
 class _Sum:
-    def __init__(self, summing: Summing, tensor: Tensor, kind: str) -> None:
+    def __init__(self, summing: PartitionedAllReduce, tensor: Tensor, kind: str) -> None:
         self._summing, self._tensor, self._kind = summing, tensor, kind
         self._arrivals: list[Arrival] = []
         self.path, self.bytes = "", 0  # known once it has travelled

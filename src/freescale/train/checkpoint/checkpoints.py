@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from freescale.config import TrainConfig
-from freescale.embedding.parallelize import Parallel
+from freescale.embedding.parallelize import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.checkpoint.compression_state import Carried
+from freescale.train.checkpoint.compression_state import CompressionState
 from freescale.train.checkpoint.files import (
     FORMAT,
     CheckpointFolder,
@@ -50,7 +50,7 @@ from freescale.train.checkpoint.plain import Room
 from freescale.train.checkpoint.safe import SafeReader
 from freescale.train.checkpoint.together import Writer, checkpointing, reason, together
 from freescale.transport.api import Transport
-from freescale.transport.process_group import Collective
+from freescale.transport.process_group import ProcessGroupTransport
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Checkpoints:
     # ---- save
 
     def check(
-        self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int | None = 0
+        self, parallel: ShardedModel, optimizer: torch.optim.Optimizer, step: int | None = 0
     ) -> None:
         """Before training, at `step`: whatever could not be saved later is refused now, by name.
         Without a step the folder is not looked at: it is not known yet. A collective."""
@@ -112,7 +112,7 @@ class Checkpoints:
 
     def save(
         self,
-        parallel: Parallel,
+        parallel: ShardedModel,
         optimizer: torch.optim.Optimizer,
         progress: Mapping[str, Any],
         reducer: Reducer | None = None,
@@ -146,7 +146,7 @@ class Checkpoints:
 
     def _contents(
         self,
-        parallel: Parallel,
+        parallel: ShardedModel,
         optimizer: torch.optim.Optimizer,
         progress: Mapping[str, Any],
         reducer: Reducer | None,
@@ -161,7 +161,7 @@ class Checkpoints:
         beside: dict[str, Tensor] = {}
         extra = pack_extra(parallel.module, beside)
         own, shared = pack_optimizer(optimizer, names, beside)
-        carried = Carried(reducer, names)
+        carried = CompressionState(reducer, names)
         state = {"format": FORMAT} | description(parallel, optimizer) | {"progress": dict(progress)}
         state |= {"ranks": transport.world, "device": transport.device.type}
         state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
@@ -239,7 +239,7 @@ class Checkpoints:
     def load(
         self,
         checkpoint: Path | Intact,
-        parallel: Parallel,
+        parallel: ShardedModel,
         optimizer: torch.optim.Optimizer | None = None,
         reducer: Reducer | None = None,
     ) -> dict:
@@ -264,7 +264,7 @@ class Checkpoints:
         # Other ranks or devices have other random states; each rank keeps its own.
         same_ranks = state["ranks"] == transport.world and state["device"] == transport.device.type
         random = random_tensors(transport) if optimizer is not None and same_ranks else {}
-        carried = Carried(reducer, names)
+        carried = CompressionState(reducer, names)
         errors = carried.room(
             state.get("carried", ()), transport.rank, transport.world, state["ranks"]
         )
@@ -302,6 +302,6 @@ class Checkpoints:
             )
 
     def _coordination(self) -> dict[str, Any]:
-        if isinstance(self.transport, Collective):
+        if isinstance(self.transport, ProcessGroupTransport):
             return {"process_group": self.transport.control}
         return {"no_dist": True}

@@ -14,7 +14,7 @@ from freescale.pipeline.dense.thresholded import ThresholdedGradients
 State = dict[nn.Parameter, dict[str, Tensor]]
 
 
-class Carried:
+class CompressionState:
     """Of a schedule's reducer; of one that carries nothing, nothing. `names` are the parameters',
     by identity."""
 

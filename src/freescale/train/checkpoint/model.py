@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from freescale.embedding.parallelize import Parallel
+from freescale.embedding.parallelize import ShardedModel
 from freescale.embedding.tables import Tables
 from freescale.train.checkpoint.plain import pack
 from freescale.transport.api import Transport
-from freescale.transport.process_group import Collective
+from freescale.transport.process_group import ProcessGroupTransport
 
 _EXTRA = "_extra_state"  # torch's name for what a module's get_extra_state returns
 
 
-def names_of(parallel: Parallel) -> dict[int, str]:
+def names_of(parallel: ShardedModel) -> dict[int, str]:
     """Of the dense parameters, by identity."""
     return {id(parameter): name for name, parameter in parallel.module.named_parameters()}
 
@@ -63,7 +63,9 @@ def table_tensors(tables: Tables, transport: Transport) -> dict[str, Tensor]:
 def _whole(local: Tensor, name: str, tables: Tables, transport: Transport) -> Tensor:
     """A rank's part of a table as torch's sharded tensor; a replicated table is a plain tensor of
     the same name and shape."""
-    if tables.placements[name].kind == "replicated" or not isinstance(transport, Collective):
+    if tables.placements[name].kind == "replicated" or not isinstance(
+        transport, ProcessGroupTransport
+    ):
         return local
     device = transport.device.type
     group = transport.group if device == "cuda" else transport.control
@@ -115,7 +117,7 @@ def restore_random(tensors: Mapping[str, Tensor], transport: Transport) -> None:
 # ---- what it is
 
 
-def description(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def description(parallel: ShardedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """What a checkpoint says of the model, so that another model is refused before anything is
     read."""
     tables = parallel.tables
@@ -140,7 +142,7 @@ def description(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def refuse_other_model(
-    path: Path, saved: Mapping, parallel: Parallel, optimizer: torch.optim.Optimizer | None
+    path: Path, saved: Mapping, parallel: ShardedModel, optimizer: torch.optim.Optimizer | None
 ) -> None:
     here = description(parallel, optimizer)
     for part in ("tables", "dense"):

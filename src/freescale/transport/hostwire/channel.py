@@ -15,7 +15,7 @@ import torch
 
 from freescale.transport.hostwire.gate import Gate
 from freescale.transport.hostwire.pinned import Pinned
-from freescale.transport.hostwire.steps import Halves, Ready
+from freescale.transport.hostwire.steps import Ready, TransferSteps
 from freescale.transport.hostwire.transfer import Transfer
 from freescale.transport.hostwire.wires.gloo import Wire
 from freescale.transport.threads import started
@@ -42,11 +42,11 @@ class Channel:
         `piece`: the largest, in bytes. `patient`: who submits waits soon, and does nothing else
         meanwhile."""
         self.name, self._seconds = name, seconds
-        self._halves = Halves(rank, device, routes, ring, gate, piece, seconds)
+        self._halves = TransferSteps(rank, device, routes, ring, gate, piece, seconds)
         # sends return at once: what is sent is a copy, in a slot
         prompt = all(not wire.direct for wire in routes)
         self._at_once = prompt and device.type == "cpu"
-        self._carried = Carried(self._halves, seconds) if patient and prompt else None
+        self._carried = CallerDriven(self._halves, seconds) if patient and prompt else None
         self._sending = threading.Lock()
         self._counting, self._waiting = threading.Lock(), 0  # transfers that the thread has to send
         self._queues: list[queue.SimpleQueue[Transfer | None]] = [
@@ -127,11 +127,11 @@ class Channel:
         transfer.half_done(self._halves.error)
 
 
-class Carried:
+class CallerDriven:
     """Transfers that whoever waits for one carries, up to that one: out and in by turns, whichever
     can go on."""
 
-    def __init__(self, halves: Halves, seconds: float) -> None:
+    def __init__(self, halves: TransferSteps, seconds: float) -> None:
         self._halves, self._seconds, self._awake = halves, seconds, _AWAKE[halves.device.type]
         self._ways = (_Way(halves.out), _Way(halves.into))
 

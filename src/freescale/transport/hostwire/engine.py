@@ -1,7 +1,7 @@
 """A channel whose transfers are carried in C (engine.c), without Python's lock: in memory that
 ranks of one machine share, and on streams between machines.
 
-The thread that waits carries, as with `Carried`. In Python a transfer keeps the interpreter, which
+The thread that waits carries, as with `CallerDriven`. In Python a transfer keeps the interpreter, which
 the main thread then lacks for launching kernels; here only building the call does. Where there is
 no engine (calls.py), channel.py runs.
 """

@@ -21,7 +21,7 @@ from freescale.transport.hostwire.wires.shared import SharedWire, machine
 from freescale.transport.hostwire.wires.shared import connect as connect_shared
 from freescale.transport.hostwire.wires.tcp import TcpWire
 from freescale.transport.hostwire.wires.tcp import connect as connect_tcp
-from freescale.transport.process_group import Collective
+from freescale.transport.process_group import ProcessGroupTransport
 
 _SMALLEST = 64 << 10
 _PROBE, _PROBES = 256 << 10, 4
@@ -36,7 +36,7 @@ class Opened:
     routes: list[AnyWire]  # by rank
 
 
-def same_machine(meeting: Collective) -> list[int]:
+def same_machine(meeting: ProcessGroupTransport) -> list[int]:
     """The other ranks that this one can share memory with."""
     machines = meeting.gather_bytes(machine())
     return [
@@ -46,7 +46,9 @@ def same_machine(meeting: Collective) -> list[int]:
     ]
 
 
-def open_wires(meeting: Collective, wire: str, neighbours: list[int], timeout: timedelta) -> Opened:
+def open_wires(
+    meeting: ProcessGroupTransport, wire: str, neighbours: list[int], timeout: timedelta
+) -> Opened:
     """`neighbours`: ranks to share memory with. `wire`, to the others: gloo, tcp or ucx. If it
     fails it closes what it opened."""
     with ExitStack() as always, ExitStack() as failed:
@@ -101,7 +103,7 @@ def _said(caught: BaseException) -> str:
     return str(caught) or type(caught).__name__
 
 
-def _all_well(meeting: Collective, error: str, what: str) -> None:
+def _all_well(meeting: ProcessGroupTransport, error: str, what: str) -> None:
     for rank, text in enumerate(meeting.gather_bytes(error.encode())):
         if text:
             raise TransportError(
@@ -109,7 +111,9 @@ def _all_well(meeting: Collective, error: str, what: str) -> None:
             )
 
 
-def _across(meeting: Collective, wire: str, peers: list[int], timeout: timedelta) -> AnyWire:
+def _across(
+    meeting: ProcessGroupTransport, wire: str, peers: list[int], timeout: timedelta
+) -> AnyWire:
     if wire == "ucx":
         from freescale.transport.hostwire.wires.ucx import UcxWire
 
@@ -136,7 +140,7 @@ def _across(meeting: Collective, wire: str, peers: list[int], timeout: timedelta
 
 
 def network_piece(
-    meeting: Collective, routes: list[AnyWire], piece_seconds: float, timeout: float
+    meeting: ProcessGroupTransport, routes: list[AnyWire], piece_seconds: float, timeout: float
 ) -> tuple[int, float]:
     """(bytes that the slowest pair moves in `piece_seconds`, seconds that it takes for a byte),
     measured once; between ranks of one machine the largest piece, and 0."""
@@ -157,7 +161,9 @@ def network_piece(
     ), slowest / _PROBE
 
 
-def _probe(meeting: Collective, routes: list[AnyWire], size: int, seconds: float) -> float:
+def _probe(
+    meeting: ProcessGroupTransport, routes: list[AnyWire], size: int, seconds: float
+) -> float:
     """To the next rank and from the one before, where they are elsewhere: for each pair of ranks
     both or neither take part."""
     after, before = (meeting.rank + 1) % meeting.world, (meeting.rank - 1) % meeting.world

@@ -38,7 +38,7 @@ Ready = Callable[[], bool]
 Piece = tuple[int, Tensor]  # peer, bytes
 
 
-class Halves:
+class TransferSteps:
     """Transfers of one channel, one after another; `error` is what ended it."""
 
     def __init__(

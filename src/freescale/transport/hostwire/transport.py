@@ -32,7 +32,7 @@ from freescale.transport.hostwire.steps import URGENT_TIMES
 from freescale.transport.hostwire.transfer import Part, Round, Transfer, recorded
 from freescale.transport.hostwire.wires.shared import SharedWire
 from freescale.transport.hostwire.wires.tcp import TcpWire
-from freescale.transport.process_group import Collective
+from freescale.transport.process_group import ProcessGroupTransport
 
 _PIECE_SECONDS = 0.004  # that a piece takes at most on the network: what urgent traffic waits for
 _RING = 256 << 10  # bytes that every rank sends: below, an AllGather goes pair by pair
@@ -72,7 +72,7 @@ class Pending:
         return self._output
 
 
-class Hostwire(Collective):
+class HostwireTransport(ProcessGroupTransport):
     """`wire`: between machines, gloo, tcp or ucx. With the first two ranks of one machine share
     memory; UCX finds its own way."""
 
@@ -86,7 +86,7 @@ class Hostwire(Collective):
         shared: bool = True,
         owner: bool = False,
         timeout: timedelta = timedelta(seconds=TrainConfig.timeout),
-        above: Hostwire | None = None,
+        above: HostwireTransport | None = None,
         urgent: bool = False,
     ) -> None:
         """`shared`: memory, between ranks of one machine. `above`: the transport that this one is a
@@ -269,9 +269,9 @@ class Hostwire(Collective):
         self._channel.submit(transfer)
         return Pending(transfer, output, arrival, self._carried_by, tensor, self.use)
 
-    def _open_channel(self, ledger: Side, urgent: bool) -> Hostwire:
+    def _open_channel(self, ledger: Side, urgent: bool) -> HostwireTransport:
         assert self._timeout is not None
-        return Hostwire(
+        return HostwireTransport(
             self.device,
             ledger,
             self.group,
