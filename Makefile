@@ -34,8 +34,8 @@ lint: $(READY)
 
 # The comparison with TorchRec; sets up an environment of its own.
 bench: $(READY)
-	bash benchmarks/peer/setup.sh
-	.venv-peer/bin/python benchmarks/bench_serial.py
+	bash benchmarks/torchrec/setup.sh
+	PYTHONPATH=benchmarks/torchrec .venv-peer/bin/python -m freescale.bench.serial.bench
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'

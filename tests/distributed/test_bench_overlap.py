@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from freescale.bench.overlap import figures, notes
-from freescale.bench.overlapped import FULL
-from freescale.bench.ranks import divided_gpu, start_ranks
+from freescale.bench.common.ranks import divided_gpu, start_ranks
+from freescale.bench.overlap.bench import figures, notes
+from freescale.bench.overlap.overlapped import FULL
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,9 +17,8 @@ import pytest
 from freescale.data.synthetic import generate
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from hosts import Network, hosts  # noqa: E402
+from freescale.bench.common.hosts import Network, hosts
 
 PORT = 29544  # inside the namespaces, which have ports of their own
 SMALL = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from freescale.pipeline.serial import Serial
 from freescale.pipeline.staged import Staged
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "peer")]
 
-import ladder_arms  # noqa: E402
-import rungs  # noqa: E402
-from workload import Workload  # noqa: E402
+from freescale.bench.common.workload import Workload
+from freescale.bench.ladder import arms as ladder_arms
+from freescale.bench.ladder import rungs
 
 TINY = Workload(
     rows=4000,

@@ -7,7 +7,6 @@ The stale control (benchmarks/stale.py), which ignores collisions, must fail the
 from __future__ import annotations
 
 import random
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -37,9 +36,8 @@ from freescale.transport.process_group import ProcessGroupTransport
 
 from test_serial import whole_tables  # isort: skip
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from stale import no_collisions  # noqa: E402
+from freescale.bench.staged.stale import no_collisions
 
 ITEMS = 6000
 STEPS = 20

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import kernel_cases
 
-from freescale.bench import jagged, triton_jagged
+from freescale.bench.kernels import jagged, triton_jagged
 from freescale.kernels.reference import rows
 from freescale.kernels.triton import rows as triton_rows
 from freescale.kernels.triton import unique as triton_unique

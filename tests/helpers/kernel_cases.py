@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import torch
 
-from freescale.bench import jagged, triton_jagged
+from freescale.bench.kernels import jagged, triton_jagged
 from freescale.kernels.reference import rows, unique
 from freescale.kernels.triton import rows as triton_rows
 from freescale.kernels.triton import unique as triton_unique

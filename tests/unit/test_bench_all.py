@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +13,14 @@ import pytest
 from click.testing import CliRunner
 
 from freescale.bench.all import Runner
+from freescale.bench.common.repository import commit
 from freescale.bench.registry import Benchmark, Machine, chosen, done_before, read_registry
-from freescale.bench.repository import commit
 from freescale.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import bench_workload  # noqa: E402
-import results  # noqa: E402
+from freescale.bench.common import results
+from freescale.bench.workload import bench as bench_workload
 
 BARE = Machine(cores=1, hosts=False, gpu="", gpus=0, mps=False, file=None)
 RICH = Machine(cores=64, hosts=True, gpu="h200", gpus=1, mps=True, file="retail.parquet")
@@ -37,7 +35,7 @@ pathlib.Path(os.environ["FREESCALE_RESULTS"], sys.argv[1]).write_text(json.dumps
 
 
 def test_every_script_and_its_result_is_in_the_registry():
-    registry = read_registry(ROOT)
+    registry = read_registry()
     for script in (ROOT / "benchmarks").glob("bench_*.py"):
         assert any(f"benchmarks/{script.name}" in one.command for one in registry), (
             f"{script.name} is not in registry.toml"
@@ -72,7 +70,7 @@ def test_what_a_machine_lacks():
 
 
 def test_only_keeps_the_order_and_refuses_others():
-    registry = read_registry(ROOT)
+    registry = read_registry()
     assert [one.name for one in chosen(registry, ["memory", "workload"])] == ["workload", "memory"]
     with pytest.raises(ValueError, match="no benchmark nonsense; there is workload"):
         chosen(registry, ["nonsense"])

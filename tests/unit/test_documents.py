@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import figures  # noqa: E402
+from freescale.bench import figures
 
 RESULTS, LOG = ROOT / "benchmarks" / "results", ROOT / "docs" / "log.md"
 ARCHIVED = sorted(path.name for path in (RESULTS / "archive").iterdir())

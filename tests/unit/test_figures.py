@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import xml.etree.ElementTree as tree
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +12,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import figures  # noqa: E402
-import rungs  # noqa: E402
-import tables  # noqa: E402
-import technique_tables  # noqa: E402
+from freescale.bench import figures
+from freescale.bench import tables as technique_tables
+from freescale.bench.common import markdown as tables
+from freescale.bench.ladder import rungs
 
 RESULTS = ROOT / "benchmarks" / "results"
 SVG = "{http://www.w3.org/2000/svg}"

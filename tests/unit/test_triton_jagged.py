@@ -13,8 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.batch import Jagged
-from freescale.bench import triton_jagged
-from freescale.bench.jagged import move, plan_combine, plan_dispatch, plan_permute, plan_transpose
+from freescale.bench.kernels import triton_jagged
+from freescale.bench.kernels.jagged import (
+    move,
+    plan_combine,
+    plan_dispatch,
+    plan_permute,
+    plan_transpose,
+)
 
 
 @pytest.fixture(scope="module")

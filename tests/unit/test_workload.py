@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,9 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "peer"))
-
-from workload import Dense, Workload, batches  # noqa: E402
+from freescale.bench.common.workload import Dense, Workload, batches
 
 SKEWED = Workload(
     rows=60_000,

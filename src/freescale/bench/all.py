@@ -14,9 +14,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from freescale.bench.ranks import divided_gpu, queues
+from freescale.bench.common.ranks import divided_gpu, queues
+from freescale.bench.common.repository import changed, commit, peer_python
 from freescale.bench.registry import Benchmark, Machine, chosen, done_before, read_registry
-from freescale.bench.repository import changed, commit, peer_python
 from freescale.ledger.machine import machine as described
 
 FAILED, LEFT_OUT = "FAILED", "left out"
@@ -143,7 +143,7 @@ def bench_all(
     file: str | None,
     folder: Path | None,
 ) -> int:
-    benchmarks, machine = chosen(read_registry(root), only), Machine.here(file)
+    benchmarks, machine = chosen(read_registry(), only), Machine.here(file)
     if listed:
         show_registry(benchmarks, machine)
         return 0

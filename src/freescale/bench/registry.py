@@ -1,4 +1,4 @@
-"""benchmarks/registry.toml, and which of its benchmarks can run on this machine. Decides; runs
+"""registry.toml, and which of its benchmarks can run on this machine. Decides; runs
 nothing (bench/all.py does)."""
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ class Machine:
         return benchmark.result.format(gpu=self.gpu or "gpu", testbed=self.testbed)
 
 
-def read_registry(root: Path) -> list[Benchmark]:
-    with (root / "benchmarks" / "registry.toml").open("rb") as file:
+def read_registry() -> list[Benchmark]:
+    with Path(__file__).with_name("registry.toml").open("rb") as file:
         found = [Benchmark(**entry) for entry in tomllib.load(file)["benchmark"]]
     names = [one.name for one in found]
     if len(set(names)) < len(names):
-        raise ValueError(f"benchmarks/registry.toml names a benchmark twice: {', '.join(names)}")
+        raise ValueError(f"registry.toml names a benchmark twice: {', '.join(names)}")
     return found
 
 

@@ -80,7 +80,7 @@ def every(
 
     def action() -> int:
         from freescale.bench.all import bench_all
-        from freescale.bench.repository import repository
+        from freescale.bench.common.repository import repository
 
         return bench_all(repository(), only, skip_done, listed, file, folder)
 
@@ -113,7 +113,7 @@ def kernels(device: str, only: tuple[str, ...], output: Path) -> None:
     kernel."""
 
     def action() -> None:
-        from freescale.bench.kernels import bench_kernels
+        from freescale.bench.kernels.bench import bench_kernels
 
         bench_kernels(device, only, output)
 
@@ -158,7 +158,7 @@ def ladder(
     samples/s, waits, memory, loss."""
 
     def action() -> None:
-        from freescale.bench.ladder import run_gpu_ladder, run_ladder
+        from freescale.bench.ladder.start import run_gpu_ladder, run_ladder
 
         if device == "cuda":
             if file or short or workload != "paper":
@@ -205,7 +205,7 @@ def overlap(nproc: int, device: str, only: tuple[str, ...], output: Path) -> Non
     each is by itself."""
 
     def action() -> int:
-        from freescale.bench.overlap import bench_overlap
+        from freescale.bench.overlap.bench import bench_overlap
 
         return bench_overlap(nproc, device, only, output)
 

@@ -1,0 +1,143 @@
+"""FreeScale on the shared workload (peer/workload.py), with the same verbs as the peer's arms."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import freescale
+from freescale.batch import Jagged, SequenceBatch
+from freescale.bench.common.workload import Dense, Workload, batches, dense_optimizer, table_rows
+from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
+from freescale.ledger.ledger import Arrival, Ledger
+from freescale.pipeline.staged import Staged
+from freescale.transport.connect import agreed
+from freescale.transport.hostwire.transport import HostwireTransport
+from freescale.transport.process_group import ProcessGroupTransport
+
+
+def row_optimizer(workload: Workload) -> SGD | Adagrad | RowWiseAdagrad:
+    lr, eps = workload.row_learning_rate, workload.row_epsilon
+    if workload.row_optimizer == "sgd":
+        return SGD(lr=lr)
+    return (Adagrad if workload.row_optimizer == "adagrad" else RowWiseAdagrad)(lr=lr, eps=eps)
+
+
+class Model(nn.Module):
+    """A user's plain module."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.item = nn.Embedding(workload.rows, workload.width, device="meta")
+        self.dense = Dense(workload)
+
+    def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
+        history = batch.sequences["history"]
+        return {
+            "click": self.dense(self.item(history.values), history.lengths, batch.dense["labels"])
+        }
+
+
+def feed(
+    workload: Workload, rank: int, world: int, permuted: bool = False
+) -> Iterator[SequenceBatch]:
+    ones = torch.ones(workload.samples)
+    random = torch.Generator().manual_seed(rank)
+    for ids, lengths, labels in itertools.cycle(batches(workload, rank, world)):
+        batch = SequenceBatch(
+            sequences={"history": Jagged(ids, lengths)},
+            dense={"labels": labels},
+            weights={"click": ones},
+        )
+        yield (
+            batch.select(torch.randperm(workload.samples, generator=random)) if permuted else batch
+        )
+
+
+class WaitLedger(Ledger):
+    """Counts how long the main thread stood still for other threads, whatever they were doing:
+    sending, looking up, updating."""
+
+    def waited_for(self, arrivals: list[Arrival], begin: Any) -> None:
+        super().waited_for(arrivals, begin)
+        self.count("lanes_ns", self.clock.stamp() - begin)
+
+
+class Arm:
+    """One rank at work. `step` trains on the next batch; it is a collective call."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        rank: int,
+        world: int,
+        schedule: str = "serial",
+        transport: str = "collective",
+        device: torch.device | str = "cpu",
+        **options: Any,
+    ) -> None:
+        """`options` are the schedule's; `permuted`: the samples of every batch are."""
+        self.ledger = WaitLedger(device) if device == "cpu" else Ledger(device)
+        limit = timedelta(seconds=120)
+        control = dist.new_group(backend="gloo", timeout=limit) if device != "cpu" else None
+        self.transport = ProcessGroupTransport(device, self.ledger, control=control, timeout=limit)
+        self.carrier, _ = agreed(transport, self.transport)
+        if self.carrier != "collective":
+            wire = self.carrier.removeprefix("hostwire-")
+            self.transport = HostwireTransport(
+                device, self.ledger, self.transport.group, self.transport.control, wire
+            )
+        permuted = options.pop("permuted", False)
+        model = Model(workload)
+        self.parallel = freescale.parallelize(
+            model,
+            {"item": ["history"]},
+            row_optimizer(workload),
+            transport=self.transport,
+            placement="sharded",
+        )
+        tables = self.parallel.tables
+        tables.place()
+        for ids, part in tables.group("item").rows.chunks("item"):
+            part.copy_(table_rows(workload, ids.cpu()))
+        self.dense: Dense = model.dense
+        optimizer = dense_optimizer(workload, self.parallel.dense_parameters())
+        self.pipeline = freescale.Pipeline(self.parallel, optimizer, schedule=schedule, **options)
+        self._steps = self.pipeline.run(feed(workload, rank, world, permuted))
+
+    def step(self) -> float:
+        """The loss of this step: the mean over the samples of all ranks."""
+        return float(self.begin_step())
+
+    def begin_step(self) -> Tensor:
+        """The same, not read yet: reading waits for a device."""
+        return next(self._steps).total
+
+    def quiet(self) -> None:
+        """Returns when nothing is under way any more; what the schedule has deferred stays so."""
+        if isinstance(self.pipeline, Staged):
+            for lane in self.pipeline.lanes:
+                lane.submit(lambda: None).wait()  # jobs of a lane run one after another
+
+    def checksum(self) -> str:
+        """Of this rank's rows, their optimizer's state and the dense weights, once what is deferred
+        is applied. A collective."""
+        self.pipeline.flush()
+        tensors = [*self.parallel.tables.local("item").values(), *self.dense.state_dict().values()]
+        return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+    def close(self) -> None:
+        self.transport.gather_bytes(b"")
+
+
+def build(
+    workload: Workload, rank: int, world: int, schedule: str = "serial", **options: Any
+) -> Arm:
+    return Arm(workload, rank, world, schedule, **options)

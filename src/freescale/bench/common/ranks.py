@@ -1,0 +1,153 @@
+"""Starts the local ranks of a benchmark, and joins them as one. Ranks that have to share a GPU get
+equal parts of it from CUDA's MPS, which is started for the run and ended with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from freescale.train.launch import launch
+from freescale.transport.connect import connect
+from freescale.transport.process_group import ProcessGroupTransport
+
+_CONTROL = "nvidia-cuda-mps-control"
+# hardware queues that ranks on one GPU can have together: with more, the last of them finds no
+# memory
+_QUEUES = 64
+_MOST_QUEUES = 32  # of one process
+
+
+def is_rank() -> bool:
+    """Whether torchrun, or `start_ranks`, started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start_ranks(arguments: Sequence[str], ranks: int, device: str, seconds: float) -> int:
+    """`python -m freescale ARGUMENTS` as `ranks` local ranks. 0 if all succeeded; if one fails, all
+    stop. A run that takes longer than `seconds` is stopped: TimeoutError."""
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if device == "cuda" and not gpus:
+        raise ValueError(
+            "there is no GPU here; try the benchmark with --device cpu: tiny sizes, "
+            "times that say nothing"
+        )
+    shared = 0 < gpus < ranks
+    with ExitStack() as stack:
+        divided = stack.enter_context(divided_gpu(ranks)) if shared else {}
+
+        def extra(rank: int) -> dict[str, str]:
+            return {"PYTHONPATH": _this_package(), **divided, **_settings(rank, ranks, shared)}
+
+        return launch(arguments, ranks, extra=extra, seconds=seconds)
+
+
+def join(device: str, seconds: float) -> ProcessGroupTransport:
+    """This process as a rank: on cuda:0 where ranks share a GPU, else on its own. `seconds` bound
+    every collective."""
+    rank, ranks = (
+        int(os.environ["RANK"]),
+        int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
+    )
+    chosen = torch.device("cpu")
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "there is no GPU here; try the benchmark with --device cpu: tiny "
+                "sizes, times that say nothing"
+            )
+        shared = torch.cuda.device_count() < ranks
+        # torchrun sets none of this; what is set stays.
+        os.environ.update(
+            {
+                name: value
+                for name, value in _settings(rank, ranks, shared).items()
+                if name not in os.environ
+            }
+        )
+        chosen = torch.device("cuda", 0 if shared else int(os.environ.get("LOCAL_RANK", rank)))
+    joined = connect(chosen, seconds, transport="collective")
+    assert isinstance(joined, ProcessGroupTransport), "RANK is set: there is a process group"
+    return joined
+
+
+def queues(ranks: int) -> str:
+    """CUDA_DEVICE_MAX_CONNECTIONS of each of several ranks on one GPU."""
+    return str(min(_MOST_QUEUES, max(1, _QUEUES // ranks)))
+
+
+def _settings(rank: int, ranks: int, shared: bool) -> dict[str, str]:
+    """What NCCL and CUDA have to be told. A value that the user set stays."""
+    # With fewer queues than streams, what waits in one stream holds up others.
+    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": queues(ranks) if shared else str(_MOST_QUEUES)}
+    if shared:
+        settings |= {
+            # NCCL takes several ranks on one GPU if each names a host of its own
+            "NCCL_HOSTID": f"host{rank}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            # such ranks talk over loopback sockets: one stream is slow
+            "NCCL_SOCKET_NTHREADS": "2",
+            "NCCL_NSOCKS_PERTHREAD": "2",
+        }
+    return {name: os.environ.get(name, value) for name, value in settings.items()}
+
+
+def _this_package() -> str:
+    """The ranks run the package that starts them, installed or not."""
+    folder = str(Path(__file__).resolve().parents[3])
+    return os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@contextmanager
+def divided_gpu(ranks: int) -> Iterator[dict[str, str]]:
+    """MPS, from here to the end of the block. Yields what its clients have in their environment."""
+    control = shutil.which(_CONTROL)
+    if control is None:
+        raise ValueError(
+            f"{ranks} ranks on fewer GPUs share them by CUDA's MPS, and {_CONTROL} "
+            "is not installed here"
+        )
+    folders = {
+        name: tempfile.mkdtemp(prefix="mps-")
+        for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+    }
+    environment = {**os.environ, **folders}
+    try:
+        # The daemon keeps what it inherits: a pipe of ours would never end.
+        quiet = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.DEVNULL,
+        }
+        begun = subprocess.run([control, "-d"], env=environment, timeout=30, check=False, **quiet)  # type: ignore[call-overload]
+        if begun.returncode:
+            raise ValueError(
+                f"CUDA's MPS does not start here ({_CONTROL} -d ended with status "
+                f"{begun.returncode})"
+            )
+        yield {**folders, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // ranks)}
+    finally:
+        try:
+            subprocess.run(
+                [control],
+                env=environment,
+                input="quit\n",
+                text=True,
+                timeout=15,
+                capture_output=True,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            print(
+                f"CUDA's MPS did not end; `echo quit | {_CONTROL}` with {folders}", file=sys.stderr
+            )
+        else:
+            for folder in folders.values():
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,251 @@
+"""The ladder: TorchRec's pipelines, then FreeScale with one technique more on each rung and with
+the defaults of `freescale train`, on the same model, data and seeds.
+
+    freescale bench ladder                       # sets TorchRec up first (.venv-peer), then runs this; about 10 minutes
+    freescale bench ladder --workload retail --file online_retail_ii.parquet
+    freescale bench ladder --short               # serial against the full system, without TorchRec
+
+Two network namespaces of this machine with 200 Mbit/s between them (testbed A; made and removed
+here, as root), or two ranks on its loopback where that may not be. Each is pinned to a core. Arms
+take turns in one process. The model is HSTU behind a sharded table (with the defaults, too: a small
+table would be replicated).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from freescale.bench.common.hosts import RATE, hosts
+from freescale.bench.common.pinned import pinned_ranks
+from freescale.bench.common.results import claim, write
+from freescale.bench.common.workload import Workload
+from freescale.bench.ladder.arms import BASE, SPARSE_DIST
+from freescale.bench.ladder.rungs import FULL, OURS, PARTS, PERMUTED, SERIAL
+from freescale.bench.staged.rows import row
+
+WORLD = 2
+# The paper's shape divided by 20: log-normal histories of median 3,000 and at most 21,000 items, 12
+# % collisions.
+PAPER = Workload(
+    rows=400_000,
+    width=256,
+    samples=16,
+    median_length=150,
+    sigma=1.0,
+    maximum_length=1050,
+    collisions=0.12,
+    layers=1,
+    steps=12,
+)
+PARITY_STEPS = 24
+_EXPOSED = {
+    "exposed_embedding_ms": "exposed communication of ids, rows and gradients",
+    "exposed_all_ms": "all exposed communication, dense gradients, counts and samples included,",
+}
+Run = Callable[..., list[Any]]
+
+
+@contextmanager
+def testbed() -> Iterator[tuple[Run, str]]:
+    """(runs a function on every rank, its name)."""
+    if os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc"):
+        with hosts(WORLD) as network:
+            yield network.run, "hosts"
+        return
+    print(
+        (
+            "no root or no iproute2: two ranks on this machine's loopback instead of hosts with a "
+            "slow network"
+        ),
+        flush=True,
+    )
+
+    def run(target: str, *arguments: Any) -> list[Any]:
+        from freescale.bench.ladder import arms as ladder_arms
+
+        return pinned_ranks(WORLD, getattr(ladder_arms, target.split(":")[1]), *arguments)
+
+    yield run, "loopback"
+
+
+def parity(run: Run, workload: Workload, names: list[str]) -> dict[str, Any]:
+    """Losses of the first steps of each arm, and of serial with the samples of each batch in
+    another order, against serial's."""
+    found = {
+        name: run("freescale.bench.ladder.arms:alone", workload, name, PARITY_STEPS)
+        for name in [*names, PERMUTED]
+    }
+    serial = found[SERIAL][0]["losses"]
+    apart = {
+        name: [abs(a - b) / abs(b) for a, b in zip(ranks[0]["losses"], serial, strict=True)]
+        for name, ranks in found.items()
+    }
+    return {
+        name: {
+            "first_step_relative_loss_difference_to_serial": apart[name][0],
+            "largest_relative_loss_difference_to_serial": max(apart[name]),
+            "last_loss": ranks[0]["losses"][-1],
+            "peak_memory_bytes_per_rank": [rank["peak"] for rank in ranks],
+        }
+        for name, ranks in found.items()
+    }
+
+
+def rows_of(
+    measured: list[dict], names: list[str], workload: Workload, together: dict[str, Any]
+) -> list[dict[str, Any]]:
+    rows = []
+    for name in names:
+        figures = row(
+            [rank[name] for rank in measured],
+            measured[0][SERIAL]["losses"],
+            workload.samples * WORLD,
+        )
+        figures["straggler_percent"] = (
+            100 * figures["straggler_ms"]["median"] / figures["step_ms"]["median"]
+        )
+        rows.append({"arm": name, **figures, **together.get(name, {})})
+        if name in OURS:
+            rows[-1]["options"] = measured[0][name]["options"]
+        shown = {
+            key: figures[key]["median"]
+            for key in ("samples_per_second", "step_ms", "exposed_embedding_ms", "exposed_all_ms")
+        }
+        print(
+            f"{name:34s}", "  ".join(f"{key} {value:.1f}" for key, value in shown.items()), end="  "
+        )
+        apart = rows[-1]["largest_relative_loss_difference_to_serial"]
+        print(
+            (
+                f"straggler {figures['straggler_percent']:.1f} %  compute "
+                f"{figures['compute_ms']:.1f} "
+                f"ms  loss apart {apart:.0e}"
+            ),
+            flush=True,
+        )
+    return rows
+
+
+def claims_of(rows: list[dict[str, Any]], together: dict[str, Any]) -> list[dict[str, Any]]:
+    by = {row["arm"]: row for row in rows}
+    full, peer = by[FULL], by[SPARSE_DIST]
+    below = {key: 100 * (1 - full[key]["median"] / peer[key]["median"]) for key in _EXPOSED}
+    straggler = peer["straggler_percent"] / max(full["straggler_percent"], 1e-9)
+    speed = full["samples_per_second"]["median"] / peer["samples_per_second"]["median"]
+    first = max(together[name]["first_step_relative_loss_difference_to_serial"] for name in by)
+    later = max(together[name]["largest_relative_loss_difference_to_serial"] for name in by)
+    control = together[PERMUTED]["largest_relative_loss_difference_to_serial"]
+    return [
+        *(
+            claim(f"full system: {text} below TorchRec's", 90.0, below[key], "%", at_least=True)
+            for key, text in _EXPOSED.items()
+        ),
+        claim(
+            "full system: straggler % below TorchRec SparseDist's",
+            5.0,
+            straggler,
+            "times",
+            at_least=True,
+        ),
+        claim(
+            "full system: samples/s over TorchRec SparseDist's", 1.8, speed, "times", at_least=True
+        ),
+        claim(
+            "largest relative difference of the first step's loss to serial's",
+            1e-5,
+            first,
+            "",
+            at_least=False,
+        ),
+        claim(
+            "largest later difference over that of permuted samples",
+            1.0,
+            later / control,
+            "times",
+            at_least=False,
+        ),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workload", choices=("paper", "retail", "own"), default="paper")
+    parser.add_argument(
+        "--file", help=("Parquet with user_id, item_id, timestamp; for retail and own")
+    )
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument(
+        "--short",
+        action="store_true",
+        help=("serial against the full system, few turns, no results kept"),
+    )
+    options = parser.parse_args()
+    if (options.workload != "paper") != bool(options.file):
+        parser.error("--file belongs to the workloads retail and own")
+    workload = PAPER
+    if options.file:
+        workload = replace(PAPER, collisions=None, file=options.file, rows=items_of(options.file))
+    # parts: for GPUs
+    names = (
+        [SERIAL, FULL]
+        if options.short
+        else [BASE, SPARSE_DIST, *(name for name in OURS if name != PARTS)]
+    )
+    repetitions = 4 if options.short else options.repetitions
+    with testbed() as (run, name):
+        together = {} if options.short else parity(run, workload, names)
+        rows = rows_of(
+            run("freescale.bench.ladder.arms:measure", workload, names, repetitions, 3),
+            names,
+            workload,
+            together,
+        )
+    if options.short:
+        serial, full = (row["samples_per_second"]["median"] for row in rows)
+        print(
+            f"the full system trains {full / serial:.2f} times as many samples/s as serial on "
+            "this machine"
+        )
+        return
+    described = asdict(workload)
+    if options.file:  # by name and checksum, not by path
+        content = Path(options.file).read_bytes()
+        described["file"] = {
+            "name": Path(options.file).name,
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+    given = (
+        f" --workload {options.workload} --file {Path(options.file).name}" if options.file else ""
+    )
+    write(
+        f"ladder-{options.workload}",
+        name,
+        f"freescale bench ladder{given} --repetitions {repetitions}",
+        rows,
+        claims_of(rows, together) if options.workload == "paper" else [],
+        ("torchrec", "fbgemm-gpu-cpu"),
+        workload=described,
+        parity=together,
+        rate=RATE if name == "hosts" else "loopback",
+    )
+
+
+def items_of(file: str) -> int:
+    import pyarrow.compute as compute
+    import pyarrow.parquet as parquet
+
+    return compute.count_distinct(parquet.read_table(file, columns=["item_id"])["item_id"]).as_py()
+
+
+if __name__ == "__main__":
+    main()

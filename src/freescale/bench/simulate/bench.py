@@ -1,0 +1,287 @@
+"""The simulator against measured runs of testbeds A and C, and at the paper's setting.
+
+.venv/bin/python benchmarks/bench_simulate.py validate     # -> results/simulate-validation.json
+.venv/bin/python benchmarks/bench_simulate.py paper        # -> results/simulate-paper.json: figures, to 4,096 GPUs (minutes)
+.venv/bin/python benchmarks/bench_simulate.py speed        # -> results/simulate-speed-cpu.json: time and memory of the command
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from freescale.bench.common.results import claim, write
+from freescale.bench.simulate.validation import validate
+from freescale.config import SimulateConfig
+from freescale.simulate.run import Plans, cluster_of, source_of
+from freescale.simulate.simulator import Setting
+from freescale.simulate.workload import Demand, Generated, Rows
+
+
+class Colliding(Generated):
+    """The generated rows, of which just this share collides: a changed mixture of ids would change
+    how many there are, too."""
+
+    def __init__(self, samples: int, share: float) -> None:
+        super().__init__(samples, collisions=0.1)
+        self._share = share
+
+    def demand(self, before: Any, now: Any, after: Any) -> Demand:
+        whole = super().demand(before, now, after).whole
+        late, shared = (
+            Rows.spread(whole.asked * (0.0 if other is None else self._share))
+            for other in (before, after)
+        )
+        return Demand(whole, late, shared)
+
+
+def scaled(cap: int, **more: Any) -> SimulateConfig:
+    """Histories of the same shape, `cap` long at most."""
+    return SimulateConfig(cap=cap, median=cap / 7, **more)
+
+
+def outcomes(config: SimulateConfig, gpus: int, arms: dict[str, Setting]) -> list[dict[str, Any]]:
+    plans = Plans(cluster_of(config, gpus), source_of(config, gpus), config.steps)
+    return [plans.outcome(label, setting).row for label, setting in arms.items()]
+
+
+NONE, BALANCED, ALL = Setting(), Setting(balance="greedy"), Setting("staged", "greedy", "hostwire")
+ARMS = {
+    "plain TorchRec": Setting("metadata", deduplicate=False),
+    "none": NONE,
+    "balancing": BALANCED,
+    "staged": Setting("staged"),
+    "hostwire": Setting(transport="hostwire"),
+    "balancing, staged": Setting("staged", "greedy"),
+    "staged, hostwire": Setting("staged", transport="hostwire"),
+    "all": ALL,
+}
+
+
+def single(config: SimulateConfig, total: int, gpus: int) -> dict[str, Any]:
+    """A fixed global batch on ever more GPUs: when one sample is more than a rank's share."""
+    config = replace(config, batch=max(1, total // gpus), steps=6)
+    cluster = cluster_of(config, gpus)
+    shape, length = (
+        cluster.calibration.shape(cluster.model),
+        source_of(config, gpus).lengths(0).astype(float),
+    )
+    curve = [shape.forward, shape.backward]
+    cost = sum(c.quadratic * length**2 + c.linear * length for c in curve)
+    row = outcomes(config, gpus, {"balancing": BALANCED})[0]
+    return {
+        "figure": "one sample",
+        "global_batch": config.batch * gpus,
+        "largest_over_mean": float(cost.max() / (cost.sum() / gpus)),
+        **row,
+    }
+
+
+def paper(most: int) -> None:
+    rows: list[dict[str, Any]] = []
+    begin = time.perf_counter()
+
+    def add(figure: str, more: dict[str, Any], found: list[dict[str, Any]]) -> None:
+        rows.extend({"figure": figure, **more, **row} for row in found)
+        print(f"{figure} {more} {time.perf_counter() - begin:.0f} s", flush=True)
+
+    for cap in (1000, 2000, 4000, 8000, 12_000, 16_000, 21_000):
+        straggling = {
+            "none": NONE,
+            "balancing": BALANCED,
+            "fixed": Setting(balance="fixed"),
+            "local": Setting(balance="local"),
+        }
+        add("straggler by length", {"cap": cap}, outcomes(scaled(cap, steps=12), 64, straggling))
+    for gpus in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
+        if gpus <= most:
+            add("by GPUs", {}, outcomes(SimulateConfig(steps=20 if gpus <= 256 else 5), gpus, ARMS))
+    for rate in (0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0):
+        config = SimulateConfig(steps=8)
+        plans = Plans(cluster_of(config, 256), Colliding(config.batch * 256, rate), config.steps)  # type: ignore[arg-type]
+        add(
+            "by collisions",
+            {"collisions": rate},
+            [plans.outcome("all", ALL).row, plans.outcome("none", NONE).row],
+        )
+    for jitter in (0.01, 0.02):
+        add(
+            "jitter",
+            {"jitter": jitter},
+            outcomes(
+                SimulateConfig(steps=12, jitter=jitter), 64, {"none": NONE, "balancing": BALANCED}
+            ),
+        )
+    add("four times the latency", {}, slow_network())
+    for gpus in (64, 128, 256, 512, 1024, 2048, 4096):
+        if gpus <= most:
+            rows.append(single(SimulateConfig(), 8192, gpus))
+            print(
+                "one sample",
+                gpus,
+                rows[-1]["largest_over_mean"],
+                rows[-1]["straggler_percent"],
+                flush=True,
+            )
+    write(
+        "simulate",
+        "paper",
+        f".venv/bin/python benchmarks/bench_simulate.py paper --most {most}",
+        rows,
+        claims_of(rows),
+    )
+
+
+def slow_network() -> list[dict[str, Any]]:
+    config = SimulateConfig(steps=8)
+    plans = Plans(cluster_of(config, 256), source_of(config, 256), config.steps)
+    network = plans.cluster.network
+    links = {
+        way: replace(getattr(network, way), latency_us=4 * getattr(network, way).latency_us)
+        for way in ("near", "far", "pcie")
+    }
+    slow = replace(network, **links, per_peer_us=4 * network.per_peer_us)
+    return [
+        plans.outcome(label, setting, network=slow).row
+        for label, setting in (("none", NONE), ("all", ALL))
+    ]
+
+
+def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def found(figure: str, arm: str, **where: Any) -> dict[str, Any]:
+        return next(
+            r
+            for r in rows
+            if r["figure"] == figure
+            and r["arm"] == arm
+            and all(r[k] == v for k, v in where.items())
+        )
+
+    caps = [
+        r["straggler_percent"]
+        for r in rows
+        if r["figure"] == "straggler by length" and r["arm"] == "none" and r["cap"] >= 8000
+    ]
+    made = [
+        claim(
+            "straggler of the baseline, 64 GPUs, histories of 8,000 and more, least",
+            20.0,
+            min(caps),
+            "%",
+            at_least=True,
+        )
+    ]
+    for arm in ("balancing", "fixed"):
+        less = found("straggler by length", "none", cap=21_000)["straggler_percent"]
+        less /= max(found("straggler by length", arm, cap=21_000)["straggler_percent"], 1e-3)
+        made.append(
+            claim(
+                f"straggler at 21,000: times less with {arm}, no jitter",
+                9.0,
+                less,
+                "times",
+                at_least=True,
+            )
+        )
+    jittered = [
+        found("jitter", arm, jitter=0.01)["straggler_percent"] for arm in ("none", "balancing")
+    ]
+    made.append(
+        claim(
+            "the same with greedy and 1 % jitter of compute",
+            9.0,
+            jittered[0] / jittered[1],
+            "times",
+            at_least=True,
+        )
+    )
+    exposed = {
+        arm: sum(found("by GPUs", arm, gpus=256)["exposed_ms"].values())
+        for arm in ("plain TorchRec", "none", "all")
+    }
+    for base in ("plain TorchRec", "none"):
+        less = 100 * (1 - exposed["all"] / exposed[base])
+        made += [
+            claim(
+                f"exposed communication at 256 GPUs, all against {base}, less",
+                90.0,
+                less,
+                "%",
+                at_least=True,
+            )
+        ]
+    sweep = [
+        (r["collisions"], sum(r["exposed_ms"].values()))
+        for r in rows
+        if r["figure"] == "by collisions" and r["arm"] == "all"
+    ]
+    x, y = np.array(sweep).T
+    made.append(
+        claim(
+            "exposed communication over the collision rate: correlation with a line",
+            0.99,
+            float(np.corrcoef(x, y)[0, 1]),
+            "",
+            at_least=True,
+        )
+    )
+    return made
+
+
+def speed() -> None:
+    """The command as a user types it, in a process of its own."""
+    rows, claims = [], []
+    for gpus, steps, seconds, memory in ((256, 20, 60.0, 4.0), (4096, 5, 600.0, None)):
+        command = [
+            "-m",
+            "freescale",
+            "simulate",
+            "--gpus",
+            str(gpus),
+            "--preset",
+            "paper",
+            "--steps",
+            str(steps),
+        ]
+        begin = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        wall, peak = time.perf_counter() - begin, used.ru_maxrss / 2**20
+        rows.append(
+            {
+                "gpus": gpus,
+                "steps": steps,
+                "seconds": wall,
+                "user_seconds": used.ru_utime - before,
+                "peak_gib_so_far": peak,
+            }
+        )
+        text = f"freescale simulate --gpus {gpus} --preset paper, {steps} steps, all techniques"
+        claims.append(claim(text, seconds, wall, "s", at_least=False))
+        if memory is not None:
+            claims.append(claim(f"{text}, peak memory", memory, peak, "GiB", at_least=False))
+    write(
+        "simulate", "speed-cpu", ".venv/bin/python benchmarks/bench_simulate.py speed", rows, claims
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("validate", "paper", "speed"))
+    parser.add_argument("--most", type=int, default=4096, help="GPUs")
+    options = parser.parse_args()
+    {"validate": validate, "speed": speed, "paper": lambda: paper(options.most)}[options.what]()
+
+
+if __name__ == "__main__":
+    main()

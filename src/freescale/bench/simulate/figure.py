@@ -1,0 +1,126 @@
+"""What the simulator predicts at the paper's setting, to 4,096 GPUs. Everything here is
+predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from freescale.bench.common.drawing import (
+    BLUE,
+    BROWN,
+    GREEN,
+    GREY,
+    ORANGE,
+    RED,
+    TEAL,
+    VIOLET,
+    Axes,
+    Line,
+    panels,
+)
+
+Results = Mapping[str, Mapping[str, Any]]
+INKS = {
+    "plain TorchRec": RED,
+    "none": GREY,
+    "balancing": ORANGE,
+    "staged": TEAL,
+    "hostwire": BROWN,
+    "balancing, staged": GREEN,
+    "staged, hostwire": VIOLET,
+    "all": BLUE,
+    "fixed": "#bcbd22",
+    "local": "#17becf",
+}
+
+
+def series(
+    rows: Sequence[Mapping],
+    figure: str,
+    x: str,
+    value: Callable[[Mapping], float],
+    arms: Sequence[str] = (),
+) -> list[Line]:
+    """A line for each arm of a figure of bench_simulate.py."""
+    made: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["figure"] == figure and (not arms or row["arm"] in arms):
+            made.setdefault(row["arm"], []).append((row[x], value(row)))
+    return [Line(name, points, INKS[name], predicted=True) for name, points in made.items()]
+
+
+def exposed(row: Mapping[str, Any]) -> float:
+    return sum(row["exposed_ms"].values())
+
+
+def straggler(row: Mapping[str, Any]) -> float:
+    return row["straggler_percent"]
+
+
+def over_lengths(rows: Sequence[Mapping]) -> Axes:
+    lines = series(rows, "straggler by length", "cap", straggler)
+    return Axes(
+        "straggler %, 64 GPUs",
+        "longest history",
+        [(cap, f"{cap / 1000:g}k") for cap, _ in lines[0].points],
+        lines,
+    )
+
+
+def over_collisions(rows: Sequence[Mapping]) -> Axes:
+    lines = series(rows, "by collisions", "collisions", exposed)
+    # 5 is too near to 0 and 10
+    ticks = [(rate, "" if rate == 0.05 else f"{100 * rate:g}") for rate, _ in lines[0].points]
+    return Axes("exposed communication, ms, 256 GPUs", "collisions, %", ticks, lines, linear=True)
+
+
+def picture(used: Results) -> str:
+    (result,) = used.values()
+    rows = result["rows"]
+    gpus = [
+        (row["gpus"], _short(row["gpus"]))
+        for row in rows
+        if row["figure"] == "by GPUs" and row["arm"] == "none"
+    ]
+    single = [row for row in rows if row["figure"] == "one sample"]
+    base = {
+        row["gpus"]: row["samples_per_second"]
+        for row in rows
+        if row["figure"] == "by GPUs" and row["arm"] == "none"
+    }
+    balanced = [
+        Line(
+            "balancing",
+            [(row["gpus"], row["straggler_percent"]) for row in single],
+            INKS["balancing"],
+            predicted=True,
+        )
+    ]
+    exposing = series(rows, "by GPUs", "gpus", exposed, ("plain TorchRec", "none", "staged", "all"))
+    faster = series(
+        rows, "by GPUs", "gpus", lambda row: row["samples_per_second"] / base[row["gpus"]]
+    )
+    drawn = [
+        over_lengths(rows),
+        Axes(
+            "straggler %",
+            "GPUs",
+            gpus,
+            series(rows, "by GPUs", "gpus", straggler, ("none", "balancing", "all")),
+        ),
+        Axes("exposed communication, ms", "GPUs", gpus, exposing),
+        over_collisions(rows),
+        Axes("speed-up over none", "GPUs", gpus, faster),
+        Axes(
+            "straggler %, 8,192 samples in all",
+            "GPUs",
+            [(row["gpus"], _short(row["gpus"])) for row in single],
+            balanced,
+        ),
+    ]
+    return panels(drawn, used, note="Predicted, all of it.")
+
+
+def _short(count: int) -> str:
+    return f"{count}" if count < 1000 else f"{count // 1024}k"
