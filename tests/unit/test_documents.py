@@ -62,7 +62,7 @@ def test_every_result_that_a_calibration_names_exists():
 
 def test_every_picture_is_made_from_a_result_or_of_a_run():
     of_runs = {
-        "priority-trace.svg",
+        "staged-trace.svg",
         "serial_step.svg",
         "balance.svg",
         "report-light.png",

@@ -5,8 +5,8 @@
 
 A figure whose results are missing is left out, with a message; it is drawn when they are there. In
 the documents, what stands between `<!-- measured:NAME -->` and `<!-- /measured -->` is made here:
-do not edit it. Pictures of a run (docs/figures/priority-trace.svg, serial_step.svg) need the run:
-figure_priority.py and figure_step.py draw them.
+do not edit it. Pictures of a run (docs/figures/staged-trace.svg, serial_step.svg) need the run:
+figure_staged.py and figure_step.py draw them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from freescale.bench.kernels import figure as figure_kernels
 from freescale.bench.ladder import figure as figure_ladder
 from freescale.bench.overlap import figure as figure_overlap
 from freescale.bench.simulate import figure as figure_simulate
-from freescale.bench.staged import figure as figure_priority
+from freescale.bench.staged import figure as figure_staged
 from freescale.bench.workload import figure as figure_workload
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -90,14 +90,14 @@ PICTURES = (
     Figure(
         "exposed",
         "Exposed communication over collision rate and history length",
-        ("priority-hosts", "simulate-paper"),
-        figure_priority.exposed,
+        ("staged-hosts", "simulate-paper"),
+        figure_staged.exposed,
     ),
     Figure(
-        "priority",
+        "staged",
         "Exposed communication and samples/s over the collision rate",
-        ("priority-hosts",),
-        figure_priority.curve,
+        ("staged-hosts",),
+        figure_staged.curve,
     ),
     Figure(
         "overlap", "Compute beside communication", ("overlap-4ranks-h200",), figure_overlap.beside

@@ -70,7 +70,7 @@ SLOWDOWN = {
                                                        "5f196b9: HSTU layers beside NCCL as "
              "it is and beside hostwire with the same traffic, medians of nine"),
     "cpu": ({"collective": 1.71, "hostwire": 1.71}, ("one core for compute and gloo: "
-                                                    "priority-hosts.json, serial and stale")),
+                                                    "staged-hosts.json, serial and stale")),
 }  # fmt: skip
 
 

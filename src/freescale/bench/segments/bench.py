@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument(
         "--rows",
         type=Path,
-        default=Path("runs/persrec-rows.jsonl"),
+        default=Path("runs/segments-rows.jsonl"),
         help="what is done; taken up again",
     )
     options = parser.parse_args()
@@ -205,7 +205,7 @@ def main() -> None:
     torch.set_num_threads(1)
     served = [row for setting in SETTINGS for row in requests(setting)]
     write(
-        "persrec",
+        "segments",
         "cpu",
         f".venv/bin/python benchmarks/bench_persrec.py --data {options.data.name}",
         [*rows, *intervals, *served],

@@ -115,7 +115,7 @@ def main() -> None:
         ".venv/bin/python benchmarks/persrec_validation.py --epochs "
         f"{' '.join(map(str, options.epochs))}"
     )
-    write("persrec-validation", "cpu", command, [rows[key] for key in sorted(rows)], [])
+    write("segments-validation", "cpu", command, [rows[key] for key in sorted(rows)], [])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ simulate calibrate` has run yet.
 
 testbed-c      width 256, 4 heads, bf16, a quarter of an H200: attention of kernels-h200.json at a quarter of its rate, the
                rest (linear) from the arm `none` of balance-measured-4ranks-h200.json; its other arms and files are for validation
-testbed-a      the token-wise MLP of priority-hosts.json: serial and stale without collisions, length 120
+testbed-a      the token-wise MLP of staged-hosts.json: serial and stale without collisions, length 120
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def testbed_c(rows: dict[str, float]) -> None:
     quarter = {name: 4 * value for name, value in rows.items()}  # of the device, too
     # Equal loads, and yet 4 ranks wait: the largest of four is 1.03 standard deviations above their
     # mean.
-    equal = next(row for row in read("priority-4ranks-h200")["rows"] if row["arm"] == "serial")
+    equal = next(row for row in read("staged-4ranks-h200")["rows"] if row["arm"] == "serial")
     waited = equal["straggler_percent"]["median"] / 100 * equal["step_ms"]["median"]
     jitter = (
         waited
@@ -115,11 +115,11 @@ def testbed_c(rows: dict[str, float]) -> None:
         / float(np.hypot(*(equal["spans_ms"][way]["median"] for way in ("forward", "backward"))))
     )
     kept("testbed-c", source, data, shapes, quarter, optimizer, {"collective": 1.162, "hostwire": 1.006}, jitter=jitter,
-         jitter_source="priority-4ranks-h200.json, serial: equal loads")  # fmt: skip
+         jitter_source="staged-4ranks-h200.json, serial: equal loads")  # fmt: skip
 
 
 def testbed_a() -> None:
-    data = read("priority-hosts")
+    data = read("staged-hosts")
     serial, stale = (
         next(
             row
@@ -156,7 +156,7 @@ def testbed_a() -> None:
     # Two ranks with equal loads wait 0.564 standard deviations of one, on the mean: that is the
     # jitter.
     source = (
-        "serial and stale at 0 % collisions and length 120 of priority-hosts.json, commit "
+        "serial and stale at 0 % collisions and length 120 of staged-hosts.json, commit "
         f"{data['commit']}: one pinned core a rank"
     )
     shapes = [{"width": 128, "heads": 1, "precision": "fp32", "longest": 240, **ways}]

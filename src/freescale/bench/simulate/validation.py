@@ -87,9 +87,9 @@ def compared(
 
 
 def testbed_a() -> list[dict[str, Any]]:
-    """Two hosts, 200 Mbit/s, a token-wise MLP with unique ids (priority-hosts.json)."""
+    """Two hosts, 200 Mbit/s, a token-wise MLP with unique ids (staged-hosts.json)."""
     rows = []
-    for row in json.loads((FOLDER / "priority-hosts.json").read_text())["rows"]:
+    for row in json.loads((FOLDER / "staged-hosts.json").read_text())["rows"]:
         if (
             row.get("ids") != "unique"
             or row["arm"] not in ("serial", "staged", "stale")
@@ -167,7 +167,7 @@ def hstu(
 def shared_gpu(quarter: Calibration, network: Network) -> list[dict[str, Any]]:
     """Four ranks on one H200, an MLP over unique ids (bench_priority_gpu.py): serial over NCCL, the
     others over hostwire."""
-    data = json.loads((FOLDER / "priority-4ranks-h200.json").read_text())
+    data = json.loads((FOLDER / "staged-4ranks-h200.json").read_text())
     tokens, passes = 53_000, 12
     spans = data["rows"][0]["spans_ms"]
     curves = [
@@ -193,7 +193,7 @@ def shared_gpu(quarter: Calibration, network: Network) -> list[dict[str, Any]]:
             100 * sum(kind["median"] for kind in row["exposed_ms"].values()) / step
         )
         rows.append(
-            compared("C", "priority-4ranks", row["arm"], row["arm"] == "serial", found, measured)
+            compared("C", "staged-4ranks", row["arm"], row["arm"] == "serial", found, measured)
         )
     return rows
 

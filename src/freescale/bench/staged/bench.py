@@ -236,7 +236,7 @@ def main() -> None:
             )
         return
     write(
-        "priority",
+        "staged",
         "hosts",
         (
             "bash benchmarks/peer/setup.sh && .venv-peer/bin/python benchmarks/bench_priority.py "

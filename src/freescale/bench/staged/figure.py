@@ -1,7 +1,7 @@
 """What bench_priority.py measured: exposed communication over collisions and lengths, samples/s,
 and two steps of it.
 
-    .venv/bin/python benchmarks/figure_priority.py docs/figures/priority-trace.svg
+    .venv/bin/python benchmarks/figure_priority.py docs/figures/staged-trace.svg
 
 draws the two steps, from a run on two hosts that it makes: it needs root and iproute2. The others
 come from results.
@@ -36,7 +36,7 @@ from freescale.bench.common.results import FOLDER
 from freescale.bench.serial.figure import COLOURS
 from freescale.bench.simulate.figure import over_collisions
 
-RESULTS = FOLDER / "priority-hosts.json"
+RESULTS = FOLDER / "staged-hosts.json"
 Results = Mapping[str, Mapping[str, Any]]
 INK = {"serial": GREY, "TorchRec": RED, "stale": TEAL, "staged": "#2f4b7c"}
 NAMES = {
@@ -66,7 +66,7 @@ def line(rows: Sequence[dict], arm: str, figure: str, over: str) -> Line:
 
 def curve(used: Results) -> str:
     """Over the collision rate."""
-    rows = [row for row in used["priority-hosts"]["rows"] if row.get("sweep") == "collisions"]
+    rows = [row for row in used["staged-hosts"]["rows"] if row.get("sweep") == "collisions"]
     return panels(
         [
             _over(
@@ -81,7 +81,7 @@ def curve(used: Results) -> str:
         used,
         note=(
             "Measured. Bars: 20th to 80th percentile. Charging counts and dense gradients to "
-            "staged, too: docs/priority.md."
+            "staged, too: docs/staged.md."
         ),
     )
 
@@ -89,7 +89,7 @@ def curve(used: Results) -> str:
 def exposed(used: Results) -> str:
     """Over the collision rate and the history length as measured; over the collision rate on 256
     GPUs as predicted."""
-    rows = [row for row in used["priority-hosts"]["rows"] if "collisions" in row]
+    rows = [row for row in used["staged-hosts"]["rows"] if "collisions" in row]
     rates = [row for row in rows if row["sweep"] == "collisions"]
     # the sweep of lengths, and its middle from that of rates
     lengths = [row for row in rows if row["collisions"] == 10]

@@ -262,7 +262,7 @@ def report(
     )
     copied = {"commit": commit} if commit else {}
     write(
-        f"priority-{world}ranks",
+        f"staged-{world}ranks",
         testbed,
         command,
         rows,
