@@ -34,8 +34,7 @@ lint: $(READY)
 
 # The comparison with TorchRec; sets up an environment of its own.
 bench: $(READY)
-	bash benchmarks/torchrec/setup.sh
-	PYTHONPATH=benchmarks/torchrec .venv-peer/bin/python -m freescale.bench.serial.bench
+	$(VENV)/bin/freescale bench serial
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'

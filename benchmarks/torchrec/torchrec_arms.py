@@ -33,16 +33,16 @@ from torch.nn.parallel import DistributedDataParallel
 warnings.filterwarnings("ignore", module=r"(torchrec|fbgemm_gpu|torch\.jit)(\..*)?")
 logging.getLogger("torchrec").setLevel(logging.ERROR)
 
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
-from torchrec.streamable import Pipelineable
-
-from freescale.bench.common.workload import Dense, Workload, batches, dense_optimizer, fill_table
+from fbgemm_gpu.split_embedding_configs import EmbOptimType  # noqa: E402
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor  # noqa: E402
+from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
+from torchrec.distributed.model_parallel import DistributedModelParallel  # noqa: E402
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise  # noqa: E402
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist  # noqa: E402
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan  # noqa: E402
+from torchrec.streamable import Pipelineable  # noqa: E402
+  # noqa: E402
+from freescale.bench.common.workload import Dense, Workload, batches, dense_optimizer, fill_table  # noqa: E402
 
 
 def _semi_sync(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Any:

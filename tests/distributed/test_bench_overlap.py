@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from freescale.bench.common.ranks import divided_gpu, start_ranks
-from freescale.bench.overlap.bench import figures, notes
+from freescale.bench.common.ranks import share_gpu, start_ranks
+from freescale.bench.overlap.bench import make_figures, make_notes
 from freescale.bench.overlap.overlapped import FULL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +76,8 @@ def test_nowhere_to_write(tmp_path):
 def test_a_rank_that_fails_ends_the_run(tmp_path, capfd):
     """Here all do: their folder is missing."""
     status = start_ranks(
-        ["bench", "overlap", "--device", "cpu", "--output", str(tmp_path / "no" / "file")],
+        "overlap",
+        ["--device", "cpu", "--output", str(tmp_path / "no" / "file")],
         2,
         "cpu",
         60,
@@ -87,7 +88,8 @@ def test_a_rank_that_fails_ends_the_run(tmp_path, capfd):
 def test_the_time_of_a_run_is_bounded(tmp_path):
     with pytest.raises(TimeoutError, match="its limit"):
         start_ranks(
-            ["bench", "overlap", "--device", "cpu", "--output", str(tmp_path / "file")],
+            "overlap",
+            ["--device", "cpu", "--output", str(tmp_path / "file")],
             2,
             "cpu",
             0.3,
@@ -103,7 +105,7 @@ def test_mps_ends_with_the_run(tmp_path, monkeypatch):
     )
     control.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(RuntimeError, match="a rank"), divided_gpu(4) as environment:
+    with pytest.raises(RuntimeError, match="a rank"), share_gpu(4) as environment:
         assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
         raise RuntimeError("a rank failed")
     pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
@@ -112,7 +114,7 @@ def test_mps_ends_with_the_run(tmp_path, monkeypatch):
 
 def test_without_mps_the_error_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="nvidia-cuda-mps-control"), divided_gpu(4):
+    with pytest.raises(ValueError, match="nvidia-cuda-mps-control"), share_gpu(4):
         pass
 
 
@@ -134,9 +136,9 @@ def test_figures_take_the_worst_and_nccl_at_its_best():
             "ceiling_percent": 90.0,
         }
     )
-    rows.append({"group": "witness", "case": "y", "arm": "hostwire", "arrived_meanwhile": True, "arrived_after_it": False,
-                 "right": False, "kernel_ms": 400.0})  # fmt: skip
-    found = figures(rows)
+    held = {"arrived_meanwhile": True, "arrived_after_it": False, "kernel_ms": 400.0}
+    rows.append({"group": "witness", "case": "y", "arm": "hostwire", "right": False, **held})
+    found = make_figures(rows)
     assert found[f"{FULL}, most slow-down, %"] == 3.0
     assert (
         found["hostwire, most slow-down, %"] == 1.5
@@ -144,4 +146,4 @@ def test_figures_take_the_worst_and_nccl_at_its_best():
     )
     assert found["copies device to host, worst % of plain"] == 90.0
     assert found["witness, hostwire"] == 0.0  # what arrived was wrong
-    assert any("a: least slowed by nccl, at most 1 channel" in text for text in notes(rows))
+    assert any("a: least slowed by nccl, at most 1 channel" in text for text in make_notes(rows))

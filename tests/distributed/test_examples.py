@@ -138,7 +138,7 @@ def test_picture_of_a_run(tmp_path):
         run("-m", "freescale", "train", "--data", data, "--folder", folder, *options).returncode
         == 0
     )
-    done = run("benchmarks/figure_step.py", folder, tmp_path / "step.svg", "--first", 1)
+    done = run("-m", "freescale.bench.serial.figure", folder, tmp_path / "step.svg", "--first", 1)
     assert done.returncode == 0, done.stderr
     picture = (tmp_path / "step.svg").read_text()
     assert picture.startswith("<svg") and "forward" in picture and "rank 0: network" in picture

@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from freescale.bench.common.hosts import Network, hosts
 from freescale.data.synthetic import generate
 
 ROOT = Path(__file__).resolve().parents[2]
-
-from freescale.bench.common.hosts import Network, hosts
-
 PORT = 29544  # inside the namespaces, which have ports of their own
 SMALL = [
     "--device",

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from helpers.ranks import run_ranks
 
-from freescale.config import TrainConfig
-from freescale.pipeline.serial import Serial
-from freescale.pipeline.staged import Staged
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 from freescale.bench.common.workload import Workload
 from freescale.bench.ladder import arms as ladder_arms
 from freescale.bench.ladder import rungs
+from freescale.config import TrainConfig
+from freescale.pipeline.serial import Serial
+from freescale.pipeline.staged import Staged
 
 TINY = Workload(
     rows=4000,
@@ -34,11 +30,11 @@ TINY = Workload(
 def climb(transport, names):
     found = {}
     for name in names:
-        running = ladder_arms.arm(name, TINY, transport.rank, transport.world)
+        running = ladder_arms.build_arm(name, TINY, transport.rank, transport.world)
         balancer = running.pipeline.balancer
         found[name] = {
             "losses": [running.step() for _ in range(3)],
-            "options": ladder_arms.taken(name, running),
+            "options": ladder_arms.find_options(name, running),
             "schedule": type(running.pipeline),
             "partitioner": balancer.partitioner.__name__ if balancer else "none",
             "adapts": bool(balancer and balancer.adaptive),

@@ -1,7 +1,8 @@
 """The staged schedule against the serial one: tables, row state, dense weights and every loss, bit
 for bit.
 
-The stale control (benchmarks/stale.py), which ignores collisions, must fail the same comparison.
+The stale control (freescale.bench.staged.stale), which ignores collisions, must fail the same
+comparison.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.registry import PARTITIONERS
 from freescale.batch import Jagged, SequenceBatch
+from freescale.bench.staged.stale import no_collisions
 from freescale.embedding import collision, exchange
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.ledger.ledger import Ledger
@@ -35,9 +37,6 @@ from freescale.transport.local import LocalTransport
 from freescale.transport.process_group import ProcessGroupTransport
 
 from test_serial import whole_tables  # isort: skip
-
-
-from freescale.bench.staged.stale import no_collisions
 
 ITEMS = 6000
 STEPS = 20

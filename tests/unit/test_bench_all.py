@@ -3,58 +3,99 @@ write nothing or are done."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
+import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from freescale.bench.all import Runner
-from freescale.bench.common.repository import commit
-from freescale.bench.registry import Benchmark, Machine, chosen, done_before, read_registry
+from freescale.bench import BENCHMARKS
+from freescale.bench import all as all_benchmarks
+from freescale.bench.common import repository, results, torchrec
+from freescale.bench.common.repository import find_commit
+from freescale.bench.registry import Benchmark, Machine, choose, find_done, read_registry
+from freescale.bench.workload import bench as bench_workload
+from freescale.cli.bench import bench
 from freescale.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-
-from freescale.bench.common import results
-from freescale.bench.workload import bench as bench_workload
-
 BARE = Machine(cores=1, hosts=False, gpu="", gpus=0, mps=False, file=None)
 RICH = Machine(cores=64, hosts=True, gpu="h200", gpus=1, mps=True, file="retail.parquet")
 
 # Writes what results.write would, into the folder that it is told.
 GOOD = """
-import json, os, pathlib, sys
+import json, pathlib, sys
 claims = [{"holds": True}, {"holds": False}]
-result = {"claims": claims, "commit": sys.argv[2], "machine": {"cpu": "x"}, "date": "2026-01-02T03:04:05Z"}
-pathlib.Path(os.environ["FREESCALE_RESULTS"], sys.argv[1]).write_text(json.dumps(result))
+result = {"claims": claims, "commit": sys.argv[2], "machine": {"cpu": "x"}}
+result["date"] = "2026-01-02T03:04:05Z"
+pathlib.Path(sys.argv[4], sys.argv[1]).write_text(json.dumps(result))
 """
 
 
-def test_every_script_and_its_result_is_in_the_registry():
-    registry = read_registry()
-    for script in (ROOT / "benchmarks").glob("bench_*.py"):
-        assert any(f"benchmarks/{script.name}" in one.command for one in registry), (
-            f"{script.name} is not in registry.toml"
-        )
-    for one in registry:
-        script = next(word for word in one.command.split() if word.startswith("benchmarks/"))
-        assert (ROOT / script).is_file(), one
-        assert ("{peer}" in one.command) == ("torchrec" in one.needs) and (
-            "{file}" in one.command
-        ) == ("file" in one.needs), one
-        assert not RICH.lacks(one) and "{" not in RICH.result_of(one)
-    assert "ladder-paper-hosts.json" in map(
-        RICH.result_of, registry
-    ) and "kernels-h200.json" in map(RICH.result_of, registry)
+class Runner(all_benchmarks.Runner):
+    """Runs stand-ins: what a benchmark's command names is a program in `-c`."""
+
+    def _make_command(self, one, python):
+        words = super()._make_command(one, python)
+        assert words[:2] == [python, "-m"] and words[-2:] == ["--folder", str(self.folder)]
+        program = {"fails": "import sys; sys.exit(3)", "good": GOOD}.get(one.name, "print()")
+        return [python, "-c", program, *words[3:]]
+
+
+def test_every_benchmark_is_in_the_registry_and_a_command():
+    folder = Path(all_benchmarks.__file__).parent
+    packages = {path.parent.name for path in folder.glob("*/__main__.py")}
+    assert packages == set(BENCHMARKS) == {one.command.split()[0] for one in read_registry()}
+    assert set(bench.commands) == packages | {"all", "figures"}
+    for one in read_registry():
+        assert ("{file}" in one.command) == ("file" in one.needs), one
+        assert not RICH.find_lack(one) and "{" not in RICH.name_result(one)
+    names = [RICH.name_result(one) for one in read_registry()]
+    assert "ladder-paper-hosts.json" in names and "kernels-h200.json" in names
+
+
+@pytest.mark.parametrize("one", read_registry(), ids=lambda one: one.name)
+def test_a_command_of_the_registry_is_understood(one, monkeypatch):
+    """Up to where the benchmark itself begins."""
+    name, *words = one.command.replace("{file}", "retail.parquet").split()
+    main = import_module(f"freescale.bench.{name}.__main__").main
+    parsed = []
+    plain = argparse.ArgumentParser.parse_args
+
+    def parse(parser, arguments):
+        parsed.append(plain(parser, arguments))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    with pytest.raises(KeyboardInterrupt):
+        main([*words, "--folder", "elsewhere"])
+    assert parsed[0].folder == Path("elsewhere")
+
+
+def test_help_of_a_benchmark_does_not_wait_for_torch():
+    program = f"""
+import contextlib, sys
+from freescale.cli.main import main
+
+for name in {list(BENCHMARKS)}:
+    with contextlib.suppress(SystemExit):
+        main(["bench", name, "--help"])
+sys.exit("torch" in sys.modules or "numpy" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(f"usage: freescale bench {name}" in done.stdout for name in BENCHMARKS)
 
 
 def test_what_a_machine_lacks():
     def lacks(machine: Machine, *needs: str, ranks: int = 0) -> str:
-        return machine.lacks(Benchmark("x", "{python}", "x.json", needs, 1, ranks))
+        return machine.find_lack(Benchmark("x", "{python}", "x.json", needs, 1, ranks))
 
     assert (
         not lacks(BARE) and "two cores" in lacks(BARE, "cores") and "root" in lacks(BARE, "hosts")
@@ -71,19 +112,17 @@ def test_what_a_machine_lacks():
 
 def test_only_keeps_the_order_and_refuses_others():
     registry = read_registry()
-    assert [one.name for one in chosen(registry, ["memory", "workload"])] == ["workload", "memory"]
+    assert [one.name for one in choose(registry, ["memory", "workload"])] == ["workload", "memory"]
     with pytest.raises(ValueError, match="no benchmark nonsense; there is workload"):
-        chosen(registry, ["nonsense"])
+        choose(registry, ["nonsense"])
 
 
-def stand_ins(root: Path, commit: str = "unknown") -> list[Benchmark]:
-    (root / "benchmarks").mkdir(parents=True)
-    (root / "benchmarks" / "good.py").write_text(GOOD)
+def stand_ins(commit: str = "unknown") -> list[Benchmark]:
     return [
-        Benchmark("fails", "{python} -c 'import sys; sys.exit(3)'", "fails.json", [], 1),
-        Benchmark("silent", "{python} -c 'print()'", "silent.json", [], 1),
-        Benchmark("good", f"{{python}} benchmarks/good.py good.json {commit}", "good.json", [], 1),
-        Benchmark("slow link", "{python} -c 'print()'", "x.json", ["hosts"], 1),
+        Benchmark("fails", "workload", "fails.json", [], 1),
+        Benchmark("silent", "workload", "silent.json", [], 1),
+        Benchmark("good", f"workload good.json {commit}", "good.json", [], 1),
+        Benchmark("slow link", "workload", "x.json", ["hosts"], 1),
     ]
 
 
@@ -91,7 +130,7 @@ def test_goes_on_after_a_failure_and_says_so(tmp_path, capfd):
     folder = tmp_path / "results"
     folder.mkdir()
     runner = Runner(tmp_path, folder, BARE)
-    assert runner.run(stand_ins(tmp_path), skip_done=False) == 1
+    assert runner.run(stand_ins(), skip_done=False) == 1
     said = capfd.readouterr().out
     assert (
         "[1 of 3] fails: about 1 min; then 2 more, about 2 min" in said
@@ -109,28 +148,28 @@ def test_goes_on_after_a_failure_and_says_so(tmp_path, capfd):
         runner.outcomes["good"][0] == "done" and "1 of 2 claims hold" in runner.outcomes["good"][1]
     )
     assert runner.outcomes["slow link"][0] == "left out" and "root" in said.split("slow link")[-1]
-    assert Runner(tmp_path, folder, BARE).run(stand_ins(tmp_path / "b")[2:3], skip_done=False) == 0
+    assert Runner(tmp_path, folder, BARE).run(stand_ins()[2:3], skip_done=False) == 0
 
 
 def test_what_was_not_reached_is_shown_after_an_interrupt(tmp_path, capfd, monkeypatch):
     runner = Runner(tmp_path, tmp_path, BARE)
     monkeypatch.setattr(
-        Runner, "_start", lambda self, one: (_ for _ in ()).throw(KeyboardInterrupt)
+        Runner, "_start", lambda self, command: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(KeyboardInterrupt):
-        runner.run(stand_ins(tmp_path), skip_done=False)
+        runner.run(stand_ins(), skip_done=False)
     assert "good       not reached" in capfd.readouterr().out
 
 
 def test_done_is_of_this_commit_and_machine(tmp_path):
     path, here = tmp_path / "x.json", {"cpu": "x"}
     path.write_text(json.dumps({"commit": "abc", "machine": here, "date": "2026-01-02T03:04:05Z"}))
-    assert done_before(path, "abc", 1e12, here) == "2026-01-02T03:04:05Z"
-    assert not done_before(path, "abd", 0, here) and not done_before(path, "abc", 0, {"cpu": "y"})
-    assert not done_before(tmp_path / "none.json", "abc", 0, here)
+    assert find_done(path, "abc", 1e12, here) == "2026-01-02T03:04:05Z"
+    assert not find_done(path, "abd", 0, here) and not find_done(path, "abc", 0, {"cpu": "y"})
+    assert not find_done(tmp_path / "none.json", "abc", 0, here)
     path.write_text(json.dumps({"commit": "abc+", "machine": here, "date": "2026-01-02T03:04:05Z"}))
     # a file was written later
-    assert done_before(path, "abc+", 0, here) and not done_before(path, "abc+", 1e12, here)
+    assert find_done(path, "abc+", 0, here) and not find_done(path, "abc+", 1e12, here)
 
 
 def test_skip_done_leaves_out_what_this_tree_measured(tmp_path, monkeypatch):
@@ -146,9 +185,9 @@ def test_skip_done_leaves_out_what_this_tree_measured(tmp_path, monkeypatch):
         text=True,
         check=True,
     )
-    good = stand_ins(tmp_path, head.stdout.strip() + "+")[2]
-    monkeypatch.setattr("freescale.bench.all.described", lambda: {"cpu": "x"})
-    monkeypatch.setattr("freescale.bench.all.changed", lambda root: 0.0)
+    good = stand_ins(head.stdout.strip())[2]
+    monkeypatch.setattr("freescale.bench.all.describe_machine", lambda: {"cpu": "x"})
+    monkeypatch.setattr("freescale.bench.all.find_last_change", lambda root: 0.0)
     first, second = (Runner(tmp_path, tmp_path, BARE) for _ in range(2))
     assert first.run([good], skip_done=True) == 0 and first.outcomes["good"][0] == "done"
     assert second.run([good], skip_done=True) == 0 and second.outcomes["good"][0] == "done before"
@@ -158,9 +197,9 @@ def test_torchrec_that_cannot_be_set_up_leaves_out_its_benchmarks(tmp_path, monk
     def refuse(root: Path) -> str:
         raise ValueError("no network")
 
-    monkeypatch.setattr("freescale.bench.all.peer_python", refuse)
+    monkeypatch.setattr("freescale.bench.all.set_up_peer", refuse)
     runner = Runner(tmp_path, tmp_path, BARE)
-    both = [Benchmark(name, "{peer} x.py", f"{name}.json", ["torchrec"], 1) for name in ("a", "b")]
+    both = [Benchmark(name, "serial", f"{name}.json", ["torchrec"], 1) for name in ("a", "b")]
     assert runner.run(both, skip_done=False) == 0
     assert [what for what, _ in runner.outcomes.values()] == ["left out", "left out"]
 
@@ -172,26 +211,26 @@ def test_list_as_a_command(capfd):
     assert wrong.exit_code == 1
 
 
-def test_results_go_where_they_are_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FREESCALE_RESULTS", str(tmp_path / "new"))
+def test_results_go_where_they_are_told(tmp_path, capsys):
     path = results.write(
         "tiny",
         "cpu",
         "a command",
         [{"arm": "x"}],
         [results.claim("fast", 1, 2, "s", at_least=False)],
+        to=results.Destination(tmp_path / "new"),
     )
     assert path == tmp_path / "new" / "tiny-cpu.json" and str(path) in capsys.readouterr().out
     kept = json.loads(path.read_text())
     assert (
         kept["command"] == "a command"
         and kept["claims"][0]["holds"] is False
-        and kept["commit"] == commit(ROOT)
+        and kept["commit"] == find_commit(ROOT)
     )
 
 
 def test_the_workload_benchmark():
-    none, fixed, greedy = bench_workload.shape("batch", 32)
+    none, fixed, greedy = bench_workload.measure_shape("batch", 32)
     assert none["ranks"] == 64 and none["sparsity_percent"]["median"] == pytest.approx(75, abs=4)
     assert (
         none["straggler_percent"]["median"]
@@ -199,10 +238,58 @@ def test_the_workload_benchmark():
         > greedy["straggler_percent"]["median"]
     )
     lengths = np.array([10, 5, 1, 1])
-    assert bench_workload.sparsity(lengths, np.array([0, 0, 1, 1]), 2) == pytest.approx(
+    assert bench_workload.measure_sparsity(lengths, np.array([0, 0, 1, 1]), 2) == pytest.approx(
         (0.25 + 0.0) / 2
     )
-    few, many = (bench_workload.expected("ranks", ranks)["collision_percent"] for ranks in (8, 64))
+    few, many = (
+        bench_workload.expect_collisions("ranks", ranks)["collision_percent"] for ranks in (8, 64)
+    )
     assert 30 < few < many < 70
-    drawn, expected = bench_workload.drawn(4)
+    drawn, expected = bench_workload.draw_collisions(4)
     assert drawn["collision_percent"] == pytest.approx(expected["collision_percent"], abs=2)
+
+
+def test_without_a_repository_results_go_to_the_folder_at_hand(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "find_repository", lambda: None)
+    assert results.Destination().find_folder() == Path("results")
+    monkeypatch.setattr(repository, "find_repository", lambda: None)
+    with pytest.raises(ValueError, match="run this from a clone"):
+        repository.require_repository()
+    assert repository.find_commit() == "unknown"
+
+
+def test_without_a_repository_torchrec_is_left_out_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(torchrec, "find_repository", lambda: None)
+    assert torchrec.continue_in_peer("serial", []) is None
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "benchmarks/torchrec: they are left out" in said
+    assert not torchrec.has_torchrec()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    {
+        ".venv/bin/python benchmarks/bench_workload.py": "freescale bench workload",
+        "bash benchmarks/peer/setup.sh && .venv-peer/bin/python benchmarks/bench_priority.py --x": (
+            "freescale bench staged --x"
+        ),
+        "torchrun --nproc-per-node 4 benchmarks/bench_balance_measured.py --device cuda": (
+            "freescale bench balance measured --nproc 4 --device cuda"
+        ),
+        "python3 benchmarks/bench_ladder_gpu.py --nproc 4": (
+            "freescale bench ladder --device cuda --nproc 4"
+        ),
+        "freescale bench ladder --repetitions 20": "freescale bench ladder --repetitions 20",
+    }.items(),
+)
+def test_the_command_of_an_earlier_result_is_shown_as_it_is_today(old, new):
+    assert results.update_command(old) == new
+
+
+def test_names_of_earlier_results_are_read_as_todays(tmp_path):
+    row = {"arm": "full, dense by parts", "options": {"dense_sums": "parts"}}
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"command": "x", "rows": [row, {"arm": "serial"}], "claims": []}))
+    full, serial = results.read_result(path)["rows"]
+    assert full == {"arm": "full, dense partitioned", "options": {"dense_sums": "partitioned"}}
+    assert serial == {"arm": "serial"}

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
 from freescale.bench import figures
 
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS, LOG = ROOT / "benchmarks" / "results", ROOT / "docs" / "log.md"
+FIGURES = ROOT / "docs" / "figures"
 ARCHIVED = sorted(path.name for path in (RESULTS / "archive").iterdir())
 PAGES = [
     ROOT / "README.md",
@@ -43,7 +43,7 @@ def test_no_page_but_the_log_cites_a_superseded_result(page):
 def test_no_benchmark_reads_a_superseded_result():
     assert ARCHIVED, "superseded results are kept"
     files = [
-        *(ROOT / "benchmarks").rglob("*.py"),
+        *(ROOT / "src" / "freescale" / "bench").rglob("*.*"),
         *(ROOT / "src" / "freescale" / "simulate").rglob("*.*"),
     ]
     for path in files:
@@ -68,12 +68,10 @@ def test_every_picture_is_made_from_a_result_or_of_a_run():
         "report-light.png",
         "report-dark.png",
     }
-    made = {path.name for path in figures.everything(RESULTS)[0]} | of_runs
-    assert {path.name for path in figures.FIGURES.iterdir()} == made
+    made = set(figures.make_everything(RESULTS)[0]) | of_runs
+    assert {path.name for path in FIGURES.iterdir()} == made
 
 
 def test_every_picture_is_shown():
     shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    assert not [
-        path.name for path in figures.FIGURES.iterdir() if f"figures/{path.name})" not in shown
-    ]
+    assert not [path.name for path in FIGURES.iterdir() if f"figures/{path.name})" not in shown]

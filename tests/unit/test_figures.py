@@ -1,5 +1,5 @@
-"""benchmarks/figures.py: every figure is drawn from the committed results, and the documents show
-what the results say."""
+"""`freescale bench figures`: every figure is drawn from the committed results, and the documents
+show what the results say."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
 from freescale.bench import figures
-from freescale.bench import tables as technique_tables
-from freescale.bench.common import markdown as tables
+from freescale.bench.balance.table import format_cost
 from freescale.bench.ladder import rungs
+from freescale.bench.ladder.figure import draw_ladder
+from freescale.bench.ladder.table import format_ladder
 
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.mark.parametrize("figure", figures.PICTURES, ids=lambda figure: figure.name)
 def test_a_figure_is_drawn_and_names_its_sources(figure):
-    if absent := figures.missing(figure, RESULTS):
+    if absent := figures.find_missing(figure.files, RESULTS):
         # measured on a GPU: it may not be there yet
         assert figure.name == "overlap", f"{absent} are committed results"
         return
-    for name, (picture, used) in figures.drawn(figure, RESULTS).items():
+    for name, (picture, used) in figures.draw(figure, RESULTS).items():
         root = tree.fromstring(picture)
         words = "\n".join("".join(element.itertext()) for element in root.iter(f"{SVG}text"))
         for raw, result in used.items():
@@ -48,7 +48,7 @@ def test_a_figure_is_drawn_and_names_its_sources(figure):
 
 def test_predicted_and_measured_look_different():
     exposed = next(figure for figure in figures.PICTURES if figure.name == "exposed")
-    picture = figures.drawn(exposed, RESULTS)["exposed"][0]
+    picture = figures.draw(exposed, RESULTS)["exposed"][0]
     lines = re.findall(r"<polyline[^>]*>", picture)
     dashed = [line for line in lines if "stroke-dasharray" in line]
     assert (
@@ -58,7 +58,7 @@ def test_predicted_and_measured_look_different():
 
 def test_the_overlap_figure_appears_with_its_results(tmp_path):
     overlap = next(figure for figure in figures.PICTURES if figure.name == "overlap")
-    _, parts, left_out = figures.everything(tmp_path)
+    _, parts, left_out = figures.make_everything(tmp_path)
     assert any(
         line.startswith("overlap: left out, no overlap-4ranks-h200.json") for line in left_out
     )
@@ -91,7 +91,7 @@ def test_the_overlap_figure_appears_with_its_results(tmp_path):
         "claims": [],
     }
     (tmp_path / "overlap-4ranks-h200.json").write_text(json.dumps(result))
-    picture = figures.drawn(overlap, tmp_path)["overlap"][0]
+    picture = figures.draw(overlap, tmp_path)["overlap"][0]
     assert all(
         words in picture
         for words in ("+0.4 %", "+14.2 %", "-0.3 %", ("NVIDIA H200, commit abc, 2026-01-02"))
@@ -99,13 +99,13 @@ def test_the_overlap_figure_appears_with_its_results(tmp_path):
     tree.fromstring(picture)
     assert "+5.0 %" not in picture  # neither NCCL's default nor its best
     assert "+99.0 %" not in picture
-    assert "(figures/overlap.svg)" in figures.everything(tmp_path)[1]["figure-overlap"]("../")
+    assert "(figures/overlap.svg)" in figures.make_everything(tmp_path)[1]["figure-overlap"]("../")
 
 
 def test_a_rung_that_loses_is_said_to():
     result = json.loads((RESULTS / "ladder-paper-hosts.json").read_text())
     result["rows"][2]["samples_per_second"]["median"] = 1.0
-    table = tables.ladder({"ladder-paper-hosts": result}, "x")
+    table = format_ladder({"ladder-paper-hosts": result}, "x")
     assert (
         "| serial | 1 | 0.01 x, slower than TorchRec |" in table
         and table.count("slower than TorchRec") == 1
@@ -116,7 +116,7 @@ def test_a_rung_that_loses_is_said_to():
 
 
 def test_the_ladder_says_what_its_hosts_and_rungs_are():
-    table = tables.ladder(
+    table = format_ladder(
         {"ladder-paper-hosts": json.loads((RESULTS / "ladder-paper-hosts.json").read_text())}, "x"
     )
     assert "network namespaces of one machine of 2 cores" in table and "between hosts" not in table
@@ -131,30 +131,27 @@ def test_the_ladder_says_what_its_hosts_and_rungs_are():
 def test_the_defaults_are_a_rung_where_they_were_measured(name):
     result = json.loads((RESULTS / f"{name}.json").read_text())
     result["rows"] = [row for row in result["rows"] if row["arm"] != rungs.DEFAULTS]
-    assert "were not measured in this run" in tables.ladder({name: result}, "x")
+    assert "were not measured in this run" in format_ladder({name: result}, "x")
     options = asdict(rungs.OURS[rungs.DEFAULTS]) | {"transport": "pigeons"}
     result["rows"].append({**result["rows"][-1], "arm": rungs.DEFAULTS, "options": options})
-    table = tables.ladder({name: result}, "x")
+    table = format_ladder({name: result}, "x")
     assert (
         "| defaults | " in table
         and ("by default on these ranks, `--schedule staged --balance greedy --transport pigeons")
         in table
     )
-    assert "not measured" not in table and "pigeons" in figures.figure_ladder.ladder({name: result})
+    assert "not measured" not in table and "pigeons" in draw_ladder({name: result})
 
 
 def test_what_was_asked_of_a_run_is_said_to_hold_or_to_be_missed():
-    used = {
-        name: json.loads((RESULTS / f"{name}.json").read_text())
-        for name in technique_tables.MEASURED
-    }
+    used = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in figures.MEASURED}
     for result in used.values():
         for entry in result["claims"]:
             entry["holds"] = True
-    assert "All that was asked holds." in technique_tables.balance_cost(used, "x")
+    assert "All that was asked holds." in format_cost(used, "x")
     entry = used["balance-measured-8ranks-h200"]["claims"][0]
     entry["holds"] = False
-    table = technique_tables.balance_cost(used, "x")
+    table = format_cost(used, "x")
     assert (
         f"Missed: balance-measured-8ranks-h200: {entry['claim']}." in table
         and "All that was asked holds." not in table
@@ -166,7 +163,7 @@ def test_what_superseded_runs_missed_is_not_counted(tmp_path):
     (tmp_path / "archive").mkdir()
     for path in (tmp_path / "new-cpu.json", tmp_path / "archive" / "old-cpu.json"):
         path.write_text(json.dumps(result))
-    table = figures.everything(tmp_path)[1]["failed"]("../")
+    table = figures.make_everything(tmp_path)[1]["failed"]("../")
     assert "new-cpu" in table and "old-cpu" not in table and "1 of 1 claims" in table
 
 
@@ -177,25 +174,25 @@ def test_marked_parts_are_filled_and_others_left_alone():
         f"measured:y -->\nold\n{ends}\n"
     )
     parts = {"x": lambda depth: f"new {depth}", "y": lambda depth: "newer"}
-    made = figures.filled(document, parts, "../")
+    made = figures.fill(document, parts, "../")
     assert made == document.replace(f"x -->\n{ends}", f"x -->\nnew ../\n{ends}").replace(
         "old", "newer"
     )
-    assert figures.filled(made, parts, "../") == made
+    assert figures.fill(made, parts, "../") == made
 
 
 def test_documents_and_pictures_are_those_of_the_results(capsys):
-    """After a new result: .venv/bin/python benchmarks/figures.py"""
+    """After a new result: freescale bench figures"""
     assert figures.main(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_marked_parts_have_names_that_exist():
-    _, parts, _ = figures.everything(RESULTS)
+    _, parts, _ = figures.make_everything(RESULTS)
     for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         text = path.read_text(encoding="utf-8")
         names = re.findall(r"<!-- measured:([\w-]+) -->", text)
         assert text.count("<!-- /measured -->") == len(names)
-        assert set(names) <= set(parts) | set(technique_tables.TABLES), path
+        assert set(names) <= set(parts) | set(figures.TABLES), path
 
 
 def test_what_the_documents_link_to_exists():

@@ -1,1 +1,20 @@
-"""Benchmarks that come with the package: `freescale bench`."""
+"""Benchmarks: `freescale bench NAME`, or `python -m freescale.bench.NAME`, where click is not
+installed."""
+
+# In the order of `freescale bench --help`: what each measures.
+BENCHMARKS = {
+    "ladder": "TorchRec, then one technique more on each rung: samples/s, waits, memory, loss.",
+    "serial": "Samples/s of the serial schedule against TorchRec's pipelines.",
+    "staged": "Exposed communication and samples/s of the staged schedule.",
+    "balance": "Straggler % with and without balancing, predicted and measured.",
+    "hostwire": "What urgent traffic waits for behind bulk, over hostwire and gloo.",
+    "overlap": "What communication costs the compute beside it, NCCL's and hostwire's.",
+    "kernels": "Time and share of the GPU's ceiling of each Triton kernel.",
+    "packing": "Packing and unpacking samples for the exchange.",
+    "compress": "Thresholded gradients: step time, traffic and quality.",
+    "segments": "Histories cut into segments: Recall@10 and the work of a request.",
+    "quality": "HR@10 of a default run against popularity.",
+    "memory": "Peak memory of a rank with a large sharded table.",
+    "simulate": "The simulator against measured runs, and to 4,096 GPUs.",
+    "workload": "Padding, straggler % and collisions of generated workloads.",
+}

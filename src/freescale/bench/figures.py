@@ -1,53 +1,62 @@
-"""Every figure and every measured table of the documentation, from the files in benchmarks/results.
-
-    .venv/bin/python benchmarks/figures.py             # draws docs/figures/*.svg, fills the marked parts of README.md and docs/*.md
-    .venv/bin/python benchmarks/figures.py --check     # says what would change, and changes nothing; status 1 if something would
+"""`freescale bench figures`: every figure and every measured table of the documentation, from the
+files in benchmarks/results. Draws docs/figures/*.svg and fills the marked parts of README.md and
+docs/*.md; needs the repository.
 
 A figure whose results are missing is left out, with a message; it is drawn when they are there. In
 the documents, what stands between `<!-- measured:NAME -->` and `<!-- /measured -->` is made here:
-do not edit it. Pictures of a run (docs/figures/staged-trace.svg, serial_step.svg) need the run:
-figure_staged.py and figure_step.py draw them.
+do not edit it. Pictures of a run need the run: staged/trace.py draws docs/figures/staged-trace.svg,
+serial/figure.py draws serial_step.svg.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from freescale.bench import tables as technique_tables
-from freescale.bench.balance import figure as figure_balance
-from freescale.bench.common import markdown as tables
-from freescale.bench.common.drawing import origin
-from freescale.bench.kernels import figure as figure_kernels
-from freescale.bench.ladder import figure as figure_ladder
-from freescale.bench.overlap import figure as figure_overlap
-from freescale.bench.simulate import figure as figure_simulate
-from freescale.bench.staged import figure as figure_staged
-from freescale.bench.workload import figure as figure_workload
+from freescale.bench.balance import figure as balance_figure
+from freescale.bench.balance import table as balance_table
+from freescale.bench.common.drawing import describe_origin
+from freescale.bench.common.markdown import Results, Table, format_claims, format_missed
+from freescale.bench.common.options import make_parser
+from freescale.bench.common.repository import require_repository
+from freescale.bench.common.results import read_result
+from freescale.bench.hostwire.table import format_hostwire
+from freescale.bench.kernels import figure as kernels_figure
+from freescale.bench.ladder import figure as ladder_figure
+from freescale.bench.ladder.table import format_ladder
+from freescale.bench.overlap import figure as overlap_figure
+from freescale.bench.packing.table import format_packing
+from freescale.bench.quality.table import format_quality
+from freescale.bench.serial.table import format_serial
+from freescale.bench.simulate import figure as simulate_figure
+from freescale.bench.simulate.table import format_ablation, format_validation
+from freescale.bench.staged import figure as staged_figure
+from freescale.bench.staged.table import format_staged, format_staged_gpu
+from freescale.bench.workload import figure as workload_figure
 
-ROOT = Path(__file__).resolve().parents[3]
-RESULTS, FIGURES, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures", ROOT / "docs"
-Results = Mapping[str, Mapping[str, Any]]
+Part = Callable[[str], str]  # of a document, made for the way from it to the root
 
 
 @dataclass(frozen=True)
 class Figure:
-    """`files`: the results it is made of, by name. With `each`, one pattern, and a picture for
-    every file that fits it."""
+    """A picture of the documents.
+
+    Attributes:
+        about: what it shows: the picture's text in the documents.
+        files: the results it is made of, by name.
+        each: `files` is one pattern, and every file that fits it has a picture.
+        table: stands above the picture, and says where the numbers are from.
+    """
 
     name: str
-    about: str  # what it shows: the picture's text in the documents
+    about: str
     files: Sequence[str]
     draw: Callable[[Results], str]
     each: bool = False
-    # to stand above the picture, and to say where the numbers are from
-    table: tables.Table | None = None
+    table: Table | None = None
 
 
 PICTURES = (
@@ -55,25 +64,25 @@ PICTURES = (
         "workload",
         "Sparsity and straggler % over history cap, batch and ranks",
         ("workload-cpu",),
-        figure_workload.shape,
+        workload_figure.draw_shape,
     ),
     Figure(
         "collisions",
         "Collision % over ranks, catalogue and lengths",
         ("workload-cpu",),
-        figure_workload.collisions,
+        workload_figure.draw_collisions,
     ),
     Figure(
         "kernel-ranks",
         "Time of dispatch and combine over ranks",
         ("kernels-h200",),
-        figure_kernels.over_ranks,
+        kernels_figure.draw_over_ranks,
     ),
     Figure(
         "kernels",
         "Share of the GPU that each kernel reaches",
         ("kernels-h200",),
-        figure_kernels.shares,
+        kernels_figure.draw_shares,
     ),
     Figure(
         "straggler",
@@ -85,57 +94,82 @@ PICTURES = (
             "balance-cpu",
             "simulate-paper",
         ),
-        figure_balance.straggler,
+        balance_figure.draw_straggler,
     ),
     Figure(
         "exposed",
         "Exposed communication over collision rate and history length",
         ("staged-hosts", "simulate-paper"),
-        figure_staged.exposed,
+        staged_figure.draw_exposed,
     ),
     Figure(
         "staged",
         "Exposed communication and samples/s over the collision rate",
         ("staged-hosts",),
-        figure_staged.curve,
+        staged_figure.draw_curves,
     ),
     Figure(
-        "overlap", "Compute beside communication", ("overlap-4ranks-h200",), figure_overlap.beside
+        "overlap",
+        "Compute beside communication",
+        ("overlap-4ranks-h200",),
+        overlap_figure.draw_overlap,
     ),
     Figure(
         "ladder",
         "Samples/s, waits and losses, rung by rung",
         ("ladder-*",),
-        figure_ladder.ladder,
+        ladder_figure.draw_ladder,
         each=True,
-        table=tables.ladder,
+        table=format_ladder,
     ),
-    Figure("simulate", "Predicted to 4,096 GPUs", ("simulate-paper",), figure_simulate.picture),
+    Figure(
+        "simulate", "Predicted to 4,096 GPUs", ("simulate-paper",), simulate_figure.draw_simulate
+    ),
 )
 
+MEASURED = (
+    "balance-measured-2ranks-cpu",
+    "balance-measured-4ranks-h200",
+    "balance-measured-8ranks-h200",
+)
+# By the name of their marker: the results that they are made of, and how.
+TABLES: dict[str, tuple[Sequence[str], Table]] = {
+    "ladder-paper-hosts": (("ladder-paper-hosts",), format_ladder),
+    "serial": (("serial-cpu",), format_serial),
+    "quality": (("quality-cpu",), format_quality),
+    "packing": (("packing-cpu",), format_packing),
+    "balance": (MEASURED, balance_table.format_measured),
+    "balance-cost": (MEASURED, balance_table.format_cost),
+    "balance-bound": (("balance-cpu",), balance_table.format_bound),
+    "hostwire": (("hostwire-hosts",), format_hostwire),
+    "overlap-claims": (("overlap-4ranks-h200",), format_claims),
+    "staged": (("staged-hosts",), format_staged),
+    "staged-gpu": (("staged-4ranks-h200",), format_staged_gpu),
+    "simulate-claims": (("simulate-paper",), format_claims),
+    "simulate-ablation": (("simulate-paper",), format_ablation),
+    "simulate-validation": (("simulate-validation",), format_validation),
+}
 
-def read(name: str, results: Path) -> dict[str, Any]:
-    return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+
+def find_missing(files: Sequence[str], results: Path) -> list[str]:
+    return [f"{name}.json" for name in files if not list(results.glob(f"{name}.json"))]
 
 
-def missing(figure: Figure, results: Path) -> list[str]:
-    return [name for name in figure.files if not list(results.glob(f"{name}.json"))]
+def read_results(names: Sequence[str], results: Path) -> Results:
+    return {name: read_result(results / f"{name}.json") for name in names}
 
 
-def drawn(figure: Figure, results: Path) -> dict[str, tuple[str, Results]]:
+def draw(figure: Figure, results: Path) -> dict[str, tuple[str, Results]]:
     """By the picture's name: the picture, and the results that it is made of."""
     if figure.each:
         names = sorted(path.stem for path in results.glob(f"{figure.files[0]}.json"))
-        return {
-            name: (figure.draw(used), used)
-            for name in names
-            for used in ({name: read(name, results)},)
-        }
-    used = {name: read(name, results) for name in figure.files}
-    return {figure.name: (figure.draw(used), used)}
+        every = {name: read_results([name], results) for name in names}
+    else:
+        every = {figure.name: read_results(figure.files, results)}
+    return {name: (figure.draw(used), used) for name, used in every.items()}
 
 
-def shown(figure: Figure, name: str, used: Results, depth: str) -> str:
+def show(figure: Figure, name: str, used: Results, depth: str) -> str:
     """The picture in a document, and where its numbers are from. `depth`: from the document to the
     root."""
     image = f"![{figure.about}]({'' if depth else 'docs/'}figures/{name}.svg)"
@@ -144,94 +178,84 @@ def shown(figure: Figure, name: str, used: Results, depth: str) -> str:
     lines = [image, ""]
     for raw, result in used.items():
         link = f"[{raw}.json]({depth}benchmarks/results/{raw}.json)"
-        lines.append(f"- {link}: {origin(result)}: `{result['command']}`")
+        lines.append(f"- {link}: {describe_origin(result)}: `{result['command']}`")
     return "\n".join(lines)
 
 
-def everything(results: Path) -> tuple[dict[Path, str], dict[str, Callable[[str], str]], list[str]]:
-    """(files of pictures, parts of documents by name, what is left out). A part is made for its
-    document: links depend on where that lies."""
-    pictures: dict[Path, str] = {}
-    parts: dict[str, Callable[[str], str]] = {}
+def make_everything(results: Path) -> tuple[dict[str, str], dict[str, Part], list[str]]:
+    """(pictures by file name, parts of documents by marker, what is left out)."""
+    pictures: dict[str, str] = {}
+    parts: dict[str, Part] = {}
     left_out: list[str] = []
     for figure in PICTURES:
-        if absent := missing(figure, results):
-            why = (
-                f"{figure.name}: left out, no {', '.join(f'{name}.json' for name in absent)} in "
-                f"{results.name}"
-            )
-            left_out.append(why)
-            parts[f"figure-{figure.name}"] = lambda depth, why=why: (
-                f"*Not measured yet ({why.partition(': ')[2]}).*"
-            )  # type: ignore[misc]
+        if absent := find_missing(figure.files, results):
+            why = f"left out, no {', '.join(absent)} in {results.name}"
+            left_out.append(f"{figure.name}: {why}")
+            parts[f"figure-{figure.name}"] = partial(_say_missing, why)
             continue
-        made = drawn(figure, results)
-        pictures |= {FIGURES / f"{name}.svg": picture for name, (picture, _) in made.items()}
-
-        def part(depth: str, figure: Figure = figure, made: Mapping = made) -> str:
-            return "\n\n".join(shown(figure, name, used, depth) for name, (_, used) in made.items())
-
-        parts[f"figure-{figure.name}"] = part
-    for name, (files, table) in technique_tables.TABLES.items():
-        if absent := [file for file in files if not (results / f"{file}.json").exists()]:
-            left_out.append(
-                f"table {name}: left out, no "
-                f"{', '.join(f'{one}.json' for one in absent)} in {results.name}"
-            )
+        made = draw(figure, results)
+        pictures |= {f"{name}.svg": picture for name, (picture, _) in made.items()}
+        parts[f"figure-{figure.name}"] = partial(_show_all, figure, made)
+    for name, (files, table) in TABLES.items():
+        if absent := find_missing(files, results):
+            left_out.append(f"table {name}: left out, no {', '.join(absent)} in {results.name}")
             continue
-        used = {file: read(file, results) for file in files}
-        parts[name] = lambda depth, used=used, table=table: table(
-            used, f"{depth}benchmarks/results"
-        )  # type: ignore[misc]
-    whole = {path.stem: read(path.stem, results) for path in sorted(results.glob("*.json"))}
-    parts["failed"] = lambda depth: tables.failed(whole, f"{depth}benchmarks/results")
+        parts[name] = partial(_show_table, table, read_results(files, results))
+    whole = read_results(sorted(path.stem for path in results.glob("*.json")), results)
+    parts["failed"] = partial(_show_table, format_missed, whole)
     return pictures, parts, left_out
+
+
+def _say_missing(why: str, depth: str) -> str:
+    return f"*Not measured yet ({why}).*"
+
+
+def _show_all(figure: Figure, made: Mapping[str, tuple[str, Results]], depth: str) -> str:
+    return "\n\n".join(show(figure, name, used, depth) for name, (_, used) in made.items())
+
+
+def _show_table(table: Table, used: Results, depth: str) -> str:
+    return table(used, f"{depth}benchmarks/results")
 
 
 _MARKED = re.compile(r"(<!-- measured:([\w-]+) -->\n)(?:.*?\n)??(<!-- /measured -->)", re.DOTALL)
 
 
-def filled(document: str, parts: Mapping[str, Callable[[str], str]], depth: str) -> str:
+def fill(document: str, parts: Mapping[str, Part], depth: str) -> str:
     """The document with its marked parts made anew; one whose results are missing stays as it
     is."""
 
-    def made(match: re.Match[str]) -> str:
+    def make(match: re.Match[str]) -> str:
         part = parts.get(match[2])
         return f"{match[1]}{part(depth)}\n{match[3]}" if part else match[0]
 
-    return _MARKED.sub(made, document)
+    return _MARKED.sub(make, document)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("figures", __doc__, kept=False)
     parser.add_argument(
-        "--check", action="store_true", help=("change nothing; status 1 if something would")
+        "--check", action="store_true", help="change nothing; status 1 if something would"
     )
     options = parser.parse_args(arguments)
-    pictures, parts, left_out = everything(RESULTS)
-    wanted = dict(pictures)
-    wanted[FIGURES / "balance.svg"] = figure_balance.picture(
-        figure_balance.lengths_of(None, 128), 8
-    )
-    for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
-        wanted[path] = filled(
-            path.read_text(encoding="utf-8"), parts, "" if path.parent == ROOT else "../"
-        )
+    root = require_repository()
+    pictures, parts, left_out = make_everything(root / "benchmarks" / "results")
+    figures = root / "docs" / "figures"
+    wanted = {figures / name: picture for name, picture in pictures.items()}
+    lengths = balance_figure.read_lengths(None, 128)
+    wanted[figures / "balance.svg"] = balance_figure.draw_balance(lengths, 8)
+    for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        depth = "" if path.parent == root else "../"
+        wanted[path] = fill(path.read_text(encoding="utf-8"), parts, depth)
     changed = [
         path
         for path, text in wanted.items()
         if not path.exists() or path.read_text(encoding="utf-8") != text
     ]
     for path in changed:
-        print(f"{'would change' if options.check else 'written'}: {path.relative_to(ROOT)}")
+        print(f"{'would change' if options.check else 'written'}: {path.relative_to(root)}")
         if not options.check:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(wanted[path], encoding="utf-8")
     print(*left_out, sep="\n", end="\n" if left_out else "")
     return int(options.check and bool(changed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

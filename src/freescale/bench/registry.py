@@ -1,5 +1,5 @@
-"""registry.toml, and which of its benchmarks can run on this machine. Decides; runs
-nothing (bench/all.py does)."""
+"""registry.toml, and which of its benchmarks can run on this machine. Decides; runs nothing
+(all.py does)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-_NEEDS = ("cores", "torchrec", "hosts", "gpu", "file")
+from freescale.bench.common.repository import find_repository
+
+_NEEDS = ("cores", "torchrec", "hosts", "gpu", "file", "repository")
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,10 @@ class Machine:
     gpus: int
     mps: bool
     file: str | None  # of --file
+    repository: bool = True  # the package is part of a clone
 
     @staticmethod
-    def here(file: str | None) -> Machine:
+    def inspect(file: str | None) -> Machine:
         import torch
 
         from freescale.ledger.machine import gpu_name
@@ -63,13 +67,14 @@ class Machine:
             gpus,
             shutil.which("nvidia-cuda-mps-control") is not None,
             file,
+            find_repository() is not None,
         )
 
     @property
     def testbed(self) -> str:
         return "hosts" if self.hosts else "loopback"
 
-    def lacks(self, benchmark: Benchmark) -> str:
+    def find_lack(self, benchmark: Benchmark) -> str:
         """Why it cannot run here; empty if it can, as far as one sees without trying."""
         checks: dict[str, tuple[bool, str]] = {
             "cores": (self.cores >= 2, "times two pinned ranks: it needs two cores"),
@@ -80,6 +85,10 @@ class Machine:
                 ("needs real histories: --file online_retail_ii.parquet"),
             ),
             "torchrec": (True, ""),  # seen when it is set up
+            "repository": (
+                self.repository,
+                "reads results that lie in the repository: run it from a clone",
+            ),
         }
         missing = next(
             (why for need in benchmark.needs for met, why in (checks[need],) if not met), ""
@@ -91,7 +100,7 @@ class Machine:
             )
         return missing
 
-    def result_of(self, benchmark: Benchmark) -> str:
+    def name_result(self, benchmark: Benchmark) -> str:
         """The file's name."""
         return benchmark.result.format(gpu=self.gpu or "gpu", testbed=self.testbed)
 
@@ -105,7 +114,7 @@ def read_registry() -> list[Benchmark]:
     return found
 
 
-def chosen(benchmarks: Sequence[Benchmark], only: Sequence[str]) -> list[Benchmark]:
+def choose(benchmarks: Sequence[Benchmark], only: Sequence[str]) -> list[Benchmark]:
     """Those named, in the registry's order; all if none is."""
     unknown = sorted(set(only) - {one.name for one in benchmarks})
     if unknown:
@@ -116,7 +125,7 @@ def chosen(benchmarks: Sequence[Benchmark], only: Sequence[str]) -> list[Benchma
     return [one for one in benchmarks if not only or one.name in only]
 
 
-def done_before(path: Path, commit: str, changed: float, machine: dict) -> str:
+def find_done(path: Path, commit: str, changed: float, machine: dict[str, Any]) -> str:
     """The date of a result that this tree made on this machine, or empty. `changed`: when a file of
     the tree was last written, in seconds since 1970; it counts where the tree differs from its
     commit."""
@@ -126,4 +135,4 @@ def done_before(path: Path, commit: str, changed: float, machine: dict) -> str:
     if result["commit"] != commit or result["machine"] != machine:
         return ""
     later = datetime.fromisoformat(result["date"]).timestamp() > changed
-    return result["date"] if later or not commit.endswith("+") else ""
+    return str(result["date"]) if later or not commit.endswith("+") else ""

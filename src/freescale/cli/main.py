@@ -15,8 +15,9 @@ from typing import Any
 import click
 
 from freescale import __version__
+from freescale.cli.bench import bench
 from freescale.cli.errors import guarded
-from freescale.cli.measure import bench, report
+from freescale.cli.measure import report
 from freescale.config import (
     DataConfig,
     GenerateConfig,

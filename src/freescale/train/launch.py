@@ -49,10 +49,11 @@ def launch(
     ranks: int,
     port: int | None = None,
     *,
+    module: str = "freescale",
     extra: Callable[[int], Mapping[str, str]] = lambda rank: {},
     seconds: float | None = None,
 ) -> int:
-    """Runs `python -m freescale ARGUMENTS` as `ranks` local ranks. Returns 0 if all succeeded, 1
+    """Runs `python -m MODULE ARGUMENTS` as `ranks` local ranks. Returns 0 if all succeeded, 1
     after a failure, 128 and the signal's number if they stopped for one. `extra`: what a rank has
     in its environment besides. After `seconds`, if given, all are stopped: TimeoutError."""
     if port is not None:
@@ -66,7 +67,7 @@ def launch(
     try:
         for rank in range(ranks):
             process = subprocess.Popen(
-                [sys.executable, "-m", "freescale", *arguments],
+                [sys.executable, "-m", module, *arguments],
                 env={**_environment(rank, ranks, port), **extra(rank)},
                 stderr=subprocess.PIPE,
                 text=True,

@@ -1,17 +1,14 @@
 """Partitioners on heavy-tailed lengths: predicted straggler time, distance to the lower bound,
 tokens moved, planning time.
 
-    .venv/bin/python benchmarks/bench_balance.py
-    python3 benchmarks/bench_balance.py --device cuda    # planning `fixed` on a GPU: copies and the wait for the result included
-
 Lengths are log-normal (median 3,000 and 800, sigma 1) with caps of 4,096, 8,192 and 21,000; costs
 have L^2 and L terms that are equal at L = 3,072. Everything here is predicted from these costs but
-the planning time, which is measured on one core.
+the planning time, which is measured on one core; on a GPU, copies and the wait for the result
+included.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import numpy as np
@@ -19,14 +16,16 @@ import numpy as np
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.registry import PARTITIONERS, find_partitioner
 from freescale.balance.problem import Assignment, Partitioner, Problem, assign
-from freescale.bench.common.results import claim, gpu_name, spread, write
+from freescale.bench.common.results import Destination, claim, write
+from freescale.bench.common.spread import spread
+from freescale.ledger.machine import gpu_name
 
 MEDIANS, CAPS = (3000, 800), (4096, 8192, 21_000)
 BATCHES, RANKS = (8, 32, 128), (16, 64, 256, 1024)
 COST = CostModel.balanced_at(3072)
 
 
-def problem_of(median: int, cap: int, batch: int, ranks: int, seed: int) -> Problem:
+def make_problem(median: int, cap: int, batch: int, ranks: int, seed: int) -> Problem:
     random = np.random.default_rng((seed, median, cap, batch, ranks))
     lengths = np.clip(
         np.rint(np.exp(random.normal(np.log(median), 1.0, batch * ranks))), 1, cap
@@ -35,7 +34,7 @@ def problem_of(median: int, cap: int, batch: int, ranks: int, seed: int) -> Prob
     return Problem(COST(lengths), lengths, home, ranks, nodes=np.arange(ranks) // 8)
 
 
-def measured(
+def measure_planning(
     problem: Problem, partitioner: Partitioner, repetitions: int
 ) -> tuple[Assignment, list[float]]:
     times = []
@@ -46,90 +45,15 @@ def measured(
     return found, times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="batches per configuration")
-    parser.add_argument("--repetitions", type=int, default=5, help="planning times per batch")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--commit", help=("of the tree that is measured, where it was copied without its history")
-    )
-    options = parser.parse_args()
-    if options.device == "cuda":
-        planning_on_a_gpu(options.seeds, options.repetitions, options.commit)
-        return
-    rows = []
-    for median in MEDIANS:
-        for cap in CAPS:
-            for batch in BATCHES:
-                for ranks in RANKS:
-                    rows += configuration(
-                        median, cap, batch, ranks, options.seeds, options.repetitions
-                    )
-            print(f"median {median}, cap {cap}: done", flush=True)
-    command = (
-        f".venv/bin/python benchmarks/bench_balance.py --seeds {options.seeds} "
-        f"--repetitions {options.repetitions}"
-    )
-    write(
-        "balance",
-        "cpu",
-        command,
-        rows,
-        claims_of(rows),
-        cost={"equal_at": 3072},
-        predicted="all but planning_ms",
-    )
-
-
-def planning_on_a_gpu(seeds: int, repetitions: int, commit: str | None) -> None:
-    rows, claims = [], []
-    for ranks, asked in ((256, 1.0), (1024, 10.0)):
-        on_host, on_device = [], []
-        partitioner = find_partitioner("fixed", "cuda")
-        for seed in range(seeds):
-            problem = problem_of(3000, 21_000, 128, ranks, seed)
-            measured(problem, partitioner, 3)  # the first calls load kernels and pin memory
-            expected, host_times = measured(problem, PARTITIONERS["fixed"], repetitions)
-            found, times = measured(problem, partitioner, repetitions)
-            if not (found.rank_of == expected.rank_of).all():
-                raise SystemExit("fixed on the GPU differs from fixed on the host")
-            on_host += host_times
-            on_device += times
-        for where, taken in (("host", on_host), ("gpu", on_device)):
-            rows.append(
-                {
-                    "arm": f"fixed on the {where}",
-                    "ranks": ranks,
-                    "batch": 128,
-                    "planning_ms": spread(taken),
-                }
-            )
-        median = spread(on_device)["median"]
-        claims.append(
-            claim(
-                f"fixed: planning {ranks} ranks x 128 on a GPU", asked, median, "ms", at_least=False
-            )
-        )
-    copied = {"commit": commit} if commit else {}
-    command = (
-        f"python3 benchmarks/bench_balance.py --device cuda --seeds {seeds} --repetitions "
-        f"{repetitions}"
-    )
-    write("balance", gpu_name(), command, rows, claims, **copied)
-
-
-def configuration(
+def measure_configuration(
     median: int, cap: int, batch: int, ranks: int, seeds: int, repetitions: int
 ) -> list[dict]:
     rows = []
-    problems = [problem_of(median, cap, batch, ranks, seed) for seed in range(seeds)]
+    problems = [make_problem(median, cap, batch, ranks, seed) for seed in range(seeds)]
     alone = [float(p.costs.max()) >= float(p.costs.mean()) * batch for p in problems]
     for name in PARTITIONERS:
         found, times = zip(
-            *(measured(problem, PARTITIONERS[name], repetitions) for problem in problems),
+            *(measure_planning(problem, PARTITIONERS[name], repetitions) for problem in problems),
             strict=True,
         )
         rows.append(
@@ -157,7 +81,7 @@ def configuration(
     return rows
 
 
-def claims_of(rows: list[dict]) -> list[dict]:
+def make_claims(rows: list[dict]) -> list[dict]:
     def pick(arm: str, **wanted: object) -> list[dict]:
         return [r for r in rows if r["arm"] == arm and all(r[k] == v for k, v in wanted.items())]
 
@@ -241,5 +165,57 @@ def claims_of(rows: list[dict]) -> list[dict]:
     return claims
 
 
-if __name__ == "__main__":
-    main()
+def bench_predicted(seeds: int, repetitions: int, to: Destination) -> None:
+    """Every partitioner over medians, caps, batches and ranks, by the cost model; planning times
+    are measured."""
+    rows = []
+    for median in MEDIANS:
+        for cap in CAPS:
+            for batch in BATCHES:
+                for ranks in RANKS:
+                    rows += measure_configuration(median, cap, batch, ranks, seeds, repetitions)
+            print(f"median {median}, cap {cap}: done", flush=True)
+    write(
+        "balance",
+        "cpu",
+        f"freescale bench balance --seeds {seeds} --repetitions {repetitions}",
+        rows,
+        make_claims(rows),
+        to=to,
+        cost={"equal_at": 3072},
+        predicted="all but planning_ms",
+    )
+
+
+def bench_planning_on_gpu(seeds: int, repetitions: int, to: Destination) -> None:
+    """Planning times of `fixed` on a GPU, beside the host's."""
+    rows, claims = [], []
+    for ranks, asked in ((256, 1.0), (1024, 10.0)):
+        on_host, on_device = [], []
+        partitioner = find_partitioner("fixed", "cuda")
+        for seed in range(seeds):
+            problem = make_problem(3000, 21_000, 128, ranks, seed)
+            measure_planning(problem, partitioner, 3)  # the first calls load kernels and pin memory
+            expected, host_times = measure_planning(problem, PARTITIONERS["fixed"], repetitions)
+            found, times = measure_planning(problem, partitioner, repetitions)
+            if not (found.rank_of == expected.rank_of).all():
+                raise SystemExit("fixed on the GPU differs from fixed on the host")
+            on_host += host_times
+            on_device += times
+        for where, taken in (("host", on_host), ("gpu", on_device)):
+            rows.append(
+                {
+                    "arm": f"fixed on the {where}",
+                    "ranks": ranks,
+                    "batch": 128,
+                    "planning_ms": spread(taken),
+                }
+            )
+        median = spread(on_device)["median"]
+        claims.append(
+            claim(
+                f"fixed: planning {ranks} ranks x 128 on a GPU", asked, median, "ms", at_least=False
+            )
+        )
+    command = f"freescale bench balance --device cuda --seeds {seeds} --repetitions {repetitions}"
+    write("balance", gpu_name(), command, rows, claims, to=to)

@@ -1,7 +1,7 @@
 """Balancing: the predicted cost of each rank before and after it, and straggler % with and without
 it.
 
-    .venv/bin/python benchmarks/figure_balance.py OUT.svg --data histories.parquet --ranks 8 --global-batch 256
+    python -m freescale.bench.balance.figure OUT.svg --data histories.parquet --ranks 8
 
 draws the first for histories of your own. Without --data: log-normal lengths (median 3,000, sigma
 1, cap 21,000).
@@ -30,21 +30,21 @@ from freescale.bench.common.drawing import (
     Axes,
     Bar,
     Line,
-    bars,
-    caption,
-    closed,
-    legend,
-    opened,
-    text,
-    written,
+    close_svg,
+    draw_bars,
+    draw_caption,
+    draw_legend,
+    draw_text,
+    open_svg,
+    save,
 )
-from freescale.bench.simulate.figure import over_lengths
+from freescale.bench.simulate.figure import make_axes_over_lengths
 
 WIDTH, LEFT, ROW, GAP = 250, 60, 16, 30
 SHADES = ("#4c78a8", "#7a9cc6")  # neighbouring samples
 
 
-def lengths_of(path: Path | None, samples: int) -> np.ndarray:
+def read_lengths(path: Path | None, samples: int) -> np.ndarray:
     if path is None:
         random = np.random.default_rng(0)
         return np.clip(
@@ -58,7 +58,7 @@ def lengths_of(path: Path | None, samples: int) -> np.ndarray:
     return data.batch(0).sequences["history"].lengths.numpy()
 
 
-def panel(problem: Problem, name: str, x: float, y: float, largest: float) -> list[str]:
+def draw_panel(problem: Problem, name: str, x: float, y: float, largest: float) -> list[str]:
     """One box per rank: its samples side by side, the most expensive first; a line at the mean."""
     found = assign(problem, PARTITIONERS[name])
     share = 100 * found.moved_tokens / max(1, problem.tokens.sum())
@@ -85,21 +85,21 @@ def panel(problem: Problem, name: str, x: float, y: float, largest: float) -> li
     return parts
 
 
-def picture(lengths: np.ndarray, ranks: int) -> str:
+def draw_balance(lengths: np.ndarray, ranks: int) -> str:
     home = np.arange(len(lengths)) * ranks // len(lengths)
     problem = Problem(CostModel.balanced_at(3072)(lengths), lengths, home, ranks)
     names = ("none", "fixed", "local", "greedy")
     largest = max(assign(problem, PARTITIONERS[name]).loads.max() for name in names)
     height = 2 * (ranks * ROW + GAP + 24) + 20
-    parts = opened(2 * (WIDTH + LEFT) + 60, height)
+    parts = open_svg(2 * (WIDTH + LEFT) + 60, height)
     for place, name in enumerate(names):
         x = LEFT + (place % 2) * (WIDTH + LEFT + 20)
         y = 34 + (place // 2) * (ranks * ROW + GAP + 24)
-        parts += panel(problem, name, x, y, largest)
+        parts += draw_panel(problem, name, x, y, largest)
         if place % 2 == 0:
-            parts.append(text(8, y + ranks * ROW / 2, "ranks"))
+            parts.append(draw_text(8, y + ranks * ROW / 2, "ranks"))
     parts.append(
-        text(
+        draw_text(
             LEFT,
             height - 8,
             (
@@ -108,7 +108,7 @@ def picture(lengths: np.ndarray, ranks: int) -> str:
             ),
         )
     )
-    return closed(parts)
+    return close_svg(parts)
 
 
 # ---- with and without
@@ -117,11 +117,11 @@ ARMS = {"none": RED, "greedy": BLUE, "local": TEAL, "adapted": GREEN}
 PREDICTED = {"none": RED, "fixed": ORANGE, "greedy": BLUE, "local": TEAL, "karmarkar_karp": VIOLET}
 
 
-def straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
+def draw_straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
     """Measured by the ledger on real ranks; predicted over ranks and over the longest history."""
     left, top, wide = 76.0, 56.0, 150.0
     parts = [
-        text(left - 60, 22, "straggler % as the ledger measured it", more='font-weight="bold"')
+        draw_text(left - 60, 22, "straggler % as the ledger measured it", more='font-weight="bold"')
     ]
     measured = {
         name: result for name, result in used.items() if name.startswith("balance-measured")
@@ -140,7 +140,7 @@ def straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
             for arm in ARMS
         ]
         device = "GPU ranks on one H200" if result["machine"]["gpu"] else "CPU ranks"
-        parts += bars(
+        parts += draw_bars(
             f"{rows['none']['ranks']} {device}", made, x, top, wide, names=x == left, most=most
         )
         x += wide + 130
@@ -163,7 +163,7 @@ def straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
     by_ranks = Axes(
         "straggler %, predicted by the cost model", "ranks of 128 samples", ticks, lines, wide=320
     )
-    simulated = over_lengths(used["simulate-paper"]["rows"])
+    simulated = make_axes_over_lengths(used["simulate-paper"]["rows"])
     names = ["greedy" if line.name == "balancing" else line.name for line in simulated.lines]
     again = [
         Line(name, line.points, PREDICTED[name], True)
@@ -176,15 +176,15 @@ def straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
         again,
         wide=320,
     )
-    parts += by_ranks.drawn(50, below) + by_length.drawn(480, below)
-    inks, taken = legend(lines, 50, below + 240, 700)
+    parts += by_ranks.draw(50, below) + by_length.draw(480, below)
+    inks, taken = draw_legend(lines, 50, below + 240, 700)
     bottom = below + 240 + taken + 4
     note = (
         "Full bars: measured (adapted: greedy with --balance-adapt). Dashed lines, hollow "
         "dots: predicted."
     )
-    words, tall = caption(50, bottom, 800, used, note)
-    return closed([*opened(860, bottom + tall), *parts, *inks, *words])
+    words, tall = draw_caption(50, bottom, 800, used, note)
+    return close_svg([*open_svg(860, bottom + tall), *parts, *inks, *words])
 
 
 def main() -> None:
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--global-batch", type=int, default=128)
     options = parser.parse_args()
-    written(options.out, picture(lengths_of(options.data, options.global_batch), options.ranks))
+    save(options.out, draw_balance(read_lengths(options.data, options.global_batch), options.ranks))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,6 @@
 """Balancing as measured, not predicted: straggler %, peak memory, the balancing's own exposed time
 and the adapted cost's error.
 
-    .venv/bin/python benchmarks/bench_balance_measured.py                                   # 2 CPU ranks, each pinned to a core
-    torchrun --nproc-per-node 4 benchmarks/bench_balance_measured.py --device cuda          # GPU ranks sharing one GPU through MPS
-
 HSTU (retrieval) on log-normal lengths; the arms (`none`, `greedy`, `local`, and `adapted`: greedy
 with --balance-adapt) take turns, each with a model of its own, over the same batches and from the
 same weights. On the CPU each arm's peak memory is that of a run in processes of its own; on a GPU
@@ -12,8 +9,6 @@ it is what the arm keeps plus what its steps need beside that.
 
 from __future__ import annotations
 
-import argparse
-import os
 import time
 from typing import Any
 
@@ -26,15 +21,21 @@ from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.registry import PARTITIONERS
 from freescale.batch import Jagged, SequenceBatch
-from freescale.bench.common.results import claim, gpu_name, spread, write
+from freescale.bench.common.pinned import pinned_ranks
+from freescale.bench.common.ranks import is_rank, join, start_ranks
+from freescale.bench.common.results import Destination, claim, write
+from freescale.bench.common.spread import spread
 from freescale.ledger.collector import Collector
 from freescale.ledger.ledger import Ledger
+from freescale.ledger.machine import gpu_name
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.transport.process_group import ProcessGroupTransport
 
 ARMS = ("none", "greedy", "local", "adapted")
 EACH = 5  # steps of an arm's turn
+LIMIT = 600.0  # seconds of a whole run on GPUs
+SECONDS = 120.0  # that a collective may take there
 LEARNED = 50  # steps after which the adapted cost must predict
 SHAPES: dict[str, dict[str, int]] = {
     "cpu": {
@@ -58,7 +59,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
-def batches(shape: dict[str, int], rank: int, steps: int) -> list[SequenceBatch]:
+def make_batches(shape: dict[str, int], rank: int, steps: int) -> list[SequenceBatch]:
     made = []
     for number in range(steps):
         random = np.random.default_rng((7, rank, number))
@@ -155,7 +156,7 @@ def measure(
     rank: int, world: int, device: torch.device, steps: int, arms: tuple[str, ...] = ARMS
 ) -> dict[str, Any] | None:
     shape = SHAPES[device.type]
-    data = batches(shape, rank, steps)
+    data = make_batches(shape, rank, steps)
     built: dict[str, Arm] = {}
     for name in arms:
         before = _allocated(device)
@@ -194,7 +195,7 @@ def measure(
     return figures or None
 
 
-def cpu_rank(
+def measure_on_cpu(
     rank: int, world: int, steps: int, arms: tuple[str, ...] = ARMS
 ) -> dict[str, Any] | None:
     return measure(rank, world, torch.device("cpu"), steps, arms)
@@ -206,7 +207,7 @@ def report(
     device: str,
     steps: int,
     command: str,
-    commit: str | None = None,
+    to: Destination,
 ) -> None:
     rows, claims = [], []
     before = figures["none"]
@@ -250,7 +251,6 @@ def report(
                 )
             )
     testbed = gpu_name() if device == "cuda" else "cpu"
-    copied = {"commit": commit} if commit else {}
     write(
         f"balance-measured-{world}ranks",
         testbed,
@@ -258,53 +258,30 @@ def report(
         rows,
         claims,
         shape=SHAPES[device],
+        to=to,
         steps=steps,
-        **copied,
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument(
-        "--commit", help=("of the tree that is measured, where it was copied without its history")
-    )
-    options = parser.parse_args()
-    if options.device == "cpu":
-        from freescale.bench.common.pinned import pinned_ranks
+def bench_on_cpu(steps: int, to: Destination) -> None:
+    """2 ranks, each pinned to a core."""
+    figures = pinned_ranks(2, measure_on_cpu, steps)[0]
+    for name in ARMS:
+        alone = pinned_ranks(2, measure_on_cpu, 12, (name,))[0]
+        figures[name]["peak_memory_bytes_per_rank"] = alone[name]["peak_memory_bytes_per_rank"]
+    report(figures, 2, "cpu", steps, f"freescale bench balance measured --steps {steps}", to)
 
-        figures = pinned_ranks(2, cpu_rank, options.steps)[0]
-        for name in ARMS:
-            alone = pinned_ranks(2, cpu_rank, 12, (name,))[0]
-            figures[name]["peak_memory_bytes_per_rank"] = alone[name]["peak_memory_bytes_per_rank"]
-        report(
-            figures,
-            2,
-            "cpu",
-            options.steps,
-            (f".venv/bin/python benchmarks/bench_balance_measured.py --steps {options.steps}"),
-        )
-        return
-    # NCCL takes several ranks on one GPU if each names a host of its own
-    os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    transport = freescale.connect(torch.device("cuda:0"))
-    found = measure(transport.rank, transport.world, transport.device, options.steps)
+
+def bench_on_gpu(ranks: int, steps: int, to: Destination) -> int:
+    """Starts the ranks, or is one of them. Returns the exit status."""
+    if not is_rank():
+        arguments = ["measured", "--device", "cuda", "--steps", str(steps), *to.as_arguments()]
+        return start_ranks("balance", arguments, ranks, "cuda", LIMIT, threads=2)
+    transport = join("cuda", SECONDS)
+    found = measure(transport.rank, transport.world, transport.device, steps)
     if found is not None:
-        launch = f"torchrun --nproc-per-node {transport.world} benchmarks/bench_balance_measured.py"
-        report(
-            found,
-            transport.world,
-            "cuda",
-            options.steps,
-            (f"{launch} --device cuda --steps {options.steps}"),
-            options.commit,
-        )
+        world = transport.world
+        command = f"freescale bench balance measured --device cuda --nproc {world} --steps {steps}"
+        report(found, world, "cuda", steps, command, to)
     transport.close()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

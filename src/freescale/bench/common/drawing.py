@@ -27,7 +27,7 @@ LEAST_WIDTH = 860
 NOTE = "Full lines, filled dots: measured. Dashed lines, hollow dots: predicted."
 
 
-def text(
+def draw_text(
     x: float, y: float, words: str, anchor: str = "start", more: str = "", style: str = TEXT
 ) -> str:
     return (
@@ -36,7 +36,7 @@ def text(
     )
 
 
-def opened(width: float, height: float) -> list[str]:
+def open_svg(width: float, height: float) -> list[str]:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
         'role="img">'
@@ -44,11 +44,11 @@ def opened(width: float, height: float) -> list[str]:
     return [head, '<rect width="100%" height="100%" fill="#fff"/>']
 
 
-def closed(parts: Sequence[str]) -> str:
+def close_svg(parts: Sequence[str]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def written(path: Path, picture: str) -> None:
+def save(path: Path, picture: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(picture, encoding="utf-8")
 
@@ -56,25 +56,25 @@ def written(path: Path, picture: str) -> None:
 # ---- where numbers are from
 
 
-def machine_of(result: Mapping[str, Any]) -> str:
+def describe_machine(result: Mapping[str, Any]) -> str:
     """GPU, or CPU and cores."""
     machine = result["machine"]
     return machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
 
 
-def origin(result: Mapping[str, Any]) -> str:
+def describe_origin(result: Mapping[str, Any]) -> str:
     """Machine, commit, date."""
-    return f"{machine_of(result)}, commit {result['commit']}, {result['date'][:10]}"
+    return f"{describe_machine(result)}, commit {result['commit']}, {result['date'][:10]}"
 
 
-def caption(
+def draw_caption(
     left: float, top: float, wide: float, used: Mapping[str, Mapping[str, Any]], *notes: str
 ) -> tuple[list[str], float]:
     """The notes, in lines of at most `wide`, then where the numbers are from; (parts, height)."""
     lines = [line for note in notes for line in wrap(note, int(wide / 5.7))]
-    lines += [f"{name}.json: {origin(result)}" for name, result in used.items()]
+    lines += [f"{name}.json: {describe_origin(result)}" for name, result in used.items()]
     return [
-        text(left, top + 15 * place, line, style=SMALL) for place, line in enumerate(lines)
+        draw_text(left, top + 15 * place, line, style=SMALL) for place, line in enumerate(lines)
     ], 15.0 * len(lines)
 
 
@@ -103,7 +103,7 @@ class Axes:
     wide: float = 250
     high: float = 180
 
-    def drawn(self, left: float, top: float) -> list[str]:
+    def draw(self, left: float, top: float) -> list[str]:
         """`left`, `top`: of the plot itself; its title and labels lie around it."""
         most = max(
             [y for line in self.lines for _, y in line.points]
@@ -124,21 +124,21 @@ class Axes:
         def y_of(value: float) -> float:
             return top + self.high - value * scale
 
-        parts = [text(left, top - 14, self.title, more='font-weight="bold"')]
+        parts = [draw_text(left, top - 14, self.title, more='font-weight="bold"')]
         for number in range(round(self.high / scale / unit) + 1):
             y = y_of(number * unit)
             parts.append(
                 f'<line x1="{left}" x2="{left + self.wide}" y1="{y:.1f}" y2="{y:.1f}" '
                 'stroke="#e6e6e6"/>'
             )
-            parts.append(text(left - 7, y + 4, f"{number * unit:g}", "end"))
+            parts.append(draw_text(left - 7, y + 4, f"{number * unit:g}", "end"))
         for value, label in self.ticks:
             parts.append(
                 f'<line x1="{x_of(value):.1f}" x2="{x_of(value):.1f}" y1="{y_of(0)}" '
                 f'y2="{y_of(0) + 4}" stroke="#999"/>'
             )
-            parts.append(text(x_of(value), top + self.high + 18, label, "middle"))
-        parts.append(text(left + self.wide / 2, top + self.high + 36, self.below, "middle"))
+            parts.append(draw_text(x_of(value), top + self.high + 18, label, "middle"))
+        parts.append(draw_text(left + self.wide / 2, top + self.high + 36, self.below, "middle"))
         for line in self.lines:
             parts += self._line(line, x_of, y_of)
         return parts
@@ -168,7 +168,9 @@ class Axes:
         return parts
 
 
-def legend(lines: Sequence[Line], left: float, top: float, wide: float) -> tuple[list[str], float]:
+def draw_legend(
+    lines: Sequence[Line], left: float, top: float, wide: float
+) -> tuple[list[str], float]:
     """Each name once, in rows of at most `wide`; (parts, height)."""
     parts: list[str] = []
     x, y = left, top
@@ -185,27 +187,27 @@ def legend(lines: Sequence[Line], left: float, top: float, wide: float) -> tuple
         parts.append(
             f'<circle cx="{x + 12:.1f}" cy="{y}" r="3" fill="{fill}" stroke="{line.ink}"/>'
         )
-        parts.append(text(x + 30, y + 4, line.name))
+        parts.append(draw_text(x + 30, y + 4, line.name))
         x += needed
     return parts, y - top + 18
 
 
-def panels(
+def draw_panels(
     axes: Sequence[Axes], used: Mapping[str, Mapping[str, Any]], columns: int = 3, note: str = NOTE
 ) -> str:
     """A picture: panels in rows, one legend, where the numbers are from."""
     wide, high = axes[0].wide + 66, axes[0].high + 88
     rows = -(-len(axes) // columns)
     width = max(wide * min(columns, len(axes)) + 16, LEAST_WIDTH)
-    names, taken = legend(
+    names, taken = draw_legend(
         [line for one in axes for line in one.lines], 50, rows * high + 20, width - 70
     )
     below = rows * high + 20 + taken + 6
-    words, tall = caption(50, below, width - 70, used, note)
-    parts = opened(width, below + tall)
+    words, tall = draw_caption(50, below, width - 70, used, note)
+    parts = open_svg(width, below + tall)
     for place, one in enumerate(axes):
-        parts += one.drawn(50 + wide * (place % columns), 36 + high * (place // columns))
-    return closed([*parts, *names, *words])
+        parts += one.draw(50 + wide * (place % columns), 36 + high * (place // columns))
+    return close_svg([*parts, *names, *words])
 
 
 # ---- bars
@@ -221,7 +223,7 @@ class Bar:
     high: float | None = None
 
 
-def bars(
+def draw_bars(
     title: str,
     rows: Sequence[Bar],
     left: float,
@@ -233,7 +235,7 @@ def bars(
     """Horizontal bars, 22 high; names stand left of them. `most`: what the width stands for, the
     largest value otherwise."""
     most = most or max([row.high or row.value for row in rows] + [1e-12])
-    parts = [text(left, top - 10, title, more='font-weight="bold"')]
+    parts = [draw_text(left, top - 10, title, more='font-weight="bold"')]
     parts.append(
         f'<line x1="{left}" x2="{left}" y1="{top - 3}" y2="{top + 22 * len(rows)}" stroke="#999"/>'
     )
@@ -251,6 +253,6 @@ def bars(
             )
             parts.append(f'<line {span} stroke="#333" stroke-opacity="0.6"/>')
         if names:
-            parts.append(text(left - 8, y + 12, row.name, "end"))
-        parts.append(text(left + end + 6, y + 12, row.label))
+            parts.append(draw_text(left - 8, y + 12, row.name, "end"))
+        parts.append(draw_text(left + end + 6, y + 12, row.label))
     return parts

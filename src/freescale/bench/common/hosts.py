@@ -2,7 +2,7 @@
 that a token bucket slows down.
 
     with hosts(2) as network:
-        results = network.run("freescale.bench.staged.arms:measure", workload, 20)  # function(rank, world, *arguments) on every host
+        results = network.run(measure, workload, 20)  # measure(rank, world, workload, 20) on each
 
 Two hosts share one link, more hang on a bridge in a namespace of its own. Every host is a process
 pinned to a core. Needs root and iproute2. The namespaces bear the name of this process and are
@@ -11,7 +11,6 @@ removed at the end, also after a failure, Ctrl-C or SIGTERM.
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import shutil
@@ -20,12 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from freescale.bench.common.repository import package_path
 
 _PORT = 29511  # inside the namespaces, which have ports of their own
 RATE = "200mbit"
@@ -95,14 +96,20 @@ class Network:
                 ["ip", "netns", "delete", self._made.pop()], capture_output=True, check=False
             )
 
-    def run(self, target: str, *arguments: Any, timeout: float = 1800) -> list[Any]:
-        """`target` is MODULE:FUNCTION, of this folder. What it returned on each host, in rank
-        order."""
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 1800
+    ) -> list[Any]:
+        """Calls `function(rank, world, *arguments)` on every host, in a process of its own that has
+        joined a gloo group. `function` is one of an importable module.
+
+        Returns:
+            What it returned on each host, in rank order.
+        """
         world, cores = len(self.names), sorted(os.sched_getaffinity(0))
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            (folder / "call").write_bytes(pickle.dumps((target, arguments)))
-            started: list[subprocess.Popen] = []
+            (folder / "call").write_bytes(pickle.dumps((function, arguments)))
+            started: list[subprocess.Popen[bytes]] = []
             stack.callback(_stop, started)
             for rank, (name, device) in enumerate(zip(self.names, self.devices, strict=True)):
                 core = str(cores[rank % len(cores)])
@@ -118,7 +125,11 @@ class Network:
                     "-m",
                     "freescale.bench.common.hosts",
                 ]
-                told = {"GLOO_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1"}
+                told = {
+                    "GLOO_SOCKET_IFNAME": device,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": package_path(),
+                }
                 command += [str(rank), str(world), str(folder)]
                 started.append(
                     subprocess.Popen(command, env=os.environ | told, start_new_session=True)
@@ -128,14 +139,15 @@ class Network:
                 failed = [rank for rank, process in enumerate(started) if process.poll()]
                 if failed or time.monotonic() > limit:
                     raise SystemExit(
-                        f"{target} failed on host {failed}"
+                        f"{function.__name__} failed on host {failed}"
                         if failed
-                        else f"{target} took over {timeout:.0f} s"
+                        else f"{function.__name__} took over {timeout:.0f} s"
                     )
                 time.sleep(0.2)
             if any(process.returncode for process in started):
                 raise SystemExit(
-                    f"{target} failed on hosts {[r for r, p in enumerate(started) if p.returncode]}"
+                    f"{function.__name__} failed on hosts "
+                    f"{[rank for rank, process in enumerate(started) if process.returncode]}"
                 )
             return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)]
 
@@ -158,7 +170,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _stop(started: list[subprocess.Popen]) -> None:
+def _stop(started: list[subprocess.Popen[bytes]]) -> None:
     for process in started:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -175,19 +187,18 @@ def _ip(*arguments: str) -> None:
     _run("ip", *arguments)
 
 
-def _host(rank: int, world: int, folder: Path) -> None:
+def _run_host(rank: int, world: int, folder: Path) -> None:
     """The process of one host."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    target, arguments = pickle.loads((folder / "call").read_bytes())
-    module, function = target.split(":")
+    function, arguments = pickle.loads((folder / "call").read_bytes())
     meeting = f"tcp://10.99.0.1:{_PORT}"
     dist.init_process_group(
         "gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=300)
     )
-    result = getattr(importlib.import_module(module), function)(rank, world, *arguments)
+    result = function(rank, world, *arguments)
     (folder / f"result{rank}").write_bytes(pickle.dumps(result))
     dist.barrier()
     sys.stdout.flush()
@@ -195,4 +206,4 @@ def _host(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _host(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    _run_host(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -10,10 +10,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 
+from freescale.bench.common.repository import package_path
 from freescale.train.launch import launch
 from freescale.transport.connect import connect
 from freescale.transport.process_group import ProcessGroupTransport
@@ -30,9 +30,26 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start_ranks(arguments: Sequence[str], ranks: int, device: str, seconds: float) -> int:
-    """`python -m freescale ARGUMENTS` as `ranks` local ranks. 0 if all succeeded; if one fails, all
-    stop. A run that takes longer than `seconds` is stopped: TimeoutError."""
+def start_ranks(
+    name: str,
+    arguments: Sequence[str],
+    ranks: int,
+    device: str,
+    seconds: float,
+    threads: int | None = None,
+) -> int:
+    """Runs `python -m freescale.bench.NAME ARGUMENTS` as `ranks` local ranks. If one fails, all
+    stop.
+
+    Args:
+        threads: OMP_NUM_THREADS of a rank, unless it is set; by default the launcher decides.
+
+    Returns:
+        0 if all succeeded.
+
+    Raises:
+        TimeoutError: the run took longer than `seconds`, and was stopped.
+    """
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     if device == "cuda" and not gpus:
         raise ValueError(
@@ -41,12 +58,19 @@ def start_ranks(arguments: Sequence[str], ranks: int, device: str, seconds: floa
         )
     shared = 0 < gpus < ranks
     with ExitStack() as stack:
-        divided = stack.enter_context(divided_gpu(ranks)) if shared else {}
+        divided = stack.enter_context(share_gpu(ranks)) if shared else {}
 
         def extra(rank: int) -> dict[str, str]:
-            return {"PYTHONPATH": _this_package(), **divided, **_settings(rank, ranks, shared)}
+            given = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+            return {
+                "PYTHONPATH": package_path(),
+                **(given if threads else {}),
+                **divided,
+                **_settings(rank, ranks, shared),
+            }
 
-        return launch(arguments, ranks, extra=extra, seconds=seconds)
+        module = f"freescale.bench.{name}"
+        return launch(arguments, ranks, module=module, extra=extra, seconds=seconds)
 
 
 def join(device: str, seconds: float) -> ProcessGroupTransport:
@@ -78,7 +102,7 @@ def join(device: str, seconds: float) -> ProcessGroupTransport:
     return joined
 
 
-def queues(ranks: int) -> str:
+def count_queues(ranks: int) -> str:
     """CUDA_DEVICE_MAX_CONNECTIONS of each of several ranks on one GPU."""
     return str(min(_MOST_QUEUES, max(1, _QUEUES // ranks)))
 
@@ -86,7 +110,7 @@ def queues(ranks: int) -> str:
 def _settings(rank: int, ranks: int, shared: bool) -> dict[str, str]:
     """What NCCL and CUDA have to be told. A value that the user set stays."""
     # With fewer queues than streams, what waits in one stream holds up others.
-    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": queues(ranks) if shared else str(_MOST_QUEUES)}
+    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": count_queues(ranks) if shared else str(_MOST_QUEUES)}
     if shared:
         settings |= {
             # NCCL takes several ranks on one GPU if each names a host of its own
@@ -99,14 +123,8 @@ def _settings(rank: int, ranks: int, shared: bool) -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in settings.items()}
 
 
-def _this_package() -> str:
-    """The ranks run the package that starts them, installed or not."""
-    folder = str(Path(__file__).resolve().parents[3])
-    return os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 @contextmanager
-def divided_gpu(ranks: int) -> Iterator[dict[str, str]]:
+def share_gpu(ranks: int) -> Iterator[dict[str, str]]:
     """MPS, from here to the end of the block. Yields what its clients have in their environment."""
     control = shutil.which(_CONTROL)
     if control is None:

@@ -1,8 +1,8 @@
-"""The benchmarks that lie in the repository, under benchmarks/, and the environment with TorchRec
-that some need."""
+"""The repository around the package: where results are kept, and which commit is measured."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -11,32 +11,33 @@ import freescale
 _MEASURED = ("src", "benchmarks/torchrec")
 
 
-def repository() -> Path:
-    """Its root. The package alone, as pip installs it, has no benchmarks."""
+def find_repository() -> Path | None:
+    """The root of the clone that this package is part of; None for a package that pip
+    installed."""
     root = Path(freescale.__file__).resolve().parents[2]
-    if not (root / "benchmarks" / "torchrec" / "setup.sh").is_file():
+    return root if (root / "benchmarks" / "torchrec").is_dir() else None
+
+
+def require_repository() -> Path:
+    """As `find_repository`, for what exists in a clone only: the documents and their results.
+
+    Raises:
+        ValueError: there is none.
+    """
+    root = find_repository()
+    if root is None:
         raise ValueError(
-            "the benchmarks and their arms lie in the repository, under benchmarks/: "
-            "run this from a clone of it"
+            "the documents and their results lie in the repository: run this from a clone of it"
         )
     return root
 
 
-def peer_python(root: Path) -> str:
-    """The interpreter of .venv-peer, which has TorchRec; made or brought up to date first."""
-    print("setting TorchRec up in .venv-peer (the first time takes a minute or two)", flush=True)
-    if subprocess.run(
-        ["bash", str(root / "benchmarks" / "torchrec" / "setup.sh")], check=False
-    ).returncode:
-        raise ValueError(
-            "TorchRec could not be set up; `freescale bench ladder --short` does without it"
-        )
-    return str(root / ".venv-peer" / "bin" / "python")
-
-
-def commit(root: Path) -> str:
-    """The commit of a clone; `+` when files under src or benchmarks differ from it. `unknown` where
-    there is no history."""
+def find_commit(root: Path | None = None) -> str:
+    """The commit of the clone at `root`, by default of this one; `+` when files that are measured
+    differ from it. `unknown` where there is no history."""
+    root = root or find_repository()
+    if root is None:
+        return "unknown"
     try:
         head, changed = (
             subprocess.run(
@@ -52,10 +53,18 @@ def commit(root: Path) -> str:
     return head + ("+" if changed else "")
 
 
-def changed(root: Path) -> float:
+def find_last_change(root: Path) -> float:
     """When a file of those that are measured was last written, in seconds since 1970."""
     files = [
-        *(root / "src").rglob("*.py"),
-        *(root / "benchmarks" / "torchrec").glob("*"),
+        file
+        for folder in _MEASURED
+        for file in (root / folder).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
     ]
     return max((file.stat().st_mtime for file in files), default=0.0)
+
+
+def package_path() -> str:
+    """PYTHONPATH of a process that runs this package, installed or not."""
+    folder = str(Path(freescale.__file__).resolve().parents[1])
+    return os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])

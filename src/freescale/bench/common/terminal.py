@@ -1,9 +1,8 @@
-"""How a benchmark says what it found: how far times spread, and as a table."""
+"""Tables in the terminal."""
 
 from __future__ import annotations
 
 import importlib.util
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,21 +10,7 @@ COLUMNS = ("kernel", "ms", "rate", "of ceiling", "plain ms", "faster")
 LEAST_WIDTH = 110  # of a table that goes to no terminal
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 20th and 80th percentile."""
-    ordered = sorted(values)
-    cuts = (
-        statistics.quantiles(ordered, n=10, method="inclusive") if len(ordered) > 1 else ordered * 9
-    )
-    return {
-        "median": statistics.median(ordered),
-        "p20": cuts[1],
-        "p80": cuts[7],
-        "repetitions": len(ordered),
-    }
-
-
-def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def format_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """A measured row as text, column by column; empty where nothing was measured."""
     show = lambda name, text: text(row[name]) if name in row else ""  # noqa: E731
     return (
@@ -38,7 +23,7 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def line(parts: Sequence[str]) -> str:
+def format_line(parts: Sequence[str]) -> str:
     """A row of the plain table."""
     widths = (9, 16, 10, 10, 8)
     return f"{parts[0]:58s}" + "".join(
@@ -50,11 +35,11 @@ def show_table(
     rows: Sequence[Mapping[str, Any]],
     title: str,
     columns: Sequence[str] = COLUMNS,
-    as_cells: Callable[[Mapping[str, Any]], Sequence[str]] = cells,
+    as_cells: Callable[[Mapping[str, Any]], Sequence[str]] = format_cells,
 ) -> None:
     """With rich where it is installed, else in plain lines."""
     if importlib.util.find_spec("rich") is None:
-        print(title, line(columns), *(line(as_cells(row)) for row in rows), sep="\n")
+        print(title, format_line(columns), *(format_line(as_cells(row)) for row in rows), sep="\n")
         return
     from rich.console import Console
     from rich.table import Table

@@ -1,5 +1,5 @@
-"""What each host of bench_compress.py runs. Each function gets rank and number of ranks first
-(hosts.py calls it so)."""
+"""What each host of the compress benchmark runs. `Network.run` calls each function with rank and
+number of ranks first."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import freescale
 from freescale.bench.common.arm import build
+from freescale.bench.common.turns import take_turns
 from freescale.bench.common.workload import Workload
-from freescale.bench.staged.arms import in_turns
 from freescale.ledger.ledger import Ledger
 from freescale.transport.process_group import ProcessGroupTransport
 
@@ -28,7 +28,7 @@ def measure(
         DENSE: build(workload, rank, world),
         THRESHOLDED: build(workload, rank, world, reducer=freescale.Thresholding(eta)),
     }
-    measured = in_turns(arms, repetitions, steps)
+    measured = take_turns(arms, repetitions, steps)
     for name, arm in arms.items():
         weights = torch.cat(
             [p.detach().view(-1).view(torch.int32) for p in arm.parallel.dense_parameters()]
@@ -39,7 +39,7 @@ def measure(
     return measured
 
 
-def activations(
+def exchange_activations(
     rank: int, world: int, rows: int, width: int, keep: int, repetitions: int
 ) -> dict[str, list[dict[str, float]]]:
     """An exchange of activations there and of their gradients back, all to the next rank: whole and

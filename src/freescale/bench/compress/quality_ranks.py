@@ -1,7 +1,5 @@
-"""What each rank of bench_compress.py's quality runs does: trains arms and evaluates them, one
-after another. Under torchrun:
-
-    torchrun --nproc-per-node 2 benchmarks/compress_quality.py RUNS.json  # list of [histories, data set, arm, seed, out, changes]
+"""What each rank of a quality run does: trains arms and evaluates them, one after another. Started
+by quality.py under torchrun, with a file that lists [histories, data set, arm, seed, out, changes].
 
 The model is HSTU for retrieval with a wide layer behind it, cut in the middle of that layer, where
 activations are exchanged. What that leaves out depends on the sample alone, not on who computes the

@@ -1,8 +1,6 @@
 """Does urgent traffic overtake bulk? Two hosts, 200 Mbit/s (testbed A): an AllToAll of 1 MB per
 peer alone, and behind one of 5 MB.
 
-    .venv/bin/python benchmarks/bench_hostwire.py        # as root: it makes the hosts and removes them; about 2 minutes
-
 Arms, in turns: hostwire over TCP, gloo and UCX (TCP), its urgent class beside its bulk class; a
 second gloo group beside the first; the same gloo group. Before every timed message the token bucket
 is drained; the bulk has a head start of 20 ms.
@@ -10,7 +8,6 @@ is drained; the bulk has a head start of 20 ms.
 
 from __future__ import annotations
 
-import argparse
 import os
 import threading
 import time
@@ -21,7 +18,8 @@ from typing import Any
 import torch
 
 from freescale.bench.common.hosts import hosts
-from freescale.bench.common.results import claim, spread, write
+from freescale.bench.common.results import Destination, claim, write
+from freescale.bench.common.spread import spread
 from freescale.ledger.ledger import Ledger, Side
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.process_group import ProcessGroupTransport
@@ -97,14 +95,9 @@ def _timed(base: ProcessGroupTransport, call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repetitions", type=int, default=20)
-    options = parser.parse_args()
+def bench_hostwire(repetitions: int, to: Destination) -> None:
     with hosts(2) as network:
-        results = network.run("freescale.bench.hostwire.bench:measure", options.repetitions)
+        results = network.run(measure, repetitions)
     rows, claims = [], []
     for name in results[0]["times"]:
         # A message is there when the slower host has it.
@@ -132,15 +125,11 @@ def main() -> None:
         if name.startswith("hostwire"):
             text = f"{name}: urgent 1 MB per peer behind 5 MB of bulk, over its time alone"
             claims.append(claim(text, ASKED, row["behind_over_alone"], "times", at_least=False))
-    command = f".venv/bin/python benchmarks/bench_hostwire.py --repetitions {options.repetitions}"
+    command = f"freescale bench hostwire --repetitions {repetitions}"
     sizes = {
         "urgent_bytes": URGENT,
         "bulk_bytes": BULK,
         "head_start_ms": 1e3 * HEAD_START,
         "rate": "200 Mbit/s",
     }
-    write("hostwire", "hosts", command, rows, claims, packages=("ucxx-cu13",), **sizes)
-
-
-if __name__ == "__main__":
-    main()
+    write("hostwire", "hosts", command, rows, claims, ("ucxx-cu13",), to=to, **sizes)

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from freescale.bench.common.results import Destination, make_claims, write
 from freescale.bench.common.terminal import show_table
+from freescale.bench.kernels.claims import list_asked
 from freescale.bench.kernels.jagged_moves import moves
 from freescale.bench.kernels.layers import attentions, layers, pieces
 from freescale.bench.kernels.measure import Bench
 from freescale.bench.kernels.table_rows import table_rows
 from freescale.kernels.dispatch import has_triton
-from freescale.ledger.machine import machine, versions
+from freescale.ledger.machine import gpu_name, machine, versions
 
 # Each returns figures by name, what a claim can be made of.
 PARTS: dict[str, Callable[[Bench], dict[str, float]]] = {
@@ -66,9 +68,10 @@ def measure_kernels(
     return bench, figures
 
 
-def bench_kernels(device: str, only: Sequence[str], output: Path) -> None:
-    """Prints the table, writes the JSON beside it."""
-    if not output.parent.is_dir():
+def bench_kernels(device: str, only: Sequence[str], output: Path | None, to: Destination) -> None:
+    """Prints the table. Writes the rows to `output`, or a result with claims; the latter of a whole
+    run on a GPU only."""
+    if output and not output.parent.is_dir():
         raise ValueError(
             f"there is no folder {output.parent} for the results; make it or give another --output"
         )
@@ -77,6 +80,28 @@ def bench_kernels(device: str, only: Sequence[str], output: Path) -> None:
         f"ceilings: copy {bench.bandwidth:.3g} TB/s, bf16 matrix product {bench.flops:.3g} TFLOP/s"
     )
     show_table(bench.rows, title)
+    if device == "cpu":
+        print("times of the interpreter say nothing about the kernels")
+    if output:
+        _write_rows(output, device, bench, figures)
+        return
+    claims = make_claims(list_asked(), figures)
+    if device == "cpu" or only:
+        print(f"{len(bench.rows)} rows and {len(claims)} claims, not written: --output writes them")
+        return
+    write(
+        "kernels",
+        gpu_name(),
+        "freescale bench kernels",
+        bench.rows,
+        claims,
+        ["triton"],
+        to=to,
+        ceilings=bench.ceilings,
+    )
+
+
+def _write_rows(output: Path, device: str, bench: Bench, figures: dict[str, float]) -> None:
     result = {
         "name": "kernels",
         "device": device,
@@ -88,6 +113,4 @@ def bench_kernels(device: str, only: Sequence[str], output: Path) -> None:
         "figures": figures,
     }
     output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if device == "cpu":
-        print("times of the interpreter say nothing about the kernels")
     print(output)

@@ -1,20 +1,13 @@
-"""The kernels on one GPU, `freescale bench kernels`, with what was asked of them as claims.
-
-python3 benchmarks/bench_kernels.py --commit HASH
-python3 benchmarks/bench_kernels.py --device cpu      # tiny, through Triton's interpreter, to try the script; writes nothing
-"""
+"""What was asked of the kernels."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 
-from freescale.bench.common.results import Asked, claims_of, gpu_name, write
-from freescale.bench.common.terminal import COLUMNS, cells, line
-from freescale.bench.kernels.bench import PARTS, measure_kernels
+from freescale.bench.common.results import Asked
 
 
-def asked() -> Iterator[Asked]:
+def list_asked() -> Iterator[Asked]:
     for kind in ("dispatch", "combine"):
         text = f"{kind} of ids, 128 samples a rank, W from 32 to 512: the slowest"
         yield Asked(f"{kind} of ids, slowest W, ms", text, 0.1, "ms", at_least=False)
@@ -43,41 +36,3 @@ def asked() -> Iterator[Asked]:
     yield Asked(
         "layer, memory per token, longest over a quarter of it", text, 1.05, "times", at_least=False
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--only", choices=PARTS, nargs="*", default=(), help=("some parts; nothing is written then")
-    )
-    parser.add_argument(
-        "--commit", help=("of the tree that is measured, where it was copied without its history")
-    )
-    options = parser.parse_args()
-    print(line(COLUMNS))
-    bench, figures = measure_kernels(
-        options.device, options.only, lambda row: print(line(cells(row)), flush=True)
-    )
-    print(f"copy {bench.bandwidth:.2f} TB/s, bf16 matrix product {bench.flops:.0f} TFLOP/s")
-    if options.device == "cpu" or options.only:
-        print(f"{len(bench.rows)} rows and {len(claims_of(asked(), figures))} claims, not written")
-        return
-    copied = {"commit": options.commit} if options.commit else {}
-    command = "python3 benchmarks/bench_kernels.py"
-    write(
-        "kernels",
-        gpu_name(),
-        command,
-        bench.rows,
-        claims_of(asked(), figures),
-        ["triton"],
-        ceilings=bench.ceilings,
-        **copied,
-    )
-
-
-if __name__ == "__main__":
-    main()

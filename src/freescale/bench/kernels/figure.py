@@ -14,17 +14,17 @@ from freescale.bench.common.drawing import (
     TEXT,
     Axes,
     Line,
-    caption,
-    closed,
-    opened,
-    panels,
+    close_svg,
+    draw_caption,
+    draw_panels,
+    open_svg,
 )
 
 LEFT, WIDTH, ROW, TOP = 400, 360, 20, 46
 OURS, PLAIN = "#4c78a8", "#f58518"
 
 
-def reached(rows: list[dict[str, Any]]) -> list[tuple[str, float, float | None, str]]:
+def find_shares(rows: list[dict[str, Any]]) -> list[tuple[str, float, float | None, str]]:
     """(case, % of the ceiling, plain torch's %, rate) of each row with a ceiling, but for small
     moves, bound by latency."""
     chosen = [
@@ -47,11 +47,11 @@ def reached(rows: list[dict[str, Any]]) -> list[tuple[str, float, float | None, 
     return found
 
 
-def shares(used: Mapping[str, Mapping[str, Any]]) -> str:
+def draw_shares(used: Mapping[str, Mapping[str, Any]]) -> str:
     (result,) = used.values()
-    drawn = reached(result["rows"])
+    drawn = find_shares(result["rows"])
     height = TOP + len(drawn) * ROW + 30
-    parts = opened(LEFT + WIDTH + 110, height + 20)
+    parts = open_svg(LEFT + WIDTH + 110, height + 20)
     ceilings = result["ceilings"]
     copy, product = ceilings["copy_tb_per_s"], ceilings["bf16_matrix_tflop_per_s"]
     title = (
@@ -83,10 +83,10 @@ def shares(used: Mapping[str, Mapping[str, Any]]) -> str:
         "the same GPU where it was timed"
     )
     parts.append(f'<text x="{LEFT}" y="{height - 8}" {TEXT}>{note}</text>')
-    return closed([*parts, *caption(LEFT, height + 10, WIDTH, used)[0]])
+    return close_svg([*parts, *draw_caption(LEFT, height + 10, WIDTH, used)[0]])
 
 
-def over_ranks(used: Mapping[str, Mapping[str, Any]]) -> str:
+def draw_over_ranks(used: Mapping[str, Mapping[str, Any]]) -> str:
     """Time of packing and unpacking a rank's ids for an AllToAll, over the number of ranks."""
     (result,) = used.values()
     times: dict[str, list[tuple[float, float]]] = {}
@@ -109,4 +109,4 @@ def over_ranks(used: Mapping[str, Mapping[str, Any]]) -> str:
     note = (
         "Measured: 128 samples a rank, log-normal lengths up to 21,000; medians by device events."
     )
-    return panels([axes], used, note=note)
+    return draw_panels([axes], used, note=note)

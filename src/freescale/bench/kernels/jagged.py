@@ -10,7 +10,8 @@ gradient, is the same plan with its sides exchanged.
 Training packs on the host, where batches come from (`freescale.batch_codec`).
 
     permute     features of n samples        -> the same features, samples in another order
-    dispatch    features of n samples        -> one message: for each rank, feature by feature, the samples that go there
+    dispatch    features of n samples        -> one message: for each rank, feature by feature,
+                                                the samples that go there
     combine     messages of all ranks        -> features, samples in rank order
     transpose   features, one after another  -> one tensor: sample by sample, feature by feature
 

@@ -1,8 +1,8 @@
 """Jagged moves on a device: dispatch and combine for an AllToAll over W ranks, permutation of
 samples, transpose of features.
 
-The paper packs so; our training does it on the host (`freescale.batch_codec`,
-benchmarks/bench_packing.py).
+The paper packs so; our training does it on the host (`freescale.batch_codec`, measured by
+`freescale bench packing`).
 """
 
 from __future__ import annotations

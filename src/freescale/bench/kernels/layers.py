@@ -147,8 +147,9 @@ def layer_step(
     device."""
     device = lengths.device
     one = HSTULayer(
-        number=0, width=width, heads=heads, d_qk=width // heads, d_v=width // heads, max_length=cap, dropout=dropout,
-        position_bias=False, time_bias=False, num_time_buckets=128,
+        number=0, width=width, heads=heads, d_qk=width // heads, d_v=width // heads,
+        max_length=cap, dropout=dropout, position_bias=False, time_bias=False,
+        num_time_buckets=128,
     ).to(device)  # fmt: skip
     x = torch.randn(int(lengths.sum()), width, device=device).requires_grad_()
     keys = derive(0, torch.arange(x.shape[0], device=device)) if dropout else None

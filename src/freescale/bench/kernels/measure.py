@@ -16,18 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.bench.common.terminal import spread
+from freescale.bench.common.spread import spread
 
 Call = Callable[[], Any]
 # cpu: only to try the code, through Triton's interpreter.
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {
-        "samples": 128, "median": 3000, "cap": 21_000, "worlds": (32, 64, 128, 256, 512), "table": 8_000_000, "rows": 1_000_000,
-        "long": [16_384] * 4, "layer": 128, "line": 16, "copy": 1 << 32, "matrix": 8192, "width": 512, "heads": 4,
+        "samples": 128, "median": 3000, "cap": 21_000, "worlds": (32, 64, 128, 256, 512),
+        "table": 8_000_000, "rows": 1_000_000, "long": [16_384] * 4, "layer": 128, "line": 16,
+        "copy": 1 << 32, "matrix": 8192, "width": 512, "heads": 4,
     },
     "cpu": {
-        "samples": 6, "median": 20, "cap": 64, "worlds": (2, 4), "table": 200, "rows": 50,
-        "long": [40] * 2, "layer": 3, "line": 2, "copy": 1 << 16, "matrix": 64, "width": 64, "heads": 2,
+        "samples": 6, "median": 20, "cap": 64, "worlds": (2, 4),
+        "table": 200, "rows": 50, "long": [40] * 2, "layer": 3, "line": 2,
+        "copy": 1 << 16, "matrix": 64, "width": 64, "heads": 2,
     },
 }  # fmt: skip
 

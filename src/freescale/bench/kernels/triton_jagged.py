@@ -70,11 +70,12 @@ def _launch(values: Sequence[Tensor], plan: Move) -> list[Tensor]:
         runs = _runs(plan, starts, device)
         # a whole number: results start at multiples of 16 elements, and of a unit if that is larger
         units = flat.numel() // unit
+        single = len(pointers) == 1
+        source = pointers[0] if single else uploaded(np.array(pointers, np.int64), device)
         with on(device):
             move_kernel[(blocks(units, each),)](
-                flat, pointers[0] if len(pointers) == 1 else uploaded(np.array(pointers, np.int64), device),
-                runs, runs.shape[1], runs.shape[1].bit_length(), units,
-                SINGLE=len(pointers) == 1, ITEM=dtype.itemsize, UNIT=unit, UNITS=each,
+                flat, source, runs, runs.shape[1], runs.shape[1].bit_length(), units,
+                SINGLE=single, ITEM=dtype.itemsize, UNIT=unit, UNITS=each,
                 ALIGNED=math.gcd(unit * word, *pointers) % 16 == 0, num_warps=WARPS,
             )  # fmt: skip
     flat = flat.view(dtype)

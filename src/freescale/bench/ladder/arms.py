@@ -1,9 +1,7 @@
-"""What each host of bench_ladder.py runs. Each function gets rank and number of ranks first
-(hosts.py calls it so)."""
+"""What each rank of the ladder runs. Each function gets rank and number of ranks first."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,16 +11,17 @@ from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.registry import find_partitioner
 from freescale.bench.common.arm import build
+from freescale.bench.common.torchrec import build_torchrec
+from freescale.bench.common.turns import read_peak_memory, take_turns
 from freescale.bench.common.workload import Workload
 from freescale.bench.ladder.rungs import OURS, PERMUTED, Rung
-from freescale.bench.staged.arms import in_turns, peak
 
 BASE, SPARSE_DIST = "TorchRec TrainPipelineBase", "TorchRec TrainPipelineSparseDist"
 SEMI_SYNC = "TorchRec TrainPipelineSemiSync"  # trains on stale rows; needs CUDA
 _PIPELINES = {BASE: "base", SPARSE_DIST: "sparse_dist", SEMI_SYNC: "semi_sync"}
 
 
-def arm(
+def build_arm(
     name: str, workload: Workload, rank: int, world: int, device: torch.device | str = "cpu"
 ) -> Any:
     """With `step`, `begin_step`, `quiet` and a ledger."""
@@ -32,26 +31,19 @@ def arm(
         rung = OURS[name]
         options = {
             "transport": rung.transport,
-            "balancer": _balancer(workload, rung, device),
+            "balancer": _make_balancer(workload, rung, device),
             "dense_sums": rung.dense_sums,
         }
         return build(workload, rank, world, rung.schedule, device=device, **options)
-    # TorchRec's tracing makes it warn on every start
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
-    import torchrec_arms
-    from ledgered import Ledgered
-
-    return Ledgered(
-        torchrec_arms.build(workload, rank, world, _PIPELINES[name], device=device), rank
-    )
+    return build_torchrec(workload, rank, world, _PIPELINES[name], device=device)
 
 
-def taken(name: str, running: Any) -> dict[str, Any]:
+def find_options(name: str, running: Any) -> dict[str, Any]:
     """The rung's options as they turned out: `auto` is what the ranks agreed on."""
     return asdict(replace(OURS[name], transport=running.carrier))
 
 
-def _balancer(workload: Workload, rung: Rung, device: torch.device | str) -> Balancer | None:
+def _make_balancer(workload: Workload, rung: Rung, device: torch.device | str) -> Balancer | None:
     """As the trainer makes it; costs are of this model."""
     if rung.balance == "none":
         return None
@@ -71,16 +63,16 @@ def _balancer(workload: Workload, rung: Rung, device: torch.device | str) -> Bal
 def measure(
     rank: int, world: int, workload: Workload, names: list[str], repetitions: int, steps: int
 ) -> dict[str, dict]:
-    arms = {name: arm(name, workload, rank, world) for name in names}
-    found = in_turns(arms, repetitions, steps)
+    arms = {name: build_arm(name, workload, rank, world) for name in names}
+    found = take_turns(arms, repetitions, steps)
     for name in OURS.keys() & arms.keys():
-        found[name]["options"] = taken(name, arms[name])
+        found[name]["options"] = find_options(name, arms[name])
     return found
 
 
-def alone(rank: int, world: int, workload: Workload, name: str, steps: int) -> dict[str, Any]:
+def train_alone(rank: int, world: int, workload: Workload, name: str, steps: int) -> dict[str, Any]:
     """One arm in a process of its own: losses and the process's peak memory."""
-    running = arm(name, workload, rank, world)
+    running = build_arm(name, workload, rank, world)
     losses = [running.step() for _ in range(steps)]
     running.quiet()
-    return {"losses": losses, "peak": peak()}
+    return {"losses": losses, "peak": read_peak_memory()}

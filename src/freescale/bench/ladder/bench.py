@@ -1,9 +1,5 @@
-"""The ladder: TorchRec's pipelines, then FreeScale with one technique more on each rung and with
-the defaults of `freescale train`, on the same model, data and seeds.
-
-    freescale bench ladder                       # sets TorchRec up first (.venv-peer), then runs this; about 10 minutes
-    freescale bench ladder --workload retail --file online_retail_ii.parquet
-    freescale bench ladder --short               # serial against the full system, without TorchRec
+"""The ladder on two CPU ranks: TorchRec's pipelines, then FreeScale with one technique more on each
+rung and with the defaults of `freescale train`, on the same model, data and seeds.
 
 Two network namespaces of this machine with 200 Mbit/s between them (testbed A; made and removed
 here, as root), or two ranks on its loopback where that may not be. Each is pinned to a core. Arms
@@ -13,23 +9,24 @@ table would be replicated).
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from freescale.bench.common.hosts import RATE, hosts
 from freescale.bench.common.pinned import pinned_ranks
-from freescale.bench.common.results import claim, write
+from freescale.bench.common.results import Claim, Destination, Row, claim, write
+from freescale.bench.common.torchrec import has_torchrec
 from freescale.bench.common.workload import Workload
-from freescale.bench.ladder.arms import BASE, SPARSE_DIST
-from freescale.bench.ladder.rungs import FULL, OURS, PARTS, PERMUTED, SERIAL
-from freescale.bench.staged.rows import row
+from freescale.bench.ladder.arms import BASE, SPARSE_DIST, measure, train_alone
+from freescale.bench.ladder.rungs import FULL, OURS, PARTITIONED, PERMUTED, SERIAL
+from freescale.bench.staged.rows import summarize
 
 WORLD = 2
 # The paper's shape divided by 20: log-normal histories of median 3,000 and at most 21,000 items, 12
@@ -53,36 +50,10 @@ _EXPOSED = {
 Run = Callable[..., list[Any]]
 
 
-@contextmanager
-def testbed() -> Iterator[tuple[Run, str]]:
-    """(runs a function on every rank, its name)."""
-    if os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc"):
-        with hosts(WORLD) as network:
-            yield network.run, "hosts"
-        return
-    print(
-        (
-            "no root or no iproute2: two ranks on this machine's loopback instead of hosts with a "
-            "slow network"
-        ),
-        flush=True,
-    )
-
-    def run(target: str, *arguments: Any) -> list[Any]:
-        from freescale.bench.ladder import arms as ladder_arms
-
-        return pinned_ranks(WORLD, getattr(ladder_arms, target.split(":")[1]), *arguments)
-
-    yield run, "loopback"
-
-
-def parity(run: Run, workload: Workload, names: list[str]) -> dict[str, Any]:
+def check_parity(run: Run, workload: Workload, names: list[str]) -> dict[str, Any]:
     """Losses of the first steps of each arm, and of serial with the samples of each batch in
     another order, against serial's."""
-    found = {
-        name: run("freescale.bench.ladder.arms:alone", workload, name, PARITY_STEPS)
-        for name in [*names, PERMUTED]
-    }
+    found = {name: run(train_alone, workload, name, PARITY_STEPS) for name in [*names, PERMUTED]}
     serial = found[SERIAL][0]["losses"]
     apart = {
         name: [abs(a - b) / abs(b) for a, b in zip(ranks[0]["losses"], serial, strict=True)]
@@ -99,12 +70,12 @@ def parity(run: Run, workload: Workload, names: list[str]) -> dict[str, Any]:
     }
 
 
-def rows_of(
-    measured: list[dict], names: list[str], workload: Workload, together: dict[str, Any]
-) -> list[dict[str, Any]]:
+def make_rows(
+    measured: list[dict[str, Any]], names: list[str], workload: Workload, together: dict[str, Any]
+) -> list[Row]:
     rows = []
     for name in names:
-        figures = row(
+        figures = summarize(
             [rank[name] for rank in measured],
             measured[0][SERIAL]["losses"],
             workload.samples * WORLD,
@@ -134,8 +105,10 @@ def rows_of(
     return rows
 
 
-def claims_of(rows: list[dict[str, Any]], together: dict[str, Any]) -> list[dict[str, Any]]:
+def make_claims(rows: list[Row], together: dict[str, Any]) -> list[Claim]:
     by = {row["arm"]: row for row in rows}
+    if SPARSE_DIST not in by:
+        return []
     full, peer = by[FULL], by[SPARSE_DIST]
     below = {key: 100 * (1 - full[key]["median"] / peer[key]["median"]) for key in _EXPOSED}
     straggler = peer["straggler_percent"] / max(full["straggler_percent"], 1e-9)
@@ -175,77 +148,81 @@ def claims_of(rows: list[dict[str, Any]], together: dict[str, Any]) -> list[dict
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--workload", choices=("paper", "retail", "own"), default="paper")
-    parser.add_argument(
-        "--file", help=("Parquet with user_id, item_id, timestamp; for retail and own")
-    )
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument(
-        "--short",
-        action="store_true",
-        help=("serial against the full system, few turns, no results kept"),
-    )
-    options = parser.parse_args()
-    if (options.workload != "paper") != bool(options.file):
-        parser.error("--file belongs to the workloads retail and own")
-    workload = PAPER
-    if options.file:
-        workload = replace(PAPER, collisions=None, file=options.file, rows=items_of(options.file))
-    # parts: for GPUs
-    names = (
-        [SERIAL, FULL]
-        if options.short
-        else [BASE, SPARSE_DIST, *(name for name in OURS if name != PARTS)]
-    )
-    repetitions = 4 if options.short else options.repetitions
-    with testbed() as (run, name):
-        together = {} if options.short else parity(run, workload, names)
-        rows = rows_of(
-            run("freescale.bench.ladder.arms:measure", workload, names, repetitions, 3),
-            names,
-            workload,
-            together,
-        )
-    if options.short:
-        serial, full = (row["samples_per_second"]["median"] for row in rows)
-        print(
-            f"the full system trains {full / serial:.2f} times as many samples/s as serial on "
-            "this machine"
-        )
-        return
-    described = asdict(workload)
-    if options.file:  # by name and checksum, not by path
-        content = Path(options.file).read_bytes()
-        described["file"] = {
-            "name": Path(options.file).name,
-            "sha256": hashlib.sha256(content).hexdigest(),
-        }
-    given = (
-        f" --workload {options.workload} --file {Path(options.file).name}" if options.file else ""
-    )
+def bench_ladder(kind: str, file: str | None, repetitions: int, to: Destination) -> None:
+    """`kind`: paper, or retail or own with a `file` of histories."""
+    workload = choose_workload(file)
+    peers = [BASE, SPARSE_DIST] if has_torchrec() else []
+    names = [*peers, *(name for name in OURS if name != PARTITIONED)]  # PARTITIONED: for GPUs
+    with open_testbed() as (run, testbed):
+        together = check_parity(run, workload, names)
+        measured = run(measure, workload, names, repetitions, 3)
+    rows = make_rows(measured, names, workload, together)
+    given = f" --workload {kind} --file {Path(file).name}" if file else ""
     write(
-        f"ladder-{options.workload}",
-        name,
+        f"ladder-{kind}",
+        testbed,
         f"freescale bench ladder{given} --repetitions {repetitions}",
         rows,
-        claims_of(rows, together) if options.workload == "paper" else [],
+        make_claims(rows, together) if kind == "paper" else [],
         ("torchrec", "fbgemm-gpu-cpu"),
-        workload=described,
+        to=to,
+        workload=describe(workload),
         parity=together,
-        rate=RATE if name == "hosts" else "loopback",
+        rate=RATE if testbed == "hosts" else "loopback",
     )
 
 
-def items_of(file: str) -> int:
+def compare_short(file: str | None) -> None:
+    """Serial against the full system, few turns, no results kept."""
+    workload, names = choose_workload(file), [SERIAL, FULL]
+    with open_testbed() as (run, _):
+        measured = run(measure, workload, names, 4, 3)
+    serial, full = (
+        row["samples_per_second"]["median"] for row in make_rows(measured, names, workload, {})
+    )
+    print(
+        f"the full system trains {full / serial:.2f} times as many samples/s as serial on "
+        "this machine"
+    )
+
+
+@contextmanager
+def open_testbed() -> Iterator[tuple[Run, str]]:
+    """(runs a function on every rank, the testbed's name)."""
+    if os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc"):
+        with hosts(WORLD) as network:
+            yield network.run, "hosts"
+        return
+    print(
+        "no root or no iproute2: two ranks on this machine's loopback instead of hosts with a "
+        "slow network",
+        flush=True,
+    )
+    yield partial(pinned_ranks, WORLD), "loopback"
+
+
+def choose_workload(file: str | None) -> Workload:
+    """PAPER, or its shape with the histories of `file`."""
+    if file is None:
+        return PAPER
+    return replace(PAPER, collisions=None, file=file, rows=_count_items(file))
+
+
+def describe(workload: Workload) -> dict[str, Any]:
+    """As a result keeps it: a file by name and checksum, not by path."""
+    described = asdict(workload)
+    if workload.file:
+        content = Path(workload.file).read_bytes()
+        described["file"] = {
+            "name": Path(workload.file).name,
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+    return described
+
+
+def _count_items(file: str) -> int:
     import pyarrow.compute as compute
     import pyarrow.parquet as parquet
 
-    return compute.count_distinct(parquet.read_table(file, columns=["item_id"])["item_id"]).as_py()
-
-
-if __name__ == "__main__":
-    main()
+    items = parquet.read_table(file, columns=["item_id"])["item_id"]
+    return int(compute.count_distinct(items).as_py())

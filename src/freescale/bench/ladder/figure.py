@@ -14,20 +14,20 @@ from freescale.bench.common.drawing import (
     RED,
     TEAL,
     Bar,
-    bars,
-    caption,
-    closed,
-    opened,
-    text,
+    close_svg,
+    draw_bars,
+    draw_caption,
+    draw_text,
+    open_svg,
 )
-from freescale.bench.ladder.rungs import FULL, PERMUTED, SERIAL, about
+from freescale.bench.ladder.rungs import FULL, PERMUTED, SERIAL, explain_rungs
 
 Results = Mapping[str, Mapping[str, Any]]
 SPARSE_DIST = "TorchRec TrainPipelineSparseDist"
 _EXACT = 1e-9  # of the losses: drawn where the axis begins
 
 
-def peer_of(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def find_peer(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """What the rungs are compared with: SparseDist, or the fastest of TorchRec's that there is."""
     peers = [row for row in rows if row["arm"].startswith("TorchRec")]
     named = [row for row in peers if row["arm"] == SPARSE_DIST]
@@ -38,7 +38,7 @@ def peer_of(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     )
 
 
-def conditions(result: Mapping[str, Any]) -> str:
+def describe_conditions(result: Mapping[str, Any]) -> str:
     """What was measured, in words, from the file itself."""
     workload = result["workload"]
     first = result["rows"][0]
@@ -70,57 +70,58 @@ def conditions(result: Mapping[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def of(row: Mapping[str, Any], figure: str) -> float | None:
+def find_median(row: Mapping[str, Any], figure: str) -> float | None:
     """The median; None where the arm has no such figure (on a GPU the ledger sees nothing of
     TorchRec)."""
     found = row.get(figure)
     return found["median"] if isinstance(found, Mapping) else found
 
 
-def waits(row: Mapping[str, Any]) -> tuple[float, float, float] | None:
+def find_waits(row: Mapping[str, Any]) -> tuple[float, float, float] | None:
     """Milliseconds of a step: exposed ids, rows and gradients; all else that is exposed;
     straggler."""
     embedding, everything, percent = (
-        of(row, name) for name in ("exposed_embedding_ms", "exposed_all_ms", "straggler_percent")
+        find_median(row, name)
+        for name in ("exposed_embedding_ms", "exposed_all_ms", "straggler_percent")
     )
     if embedding is None or everything is None or percent is None:
         return None
     return embedding, max(0.0, everything - embedding), percent / 100 * row["step_ms"]["median"]
 
 
-def label(arm: str) -> str:
+def make_label(arm: str) -> str:
     """Of the longest rung only what it adds fits beside a bar."""
     return arm.replace(f"{FULL}, ", "the same, ")
 
 
-def ink(arm: str) -> str:
+def choose_ink(arm: str) -> str:
     return RED if arm.startswith("TorchRec") else BLUE if arm.startswith(FULL) else TEAL
 
 
-def ladder(used: Results) -> str:
+def draw_ladder(used: Results) -> str:
     """Of one file."""
     (result,) = used.values()
     rows = result["rows"]
-    peer = peer_of(rows)
+    peer = find_peer(rows)
     left, wide = 226.0, 250.0
 
     def rate(row: Mapping[str, Any]) -> Bar:
         value = row["samples_per_second"]
         times = f" ({value['median'] / peer['samples_per_second']['median']:.2f} x)" if peer else ""
         return Bar(
-            label(row["arm"]),
+            make_label(row["arm"]),
             value["median"],
             f"{value['median']:.0f}{times}",
-            ink(row["arm"]),
+            choose_ink(row["arm"]),
             value["p20"],
             value["p80"],
         )
 
-    parts = bars("samples/s", [rate(row) for row in rows], left, 36, wide)
-    longest = max(sum(waits(row) or (0.0,)) for row in rows)
-    parts += _waits(rows, left + wide + 120, 36, 190, max(longest, 1e-9))
+    parts = draw_bars("samples/s", [rate(row) for row in rows], left, 36, wide)
+    longest = max(sum(find_waits(row) or (0.0,)) for row in rows)
+    parts += _draw_waits(rows, left + wide + 120, 36, 190, max(longest, 1e-9))
     below = 36 + 22 * len(rows) + 46
-    parts += _parity(result, left, below, wide)
+    parts += _draw_parity(result, left, below, wide)
     x, y = left + wide + 120, below
     for words, colour in (
         ("exposed: ids, rows, gradients", RED),
@@ -128,7 +129,7 @@ def ladder(used: Results) -> str:
         ("straggler", GREY),
     ):
         parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>')
-        parts.append(text(x + 18, y + 10, words))
+        parts.append(draw_text(x + 18, y + 10, words))
         y += 18
     shown = [name for name in result.get("parity", {}) if name != SERIAL] or [
         row["arm"] for row in rows if row["arm"] != SERIAL
@@ -136,7 +137,7 @@ def ladder(used: Results) -> str:
     bottom = below + 22 * len(shown) + 46
     against = f"; x: times {peer['arm'].removeprefix('TorchRec ')}" if peer else ""
     note = (
-        f"Measured: {conditions(result)}. Medians, lines from the 20th to the 80th "
+        f"Measured: {describe_conditions(result)}. Medians, lines from the 20th to the 80th "
         f"percentile{against}."
     )
     blind = (
@@ -144,23 +145,23 @@ def ladder(used: Results) -> str:
         if result["machine"]["gpu"]
         else []
     )
-    words, tall = caption(16, bottom, 820, used, note, *blind, about(result))
-    return closed([*opened(left + wide + 384, bottom + tall), *parts, *words])
+    words, tall = draw_caption(16, bottom, 820, used, note, *blind, explain_rungs(result))
+    return close_svg([*open_svg(left + wide + 384, bottom + tall), *parts, *words])
 
 
-def _waits(
+def _draw_waits(
     rows: Sequence[Mapping[str, Any]], left: float, top: float, wide: float, most: float
 ) -> list[str]:
     """Stacked: what compute waited for in a step."""
-    parts = [text(left, top - 10, "compute waits, ms a step", more='font-weight="bold"')]
+    parts = [draw_text(left, top - 10, "compute waits, ms a step", more='font-weight="bold"')]
     parts.append(
         f'<line x1="{left}" x2="{left}" y1="{top - 3}" y2="{top + 22 * len(rows)}" stroke="#999"/>'
     )
     for place, row in enumerate(rows):
         x, y = left, top + 22 * place
-        found = waits(row)
+        found = find_waits(row)
         if found is None:
-            parts.append(text(x + 6, y + 12, "not seen"))
+            parts.append(draw_text(x + 6, y + 12, "not seen"))
             continue
         for value, colour in zip(found, (RED, ORANGE, GREY), strict=True):
             long = value / most * wide
@@ -168,11 +169,11 @@ def _waits(
                 f'<rect x="{x:.1f}" y="{y}" width="{long:.1f}" height="15" fill="{colour}"/>'
             )
             x += long
-        parts.append(text(x + 6, y + 12, f"{sum(found):.0f}"))
+        parts.append(draw_text(x + 6, y + 12, f"{sum(found):.0f}"))
     return parts
 
 
-def _parity(result: Mapping[str, Any], left: float, top: float, wide: float) -> list[str]:
+def _draw_parity(result: Mapping[str, Any], left: float, top: float, wide: float) -> list[str]:
     """Largest relative difference of any loss to serial's, on a logarithmic axis from 1e-9."""
     found = result.get("parity") or {row["arm"]: row for row in result["rows"]}
     rows = []
@@ -183,11 +184,11 @@ def _parity(result: Mapping[str, Any], left: float, top: float, wide: float) -> 
         said = f"{apart:.0e}" if apart else "0: every loss equal"
         rows.append(
             Bar(
-                label(name),
+                make_label(name),
                 math.log10(max(apart, _EXACT) / _EXACT),
                 said,
-                GREY if name == PERMUTED else ink(name),
+                GREY if name == PERMUTED else choose_ink(name),
             )
         )
     title = "largest relative difference of a loss to serial's (logarithmic)"
-    return bars(title, rows, left, top, wide * 0.7, most=6.0)
+    return draw_bars(title, rows, left, top, wide * 0.7, most=6.0)

@@ -2,9 +2,6 @@
 among them, then FreeScale with one technique more on each rung, and with the defaults of `freescale
 train`, on the same HSTU, data and seeds.
 
-    freescale bench ladder --device cuda --nproc 4
-    python3 benchmarks/bench_ladder_gpu.py --nproc 4 --commit HASH      # starts its ranks, and MPS, by itself
-
 TorchRec needs its CUDA kernels: torchrec 1.6.1 with fbgemm-gpu 1.6.0 beside torch 2.11; without
 them its arms are left out, and that is said. A turn of an arm is a few steps between two moments at
 which the device is idle; a step's time is the turn's over its steps, for every arm alike. What is
@@ -14,14 +11,11 @@ says nothing about NVLink. Lanes that do not go over hostwire go through pinned 
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
 import logging
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -30,34 +24,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from freescale.bench.common.ranks import divided_gpu, is_rank, join, queues
-from freescale.bench.common.results import claim, gpu_name, settings, spread, write
+from freescale.bench.common.ranks import is_rank, join, start_ranks
+from freescale.bench.common.results import Claim, Destination, Row, claim, write
+from freescale.bench.common.spread import spread
+from freescale.bench.common.torchrec import has_torchrec
 from freescale.bench.common.workload import Workload
-from freescale.bench.ladder.arms import BASE, SEMI_SYNC, SPARSE_DIST, arm, taken
-from freescale.bench.ladder.rungs import OURS, PARTS, SERIAL
+from freescale.bench.ladder.arms import BASE, SEMI_SYNC, SPARSE_DIST, build_arm, find_options
+from freescale.bench.ladder.rungs import OURS, PARTITIONED, SERIAL
+from freescale.ledger.machine import gpu_name, settings
 from freescale.ledger.summary import merge_step
 
 # The paper's shape divided by 3: log-normal histories of median 3,000 and at most 21,000 items, 12
 # % collisions.
 SHAPES = {
     "cuda": Workload(
-        rows=4_000_000, width=128, samples=32, median_length=1000, sigma=1.0, maximum_length=7000, collisions=0.12, layers=5,
-        inner=256, heads=2, steps=8, dense_learning_rate=1e-4, row_learning_rate=0.01,
+        rows=4_000_000, width=128, samples=32, median_length=1000, sigma=1.0, maximum_length=7000,
+        collisions=0.12, layers=5, inner=256, heads=2, steps=8, dense_learning_rate=1e-4,
+        row_learning_rate=0.01,
     ),
     "cpu": Workload(
-        rows=20_000, width=16, samples=4, median_length=50, sigma=1.0, maximum_length=200, collisions=0.12, layers=1,
-        inner=32, heads=2, steps=8,
+        rows=20_000, width=16, samples=4, median_length=50, sigma=1.0, maximum_length=200,
+        collisions=0.12, layers=1, inner=32, heads=2, steps=8,
     ),
 }  # fmt: skip
 EMBEDDING = ("ids", "rows", "gradients")
+LIMIT = 600.0  # seconds of a whole run
 
 
-def idle(device: torch.device) -> None:
+def wait_idle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def built(
+def build_arms(
     names: list[str], workload: Workload, device: torch.device
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """The arms, after two steps each, and what each adds to the device's peak."""
@@ -67,10 +66,10 @@ def built(
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        arms[name] = arm(name, workload, rank, world, device)
+        arms[name] = build_arm(name, workload, rank, world, device)
         for _ in range(2):
             arms[name].step()
-        idle(device)
+        wait_idle(device)
         peaks[name] = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
         _say(f"{name}: built")
     return arms, peaks
@@ -78,22 +77,22 @@ def built(
 
 def measure(
     arms: dict[str, Any], device: torch.device, turns: int, each: int
-) -> dict[str, dict[str, list]]:
-    found: dict[str, dict[str, list]] = {
+) -> dict[str, dict[str, list[Any]]]:
+    found: dict[str, dict[str, list[Any]]] = {
         name: {"turns": [], "losses": [], "records": []} for name in arms
     }
     names = list(arms)
     for turn in range(turns + 1):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            idle(device)
+            wait_idle(device)
             dist.barrier(group=_control())
             begin = time.perf_counter()
             losses = [arms[name].begin_step() for _ in range(each)]
-            idle(device)
+            wait_idle(device)
             took = time.perf_counter() - begin
             arms[name].quiet()
-            idle(device)
+            wait_idle(device)
             records = arms[name].ledger.drain() if name in OURS else []
             found[name]["losses"] += [float(loss) for loss in losses]
             if turn:  # the first warms up
@@ -117,7 +116,7 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-def rows_of(everyone: list[dict[str, Any]], workload: Workload) -> list[dict[str, Any]]:
+def make_rows(everyone: list[Row], workload: Workload) -> list[Row]:
     """everyone: what each rank found."""
     rows = []
     for name in everyone[0]["found"]:
@@ -131,7 +130,7 @@ def rows_of(everyone: list[dict[str, Any]], workload: Workload) -> list[dict[str
                 [1e3 * workload.samples * len(everyone) / ms for ms in step]
             ),
             "peak_memory_bytes_per_rank": [rank["peaks"][name] for rank in everyone],
-            "losses": _losses(name, ranks),
+            "losses": _merge_losses(name, ranks),
         }
         if name in OURS:
             row["options"] = everyone[0]["options"][name]
@@ -189,17 +188,17 @@ def rows_of(everyone: list[dict[str, Any]], workload: Workload) -> list[dict[str
     return rows
 
 
-def _losses(name: str, ranks: list[dict[str, list]]) -> list[float]:
+def _merge_losses(name: str, ranks: list[dict[str, list[Any]]]) -> list[float]:
     """Of all ranks together: ours are summed already, TorchRec's are each rank's share."""
     parts = [rank["losses"] for rank in ranks]
     return parts[0] if name in OURS else [sum(shares) for shares in zip(*parts, strict=True)]
 
 
-def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def make_claims(rows: list[Row]) -> list[Claim]:
     by = {row["arm"]: row for row in rows}
     rate = {name: row["samples_per_second"]["median"] for name, row in by.items()}
     below = {
-        key: 100 * (1 - by[PARTS][key]["median"] / by[SERIAL][key]["median"])
+        key: 100 * (1 - by[PARTITIONED][key]["median"] / by[SERIAL][key]["median"])
         for key in ("exposed_embedding_ms", "exposed_all_ms")
     }
     text = "full system: exposed communication below serial's over NCCL"
@@ -215,13 +214,13 @@ def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         claim(
             "full system: samples/s over serial's",
             1.4,
-            rate[PARTS] / rate[SERIAL],
+            rate[PARTITIONED] / rate[SERIAL],
             "times",
             at_least=True,
         ),
     ]
     if SPARSE_DIST in rate:
-        value = rate[PARTS] / rate[SPARSE_DIST]
+        value = rate[PARTITIONED] / rate[SPARSE_DIST]
         found.append(
             claim(
                 "full system: samples/s over TorchRec SparseDist's",
@@ -232,7 +231,7 @@ def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             )
         )
     if SEMI_SYNC in rate:
-        value = rate[PARTS] / rate[SEMI_SYNC]
+        value = rate[PARTITIONED] / rate[SEMI_SYNC]
         found.append(
             claim(
                 "full system: samples/s over TorchRec SemiSync's (stale rows)",
@@ -245,92 +244,48 @@ def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def rank_main(options: argparse.Namespace) -> None:
-    collective = join(options.device, 120.0)
+def bench_on_gpu(ranks: int, turns: int, each: int, trial: bool, to: Destination) -> int:
+    """Starts the ranks, or is one of them. Returns the exit status."""
+    device = "cpu" if trial else "cuda"
+    if not is_rank():
+        arguments = ["--device", "cuda", "--turns", str(turns), "--each", str(each)]
+        arguments += [*to.as_arguments(), *(["--trial"] if trial else [])]
+        return start_ranks("ladder", arguments, ranks, device, LIMIT, threads=2)
+    _run_rank(device, turns, each, to)
+    return 0
+
+
+def _run_rank(device_type: str, turns: int, each: int, to: Destination) -> None:
+    collective = join(device_type, 120.0)
     device = collective.device
     workload = SHAPES[device.type]
-    peer = [BASE, SPARSE_DIST, SEMI_SYNC] if importlib.util.find_spec("torchrec") else []
+    peer = [BASE, SPARSE_DIST, SEMI_SYNC] if has_torchrec() else []
     if not peer:
         _say("TorchRec is not installed here: its arms are left out")
     elif device.type != "cuda":
         peer.remove(SEMI_SYNC)  # needs CUDA
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
-    arms, peaks = built([*peer, *OURS], workload, device)
-    found = {"found": measure(arms, device, options.turns, options.each), "peaks": peaks}
-    found["options"] = {name: taken(name, arms[name]) for name in OURS}
+    arms, peaks = build_arms([*peer, *OURS], workload, device)
+    found: dict[str, Any] = {"found": measure(arms, device, turns, each), "peaks": peaks}
+    found["options"] = {name: find_options(name, arms[name]) for name in OURS}
     everyone = [json.loads(part) for part in collective.gather_bytes(json.dumps(found).encode())]
     if collective.rank == 0:
-        rows = rows_of(everyone, workload)
-        made = claims_of(rows)
+        rows = make_rows(everyone, workload)
+        claims = make_claims(rows)
         if device.type == "cuda":
-            more = {"commit": options.commit} if options.commit else {}
-            command = (
-                f"python3 benchmarks/bench_ladder_gpu.py --nproc {collective.world} --turns "
-                f"{options.turns}"
-            )
-            packages = ("torchrec", "fbgemm-gpu", "triton")
-            name = f"ladder-paper-{collective.world}ranks"
             write(
-                name,
+                f"ladder-paper-{collective.world}ranks",
                 gpu_name(),
-                command,
+                f"freescale bench ladder --device cuda --nproc {collective.world} --turns {turns}",
                 rows,
-                made,
-                packages,
+                claims,
+                ("torchrec", "fbgemm-gpu", "triton"),
+                to=to,
                 workload=asdict(workload),
                 settings=settings(),
-                **more,
             )
         else:
             print("times on a CPU say nothing about a GPU; nothing is written")
     collective.gather_bytes(b"")
     sys.stdout.flush()
     os._exit(0)  # several of NCCL's groups, on one GPU, would wait for each other
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--nproc", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--each", type=int, default=8, help="steps of a turn")
-    parser.add_argument(
-        "--commit", help=("of the tree that is measured, where it was copied without its history")
-    )
-    options = parser.parse_args()
-    if is_rank():
-        rank_main(options)
-        return
-    given = [
-        f"--{name}={value}"
-        for name, value in vars(options).items()
-        if value is not None and name != "nproc"
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(options.nproc),
-        "-m",
-        "freescale.bench.ladder.gpu",
-        *given,
-    ]
-    if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("there is no GPU here; --device cpu tries the script with tiny sizes")
-    if options.device == "cpu":
-        sys.exit(subprocess.run(command, check=False, timeout=600).returncode)
-    with divided_gpu(options.nproc) as divided:
-        environment = {
-            "CUDA_DEVICE_MAX_CONNECTIONS": queues(options.nproc),
-            "OMP_NUM_THREADS": "2",
-            **os.environ,
-            **divided,
-        }
-        sys.exit(subprocess.run(command, env=environment, check=False, timeout=600).returncode)
-
-
-if __name__ == "__main__":
-    main()

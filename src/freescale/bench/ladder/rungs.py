@@ -10,7 +10,7 @@ from freescale.config import TrainConfig
 from freescale.transport.choice import choose
 
 SERIAL, PERMUTED, FULL = "serial", "serial, samples permuted", "staged + balancing + hostwire"
-PARTS = f"{FULL}, dense by parts"
+PARTITIONED = f"{FULL}, dense partitioned"
 DEFAULTS = "defaults"
 
 
@@ -40,12 +40,12 @@ OURS = {
         "staged", **_ADAPTED, transport="collective", dense_sums="collective"
     ),
     FULL: Rung("staged", **_ADAPTED, transport="hostwire-tcp", dense_sums="collective"),
-    PARTS: Rung("staged", **_ADAPTED, transport="hostwire-tcp", dense_sums="partitioned"),
+    PARTITIONED: Rung("staged", **_ADAPTED, transport="hostwire-tcp", dense_sums="partitioned"),
     DEFAULTS: Rung(),
 }
 
 
-def words(options: Mapping[str, Any]) -> str:
+def spell_options(options: Mapping[str, Any]) -> str:
     """As a user would type them."""
     adapt = " --balance-adapt" if options["balance_adapt"] else ""
     balance = f"--balance {options['balance']}{adapt}"
@@ -55,24 +55,26 @@ def words(options: Mapping[str, Any]) -> str:
     )
 
 
-def about(result: Mapping[str, Any], tick: str = "") -> str:
+def explain_rungs(result: Mapping[str, Any], tick: str = "") -> str:
     """What the names of a ladder's rungs stand for, and what `freescale train` takes on such ranks.
     `tick`: around options."""
     rows = {row["arm"]: row for row in result["rows"]}
-    full = rows[FULL].get("options", asdict(OURS[FULL]))  # results of before have no options
+    full = rows[FULL].get("options", asdict(OURS[FULL]))  # earlier results have no options
     adapt = " --balance-adapt" if full["balance_adapt"] else ""
     said = f'"+ balancing" is {tick}--balance {full["balance"]}{adapt}{tick}'
     said += f', "+ hostwire" {tick}--transport {full["transport"]}{tick}'
-    said += f', "dense by parts" {tick}--dense-sums partitioned{tick}' if PARTS in rows else ""
+    said += (
+        f', "dense partitioned" {tick}--dense-sums partitioned{tick}' if PARTITIONED in rows else ""
+    )
     device = "cuda" if result["machine"]["gpu"] else "cpu"
     if DEFAULTS in rows:
-        taken = words(rows[DEFAULTS]["options"])
+        taken = spell_options(rows[DEFAULTS]["options"])
         return (
             f'{said}. "{DEFAULTS}" takes what freescale train takes by default on these ranks, '
             f"{tick}{taken}{tick}; {_SHARED}."
         )
     carrier, _ = choose(Rung().transport, device, 1, ucx=False, rdma=False, engine=True)
-    taken = words(asdict(replace(Rung(), transport=carrier)))
+    taken = spell_options(asdict(replace(Rung(), transport=carrier)))
     return (
         f"{said}. The defaults of freescale train on these ranks, {tick}{taken}{tick}, were "
         f"not measured in this run; {_SHARED}."

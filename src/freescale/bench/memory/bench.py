@@ -3,8 +3,6 @@
 Two readings: of the whole process, and without what a process takes that has imported torch and
 made one step of an optimizer on sixteen numbers (about 300 MiB here, a third of the floor by
 itself).
-
-.venv/bin/python benchmarks/bench_memory.py
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from freescale.bench.common.pinned import pinned_ranks
-from freescale.bench.common.results import claim, write
+from freescale.bench.common.results import Destination, Row, claim, write
 from freescale.bench.common.workload import Workload
 
 WORKLOAD = Workload(
@@ -61,41 +59,16 @@ def measure(rank: int, world: int, workload: Workload) -> dict[str, int]:
     }
 
 
-def main() -> None:
-    rows = pinned_ranks(2, measure, WORKLOAD)
+def bench_memory(to: Destination) -> None:
+    rows: list[Row] = pinned_ranks(2, measure, WORKLOAD)
     claims = []
     for rank, row in enumerate(rows):
         floor = row["shard"] + row["optimizer_state"] + row["batch"]
         row |= {"rank": rank, "floor": floor}
-        whole = row["process_peak"] / floor
+        text = f"rank {rank}: peak memory over shard + state + one batch, whole process"
+        claims.append(claim(text, 1.3, row["process_peak"] / floor, "x", at_least=False))
         own = (row["process_peak"] - row["process_before"]) / floor
-        claims.append(
-            claim(
-                f"rank {rank}: peak memory over shard + state + one batch, whole process",
-                1.3,
-                whole,
-                "x",
-                at_least=False,
-            )
-        )
-        claims.append(
-            claim(
-                f"rank {rank}: the same without what torch takes alone",
-                1.3,
-                own,
-                "x",
-                at_least=False,
-            )
-        )
-    write(
-        "memory",
-        "cpu",
-        ".venv/bin/python benchmarks/bench_memory.py",
-        rows,
-        claims,
-        workload=asdict(WORKLOAD),
-    )
-
-
-if __name__ == "__main__":
-    main()
+        text = f"rank {rank}: the same without what torch takes alone"
+        claims.append(claim(text, 1.3, own, "x", at_least=False))
+    workload = asdict(WORKLOAD)
+    write("memory", "cpu", "freescale bench memory", rows, claims, to=to, workload=workload)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from freescale.bench.common.terminal import spread
+from freescale.bench.common.spread import spread
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.lane import Lane
 from freescale.transport.hostwire.transport import HostwireTransport
@@ -32,16 +32,17 @@ SECONDS = 60.0  # that a collective may take
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {
         "message": 32 << 20, "alone": [1 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20],
-        "throughput": [16 << 20, 64 << 20, 256 << 20], "each": 128 << 20, "repetitions": 10, "pairs": 24,
-        "channels": (1, 2, 4, 8, None),
-        "product": 4096, "products": 40, "tokens": 32_768, "lengths": (1024, 4096, 16_384), "widths": (256, 512, 1024),
-        "head": 128, "measured_ms": 30.0,
+        "throughput": [16 << 20, 64 << 20, 256 << 20], "each": 128 << 20,
+        "repetitions": 10, "pairs": 24, "channels": (1, 2, 4, 8, None),
+        "product": 4096, "products": 40, "tokens": 32_768, "lengths": (1024, 4096, 16_384),
+        "widths": (256, 512, 1024), "head": 128, "measured_ms": 30.0,
     },
     "cpu": {
         "message": 64 << 10, "alone": [1 << 10, 256 << 10],
-        "throughput": [256 << 10], "each": 1 << 20, "repetitions": 3, "pairs": 3, "channels": (None,),
-        "product": 64, "products": 4, "tokens": 64, "lengths": (16, 32), "widths": (32,),
-        "head": 16, "measured_ms": 2.0,
+        "throughput": [256 << 10], "each": 1 << 20,
+        "repetitions": 3, "pairs": 3, "channels": (None,),
+        "product": 64, "products": 4, "tokens": 64, "lengths": (16, 32),
+        "widths": (32,), "head": 16, "measured_ms": 2.0,
     },
 }  # fmt: skip
 

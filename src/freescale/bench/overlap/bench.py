@@ -44,10 +44,9 @@ def bench_overlap(ranks: int, device: str, only: Sequence[str], output: Path) ->
         return 0
     if ranks < 2:
         raise ValueError(f"an AllToAll needs at least 2 ranks, not {ranks}: --nproc 4")
-    arguments = ["bench", "overlap", "--device", device, "--output", str(output.resolve())]
-    return start_ranks(
-        [*arguments, *(word for part in only for word in ("--only", part))], ranks, device, LIMIT
-    )
+    arguments = ["--device", device, "--output", str(output.resolve())]
+    arguments += [word for part in only for word in ("--only", part)]
+    return start_ranks("overlap", arguments, ranks, device, LIMIT)
 
 
 def _measure(device: str, only: Sequence[str], output: Path) -> None:
@@ -66,8 +65,8 @@ def _measure(device: str, only: Sequence[str], output: Path) -> None:
         if bed.rank == 0:  # after each part: what was measured stays if a later one fails
             output.write_text(json.dumps(_result(bed, device), indent=1) + "\n", encoding="utf-8")
     if bed.rank == 0:
-        show_table(bed.rows, f"{bed.world} ranks, {device}", COLUMNS, cells)
-        for text in notes(bed.rows):
+        show_table(bed.rows, f"{bed.world} ranks, {device}", COLUMNS, format_cells)
+        for text in make_notes(bed.rows):
             print(text)
         if device == "cpu":
             print("times on a CPU say nothing about a GPU")
@@ -85,11 +84,11 @@ def _result(bed: Bed, device: str) -> dict[str, Any]:
         "settings": settings(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "rows": bed.rows,
-        "figures": figures(bed.rows),
+        "figures": make_figures(bed.rows),
     }
 
 
-def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def format_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """A row as text, column by column; empty where nothing was measured."""
     show = lambda name, text: text(row[name]) if name in row else ""  # noqa: E731
     return (
@@ -105,7 +104,7 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 # ---- from the rows
 
 
-def best_collective(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def find_best_collective(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """For each compute, the row of NCCL (gloo) with the channel limit that slows it least."""
     found: dict[str, Mapping[str, Any]] = {}
     for row in rows:
@@ -115,7 +114,7 @@ def best_collective(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     return list(found.values())
 
 
-def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def make_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """What a claim can be made of."""
     found: dict[str, float] = {}
     ours = [
@@ -124,7 +123,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if "slower_percent" in row and row["arm"] == "hostwire"
     ]
     full = [row["slower_percent"] for row in rows if "slower_percent" in row and row["arm"] == FULL]
-    best = [row["slower_percent"] for row in best_collective(rows)]
+    best = [row["slower_percent"] for row in find_best_collective(rows)]
     if ours:
         found |= {
             "hostwire, most slow-down, %": max(ours),
@@ -148,12 +147,12 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def make_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the table does not say by itself: who is faster with nothing beside it, and at which
     setting NCCL disturbs least."""
     texts = [
         f"{row['case']}: least slowed by {row['arm']}, {row['slower_percent']:+.1f} %"
-        for row in best_collective(rows)
+        for row in find_best_collective(rows)
     ]
     for case in dict.fromkeys(row["case"] for row in rows if row["group"] == "alone"):
         single = [

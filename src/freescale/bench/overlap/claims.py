@@ -1,30 +1,20 @@
-"""Communication beside compute on GPU ranks, `freescale bench overlap`, with what was asked of it
-as claims.
-
-    python3 benchmarks/bench_overlap.py --commit HASH
-    python3 benchmarks/bench_overlap.py --device cpu --nproc 2      # tiny, to try the script; writes nothing
-
-Ranks that share one GPU talk over loopback sockets: NCCL's speed here says nothing about NVLink.
-What its kernels take from the compute is real.
-"""
+"""What was asked of communication beside compute, and a whole run as a result with claims."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from freescale.bench.common.results import Asked, claims_of, gpu_name, write
-from freescale.bench.overlap.bench import PARTS, bench_overlap, best_collective
+from freescale.bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
+from freescale.bench.overlap.bench import bench_overlap, find_best_collective
 from freescale.bench.overlap.overlapped import FULL
 from freescale.bench.overlap.transfers import WAYS
+from freescale.ledger.machine import gpu_name
 
 
-def asked() -> Iterator[Asked]:
+def list_asked() -> Iterator[Asked]:
     text = (
         "compute beside hostwire's AllToAlls, as many as NCCL carries, longer than alone: the "
         "worst of products and layers"
@@ -57,49 +47,30 @@ def asked() -> Iterator[Asked]:
     )
 
 
-def best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def make_best_rows(rows: list[Row]) -> list[Row]:
     """NCCL at the channel limit that slows each compute least: said, with no bar."""
     keep = ("case", "arm", "slower_percent", "messages", "messages_ms", "rate", "unit")
     return [
         {"group": "best setting of nccl"} | {name: row[name] for name in keep}
-        for row in best_collective(rows)
+        for row in find_best_collective(rows)
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--nproc", type=int, default=4, help="ranks")
-    parser.add_argument(
-        "--only", choices=PARTS, nargs="*", default=(), help=("some parts; nothing is written then")
-    )
-    parser.add_argument(
-        "--commit", help=("of the tree that is measured, where it was copied without its history")
-    )
-    options = parser.parse_args()
+def bench_claims(ranks: int, device: str, only: Sequence[str], to: Destination) -> int:
+    """As `bench_overlap`, kept as a result with claims; of a whole run on GPUs only. Returns the
+    exit status."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "overlap.json"
-        status = bench_overlap(options.nproc, options.device, options.only, output)
-        if status:
-            sys.exit(status)
+        if status := bench_overlap(ranks, device, only, output):
+            return status
         found = json.loads(output.read_text(encoding="utf-8"))
-    rows = [*found["rows"], *best_rows(found["rows"])]
-    made = claims_of(asked(), found["figures"])
-    if options.device == "cpu" or options.only:
-        for entry in made:
-            print(
-                f"{entry['claim']}: asked {entry['asked']}, measured {entry['measured']} "
-                f"{entry['unit']}"
-            )
-        print(f"{len(rows)} rows and {len(made)} claims, not written")
-        return
-    copied = {"commit": options.commit} if options.commit else {}
-    command = f"python3 benchmarks/bench_overlap.py --nproc {options.nproc}"
-    more = {"settings": found["settings"], **copied}
-    write(f"overlap-{options.nproc}ranks", gpu_name(), command, rows, made, ["triton"], **more)
-
-
-if __name__ == "__main__":
-    main()
+    rows = [*found["rows"], *make_best_rows(found["rows"])]
+    claims = make_claims(list_asked(), found["figures"])
+    if device == "cpu" or only:
+        show_claims(claims)
+        print(f"{len(rows)} rows and {len(claims)} claims, not written: --output writes the rows")
+        return 0
+    command = f"freescale bench overlap --nproc {ranks}"
+    more = {"settings": found["settings"]}
+    write(f"overlap-{ranks}ranks", gpu_name(), command, rows, claims, ["triton"], to=to, **more)
+    return 0

@@ -2,7 +2,7 @@
 and beside hostwire's.
 
 A measurement is compute of about 30 ms on one stream and AllToAlls of 32 MB back to back on a
-lane's, as many as fit into it. HostwireTransport carries as many as NCCL does, at most, and in another arm
+lane's, as many as fit into it. Hostwire carries as many as NCCL does, at most, and in another arm
 as many as it can itself. The compute is one CUDA graph behind a pause, and the messages begin when
 it is queued: what is measured is what the kernels lose to the traffic on the device, not what
 launching them loses to the lane's threads. Arms take turns, each between two measurements of the
@@ -105,7 +105,8 @@ def _case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 0) -> No
         bytes_ = counts[name] * leaving(bed.size["message"], bed.world)
         bed.add(
             group, case, name, **shared, alone_ms=median(beside), slower_percent=longer,
-            messages=counts[name], messages_ms=carried, rate=gigabytes(bytes_, carried), unit="GB/s",
+            messages=counts[name], messages_ms=carried, rate=gigabytes(bytes_, carried),
+            unit="GB/s",
         )  # fmt: skip
 
 

@@ -1,8 +1,6 @@
 """What packing a rank's batch for the exchange of samples costs on the host, and unpacking what
 comes.
 
-    .venv/bin/python benchmarks/bench_packing.py
-
 The samples of a retrieval batch (histories, times, actions, targets, negatives) go to ranks of
 chance, packed and unpacked as every balanced step does it (`freescale.batch_codec`); one thread.
 The staged schedule has it in a lane, beside the compute.
@@ -10,7 +8,6 @@ The staged schedule has it in a lane, beside the compute.
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
@@ -19,7 +16,8 @@ import torch
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.batch_codec import pack, unpack
-from freescale.bench.common.results import spread, write
+from freescale.bench.common.results import Destination, write
+from freescale.bench.common.spread import spread
 from freescale.config import DataConfig
 
 # Samples a rank, median and longest history, ranks: the ladder on hosts and on GPU ranks, the
@@ -33,7 +31,7 @@ SHAPES = (
 )
 
 
-def batch_of(samples: int, median: int, longest: int) -> SequenceBatch:
+def make_batch(samples: int, median: int, longest: int) -> SequenceBatch:
     random = np.random.default_rng(0)
     lengths = torch.from_numpy(
         np.clip(np.rint(random.lognormal(np.log(median), 1.0, samples)), 1, longest).astype(
@@ -53,10 +51,10 @@ def batch_of(samples: int, median: int, longest: int) -> SequenceBatch:
     )
 
 
-def measured(
+def measure(
     samples: int, median: int, longest: int, ranks: int, repetitions: int
 ) -> dict[str, Any]:
-    batch = batch_of(samples, median, longest)
+    batch = make_batch(samples, median, longest)
     to = np.random.default_rng(1).integers(0, ranks, samples)
     order, counts = np.argsort(to, kind="stable"), np.bincount(to, minlength=ranks).tolist()
     packing, unpacking = [], []
@@ -81,27 +79,13 @@ def measured(
     return row | {"pack_ms": spread(packing[1:]), "unpack_ms": spread(unpacking[1:])}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repetitions", type=int, default=20)
-    options = parser.parse_args()
+def bench_packing(repetitions: int, to: Destination) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows = []
     for shape in SHAPES:
-        rows.append(measured(*shape, options.repetitions))
+        rows.append(measure(*shape, repetitions))
         times = [f"{name} {rows[-1][name]['median']:.2f}" for name in ("pack_ms", "unpack_ms")]
         print(shape, f"{rows[-1]['bytes'] / 1e6:.1f} MB", *times, flush=True)
-    write(
-        "packing",
-        "cpu",
-        (f".venv/bin/python benchmarks/bench_packing.py --repetitions {options.repetitions}"),
-        rows,
-        [],
-    )
-
-
-if __name__ == "__main__":
-    main()
+    command = f"freescale bench packing --repetitions {repetitions}"
+    write("packing", "cpu", command, rows, [], to=to)

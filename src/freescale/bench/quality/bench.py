@@ -1,15 +1,12 @@
 """Quality of a default run on real data: HR@10 over the full catalogue against the popularity
 baseline, 2 ranks.
 
-    .venv/bin/python benchmarks/bench_quality.py --data online_retail_ii.parquet
-
 The asked figure speaks of Online Retail II (UCI Machine Learning Repository; Chen, 2012; CC BY 4.0)
 as interactions: returns and unidentified customers left out, 791,044 purchases.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import subprocess
@@ -18,16 +15,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from freescale.bench.common.results import claim, write
+from freescale.bench.common.results import Destination, claim, write
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True)
-    options = parser.parse_args()
-    digest = hashlib.sha256(options.data.read_bytes()).hexdigest()
+def bench_quality(data: Path, to: Destination) -> None:
+    digest = hashlib.sha256(data.read_bytes()).hexdigest()
     freescale = [sys.executable, "-m", "freescale"]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -36,7 +28,7 @@ def main() -> None:
             *freescale,
             "train",
             "--data",
-            str(options.data),
+            str(data),
             "--nproc",
             "2",
             "--folder",
@@ -54,7 +46,7 @@ def main() -> None:
     write(
         "quality",
         "cpu",
-        f".venv/bin/python benchmarks/bench_quality.py --data {options.data.name}",
+        f"freescale bench quality --data {data.name}",
         rows,
         [
             claim(
@@ -65,14 +57,11 @@ def main() -> None:
                 at_least=True,
             )
         ],
-        dataset={"name": options.data.name, "sha256": digest},
+        dataset={"name": data.name, "sha256": digest},
+        to=to,
         training={
             "settings": "defaults, 2 ranks",
             "seconds": round(seconds),
             "steps": ledger["steps"],
         },
     )
-
-
-if __name__ == "__main__":
-    main()

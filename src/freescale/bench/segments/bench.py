@@ -1,21 +1,18 @@
 """Histories cut into segments: Recall@10 against the full sequence, and the work of a request that
 knows the old segments already.
 
-    .venv/bin/python benchmarks/bench_persrec.py --data online_retail_ii.parquet
-
 Quality over seeds 0 to 4 on the users of Online Retail II (UCI Machine Learning Repository; Chen,
-2012; CC BY
-4.0) with long histories and on generated ones. What is done is kept in --rows and not done again: `--seeds 0` does one of them.
+2012; CC BY 4.0) with long histories and on generated ones. What is done is kept in --rows and not
+done again: `--seeds 0` does one of them.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import multiprocessing
-import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -24,10 +21,10 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from freescale.bench.common.results import claim, spread, write
-
-from freescale.bench.segments import quality  # isort: skip
 from freescale.batch import Jagged, SequenceBatch
+from freescale.bench.common.results import Destination, claim, write
+from freescale.bench.common.spread import spread
+from freescale.bench.segments import quality
 from freescale.models import Retrieval, split_history
 
 WITNESSES = (1,)  # seeds of the arm `recent`
@@ -45,7 +42,7 @@ SETTINGS: dict[str, tuple[tuple[int, int, int, int, dict[str, Any]], int]] = {
 }
 
 
-def requests(name: str) -> list[dict[str, Any]]:
+def measure_requests(name: str) -> list[dict[str, Any]]:
     """Rows of the full sequence, of a request after compression, and of the compression itself,
     which happens once."""
     (window, segment, tokens, catalogue, shape), count = SETTINGS[name]
@@ -100,7 +97,7 @@ def _counted(function: Any) -> int:
     return counter.get_total_flops()
 
 
-def interval(rows: list[dict[str, Any]], data: str) -> tuple[float, float, float]:
+def find_interval(rows: list[dict[str, Any]], data: str) -> tuple[float, float, float]:
     """Relative difference of the segments' recall from the full sequence's of the same seed, in
     percent: mean, 95 % interval."""
     found = {
@@ -119,10 +116,10 @@ def interval(rows: list[dict[str, Any]], data: str) -> tuple[float, float, float
     )
 
 
-def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def make_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     made = []
     for data in quality.EPOCHS:
-        _, low, high = interval(rows, data)
+        _, low, high = find_interval(rows, data)
         what = (
             f"{data}: relative difference of Recall@10 from the full sequence, 5 seeds, 95 % "
             "interval"
@@ -155,26 +152,19 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count(), help=("models trained at a time, one core each")
-    )
-    parser.add_argument(
-        "--rows",
-        type=Path,
-        default=Path("runs/segments-rows.jsonl"),
-        help="what is done; taken up again",
-    )
-    options = parser.parse_args()
-    options.rows.parent.mkdir(parents=True, exist_ok=True)
+def bench_segments(
+    data: Path, seeds: Sequence[int] | None, jobs: int, done_rows: Path, to: Destination
+) -> None:
+    """
+    Args:
+        seeds: of the models to train now; a result is written when all are done.
+        jobs: models trained at a time, one core each.
+        done_rows: JSON lines of what is done.
+    """
+    done_rows.parent.mkdir(parents=True, exist_ok=True)
     rows = (
-        [json.loads(line) for line in options.rows.read_text().splitlines()]
-        if options.rows.exists()
+        [json.loads(line) for line in done_rows.read_text().splitlines()]
+        if done_rows.exists()
         else []
     )
     done = {(r["arm"], r["data"], r["seed"]) for r in rows}
@@ -185,39 +175,36 @@ def main() -> None:
         for a in quality.ARMS
         if a != "recent" or s in WITNESSES
     ]
-    left = [task for task in asked if task[2] in options.seeds and task not in done]
-    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-        for future in as_completed(
-            [pool.submit(quality.measured, *task, options.data) for task in left]
-        ):
+    left = [task for task in asked if task[2] in (seeds or SEEDS) and task not in done]
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(quality.measure, *task, data) for task in left]):
             rows.append(future.result())
             print(json.dumps(rows[-1]), flush=True)
-            with open(options.rows, "a", encoding="utf-8") as file:
+            with open(done_rows, "a", encoding="utf-8") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
     if len(rows) < len(asked):
         return
     rows.sort(key=lambda r: (r["data"], quality.ARMS.index(r["arm"]), r["seed"]))
     intervals = [
-        {"part": "interval", "data": data, "arm": "segments"}
-        | dict(zip(("mean", "low", "high"), interval(rows, data), strict=True))
-        for data in quality.EPOCHS
+        {"part": "interval", "data": name, "arm": "segments"}
+        | dict(zip(("mean", "low", "high"), find_interval(rows, name), strict=True))
+        for name in quality.EPOCHS
     ]
     torch.set_num_threads(1)
-    served = [row for setting in SETTINGS for row in requests(setting)]
+    served = [row for setting in SETTINGS for row in measure_requests(setting)]
     write(
         "segments",
         "cpu",
-        f".venv/bin/python benchmarks/bench_persrec.py --data {options.data.name}",
+        f"freescale bench segments quality --data {data.name}",
         [*rows, *intervals, *served],
-        claims([*rows, *served]),
+        make_claims([*rows, *served]),
         dataset={
-            "name": options.data.name,
-            "sha256": hashlib.sha256(options.data.read_bytes()).hexdigest(),
+            "name": data.name,
+            "sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
         },
+        to=to,
         training={
-            "users": {
-                name: len(quality.data_of(name, options.data).items) for name in quality.EPOCHS
-            },
+            "users": {name: len(quality.read_data(name, data).items) for name in quality.EPOCHS},
             "held out of each": quality.HELD,
             "window": quality.WINDOW,
             "segment": quality.SEGMENT,
@@ -228,7 +215,3 @@ def main() -> None:
             "seconds": round(sum(row["seconds"] for row in rows)),
         },
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,5 @@
-"""Quality of `bench_persrec.py`: long histories, arms that differ in what an event sees, Recall@10
-of events never trained on.
+"""Quality of the segments benchmark: long histories, arms that differ in what an event sees,
+Recall@10 of events never trained on.
 
 The last HELD events of every user are held out. A model is trained on the window of events before
 them, and then asked for each of them in turn, with the window that ends right before: what it has
@@ -7,7 +7,7 @@ to rank is the whole catalogue.
 
 The protocol for generated histories was changed twice after results of the seeds that are reported
 had been seen: more epochs (6, then 20), then tokens that start pooled and weigh more
-(TOKEN_OPTIONS). The second change was chosen by `persrec_validation.py`, on other draws and seeds.
+(TOKEN_OPTIONS). The second change was chosen by validation.py, on other draws and seeds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EPOCHS = {"retail": 16, "generated": 20}  # by data
 HELD = 10
 WINDOW, SEGMENT, TOKENS = 160, 128, 4  # 1,280 = 1,024 + 256 events and 4 tokens, at an eighth
 # What the paper's tokens do not have. Chosen on other draws of the generated data
-# (persrec_validation.py) after the first results had been seen; retail is as it was.
+# (validation.py) after the first results had been seen; retail is as it was.
 TOKEN_OPTIONS: dict[str, dict[str, Any]] = {
     "retail": {},
     "generated": dict(segment_pooling=True, segment_weight=SEGMENT / TOKENS),
@@ -65,7 +65,7 @@ def retail(path: Path, epochs: int) -> Data:
     return Data("retail", item[last], when[last], int(item.max()) + 1, epochs)
 
 
-def chances_of(
+def draw_chances(
     random: np.random.Generator, users: int = 1000, catalogue: int = 1000, tastes: int = 8
 ) -> np.ndarray:
     """[users, catalogue]: how likely each item is, by the likeness of hidden vectors; they do not
@@ -81,7 +81,7 @@ def generated(
     the items' hidden vectors. What comes next is known the better, the more of the past is known;
     what came last says no more than what came first."""
     random = np.random.default_rng(draw)
-    chances = chances_of(random, users, catalogue, tastes)
+    chances = draw_chances(random, users, catalogue, tastes)
     ends = np.cumsum(chances, axis=1) / chances.sum(axis=1, keepdims=True)
     draws = random.random((users, WINDOW + HELD + 1))
     items = np.stack([np.searchsorted(own, drawn) for own, drawn in zip(ends, draws, strict=True)])
@@ -115,7 +115,7 @@ def encoder_of(
     return HSTU(max_length=window, **shape)
 
 
-def batch_of(
+def make_batch(
     arm: str,
     items: np.ndarray,
     times: np.ndarray,
@@ -166,7 +166,7 @@ def train(
     for _ in range(data.epochs):
         for users in _batches(draws.permutation(len(data.items))):
             items, times = data.items[users, :-HELD], data.times[users, :-HELD]
-            batch = batch_of(arm, items, times, draws, data.catalogue)
+            batch = make_batch(arm, items, times, draws, data.catalogue)
             optimizer.zero_grad()
             (model(batch)["next_item"] / items[:, 1:].size).backward()
             optimizer.step()
@@ -182,7 +182,7 @@ def recall(arm: str, model: Retrieval, data: Data, at: int = 10) -> float:
     found: list[Tensor] = []
     for users in _batches(np.arange(len(data.items))):
         items, times = data.items[users, HELD:], data.times[users, HELD:]
-        batch = batch_of(arm, items, times, None, data.catalogue)
+        batch = make_batch(arm, items, times, None, data.catalogue)
         outputs = (
             model.catalogue(model._encoded(batch))
             .view(len(users), WINDOW, -1)[:, -HELD:]
@@ -200,14 +200,14 @@ def _batches(order: np.ndarray) -> Iterator[np.ndarray]:
         yield order[start : start + BATCH]
 
 
-def data_of(name: str, path: Path) -> Data:
+def read_data(name: str, path: Path) -> Data:
     return retail(path, EPOCHS[name]) if name == "retail" else generated(EPOCHS[name])
 
 
-def measured(arm: str, name: str, seed: int, path: Path) -> dict[str, Any]:
+def measure(arm: str, name: str, seed: int, path: Path) -> dict[str, Any]:
     """One row, on one core."""
     torch.set_num_threads(1)
-    data = data_of(name, path)
+    data = read_data(name, path)
     model, seconds = train(arm, data, seed)
     quality = recall(arm, model, data)
     return {

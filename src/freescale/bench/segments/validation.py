@@ -1,7 +1,5 @@
-"""Settings of `persrec_quality.py` for generated histories, chosen without its test: other users
+"""Settings of quality.py for generated histories, chosen without its test: other users
 and items (draw 1000 + seed), seeds 100 and on.
-
-    .venv/bin/python benchmarks/persrec_validation.py        # 12 models; 12 minutes on two cores
 
 The chances that draw the events are known, so Recall@10 is given twice: of the held-out events, and
 its expectation, which has no noise of the draws. The expectation right before the first segment
@@ -10,17 +8,16 @@ ends, where all arms see the same, tells whether it is the tokens that lose.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
-import os
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 import numpy as np
 import torch
 
-from freescale.bench.common.results import write
+from freescale.bench.common.results import Destination, write
 from freescale.bench.segments import quality
 
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,13 +31,13 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @torch.no_grad()
-def expected(
+def expect_recall(
     arm: str, model: Any, data: quality.Data, chances: np.ndarray, at: int = 10
 ) -> tuple[float, float]:
     """Of the last HELD events, and of the last one of the first segment."""
     rows, sums = model.catalogue(model.item.weight), np.zeros(2)
     for users in quality._batches(np.arange(len(data.items))):
-        batch = quality.batch_of(
+        batch = quality.make_batch(
             arm,
             data.items[users, quality.HELD :],
             data.times[users, quality.HELD :],
@@ -57,14 +54,14 @@ def expected(
     return float(sums[0] / len(data.items)), float(sums[1] / len(data.items))
 
 
-def measured(name: str, seed: int, epochs: int) -> dict[str, Any]:
+def measure(name: str, seed: int, epochs: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     arm, options = ARMS[name]
     data = quality.generated(epochs, draw=1000 + seed)
-    chances = quality.chances_of(np.random.default_rng(1000 + seed))
+    chances = quality.draw_chances(np.random.default_rng(1000 + seed))
     chances /= chances.sum(axis=1, keepdims=True)
     model, seconds = quality.train(arm, data, seed, options)
-    at_end, at_segment = expected(arm, model, data, chances)
+    at_end, at_segment = expect_recall(arm, model, data, chances)
     found = {
         "recall@10": quality.recall(arm, model, data),
         "expected": at_end,
@@ -73,50 +70,37 @@ def measured(name: str, seed: int, epochs: int) -> dict[str, Any]:
     return {"arm": name, "seed": seed, "epochs": epochs} | found | {"seconds": round(seconds)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        choices=list(ARMS),
-        default=["full", "segments", "pooled", "pooled, weighed"],
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[100, 101, 102])
-    parser.add_argument("--epochs", type=int, nargs="+", default=[20])
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count(), help=("models trained at a time, one core each")
-    )
-    options = parser.parse_args()
-    tasks = [
-        (a, s, e)
-        for e in sorted(options.epochs, reverse=True)
-        for s in options.seeds
-        for a in options.arms
-    ]
+def bench_validation(
+    arms: Sequence[str] | None,
+    seeds: Sequence[int] | None,
+    every: Sequence[int],
+    jobs: int,
+    to: Destination,
+) -> None:
+    """12 models by default, 12 minutes on two cores. `every`: numbers of epochs."""
+    arms = arms or ("full", "segments", "pooled", "pooled, weighed")
+    seeds = seeds or (100, 101, 102)
+    if unknown := set(arms) - set(ARMS):
+        raise ValueError(
+            f"there is no arm {', '.join(sorted(unknown))}; there is {', '.join(ARMS)}"
+        )
+    tasks = [(a, s, e) for e in sorted(every, reverse=True) for s in seeds for a in arms]
     rows = {}
-    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(measured, *task) for task in tasks]):
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(measure, *task) for task in tasks]):
             row = future.result()
             rows[row["arm"], row["seed"], row["epochs"]] = row
             print(json.dumps(row), flush=True)
-    for epochs in options.epochs:
-        for arm in options.arms if "full" in options.arms else []:
+    for epochs in every:
+        for arm in arms if "full" in arms else []:
             pairs = [
                 (rows[arm, s, epochs]["expected"], rows["full", s, epochs]["expected"])
-                for s in options.seeds
+                for s in seeds
             ]
             print(
                 f"{epochs} epochs, {arm}:",
                 *(f"{100 * (mine / full - 1):+.2f} %" for mine, full in pairs),
             )
-    command = (
-        ".venv/bin/python benchmarks/persrec_validation.py --epochs "
-        f"{' '.join(map(str, options.epochs))}"
-    )
-    write("segments-validation", "cpu", command, [rows[key] for key in sorted(rows)], [])
-
-
-if __name__ == "__main__":
-    main()
+    command = f"freescale bench segments validation --epochs {' '.join(map(str, every))}"
+    kept = [rows[key] for key in sorted(rows)]
+    write("segments-validation", "cpu", command, kept, [], to=to)

@@ -2,21 +2,20 @@
 (testbed B).
 
 The same table, batches, dense layers, starting values and update for all arms, in one run: 2 gloo
-ranks, each pinned to a core, arms interleaved. Needs TorchRec: run it with the environment that
-benchmarks/peer/setup.sh makes.
-
-    bash benchmarks/peer/setup.sh && .venv-peer/bin/python benchmarks/bench_serial.py
+ranks, each pinned to a core, arms interleaved.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import asdict
 from typing import Any
 
+from freescale.bench.common.arm import build
 from freescale.bench.common.pinned import pinned_ranks
-from freescale.bench.common.results import claim, spread, write
+from freescale.bench.common.results import Claim, Destination, claim, write
+from freescale.bench.common.spread import spread
+from freescale.bench.common.torchrec import build_torchrec, has_torchrec
 from freescale.bench.common.workload import Workload
 
 WORKLOADS = {
@@ -30,27 +29,22 @@ OURS = "FreeScale serial"
 STOCK = ("TorchRec TrainPipelineBase", "TorchRec TrainPipelineSparseDist")
 
 
-def arms(workload: Workload, rank: int, world: int) -> dict[str, Any]:
-    import logging
+def build_arms(workload: Workload, rank: int, world: int) -> dict[str, Any]:
+    """By name. TorchRec's where it is installed; TrainPipelineBase, the reference, comes first."""
+    built: dict[str, Any] = {}
 
-    # TorchRec's tracing makes it warn on every start
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
-    import torchrec_arms
-
-    from freescale.bench.common.arm import build
-
-    peers = {"TrainPipelineBase": "base", "TrainPipelineSparseDist": "sparse_dist"}
-    built: dict[str, Any] = {
-        f"TorchRec {name}": torchrec_arms.build(workload, rank, world, kind)
-        for name, kind in peers.items()
-    }
-    built["TorchRec TrainPipelineSparseDist, enqueue after forward"] = torchrec_arms.build(
-        workload, rank, world, "sparse_dist_late"
-    )
-    for name, kind in peers.items():
-        built[f"TorchRec {name}, ids deduplicated by hand"] = torchrec_arms.build(
-            workload, rank, world, kind, deduplicate=True
+    def add(name: str, pipeline: str, deduplicate: bool = False) -> None:
+        built[name] = build_torchrec(
+            workload, rank, world, pipeline, deduplicate=deduplicate, ledger=False
         )
+
+    if has_torchrec():
+        peers = {STOCK[0]: "base", STOCK[1]: "sparse_dist"}
+        for name, pipeline in peers.items():
+            add(name, pipeline)
+        add(f"{STOCK[1]}, enqueue after forward", "sparse_dist_late")
+        for name, pipeline in peers.items():
+            add(f"{name}, ids deduplicated by hand", pipeline, deduplicate=True)
     built[OURS] = build(workload, rank, world)
     return built
 
@@ -61,7 +55,7 @@ def measure(
     """Per arm: step times in ms of each repetition (a mean over `steps`), and all losses."""
     import torch.distributed as dist
 
-    built = arms(workload, rank, world)
+    built = build_arms(workload, rank, world)
     measured: dict[str, dict[str, list[float]]] = {name: {"ms": [], "loss": []} for name in built}
     for repetition in range(repetitions + 1):
         for name, arm in built.items():
@@ -77,27 +71,37 @@ def measure(
     return measured
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=2, help="steps of one repetition")
-    options = parser.parse_args()
-    given = f"--repetitions {options.repetitions} --steps {options.steps}"
+def make_claims(workload: str, rates: dict[str, float]) -> list[Claim]:
+    """`rates`: median samples/s by arm."""
+    others = [arm for arm in rates if arm != OURS]
+    return [
+        claim(
+            f"{workload}: samples/s over {text}",
+            1.0,
+            rates[OURS] / max(rates[arm] for arm in arms),
+            "x",
+            at_least=True,
+        )
+        for text, arms in (
+            ("the better of TorchRec's two pipelines", STOCK),
+            ("the best of all TorchRec arms", others),
+        )
+        if others
+    ]
+
+
+def bench_serial(repetitions: int, steps: int, to: Destination) -> None:
     world = 2
     rows, claims = [], []
     for name, workload in WORKLOADS.items():
-        ranks = pinned_ranks(world, measure, workload, options.repetitions, options.steps)
+        ranks = pinned_ranks(world, measure, workload, repetitions, steps)
         rates: dict[str, dict[str, float]] = {}
+        reference = next(iter(ranks[0].values()))["loss"]  # TrainPipelineBase, where it is there
         for arm, mine in ranks[0].items():
             # A repetition lasts until its slowest rank is through.
             slowest = [max(times) for times in zip(*(r[arm]["ms"] for r in ranks), strict=True)]
             rates[arm] = spread([workload.samples * world / ms * 1e3 for ms in slowest])
-            drift = max(
-                abs(a - b) / abs(b)
-                for a, b in zip(mine["loss"], ranks[0][STOCK[0]]["loss"], strict=True)
-            )
+            drift = max(abs(a - b) / abs(b) for a, b in zip(mine["loss"], reference, strict=True))
             rows.append(
                 {
                     "workload": name,
@@ -115,44 +119,18 @@ def main() -> None:
                 f"{name:24s} {arm:60s} {rates[arm]['median']:8.1f} samples/s {step:8.1f} ms  "
                 f"loss differs {drift:.1e}"
             )
-        ours = rates[OURS]["median"]
-        stock = max(rates[arm]["median"] for arm in STOCK)
-        best = max(rate["median"] for arm, rate in rates.items() if arm != OURS)
-        claims.append(
-            claim(
-                f"{name}: samples/s over the better of TorchRec's two pipelines",
-                1.0,
-                ours / stock,
-                "x",
-                at_least=True,
-            )
-        )
-        claims.append(
-            claim(
-                f"{name}: samples/s over the best of all TorchRec arms",
-                1.0,
-                ours / best,
-                "x",
-                at_least=True,
-            )
-        )
+        claims += make_claims(name, {arm: rate["median"] for arm, rate in rates.items()})
     write(
         "serial",
         "cpu",
-        (
-            "bash benchmarks/peer/setup.sh && .venv-peer/bin/python benchmarks/bench_serial.py "
-            f"{given}"
-        ),
+        f"freescale bench serial --repetitions {repetitions} --steps {steps}",
         rows,
         claims,
         ("torchrec", "fbgemm-gpu-cpu"),
+        to=to,
         workloads={name: asdict(workload) for name, workload in WORKLOADS.items()},
         method=(
             f"{world} gloo ranks, each pinned to a core; arms interleaved; "
-            f"{options.repetitions} x {options.steps} steps"
+            f"{repetitions} x {steps} steps"
         ),
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Draws consecutive steps of a run as a picture: per rank a compute lane and a communication lane,
 from its trace.
 
-.venv/bin/python benchmarks/figure_step.py RUN docs/figures/serial_step.svg --first 20 --steps 2
+    python -m freescale.bench.serial.figure RUN docs/figures/serial_step.svg --first 20 --steps 2
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gzip
 import json
 from pathlib import Path
 
-from freescale.bench.common.drawing import TEXT, closed, opened, written
+from freescale.bench.common.drawing import TEXT, close_svg, open_svg, save
 
 COLOURS = {
     "forward": "#4c78a8",
@@ -32,7 +32,7 @@ COLOURS = {
 LANE, GAP, LEFT, WIDTH = 26, 6, 150, 900
 
 
-def load(run: Path, first: int, steps: int) -> tuple[list[dict], float, float]:
+def load_events(run: Path, first: int, steps: int) -> tuple[list[dict], float, float]:
     """Events of the chosen steps, and the time they span in microseconds."""
     with gzip.open(run / "trace.json.gz", "rt", encoding="utf-8") as file:
         events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
@@ -49,7 +49,7 @@ def load(run: Path, first: int, steps: int) -> tuple[list[dict], float, float]:
     return inside + frames, begin, end
 
 
-def straggler_parts(events: list[dict]) -> dict[int, float]:
+def find_straggler_parts(events: list[dict]) -> dict[int, float]:
     """By event: microseconds of a collective before its last rank arrived. All ranks have the same
     ones in the same order."""
     lanes: dict[int, list[dict]] = {}
@@ -63,13 +63,13 @@ def straggler_parts(events: list[dict]) -> dict[int, float]:
     return parts
 
 
-def draw(events: list[dict], begin: float, end: float, title: str) -> str:
+def draw_steps(events: list[dict], begin: float, end: float, title: str) -> str:
     ranks = 1 + max(event["pid"] for event in events)
     scale = WIDTH / (end - begin)
     names = [name for name in COLOURS if any(event["name"] == name for event in events)]
     height = 60 + ranks * (2 * LANE + 2 * GAP + 10) + 24 * (1 + (len(names) - 1) // 7) + 46
-    parts = [*opened(LEFT + WIDTH + 20, height), f'<text x="10" y="22" {TEXT}>{title}</text>']
-    waits = straggler_parts(events)
+    parts = [*open_svg(LEFT + WIDTH + 20, height), f'<text x="10" y="22" {TEXT}>{title}</text>']
+    waits = find_straggler_parts(events)
     for event in sorted(events, key=lambda e: -e["dur"]):
         top = 40 + event["pid"] * (2 * LANE + 2 * GAP + 10)
         x = LEFT + (event["ts"] - begin) * scale
@@ -106,7 +106,7 @@ def draw(events: list[dict], begin: float, end: float, title: str) -> str:
         "compute stopped (exposed)."
     )
     parts.append(f'<text x="{LEFT}" y="{height - 12}" {TEXT}>{note}</text>')
-    return closed(parts)
+    return close_svg(parts)
 
 
 def main() -> None:
@@ -119,8 +119,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--title", default="")
     options = parser.parse_args()
-    events, begin, end = load(options.run, options.first, options.steps)
-    written(options.out, draw(events, begin, end, options.title))
+    events, begin, end = load_events(options.run, options.first, options.steps)
+    save(options.out, draw_steps(events, begin, end, options.title))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,7 @@
-"""The simulator against measured runs of testbeds A and C, and at the paper's setting.
-
-.venv/bin/python benchmarks/bench_simulate.py validate     # -> results/simulate-validation.json
-.venv/bin/python benchmarks/bench_simulate.py paper        # -> results/simulate-paper.json: figures, to 4,096 GPUs (minutes)
-.venv/bin/python benchmarks/bench_simulate.py speed        # -> results/simulate-speed-cpu.json: time and memory of the command
-"""
+"""The simulator at the paper's setting, to 4,096 GPUs, and its own time and memory."""
 
 from __future__ import annotations
 
-import argparse
 import resource
 import subprocess
 import sys
@@ -17,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from freescale.bench.common.results import claim, write
-from freescale.bench.simulate.validation import validate
+from freescale.bench.common.results import Destination, claim, write
 from freescale.config import SimulateConfig
 from freescale.simulate.run import Plans, cluster_of, source_of
 from freescale.simulate.simulator import Setting
@@ -84,7 +77,7 @@ def single(config: SimulateConfig, total: int, gpus: int) -> dict[str, Any]:
     }
 
 
-def paper(most: int) -> None:
+def bench_paper(most: int, to: Destination) -> None:
     rows: list[dict[str, Any]] = []
     begin = time.perf_counter()
 
@@ -133,9 +126,10 @@ def paper(most: int) -> None:
     write(
         "simulate",
         "paper",
-        f".venv/bin/python benchmarks/bench_simulate.py paper --most {most}",
+        f"freescale bench simulate paper --most {most}",
         rows,
-        claims_of(rows),
+        make_claims(rows),
+        to=to,
     )
 
 
@@ -154,7 +148,7 @@ def slow_network() -> list[dict[str, Any]]:
     ]
 
 
-def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def make_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     def found(figure: str, arm: str, **where: Any) -> dict[str, Any]:
         return next(
             r
@@ -235,7 +229,7 @@ def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-def speed() -> None:
+def bench_speed(to: Destination) -> None:
     """The command as a user types it, in a process of its own."""
     rows, claims = [], []
     for gpus, steps, seconds, memory in ((256, 20, 60.0, 4.0), (4096, 5, 600.0, None)):
@@ -268,20 +262,4 @@ def speed() -> None:
         claims.append(claim(text, seconds, wall, "s", at_least=False))
         if memory is not None:
             claims.append(claim(f"{text}, peak memory", memory, peak, "GiB", at_least=False))
-    write(
-        "simulate", "speed-cpu", ".venv/bin/python benchmarks/bench_simulate.py speed", rows, claims
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=("validate", "paper", "speed"))
-    parser.add_argument("--most", type=int, default=4096, help="GPUs")
-    options = parser.parse_args()
-    {"validate": validate, "speed": speed, "paper": lambda: paper(options.most)}[options.what]()
-
-
-if __name__ == "__main__":
-    main()
+    write("simulate", "speed-cpu", "freescale bench simulate speed", rows, claims, to=to)

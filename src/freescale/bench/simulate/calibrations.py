@@ -1,34 +1,31 @@
 """Compute curves for the simulator from results that are committed here, where no `freescale
 simulate calibrate` has run yet.
 
-    .venv/bin/python benchmarks/derive_calibrations.py
+    python -m freescale.bench.simulate.calibrations
 
-testbed-c      width 256, 4 heads, bf16, a quarter of an H200: attention of kernels-h200.json at a quarter of its rate, the
-               rest (linear) from the arm `none` of balance-measured-4ranks-h200.json; its other arms and files are for validation
-testbed-a      the token-wise MLP of staged-hosts.json: serial and stale without collisions, length 120
+testbed-c  width 256, 4 heads, bf16, a quarter of an H200: attention of kernels-h200.json at a
+           quarter of its rate, the rest (linear) from the arm `none` of
+           balance-measured-4ranks-h200.json; its other arms and files are for validation
+testbed-a  the token-wise MLP of staged-hosts.json: serial and stale without collisions, length 120
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from freescale.bench.common.results import FOLDER, ROOT
-
-OUT = ROOT / "src" / "freescale" / "simulate" / "calibrations"
-
-
-def read(name: str) -> dict[str, Any]:
-    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+from freescale.bench.common.committed import read_committed as read
+from freescale.bench.common.repository import require_repository
 
 
 def curve(quadratic: float, linear: float) -> dict[str, float]:
     return {"quadratic": quadratic, "linear": linear, "sample": 0.0, "constant": 0.0}
 
 
-def kept(
+def keep(
     name: str,
     source: str,
     like: dict[str, Any],
@@ -46,8 +43,12 @@ def kept(
         "commit": like["commit"],
     }
     data |= {"shapes": shapes, "rows": rows, "optimizer": optimizer, "slowdown": slowdown, **more}
-    (OUT / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    (_folder() / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     print(name, json.dumps(data["shapes"]), json.dumps(rows), json.dumps(optimizer))
+
+
+def _folder() -> Path:
+    return require_repository() / "src" / "freescale" / "simulate" / "calibrations"
 
 
 def row_kernels() -> dict[str, float]:
@@ -76,7 +77,7 @@ def testbed_c(rows: dict[str, float]) -> None:
     ).astype(float)
     none = next(row for row in data["rows"] if row["arm"] == "none")
     shape, per_rank = data["shape"], []
-    for rank in range(4):  # as bench_balance_measured.batches
+    for rank in range(4):  # as balance.measured.make_batches
         for number in range(2, data["steps"]):
             draws = np.exp(
                 np.random.default_rng((7, rank, number)).normal(
@@ -114,8 +115,17 @@ def testbed_c(rows: dict[str, float]) -> None:
         / 1.03
         / float(np.hypot(*(equal["spans_ms"][way]["median"] for way in ("forward", "backward"))))
     )
-    kept("testbed-c", source, data, shapes, quarter, optimizer, {"collective": 1.162, "hostwire": 1.006}, jitter=jitter,
-         jitter_source="staged-4ranks-h200.json, serial: equal loads")  # fmt: skip
+    keep(
+        "testbed-c",
+        source,
+        data,
+        shapes,
+        quarter,
+        optimizer,
+        {"collective": 1.162, "hostwire": 1.006},
+        jitter=jitter,
+        jitter_source="staged-4ranks-h200.json, serial: equal loads",
+    )
 
 
 def testbed_a() -> None:
@@ -160,10 +170,19 @@ def testbed_a() -> None:
         f"{data['commit']}: one pinned core a rank"
     )
     shapes = [{"width": 128, "heads": 1, "precision": "fp32", "longest": 240, **ways}]
-    kept("testbed-a", source, data, shapes, rows, {"per_parameter": 0.0, "constant": spans["optimizer"]},
-         {"collective": slowdown, "hostwire": slowdown},
-         jitter=serial["straggler_ms"]["median"] / 1e3 / 0.564 / float(np.hypot(spans["forward"], spans["backward"])),
-         every_step=spans["data"] + spans["agree"] + max(0.0, serial["step_ms"]["median"] / 1e3 - known))  # fmt: skip
+    deviation = serial["straggler_ms"]["median"] / 1e3 / 0.564
+    unknown = max(0.0, serial["step_ms"]["median"] / 1e3 - known)
+    keep(
+        "testbed-a",
+        source,
+        data,
+        shapes,
+        rows,
+        {"per_parameter": 0.0, "constant": spans["optimizer"]},
+        {"collective": slowdown, "hostwire": slowdown},
+        jitter=deviation / float(np.hypot(spans["forward"], spans["backward"])),
+        every_step=spans["data"] + spans["agree"] + unknown,
+    )
     print(
         "lost",
         lost,
@@ -178,6 +197,5 @@ def testbed_a() -> None:
 
 
 if __name__ == "__main__":
-    OUT.mkdir(parents=True, exist_ok=True)
     testbed_c(row_kernels())
     testbed_a()

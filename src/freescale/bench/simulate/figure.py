@@ -17,7 +17,7 @@ from freescale.bench.common.drawing import (
     VIOLET,
     Axes,
     Line,
-    panels,
+    draw_panels,
 )
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -35,7 +35,7 @@ INKS = {
 }
 
 
-def series(
+def make_lines(
     rows: Sequence[Mapping],
     figure: str,
     x: str,
@@ -58,8 +58,8 @@ def straggler(row: Mapping[str, Any]) -> float:
     return row["straggler_percent"]
 
 
-def over_lengths(rows: Sequence[Mapping]) -> Axes:
-    lines = series(rows, "straggler by length", "cap", straggler)
+def make_axes_over_lengths(rows: Sequence[Mapping]) -> Axes:
+    lines = make_lines(rows, "straggler by length", "cap", straggler)
     return Axes(
         "straggler %, 64 GPUs",
         "longest history",
@@ -68,18 +68,18 @@ def over_lengths(rows: Sequence[Mapping]) -> Axes:
     )
 
 
-def over_collisions(rows: Sequence[Mapping]) -> Axes:
-    lines = series(rows, "by collisions", "collisions", exposed)
+def make_axes_over_collisions(rows: Sequence[Mapping]) -> Axes:
+    lines = make_lines(rows, "by collisions", "collisions", exposed)
     # 5 is too near to 0 and 10
     ticks = [(rate, "" if rate == 0.05 else f"{100 * rate:g}") for rate, _ in lines[0].points]
     return Axes("exposed communication, ms, 256 GPUs", "collisions, %", ticks, lines, linear=True)
 
 
-def picture(used: Results) -> str:
+def draw_simulate(used: Results) -> str:
     (result,) = used.values()
     rows = result["rows"]
     gpus = [
-        (row["gpus"], _short(row["gpus"]))
+        (row["gpus"], _shorten(row["gpus"]))
         for row in rows
         if row["figure"] == "by GPUs" and row["arm"] == "none"
     ]
@@ -97,30 +97,32 @@ def picture(used: Results) -> str:
             predicted=True,
         )
     ]
-    exposing = series(rows, "by GPUs", "gpus", exposed, ("plain TorchRec", "none", "staged", "all"))
-    faster = series(
+    exposing = make_lines(
+        rows, "by GPUs", "gpus", exposed, ("plain TorchRec", "none", "staged", "all")
+    )
+    faster = make_lines(
         rows, "by GPUs", "gpus", lambda row: row["samples_per_second"] / base[row["gpus"]]
     )
     drawn = [
-        over_lengths(rows),
+        make_axes_over_lengths(rows),
         Axes(
             "straggler %",
             "GPUs",
             gpus,
-            series(rows, "by GPUs", "gpus", straggler, ("none", "balancing", "all")),
+            make_lines(rows, "by GPUs", "gpus", straggler, ("none", "balancing", "all")),
         ),
         Axes("exposed communication, ms", "GPUs", gpus, exposing),
-        over_collisions(rows),
+        make_axes_over_collisions(rows),
         Axes("speed-up over none", "GPUs", gpus, faster),
         Axes(
             "straggler %, 8,192 samples in all",
             "GPUs",
-            [(row["gpus"], _short(row["gpus"])) for row in single],
+            [(row["gpus"], _shorten(row["gpus"])) for row in single],
             balanced,
         ),
     ]
-    return panels(drawn, used, note="Predicted, all of it.")
+    return draw_panels(drawn, used, note="Predicted, all of it.")
 
 
-def _short(count: int) -> str:
+def _shorten(count: int) -> str:
     return f"{count}" if count < 1000 else f"{count // 1024}k"

@@ -1,19 +1,19 @@
 """The simulator against measured runs of testbeds A and C, from committed results only.
-bench_simulate.py runs it.
+`freescale bench simulate validate` runs it.
 
-Curves are from one configuration of each testbed (derive_calibrations.py says which; such rows are
+Curves are from one configuration of each testbed (calibrations.py says which; such rows are
 `fitted`), the others predicted.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from freescale.bench.common.results import FOLDER, claim, write
+from freescale.bench.common.committed import read_committed
+from freescale.bench.common.results import Destination, claim, write
 from freescale.simulate.compute import Calibration, Curve, Model, Shape, load_calibration
 from freescale.simulate.network import Network, preset
 from freescale.simulate.output import collected
@@ -46,7 +46,7 @@ class Given:
         return Demand(*(Rows.spread(now * share) for share in (1.0, late, shared)))
 
 
-def compared(
+def compare(
     testbed: str,
     name: str,
     arm: str,
@@ -89,7 +89,7 @@ def compared(
 def testbed_a() -> list[dict[str, Any]]:
     """Two hosts, 200 Mbit/s, a token-wise MLP with unique ids (staged-hosts.json)."""
     rows = []
-    for row in json.loads((FOLDER / "staged-hosts.json").read_text())["rows"]:
+    for row in read_committed("staged-hosts")["rows"]:
         if (
             row.get("ids") != "unique"
             or row["arm"] not in ("serial", "staged", "stale")
@@ -109,15 +109,16 @@ def testbed_a() -> list[dict[str, Any]]:
             "exposed_percent": 100 * row["exposed_all_ms"]["median"] / step,
         }
         fitted = row["configuration"] == "0 % collisions" and row["arm"] in ("serial", "stale")
-        rows.append(compared("A", row["configuration"], row["arm"], fitted, found, measured))
+        rows.append(compare("A", row["configuration"], row["arm"], fitted, found, measured))
     return rows
 
 
 def hstu(
     testbed: str, name: str, calibration: Calibration, network: Network, fitted: tuple[str, ...]
 ) -> list[dict[str, Any]]:
-    """HSTU with balancing (bench_balance_measured.py): its own lengths, its own partitioners."""
-    data = json.loads((FOLDER / f"{name}.json").read_text())
+    """HSTU with balancing (`freescale bench balance measured`): its own lengths, its own
+    partitioners."""
+    data = read_committed(name)
     shape, world = data["shape"], data["rows"][0]["ranks"]
     lengths = []
     for number in range(data["steps"]):
@@ -152,7 +153,7 @@ def hstu(
         measured |= {"compute_ms": sum(row["compute_ms_per_rank"]) / world}
         measured |= {k: row[k] for k in ("straggler_percent", "exposed_percent")}
         rows.append(
-            compared(
+            compare(
                 testbed,
                 name.removeprefix("balance-measured-"),
                 row["arm"],
@@ -165,9 +166,9 @@ def hstu(
 
 
 def shared_gpu(quarter: Calibration, network: Network) -> list[dict[str, Any]]:
-    """Four ranks on one H200, an MLP over unique ids (bench_priority_gpu.py): serial over NCCL, the
-    others over hostwire."""
-    data = json.loads((FOLDER / "staged-4ranks-h200.json").read_text())
+    """Four ranks on one H200, an MLP over unique ids (`freescale bench staged --device cuda`):
+    serial over NCCL, the others over hostwire."""
+    data = read_committed("staged-4ranks-h200")
     tokens, passes = 53_000, 12
     spans = data["rows"][0]["spans_ms"]
     curves = [
@@ -193,12 +194,12 @@ def shared_gpu(quarter: Calibration, network: Network) -> list[dict[str, Any]]:
             100 * sum(kind["median"] for kind in row["exposed_ms"].values()) / step
         )
         rows.append(
-            compared("C", "staged-4ranks", row["arm"], row["arm"] == "serial", found, measured)
+            compare("C", "staged-4ranks", row["arm"], row["arm"] == "serial", found, measured)
         )
     return rows
 
 
-def half(calibration: Calibration) -> Calibration:
+def halve(calibration: Calibration) -> Calibration:
     """Ranks with half the device each: twice the time."""
 
     def twice(curve: Curve) -> Curve:
@@ -213,7 +214,7 @@ def half(calibration: Calibration) -> Calibration:
     return replace(calibration, shapes=shapes)
 
 
-def validate() -> None:
+def validate(to: Destination) -> None:
     quarter, loopback = load_calibration("testbed-c"), preset("testbed-c")
     # Twice the ranks on one GPU and one host: half of the device and of the loopback for each.
     shared = replace(loopback.near, gb_per_s=loopback.near.gb_per_s / 2)
@@ -227,7 +228,7 @@ def validate() -> None:
     )
     rows += hstu("C", "balance-measured-4ranks-h200", quarter, loopback, ("none",))
     rows += hstu(
-        "C", "balance-measured-8ranks-h200", half(quarter), replace(loopback, near=shared), ()
+        "C", "balance-measured-8ranks-h200", halve(quarter), replace(loopback, near=shared), ()
     )
     rows += shared_gpu(quarter, loopback)
     claims = []
@@ -260,7 +261,8 @@ def validate() -> None:
     write(
         "simulate",
         "validation",
-        ".venv/bin/python benchmarks/bench_simulate.py validate",
+        "freescale bench simulate validate",
         rows,
         claims,
+        to=to,
     )

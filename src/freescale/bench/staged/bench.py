@@ -5,26 +5,29 @@ Two hosts, one pinned core each, 200 Mbit/s: serial, TorchRec's TrainPipelineSpa
 control: staged that overlooks collisions) and staged, over collision rates, over history lengths,
 and with hot ids. Compute is real and takes 1.2 times as long as serial's embedding communication,
 which is measured first. Four hosts over a bridge show that staged equals serial. Arms run in one
-process in turn, on the same batches; TorchRec's collectives go through the same ledger. Needs root,
-iproute2 and TorchRec:
-
-    bash benchmarks/peer/setup.sh && .venv-peer/bin/python benchmarks/bench_priority.py
-
---quick does a little of each, and keeps no results.
+process in turn, on the same batches; TorchRec's collectives go through the same ledger.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from dataclasses import asdict, replace
 from typing import Any
 
 from freescale.bench.common.hosts import RATE, Network, hosts
-from freescale.bench.common.results import write
+from freescale.bench.common.results import Destination, Row, show_claims, write
+from freescale.bench.common.torchrec import has_torchrec
 from freescale.bench.common.workload import Workload
-from freescale.bench.staged.arms import DEDUPLICATED, SERIAL, STAGED, STALE, TORCHREC
-from freescale.bench.staged.rows import TENTH, claims, row
+from freescale.bench.staged.arms import (
+    DEDUPLICATED,
+    SERIAL,
+    STAGED,
+    STALE,
+    TORCHREC,
+    measure,
+    train,
+)
+from freescale.bench.staged.rows import TENTH, make_claims, summarize
 
 RATES = (0, 5, 10, 25, 50, 100)
 LENGTHS = (60, 240)  # beside the usual one
@@ -46,16 +49,14 @@ BULKIER = replace(BULKY, median_length=4800, maximum_length=4800, rows=3_000_000
 CROWD = replace(BASE, rows=20_000, samples=16, median_length=50, collisions=0.25)
 
 
-def calibrated(network: Network, workload: Workload) -> Workload:
+def calibrate(network: Network, workload: Workload) -> Workload:
     """The workload with as many passes as make its compute `COMPUTE` times as long as serial's
     embedding communication."""
     few, many = 4, 12
     at: dict[int, dict[str, Any]] = {}
     for passes in (few, many):
-        ranks = network.run(
-            "freescale.bench.staged.arms:measure", replace(workload, passes=passes), [SERIAL], 4, 3
-        )
-        at[passes] = row(
+        ranks = network.run(measure, replace(workload, passes=passes), [SERIAL], 4, 3)
+        at[passes] = summarize(
             [rank[SERIAL] for rank in ranks], ranks[0][SERIAL]["losses"], workload.samples
         )
     wanted = COMPUTE * statistics.fmean(r["exposed_embedding_ms"]["median"] for r in at.values())
@@ -71,18 +72,18 @@ def calibrated(network: Network, workload: Workload) -> Workload:
     return chosen
 
 
-def measured(
+def measure_arms(
     network: Network,
     configuration: str,
     workload: Workload,
     arms: list[str],
     repetitions: int,
     **about: Any,
-) -> list[dict[str, Any]]:
-    ranks = network.run("freescale.bench.staged.arms:measure", workload, arms, repetitions, 2)
+) -> list[Row]:
+    ranks = network.run(measure, workload, arms, repetitions, 2)
     rows = []
     for arm in arms:
-        figures = row(
+        figures = summarize(
             [rank[arm] for rank in ranks], ranks[0][SERIAL]["losses"], workload.samples * len(ranks)
         )
         rows.append(
@@ -110,7 +111,7 @@ def measured(
     return rows
 
 
-def correctness() -> list[dict[str, Any]]:
+def check_correctness() -> list[Row]:
     """Four hosts over a bridge, more than there are cores: not timed."""
     rows = []
     with hosts(4) as network:
@@ -118,9 +119,7 @@ def correctness() -> list[dict[str, Any]]:
             ("4 hosts, 25 % collisions", CROWD),
             ("4 hosts, hot ids", replace(CROWD, collisions=None, popularity=1.05)),
         ):
-            ranks = network.run(
-                "freescale.bench.staged.arms:train", workload, [SERIAL, STAGED, STALE], 12
-            )
+            ranks = network.run(train, workload, [SERIAL, STAGED, STALE], 12)
             differ = {
                 arm: sum(
                     a != b
@@ -145,7 +144,7 @@ def correctness() -> list[dict[str, Any]]:
     return rows
 
 
-def memory(workload: Workload, repetitions: int) -> list[dict[str, Any]]:
+def measure_memory(workload: Workload, repetitions: int) -> list[Row]:
     """Peak memory of each schedule in processes of its own. A faster link keeps it short; compute
     is scaled down with it."""
     batch = workload.samples * workload.median_length * (8 + 4 * workload.width)  # ids and rows
@@ -156,9 +155,7 @@ def memory(workload: Workload, repetitions: int) -> list[dict[str, Any]]:
                 found.append(
                     [
                         rank[arm]["peak"]
-                        for rank in network.run(
-                            "freescale.bench.staged.arms:train", workload, [arm], workload.steps
-                        )
+                        for rank in network.run(train, workload, [arm], workload.steps)
                     ]
                 )
     rows = []
@@ -181,22 +178,14 @@ def memory(workload: Workload, repetitions: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help=("few repetitions and configurations; keeps no results"),
-    )
-    options = parser.parse_args()
-    repetitions = 4 if options.quick else options.repetitions
-    rates = (0, 5, 10, 100) if options.quick else RATES
-    rows: list[dict[str, Any]] = []
+def bench_staged(repetitions: int, quick: bool, to: Destination) -> None:
+    repetitions = 4 if quick else repetitions
+    arms = [arm for arm in ARMS if arm != TORCHREC or has_torchrec()]
+    hand = [DEDUPLICATED] if has_torchrec() else []
+    rates = (0, 5, 10, 100) if quick else RATES
+    rows: list[Row] = []
     with hosts(2) as network:
-        base = calibrated(network, BASE)
+        base = calibrate(network, BASE)
         for rate in rates:
             about = {
                 "sweep": "collisions",
@@ -205,56 +194,49 @@ def main() -> None:
                 "ids": "unique",
             }
             workload = replace(base, collisions=rate / 100)
-            rows += measured(network, f"{rate} % collisions", workload, ARMS, repetitions, **about)
-        for length in () if options.quick else LENGTHS:
+            rows += measure_arms(
+                network, f"{rate} % collisions", workload, arms, repetitions, **about
+            )
+        for length in () if quick else LENGTHS:
             about = {"sweep": "lengths", "collisions": 10, "length": length, "ids": "unique"}
-            rows += measured(
+            rows += measure_arms(
                 network,
                 f"length {length}",
                 replace(base, median_length=length),
-                ARMS,
+                arms,
                 repetitions,
                 **about,
             )
-        hot = calibrated(network, HOT)
+        hot = calibrate(network, HOT)
         about = {"sweep": "ids", "length": hot.median_length, "ids": "hot (Zipf 1.05)"}
-        rows += measured(network, "hot ids", hot, [*ARMS, DEDUPLICATED], repetitions, **about)
-    rows += correctness()
+        rows += measure_arms(network, "hot ids", hot, [*arms, *hand], repetitions, **about)
+    rows += check_correctness()
     for workload in (BULKY, BULKIER):
-        rows += memory(workload, 1 if options.quick else 3)
+        rows += measure_memory(workload, 1 if quick else 3)
     limits = {TENTH: 0.12, "5 % collisions": 0.07}
-    found = claims(
-        rows, limits if options.quick else limits | {f"length {length}": 0.12 for length in LENGTHS}
+    found = make_claims(
+        rows, limits if quick else limits | {f"length {length}": 0.12 for length in LENGTHS}
     )
-    if options.quick:
-        for entry in found:
-            print(
-                "holds" if entry["holds"] else "FAILS",
-                entry["claim"],
-                entry["measured"],
-                entry["unit"],
-            )
+    if quick:
+        show_claims(found)
         return
     write(
         "staged",
         "hosts",
-        (
-            "bash benchmarks/peer/setup.sh && .venv-peer/bin/python benchmarks/bench_priority.py "
-            f"--repetitions {repetitions}"
-        ),
+        f"freescale bench staged --repetitions {repetitions}",
         rows,
         found,
         ("torchrec", "fbgemm-gpu-cpu"),
+        to=to,
         workloads={
             "unique ids": asdict(base),
             "hot ids": asdict(hot),
             "4 hosts": asdict(CROWD),
             "memory": [asdict(BULKY), asdict(BULKIER)],
         },
-        method=f"2 hosts, one pinned core each, {RATE} each way (tbf); arms in turn in one process, {repetitions} turns of 2 "
-        "steps, the second counted; times are means over ranks, the step's that of the slower rank",
+        method=(
+            f"2 hosts, one pinned core each, {RATE} each way (tbf); arms in turn in one process, "
+            f"{repetitions} turns of 2 steps, the second counted; times are means over ranks, the "
+            "step's that of the slower rank"
+        ),
     )
-
-
-if __name__ == "__main__":
-    main()

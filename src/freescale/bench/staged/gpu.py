@@ -1,8 +1,6 @@
 """The staged schedule on GPU ranks that share one GPU through MPS: serial, staged and the stale
 control, in turns; serial over NCCL, the others over hostwire.
 
-    torchrun --nproc-per-node 4 benchmarks/bench_priority_gpu.py
-
 One row-wise sharded table of 4 million x 128 with Adagrad, ids unique per rank, about 10 % of a
 batch's requests are rows that the batch before reads; a 128-1280-128 layer in bf16 that the rows
 pass twelve times: compute 1.2 to 1.3 times as long as serial's communication, dense gradients about
@@ -11,10 +9,8 @@ pass twelve times: compute 1.2 to 1.3 times as long as serial's communication, d
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,9 +20,12 @@ from torch import Tensor, nn
 
 import freescale
 from freescale.batch import Jagged, SequenceBatch
-from freescale.bench.common.results import claim, gpu_name, settings, spread, write
+from freescale.bench.common.ranks import is_rank, join, start_ranks
+from freescale.bench.common.results import Destination, claim, write
+from freescale.bench.common.spread import spread
 from freescale.bench.staged.stale import no_collisions
 from freescale.ledger.ledger import Ledger
+from freescale.ledger.machine import gpu_name, settings
 from freescale.ledger.summary import merge_step
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.process_group import ProcessGroupTransport
@@ -44,6 +43,8 @@ SHAPES = {
     "cpu": {"rows": 20_000, "width": 16, "tokens": 600, "samples": 12, "hidden": 32, "passes": 2},
 }
 COLLISIONS = 0.1
+LIMIT = 600.0  # seconds of a whole run
+SECONDS = 120.0  # that a collective may take
 EMBEDDING = ("ids", "rows", "gradients")
 
 
@@ -62,7 +63,7 @@ class Model(nn.Module):
         return {"click": x.float().square().mean(1).sum() / 100}
 
 
-def batches(shape: dict[str, int], rank: int, world: int) -> Iterator[SequenceBatch]:
+def make_batches(shape: dict[str, int], rank: int, world: int) -> Iterator[SequenceBatch]:
     """Unique ids per rank, disjoint between ranks; a share of them were the neighbour rank's in the
     batch before."""
     tokens, again = shape["tokens"], round(COLLISIONS * shape["tokens"])
@@ -113,7 +114,7 @@ class Arm:
             precision="bf16" if device.type == "cuda" else "fp32",
             **options,
         )
-        self._steps = self.pipeline.run(batches(shape, rank, world))
+        self._steps = self.pipeline.run(make_batches(shape, rank, world))
         self.results: list[Any] = []
 
     def steps(self, count: int) -> None:
@@ -123,7 +124,7 @@ class Arm:
             torch.cuda.synchronize()
 
 
-def peak(name: str, shape: dict[str, int], transport: ProcessGroupTransport) -> int:
+def measure_peak(name: str, shape: dict[str, int], transport: ProcessGroupTransport) -> int:
     """Bytes on the GPU that an arm alone needs at most: tables, model, steps."""
     if transport.device.type != "cuda":
         return 0
@@ -143,7 +144,7 @@ def measure(
     transport: ProcessGroupTransport, device: torch.device, turns: int, each: int
 ) -> dict[str, Any] | None:
     shape = SHAPES[device.type]
-    peaks = {name: peak(name, shape, transport) for name in ("serial", "staged")}
+    peaks = {name: measure_peak(name, shape, transport) for name in ("serial", "staged")}
     gc.collect()
     arms = {name: Arm(name, shape, transport) for name in ("serial", "staged", "stale")}
     begin = time.perf_counter()
@@ -177,9 +178,8 @@ def measure(
     return found if transport.rank == 0 else None
 
 
-def report(
-    found: dict[str, Any], world: int, testbed: str, command: str, commit: str | None
-) -> None:
+def report(found: dict[str, Any], world: int, turns: int, to: Destination | None) -> None:
+    """`to`: none, and nothing is written."""
     rows = []
     for name, arm in found.items():
         steps = arm["steps"]
@@ -260,44 +260,31 @@ def report(
             at_least=False,
         )
     )
-    copied = {"commit": commit} if commit else {}
+    if to is None:
+        print("times on a CPU say nothing about a GPU; nothing is written")
+        return
     write(
         f"staged-{world}ranks",
-        testbed,
-        command,
+        gpu_name(),
+        f"freescale bench staged --device cuda --nproc {world} --turns {turns}",
         rows,
         claims,
+        to=to,
         collisions=COLLISIONS,
         settings=settings(),
-        **copied,
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--each", type=int, default=6, help="steps of a turn")
-    parser.add_argument(
-        "--commit", help=("of the tree that is measured, where it was copied without its history")
-    )
-    options = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    # NCCL takes several ranks on one GPU if each names a host of its own
-    os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    transport = freescale.connect(torch.device("cuda:0" if cuda else "cpu"), transport="collective")
-    assert isinstance(transport, ProcessGroupTransport)
-    found = measure(transport, transport.device, options.turns, options.each)
+def bench_on_gpu(ranks: int, turns: int, each: int, trial: bool, to: Destination) -> int:
+    """Starts the ranks, or is one of them. Returns the exit status."""
+    device = "cpu" if trial else "cuda"
+    if not is_rank():
+        arguments = ["--device", "cuda", "--turns", str(turns), "--each", str(each)]
+        arguments += [*to.as_arguments(), *(["--trial"] if trial else [])]
+        return start_ranks("staged", arguments, ranks, device, LIMIT, threads=2)
+    transport = join(device, SECONDS)
+    found = measure(transport, transport.device, turns, each)
     if found is not None:
-        command = (
-            f"torchrun --nproc-per-node {transport.world} benchmarks/bench_priority_gpu.py "
-            f"--turns {options.turns}"
-        )
-        report(found, transport.world, gpu_name() if cuda else "cpu-trial", command, options.commit)
+        report(found, transport.world, turns, None if trial else to)
     transport.close()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

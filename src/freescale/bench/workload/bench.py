@@ -1,8 +1,6 @@
 """What the workload itself does to a step, before any machine does: sparsity, straggler % and
 collision % over its shape.
 
-    .venv/bin/python benchmarks/bench_workload.py          # half a minute on one core
-
 Lengths are the generator's: log-normal, median 3,000, sigma 1, cut at the longest allowed. Every
 sweep changes one of three: longest 21,000, 128 samples a rank, 64 ranks. Sparsity is counted on the
 lengths drawn (1 - tokens / (samples * longest) of a rank's batch, mean over ranks). Straggler % is
@@ -22,7 +20,8 @@ import numpy as np
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.registry import PARTITIONERS
 from freescale.balance.problem import Problem, assign
-from freescale.bench.common.results import claim, spread, write
+from freescale.bench.common.results import Destination, Row, claim, write
+from freescale.bench.common.spread import spread
 from freescale.data.draws import Source, length_distribution
 from freescale.simulate.workload import Generated
 
@@ -57,7 +56,7 @@ DRAWN = {
 }
 
 
-def shape(sweep: str, value: int) -> list[dict[str, Any]]:
+def measure_shape(sweep: str, value: int) -> list[dict[str, Any]]:
     """Sparsity and predicted straggler % of one configuration, by partitioner."""
     at = USUAL | {sweep: value}
     source = Generated(
@@ -71,7 +70,10 @@ def shape(sweep: str, value: int) -> list[dict[str, Any]]:
         for arm in ARMS:
             given = assign(problem, PARTITIONERS[arm])
             found[arm].append(
-                (100 * sparsity(lengths, given.rank_of, at["ranks"]), given.straggler_percent)
+                (
+                    100 * measure_sparsity(lengths, given.rank_of, at["ranks"]),
+                    given.straggler_percent,
+                )
             )
     return [
         {"figure": "shape", "sweep": sweep, **at, "arm": arm}
@@ -83,7 +85,7 @@ def shape(sweep: str, value: int) -> list[dict[str, Any]]:
     ]
 
 
-def sparsity(lengths: np.ndarray, rank_of: np.ndarray, ranks: int) -> float:
+def measure_sparsity(lengths: np.ndarray, rank_of: np.ndarray, ranks: int) -> float:
     """Of each rank's batch, mean over ranks."""
     tokens, samples = np.bincount(rank_of, lengths, ranks), np.bincount(rank_of, minlength=ranks)
     longest = np.zeros(ranks)
@@ -98,7 +100,7 @@ def expected_percent(source: Generated, rank_of: np.ndarray, ranks: int) -> floa
     return 100 * float(demand.late.asked.sum() / demand.whole.asked.sum())
 
 
-def expected(sweep: str, value: float) -> dict[str, Any]:
+def expect_collisions(sweep: str, value: float) -> dict[str, Any]:
     at = CATALOGUE | {sweep: value}
     cap, ranks, batch = int(at["cap"]), int(at["ranks"]), USUAL["batch"]
     source = Generated(
@@ -121,7 +123,7 @@ def expected(sweep: str, value: float) -> dict[str, Any]:
     }
 
 
-def drawn(ranks: int) -> list[dict[str, Any]]:
+def draw_collisions(ranks: int) -> list[dict[str, Any]]:
     """The same small configuration twice: ids drawn and compared, and expected."""
     at = DRAWN | {"ranks": ranks}
     samples, cap, median = int(at["batch"]) * ranks, int(at["cap"]), at["median"]
@@ -148,7 +150,7 @@ def drawn(ranks: int) -> list[dict[str, Any]]:
     ]
 
 
-def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def make_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     longest = [
         r for r in rows if r["figure"] == "shape" and r["sweep"] == "cap" and r["cap"] == 21_000
     ]
@@ -183,25 +185,21 @@ def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
+def bench_workload(to: Destination) -> None:
     begin = time.perf_counter()
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for sweep, values in SWEEPS.items():
         for value in values:
-            rows += shape(sweep, value)
+            rows += measure_shape(sweep, value)
         print(f"shape over {sweep}: {time.perf_counter() - begin:.0f} s", flush=True)
     for sweep, values in CATALOGUES.items():
-        rows += [expected(sweep, value) for value in values]
+        rows += [expect_collisions(sweep, value) for value in values]
         print(f"collisions over {sweep}: {time.perf_counter() - begin:.0f} s", flush=True)
     for ranks in (2, 4, 8, 16, 32):
-        rows += drawn(ranks)
-    command = ".venv/bin/python benchmarks/bench_workload.py"
+        rows += draw_collisions(ranks)
     about = (
         "straggler_percent (by the cost model) and collision_percent of the arm `expected`; the "
         "rest is counted on what was drawn"
     )
-    write("workload", "cpu", command, rows, claims_of(rows), predicted=about)
-
-
-if __name__ == "__main__":
-    main()
+    claims = make_claims(rows)
+    write("workload", "cpu", "freescale bench workload", rows, claims, to=to, predicted=about)

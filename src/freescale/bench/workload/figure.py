@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from freescale.bench.common.drawing import BLUE, GREY, ORANGE, RED, TEAL, Axes, Line, panels
+from freescale.bench.common.drawing import BLUE, GREY, ORANGE, RED, TEAL, Axes, Line, draw_panels
 
 Results = Mapping[str, Mapping[str, Any]]
 NOTE = (
@@ -15,7 +15,7 @@ NOTE = (
 )
 
 
-def short(value: float) -> str:
+def shorten(value: float) -> str:
     """21,000 as 21k, a million as 1M; 1,024 as it is."""
     for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= unit and value % (unit / 10) == 0:
@@ -23,15 +23,15 @@ def short(value: float) -> str:
     return f"{value:g}"
 
 
-def shape(used: Results) -> str:
+def draw_shape(used: Results) -> str:
     rows = [row for row in used["workload-cpu"]["rows"] if row["figure"] == "shape"]
     below = {"cap": "longest history", "batch": "samples of a rank", "ranks": "ranks"}
-    return panels(
-        [_shape_over(rows, sweep, words) for sweep, words in below.items()], used, note=NOTE
+    return draw_panels(
+        [_make_shape_axes(rows, sweep, words) for sweep, words in below.items()], used, note=NOTE
     )
 
 
-def _shape_over(rows: Sequence[Mapping], sweep: str, below: str) -> Axes:
+def _make_shape_axes(rows: Sequence[Mapping], sweep: str, below: str) -> Axes:
     mine = [row for row in rows if row["sweep"] == sweep]
 
     def line(name: str, figure: str, arm: str, ink: str, predicted: bool) -> Line:
@@ -51,11 +51,11 @@ def _shape_over(rows: Sequence[Mapping], sweep: str, below: str) -> Axes:
         line("straggler, fixed (the paper's zig-zag)", "straggler_percent", "fixed", ORANGE, True),
         line("straggler, greedy", "straggler_percent", "greedy", BLUE, True),
     ]
-    ticks = [(value, short(value)) for value in sorted({row[sweep] for row in mine})]
+    ticks = [(value, shorten(value)) for value in sorted({row[sweep] for row in mine})]
     return Axes("sparsity and straggler, %", below, ticks, lines)
 
 
-def collisions(used: Results) -> str:
+def draw_collisions(used: Results) -> str:
     rows = [row for row in used["workload-cpu"]["rows"] if row["figure"] == "collisions"]
     below = {
         "ranks": "ranks",
@@ -76,7 +76,7 @@ def collisions(used: Results) -> str:
             Axes(
                 f"collision %, over the {words}",
                 words,
-                [(row[sweep], short(row[sweep])) for row in mine],
+                [(row[sweep], shorten(row[sweep])) for row in mine],
                 [line],
             )
         )
@@ -97,4 +97,4 @@ def collisions(used: Results) -> str:
     axes.append(
         Axes("collision %, small enough to draw ids", "ranks of 8 samples, 1M items", ticks, lines)
     )
-    return panels(axes, used, note=NOTE)
+    return draw_panels(axes, used, note=NOTE)

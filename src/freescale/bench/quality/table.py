@@ -1,0 +1,14 @@
+"""Quality of a default run, as a table."""
+
+from __future__ import annotations
+
+from freescale.bench.common.markdown import Results, format_table, single
+
+
+def format_quality(used: Results, folder: str) -> str:
+    result = single(used)
+    names = [name for name in result["rows"][0] if name != "arm"]
+    rows = [(row["arm"], *(f"{row[name]:.3f}" for name in names)) for row in result["rows"]]
+    training = f"{result['training']['settings']}, {result['training']['steps']} steps"
+    conditions = f"{result['dataset']['name']}, {training}."
+    return format_table(used, folder, ("", *names), rows, conditions=conditions)

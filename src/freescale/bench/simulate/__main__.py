@@ -1,0 +1,28 @@
+"""The simulator: against measured runs (`validate`), at the paper's setting to 4,096 GPUs (`paper`,
+minutes), and its own time and memory (`speed`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from freescale.bench.common.options import make_parser, read_destination, run_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser("simulate", __doc__)
+    parser.add_argument("part", choices=("validate", "paper", "speed"))
+    parser.add_argument("--most", type=int, default=4096, help="GPUs of `paper`")
+    options = parser.parse_args(arguments)
+    to = read_destination(options)
+    from freescale.bench.simulate.bench import bench_paper, bench_speed
+    from freescale.bench.simulate.validation import validate
+
+    if options.part == "paper":
+        bench_paper(options.most, to)
+    else:
+        {"validate": validate, "speed": bench_speed}[options.part](to)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,39 @@
+"""The command `bench`: one subcommand for each benchmark, which reads its own options and is
+imported when it is run."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+from freescale.bench import BENCHMARKS
+from freescale.cli.errors import guarded
+
+_OTHERS = {
+    "all": "Every benchmark that can run on this machine, one after another; --list shows them.",
+    "figures": "Figures and tables of the documents, from the results; needs the repository.",
+}
+
+
+@click.group()
+def bench() -> None:
+    """Measure what this machine does."""
+
+
+def _add(name: str, text: str, module: str) -> None:
+    # The words after the name, --help among them, are the benchmark's to read.
+    @bench.command(
+        name,
+        help=text,
+        context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    )
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def run(arguments: tuple[str, ...]) -> None:
+        guarded(lambda: int(import_module(module).main(arguments)))
+
+
+for _name, _text in _OTHERS.items():
+    _add(_name, _text, f"freescale.bench.{_name}")
+for _name, _text in BENCHMARKS.items():
+    _add(_name, _text, f"freescale.bench.{_name}.__main__")
