@@ -25,9 +25,9 @@ from freescale.bench.common.workload import (
     ROW_OPTIMIZERS,
     Dense,
     Workload,
-    batches,
-    dense_optimizer,
     fill_table,
+    make_batches,
+    make_dense_optimizer,
 )
 
 WORLD = 2
@@ -56,9 +56,9 @@ def oracle(workload: Workload, world: int) -> tuple[list[float], Tensor, Dense]:
     fill_table(workload, table, 0)
     accumulator = torch.zeros(workload.rows, workload.width)
     dense = Dense(workload)
-    optimizer = dense_optimizer(workload, dense.parameters())
+    optimizer = make_dense_optimizer(workload, dense.parameters())
     losses = []
-    for parts in zip(*(batches(workload, rank, world) for rank in range(world)), strict=True):
+    for parts in zip(*(make_batches(workload, rank, world) for rank in range(world)), strict=True):
         ids, lengths, labels = (torch.cat(columns) for columns in zip(*parts, strict=True))
         rows = table[ids].requires_grad_()
         optimizer.zero_grad()

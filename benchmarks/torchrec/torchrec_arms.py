@@ -41,8 +41,14 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist  # noqa: E402
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan  # noqa: E402
 from torchrec.streamable import Pipelineable  # noqa: E402
-  # noqa: E402
-from freescale.bench.common.workload import Dense, Workload, batches, dense_optimizer, fill_table  # noqa: E402
+
+from freescale.bench.common.workload import (  # noqa: E402
+    Dense,
+    Workload,
+    fill_table,
+    make_batches,
+    make_dense_optimizer,
+)
 
 
 def _semi_sync(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Any:
@@ -126,7 +132,7 @@ def _feed(
     """The workload's batches over and over: a pipeline that fetches ahead never sees an end."""
     none = torch.empty(0, dtype=torch.int64)
     made = []
-    for ids, lengths, labels in batches(workload, rank, world):
+    for ids, lengths, labels in make_batches(workload, rank, world):
         if deduplicate:
             values, places = torch.unique(ids, return_inverse=True)
             per_sample = torch.tensor([values.numel()])
@@ -186,7 +192,7 @@ class Arm:
         self._feed = _feed(workload, rank, world, deduplicate, device.type == "cuda")
         self.device = device
         self._pipeline = PIPELINES[pipeline](
-            self._sharded, dense_optimizer(workload, self.dense.parameters()), device
+            self._sharded, make_dense_optimizer(workload, self.dense.parameters()), device
         )
 
     def progress(self) -> Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from freescale.bench.common.hosts import Network, hosts
+from freescale.bench.common.hosts import Network, open_hosts
 from freescale.data.synthetic import generate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def two_hosts() -> Iterator[Network]:
     failure."""
     with ExitStack() as stack:
         try:
-            made = stack.enter_context(hosts(2, rate="1gbit"))
+            made = stack.enter_context(open_hosts(2, rate="1gbit"))
         except SystemExit as reason:
             pytest.skip(f"no network namespaces here: {reason}")
         yield made

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from freescale.bench.common.workload import Dense, Workload, batches
+from freescale.bench.common.workload import Dense, Workload, make_batches
 
 SKEWED = Workload(
     rows=60_000,
@@ -27,7 +27,7 @@ SKEWED = Workload(
 @pytest.mark.parametrize("sigma", [0.0, 1.0])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_consecutive_batches_share_what_was_asked(sigma, world):
-    ranks = [batches(replace(SKEWED, sigma=sigma), rank, world) for rank in range(world)]
+    ranks = [make_batches(replace(SKEWED, sigma=sigma), rank, world) for rank in range(world)]
     whole = [
         np.concatenate([rank[step][0].numpy() for rank in ranks]) for step in range(SKEWED.steps)
     ]
@@ -60,12 +60,12 @@ def test_histories_of_a_file(tmp_path):
         maximum_length=2,
     )
     numbers = {item: place for place, item in enumerate(sorted(set(items)))}
-    found = [ids.tolist() for ids, _, _ in batches(workload, 0, 1)]
+    found = [ids.tolist() for ids, _, _ in make_batches(workload, 0, 1)]
     assert sorted(found) == sorted(
         [[numbers[12]], [numbers[11], numbers[13]], [numbers[51], numbers[50]]]
     )
     with pytest.raises(ValueError, match="has 3 users"):
-        batches(replace(workload, steps=2, samples=2), 0, 1)
+        make_batches(replace(workload, steps=2, samples=2), 0, 1)
 
 
 def test_a_sample_does_not_depend_on_the_others():

@@ -16,7 +16,7 @@ import numpy as np
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.registry import PARTITIONERS, find_partitioner
 from freescale.balance.problem import Assignment, Partitioner, Problem, assign
-from freescale.bench.common.results import Destination, claim, write
+from freescale.bench.common.results import Claim, Destination, Row, claim, write
 from freescale.bench.common.spread import spread
 from freescale.ledger.machine import gpu_name
 
@@ -47,7 +47,7 @@ def measure_planning(
 
 def measure_configuration(
     median: int, cap: int, batch: int, ranks: int, seeds: int, repetitions: int
-) -> list[dict]:
+) -> list[Row]:
     rows = []
     problems = [make_problem(median, cap, batch, ranks, seed) for seed in range(seeds)]
     alone = [float(p.costs.max()) >= float(p.costs.mean()) * batch for p in problems]
@@ -81,12 +81,12 @@ def measure_configuration(
     return rows
 
 
-def make_claims(rows: list[dict]) -> list[dict]:
-    def pick(arm: str, **wanted: object) -> list[dict]:
+def make_claims(rows: list[Row]) -> list[Claim]:
+    def pick(arm: str, **wanted: object) -> list[Row]:
         return [r for r in rows if r["arm"] == arm and all(r[k] == v for k, v in wanted.items())]
 
-    def worst(picked: list[dict], key: str) -> float:
-        return max(r[key] for r in picked)
+    def worst(picked: list[Row], key: str) -> float:
+        return float(max(r[key] for r in picked))
 
     free = {"one_sample_is_the_bound": False}
     large = [r for r in pick("greedy", **free) if r["batch"] >= 32]

@@ -21,7 +21,7 @@ from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.registry import PARTITIONERS
 from freescale.batch import Jagged, SequenceBatch
-from freescale.bench.common.pinned import pinned_ranks
+from freescale.bench.common.pinned import run_pinned_ranks
 from freescale.bench.common.ranks import is_rank, join, start_ranks
 from freescale.bench.common.results import Destination, claim, write
 from freescale.bench.common.spread import spread
@@ -92,13 +92,14 @@ class Arm:
     ) -> None:
         torch.manual_seed(0)
         self.transport = ProcessGroupTransport(device, Ledger(device))
-        plain = {"dropout": 0.0, "position_bias": False, "time_bias": False}
         encoder = HSTU(
             width=shape["width"],
             layers=shape["layers"],
             heads=shape["heads"],
             max_length=shape["cap"],
-            **plain,
+            dropout=0.0,
+            position_bias=False,
+            time_bias=False,
         )
         model = Retrieval(encoder, num_items=shape["items"], table_device="meta")
         parallel = freescale.parallelize(
@@ -138,7 +139,7 @@ class Arm:
         self.errors: list[float] = []
 
     def step(self, device: torch.device) -> None:
-        before = _allocated(device)
+        before = _read_allocated(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         self.totals.append(next(self.steps).total)
@@ -148,7 +149,7 @@ class Arm:
             self.errors += self.balancer.errors.tolist()
 
 
-def _allocated(device: torch.device) -> int:
+def _read_allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
@@ -159,10 +160,10 @@ def measure(
     data = make_batches(shape, rank, steps)
     built: dict[str, Arm] = {}
     for name in arms:
-        before = _allocated(device)
+        before = _read_allocated(device)
         built[name] = Arm(name, shape, device, data)
         built[name].step(device)
-        built[name].kept = _allocated(device) - before
+        built[name].kept = _read_allocated(device) - before
         built[name].needed = 0
     begin = time.perf_counter()
     for first in range(1, steps, EACH):
@@ -182,6 +183,7 @@ def measure(
     figures: dict[str, Any] = {}
     for name, arm in built.items():
         transport = arm.transport
+        assert isinstance(transport.ledger, Ledger)
         collector = Collector(transport.ledger, rank, world, transport.gather_bytes, None)
         result = collector.close(device)
         peaks = [int(part) for part in transport.gather_bytes(str(arm.kept + arm.needed).encode())]
@@ -265,9 +267,9 @@ def report(
 
 def bench_on_cpu(steps: int, to: Destination) -> None:
     """2 ranks, each pinned to a core."""
-    figures = pinned_ranks(2, measure_on_cpu, steps)[0]
+    figures = run_pinned_ranks(2, measure_on_cpu, steps)[0]
     for name in ARMS:
-        alone = pinned_ranks(2, measure_on_cpu, 12, (name,))[0]
+        alone = run_pinned_ranks(2, measure_on_cpu, 12, (name,))[0]
         figures[name]["peak_memory_bytes_per_rank"] = alone[name]["peak_memory_bytes_per_rank"]
     report(figures, 2, "cpu", steps, f"freescale bench balance measured --steps {steps}", to)
 

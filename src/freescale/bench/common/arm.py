@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 import freescale
 from freescale.batch import Jagged, SequenceBatch
-from freescale.bench.common.workload import Dense, Workload, batches, dense_optimizer, table_rows
+from freescale.bench.common.workload import (
+    Dense,
+    Workload,
+    make_batches,
+    make_dense_optimizer,
+    make_table_rows,
+)
 from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
 from freescale.ledger.ledger import Arrival, Ledger
 from freescale.pipeline.staged import Staged
@@ -23,7 +29,7 @@ from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.process_group import ProcessGroupTransport
 
 
-def row_optimizer(workload: Workload) -> SGD | Adagrad | RowWiseAdagrad:
+def make_row_optimizer(workload: Workload) -> SGD | Adagrad | RowWiseAdagrad:
     lr, eps = workload.row_learning_rate, workload.row_epsilon
     if workload.row_optimizer == "sgd":
         return SGD(lr=lr)
@@ -50,7 +56,7 @@ def feed(
 ) -> Iterator[SequenceBatch]:
     ones = torch.ones(workload.samples)
     random = torch.Generator().manual_seed(rank)
-    for ids, lengths, labels in itertools.cycle(batches(workload, rank, world)):
+    for ids, lengths, labels in itertools.cycle(make_batches(workload, rank, world)):
         batch = SequenceBatch(
             sequences={"history": Jagged(ids, lengths)},
             dense={"labels": labels},
@@ -99,16 +105,16 @@ class Arm:
         self.parallel = freescale.parallelize(
             model,
             {"item": ["history"]},
-            row_optimizer(workload),
+            make_row_optimizer(workload),
             transport=self.transport,
             placement="sharded",
         )
         tables = self.parallel.tables
         tables.place()
         for ids, part in tables.group("item").rows.chunks("item"):
-            part.copy_(table_rows(workload, ids.cpu()))
+            part.copy_(make_table_rows(workload, ids.cpu()))
         self.dense: Dense = model.dense
-        optimizer = dense_optimizer(workload, self.parallel.dense_parameters())
+        optimizer = make_dense_optimizer(workload, self.parallel.dense_parameters())
         self.pipeline = freescale.Pipeline(self.parallel, optimizer, schedule=schedule, **options)
         self._steps = self.pipeline.run(feed(workload, rank, world, permuted))
 

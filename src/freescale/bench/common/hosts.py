@@ -1,7 +1,7 @@
 """Hosts with a slow network on one Linux machine (testbed A): network namespaces, joined by links
 that a token bucket slows down.
 
-    with hosts(2) as network:
+    with open_hosts(2) as network:
         results = network.run(measure, workload, 20)  # measure(rank, world, workload, 20) on each
 
 Two hosts share one link, more hang on a bridge in a namespace of its own. Every host is a process
@@ -153,7 +153,7 @@ class Network:
 
 
 @contextmanager
-def hosts(count: int, rate: str = RATE) -> Iterator[Network]:
+def open_hosts(count: int, rate: str = RATE) -> Iterator[Network]:
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise SystemExit("hosts of their own need root and iproute2 (ip, tc)")
     network = Network(count, rate)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 
-def pinned_ranks(
+def run_pinned_ranks(
     world: int, function: Callable[..., Any], *args: Any, timeout: float = 3600
 ) -> list[Any]:
     """`function(rank, world, *args)` on each rank; what each returned, in rank order."""
@@ -23,7 +23,7 @@ def pinned_ranks(
     context = multiprocessing.get_context("spawn")
     queue, port = context.Queue(), free_port()
     processes = [
-        context.Process(target=_rank, args=(r, world, port, function, args, queue))
+        context.Process(target=_run_rank, args=(r, world, port, function, args, queue))
         for r in range(world)
     ]
     for process in processes:
@@ -43,8 +43,13 @@ def pinned_ranks(
     return [results[rank] for rank in range(world)]
 
 
-def _rank(
-    rank: int, world: int, port: int, function: Callable[..., Any], args: tuple, queue: Any
+def _run_rank(
+    rank: int,
+    world: int,
+    port: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    queue: Any,
 ) -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})

@@ -12,7 +12,10 @@ LEAST_WIDTH = 110  # of a table that goes to no terminal
 
 def format_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """A measured row as text, column by column; empty where nothing was measured."""
-    show = lambda name, text: text(row[name]) if name in row else ""  # noqa: E731
+
+    def show(name: str, text: Callable[[Any], str]) -> str:
+        return text(row[name]) if name in row else ""
+
     return (
         row["case"],
         show("ms", lambda ms: f"{ms['median']:.4f}"),

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -96,7 +97,7 @@ def _stream(workload: Workload, *key: int) -> np.random.Generator:
     return np.random.default_rng((workload.seed, *key))
 
 
-def batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def make_batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """This rank's batches: (ids int64 [tokens], lengths int64 [samples], labels float32 [samples])
     for each step."""
     if not 0 <= rank < world:
@@ -203,10 +204,11 @@ def _colliding(workload: Workload, step: int, rank: int, world: int) -> np.ndarr
     whole = order[(shifts[:step].sum() + np.arange(arcs[step])) % circle]
     _stream(workload, _BATCH, step).shuffle(whole)
     begin = tokens[step, :rank].sum()
-    return whole[begin : begin + tokens[step, rank]].astype(np.int64)
+    mine: npt.NDArray[np.int64] = whole[begin : begin + tokens[step, rank]].astype(np.int64)
+    return mine
 
 
-def table_rows(workload: Workload, rows: Tensor) -> Tensor:
+def make_table_rows(workload: Workload, rows: Tensor) -> Tensor:
     """First values of the given rows, [n] int64 -> [n, width] float32 in [-0.1, 0.1): a function of
     row and column."""
     columns = torch.arange(workload.width)
@@ -225,7 +227,7 @@ def fill_table(workload: Workload, shard: Tensor, first_row: int) -> None:
         for start in range(0, shard.shape[0], 1 << 15):
             piece = shard[start : start + (1 << 15)]
             piece.copy_(
-                table_rows(
+                make_table_rows(
                     workload, torch.arange(first_row + start, first_row + start + piece.shape[0])
                 )
             )
@@ -246,9 +248,15 @@ class Dense(nn.Module):
         if workload.layers:
             from freescale.models.hstu import HSTU
 
-            shape = {"width": workload.inner, "layers": workload.layers, "heads": workload.heads}
-            plain = {"dropout": 0.0, "position_bias": False, "time_bias": False}
-            self.encoder = HSTU(**shape, **plain, max_length=workload.maximum_length)
+            self.encoder = HSTU(
+                width=workload.inner,
+                layers=workload.layers,
+                heads=workload.heads,
+                max_length=workload.maximum_length,
+                dropout=0.0,
+                position_bias=False,
+                time_bias=False,
+            )
             self.layers: nn.Module = nn.Linear(workload.width, workload.inner)
         else:
             self.layers = _mlp((workload.width, *workload.hidden, workload.width))
@@ -274,8 +282,9 @@ class Dense(nn.Module):
         for _ in range(self.passes - 1 if self.encoder is None else 0):
             rows = rows + self.layers(rows) / self.passes
         tokens = self.layers(rows)  # [tokens, width]
-        for _ in range(self.passes if self.encoder is not None else 0):
-            tokens = self.encoder(tokens, lengths)
+        if self.encoder is not None:
+            for _ in range(self.passes):
+                tokens = self.encoder(tokens, lengths)
         # On CPU index_add takes a third of the time of segment_reduce, forward and backward
         # together.
         numbers = torch.arange(lengths.shape[0], device=lengths.device)
@@ -294,7 +303,7 @@ def _mlp(sizes: tuple[int, ...]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def dense_optimizer(
+def make_dense_optimizer(
     workload: Workload, parameters: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=workload.dense_learning_rate)

@@ -34,7 +34,7 @@ from freescale.bench.compress.quality_ranks import (
 )
 
 SEEDS = range(5)
-GENERATED = {"users": 6000, "items": 3000, "median": 40.0, "cap": 200, "seed": 0}
+GENERATED: dict[str, Any] = {"users": 6000, "items": 3000, "median": 40.0, "cap": 200, "seed": 0}
 STUDENT = 2.776  # 97.5 % of Student's t with 4 degrees of freedom
 
 
@@ -164,7 +164,7 @@ def find_interval(differences: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def make_claims(rows: Sequence[Mapping], names: Sequence[str]) -> list[dict[str, Any]]:
+def make_claims(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
     at = {(row["dataset"], row["arm"], row["seed"]): row for row in rows}
     found = []
     for name in names:

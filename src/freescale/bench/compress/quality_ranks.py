@@ -40,8 +40,8 @@ from freescale.transport.local import LocalTransport
 EXACT, GRADIENTS, ACTIVATIONS = "exact", "gradients, eta 0.99", "activations, 0.95"
 ARMS = (EXACT, GRADIENTS, ACTIVATIONS)
 WIDE, KEEP = 200, 10  # entries of an activation, and how many of them are kept
-SIZES = {"max_length": 20, "negatives": 32}
-SHAPE = {"width": 32, "layers": 1, "heads": 2}
+SIZES: dict[str, Any] = {"max_length": 20, "negatives": 32}
+SHAPE: dict[str, Any] = {"width": 32, "layers": 1, "heads": 2}
 TRAINING: dict[str, dict[str, Any]] = {  # by data set; `lr` is that of the dense parameters
     "online_retail_ii": {
         "epochs": 8,
@@ -68,7 +68,8 @@ class Cut(Retrieval):
 
     def _encoded(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
         events = super()._encoded(batch, memory)  # [tokens, width]
-        return events + self.upper(self.exchange(torch.relu(self.lower(events))))
+        upper: Tensor = self.upper(self.exchange(torch.relu(self.lower(events))))
+        return events + upper
 
 
 class Best:
@@ -83,7 +84,7 @@ class Best:
         self._kept: list[Tensor] = []
         self.epoch, self.hit_rates = 0, list[float]()
 
-    def seen(self, hit_rate: float) -> None:
+    def note(self, hit_rate: float) -> None:
         """After an epoch."""
         if hit_rate > max(self.hit_rates, default=-1.0):
             self.epoch, self._kept = (
@@ -140,12 +141,12 @@ def train(
     )
     parallel.tables.place(source.batch(0))
     best = Best(parallel)
-    records: list[dict] = []
+    records: list[dict[str, Any]] = []
     with closing(prefetched(source)) as batches:
         for result in pipeline.run(batches):
             records += pipeline.ledger.drain()
             if result.step % source.batches_per_epoch == 0:
-                best.seen(evaluate(config, parallel, data, "validation")["model"]["hr@10"])
+                best.note(evaluate(config, parallel, data, "validation")["model"]["hr@10"])
     records += pipeline.ledger.drain()
     found: dict[str, Any] = {}
     if tested:
@@ -161,11 +162,11 @@ def train(
         "last_loss": result.loss,
         "dense_parameters": sum(p.numel() for p in parallel.dense_parameters()),
         "seconds": round(time.perf_counter() - begin, 1),
-        **traffic(records),
+        **count_traffic(records),
     }
 
 
-def traffic(records: list[dict]) -> dict[str, float]:
+def count_traffic(records: list[dict[str, Any]]) -> dict[str, float]:
     """What this rank sent of its dense gradients, over all steps."""
     sent = sum(merge_step([record])["bytes"]["dense"] for record in records)
     counted = {

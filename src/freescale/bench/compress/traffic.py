@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from freescale.bench.common.hosts import RATE, hosts
+from freescale.bench.common.hosts import RATE, open_hosts
 from freescale.bench.common.results import Destination, claim, write
 from freescale.bench.common.spread import spread
 from freescale.bench.common.workload import Workload
@@ -18,6 +18,7 @@ from freescale.bench.compress.arms import (
     THRESHOLDED,
     WHOLE,
     exchange_activations,
+    measure,
 )
 from freescale.ledger.summary import merge_step
 
@@ -38,7 +39,7 @@ EXCHANGE = "exchange of activations"
 ACTIVATION_ROWS, ACTIVATION_WIDTH, ACTIVATION_KEEP = 4096, 200, 10
 
 
-def summarize(measured: Sequence[Mapping], arm: str) -> dict[str, Any]:
+def summarize(measured: Sequence[Mapping[str, Any]], arm: str) -> dict[str, Any]:
     """Of one arm, from what every rank measured: times of the slower rank, traffic of both."""
     steps = list(zip(*(rank[arm]["records"] for rank in measured), strict=True))  # [steps][ranks]
     figures = [merge_step(records) for records in steps]
@@ -75,7 +76,7 @@ def summarize(measured: Sequence[Mapping], arm: str) -> dict[str, Any]:
     }
 
 
-def summarize_exchange(measured: Sequence[Mapping], arm: str) -> dict[str, Any]:
+def summarize_exchange(measured: Sequence[Mapping[str, Any]], arm: str) -> dict[str, Any]:
     entries = [e for rank in measured for e in rank[arm]]
     slower = [
         max(pair) for pair in zip(*([e["ms"] for e in rank[arm]] for rank in measured), strict=True)
@@ -92,11 +93,9 @@ def summarize_exchange(measured: Sequence[Mapping], arm: str) -> dict[str, Any]:
 
 def bench_traffic(repetitions: int, to: Destination) -> None:
     rows = []
-    with hosts(2) as network:
+    with open_hosts(2) as network:
         for name, workload in WORKLOADS.items():
-            ranks = network.run(
-                "freescale.bench.compress.arms:measure", workload, ETA, repetitions, 2
-            )
+            ranks = network.run(measure, workload, ETA, repetitions, 2)
             for arm in (DENSE, THRESHOLDED):
                 rows.append({"configuration": name, "arm": arm, **summarize(ranks, arm)})
                 print(json.dumps(rows[-1]), flush=True)
@@ -123,15 +122,15 @@ def bench_traffic(repetitions: int, to: Destination) -> None:
     )
 
 
-def divide(rows: Sequence[Mapping], configuration: str, *names: str) -> float:
+def divide(rows: Sequence[Mapping[str, Any]], configuration: str, *names: str) -> float:
     """The first arm's numbers over the second's."""
     first, second = (
         sum(row[name] for name in names) for row in rows if row["configuration"] == configuration
     )
-    return first / second
+    return float(first / second)
 
 
-def make_ratios(rows: Sequence[Mapping]) -> list[dict[str, Any]]:
+def make_ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How many times less the thresholded arm sends; bytes with their indices."""
     found: list[dict[str, Any]] = []
     for name in WORKLOADS:
@@ -155,7 +154,7 @@ def make_ratios(rows: Sequence[Mapping]) -> list[dict[str, Any]]:
     return found
 
 
-def make_claims(rows: Sequence[Mapping]) -> list[dict[str, Any]]:
+def make_claims(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     at = {(row["configuration"], row["arm"]): row for row in rows}
     found = []
     for name in WORKLOADS:

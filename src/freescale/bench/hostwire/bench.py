@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from freescale.bench.common.hosts import hosts
+from freescale.bench.common.hosts import open_hosts
 from freescale.bench.common.results import Destination, claim, write
 from freescale.bench.common.spread import spread
 from freescale.ledger.ledger import Ledger, Side
@@ -62,7 +61,10 @@ def measure(rank: int, world: int, repetitions: int) -> dict[str, Any]:
     }
     for turn in range(repetitions + 1):
         for name, (bulk, urgent) in arms.items():
-            alone = _timed(base, lambda urgent=urgent: _send(urgent, URGENT, world).wait())
+            _drain(base, base, world)
+            begin = time.perf_counter()
+            _send(urgent, URGENT, world).wait()
+            alone = time.perf_counter() - begin
             _drain(base, bulk, world)
             begin = time.perf_counter()
             # as a lane does: who waits may have to carry it
@@ -88,15 +90,8 @@ def _drain(base: ProcessGroupTransport, transport: Any, world: int) -> None:
     base.gather_bytes(b"")
 
 
-def _timed(base: ProcessGroupTransport, call: Callable[[], Any]) -> float:
-    _drain(base, base, base.world)
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
-
-
 def bench_hostwire(repetitions: int, to: Destination) -> None:
-    with hosts(2) as network:
+    with open_hosts(2) as network:
         results = network.run(measure, repetitions)
     rows, claims = [], []
     for name in results[0]["times"]:

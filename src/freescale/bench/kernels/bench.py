@@ -17,20 +17,20 @@ import torch
 from freescale.bench.common.results import Destination, make_claims, write
 from freescale.bench.common.terminal import show_table
 from freescale.bench.kernels.claims import list_asked
-from freescale.bench.kernels.jagged_moves import moves
-from freescale.bench.kernels.layers import attentions, layers, pieces
+from freescale.bench.kernels.jagged_moves import measure_moves
+from freescale.bench.kernels.layers import measure_attention, measure_layers, measure_pieces
 from freescale.bench.kernels.measure import Bench
-from freescale.bench.kernels.table_rows import table_rows
+from freescale.bench.kernels.table_rows import measure_rows
 from freescale.kernels.dispatch import has_triton
 from freescale.ledger.machine import gpu_name, machine, versions
 
 # Each returns figures by name, what a claim can be made of.
 PARTS: dict[str, Callable[[Bench], dict[str, float]]] = {
-    "moves": moves,
-    "rows": table_rows,
-    "attention": attentions,
-    "pieces": pieces,
-    "layer": layers,
+    "moves": measure_moves,
+    "rows": measure_rows,
+    "attention": measure_attention,
+    "pieces": measure_pieces,
+    "layer": measure_layers,
 }
 
 

@@ -59,10 +59,10 @@ def draw_shares(used: Mapping[str, Mapping[str, Any]]) -> str:
         "TFLOP/s), one H200"
     )
     parts.append(f'<text x="8" y="18" {TEXT} font-weight="bold">{title}</text>')
-    for percent in (0, 25, 50, 75, 100):
-        x = LEFT + WIDTH * percent / 100
+    for tick in (0, 25, 50, 75, 100):
+        x = LEFT + WIDTH * tick / 100
         parts.append(f'<line x1="{x}" x2="{x}" y1="{TOP - 6}" y2="{height - 28}" stroke="#ddd"/>')
-        parts.append(f'<text x="{x}" y="{TOP - 10}" {TEXT} text-anchor="middle">{percent} %</text>')
+        parts.append(f'<text x="{x}" y="{TOP - 10}" {TEXT} text-anchor="middle">{tick} %</text>')
     for place, (case, percent, plain, rate) in enumerate(drawn):
         y = TOP + place * ROW
         parts.append(f'<text x="{LEFT - 8}" y="{y + 12}" {TEXT} text-anchor="end">{case}</text>')

@@ -141,7 +141,7 @@ def move(values: Sequence[Tensor], plan: Move) -> list[Tensor]:
     index = torch.arange(total, device=device) + torch.repeat_interleave(
         shift, lengths, output_size=total
     )
-    pieces = flat.index_select(0, index).flatten().split(list(plan.target.sizes))
+    pieces = flat.index_select(0, index).flatten().split(list(plan.target.sizes))  # type: ignore[no-untyped-call]
     shapes = zip(plan.target.rows, plan.target.shapes, strict=True)
     return [piece.view(rows, *shape) for piece, (rows, shape) in zip(pieces, shapes, strict=True)]
 

@@ -8,21 +8,22 @@ The paper packs so; our training does it on the host (`freescale.batch_codec`, m
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 import torch
 
 from freescale.bench.kernels import jagged, triton_jagged
-from freescale.bench.kernels.measure import Bench, in_turn
+from freescale.bench.kernels.measure import Bench, rotate
 
 WIDTH = 128
 
 
-def moves(bench: Bench) -> dict[str, float]:
-    return _ids(bench) | _payloads(bench)
+def measure_moves(bench: Bench) -> dict[str, float]:
+    return _measure_ids(bench) | _measure_payloads(bench)
 
 
-def _ids(bench: Bench) -> dict[str, float]:
+def _measure_ids(bench: Bench) -> dict[str, float]:
     lengths = bench.lengths(bench.size["samples"])[None]
     tokens, samples = int(lengths.sum()), lengths.shape[1]
     generator = np.random.default_rng(1)
@@ -38,8 +39,8 @@ def _ids(bench: Bench) -> dict[str, float]:
             "combine": jagged.plan_combine(lengths[:, order], counts),
         }
         for kind, plan in plans.items():
-            ours = in_turn([lambda x=x, p=plan: triton_jagged.move([x], p) for x in ids])  # type: ignore[misc]
-            plain = in_turn([lambda x=x, p=plan: jagged.move([x], p) for x in ids])  # type: ignore[misc]
+            ours = rotate([partial(triton_jagged.move, [x], plan) for x in ids])
+            plain = rotate([partial(jagged.move, [x], plan) for x in ids])
             row = bench.measure(
                 "moves",
                 f"{kind} of ids, W = {world}",
@@ -56,12 +57,12 @@ def _ids(bench: Bench) -> dict[str, float]:
     plan = jagged.plan_transpose(two)
     values = [torch.randint(0, 1 << 40, (n,), device=bench.device) for n in plan.source.rows]
     size = 2 * sum(value.nbytes for value in values) / 1e9
-    both = [lambda m=m: m.move(values, plan) for m in (triton_jagged, jagged)]  # type: ignore[misc]
+    both = [lambda m=m: m.move(values, plan) for m in (triton_jagged, jagged)]
     bench.measure("moves", "transpose of two features of ids", *both, gigabytes=size)
     return {f"{kind} of ids, slowest W, ms": slow for kind, slow in slowest.items()}
 
 
-def _payloads(bench: Bench) -> dict[str, float]:
+def _measure_payloads(bench: Bench) -> dict[str, float]:
     lengths = bench.lengths(bench.size["samples"])[None]
     samples, world = lengths.shape[1], bench.size["worlds"][-1]
     generator = np.random.default_rng(1)
@@ -80,7 +81,7 @@ def _payloads(bench: Bench) -> dict[str, float]:
             size = value.nbytes / 1e9
             for name, way in (("", plan), (" backward", plan.inverse)):
                 given = value if not name else triton_jagged.move([value], plan)[0]
-                both = [lambda m=m, g=given, w=way: m.move([g], w) for m in (triton_jagged, jagged)]  # type: ignore[misc]
+                both = [lambda m=m, g=given, w=way: m.move([g], w) for m in (triton_jagged, jagged)]
                 label = f"{kind}{name} of {1e3 * size:.0f} MB of bf16 rows"
                 row = bench.measure("moves", label, *both, gigabytes=2 * size)
                 worst = min(worst, row["ceiling_percent"])

@@ -21,7 +21,7 @@ from freescale.random import derive
 HEADS, DROPOUT = 4, 0.2
 
 
-def attentions(bench: Bench) -> dict[str, float]:
+def measure_attention(bench: Bench) -> dict[str, float]:
     """TFLOP/s, for equally long samples and for log-normal lengths."""
     batches = {
         "full": np.array(bench.size["long"]),
@@ -31,7 +31,7 @@ def attentions(bench: Bench) -> dict[str, float]:
     for width in (128, 64):
         for name, lengths in batches.items():
             for way, rate in zip(
-                ("forward", "backward"), _attended(bench, name, lengths, width), strict=True
+                ("forward", "backward"), _measure_attended(bench, name, lengths, width), strict=True
             ):
                 figures[f"attention {way}, {name}, {width} wide, TFLOP/s"] = rate
         for way in ("forward", "backward"):
@@ -43,7 +43,9 @@ def attentions(bench: Bench) -> dict[str, float]:
     return figures
 
 
-def _attended(bench: Bench, name: str, lengths: np.ndarray, width: int) -> tuple[float, float]:
+def _measure_attended(
+    bench: Bench, name: str, lengths: np.ndarray, width: int
+) -> tuple[float, float]:
     q, k, v = (
         bench.draw(int(lengths.sum()), HEADS, width, dtype=bench.narrow).requires_grad_()
         for _ in range(3)
@@ -65,7 +67,7 @@ def _attended(bench: Bench, name: str, lengths: np.ndarray, width: int) -> tuple
     return forward["rate"], backward["rate"]
 
 
-def pieces(bench: Bench) -> dict[str, float]:
+def measure_pieces(bench: Bench) -> dict[str, float]:
     """The norms and SiLU of a layer, as they are called in it under autocast."""
     width, narrow = bench.size["width"], bench.narrow
     tokens = int(bench.lengths(bench.size["layer"]).sum())
@@ -84,8 +86,8 @@ def pieces(bench: Bench) -> dict[str, float]:
     def one(
         name: str,
         call: Callable[[Any], Any],
-        leaves: list,
-        slopes: list,
+        leaves: list[Tensor],
+        slopes: list[Tensor],
         forward: float,
         backward: float,
     ) -> None:
@@ -96,12 +98,12 @@ def pieces(bench: Bench) -> dict[str, float]:
                 return call(module)
 
         with torch.no_grad():
-            both = [lambda m=m: ours_or(m) for m in (triton_layer, layer)]  # type: ignore[misc]
+            both = [lambda m=m: ours_or(m) for m in (triton_layer, layer)]
             bench.measure("pieces", f"{name}, {label}", *both, gigabytes=forward * size)
         outputs = [ours_or(module) for module in (triton_layer, layer)]
         back = [
             lambda o=o: torch.autograd.grad(o, leaves, slopes, retain_graph=True) for o in outputs
-        ]  # type: ignore[misc]
+        ]
         bench.measure("pieces", f"{name} backward, {label}", *back, gigabytes=backward * size)
 
     half = projected.element_size()  # bytes of an activation; x and its gradient are float32
@@ -114,7 +116,7 @@ def pieces(bench: Bench) -> dict[str, float]:
     return {}
 
 
-def layers(bench: Bench) -> dict[str, float]:
+def measure_layers(bench: Bench) -> dict[str, float]:
     """A whole layer, forward and backward, in bf16; the plain attention holds its score tiles, ours
     none."""
     lengths, figures = bench.lengths(bench.size["layer"]), {}
@@ -127,7 +129,7 @@ def layers(bench: Bench) -> dict[str, float]:
         )
         if plain is not None:
             figures["layer, times faster"] = row["faster"]
-    return figures | (_memory(bench) if bench.device.type == "cuda" else {})
+    return figures | (_measure_memory(bench) if bench.device.type == "cuda" else {})
 
 
 def _step(
@@ -135,12 +137,12 @@ def _step(
 ) -> tuple[Call, int]:
     width, heads = bench.size["width"], bench.size["heads"]
     there = torch.from_numpy(lengths).to(bench.device)
-    return layer_step(there, planner(there, heads), width, heads, bench.size["cap"], dropout), int(
-        lengths.sum()
-    )
+    return make_layer_step(
+        there, planner(there, heads), width, heads, bench.size["cap"], dropout
+    ), int(lengths.sum())
 
 
-def layer_step(
+def make_layer_step(
     lengths: Tensor, plan: Any, width: int, heads: int, cap: int, dropout: float = 0.0
 ) -> Call:
     """Forward and backward of a layer over samples of `lengths` [samples], at most `cap`, on their
@@ -164,7 +166,7 @@ def layer_step(
     return step
 
 
-def _memory(bench: Bench) -> dict[str, float]:
+def _measure_memory(bench: Bench) -> dict[str, float]:
     """Bytes per token at two lengths: the same, if memory grows with the tokens."""
     cap, peaks = bench.size["cap"], []
     for length in (cap // 4, cap):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,6 +33,14 @@ SIZES: dict[str, dict[str, Any]] = {
         "copy": 1 << 16, "matrix": 64, "width": 64, "heads": 2,
     },
 }  # fmt: skip
+
+
+def make_events(count: int = 2, blocking: bool = False) -> list[torch.cuda.Event]:
+    """Events that take the time."""
+    return [
+        torch.cuda.Event(enable_timing=True, blocking=blocking)  # type: ignore[no-untyped-call]
+        for _ in range(count)
+    ]
 
 
 class Bench:
@@ -69,8 +78,9 @@ class Bench:
             call()
         pairs = []
         for _ in range(repetitions):
-            pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            torch.cuda._sleep(2_000_000)  # 1 ms: the launches queue up behind it
+            pair = make_events()
+            # 1 ms: the launches queue up behind it
+            torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
             pair[0].record()
             call()
             pair[1].record()
@@ -134,13 +144,13 @@ class Bench:
     def draw(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*shape, device=self.device).to(dtype)
 
-    def lengths(self, samples: int, seed: int = 0) -> np.ndarray:
+    def lengths(self, samples: int, seed: int = 0) -> npt.NDArray[np.int64]:
         """Log-normal, cut at the longest."""
         drawn = np.random.default_rng(seed).lognormal(np.log(self.size["median"]), 1.0, samples)
-        return np.minimum(drawn.astype(np.int64), self.size["cap"])
+        return np.asarray(np.minimum(drawn.astype(np.int64), self.size["cap"]))
 
 
-def in_turn(calls: Sequence[Call]) -> Call:
+def rotate(calls: Sequence[Call]) -> Call:
     """One call after another, so that each finds its inputs in memory and not in the cache."""
     state = [0]
 

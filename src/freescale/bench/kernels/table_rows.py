@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from freescale.bench.kernels.measure import Bench
+from freescale.bench.kernels.measure import Bench, Call
 from freescale.kernels.reference import rows, unique
 from freescale.kernels.triton import rows as triton_rows
 from freescale.kernels.triton import unique as triton_unique
@@ -18,7 +18,7 @@ from freescale.kernels.triton import unique as triton_unique
 WIDTH = 128
 
 
-def table_rows(bench: Bench) -> dict[str, float]:
+def measure_rows(bench: Bench) -> dict[str, float]:
     count, used = bench.size["table"], bench.size["rows"]
     weight, first, second = (bench.draw(count, WIDTH).abs_() for _ in range(3))
     total = bench.draw(count).abs_()
@@ -53,7 +53,7 @@ def table_rows(bench: Bench) -> dict[str, float]:
     }
     figures = {}
     for name, (size, call) in calls.items():
-        both = [lambda m=m, c=call: c(m) for m in (triton_rows, rows)]  # type: ignore[misc]
+        both = [lambda m=m, c=call: c(m) for m in (triton_rows, rows)]
         found = bench.measure(
             "rows", f"{name}, {used:,} of {count:,} x {WIDTH}", *both, gigabytes=size
         )
@@ -63,7 +63,7 @@ def table_rows(bench: Bench) -> dict[str, float]:
         "rows", "gather to bf16", narrow, lambda: weight[numbers].bfloat16(), gigabytes=1.5 * row
     )
     asked, part = torch.randint(0, count, (used // 4,), device=bench.device), gradients[: used // 4]
-    duplicates = [lambda m=m: m.sum_duplicates(asked, part) for m in (triton_rows, rows)]  # type: ignore[misc]
+    duplicates = [lambda m=m: m.sum_duplicates(asked, part) for m in (triton_rows, rows)]
     bench.measure("rows", f"sum of duplicates, {used // 4:,}", *duplicates, gigabytes=row / 2)
     _reads(bench, count, asked)
     return figures
@@ -79,10 +79,13 @@ def _reads(bench: Bench, count: int, asked: torch.Tensor) -> None:
     grad = bench.draw(tokens, WIDTH)
     size = (tokens + len(known)) * WIDTH * 4 / 1e9
     label = f"{tokens:,} tokens of {len(known):,} rows"
-    both = [lambda: triton_rows.read_rows(fetched, index), lambda: F.embedding(index, fetched)]
+    both: list[Call] = [
+        lambda: triton_rows.read_rows(fetched, index),
+        lambda: F.embedding(index, fetched),
+    ]
     bench.measure("rows", f"read, {label}", *both, gigabytes=size)
     outputs = [call() for call in both]
-    back = [lambda o=o: torch.autograd.grad(o, fetched, grad, retain_graph=True) for o in outputs]  # type: ignore[misc]
+    back = [lambda o=o: torch.autograd.grad(o, fetched, grad, retain_graph=True) for o in outputs]
     bench.measure("rows", f"read backward, {label}", *back, gigabytes=size)
     edges = torch.arange(1, 65, device=bench.device) * (count // 64 + 1)
     plain = lambda: torch.unique(keys, return_inverse=True)  # noqa: E731
@@ -92,5 +95,5 @@ def _reads(bench: Bench, count: int, asked: torch.Tensor) -> None:
         lambda: triton_unique.deduplicate(keys, edges),
         plain,
     )
-    masks = [lambda m=m: m.collision_masks(asked, known) for m in (triton_unique, unique)]  # type: ignore[misc]
+    masks = [lambda m=m: m.collision_masks(asked, known) for m in (triton_unique, unique)]
     bench.measure("unique", f"masks of {len(asked):,} and {len(known):,} rows", *masks)

@@ -38,7 +38,7 @@ def move(values: Sequence[Tensor], plan: Move) -> list[Tensor]:
         )
     require_gpu(values[0].device, "bench.jagged")
     if values[0].is_floating_point():
-        return list(_Moved.apply(plan, *values))
+        return list(_Moved.apply(plan, *values))  # type: ignore[no-untyped-call]
     return _launch(values, plan)
 
 
@@ -98,4 +98,5 @@ def _runs(plan: Move, starts: list[int], device: torch.device) -> Tensor:
         put = np.array(starts, np.int64)[plan.put[:, 0]] + plan.put[:, 1]
         table = np.stack([put, put + plan.lengths, plan.taken[:, 1], plan.taken[:, 0]])
         plan.kept["runs", device] = uploaded(table, device)
-    return plan.kept["runs", device]
+    runs: Tensor = plan.kept["runs", device]
+    return runs

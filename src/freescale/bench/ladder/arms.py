@@ -62,7 +62,7 @@ def _make_balancer(workload: Workload, rung: Rung, device: torch.device | str) -
 
 def measure(
     rank: int, world: int, workload: Workload, names: list[str], repetitions: int, steps: int
-) -> dict[str, dict]:
+) -> dict[str, dict[str, Any]]:
     arms = {name: build_arm(name, workload, rank, world) for name in names}
     found = take_turns(arms, repetitions, steps)
     for name in OURS.keys() & arms.keys():

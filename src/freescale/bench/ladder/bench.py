@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from freescale.bench.common.hosts import RATE, hosts
-from freescale.bench.common.pinned import pinned_ranks
+from freescale.bench.common.hosts import RATE, open_hosts
+from freescale.bench.common.pinned import run_pinned_ranks
 from freescale.bench.common.results import Claim, Destination, Row, claim, write
 from freescale.bench.common.torchrec import has_torchrec
 from freescale.bench.common.workload import Workload
@@ -190,7 +190,7 @@ def compare_short(file: str | None) -> None:
 def open_testbed() -> Iterator[tuple[Run, str]]:
     """(runs a function on every rank, the testbed's name)."""
     if os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc"):
-        with hosts(WORLD) as network:
+        with open_hosts(WORLD) as network:
             yield network.run, "hosts"
         return
     print(
@@ -198,7 +198,7 @@ def open_testbed() -> Iterator[tuple[Run, str]]:
         "slow network",
         flush=True,
     )
-    yield partial(pinned_ranks, WORLD), "loopback"
+    yield partial(run_pinned_ranks, WORLD), "loopback"
 
 
 def choose_workload(file: str | None) -> Workload:

@@ -145,8 +145,8 @@ def draw_ladder(used: Results) -> str:
         if result["machine"]["gpu"]
         else []
     )
-    words, tall = draw_caption(16, bottom, 820, used, note, *blind, explain_rungs(result))
-    return close_svg([*open_svg(left + wide + 384, bottom + tall), *parts, *words])
+    below_it, tall = draw_caption(16, bottom, 820, used, note, *blind, explain_rungs(result))
+    return close_svg([*open_svg(left + wide + 384, bottom + tall), *parts, *below_it])
 
 
 def _draw_waits(

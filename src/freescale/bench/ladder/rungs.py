@@ -27,20 +27,15 @@ class Rung:
 
 # What does not differ between rungs, and is not `freescale train`'s.
 _SHARED = "model, sharded table, optimizers and precision are the ladder's own on every rung"
-_ADAPTED = {"balance": "greedy", "balance_adapt": True}
 # Each rung adds one technique; the choices that `freescale train` makes by default are measured
 # beside them.
 OURS = {
     SERIAL: Rung("serial", "none", False, "collective", "collective"),
-    "serial + balancing": Rung(
-        "serial", **_ADAPTED, transport="collective", dense_sums="collective"
-    ),
+    "serial + balancing": Rung("serial", "greedy", True, "collective", "collective"),
     "staged": Rung("staged", "none", False, "collective", "collective"),
-    "staged + balancing": Rung(
-        "staged", **_ADAPTED, transport="collective", dense_sums="collective"
-    ),
-    FULL: Rung("staged", **_ADAPTED, transport="hostwire-tcp", dense_sums="collective"),
-    PARTITIONED: Rung("staged", **_ADAPTED, transport="hostwire-tcp", dense_sums="partitioned"),
+    "staged + balancing": Rung("staged", "greedy", True, "collective", "collective"),
+    FULL: Rung("staged", "greedy", True, "hostwire-tcp", "collective"),
+    PARTITIONED: Rung("staged", "greedy", True, "hostwire-tcp", "partitioned"),
     DEFAULTS: Rung(),
 }
 

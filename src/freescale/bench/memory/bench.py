@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from freescale.bench.common.pinned import pinned_ranks
+from freescale.bench.common.pinned import run_pinned_ranks
 from freescale.bench.common.results import Destination, Row, claim, write
 from freescale.bench.common.workload import Workload
 
@@ -19,14 +19,14 @@ WORKLOAD = Workload(
 )
 
 
-def _resident() -> int:
+def _read_resident() -> int:
     text = Path("/proc/self/status").read_text()
     return (
         next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmRSS")) * 1024
     )
 
 
-def _torch_alone() -> int:
+def _measure_torch_alone() -> int:
     """What any training process of torch takes: an optimizer's first step imports a good deal of
     it."""
     import torch
@@ -35,7 +35,7 @@ def _torch_alone() -> int:
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     layer(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    return _resident()
+    return _read_resident()
 
 
 def measure(rank: int, world: int, workload: Workload) -> dict[str, int]:
@@ -43,7 +43,7 @@ def measure(rank: int, world: int, workload: Workload) -> dict[str, int]:
     from freescale.ledger.peak_memory import peak_memory
 
     batch = next(feed(workload, rank, world))
-    before = _torch_alone()
+    before = _measure_torch_alone()
     arm = build(workload, rank, world)
     for _ in range(workload.steps):
         arm.step()
@@ -60,7 +60,7 @@ def measure(rank: int, world: int, workload: Workload) -> dict[str, int]:
 
 
 def bench_memory(to: Destination) -> None:
-    rows: list[Row] = pinned_ranks(2, measure, WORKLOAD)
+    rows: list[Row] = run_pinned_ranks(2, measure, WORKLOAD)
     claims = []
     for rank, row in enumerate(rows):
         floor = row["shard"] + row["optimizer_state"] + row["batch"]

@@ -49,6 +49,10 @@ SIZES: dict[str, dict[str, Any]] = {
 Wait = Callable[[bool], Tensor]  # the result of an AllToAll, as Handle.wait gives it
 
 
+def make_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 @dataclass(frozen=True)
 class Arm:
     """`begin(tensor, send, receive)` starts an AllToAll, on the thread and stream of `lane`.
@@ -75,7 +79,7 @@ class Bed:
         self.hostwire = self.wired("hostwire")
         self.message = self.even(self.size["message"])
         # where nothing is issued
-        self.elsewhere = torch.cuda.Stream(self.device) if self.cuda else None
+        self.elsewhere = make_stream(self.device) if self.cuda else None
         self._groups: dict[int | None, dist.ProcessGroup] = {}
         self._message_ms: dict[str, float] = {}
 
@@ -176,7 +180,7 @@ class Bed:
             for _ in range(repetitions + 1):
                 self.barrier()
                 begin = time.perf_counter()
-                stream(arm, tensor, send, count, flight, host=flight == 1)
+                send_stream(arm, tensor, send, count, flight, host=flight == 1)
                 times.append(1e3 * (time.perf_counter() - begin) / count)
 
         self.in_lane(arm, measure)
@@ -216,7 +220,7 @@ class Bed:
         closed(self.hostwire)
 
 
-def stream(
+def send_stream(
     arm: Arm, tensor: Tensor, send: Sequence[int], count: int, flight: int, host: bool
 ) -> None:
     """`count` AllToAlls of the same tensor, `flight` of them under way; the last has arrived.
@@ -236,15 +240,15 @@ def closed(arm: Arm) -> None:
         arm.transport.close()
 
 
-def leaving(size: int, world: int) -> int:
+def count_leaving(size: int, world: int) -> int:
     """Bytes of a rank's tensor that other ranks get."""
     return max(1, size // world) * (world - 1)
 
 
-def gigabytes(size: float, milliseconds: float) -> float:
+def to_gigabytes(size: float, milliseconds: float) -> float:
     """GB/s."""
     return size / milliseconds / 1e6
 
 
-def words(size: int) -> str:
+def format_size(size: int) -> str:
     return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"

@@ -15,19 +15,20 @@ import torch
 from freescale.bench.common.ranks import is_rank, join, start_ranks
 from freescale.bench.common.terminal import show_table
 from freescale.bench.overlap.arms import SECONDS, Bed
-from freescale.bench.overlap.overlapped import FULL, layers, products
-from freescale.bench.overlap.transfers import WAYS, alone, throughput
-from freescale.bench.overlap.witness import witness
+from freescale.bench.overlap.copies import WAYS
+from freescale.bench.overlap.overlapped import FULL, measure_layers, measure_products
+from freescale.bench.overlap.transfers import measure_alone, measure_throughput
+from freescale.bench.overlap.witness import measure_witness
 from freescale.kernels.dispatch import has_triton
 from freescale.ledger.machine import machine, settings, versions
 
 LIMIT = 300.0  # seconds of a whole run
 PARTS: dict[str, Callable[[Bed], None]] = {
-    "products": products,
-    "layer": layers,
-    "alone": alone,
-    "throughput": throughput,
-    "witness": witness,
+    "products": measure_products,
+    "layer": measure_layers,
+    "alone": measure_alone,
+    "throughput": measure_throughput,
+    "witness": measure_witness,
 }
 COLUMNS = ("what", "ms", "rate", "of bound", "alone ms", "slower")
 
@@ -90,7 +91,10 @@ def _result(bed: Bed, device: str) -> dict[str, Any]:
 
 def format_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """A row as text, column by column; empty where nothing was measured."""
-    show = lambda name, text: text(row[name]) if name in row else ""  # noqa: E731
+
+    def show(name: str, text: Callable[[Any], str]) -> str:
+        return text(row[name]) if name in row else ""
+
     return (
         f"{row['case']}, {row['arm']}" + show("skipped", lambda why: f": skipped, {why}"),
         show("ms", lambda ms: f"{ms['median']:.3f}"),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from freescale.bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
 from freescale.bench.overlap.bench import bench_overlap, find_best_collective
+from freescale.bench.overlap.copies import WAYS
 from freescale.bench.overlap.overlapped import FULL
-from freescale.bench.overlap.transfers import WAYS
 from freescale.ledger.machine import gpu_name
 
 

@@ -20,8 +20,9 @@ from statistics import mean, median
 
 import torch
 
-from freescale.bench.kernels.layers import layer_step
-from freescale.bench.overlap.arms import Arm, Bed, gigabytes, leaving, stream
+from freescale.bench.kernels.layers import make_layer_step
+from freescale.bench.kernels.measure import make_events
+from freescale.bench.overlap.arms import Arm, Bed, count_leaving, send_stream, to_gigabytes
 from freescale.kernels.dispatch import plan_attention
 from freescale.pipeline.lane import Job
 
@@ -30,7 +31,7 @@ FULL = "hostwire, as fast as it goes"
 Compute = Callable[[], None]
 
 
-def products(bed: Bed) -> None:
+def measure_products(bed: Bed) -> None:
     n, count = bed.size["product"], bed.size["products"]
     dtype = torch.bfloat16 if bed.cuda else torch.float32
     left, right = (torch.randn(n, n, device=bed.device).to(dtype) for _ in range(2))
@@ -40,13 +41,13 @@ def products(bed: Bed) -> None:
         for _ in range(count):
             torch.mm(left, right, out=out)
 
-    _case(bed, "products", f"{count} products of {n:,}^3", compute, repeat=1)
+    _measure_case(bed, "products", f"{count} products of {n:,}^3", compute, repeat=1)
 
 
-def layers(bed: Bed) -> None:
+def measure_layers(bed: Bed) -> None:
     """Forward and backward of one HSTU layer, at a constant number of tokens."""
     for case, step in _layer_cases(bed):
-        _case(bed, "layer", case, step)
+        _measure_case(bed, "layer", case, step)
 
 
 def _layer_cases(bed: Bed) -> Iterator[tuple[str, Compute]]:
@@ -59,11 +60,11 @@ def _layer_cases(bed: Bed) -> Iterator[tuple[str, Compute]]:
             plan = plan_attention(lengths, heads, widths=(head, head), dtype=dtype)
             yield (
                 f"HSTU layer, {width} wide, samples of {length:,}",
-                layer_step(lengths, plan, width, heads, length),
+                make_layer_step(lengths, plan, width, heads, length),
             )
 
 
-def _case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 0) -> None:
+def _measure_case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 0) -> None:
     """Rows of all arms. `repeat`: calls of a measurement; 0 for as many as fill it."""
     for _ in range(3):
         once()  # kernels are loaded, memory is taken
@@ -73,14 +74,14 @@ def _case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 0) -> No
         repeat = max(1, round(bed.size["measured_ms"] / took))
 
     compute = _together(bed, once, repeat)
-    pause = _pause(bed, compute)
+    pause = _find_pause(bed, compute)
     alone = max(bed.gathered(_time(bed, compute, pause)))
-    loads = _loads(bed, alone)
+    loads = _make_loads(bed, alone)
     found: dict[str, list[tuple[float, float, float]]] = {load.name: [] for load in loads}
     before = _time(bed, compute, pause)
     for _ in range(bed.size["pairs"] + 1):
         for load in loads:
-            took, carried = _overlapped(bed, compute, pause, load)
+            took, carried = _measure_overlapped(bed, compute, pause, load)
             after = _time(bed, compute, pause)
             found[load.name].append((took, carried, (before + after) / 2))
             before = after
@@ -102,10 +103,10 @@ def _case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 0) -> No
             bed.add(group, case, name, **shared, noise_percent=longer)
             continue
         carried = median(max(rank[number][1] for rank in everyone) for number in repetitions)
-        bytes_ = counts[name] * leaving(bed.size["message"], bed.world)
+        bytes_ = counts[name] * count_leaving(bed.size["message"], bed.world)
         bed.add(
             group, case, name, **shared, alone_ms=median(beside), slower_percent=longer,
-            messages=counts[name], messages_ms=carried, rate=gigabytes(bytes_, carried),
+            messages=counts[name], messages_ms=carried, rate=to_gigabytes(bytes_, carried),
             unit="GB/s",
         )  # fmt: skip
 
@@ -138,8 +139,10 @@ class Load:
     messages: int = 0
 
 
-def _loads(bed: Bed, alone: float) -> list[Load]:
-    fits = lambda arm: max(1, int(alone / bed.message_ms(arm)))  # noqa: E731
+def _make_loads(bed: Bed, alone: float) -> list[Load]:
+    def fits(arm: Arm) -> int:
+        return max(1, int(alone / bed.message_ms(arm)))
+
     plain = [
         Load(arm.name, arm, fits(arm))
         for arm in (bed.plain(channels) for channels in bed.size["channels"])
@@ -153,7 +156,7 @@ def _loads(bed: Bed, alone: float) -> list[Load]:
     ]
 
 
-def _pause(bed: Bed, compute: Compute) -> float:
+def _find_pause(bed: Bed, compute: Compute) -> float:
     """Milliseconds that launching takes, and a bit. The same on all ranks."""
     bed.idle()
     begin = time.perf_counter()
@@ -163,7 +166,9 @@ def _pause(bed: Bed, compute: Compute) -> float:
     return 1.2 * max(bed.gathered(took)) + 1.0 if bed.cuda else 0.0
 
 
-def _overlapped(bed: Bed, compute: Compute, pause: float, load: Load) -> tuple[float, float]:
+def _measure_overlapped(
+    bed: Bed, compute: Compute, pause: float, load: Load
+) -> tuple[float, float]:
     """Milliseconds of the compute, and of the messages beside it."""
     arm = load.arm
     if arm is None:
@@ -173,7 +178,7 @@ def _overlapped(bed: Bed, compute: Compute, pause: float, load: Load) -> tuple[f
 
     def carry() -> None:
         begin = time.perf_counter()
-        stream(arm, *bed.message, load.messages, arm.flight, host=False)
+        send_stream(arm, *bed.message, load.messages, arm.flight, host=False)
         carried.append(1e3 * (time.perf_counter() - begin))
 
     took = _time(bed, compute, pause, lambda: jobs.append(arm.lane.submit(carry)))
@@ -194,12 +199,12 @@ def _time(
         begin = time.perf_counter()
         compute()
         return 1e3 * (time.perf_counter() - begin)
-    first, last = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
-    torch.cuda._sleep(int(pause * _CYCLES))
+    first, last = make_events(blocking=True)
+    torch.cuda._sleep(int(pause * _CYCLES))  # type: ignore[no-untyped-call]
     first.record()
     compute()
     last.record()
     with torch.cuda.stream(bed.elsewhere):  # see `in_lane`
         start()
     last.synchronize()
-    return first.elapsed_time(last)
+    return float(first.elapsed_time(last))

@@ -17,21 +17,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from freescale.bench.overlap.arms import Arm, Bed, closed, gigabytes, leaving, words
+from freescale.bench.overlap.arms import (
+    Arm,
+    Bed,
+    closed,
+    count_leaving,
+    format_size,
+    make_stream,
+    to_gigabytes,
+)
 from freescale.bench.overlap.copies import WAYS, Copies
 from freescale.transport.hostwire.calls import calls
 
 
-def alone(bed: Bed) -> None:
+def measure_alone(bed: Bed) -> None:
     """NCCL has the better of it where it has NVLink, and of small messages: hostwire passes through
     the host."""
     for size in bed.size["alone"]:
         arms = [(bed.plain(), 1, ""), (bed.hostwire, 1, ""), (bed.hostwire, 2, ", two in flight")]
         for arm, flight, more in arms:
-            _sent(bed, "alone", arm, size, flight, more)
+            _measure_sent(bed, "alone", arm, size, flight, more)
 
 
-def throughput(bed: Bed) -> None:
+def measure_throughput(bed: Bed) -> None:
     """Plain pinned copies, hostwire's copies without a wire, whole hostwire: over shared memory,
     which copies nothing on the way, and over gloo and TCP; gloo's own AllToAll of host tensors is
     the wire's speed."""
@@ -43,18 +51,18 @@ def throughput(bed: Bed) -> None:
         if wire == "gloo" or ring
     ]
     for size in bed.size["throughput"]:
-        bytes_ = leaving(size, bed.world)
+        bytes_ = count_leaving(size, bed.world)
         plain = {
-            name: _copied(bed, size, f"plain copies {name}", call)
+            name: _measure_copies(bed, size, f"plain copies {name}", call)
             for name, call in _plain_copies(bed, bytes_).items()
         }
         if ring is not None:
             for way in WAYS:
                 name, copy = f"hostwire's copies {way}", partial(ring.copy, way, size)
-                _copied(bed, size, name, copy, plain[way], "plain copies", end=ring.settle)
+                _measure_copies(bed, size, name, copy, plain[way], "plain copies", end=ring.settle)
         both = plain["both ways"]
         for flight, more in ((1, ""), (2, ", two in flight")):
-            _sent(
+            _measure_sent(
                 bed,
                 "throughput",
                 bed.hostwire,
@@ -64,17 +72,19 @@ def throughput(bed: Bed) -> None:
                 bound=both,
                 what="PCIe, both ways",
             )
-        wire = _wire(bed, size)
+        wire = _measure_wire(bed, size)
         slower = min((both, "PCIe, both ways"), (wire, "gloo"))
         for arm, (flight, more) in product(wires, ((1, ""), (2, ", two in flight"))):
-            _sent(bed, "throughput", arm, size, flight, more, bound=slower[0], what=slower[1])
+            _measure_sent(
+                bed, "throughput", arm, size, flight, more, bound=slower[0], what=slower[1]
+            )
     if ring is not None:
         ring.close()
     for arm in wires:
         closed(arm)
 
 
-def _sent(
+def _measure_sent(
     bed: Bed,
     group: str,
     arm: Arm,
@@ -92,7 +102,7 @@ def _sent(
     _add(
         bed,
         group,
-        f"AllToAll of {words(size)}",
+        f"AllToAll of {format_size(size)}",
         f"{arm.name}{more}",
         size,
         times,
@@ -113,7 +123,7 @@ def _add(
     what: str,
     **fields: Any,
 ) -> dict[str, Any]:
-    rate = gigabytes(leaving(size, bed.world), median(times))
+    rate = to_gigabytes(count_leaving(size, bed.world), median(times))
     if bound:
         fields |= {"bound": what, "bound_rate": bound, "ceiling_percent": 100 * rate / bound}
     return bed.add(group, case, arm, bytes=size, ms=times, rate=rate, unit="GB/s", **fields)
@@ -122,7 +132,7 @@ def _add(
 # ---- copies
 
 
-def _copied(
+def _measure_copies(
     bed: Bed,
     size: int,
     arm: str,
@@ -144,23 +154,24 @@ def _copied(
         end()
         bed.idle()
         times.append(1e3 * (time.perf_counter() - begin) / count)
-    return _add(
+    row = _add(
         bed,
         "throughput",
-        f"{case} of {words(size)}",
+        f"{case} of {format_size(size)}",
         arm,
         size,
         bed.slowest(times[1:]),
         bound,
         what,
-    )["rate"]
+    )
+    return float(row["rate"])
 
 
 def _plain_copies(bed: Bed, size: int) -> dict[str, Callable[[], None]]:
     """One copy of everything, between the device and pinned memory that torch gives."""
     there = [torch.zeros(size, dtype=torch.uint8, device=bed.device) for _ in WAYS]
     here = [torch.zeros(size, dtype=torch.uint8, pin_memory=bed.cuda) for _ in WAYS]
-    streams = [torch.cuda.Stream(bed.device) if bed.cuda else None for _ in WAYS]
+    streams = [make_stream(bed.device) if bed.cuda else None for _ in WAYS]
     pairs = {WAYS[0]: (here[0], there[0]), WAYS[1]: (there[1], here[1])}  # to, from
     bed.idle()
 
@@ -175,10 +186,10 @@ def _plain_copies(bed: Bed, size: int) -> dict[str, Callable[[], None]]:
     return {WAYS[0]: copying(WAYS[0]), WAYS[1]: copying(WAYS[1]), "both ways": copying(*WAYS)}
 
 
-def _wire(bed: Bed, size: int) -> float:
+def _measure_wire(bed: Bed, size: int) -> float:
     """GB/s of gloo's own AllToAll between tensors of the host."""
     part = max(1, size // bed.world)
     tensor = torch.zeros(part * bed.world, dtype=torch.uint8)
     output = torch.empty_like(tensor)
     send = lambda: dist.all_to_all_single(output, tensor, group=bed.collective.control)  # noqa: E731
-    return _copied(bed, size, "gloo alone", send, case="AllToAll of host tensors")
+    return _measure_copies(bed, size, "gloo alone", send, case="AllToAll of host tensors")

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.bench.overlap.arms import Arm, Bed, leaving, words
+from freescale.bench.kernels.measure import make_events
+from freescale.bench.overlap.arms import Arm, Bed, count_leaving, format_size, make_stream
 
 MILLISECONDS = 400  # that the kernel holds the device
 _WARPS = 32  # 1,024 threads: two programs fill a multiprocessor
@@ -20,30 +21,32 @@ _PER_PROCESSOR = 4  # programs: more than fit, whatever part of the device a ran
 _STREAMS = 3
 
 
-def witness(bed: Bed) -> None:
-    case = f"AllToAll of {words(bed.size['message'])} while a kernel holds every multiprocessor"
+def measure_witness(bed: Bed) -> None:
+    case = (
+        f"AllToAll of {format_size(bed.size['message'])} while a kernel holds every multiprocessor"
+    )
     if not bed.cuda:
         bed.add("witness", case, "hostwire", skipped="needs a GPU")
         return
     # Streams outnumber the device's queues: one of which the kernel's stream shares a queue with
     # the lane's says nothing.
     for number in range(_STREAMS):
-        stream = torch.cuda.Stream(bed.device) if number else torch.cuda.default_stream(bed.device)
-        found = _held(bed, bed.hostwire, stream)
+        stream = make_stream(bed.device) if number else torch.cuda.default_stream(bed.device)
+        found = _measure_held(bed, bed.hostwire, stream)
         if found["arrived_meanwhile"]:
             break
     bed.add("witness", case, bed.hostwire.name, **found, streams_tried=number + 1)
     control = bed.plain()
-    bed.add("witness", case, control.name, **_held(bed, control, stream))
+    bed.add("witness", case, control.name, **_measure_held(bed, control, stream))
 
 
-def _held(bed: Bed, arm: Arm, stream: torch.cuda.Stream) -> dict[str, Any]:
+def _measure_held(bed: Bed, arm: Arm, stream: torch.cuda.Stream) -> dict[str, Any]:
     """An AllToAll by `arm` while the kernel runs on `stream`."""
     part = max(1, bed.size["message"] // bed.world)
     sizes = [0 if peer == bed.rank else part for peer in range(bed.world)]
     tensor = torch.full((sum(sizes),), bed.rank + 1, dtype=torch.uint8, device=bed.device)
     end = torch.zeros(1, dtype=torch.int64, device=bed.device)
-    held = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    held = make_events()
     found: dict[str, Any] = {}
 
     def carry() -> None:
@@ -51,7 +54,7 @@ def _held(bed: Bed, arm: Arm, stream: torch.cuda.Stream) -> dict[str, Any]:
         begin = time.perf_counter()
         found["result"] = arm.begin(tensor, sizes, sizes)(True)
         found["ms"] = 1e3 * (time.perf_counter() - begin)
-        found["meanwhile"] = not held[1].query()
+        found["meanwhile"] = not held[1].query()  # type: ignore[no-untyped-call]
 
     # Kernels are compiled and loaded, memory is taken: what waits for the device would wait for the
     # kernel's end.
@@ -81,7 +84,7 @@ def _held(bed: Bed, arm: Arm, stream: torch.cuda.Stream) -> dict[str, Any]:
         "arrived_meanwhile": all(rank[0] for rank in ranks),
         "arrived_after_it": not any(rank[0] for rank in ranks),
         "right": all(rank[1] for rank in ranks),
-        "bytes": leaving(bed.size["message"], bed.world),
+        "bytes": count_leaving(bed.size["message"], bed.world),
     }
 
 

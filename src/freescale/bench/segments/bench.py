@@ -12,7 +12,7 @@ import hashlib
 import json
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -58,19 +58,19 @@ def measure_requests(name: str) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     full, cut = (
         Retrieval(
-            quality.encoder_of(arm, window, segment, tokens, **shape), num_items=catalogue
+            quality.make_encoder(arm, window, segment, tokens, **shape), num_items=catalogue
         ).eval()
         for arm in ("full", "segments")
     )
     with torch.no_grad():
         memory = cut.compress(old)
         rows = full.catalogue(full.item.weight)
-        work = {
+        work: dict[str, Callable[[], Any]] = {
             "full": lambda: full.queries(batch) @ rows.T,
             "segments, compressed before": lambda: cut.queries(recent, memory) @ rows.T,
             "segments, compression": lambda: cut.compress(old),
         }
-        operations = {arm: _counted(function) for arm, function in work.items()}
+        operations = {arm: _count_operations(function) for arm, function in work.items()}
         seconds: dict[str, list[float]] = {arm: [] for arm in work}
         for _ in range(REPETITIONS):  # in turns
             for arm, function in work.items():
@@ -90,11 +90,11 @@ def measure_requests(name: str) -> list[dict[str, Any]]:
     ]
 
 
-def _counted(function: Any) -> int:
+def _count_operations(function: Any) -> int:
     """Floating-point operations of the matrix products that it runs."""
     with FlopCounterMode(display=False) as counter:
         function()
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 def find_interval(rows: list[dict[str, Any]], data: str) -> tuple[float, float, float]:

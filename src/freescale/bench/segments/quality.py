@@ -50,7 +50,7 @@ class Data:
     epochs: int
 
 
-def retail(path: Path, epochs: int) -> Data:
+def read_retail(path: Path, epochs: int) -> Data:
     """The last events of everybody who has enough of them."""
     import pyarrow.parquet as pq
 
@@ -71,10 +71,10 @@ def draw_chances(
     """[users, catalogue]: how likely each item is, by the likeness of hidden vectors; they do not
     add up to 1."""
     likes, kinds = random.normal(size=(users, tastes)), random.normal(size=(catalogue, tastes))
-    return np.exp(2.5 * likes @ kinds.T / tastes**0.5)
+    return np.asarray(np.exp(2.5 * likes @ kinds.T / tastes**0.5))
 
 
-def generated(
+def generate_data(
     epochs: int, users: int = 1000, catalogue: int = 1000, tastes: int = 8, draw: int = 7
 ) -> Data:
     """Long-lived tastes: a user's events are independent draws by the likeness of the user's and
@@ -94,7 +94,7 @@ def generated(
     )
 
 
-def encoder_of(
+def make_encoder(
     arm: str,
     window: int = WINDOW,
     segment: int = SEGMENT,
@@ -155,7 +155,7 @@ def train(
     torch.manual_seed(seed)
     draws = np.random.default_rng(seed)
     model = Retrieval(
-        encoder_of(arm, token_options=token_options, **SHAPE),
+        make_encoder(arm, token_options=token_options, **SHAPE),
         num_items=data.catalogue,
         temperature=TEMPERATURE,
     )
@@ -164,7 +164,7 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - 0.9 * step / steps)
     begin = time.perf_counter()
     for _ in range(data.epochs):
-        for users in _batches(draws.permutation(len(data.items))):
+        for users in split_batches(draws.permutation(len(data.items))):
             items, times = data.items[users, :-HELD], data.times[users, :-HELD]
             batch = make_batch(arm, items, times, draws, data.catalogue)
             optimizer.zero_grad()
@@ -175,12 +175,12 @@ def train(
 
 
 @torch.no_grad()
-def recall(arm: str, model: Retrieval, data: Data, at: int = 10) -> float:
+def measure_recall(arm: str, model: Retrieval, data: Data, at: int = 10) -> float:
     """Share of held-out events among the `at` best of the catalogue. Outputs are causal: one pass
     answers for all of a user's."""
     rows = model.catalogue(model.item.weight)
     found: list[Tensor] = []
-    for users in _batches(np.arange(len(data.items))):
+    for users in split_batches(np.arange(len(data.items))):
         items, times = data.items[users, HELD:], data.times[users, HELD:]
         batch = make_batch(arm, items, times, None, data.catalogue)
         outputs = (
@@ -195,13 +195,13 @@ def recall(arm: str, model: Retrieval, data: Data, at: int = 10) -> float:
     return torch.cat(found).double().mean().item()
 
 
-def _batches(order: np.ndarray) -> Iterator[np.ndarray]:
+def split_batches(order: np.ndarray) -> Iterator[np.ndarray]:
     for start in range(0, len(order), BATCH):
         yield order[start : start + BATCH]
 
 
 def read_data(name: str, path: Path) -> Data:
-    return retail(path, EPOCHS[name]) if name == "retail" else generated(EPOCHS[name])
+    return read_retail(path, EPOCHS[name]) if name == "retail" else generate_data(EPOCHS[name])
 
 
 def measure(arm: str, name: str, seed: int, path: Path) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def measure(arm: str, name: str, seed: int, path: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     data = read_data(name, path)
     model, seconds = train(arm, data, seed)
-    quality = recall(arm, model, data)
+    quality = measure_recall(arm, model, data)
     return {
         "part": "quality",
         "data": data.name,

@@ -36,7 +36,7 @@ def expect_recall(
 ) -> tuple[float, float]:
     """Of the last HELD events, and of the last one of the first segment."""
     rows, sums = model.catalogue(model.item.weight), np.zeros(2)
-    for users in quality._batches(np.arange(len(data.items))):
+    for users in quality.split_batches(np.arange(len(data.items))):
         batch = quality.make_batch(
             arm,
             data.items[users, quality.HELD :],
@@ -57,13 +57,13 @@ def expect_recall(
 def measure(name: str, seed: int, epochs: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     arm, options = ARMS[name]
-    data = quality.generated(epochs, draw=1000 + seed)
+    data = quality.generate_data(epochs, draw=1000 + seed)
     chances = quality.draw_chances(np.random.default_rng(1000 + seed))
     chances /= chances.sum(axis=1, keepdims=True)
     model, seconds = quality.train(arm, data, seed, options)
     at_end, at_segment = expect_recall(arm, model, data, chances)
     found = {
-        "recall@10": quality.recall(arm, model, data),
+        "recall@10": quality.measure_recall(arm, model, data),
         "expected": at_end,
         "expected at the segment's end": at_segment,
     }

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from freescale.bench.common.arm import build
-from freescale.bench.common.pinned import pinned_ranks
+from freescale.bench.common.pinned import run_pinned_ranks
 from freescale.bench.common.results import Claim, Destination, claim, write
 from freescale.bench.common.spread import spread
 from freescale.bench.common.torchrec import build_torchrec, has_torchrec
@@ -94,7 +94,7 @@ def bench_serial(repetitions: int, steps: int, to: Destination) -> None:
     world = 2
     rows, claims = [], []
     for name, workload in WORKLOADS.items():
-        ranks = pinned_ranks(world, measure, workload, repetitions, steps)
+        ranks = run_pinned_ranks(world, measure, workload, repetitions, steps)
         rates: dict[str, dict[str, float]] = {}
         reference = next(iter(ranks[0].values()))["loss"]  # TrainPipelineBase, where it is there
         for arm, mine in ranks[0].items():

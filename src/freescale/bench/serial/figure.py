@@ -10,6 +10,7 @@ import argparse
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 from freescale.bench.common.drawing import TEXT, close_svg, open_svg, save
 
@@ -32,7 +33,7 @@ COLOURS = {
 LANE, GAP, LEFT, WIDTH = 26, 6, 150, 900
 
 
-def load_events(run: Path, first: int, steps: int) -> tuple[list[dict], float, float]:
+def load_events(run: Path, first: int, steps: int) -> tuple[list[dict[str, Any]], float, float]:
     """Events of the chosen steps, and the time they span in microseconds."""
     with gzip.open(run / "trace.json.gz", "rt", encoding="utf-8") as file:
         events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
@@ -49,10 +50,10 @@ def load_events(run: Path, first: int, steps: int) -> tuple[list[dict], float, f
     return inside + frames, begin, end
 
 
-def find_straggler_parts(events: list[dict]) -> dict[int, float]:
+def find_straggler_parts(events: list[dict[str, Any]]) -> dict[int, float]:
     """By event: microseconds of a collective before its last rank arrived. All ranks have the same
     ones in the same order."""
-    lanes: dict[int, list[dict]] = {}
+    lanes: dict[int, list[dict[str, Any]]] = {}
     for event in sorted(events, key=lambda e: e["ts"]):
         if event["tid"] == 1:
             lanes.setdefault(event["pid"], []).append(event)
@@ -63,7 +64,7 @@ def find_straggler_parts(events: list[dict]) -> dict[int, float]:
     return parts
 
 
-def draw_steps(events: list[dict], begin: float, end: float, title: str) -> str:
+def draw_steps(events: list[dict[str, Any]], begin: float, end: float, title: str) -> str:
     ranks = 1 + max(event["pid"] for event in events)
     scale = WIDTH / (end - begin)
     names = [name for name in COLOURS if any(event["name"] == name for event in events)]

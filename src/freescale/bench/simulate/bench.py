@@ -35,12 +35,14 @@ class Colliding(Generated):
         return Demand(whole, late, shared)
 
 
-def scaled(cap: int, **more: Any) -> SimulateConfig:
+def scale_histories(cap: int, **more: Any) -> SimulateConfig:
     """Histories of the same shape, `cap` long at most."""
     return SimulateConfig(cap=cap, median=cap / 7, **more)
 
 
-def outcomes(config: SimulateConfig, gpus: int, arms: dict[str, Setting]) -> list[dict[str, Any]]:
+def simulate_arms(
+    config: SimulateConfig, gpus: int, arms: dict[str, Setting]
+) -> list[dict[str, Any]]:
     plans = Plans(cluster_of(config, gpus), source_of(config, gpus), config.steps)
     return [plans.outcome(label, setting).row for label, setting in arms.items()]
 
@@ -58,7 +60,7 @@ ARMS = {
 }
 
 
-def single(config: SimulateConfig, total: int, gpus: int) -> dict[str, Any]:
+def simulate_one_sample(config: SimulateConfig, total: int, gpus: int) -> dict[str, Any]:
     """A fixed global batch on ever more GPUs: when one sample is more than a rank's share."""
     config = replace(config, batch=max(1, total // gpus), steps=6)
     cluster = cluster_of(config, gpus)
@@ -67,8 +69,8 @@ def single(config: SimulateConfig, total: int, gpus: int) -> dict[str, Any]:
         source_of(config, gpus).lengths(0).astype(float),
     )
     curve = [shape.forward, shape.backward]
-    cost = sum(c.quadratic * length**2 + c.linear * length for c in curve)
-    row = outcomes(config, gpus, {"balancing": BALANCED})[0]
+    cost = np.sum([c.quadratic * length**2 + c.linear * length for c in curve], axis=0)
+    row = simulate_arms(config, gpus, {"balancing": BALANCED})[0]
     return {
         "figure": "one sample",
         "global_batch": config.batch * gpus,
@@ -92,13 +94,21 @@ def bench_paper(most: int, to: Destination) -> None:
             "fixed": Setting(balance="fixed"),
             "local": Setting(balance="local"),
         }
-        add("straggler by length", {"cap": cap}, outcomes(scaled(cap, steps=12), 64, straggling))
+        add(
+            "straggler by length",
+            {"cap": cap},
+            simulate_arms(scale_histories(cap, steps=12), 64, straggling),
+        )
     for gpus in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
         if gpus <= most:
-            add("by GPUs", {}, outcomes(SimulateConfig(steps=20 if gpus <= 256 else 5), gpus, ARMS))
+            add(
+                "by GPUs",
+                {},
+                simulate_arms(SimulateConfig(steps=20 if gpus <= 256 else 5), gpus, ARMS),
+            )
     for rate in (0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0):
         config = SimulateConfig(steps=8)
-        plans = Plans(cluster_of(config, 256), Colliding(config.batch * 256, rate), config.steps)  # type: ignore[arg-type]
+        plans = Plans(cluster_of(config, 256), Colliding(config.batch * 256, rate), config.steps)
         add(
             "by collisions",
             {"collisions": rate},
@@ -108,14 +118,14 @@ def bench_paper(most: int, to: Destination) -> None:
         add(
             "jitter",
             {"jitter": jitter},
-            outcomes(
+            simulate_arms(
                 SimulateConfig(steps=12, jitter=jitter), 64, {"none": NONE, "balancing": BALANCED}
             ),
         )
-    add("four times the latency", {}, slow_network())
+    add("four times the latency", {}, simulate_slow_network())
     for gpus in (64, 128, 256, 512, 1024, 2048, 4096):
         if gpus <= most:
-            rows.append(single(SimulateConfig(), 8192, gpus))
+            rows.append(simulate_one_sample(SimulateConfig(), 8192, gpus))
             print(
                 "one sample",
                 gpus,
@@ -133,7 +143,7 @@ def bench_paper(most: int, to: Destination) -> None:
     )
 
 
-def slow_network() -> list[dict[str, Any]]:
+def simulate_slow_network() -> list[dict[str, Any]]:
     config = SimulateConfig(steps=8)
     plans = Plans(cluster_of(config, 256), source_of(config, 256), config.steps)
     network = plans.cluster.network

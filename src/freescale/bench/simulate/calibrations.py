@@ -21,7 +21,7 @@ from freescale.bench.common.committed import read_committed as read
 from freescale.bench.common.repository import require_repository
 
 
-def curve(quadratic: float, linear: float) -> dict[str, float]:
+def make_curve(quadratic: float, linear: float) -> dict[str, float]:
     return {"quadratic": quadratic, "linear": linear, "sample": 0.0, "constant": 0.0}
 
 
@@ -29,10 +29,10 @@ def keep(
     name: str,
     source: str,
     like: dict[str, Any],
-    shapes: list,
-    rows: dict,
-    optimizer: dict,
-    slowdown: dict,
+    shapes: list[dict[str, Any]],
+    rows: dict[str, float],
+    optimizer: dict[str, float],
+    slowdown: dict[str, float],
     **more: Any,
 ) -> None:
     data = {
@@ -51,7 +51,7 @@ def _folder() -> Path:
     return require_repository() / "src" / "freescale" / "simulate" / "calibrations"
 
 
-def row_kernels() -> dict[str, float]:
+def derive_row_costs() -> dict[str, float]:
     """Seconds per key or byte on a whole H200."""
     ms = {row["case"]: row["ms"]["median"] for row in read("kernels-h200")["rows"] if "ms" in row}
     row = 4 * 128  # bytes: the benchmark's tables are 128 wide
@@ -69,7 +69,7 @@ def row_kernels() -> dict[str, float]:
     }
 
 
-def testbed_c(rows: dict[str, float]) -> None:
+def derive_testbed_c(rows: dict[str, float]) -> None:
     kernels, data = read("kernels-h200"), read("balance-measured-4ranks-h200")
     ms = {row["case"]: row["ms"]["median"] for row in kernels["rows"] if "ms" in row}
     benched = np.minimum(
@@ -97,7 +97,7 @@ def testbed_c(rows: dict[str, float]) -> None:
         )
         linear = (none["spans_ms"][way] / 1e3 / shape["layers"] - attention * squares) / tokens
         assert linear > 0, (way, attention, linear)
-        ways[way] = curve(float(attention), float(linear))
+        ways[way] = make_curve(float(attention), float(linear))
     parameters = none["bytes_per_step"]["dense"] / 6 / 4
     source = (
         "kernels-h200.json at a quarter of its rate, and balance-measured-4ranks-h200.json, "
@@ -128,7 +128,7 @@ def testbed_c(rows: dict[str, float]) -> None:
     )
 
 
-def testbed_a() -> None:
+def derive_testbed_a() -> None:
     data = read("staged-hosts")
     serial, stale = (
         next(
@@ -140,7 +140,7 @@ def testbed_a() -> None:
     )
     tokens, row, passes = 64 * 120, 4 * 128, 10
     spans = {name: value / 1e3 for name, value in serial["spans_ms"].items()}
-    ways = {way: curve(0.0, spans[way] / tokens / passes) for way in ("forward", "backward")}
+    ways = {way: make_curve(0.0, spans[way] / tokens / passes) for way in ("forward", "backward")}
     rows = {
         "deduplicate_per_key": spans["deduplicate"] / tokens,
         "compare_per_key": stale["spans_ms"]["ahead/compare"] / 1e3 / (2 * tokens),
@@ -197,5 +197,5 @@ def testbed_a() -> None:
 
 
 if __name__ == "__main__":
-    testbed_c(row_kernels())
-    testbed_a()
+    derive_testbed_c(derive_row_costs())
+    derive_testbed_a()

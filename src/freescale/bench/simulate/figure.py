@@ -36,10 +36,10 @@ INKS = {
 
 
 def make_lines(
-    rows: Sequence[Mapping],
+    rows: Sequence[Mapping[str, Any]],
     figure: str,
     x: str,
-    value: Callable[[Mapping], float],
+    value: Callable[[Mapping[str, Any]], float],
     arms: Sequence[str] = (),
 ) -> list[Line]:
     """A line for each arm of a figure of bench_simulate.py."""
@@ -51,14 +51,14 @@ def make_lines(
 
 
 def exposed(row: Mapping[str, Any]) -> float:
-    return sum(row["exposed_ms"].values())
+    return float(sum(row["exposed_ms"].values()))
 
 
 def straggler(row: Mapping[str, Any]) -> float:
-    return row["straggler_percent"]
+    return float(row["straggler_percent"])
 
 
-def make_axes_over_lengths(rows: Sequence[Mapping]) -> Axes:
+def make_axes_over_lengths(rows: Sequence[Mapping[str, Any]]) -> Axes:
     lines = make_lines(rows, "straggler by length", "cap", straggler)
     return Axes(
         "straggler %, 64 GPUs",
@@ -68,7 +68,7 @@ def make_axes_over_lengths(rows: Sequence[Mapping]) -> Axes:
     )
 
 
-def make_axes_over_collisions(rows: Sequence[Mapping]) -> Axes:
+def make_axes_over_collisions(rows: Sequence[Mapping[str, Any]]) -> Axes:
     lines = make_lines(rows, "by collisions", "collisions", exposed)
     # 5 is too near to 0 and 10
     ticks = [(rate, "" if rate == 0.05 else f"{100 * rate:g}") for rate, _ in lines[0].points]

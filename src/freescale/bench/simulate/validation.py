@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from freescale.bench.common.committed import read_committed
-from freescale.bench.common.results import Destination, claim, write
+from freescale.bench.common.results import Destination, Row, claim, write
 from freescale.simulate.compute import Calibration, Curve, Model, Shape, load_calibration
 from freescale.simulate.network import Network, preset
 from freescale.simulate.output import collected
@@ -62,7 +62,7 @@ def compare(
         "straggler_percent": predicted["straggler_percent"],
         "exposed_percent": predicted["exposed_percent"],
     }
-    row = {
+    row: Row = {
         "testbed": testbed,
         "configuration": name,
         "arm": arm,
@@ -86,7 +86,7 @@ def compare(
     return row
 
 
-def testbed_a() -> list[dict[str, Any]]:
+def compare_testbed_a() -> list[dict[str, Any]]:
     """Two hosts, 200 Mbit/s, a token-wise MLP with unique ids (staged-hosts.json)."""
     rows = []
     for row in read_committed("staged-hosts")["rows"]:
@@ -100,7 +100,7 @@ def testbed_a() -> list[dict[str, Any]]:
         cluster = Cluster(model, load_calibration("testbed-a"), preset("testbed-a"), 2)
         share = row["collisions"] / 100
         source = Given([np.full((2, 64), row["length"])], 64.0 * row["length"], share)
-        found = collected(simulate(Setting(row["arm"]), cluster, source, 12), 2)  # type: ignore[arg-type]
+        found = collected(simulate(Setting(row["arm"]), cluster, source, 12), 2)
         step = row["step_ms"]["median"]
         measured = {
             "step_ms": step,
@@ -113,7 +113,7 @@ def testbed_a() -> list[dict[str, Any]]:
     return rows
 
 
-def hstu(
+def compare_hstu(
     testbed: str, name: str, calibration: Calibration, network: Network, fitted: tuple[str, ...]
 ) -> list[dict[str, Any]]:
     """HSTU with balancing (`freescale bench balance measured`): its own lengths, its own
@@ -148,7 +148,7 @@ def hstu(
                 data["steps"],
             ),
             world,
-        )  # type: ignore[arg-type]
+        )
         measured = {"step_ms": row["step_ms"]["median"], "mean_step_ms": row["step_ms"]["mean"]}
         measured |= {"compute_ms": sum(row["compute_ms_per_rank"]) / world}
         measured |= {k: row[k] for k in ("straggler_percent", "exposed_percent")}
@@ -165,7 +165,7 @@ def hstu(
     return rows
 
 
-def shared_gpu(quarter: Calibration, network: Network) -> list[dict[str, Any]]:
+def compare_shared_gpu(quarter: Calibration, network: Network) -> list[dict[str, Any]]:
     """Four ranks on one H200, an MLP over unique ids (`freescale bench staged --device cuda`):
     serial over NCCL, the others over hostwire."""
     data = read_committed("staged-4ranks-h200")
@@ -186,7 +186,7 @@ def shared_gpu(quarter: Calibration, network: Network) -> list[dict[str, Any]]:
         )
         found = collected(
             simulate(setting, cluster, Given(lengths, float(tokens), data["collisions"]), 20), 4
-        )  # type: ignore[arg-type]
+        )
         step = row["step_ms"]["median"]
         measured = {"step_ms": step, "compute_ms": row["compute_ms"]["median"]}
         measured["straggler_percent"] = row["straggler_percent"]["median"]
@@ -218,19 +218,19 @@ def validate(to: Destination) -> None:
     quarter, loopback = load_calibration("testbed-c"), preset("testbed-c")
     # Twice the ranks on one GPU and one host: half of the device and of the loopback for each.
     shared = replace(loopback.near, gb_per_s=loopback.near.gb_per_s / 2)
-    rows = testbed_a()
-    rows += hstu(
+    rows = compare_testbed_a()
+    rows += compare_hstu(
         "A",
         "balance-measured-2ranks-cpu",
         load_calibration("this-machine"),
         preset("this-machine"),
         (),
     )
-    rows += hstu("C", "balance-measured-4ranks-h200", quarter, loopback, ("none",))
-    rows += hstu(
+    rows += compare_hstu("C", "balance-measured-4ranks-h200", quarter, loopback, ("none",))
+    rows += compare_hstu(
         "C", "balance-measured-8ranks-h200", halve(quarter), replace(loopback, near=shared), ()
     )
-    rows += shared_gpu(quarter, loopback)
+    rows += compare_shared_gpu(quarter, loopback)
     claims = []
     for testbed in ("A", "C"):
         blind = [row for row in rows if row["testbed"] == testbed and not row["fitted"]]

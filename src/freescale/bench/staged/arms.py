@@ -29,7 +29,7 @@ def build_arm(name: str, workload: Workload, rank: int, world: int) -> Any:
 
 def measure(
     rank: int, world: int, workload: Workload, names: list[str], repetitions: int, steps: int
-) -> dict[str, dict]:
+) -> dict[str, dict[str, Any]]:
     return take_turns(
         {name: build_arm(name, workload, rank, world) for name in names}, repetitions, steps
     )

@@ -14,7 +14,7 @@ import statistics
 from dataclasses import asdict, replace
 from typing import Any
 
-from freescale.bench.common.hosts import RATE, Network, hosts
+from freescale.bench.common.hosts import RATE, Network, open_hosts
 from freescale.bench.common.results import Destination, Row, show_claims, write
 from freescale.bench.common.torchrec import has_torchrec
 from freescale.bench.common.workload import Workload
@@ -114,7 +114,7 @@ def measure_arms(
 def check_correctness() -> list[Row]:
     """Four hosts over a bridge, more than there are cores: not timed."""
     rows = []
-    with hosts(4) as network:
+    with open_hosts(4) as network:
         for name, workload in (
             ("4 hosts, 25 % collisions", CROWD),
             ("4 hosts, hot ids", replace(CROWD, collisions=None, popularity=1.05)),
@@ -149,7 +149,7 @@ def measure_memory(workload: Workload, repetitions: int) -> list[Row]:
     is scaled down with it."""
     batch = workload.samples * workload.median_length * (8 + 4 * workload.width)  # ids and rows
     peaks: dict[str, list[list[int]]] = {SERIAL: [], STAGED: []}
-    with hosts(2, rate="4gbit") as network:
+    with open_hosts(2, rate="4gbit") as network:
         for _ in range(repetitions):
             for arm, found in peaks.items():
                 found.append(
@@ -184,7 +184,7 @@ def bench_staged(repetitions: int, quick: bool, to: Destination) -> None:
     hand = [DEDUPLICATED] if has_torchrec() else []
     rates = (0, 5, 10, 100) if quick else RATES
     rows: list[Row] = []
-    with hosts(2) as network:
+    with open_hosts(2) as network:
         base = calibrate(network, BASE)
         for rate in rates:
             about = {

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from freescale.bench.common.results import claim
+from freescale.bench.common.results import Claim, claim
 from freescale.bench.common.spread import spread
 from freescale.bench.staged.arms import DEDUPLICATED, SERIAL, STAGED, STALE, TORCHREC
 from freescale.ledger.summary import merge_step
@@ -24,7 +24,7 @@ def spread_with_mean(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarize(
-    measured: Sequence[Mapping], reference: Sequence[float], samples: int
+    measured: Sequence[Mapping[str, Any]], reference: Sequence[float], samples: int
 ) -> dict[str, Any]:
     """Of one arm, from what every rank measured. `reference`: the serial schedule's losses.
     `samples`: of a global batch."""
@@ -36,7 +36,7 @@ def summarize(
         kind: statistics.fmean(f["bytes"][kind] for f in figures) for kind in figures[0]["bytes"]
     }
     lanes = [_mean(r["counters"].get("lanes_ns", 0) / 1e6 for r in records) for records in steps]
-    stopped = [_mean(_stopped(r) for r in records) for records in steps]
+    stopped = [_mean(_sum_stopped(r) for r in records) for records in steps]
     losses = measured[0]["losses"]
     return {
         "step_ms": spread_with_mean(slowest),
@@ -52,8 +52,10 @@ def summarize(
         # lanes that it waited for.
         "embedding_wait_ms": spread_with_mean([a + b for a, b in zip(stopped, lanes, strict=True)]),
         "compute_ms": statistics.median(_mean(f["compute_ms"]) for f in figures),
-        "collision_exchange_ms": statistics.median(_exchange(records) for records in steps),
-        "collision_percent": statistics.fmean(found) if (found := _collisions(figures)) else None,
+        "collision_exchange_ms": statistics.median(_time_exchange(records) for records in steps),
+        "collision_percent": statistics.fmean(found)
+        if (found := _list_collisions(figures))
+        else None,
         "bytes_per_step": sent,
         "dense_percent_of_bytes": 100 * sent["dense"] / sum(sent.values()),
         "spans_ms": {
@@ -70,22 +72,20 @@ def _mean(values: Any) -> float:
     return statistics.fmean(values)
 
 
-def _collisions(figures: Sequence[Mapping]) -> list[float]:
+def _list_collisions(figures: Sequence[Mapping[str, Any]]) -> list[float]:
     return [f["collision_percent"] for f in figures if "collision_percent" in f]
 
 
-def _stopped(record: Mapping) -> float:
+def _sum_stopped(record: Mapping[str, Any]) -> float:
     """Milliseconds that the main thread waited for embedding collectives of its own; those of lanes
     lie in `lanes_ns`."""
     if "lanes_ns" in record["counters"]:
         return 0.0
-    return (
-        sum(done - waited for kind, *_, waited, done in record["collectives"] if kind in EMBEDDING)
-        / 1e6
-    )
+    waits = [done - waited for kind, *_, waited, done in record["collectives"] if kind in EMBEDDING]
+    return float(sum(waits)) / 1e6
 
 
-def _exchange(records: Sequence[Mapping]) -> float:
+def _time_exchange(records: Sequence[Mapping[str, Any]]) -> float:
     """Milliseconds of e and f: from when the last rank started e until f was there, mean over
     ranks. Includes the update between them. The lanes hand over what they did, the urgent one
     last."""
@@ -98,10 +98,10 @@ def _exchange(records: Sequence[Mapping]) -> float:
 
 
 def correlate_squared(x: Sequence[float], y: Sequence[float]) -> float:
-    return statistics.correlation(x, y) ** 2
+    return float(statistics.correlation(x, y) ** 2)
 
 
-def make_claims(rows: Sequence[Mapping], limits: Mapping[str, float]) -> list[dict]:
+def make_claims(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> list[Claim]:
     """Every figure that was asked of the benchmark, from its rows. `limits`: of the exposed share,
     by configuration."""
     by_key = {(r["configuration"], r["arm"]): r for r in rows if "arm" in r and "step_ms" in r}
@@ -112,7 +112,7 @@ def make_claims(rows: Sequence[Mapping], limits: Mapping[str, float]) -> list[di
     ]
 
     def median(configuration: str, arm: str, figure: str) -> float:
-        return by_key[configuration, arm][figure]["median"]
+        return float(by_key[configuration, arm][figure]["median"])
 
     found = []
     for configuration, limit in limits.items():
@@ -166,11 +166,15 @@ def make_claims(rows: Sequence[Mapping], limits: Mapping[str, float]) -> list[di
             "exchange (e and f, no straggler)"
         )
         found.append(claim(text, 0.0, over, "ms", at_least=False))
-    found += _checks(rows, by_key, rates)
+    found += _make_checks(rows, by_key, rates)
     return found
 
 
-def _checks(rows: Sequence[Mapping], by_key: Mapping, rates: Sequence[Mapping]) -> list[dict]:
+def _make_checks(
+    rows: Sequence[Mapping[str, Any]],
+    by_key: Mapping[tuple[str, str], Mapping[str, Any]],
+    rates: Sequence[Mapping[str, Any]],
+) -> list[Claim]:
     """That the benchmark measured what it says, and that staged computed what serial computed."""
     found = []
     off = max(abs(r["collision_percent"] - r["collisions"]) for r in rates)

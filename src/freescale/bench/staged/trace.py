@@ -24,7 +24,7 @@ from freescale.bench.common.drawing import (
     open_svg,
     save,
 )
-from freescale.bench.common.hosts import hosts
+from freescale.bench.common.hosts import open_hosts
 from freescale.bench.common.repository import find_commit
 from freescale.bench.common.workload import Workload
 from freescale.bench.serial.figure import COLOURS
@@ -149,7 +149,7 @@ def choose_typical(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
 def draw_trace() -> str:
     kept = read_committed("staged-hosts")["workloads"]["unique ids"]
     workload = replace(Workload(**kept | {"hidden": tuple(kept["hidden"])}), collisions=0.1)
-    with hosts(2) as network:
+    with open_hosts(2) as network:
         measured = network.run(measure, workload, [SERIAL, STAGED], 1, 14)[0]
     picked = {name: choose_typical(measured[name]["records"]) for name in (SERIAL, STAGED)}
     longest = max(records[2]["end"] - records[1]["begin"] for records in picked.values())

@@ -192,8 +192,8 @@ def bench_workload(to: Destination) -> None:
         for value in values:
             rows += measure_shape(sweep, value)
         print(f"shape over {sweep}: {time.perf_counter() - begin:.0f} s", flush=True)
-    for sweep, values in CATALOGUES.items():
-        rows += [expect_collisions(sweep, value) for value in values]
+    for sweep, sizes in CATALOGUES.items():
+        rows += [expect_collisions(sweep, size) for size in sizes]
         print(f"collisions over {sweep}: {time.perf_counter() - begin:.0f} s", flush=True)
     for ranks in (2, 4, 8, 16, 32):
         rows += draw_collisions(ranks)

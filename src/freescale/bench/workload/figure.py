@@ -31,7 +31,7 @@ def draw_shape(used: Results) -> str:
     )
 
 
-def _make_shape_axes(rows: Sequence[Mapping], sweep: str, below: str) -> Axes:
+def _make_shape_axes(rows: Sequence[Mapping[str, Any]], sweep: str, below: str) -> Axes:
     mine = [row for row in rows if row["sweep"] == sweep]
 
     def line(name: str, figure: str, arm: str, ink: str, predicted: bool) -> Line:
