@@ -445,7 +445,7 @@ def _broken_lane(transport):
     list(pipeline.run(batches))
 
 
-def _crash(current, coming):
+def _crash(current, following):
     raise RuntimeError("no masks today")
 
 
@@ -455,7 +455,8 @@ def test_errors_of_a_lane_are_raised_by_the_step():
 
 
 def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
-    """After c and before there is memory for the rows: e has begun, f must not wait for ever."""
+    """After stage 2 and before there is memory for the rows: stage 5 has begun, 6 must not wait for
+    ever."""
 
     def crash(*_):
         raise RuntimeError("no memory today")

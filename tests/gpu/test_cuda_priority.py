@@ -27,8 +27,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 STEPS = 30
 
 
-def no_collisions(current, coming):
-    return torch.zeros_like(current, dtype=torch.bool), torch.zeros_like(coming, dtype=torch.bool)
+def no_collisions(current, following):
+    return torch.zeros_like(current, dtype=torch.bool), torch.zeros_like(
+        following, dtype=torch.bool
+    )
 
 
 def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.float64, **options):

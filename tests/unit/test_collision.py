@@ -13,12 +13,12 @@ rows = st.lists(st.integers(0, 12), max_size=20)
 
 @settings(deadline=None, max_examples=200)
 @given(rows, rows)
-def test_masks(current, coming):
+def test_masks(current, following):
     shared, colliding = collision_masks(
-        torch.tensor(current, dtype=torch.int64), torch.tensor(coming, dtype=torch.int64)
+        torch.tensor(current, dtype=torch.int64), torch.tensor(following, dtype=torch.int64)
     )
-    assert shared.tolist() == [row in set(coming) for row in current]
-    assert colliding.tolist() == [row in set(current) for row in coming]
+    assert shared.tolist() == [row in set(following) for row in current]
+    assert colliding.tolist() == [row in set(current) for row in following]
 
 
 requests = st.lists(

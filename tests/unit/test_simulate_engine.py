@@ -263,7 +263,7 @@ class Ticking:
                     if busy[key]:  # two transfers of a rank have half of its network each
                         shared = sum(busy.get((rank, other), False) for other in ("main", "ahead"))
                         # what the host says is too small to count
-                        one[1] -= self.tick / (1 if lane == "coming" else shared)
+                        one[1] -= self.tick / (1 if lane == "input" else shared)
                     over = one[1] <= 0
                 else:
                     speed = 1.0
@@ -379,7 +379,7 @@ def test_a_tiny_run_against_ticks(schedule):
                     yield f"meet bring {number}", float(costs.rows(rows)[2][rank])  # noqa: B023
                 finished[rank] = number  # noqa: B023
 
-        def coming(rank: int) -> Thread:
+        def take_input(rank: int) -> Thread:
             for number in range(3):
                 yield "until", lambda: started[rank] >= number  # type: ignore[misc] # noqa: B023
                 yield (
@@ -393,7 +393,7 @@ def test_a_tiny_run_against_ticks(schedule):
             threads |= {
                 (rank, lane): made(rank)
                 for rank in range(4)
-                for lane, made in (("ahead", ahead), ("coming", coming))
+                for lane, made in (("ahead", ahead), ("input", take_input))
             }
         loop.run(threads)
         np.testing.assert_allclose(

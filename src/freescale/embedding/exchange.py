@@ -229,7 +229,7 @@ class Sharded:
         factor: float,
         clip: float | None,
     ) -> None:
-        received = self.send(request.gradient(), request.whole, transport).wait()
+        received = self.send(request.take_gradient(), request.whole, transport).wait()
         self.update(
             request, request.whole, received, transport, step=step, factor=factor, clip=clip
         )
@@ -300,7 +300,7 @@ class Replicated:
         factor: float,
         clip: float | None,
     ) -> None:
-        gradient = request.gradient()
+        gradient = request.take_gradient()
         # One message: gradients, and behind them the marks of the rows that were read.
         joined = torch.cat([gradient.view(-1), request.owned])
         summed = transport.all_reduce(joined, "gradients").wait()

@@ -102,10 +102,16 @@ class Request:
     # rows that it does not: their gradients can wait
     rest: list[Part] = field(default_factory=list)
 
-    def gradient(self) -> Tensor:
+    def take_gradient(self) -> Tensor:
         """Of the rows [u, width]. Gives the rows and their gradient away: their memory is the
         caller's."""
         assert self.rows is not None
         gradient = self.rows.grad if self.rows.grad is not None else torch.zeros_like(self.rows)
         self.rows = None
         return gradient
+
+
+def require(part: Part | None) -> Part:
+    """A part that `Sharded.compare` has set."""
+    assert part is not None, "the requests were not compared"
+    return part

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -16,6 +17,14 @@ from freescale.kernels.dispatch import optimizers_for
 from freescale.random import derive, key_of, normal
 
 _CHUNK_ROWS = 2048
+
+
+class UpdateOptions(TypedDict):
+    """How a step updates rows, whenever its gradients arrive."""
+
+    step: int  # that made the gradients, counted from 1
+    factor: float  # of the learning rate
+    clip: float | None  # largest norm of a row's gradient
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,16 @@ class Tables:
     def group(self, name: str) -> Sharded | Replicated:
         return self.groups[self._where[name][0]]
 
+    def sharded(self, requests: Sequence[Request]) -> list[tuple[Sharded, Request]]:
+        """The sharded groups, each with its request out of one per group."""
+        pairs = zip(self.groups, requests, strict=True)
+        return [(group, request) for group, request in pairs if isinstance(group, Sharded)]
+
+    def replicated(self, requests: Sequence[Request]) -> list[tuple[Replicated, Request]]:
+        """The replicated groups, each with its request out of one per group."""
+        pairs = zip(self.groups, requests, strict=True)
+        return [(group, request) for group, request in pairs if isinstance(group, Replicated)]
+
     # ---- every step
 
     def check(self, batch: SequenceBatch, *, strict: bool = True) -> None:

@@ -111,8 +111,8 @@ class Costs:
             + self.calibration.rows.constant
         )
 
-    def compare(self, now: Batch, coming: Batch) -> np.ndarray:
-        keys = now.demand.whole.owed + coming.demand.whole.owed
+    def compare(self, current: Batch, following: Batch) -> np.ndarray:
+        keys = current.demand.whole.owed + following.demand.whole.owed
         return self.calibration.rows.compare_per_key * keys + self.calibration.rows.constant
 
     def lookup(self, rows: Rows) -> np.ndarray:
@@ -160,9 +160,9 @@ class Costs:
         numbers = np.full(self.world, 16.0 * self.world)
         return [self._exchanged(numbers, numbers), self._to_owners(batch.demand.whole, _ID_BYTES)]
 
-    def marks(self, now: Batch, coming: Batch) -> Message:
+    def marks(self, current: Batch, following: Batch) -> Message:
         """A byte for each request of both batches, from the owners to the requesters."""
-        both = [now.demand.whole, coming.demand.whole]
+        both = [current.demand.whole, following.demand.whole]
         return self._exchanged(sum(rows.owed for rows in both), sum(rows.asked for rows in both))  # type: ignore[arg-type]
 
     def rows(self, rows: Rows, pieces: int = 1) -> Message:

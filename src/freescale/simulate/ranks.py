@@ -2,7 +2,7 @@
 meeting of all of them.
 
 Each rank has a main thread that computes, lanes that communicate beside it (`ahead`, `urgent`,
-`coming`; see pipeline/staged.py) and one way to the network. A collective begins when its last rank
+`input`; see pipeline/staged.py) and one way to the network. A collective begins when its last rank
 has arrived. What is recorded is what the ledger records.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-MAIN, AHEAD, URGENT, COMING = "main", "ahead", "urgent", "coming"
+MAIN, AHEAD, URGENT, INPUT = "main", "ahead", "urgent", "input"
 Times = np.ndarray  # [ranks] seconds
 
 
@@ -58,14 +58,14 @@ class Ranks:
         (network.Network.queue_ms)."""
         self.ranks, self.queue = ranks, queue
         self.now: dict[str, Times] = {
-            lane: np.zeros(ranks) for lane in (MAIN, AHEAD, URGENT, COMING)
+            lane: np.zeros(ranks) for lane in (MAIN, AHEAD, URGENT, INPUT)
         }
         self.step = Step(0, np.zeros(ranks), np.zeros(ranks))
         self._wire = np.zeros(ranks)  # busy until then with what is urgent or blocks
         self._beside: list[Beside] = []  # what the lanes do in this step
         self._bulk: list[tuple[Times, Times]] = []  # transfers of the lane `ahead` in this step
         # until the main thread waits for it
-        self._taken: dict[str, list[Meeting]] = {lane: [] for lane in (AHEAD, URGENT, COMING)}
+        self._taken: dict[str, list[Meeting]] = {lane: [] for lane in (AHEAD, URGENT, INPUT)}
 
     # ---- steps
 

@@ -25,7 +25,7 @@ from freescale.simulate.compute import Calibration, Load, Model
 from freescale.simulate.costs import Batch, Costs
 from freescale.simulate.network import TRANSPORTS, Network
 from freescale.simulate.ranks import Ranks, Step
-from freescale.simulate.schedules import SCHEDULES, Pipeline
+from freescale.simulate.schedules import SCHEDULES, SimulatedSchedule
 from freescale.simulate.workload import Demand, Rows, Source
 
 _STATE_BYTES = 4  # of a row: row-wise Adagrad
@@ -95,21 +95,24 @@ def simulate(
         None if planned else _Assigned(setting.balance, setting.adapt, cluster, source, steps)
     )
     batches = map(partial(_asked, setting), planned or assigned or ())
-    last: Batch | None = None
-    now = next(batches, None)
+    previous: Batch | None = None
+    current = next(batches, None)
     replicated = (
-        now is not None and placed(setting, cluster.model, source.items, now).kind == "replicated"
+        current is not None
+        and placed(setting, cluster.model, source.items, current).kind == "replicated"
     )
-    pipeline = Pipeline(ranks, costs, setting.schedule, setting.balance != "none", replicated)
+    schedule = SimulatedSchedule(
+        ranks, costs, setting.schedule, setting.balance != "none", replicated
+    )
     number = 0
-    while now is not None:
-        coming = next(batches, None)
-        step = pipeline.run(number, last, now, coming)
-        step.counters = _counters(now)
+    while current is not None:
+        following = next(batches, None)
+        step = schedule.run(number, previous, current, following)
+        step.counters = _counters(current)
         if assigned is not None:
             assigned.learn(step)
         yield step
-        last, now, number = now, coming, number + 1
+        previous, current, number = current, following, number + 1
 
 
 def placed(setting: Setting, model: Model, items: int, first: Batch) -> Placement:
