@@ -83,7 +83,7 @@ def curve(used: Results) -> str:
         used,
         note=(
             "Measured. Bars: 20th to 80th percentile. Charging counts and dense gradients to "
-            "staged, too: docs/priority.md."
+            "staged, too: docs/staged.md."
         ),
     )
 

@@ -25,7 +25,7 @@ from freescale.train.checkpoint import Checkpoints
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
 
-from test_priority import batch_of, build, colliding, share_of, state_of  # isort: skip
+from test_staged import batch_of, build, colliding, share_of, state_of  # isort: skip
 
 SCHEDULES = ("serial", "staged")
 

@@ -16,7 +16,7 @@ from freescale.embedding.collision import collision_masks
 from freescale.ledger.busy import own_waits
 from freescale.ledger.summary import Summary, merge_step
 
-from test_priority import batch_of, build, colliding, share_of  # isort: skip
+from test_staged import batch_of, build, colliding, share_of  # isort: skip
 
 HELD = 0.02  # seconds
 

@@ -97,7 +97,7 @@ sys.path[:0] = {path!r}
 os.environ["NCCL_HOSTID"] = "host" + os.environ["RANK"]
 os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 import freescale
-from test_cuda_priority import differences
+from test_cuda_staged import differences
 transport = freescale.connect(torch.device("cuda:0"))
 arms = ({{}}, {{"optimizer": "adam", "dtype": torch.float32}}, {{"balanced": True}}, {{"dense_sums": "partitioned"}})
 found = {{str(options): differences(transport, **options) for options in arms}}

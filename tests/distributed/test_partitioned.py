@@ -18,7 +18,7 @@ from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
 
-from test_priority import build, colliding, train  # isort: skip
+from test_staged import build, colliding, train  # isort: skip
 
 WIRES = ["process group", "shared memory", "gloo"]
 SIZES = (0, 1, 3, 17, 10_007, 300_000)
