@@ -466,7 +466,7 @@ def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
     monkeypatch.setattr(
         pipeline.urgent, "submit", lambda *job: jobs.append(submit(*job)) or jobs[-1]
     )
-    monkeypatch.setattr(exchange.Sharded, "place", crash)
+    monkeypatch.setattr(exchange.Sharded, "allocate_rows", crash)
     batches = [batch_of(ids, number) for number, ids in enumerate(colliding(0.3, steps=4))]
     with pytest.raises(RuntimeError, match="no memory today"):
         list(pipeline.run(batches))

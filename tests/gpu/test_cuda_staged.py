@@ -65,7 +65,7 @@ def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.
     state = {
         f"{name}/{part}": value
         for name in parallel.tables.specs
-        for part, value in parallel.tables.local(name).items()
+        for part, value in parallel.tables.get_local_state(name).items()
     }
     state |= dict(parallel.module.named_parameters())
     torch.use_deterministic_algorithms(False)

@@ -85,6 +85,6 @@ class Serial(Schedule):
     def _count_collisions(self, requests: list) -> None:
         if self.steps and self.steps % _COLLISIONS_EVERY == 0:
             with self.ledger.span("count collisions"):
-                asked, colliding = self.tables.collisions(requests)
+                asked, colliding = self.tables.count_collisions(requests)
             self.ledger.count("requests", asked)
             self.ledger.count("collisions", colliding)

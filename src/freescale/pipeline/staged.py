@@ -121,7 +121,7 @@ class Staged(Schedule):
         in_flight.unsettled = current
         # A rank that has left the loop takes part in no further collective.
         in_flight.wait_for_agreement(self.ledger)
-        for replicated, request in self.tables.replicated(current.requests):
+        for replicated, request in self.tables.pair_replicated(current.requests):
             replicated.apply(request, self.transport, **current.update)
         losses = self.buckets.reduce()
         norm = self._update_dense(factor)
@@ -169,24 +169,24 @@ class Staged(Schedule):
             return []
         gradients, previous.gradients = previous.gradients, []
         for (group, request), gradient in zip(self._sharded(previous), gradients, strict=True):
-            deferred = request.rest or [request.whole]
-            group.give(request, gradient, deferred, transport, **previous.update)
+            deferred = request.deferred or [request.whole]
+            group.push_gradients(request, gradient, deferred, transport, **previous.update)
         previous.requests = []  # done: several numbers for each row
         return gradients
 
     def _allocate_rows(self, following: StagedBatch, spent: list[Tensor]) -> None:
         """Between stages 3 and 4, lane `ahead`: memory for the rows, out of the spent gradients."""
         for group, request in self._sharded(following):
-            group.place(request, spent.pop(0) if spent else None)
+            group.allocate_rows(request, spent.pop(0) if spent else None)
             self.urgent.borrow(request.rows)
 
     def _pull_early_rows(self, following: StagedBatch) -> None:
         """Stage 4, lane `ahead`: the rows that do not collide."""
         for group, request in self._sharded(following):
-            group.bring(request, request.early, self.ahead.transport)
+            group.pull_rows(request, request.early, self.ahead.transport)
 
     def _sharded(self, batch: StagedBatch) -> list[tuple[Sharded, Request]]:
-        return self.tables.sharded(batch.requests)
+        return self.tables.pair_sharded(batch.requests)
 
     # ---- lane `urgent`: stages 5 and 6, on its thread and stream, over its channel
 
@@ -203,13 +203,13 @@ class Staged(Schedule):
         """Stage 5, lane `urgent`: gradients of the rows that the following batch reads too."""
         pairs = zip(self._sharded(current), current.gradients, strict=True)
         for (group, request), gradient in pairs:
-            shared = [require(request.shared)]
-            group.give(request, gradient, shared, self.urgent.transport, **current.update)
+            urgent = [require(request.urgent)]
+            group.push_gradients(request, gradient, urgent, self.urgent.transport, **current.update)
 
     def _pull_late_rows(self, following: StagedBatch) -> None:
         """Stage 6, lane `urgent`: the rows that collide, after their update."""
         for group, request in self._sharded(following):
-            group.bring(request, [require(request.late)], self.urgent.transport)
+            group.pull_rows(request, [require(request.late)], self.urgent.transport)
 
     # ---- lane `input`, as the main thread uses it
 
@@ -269,7 +269,7 @@ class Staged(Schedule):
             request.rows.requires_grad_(True)
             self.ledger.count("requests", request.owned.numel())
             self.ledger.count("collisions", sum(require(request.late).receive))
-        for replicated, request in self.tables.replicated(current.requests):
+        for replicated, request in self.tables.pair_replicated(current.requests):
             replicated.fetch(request, self.transport, train=True)
         self.tables.open(current.requests)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from freescale.embedding.collision import pieces_for
+from freescale.embedding.collision import count_pieces
 from freescale.pipeline.dense.buckets import largest_bucket
 from freescale.simulate.compute import Calibration, Load, Model
 from freescale.simulate.network import Network
@@ -138,7 +138,7 @@ class Costs:
 
     def pieces(self, batch: Batch) -> int:
         ranks = len(batch.demand.whole.asked)
-        return pieces_for(
+        return count_pieces(
             int(batch.demand.whole.asked.mean() * self.model.row_bytes), self._device, ranks
         )
 

@@ -187,7 +187,7 @@ class SimulatedSchedule:
 
     def _push_gradients(self, batch: Batch, lane: str) -> None:
         """Stage 3 or 5: gradients of the batch to their owners, who update the rows."""
-        part = batch.demand.rest if lane == AHEAD else batch.demand.shared
+        part = batch.demand.deferred if lane == AHEAD else batch.demand.urgent
         pieces = self.costs.pieces(batch) if lane == AHEAD else 1
         self._exchange("gradients", self.costs.gradients(part, pieces), lane)
         self.ranks.work("update rows", self.costs.update(part), lane, 1 / pieces)

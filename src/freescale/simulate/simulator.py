@@ -20,7 +20,7 @@ from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.registry import find_partitioner
 from freescale.balance.problem import Assignment
 from freescale.embedding.layout import TableSpec
-from freescale.embedding.placement import CHOICES, Placement, choose
+from freescale.embedding.placement import CHOICES, Placement, choose_placement
 from freescale.simulate.compute import Calibration, Load, Model
 from freescale.simulate.costs import Batch, Costs
 from freescale.simulate.network import TRANSPORTS, Network
@@ -120,7 +120,7 @@ def placed(setting: Setting, model: Model, items: int, first: Batch) -> Placemen
     if setting.placement != "auto":
         return Placement(setting.placement, "as asked")
     spec = TableSpec("item", items, model.width, torch.float32, ())
-    return choose(spec, _STATE_BYTES, float(first.demand.whole.asked.mean()))
+    return choose_placement(spec, _STATE_BYTES, float(first.demand.whole.asked.mean()))
 
 
 def plan(balance: str, cluster: Cluster, source: Source, steps: int) -> list[Batch]:
@@ -137,7 +137,7 @@ def _asked(setting: Setting, batch: Batch) -> Batch:
         nothing = Rows(np.zeros_like(demand.whole.asked), np.zeros_like(demand.whole.asked))
         demand = Demand(demand.whole, nothing, nothing)
     if not setting.deduplicate:
-        demand = Demand(Rows.spread(batch.load.tokens), demand.late, demand.shared)
+        demand = Demand(Rows.spread(batch.load.tokens), demand.late, demand.urgent)
     return replace(batch, demand=demand)
 
 
