@@ -38,7 +38,7 @@ from freescale.pipeline.in_flight import IncomingBatch, InFlight, StagedBatch
 from freescale.pipeline.lane import Lane
 from freescale.pipeline.next_batch import BatchPreparation
 from freescale.pipeline.schedule import Schedule, StepResult
-from freescale.pipeline.source import Source
+from freescale.pipeline.source import BatchSource
 from freescale.transport.api import Transport
 
 
@@ -61,7 +61,7 @@ class Staged(Schedule):
 
     # ---- the main thread
 
-    def _run(self, source: Source) -> Iterator[StepResult]:
+    def _run(self, source: BatchSource) -> Iterator[StepResult]:
         self.flush()
         self._in_flight = InFlight()
         for lane in self.lanes:
@@ -95,7 +95,7 @@ class Staged(Schedule):
             raise self._failure
 
     def _step(
-        self, current: StagedBatch, following: StagedBatch | None, source: Source
+        self, current: StagedBatch, following: StagedBatch | None, source: BatchSource
     ) -> tuple[StepResult, StagedBatch | None]:
         """Returns the result of `current`, and the batch after `following`."""
         in_flight = self._in_flight
@@ -213,13 +213,13 @@ class Staged(Schedule):
 
     # ---- lane `input`, as the main thread uses it
 
-    def _prepare_next(self, source: Source, *, ahead: bool) -> BatchPreparation:
+    def _prepare_next(self, source: BatchSource, *, ahead: bool) -> BatchPreparation:
         # Read here and not in the lane: the same step on every rank.
         computed = self.stopwatch.last()
         newest, transport = self._in_flight.newest, self.input.transport
-        return self._upcoming(source, newest, transport, lambda: computed, ahead)
+        return self._prepare_batch(source, newest, transport, lambda: computed, ahead)
 
-    def _begin_input(self, source: Source) -> None:
+    def _begin_input(self, source: BatchSource) -> None:
         """Lane `input` begins to prepare the next batch."""
         preparation = self._in_flight.newest = self._prepare_next(source, ahead=True)
         with torch.cuda.stream(self._copies):  # the job must not wait for the compute
@@ -235,7 +235,7 @@ class Staged(Schedule):
         self._check_agreed(agreement)
         return batch
 
-    def _announce_leaving(self, source: Source) -> None:
+    def _announce_leaving(self, source: BatchSource) -> None:
         """Tells the other ranks that this one has left the loop."""
         if self.transport.world == 1 or sys.is_finalizing():
             return
