@@ -13,7 +13,7 @@ from freescale.simulate.compute import Calibration, Curve, Model, RowWork, Shape
 from freescale.simulate.costs import Costs
 from freescale.simulate.network import Link, Network
 from freescale.simulate.output import collected, records
-from freescale.simulate.ranks import Beside, slowed
+from freescale.simulate.ranks import Beside, slow_down
 from freescale.simulate.schedules import SCHEDULES
 from freescale.simulate.simulator import Cluster, Setting, plan, simulate
 from freescale.simulate.workload import Generated
@@ -235,7 +235,7 @@ def test_compute_is_slowed_by_what_is_beside_it():
             left -= tick * (active[0] if active else 1.0)
             now += tick
         ends.append(now)
-    np.testing.assert_allclose(slowed(begin, seconds, beside), ends, atol=1e-3)
+    np.testing.assert_allclose(slow_down(begin, seconds, beside), ends, atol=1e-3)
 
 
 Thread = Iterator[tuple[str, float]]

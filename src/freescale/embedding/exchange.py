@@ -1,4 +1,4 @@
-"""The exchange of one group of tables: rows that a batch reads travel to its ranks, gradients back to
+"""The exchange of one group of tables: rows travel to the ranks that read them, gradients back to
 the owners.
 
     request           deduplicate ids, AllToAll split sizes and ids                    (kind: ids)

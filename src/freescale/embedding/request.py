@@ -13,7 +13,7 @@ from freescale.embedding.layout import TableSpec, find_feature_ids
 
 # A batch's ids of one group: (table index within the group, the batch's own tensor of ids).
 GroupIds = Sequence[tuple[int, Tensor]]
-# gradients [n, width] of requested rows -> (unique local rows [u], their summed gradients [u, width])
+# gradients [n, width] of served rows -> (unique local rows [u], their summed gradients [u, width])
 SumGradients = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 

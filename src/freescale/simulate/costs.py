@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from freescale.embedding.collision import count_pieces
-from freescale.pipeline.dense.buckets import largest_bucket
+from freescale.pipeline.dense.buckets import compute_bucket_limit
 from freescale.simulate.compute import Calibration, Load, Model
 from freescale.simulate.network import Network
 from freescale.simulate.workload import Demand, Rows
@@ -188,7 +188,7 @@ class Costs:
     def dense(self) -> list[Message]:
         """The losses, then the gradients in buckets: an AllReduce each."""
         size = 4.0 * self.model.parameters
-        buckets = max(1, int(-(-size // largest_bucket(int(size)))))
+        buckets = max(1, int(-(-size // compute_bucket_limit(int(size)))))
         return [self._reduced(0.0), *(self._reduced(size / buckets) for _ in range(buckets))]
 
     def _reduced(self, size: float) -> Message:
