@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.checkpoints import older
 from helpers.ranks import run_ranks
 from helpers.toys import Clicks, clicks_batch, rank_slice
+from helpers.training import snapshot
 from torch import nn
 
 import freescale
@@ -19,9 +21,6 @@ from freescale.data.synthetic import generate
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.trainer import Trainer
 from freescale.transport.local import LocalTransport
-
-from test_checkpoint import older  # isort: skip
-from test_serial import snapshot  # isort: skip
 
 OPTIMIZERS = {
     "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),

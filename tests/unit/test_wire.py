@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.histories import made, plain, samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_batch import made, plain, samples
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.batch_codec import empty_batch, pack, schema_of, unpack
