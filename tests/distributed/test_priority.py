@@ -113,7 +113,12 @@ def _all_optimizers(transport, shares):
 
 @pytest.mark.parametrize(
     ("world", "shares"),
-    [(1, (0, 0.12, 0.5, 1)), (2, (0, 0.12, 0.5, 1)), (3, (0, 0.5)), (4, (0.12, 1))],
+    [
+        pytest.param(1, (0, 0.12, 0.5, 1), id="1 rank"),
+        pytest.param(2, (0, 0.12, 0.5, 1), id="2 ranks"),
+        pytest.param(3, (0, 0.5), id="3 ranks"),
+        pytest.param(4, (0.12, 1), id="4 ranks"),
+    ],
 )
 def test_bit_equal_to_serial(world, shares):
     """Four row optimizers at a large learning rate; 0, 12, 50 and 100 % collisions; rows that skip

@@ -71,6 +71,7 @@ def train(device, placement, optimizer, steps=4):
         freescale.RowWiseAdagrad(lr=0.1),
         freescale.Adam(lr=0.1),
     ],
+    ids=lambda optimizer: type(optimizer).__name__,
 )
 def test_training_equals_the_cpu(placement, optimizer):
     expected, actual = train("cpu", placement, optimizer), train("cuda", placement, optimizer)

@@ -82,7 +82,13 @@ class TestNeighbours:
         assert all(torch.equal(plain[n], saving[n]) for n in plain)
 
     @pytest.mark.parametrize(
-        "lengths, counts", [([], []), ([0], [0]), ([0, 0], [2, 0]), ([0, 3], [0, 0])]
+        "lengths, counts",
+        [
+            pytest.param([], [], id="no samples"),
+            pytest.param([0], [0], id="one empty sample"),
+            pytest.param([0, 0], [2, 0], id="candidates alone"),
+            pytest.param([0, 3], [0, 0], id="no candidates"),
+        ],
     )
     def test_nothing_to_do(self, kind, lengths, counts):
         found = losses_and_gradients(model_of(kind), batch_of(lengths, counts))
