@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import batches, build, older
+from helpers.checkpoints import batches, build, rewrite_as_format_1
 from helpers.ranks import gather_ranks, run_ranks
 from helpers.toys import clicks_batch
 from helpers.training import assert_close, snapshot
@@ -199,7 +199,7 @@ def test_pickled_code_is_not_executed(tmp_path):
     save_after(LocalTransport(), str(tmp_path / "run"), 1)
     path = tmp_path / "run" / "step-00000001"
     (path / ".metadata").write_bytes(pickle.dumps(_Evil(str(tmp_path / "owned"))))
-    older(path)  # who changes files on purpose has checksums that fit, or none
+    rewrite_as_format_1(path)  # who changes files on purpose has checksums that fit, or none
     parallel, dense, _ = build(LocalTransport())
     with pytest.raises(ValueError, match=r"holds posix.mkdir, .* refused"):
         Checkpoints(tmp_path / "run", LocalTransport()).load(path, parallel, dense)

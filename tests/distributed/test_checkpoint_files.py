@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import batches, build, older
+from helpers.checkpoints import batches, build, rewrite_as_format_1
 from helpers.ranks import run_ranks
 from helpers.toys import clicks_batch
 from helpers.training import snapshot
@@ -245,7 +245,7 @@ def test_the_one_before_is_taken_with_a_warning(tmp_path):
 
 def test_a_checkpoint_without_checksums_loads(tmp_path):
     parallel, _, checkpoints = trained(tmp_path, 2)
-    older(checkpoints.path(2))
+    rewrite_as_format_1(checkpoints.path(2))
     fresh, dense, _ = build(LocalTransport())
     assert checkpoints.load(checkpoints.last_intact(), fresh, dense)["step"] == 2
     expected, actual = snapshot(parallel), snapshot(fresh)

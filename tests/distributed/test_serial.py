@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.ranks import gather_ranks, run_ranks
 from helpers.toys import Clicks, clicks_batch, rank_slice
-from helpers.training import assert_close, build, snapshot, whole_tables
+from helpers.training import assert_close, build, gather_tables, snapshot
 
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.transport.local import LocalTransport
@@ -178,4 +178,4 @@ def test_initial_tables_do_not_depend_on_ranks():
 def _initial(transport):
     parallel, _ = build(transport)
     parallel.tables.place()
-    return whole_tables(parallel)
+    return gather_tables(parallel)

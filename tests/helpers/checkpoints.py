@@ -32,7 +32,7 @@ def batches(transport, first, last):
     ]
 
 
-def older(path):
+def rewrite_as_format_1(path):
     """As it was written before there were checksums."""
     state = json.loads((path / "state.json").read_text())
     known = ("dense", "tables", "placement", "optimizer", "progress", "ranks", "device", "carried")

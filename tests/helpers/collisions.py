@@ -15,7 +15,7 @@ from freescale.embedding import collision
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.transport.process_group import ProcessGroupTransport
 from helpers.toys import Clicks
-from helpers.training import whole_tables
+from helpers.training import gather_tables
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -105,7 +105,7 @@ def bits(tensor):
 
 
 def state_of(parallel):
-    whole = whole_tables(parallel) | dict(parallel.module.named_parameters())
+    whole = gather_tables(parallel) | dict(parallel.module.named_parameters())
     return {name: bits(value) for name, value in whole.items()}
 
 

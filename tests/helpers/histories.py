@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from freescale.batch import Jagged, Nested, SequenceBatch
 
 
-def made(samples: list[dict]) -> SequenceBatch:
+def build_batch(samples: list[dict]) -> SequenceBatch:
     """A batch from a list of plain samples."""
     ints = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
     histories = [s["history"] for s in samples]
@@ -40,8 +40,8 @@ def made(samples: list[dict]) -> SequenceBatch:
     )
 
 
-def plain(batch: SequenceBatch) -> list[dict]:
-    """The inverse of `made`, by loops."""
+def list_samples(batch: SequenceBatch) -> list[dict]:
+    """The inverse of `build_batch`, by loops."""
     samples, history, outer, inner = [], 0, 0, 0
     nested = batch.candidates["candidates"]
     for i in range(len(batch)):

@@ -26,7 +26,7 @@ def build(
     return parallel, freescale.Pipeline(parallel, dense, schedule=schedule, **options)
 
 
-def whole_tables(parallel):
+def gather_tables(parallel):
     """Every table and its row-optimizer state in the order of ids, on every rank."""
     tables = parallel.tables
     result = {}
@@ -46,7 +46,7 @@ def whole_tables(parallel):
 
 
 def snapshot(parallel):
-    return whole_tables(parallel) | {
+    return gather_tables(parallel) | {
         n: p.detach().clone() for n, p in parallel.module.named_parameters()
     }
 

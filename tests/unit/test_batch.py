@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.histories import made, plain, samples
+from helpers.histories import build_batch, list_samples, samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,8 +15,8 @@ from freescale.batch import Jagged, SequenceBatch
 @given(samples, st.data())
 def test_select(items, data):
     index = data.draw(st.lists(st.integers(0, len(items) - 1), max_size=9)) if items else []
-    chosen = made(items).select(torch.tensor(index, dtype=torch.int64))
-    assert plain(chosen) == [items[i] for i in index]
+    chosen = build_batch(items).select(torch.tensor(index, dtype=torch.int64))
+    assert list_samples(chosen) == [items[i] for i in index]
     assert chosen.number == 7
 
 
@@ -25,9 +25,9 @@ def test_select(items, data):
 def test_split_and_concat(items, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(items)), max_size=3)))
     edges = [0, *cuts, len(items)]
-    parts = made(items).split([b - a for a, b in zip(edges, edges[1:])])
-    assert [plain(part) for part in parts] == [items[a:b] for a, b in zip(edges, edges[1:])]
-    assert plain(SequenceBatch.concat(parts)) == items
+    parts = build_batch(items).split([b - a for a, b in zip(edges, edges[1:])])
+    assert [list_samples(part) for part in parts] == [items[a:b] for a, b in zip(edges, edges[1:])]
+    assert list_samples(SequenceBatch.concat(parts)) == items
 
 
 def test_what_does_not_fit_is_refused():
@@ -42,14 +42,14 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="no feature 'x'; it has h"):
         SequenceBatch(sequences={"h": Jagged(torch.zeros(2), torch.tensor([2]))}).values("x")
     with pytest.raises(ValueError, match="split sizes"):
-        made([]).split([1])
+        build_batch([]).split([1])
     with pytest.raises(ValueError, match="differ in their features"):
-        SequenceBatch.concat([made([]), SequenceBatch(dense={"a": torch.zeros(0)})])
+        SequenceBatch.concat([build_batch([]), SequenceBatch(dense={"a": torch.zeros(0)})])
 
 
 def test_features_that_moved_remember_the_host():
     """On the meta device nothing can be read: sizes must come from where the batch was."""
-    batch = made(
+    batch = build_batch(
         [
             {"history": [1, 2], "candidates": [[1], []], "label": 1, "key": 1},
             {"history": [], "candidates": [[2, 3]], "label": 0, "key": 2},
