@@ -349,17 +349,43 @@ class RunConfig:
             return self.train.placement
         return dict(part.split("=", 1) for part in self.train.placement.replace(" ", "").split(","))
 
+    @staticmethod
+    def from_settings(given: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:
+        """A configuration from settings by their names, wherever they belong.
+
+        Args:
+            given: values by name, as of `freescale train`: {"data": "histories.parquet",
+                "steps": 100}. None stands for a setting that was not given.
+            base: supplies the settings that were not given; without it their defaults do.
+
+        Raises:
+            ValueError: if a name is no setting, or a value is out of its limits.
+        """
+        known = {entry.name for kind in _PARTS.values() for entry in fields(kind)}
+        if unknown := sorted(set(given) - known):
+            raise ValueError(f"unknown settings: {', '.join(unknown)}")
+        parts: dict[str, Any] = {}
+        for part, kind in _PARTS.items():
+            names = [entry.name for entry in fields(kind)]
+            values = {name: getattr(getattr(base, part), name) for name in names} if base else {}
+            values |= {name: given[name] for name in names if given.get(name) is not None}
+            parts[part] = kind(**values)
+        return RunConfig(**parts)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> RunConfig:
-        raw: Mapping[str, Mapping] = json.loads(text)
-        parts = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
-        for part, kind in parts.items():
+        """The configuration of a `config.json`. ValueError names settings that do not exist."""
+        raw: Mapping[str, Mapping[str, Any]] = json.loads(text)
+        for part, kind in _PARTS.items():
             unknown = set(raw.get(part, {})) - {entry.name for entry in fields(kind)}
             if unknown:
                 raise ValueError(
                     f"config.json has unknown settings in {part!r}: {', '.join(sorted(unknown))}"
                 )
-        return RunConfig(**{part: kind(**raw.get(part, {})) for part, kind in parts.items()})  # type: ignore[arg-type]
+        return RunConfig(**{part: kind(**raw.get(part, {})) for part, kind in _PARTS.items()})
+
+
+_PARTS: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}

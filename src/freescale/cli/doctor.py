@@ -1,4 +1,4 @@
-"""What this machine has and what would run on it."""
+"""The command doctor: what this machine has and what would run on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,26 @@ import os
 import platform
 import sys
 
+import click
+
+from freescale.cli.errors import exit_cleanly
 from freescale.transport.choice import choose, rdma_devices, ucx_installed
+
+Row = tuple[str, str, str]  # what, found, what follows
+
+
+@click.command()
+@exit_cleanly
+def doctor() -> None:
+    """Show what this machine has (torch, devices, backends, RDMA, UCX, Triton) and what would
+    run."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("what", "found", "what follows")
+    for row in examine():
+        table.add_row(*row)
+    Console().print(table)
 
 
 def _package(name: str) -> str | None:
@@ -17,12 +36,12 @@ def _package(name: str) -> str | None:
         return None
 
 
-def examine() -> list[tuple[str, str, str]]:
+def examine() -> list[Row]:
     """Rows of (what, found, what follows)."""
     import torch
     import torch.distributed as dist
 
-    rows: list[tuple[str, str, str]] = []
+    rows: list[Row] = []
     supported = sys.version_info[:2] >= (3, 11)
     rows.append(
         ("python", platform.python_version(), "ok" if supported else ("3.11 or newer is needed"))
@@ -83,7 +102,7 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _gpus(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
+def _gpus(torch) -> list[Row]:  # type: ignore[no-untyped-def]
     if not torch.cuda.is_available():
         reason = (
             "this build of torch has no CUDA"
@@ -114,7 +133,7 @@ def _triton() -> str | None:
     return (_package("triton") or "yes") if has_triton() else None
 
 
-def _kernels(gpu: bool, triton: str | None) -> tuple[str, str, str]:
+def _kernels(gpu: bool, triton: str | None) -> Row:
     """What `kernels.dispatch` chooses on a machine with or without a GPU and Triton."""
     from freescale.kernels.triton.attention import WIDTHS
 
@@ -134,7 +153,7 @@ def _kernels(gpu: bool, triton: str | None) -> tuple[str, str, str]:
     )
 
 
-def _rdma() -> tuple[str, str, str]:
+def _rdma() -> Row:
     if devices := rdma_devices():
         return (
             "rdma",
@@ -144,7 +163,7 @@ def _rdma() -> tuple[str, str, str]:
     return ("rdma", "no", "no device under /sys/class/infiniband: traffic goes over TCP")
 
 
-def _ucx() -> tuple[str, str, str]:
+def _ucx() -> Row:
     names = ("ucxx-cu13", "ucxx-cu12", "ucxx")
     found = next((f"{name} {_package(name)}" for name in names if _package(name)), None)
     if found and ucx_installed():
@@ -152,7 +171,7 @@ def _ucx() -> tuple[str, str, str]:
     return ("ucx", "no", "needed for --transport hostwire-ucx: pip install 'freescale[ucx]'")
 
 
-def _shared_memory(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-def]
+def _shared_memory(torch) -> Row:  # type: ignore[no-untyped-def]
     """Tries what hostwire needs between ranks of one machine."""
     from freescale.transport.hostwire.pinned import Pinned, shared_file
 
@@ -173,7 +192,7 @@ def _shared_memory(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-de
     )
 
 
-def _engine() -> tuple[str, str, str]:
+def _engine() -> Row:
     """Tries to compile it."""
     from freescale.transport.hostwire.calls import lacking
 
@@ -193,7 +212,7 @@ def _engine() -> tuple[str, str, str]:
     )
 
 
-def _transports(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
+def _transports(torch) -> list[Row]:  # type: ignore[no-untyped-def]
     from freescale.transport.hostwire.calls import lacking
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -206,7 +225,7 @@ def _transports(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped
     return rows
 
 
-def _descriptors(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-def]
+def _descriptors(torch) -> Row:  # type: ignore[no-untyped-def]
     from freescale.transport.descriptors import fitting, hard_limit, per_rank
 
     limit, device = hard_limit(), "cuda" if torch.cuda.is_available() else "cpu"

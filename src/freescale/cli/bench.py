@@ -1,5 +1,4 @@
-"""The commands `bench` and `report`: what was measured, and where the time went. Heavy imports
-happen inside the commands."""
+"""The command bench and its benchmarks."""
 
 from __future__ import annotations
 
@@ -7,41 +6,7 @@ from pathlib import Path
 
 import click
 
-from freescale.cli.errors import guarded
-
-
-@click.command()
-@click.argument(
-    "runs", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="RUN [RUN ...]"
-)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default="report.html",
-    show_default=True,
-    help="file to write",
-)
-@click.option("--open", "show", is_flag=True, help="show it in the browser")
-def report(runs: tuple[Path, ...], out: Path, show: bool) -> None:
-    """Write one HTML page that shows where the time of a run went, or of several beside each
-    other."""
-
-    def action() -> None:
-        from freescale.report.page import page
-        from freescale.report.runs import read_runs
-
-        if not out.absolute().parent.is_dir():
-            raise ValueError(f"there is no folder {out.absolute().parent} to write {out.name} into")
-        if out.is_dir():
-            raise ValueError(f"--out {out} is a folder: name a file")
-        out.write_text(page(read_runs(list(runs))), encoding="utf-8")
-        click.echo(f"{out}: {out.stat().st_size / 1024:,.0f} KiB")
-        if show:
-            import webbrowser
-
-            webbrowser.open(out.absolute().as_uri())
-
-    guarded(action)
+from freescale.cli.errors import exit_cleanly
 
 
 @click.group()
@@ -54,37 +19,34 @@ def bench() -> None:
 @click.option(
     "--skip-done",
     is_flag=True,
-    help=("leave out what this commit has measured on this machine: to go on after an end"),
+    help="leave out what this commit has measured on this machine: to go on after an end",
 )
 @click.option(
     "--list",
     "listed",
     is_flag=True,
-    help=("show what there is, and what would run here; run nothing"),
+    help="show what there is, and what would run here; run nothing",
 )
 @click.option(
     "--file",
     type=click.Path(exists=True, dir_okay=False),
-    help=("Parquet for those on real histories"),
+    help="Parquet for those on real histories",
 )
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help=("for the results  [default: benchmarks/results]"),
+    help="for the results  [default: benchmarks/results]",
 )
-def every(
+@exit_cleanly
+def run_all(
     only: tuple[str, ...], skip_done: bool, listed: bool, file: str | None, folder: Path | None
-) -> None:
+) -> int:
     """Every benchmark of the repository that can run on this machine, one after another; what it
     leaves out, and why."""
+    from freescale.bench.all import bench_all
+    from freescale.bench.repository import repository
 
-    def action() -> int:
-        from freescale.bench.all import bench_all
-        from freescale.bench.repository import repository
-
-        return bench_all(repository(), only, skip_done, listed, file, folder)
-
-    guarded(action)
+    return bench_all(repository(), only, skip_done, listed, file, folder)
 
 
 @bench.command()
@@ -108,16 +70,13 @@ def every(
     show_default=True,
     help="JSON file to write",
 )
+@exit_cleanly
 def kernels(device: str, only: tuple[str, ...], output: Path) -> None:
     """Time, rate, share of the measured ceiling and speed-up over plain torch of each Triton
     kernel."""
+    from freescale.bench.kernels import bench_kernels
 
-    def action() -> None:
-        from freescale.bench.kernels import bench_kernels
-
-        bench_kernels(device, only, output)
-
-    guarded(action)
+    bench_kernels(device, only, output)
 
 
 @bench.command()
@@ -139,7 +98,7 @@ def kernels(device: str, only: tuple[str, ...], output: Path) -> None:
 @click.option(
     "--short",
     is_flag=True,
-    help=("serial against the full system, without TorchRec; keeps no results"),
+    help="serial against the full system, without TorchRec; keeps no results",
 )
 @click.option(
     "--device",
@@ -151,25 +110,22 @@ def kernels(device: str, only: tuple[str, ...], output: Path) -> None:
 @click.option(
     "--nproc", type=click.IntRange(min=2), default=4, show_default=True, help="ranks on a GPU"
 )
+@exit_cleanly
 def ladder(
     workload: str, file: str | None, repetitions: int, short: bool, device: str, nproc: int
-) -> None:
+) -> int:
     """TorchRec, then FreeScale with one technique more on each rung, on the same model and data:
     samples/s, waits, memory, loss."""
+    from freescale.bench.ladder import run_gpu_ladder, run_ladder
 
-    def action() -> None:
-        from freescale.bench.ladder import run_gpu_ladder, run_ladder
-
-        if device == "cuda":
-            if file or short or workload != "paper":
-                raise ValueError("on a GPU the ladder has the workload `paper` only")
-            raise SystemExit(run_gpu_ladder(nproc))
-        arguments = ["--workload", workload, "--repetitions", str(repetitions)]
-        arguments += ["--file", file] if file else []
-        if status := run_ladder([*arguments, "--short"] if short else arguments, peer=not short):
-            raise SystemExit(status)
-
-    guarded(action)
+    if device == "cuda":
+        if file or short or workload != "paper":
+            raise ValueError("on a GPU the ladder has the workload `paper` only")
+        return run_gpu_ladder(nproc)
+    arguments = ["--workload", workload, "--repetitions", str(repetitions)]
+    arguments += ["--file", file] if file else []
+    arguments += ["--short"] if short else []
+    return run_ladder(arguments, peer=not short)
 
 
 @bench.command()
@@ -200,13 +156,10 @@ def ladder(
     show_default=True,
     help="JSON file to write",
 )
-def overlap(nproc: int, device: str, only: tuple[str, ...], output: Path) -> None:
+@exit_cleanly
+def overlap(nproc: int, device: str, only: tuple[str, ...], output: Path) -> int:
     """What communication costs the compute beside it: NCCL's AllToAll, hostwire's, and how fast
     each is by itself."""
+    from freescale.bench.overlap import bench_overlap
 
-    def action() -> int:
-        from freescale.bench.overlap import bench_overlap
-
-        return bench_overlap(nproc, device, only, output)
-
-    guarded(action)
+    return bench_overlap(nproc, device, only, output)
