@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 
 from freescale.cli.errors import exit_cleanly
+from freescale.cli.layout import CommandGroup
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def bench() -> None:
-    """Measure what this machine does."""
+    """Run the benchmarks on this machine."""
 
 
 @bench.command("all")
@@ -41,8 +42,8 @@ def bench() -> None:
 def run_all(
     only: tuple[str, ...], skip_done: bool, listed: bool, file: str | None, folder: Path | None
 ) -> int:
-    """Every benchmark of the repository that can run on this machine, one after another; what it
-    leaves out, and why."""
+    """Run every benchmark of the repository that this machine allows, and say which it leaves out
+    and why."""
     from freescale.bench.all import bench_all
     from freescale.bench.repository import repository
 
@@ -72,8 +73,8 @@ def run_all(
 )
 @exit_cleanly
 def kernels(device: str, only: tuple[str, ...], output: Path) -> None:
-    """Time, rate, share of the measured ceiling and speed-up over plain torch of each Triton
-    kernel."""
+    """Measure each Triton kernel: time, rate, share of the measured ceiling, speed-up over plain
+    torch."""
     from freescale.bench.kernels import bench_kernels
 
     bench_kernels(device, only, output)
@@ -114,8 +115,10 @@ def kernels(device: str, only: tuple[str, ...], output: Path) -> None:
 def ladder(
     workload: str, file: str | None, repetitions: int, short: bool, device: str, nproc: int
 ) -> int:
-    """TorchRec, then FreeScale with one technique more on each rung, on the same model and data:
-    samples/s, waits, memory, loss."""
+    """Compare TorchRec with FreeScale, one technique more on each rung, on the same model and data.
+
+    Shows samples/s, waits, memory and loss of each.
+    """
     from freescale.bench.ladder import run_gpu_ladder, run_ladder
 
     if device == "cuda":
@@ -158,8 +161,8 @@ def ladder(
 )
 @exit_cleanly
 def overlap(nproc: int, device: str, only: tuple[str, ...], output: Path) -> int:
-    """What communication costs the compute beside it: NCCL's AllToAll, hostwire's, and how fast
-    each is by itself."""
+    """Measure how much NCCL's and hostwire's AllToAll slow down the compute beside them, and how
+    fast each is alone."""
     from freescale.bench.overlap import bench_overlap
 
     return bench_overlap(nproc, device, only, output)

@@ -19,7 +19,7 @@ from freescale.config import GenerateConfig
 @add_settings(GenerateConfig)
 @exit_cleanly
 def generate(path: Path, **given: Any) -> None:
-    """Write production-like histories: heavy-tailed lengths, popular items, a chosen collision
+    """Generate production-like histories: heavy-tailed lengths, popular items, a chosen collision
     rate."""
     from freescale.data import synthetic
 

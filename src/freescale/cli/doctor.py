@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import platform
 import sys
+from typing import Any
 
 import click
 
@@ -18,8 +17,8 @@ Row = tuple[str, str, str]  # what, found, what follows
 @click.command()
 @exit_cleanly
 def doctor() -> None:
-    """Show what this machine has (torch, devices, backends, RDMA, UCX, Triton) and what would
-    run."""
+    """Show what this machine has (torch, devices, backends, RDMA, UCX, Triton) and what would run
+    on it."""
     from rich.console import Console
     from rich.table import Table
 
@@ -29,15 +28,19 @@ def doctor() -> None:
     Console().print(table)
 
 
-def _package(name: str) -> str | None:
+def _find_version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+        return version(package)
+    except PackageNotFoundError:
         return None
 
 
 def examine() -> list[Row]:
-    """Rows of (what, found, what follows)."""
+    """Tries everything that a run may use; one row for each."""
+    import platform
+
     import torch
     import torch.distributed as dist
 
@@ -78,7 +81,7 @@ def examine() -> list[Row]:
         ("safetensors", "freescale export"),
         ("tensorboard", "--tensorboard"),
     ):
-        found = _package(name)
+        found = _find_version(name)
         rows.append(
             (
                 name,
@@ -102,7 +105,7 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _gpus(torch) -> list[Row]:  # type: ignore[no-untyped-def]
+def _gpus(torch: Any) -> list[Row]:
     if not torch.cuda.is_available():
         reason = (
             "this build of torch has no CUDA"
@@ -130,7 +133,7 @@ def _triton() -> str | None:
     """Its version; None where the kernels would not find it."""
     from freescale.kernels.dispatch import has_triton
 
-    return (_package("triton") or "yes") if has_triton() else None
+    return (_find_version("triton") or "yes") if has_triton() else None
 
 
 def _kernels(gpu: bool, triton: str | None) -> Row:
@@ -165,13 +168,13 @@ def _rdma() -> Row:
 
 def _ucx() -> Row:
     names = ("ucxx-cu13", "ucxx-cu12", "ucxx")
-    found = next((f"{name} {_package(name)}" for name in names if _package(name)), None)
+    found = next((f"{name} {_find_version(name)}" for name in names if _find_version(name)), None)
     if found and ucx_installed():
         return ("ucx", found, "for --transport hostwire-ucx; UCX_TLS says what it may use")
     return ("ucx", "no", "needed for --transport hostwire-ucx: pip install 'freescale[ucx]'")
 
 
-def _shared_memory(torch) -> Row:  # type: ignore[no-untyped-def]
+def _shared_memory(torch: Any) -> Row:
     """Tries what hostwire needs between ranks of one machine."""
     from freescale.transport.hostwire.pinned import Pinned, shared_file
 
@@ -212,7 +215,7 @@ def _engine() -> Row:
     )
 
 
-def _transports(torch) -> list[Row]:  # type: ignore[no-untyped-def]
+def _transports(torch: Any) -> list[Row]:
     from freescale.transport.hostwire.calls import lacking
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -225,7 +228,7 @@ def _transports(torch) -> list[Row]:  # type: ignore[no-untyped-def]
     return rows
 
 
-def _descriptors(torch) -> Row:  # type: ignore[no-untyped-def]
+def _descriptors(torch: Any) -> Row:
     from freescale.transport.descriptors import fitting, hard_limit, per_rank
 
     limit, device = hard_limit(), "cuda" if torch.cuda.is_available() else "cpu"

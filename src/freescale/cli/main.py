@@ -8,16 +8,22 @@ from freescale import __version__
 from freescale.cli.bench import bench
 from freescale.cli.data import generate
 from freescale.cli.doctor import doctor
+from freescale.cli.layout import CommandGroup
 from freescale.cli.report import report
 from freescale.cli.simulate import simulate
 from freescale.cli.train import demo, evaluate, export, train
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(
+    cls=CommandGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__)
 def main() -> None:
-    """Distributed training of sequence recommendation models with minimal scaling cost."""
+    """Train sequence recommenders across many GPUs without stalling on stragglers or embedding
+    communication."""
 
 
+# In the order in which people need them.
 for _command in (doctor, demo, generate, train, evaluate, export, report, simulate, bench):
     main.add_command(_command)

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from freescale.cli.layout import GroupedOption
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _TYPES = {"int": int, "float": float, "str": str}
@@ -22,19 +24,27 @@ def add_settings(*kinds: Any) -> Callable[[F], F]:
     def add(function: F) -> F:
         for kind in reversed(kinds):
             for entry in reversed(fields(kind)):
-                function = _make_option(entry)(function)
+                function = _make_option(entry, kind.heading)(function)
         return function
 
     return add
 
 
-def _make_option(entry: Field[Any]) -> Callable[[F], F]:
+def _make_option(entry: Field[Any], heading: str) -> Callable[[F], F]:
     base = str(entry.type).removesuffix(" | None")
     flag = entry.name.replace("_", "-")
     name = f"--{flag}/--no-{flag}" if base == "bool" else f"--{flag}"
     choices = entry.metadata.get("choices")
     kind = None if base == "bool" else click.Choice(choices) if choices else _TYPES[base]
-    return click.option(name, entry.name, type=kind, default=None, help=_describe(entry))
+    return click.option(
+        name,
+        entry.name,
+        cls=GroupedOption,
+        heading=entry.metadata.get("heading", heading),
+        type=kind,
+        default=None,
+        help=_describe(entry),
+    )
 
 
 def _describe(entry: Field[Any]) -> str:

@@ -23,8 +23,7 @@ from freescale.cli.errors import exit_cleanly
 @click.option("--open", "show", is_flag=True, help="show it in the browser")
 @exit_cleanly
 def report(runs: tuple[Path, ...], out: Path, show: bool) -> None:
-    """Write one HTML page that shows where the time of a run went, or of several beside each
-    other."""
+    """Write an HTML page that shows where the time of one or several runs went."""
     from freescale.report.page import page
     from freescale.report.runs import read_runs
 

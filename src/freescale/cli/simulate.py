@@ -8,11 +8,12 @@ from typing import Any
 import click
 
 from freescale.cli.errors import exit_cleanly
+from freescale.cli.layout import CommandGroup
 from freescale.cli.options import add_settings, select_given
 from freescale.config import SimulateConfig
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=CommandGroup, invoke_without_command=True)
 @click.option(
     "--gpus",
     multiple=True,
@@ -24,8 +25,8 @@ from freescale.config import SimulateConfig
 @add_settings(SimulateConfig)
 @click.pass_context
 def simulate(context: click.Context, /, gpus: tuple[int, ...], **given: Any) -> None:
-    """What a step would take on a cluster, where its time would go, and what each technique would
-    give."""
+    """Simulate a training step on a cluster: its time, where the time goes, and what each technique
+    gains."""
     if context.invoked_subcommand is None:
         _simulate(gpus, given)
 

@@ -10,13 +10,18 @@ from typing import Any
 import click
 
 from freescale.cli.errors import exit_cleanly
+from freescale.cli.layout import GroupedCommand, GroupedOption
 from freescale.cli.options import add_settings, format_arguments
 from freescale.cli.progress import show_progress
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.folders import cache_folder
 
+RUN = "Ranks and run folder"
+
 _nproc = click.option(
     "--nproc",
+    cls=GroupedOption,
+    heading=RUN,
     type=click.IntRange(1),
     default=1,
     show_default=True,
@@ -24,27 +29,35 @@ _nproc = click.option(
 )
 _port = click.option(
     "--port",
+    cls=GroupedOption,
+    heading=RUN,
     type=click.IntRange(1, 65535),
     help="port where local ranks meet  [default: a free one]",
 )
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @add_settings(DataConfig, ModelConfig, TrainConfig)
 @_nproc
 @click.option(
     "--folder",
     "run_folder",
+    cls=GroupedOption,
+    heading=RUN,
     type=click.Path(path_type=Path),
     help="folder of the run  [default: runs/DATE-TIME]",
 )
 @click.option(
-    "--resume", is_flag=True, help="go on from the run's last checkpoint (--folder names it)"
+    "--resume",
+    cls=GroupedOption,
+    heading=RUN,
+    is_flag=True,
+    help="go on from the run's last checkpoint (--folder names it)",
 )
 @_port
 @exit_cleanly
 def train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, **given: Any) -> int:
-    """Train a model on histories.
+    """Train a model on histories or interactions, on one rank or many.
 
     Starts its own local ranks (--nproc), or joins those that torchrun started.
     """
@@ -127,8 +140,7 @@ def _prepare(config: RunConfig) -> Path:
 def evaluate(
     run_folder: Path, data: str | None, device: str | None, part: str, nproc: int, port: int | None
 ) -> int:
-    """Evaluate a run's last checkpoint over the full catalogue, with the popularity baseline beside
-    it."""
+    """Evaluate a run's last checkpoint on the full catalogue, beside the popularity baseline."""
     if not (run_folder / "config.json").exists():
         raise ValueError(f"{run_folder} is not the folder of a run: it has no config.json")
     given = {"data": data, "device": device}
@@ -153,8 +165,10 @@ def evaluate(
 )
 @exit_cleanly
 def export(run_folder: Path, out: Path) -> None:
-    """Write a run's last checkpoint as safetensors: dense weights, and each table whole in the
-    order of its ids."""
+    """Write a run's last checkpoint as safetensors files, for serving.
+
+    Dense weights are one file; each table is a file of its own, with its rows in the order of ids.
+    """
     from freescale.train.export import export_run
 
     for path in export_run(run_folder, out):
@@ -171,8 +185,8 @@ def export(run_folder: Path, out: Path) -> None:
 )
 @exit_cleanly
 def demo(nproc: int, run_folder: Path | None) -> int:
-    """Train a small model on generated histories, show where the time went, and compare serial with
-    all techniques."""
+    """Train a small model on generated histories and compare the serial schedule with the full
+    system."""
     return run_demo(nproc, run_folder)
 
 
