@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # the only place; pyproject.toml reads it
 
 # Names load on first use: `freescale --help` must not wait for torch.
 _EXPORTS = {
