@@ -25,7 +25,7 @@ from freescale.train.evaluate import evaluate_ranking, evaluate_retrieval
 from freescale.transport.api import Transport
 
 
-def histories(
+def load_histories(
     config: RunConfig, path: Path, transport: Transport, part: str = "train"
 ) -> Histories:
     """One rank's data of a part of the split."""
@@ -52,7 +52,7 @@ def histories(
     )
 
 
-def build_model(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:
+def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:
     """The model as a plain module; its tables are on the meta device, for parallelize to make."""
     model = config.model
     torch.manual_seed(config.train.seed)
@@ -112,9 +112,9 @@ def build_reducer(config: RunConfig) -> Thresholding | None:
     return None if eta is None else Thresholding(eta, config.train.compress_every)
 
 
-def build_parallel(config: RunConfig, data: Histories, transport: Transport) -> ShardedModel:
+def build_model(config: RunConfig, data: Histories, transport: Transport) -> ShardedModel:
     train = config.train
-    model = build_model(config, data.num_items, data.num_actions)
+    model = build_module(config, data.num_items, data.num_actions)
     return parallelize(
         model,
         model.features,  # type: ignore[arg-type]
@@ -128,15 +128,15 @@ def build_parallel(config: RunConfig, data: Histories, transport: Transport) -> 
     )
 
 
-def evaluate(
+def evaluate_part(
     config: RunConfig, parallel: ShardedModel, path: Path, part: str, baseline: bool = False
 ) -> dict[str, dict[str, float]]:
     """Metrics of the model on a part, the same on all ranks; with the popularity baseline beside it
     if asked."""
-    data = histories(config, path, parallel.transport, part)
+    data = load_histories(config, path, parallel.transport, part)
     if config.model.task == "ranking":
         return evaluate_ranking(parallel, data, config.label_names)
     popularity = None
     if baseline:
-        popularity = histories(config, path, parallel.transport).item_counts()
+        popularity = load_histories(config, path, parallel.transport).item_counts()
     return evaluate_retrieval(parallel, data, popularity=popularity)

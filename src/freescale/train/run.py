@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from freescale.config import RunConfig
-from freescale.train.build import build_parallel, evaluate, histories
+from freescale.train.build import build_model, evaluate_part, load_histories
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.stopping import Stopping
 from freescale.train.trainer import Trainer, plain_json
@@ -113,9 +113,9 @@ def run_evaluation(
     found = checkpoints.last_intact()
     if found is None:
         raise ValueError(f"{folder} holds no checkpoint")
-    parallel = build_parallel(config, histories(config, path, transport), transport)
+    parallel = build_model(config, load_histories(config, path, transport), transport)
     progress = checkpoints.load(found, parallel)
-    quality = evaluate(config, parallel, path, part, baseline=True)
+    quality = evaluate_part(config, parallel, path, part, baseline=True)
     if transport.rank == 0:
         from rich.console import Console
 

@@ -19,7 +19,13 @@ from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.pipeline import Pipeline
 from freescale.pipeline.serial import StepResult
-from freescale.train.build import build_balancer, build_parallel, build_reducer, evaluate, histories
+from freescale.train.build import (
+    build_balancer,
+    build_model,
+    build_reducer,
+    evaluate_part,
+    load_histories,
+)
 from freescale.train.checkpoint import Checkpoints, NotFinite
 from freescale.train.learning_rate import learning_rate
 from freescale.train.run_folder import RunFolder
@@ -63,9 +69,9 @@ class Trainer:
         self._claimed = RunFolder(folder, resume, transport)
         self.watcher = watcher if transport.rank == 0 else None
         settings = config.train
-        self.data = histories(config, path, transport)
+        self.data = load_histories(config, path, transport)
         self.total = min(len(self.data), settings.steps or len(self.data))
-        self.parallel = build_parallel(config, self.data, transport)
+        self.parallel = build_model(config, self.data, transport)
         self.optimizer = torch.optim.AdamW(
             self.parallel.dense_parameters(), lr=settings.lr, weight_decay=settings.weight_decay
         )
@@ -149,7 +155,9 @@ class Trainer:
         if not results["stopped"]:
             stopping.close()
         if self.config.data.split != "none" and not results["stopped"]:
-            results["test"] = evaluate(self.config, self.parallel, self.path, "test", baseline=True)
+            results["test"] = evaluate_part(
+                self.config, self.parallel, self.path, "test", baseline=True
+            )
             self._write({"step": self.pipeline.steps, "test": results["test"]})
         if self.watcher:
             self.watcher.finished()
@@ -227,7 +235,7 @@ class Trainer:
         every = self.config.train.evaluate_every
         epochs, inside = divmod(number + 1, self.data.batches_per_epoch)
         if every and not inside and epochs % every == 0 and self.config.data.split != "none":
-            quality = evaluate(self.config, self.parallel, self.path, "validation")
+            quality = evaluate_part(self.config, self.parallel, self.path, "validation")
             self._write({"step": step, "epoch": epochs, "validation": quality})
 
     def _describe(self) -> list[str]:
