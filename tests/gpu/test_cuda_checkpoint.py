@@ -9,7 +9,7 @@ from helpers.toys import Clicks, clicks_batch
 
 import freescale
 from freescale.train.checkpoint import Checkpoints
-from freescale.train.checkpoint.finite import first_not_finite
+from freescale.train.checkpoint.finite_check import first_not_finite
 from freescale.transport.local import LocalTransport
 
 from test_cuda import CudaClicks  # isort: skip

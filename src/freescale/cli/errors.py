@@ -44,7 +44,7 @@ def exit_cleanly(command: Callable[P, int | None]) -> Callable[P, NoReturn]:
     return run
 
 
-def _is_remote(error: RuntimeError) -> bool:
+def _is_remote(error: Exception) -> bool:
     """Whether the error is about another rank or the way to it."""
     from freescale.pipeline.agreement import RemoteError
     from freescale.transport.api import TransportError

@@ -7,13 +7,14 @@ import os
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from freescale.config import RunConfig
 from freescale.train.build import build_model, evaluate_part, load_histories
 from freescale.train.checkpoint import Checkpoints
-from freescale.train.stopping import Stopping
+from freescale.train.stop_signals import StopSignals
 from freescale.train.trainer import Trainer, plain_json
 from freescale.transport.connect import connect
 
@@ -32,7 +33,7 @@ def run_training(
 
         watcher = RunView(config.train.tensorboard)
     trainer = Trainer(config, path, folder, transport, watcher, resume)
-    with Stopping(trainer.pipeline.stop, transport.rank) as stopping:
+    with StopSignals(trainer.pipeline.stop, transport.rank) as stopping:
         results = trainer.train(stopping)
         if transport.rank == 0:
             _show(results, trainer.folder, _how_it_stopped(trainer) if results["stopped"] else "")
@@ -74,7 +75,7 @@ def resume_command(folder: Path, environment: Mapping[str, str]) -> str:
     return f"freescale {arguments}" + (f" --nproc {ranks}" if ranks > 1 else "")
 
 
-def _show(results: dict, folder: Path, stopped: str) -> None:
+def _show(results: dict[str, Any], folder: Path, stopped: str) -> None:
     from rich.console import Console
 
     from freescale.report.console import print_ledger, print_quality

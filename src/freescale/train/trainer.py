@@ -29,7 +29,7 @@ from freescale.train.build import (
 from freescale.train.checkpoint import Checkpoints, NotFinite
 from freescale.train.learning_rate import learning_rate
 from freescale.train.run_folder import RunFolder
-from freescale.train.stopping import Stopping
+from freescale.train.stop_signals import StopSignals
 from freescale.transport.api import Transport
 
 _NOTHING_SUPERVISED = (
@@ -103,7 +103,7 @@ class Trainer:
         """A default name is final once training has begun."""
         return self._claimed.path
 
-    def train(self, stopping: Stopping | None = None) -> dict[str, Any]:
+    def train(self, stopping: StopSignals | None = None) -> dict[str, Any]:
         """Trains to the end of the configuration, or until a rank was asked to stop; returns the
         last loss, the test quality, the ledger (rank 0) and `stopped`: the number of the signal
         that ended it, or 0."""
@@ -114,11 +114,11 @@ class Trainer:
             )
         self._open_folder()
         try:
-            return self._train(stopping or Stopping(self.pipeline.stop, self.transport.rank))
+            return self._train(stopping or StopSignals(self.pipeline.stop, self.transport.rank))
         finally:
             self._claimed.close()
 
-    def _train(self, stopping: Stopping) -> dict[str, Any]:
+    def _train(self, stopping: StopSignals) -> dict[str, Any]:
         if self.watcher:
             self.watcher.started(
                 self.folder,
@@ -163,7 +163,7 @@ class Trainer:
             self.watcher.finished()
         return results
 
-    def _loop(self, collector: Collector, stopping: Stopping) -> StepResult | None:
+    def _loop(self, collector: Collector, stopping: StopSignals) -> StepResult | None:
         """Steps until the data or --steps ends, or somebody wants it to; the last step's result."""
         settings, result = self.config.train, None
         clock, seen, supervised = time.perf_counter(), 0, 0.0

@@ -26,7 +26,7 @@ _LOOK = 0.25  # seconds between two looks at the clock, after the signal
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stopping:
+class StopSignals:
     """From the beginning to the end of the `with` block, in the main thread, signals are heard.
 
     By a thread of its own: the main one may be waiting for a peer that is gone, in code that no
@@ -66,7 +66,7 @@ class Stopping:
 
     # ---- hearing
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> StopSignals:
         self._mouth, self._ear = socket.socketpair()
         self._mouth.setblocking(False)
         self._woken = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
