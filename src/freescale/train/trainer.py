@@ -144,7 +144,7 @@ class Trainer:
             raise ValueError(
                 f"the loss is {error.loss} at step {error.step}: {_DIVERGED}"
             ) from error
-        stopping.agreed()
+        stopping.lift_limit()
         if last is not None:
             results["loss"] = last.loss
             self._checkpoint(last.number)
@@ -170,7 +170,7 @@ class Trainer:
         with closing(prefetched(self.data)) as batches:
             for result in self.pipeline.run(batches):
                 step = result.step
-                stopping.stepped()
+                stopping.note_step()
                 seen += self.data.batch_size(result.number)
                 if step % settings.log_every == 0 or step == self.total:
                     loss = result.loss  # waits for the device, hence not every step
@@ -189,7 +189,7 @@ class Trainer:
                     step == self.total or (result.number + 1) % self.data.batches_per_epoch == 0
                 ):
                     raise ValueError(_NOTHING_SUPERVISED.format(data=self.config.data))
-                with stopping.working():
+                with stopping.suspend_limit():
                     self._validate(result.number, step)
                     if step >= self.total:
                         break

@@ -231,10 +231,10 @@ def _at_work() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(6):
             time.sleep(0.25)
-            heard.stepped()
-        with heard.working():
+            heard.note_step()
+        with heard.suspend_limit():
             time.sleep(1.5)
-        heard.agreed()
+        heard.lift_limit()
         time.sleep(1.5)
     os._exit(0)
 
