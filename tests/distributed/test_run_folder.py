@@ -72,7 +72,7 @@ def test_a_run_that_begins_while_another_of_its_second_has_saved(tmp_path, monke
         settings,
     )
     for end in ("", "-2"):
-        run = Trainer(config, data, None, LocalTransport())
+        run = Trainer(config, histories=data, transport=LocalTransport())
         run.train()
         assert run.folder == Path(f"runs/2026-01-01-120000{end}") and run.checkpoints.steps() == [2]
 

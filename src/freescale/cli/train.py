@@ -14,7 +14,6 @@ from freescale.cli.layout import GroupedCommand, GroupedOption
 from freescale.cli.options import add_settings, format_arguments
 from freescale.cli.progress import show_progress
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from freescale.folders import cache_folder
 
 RUN = "Ranks and run folder"
 
@@ -112,11 +111,10 @@ def _refuse_missing_gpus(device: str, nproc: int) -> None:
 
 def _prepare(config: RunConfig) -> Path:
     """The histories file of the data. One process of a machine makes it; the others wait for it."""
-    from freescale.data.prepare import prepare
+    from freescale.train.build import prepare_data
 
-    cache = Path(config.data.cache) if config.data.cache else cache_folder()
     with show_progress() as progress:
-        return prepare(config.data.data, cache, config.data.format, config.data.num_items, progress)
+        return prepare_data(config.data, progress)
 
 
 @click.command("eval")
