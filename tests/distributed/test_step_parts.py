@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from helpers.collisions import batch_of, build, colliding, share_of
 from helpers.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +16,6 @@ from hypothesis import strategies as st
 from freescale.embedding.collision import collision_masks
 from freescale.ledger.busy import own_waits
 from freescale.ledger.summary import Summary, merge_step
-
-from test_priority import batch_of, build, colliding, share_of  # isort: skip
 
 HELD = 0.02  # seconds
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from helpers.collisions import build, colliding, train
 from helpers.ranks import run_ranks
 from helpers.wires import wired
 
@@ -17,8 +18,6 @@ from freescale.pipeline.dense.partitioned import PartitionedAllReduce, divided
 from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
-
-from test_priority import build, colliding, train  # isort: skip
 
 WIRES = ["process group", "shared memory", "gloo"]
 SIZES = (0, 1, 3, 17, 10_007, 300_000)

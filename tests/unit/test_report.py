@@ -187,25 +187,37 @@ def test_a_run_that_did_not_end(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("config.json", "{", "config.json is damaged"),
-        ("ledger.json", "[]", "ledger.json is damaged"),
-        (
+        pytest.param("config.json", "{", "config.json is damaged", id="config cut short"),
+        pytest.param("ledger.json", "[]", "ledger.json is damaged", id="ledger is a list"),
+        pytest.param(
             "ledger.json",
             '{"measured_steps": 4}',
             ("ledger.json is damaged: it has no ranks, step_ms"),
+            id="ledger lacks keys",
         ),
-        ("ledger.jsonl", "{}\nnope\n{}\n", "ledger.jsonl, line 2 is damaged"),
-        ("metrics.jsonl", "3\n{}\n", "metrics.jsonl, line 1 is damaged"),
-        ("trace.json.gz", "not gzip", "trace.json.gz is damaged"),
-        (
+        pytest.param(
+            "ledger.jsonl",
+            "{}\nnope\n{}\n",
+            "ledger.jsonl, line 2 is damaged",
+            id="record is no JSON",
+        ),
+        pytest.param(
+            "metrics.jsonl", "3\n{}\n", "metrics.jsonl, line 1 is damaged", id="metric is no object"
+        ),
+        pytest.param(
+            "trace.json.gz", "not gzip", "trace.json.gz is damaged", id="trace is not gzip"
+        ),
+        pytest.param(
             "trace.json.gz",
             gzip.compress(b'{"traceEvents": [{"ph": "X"}]}', mtime=0),
             "is not an event",
+            id="trace event lacks keys",
         ),
-        (
+        pytest.param(
             "trace.json.gz",
             gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9],
             ("trace.json.gz is damaged"),
+            id="trace cut short",
         ),
     ],
 )
@@ -226,11 +238,20 @@ def test_what_is_no_run(tmp_path):
 @pytest.mark.parametrize(
     ("left", "words"),
     [
-        (["config.json"], "the run ended before its first figures, or is still on the way to them"),
-        (["config.json", "metrics.jsonl"], "the run ended before its first figures"),
-        (
+        pytest.param(
+            ["config.json"],
+            "the run ended before its first figures, or is still on the way to them",
+            id="config alone",
+        ),
+        pytest.param(
+            ["config.json", "metrics.jsonl"],
+            "the run ended before its first figures",
+            id="no ledger",
+        ),
+        pytest.param(
             ["config.json", "metrics.jsonl", "ledger.jsonl"],
             ("the run made 2 steps, and the first two are warm-up"),
+            id="warm-up steps alone",
         ),
     ],
 )

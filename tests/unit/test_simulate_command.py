@@ -62,12 +62,18 @@ def test_one_configuration_with_the_users_own_data(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--gpus", "12"), "12 GPUs do not fill nodes of 8"),
-        (("--width", "320"), "calibration 'h200' is of another model"),
-        (("--preset", "mars"), "unknown preset 'mars'"),
-        (("--calibration", "mars"), "no such calibration"),
-        (("--steps", "1"), "--steps must be at least 3"),
-        (("--balance", "nobody"), "unknown partitioner 'nobody'"),
+        pytest.param(("--gpus", "12"), "12 GPUs do not fill nodes of 8", id="nodes not full"),
+        pytest.param(
+            ("--width", "320"),
+            "calibration 'h200' is of another model",
+            id="calibration of another model",
+        ),
+        pytest.param(("--preset", "mars"), "unknown preset 'mars'", id="unknown preset"),
+        pytest.param(("--calibration", "mars"), "no such calibration", id="unknown calibration"),
+        pytest.param(("--steps", "1"), "--steps must be at least 3", id="too few steps"),
+        pytest.param(
+            ("--balance", "nobody"), "unknown partitioner 'nobody'", id="unknown partitioner"
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments, words):

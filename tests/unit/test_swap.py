@@ -133,16 +133,34 @@ def test_what_is_not_supported_is_refused_by_name(model, message):
 @pytest.mark.parametrize(
     ("ids", "options", "message"),
     [
-        ({"nowhere": ["history"]}, {}, "module 'nowhere', which matches none; the embeddings are"),
-        ({}, {}, "ids is empty"),
-        ({"first": "history"}, {}, "must be a list of batch features"),
-        ({"first": ["history"]}, {"init": "zeros"}, "init must be 'rows' or 'weights'"),
-        (
+        pytest.param(
+            {"nowhere": ["history"]},
+            {},
+            "module 'nowhere', which matches none; the embeddings are",
+            id="unknown module",
+        ),
+        pytest.param({}, {}, "ids is empty", id="no ids"),
+        pytest.param(
+            {"first": "history"}, {}, "must be a list of batch features", id="features are no list"
+        ),
+        pytest.param(
+            {"first": ["history"]},
+            {"init": "zeros"},
+            "init must be 'rows' or 'weights'",
+            id="unknown init",
+        ),
+        pytest.param(
             {"first": ["history"]},
             {"row_optimizer": {"other": freescale.SGD()}},
             r"row_optimizer names \['other'\]",
+            id="row optimizer of an unknown table",
         ),
-        ({"first": ["history"]}, {"row_clip": 0.0}, "row_clip must be positive"),
+        pytest.param(
+            {"first": ["history"]},
+            {"row_clip": 0.0},
+            "row_clip must be positive",
+            id="row clip of 0",
+        ),
     ],
 )
 def test_bad_arguments(ids, options, message):

@@ -48,7 +48,11 @@ def test_tensors_share_a_budget():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "allowed"), [([3000, 40, 30, 5], 922), ([3000, 400, 32, 32], 900 + 464)]
+    ("sizes", "allowed"),
+    [
+        pytest.param([3000, 40, 30, 5], 922, id="whole tensors within the share"),
+        pytest.param([3000, 400, 32, 32], 900 + 464, id="small model, whole tensors on top"),
+    ],
 )
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_step_sends_no_more_than_its_share(sizes, allowed, every):
