@@ -8,17 +8,18 @@ from importlib import import_module
 import click
 
 from freescale.bench import BENCHMARKS
-from freescale.cli.errors import guarded
+from freescale.cli.errors import exit_cleanly
+from freescale.cli.layout import CommandGroup
 
 _OTHERS = {
-    "all": "Every benchmark that can run on this machine, one after another; --list shows them.",
-    "figures": "Figures and tables of the documents, from the results; needs the repository.",
+    "all": "Run every benchmark that this machine can, one after another; --list shows them.",
+    "figures": "Draw figures and tables of the documents from the results; needs the repository.",
 }
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def bench() -> None:
-    """Measure what this machine does."""
+    """Run the benchmarks on this machine."""
 
 
 def _add(name: str, text: str, module: str) -> None:
@@ -29,8 +30,9 @@ def _add(name: str, text: str, module: str) -> None:
         context_settings={"ignore_unknown_options": True, "help_option_names": []},
     )
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-    def run(arguments: tuple[str, ...]) -> None:
-        guarded(lambda: int(import_module(module).main(arguments)))
+    @exit_cleanly
+    def run(arguments: tuple[str, ...]) -> int:
+        return int(import_module(module).main(arguments))
 
 
 for _name, _text in _OTHERS.items():
