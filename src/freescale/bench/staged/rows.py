@@ -86,15 +86,15 @@ def _sum_stopped(record: Mapping[str, Any]) -> float:
 
 
 def _time_exchange(records: Sequence[Mapping[str, Any]]) -> float:
-    """Milliseconds of e and f: from when the last rank started e until f was there, mean over
-    ranks. Includes the update between them. The lanes hand over what they did, the urgent one
+    """Milliseconds of stages 5 and 6: from when the last rank started 5 until 6 was there, mean
+    over ranks. Includes the update between them. The lanes hand over what they did, the urgent one
     last."""
     if any("lanes_ns" not in record["counters"] for record in records):
         return 0.0
     last = [[c for c in record["collectives"] if c[0] in EMBEDDING][-2:] for record in records]
-    begin = max(e[3] for e, _ in last)
+    begin = max(fifth[3] for fifth, _ in last)
     # without collisions there may be nothing to wait for
-    return _mean(max(0, f[5] - begin) / 1e6 for _, f in last)
+    return _mean(max(0, sixth[5] - begin) / 1e6 for _, sixth in last)
 
 
 def correlate_squared(x: Sequence[float], y: Sequence[float]) -> float:
@@ -130,8 +130,8 @@ def make_claims(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) 
                     at_least=False,
                 )
             )
-        # e and f also hold up the counts and the dense gradients, which share the link with them:
-        # put all of it down to them.
+        # Stages 5 and 6 also hold up the counts and the dense gradients, which share the link with
+        # them: put all of it down to them.
         plain = median(configuration, SERIAL, "exposed_all_ms") - median(
             configuration, SERIAL, "exposed_embedding_ms"
         )
@@ -163,7 +163,7 @@ def make_claims(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) 
         over = slower[r["configuration"]] - r["collision_exchange_ms"]
         text = (
             f"{r['configuration']}: a staged step over a stale step plus the collision "
-            "exchange (e and f, no straggler)"
+            "exchange (stages 5 and 6, no straggler)"
         )
         found.append(claim(text, 0.0, over, "ms", at_least=False))
     found += _make_checks(rows, by_key, rates)
