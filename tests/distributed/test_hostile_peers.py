@@ -11,7 +11,7 @@ import torch
 from helpers.ranks import gather_ranks, run_ranks
 
 from freescale.transport.api import TransportError
-from freescale.transport.hostwire.calls import calls
+from freescale.transport.hostwire.bindings import load_engine
 from freescale.transport.hostwire.channel import Channel
 from freescale.transport.hostwire.engine import EngineChannel, EngineGate
 from freescale.transport.hostwire.gate import Gate
@@ -40,7 +40,7 @@ def _met(transport, carrier, message, answers=b""):
     sent, came = torch.zeros(2 * RING, dtype=torch.uint8), torch.zeros(SIZE, dtype=torch.uint8)
     channel: EngineChannel | Channel
     if carrier == "engine":
-        found = calls()
+        found = load_engine()
         assert found is not None
         channel = EngineChannel(
             found, 0, CPU, [wire], ring, EngineGate(found, 0.001), LARGEST // 2, 5.0

@@ -175,9 +175,9 @@ def _shared_memory(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-de
 
 def _engine() -> tuple[str, str, str]:
     """Tries to compile it."""
-    from freescale.transport.hostwire.calls import lacking
+    from freescale.transport.hostwire.bindings import explain_missing_engine
 
-    if not (why := lacking()):
+    if not (why := explain_missing_engine()):
         return (
             "engine",
             "yes",
@@ -194,13 +194,18 @@ def _engine() -> tuple[str, str, str]:
 
 
 def _transports(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
-    from freescale.transport.hostwire.calls import lacking
+    from freescale.transport.hostwire.bindings import explain_missing_engine
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
     for machines in (1, 2):
         name, why = choose(
-            "auto", device, machines, ucx_installed(), bool(rdma_devices()), not lacking()
+            "auto",
+            device,
+            machines,
+            ucx_installed(),
+            bool(rdma_devices()),
+            not explain_missing_engine(),
         )
         rows.append((f"transport, {'one machine' if machines == 1 else 'several'}", name, why))
     return rows

@@ -14,7 +14,7 @@ from freescale.ledger.ledger import Ledger
 from freescale.transport.api import Transport, TransportError
 from freescale.transport.choice import choose, may_need_engine, rdma_devices, ucx_installed
 from freescale.transport.descriptors import check, raised
-from freescale.transport.hostwire.calls import lacking
+from freescale.transport.hostwire.bindings import explain_missing_engine
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.hostwire.wires.shared import machine
 from freescale.transport.local import LocalTransport
@@ -115,7 +115,7 @@ def agreed(transport: str, made: ProcessGroupTransport) -> tuple[str, str]:
     """(what joined ranks take, why). They may have different packages and devices, and decide by
     what all of them have. Where a rank may not open as many files as that takes, all say so."""
     device = made.device.type
-    engine = may_need_engine(transport, device) and not lacking()
+    engine = may_need_engine(transport, device) and not explain_missing_engine()
     here = [machine().hex(), raised(), ucx_installed(), bool(rdma_devices()), engine]
     found = [json.loads(part) for part in made.gather_bytes(json.dumps(here).encode())]
     machines, limits, *everywhere = zip(*found, strict=True)

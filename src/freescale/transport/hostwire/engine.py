@@ -1,9 +1,9 @@
-"""A channel whose transfers are carried in C (engine.c), without Python's lock: in memory that
+"""A channel whose transfers are carried in C (csrc/engine.c), without Python's lock: in memory that
 ranks of one machine share, and on streams between machines.
 
 The thread that waits carries, as with `CallerDriven`. In Python a transfer keeps the interpreter, which
 the main thread then lacks for launching kernels; here only building the call does. Where there is
-no engine (calls.py), channel.py runs.
+no engine (bindings.py), channel.py runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from freescale.streams import current_stream, recorded
 from freescale.transport.api import TransportError
-from freescale.transport.hostwire.calls import Calls, Driver
+from freescale.transport.hostwire.bindings import Driver, EngineLibrary, ErrorCode
 from freescale.transport.hostwire.pinned import Pinned
 from freescale.transport.hostwire.steps import LARGEST, SLOTS, URGENT_TIMES
 from freescale.transport.hostwire.wires.shared import SharedWire
@@ -29,11 +29,13 @@ from freescale.transport.hostwire.wires.tcp import TcpWire
 # seconds that who waits looks around before it naps; a CPU has other things to do
 _AWAKE = {"cpu": 0.0, "cuda": 0.0003}
 _REASONS = {
-    1: "the connection was closed",
-    2: "the time ran out",
-    3: "a piece of {:,} bytes came that was not expected: ranks disagree on sizes",
-    4: "the driver of the GPU refused",
-    5: "it names bytes from {:,} on, which are outside its ring",
+    ErrorCode.CLOSED: "the connection was closed",
+    ErrorCode.TIMED_OUT: "the time ran out",
+    ErrorCode.SIZE_MISMATCH: (
+        "a piece of {:,} bytes came that was not expected: ranks disagree on sizes"
+    ),
+    ErrorCode.DEVICE: "the driver of the GPU refused, error {}",
+    ErrorCode.OUTSIDE_RING: "it names bytes from {:,} on, which are outside its ring",
 }
 _PATIENCE = 2.0  # seconds that closing waits for a thread
 # bytes of pieces that share a slot: what is large leaves as soon as it is copied
@@ -65,11 +67,11 @@ def _driver() -> Driver:
 class EngineGate:
     """As `gate.Gate`, for the channels of a rank."""
 
-    def __init__(self, calls: Calls, patience: float) -> None:
-        self._calls, self.handle = calls, calls.gate_new(patience)
+    def __init__(self, library: EngineLibrary, patience: float) -> None:
+        self._library, self.handle = library, library.gate_new(patience)
 
     def __del__(self) -> None:
-        self._calls.gate_free(self.handle)
+        self._library.gate_free(self.handle)
 
 
 class Carry:
@@ -93,7 +95,7 @@ class Carry:
 class EngineChannel:
     def __init__(
         self,
-        calls: Calls,
+        library: EngineLibrary,
         rank: int,
         device: torch.device,
         wires: Sequence[SharedWire | TcpWire],
@@ -104,7 +106,7 @@ class EngineChannel:
     ) -> None:
         """`ring`: SLOTS slots. `piece`: the largest, in bytes."""
         self.rank, self.device, self._seconds = rank, device, seconds
-        self._calls, self._wires, self._gate, self._ring = calls, wires, gate, ring
+        self._library, self._wires, self._gate, self._ring = library, wires, gate, ring
         self._largest = {False: piece, True: min(LARGEST, URGENT_TIMES * piece)}  # by urgency
         rings = {peer: wire for wire in wires if isinstance(wire, SharedWire) for peer in wire.out}
         streams = {
@@ -128,7 +130,7 @@ class EngineChannel:
             max(64 << 10, min(_INBOX, _INBOXES // max(1, 2 * len(streams)))),
         )
         self._inbox = Pinned(slots * size, device)
-        made = self._calls.channel_new(
+        made = self._library.channel_new(
             *(
                 self._world,
                 rank,
@@ -152,9 +154,9 @@ class EngineChannel:
             assert theirs.numel() == ring.bytes.numel(), (
                 "rings are of one size: what a peer names is checked against it"
             )
-            self._calls.peer(made, peer, out, into, theirs.data_ptr())
+            self._library.channel_set_peer(made, peer, out, into, theirs.data_ptr())
         for peer, stream in streams.items():
-            self._calls.peer(made, peer, stream.fileno(), stream.fileno(), None)
+            self._library.channel_set_peer(made, peer, stream.fileno(), stream.fileno(), None)
         for wire in wires:
             # what is urgent waits for less than a few milliseconds
             if isinstance(wire, TcpWire) and piece < LARGEST:
@@ -196,14 +198,14 @@ class EngineChannel:
         with self._inside:
             if self._handle is None:
                 raise self._error or TransportError(f"rank {self.rank}: this transport was closed")
-            return self._calls.submit(*arguments)
+            return self._library.channel_submit(*arguments)
 
     def carry(self, last: Carry) -> None:
         with self._inside:
             if (
                 self._error is None
                 and self._handle is not None
-                and self._calls.until(self._handle, last.number, self._seconds)
+                and self._library.channel_wait(self._handle, last.number, self._seconds)
             ):
                 self._fail(last)
             while self._handle is not None and self._under_way and self._done(self._under_way[0]):
@@ -212,16 +214,16 @@ class EngineChannel:
                 raise self._error
 
     def _done(self, carry: Carry) -> bool:
-        return bool(self._calls.done(self._handle, carry.number))
+        return bool(self._library.channel_is_done(self._handle, carry.number))
 
     def _fail(self, last: Carry) -> None:
         peer, cause = c_int(), c_int64()
-        code = self._calls.error(self._handle, byref(peer), byref(cause))
+        code = ErrorCode(self._library.channel_error(self._handle, byref(peer), byref(cause)))
         reason = _REASONS[code].format(cause.value)
-        if code == 4 or (code == 1 and cause.value):
-            reason += f", {os.strerror(cause.value)}" if code == 1 else f", error {cause.value}"
+        if code == ErrorCode.CLOSED and cause.value:
+            reason += f", {os.strerror(cause.value)}"
         what = f"{'urgent' if last.urgent else 'bulk'} exchange of {last.kind} failed"
-        left = self._calls.left(self._handle)
+        left = self._library.channel_bytes_left(self._handle)
         self._error = TransportError(
             f"rank {self.rank}: {what}: rank {peer.value} died or fell silent, {left:,} bytes "
             f"outstanding ({reason})"
@@ -233,7 +235,7 @@ class EngineChannel:
         told to leave."""
         if self._handle is None:
             return True
-        self._calls.stop(self._handle)
+        self._library.channel_stop(self._handle)
         self._hang_up()
         if not self._inside.acquire(timeout=_PATIENCE):
             return False
@@ -242,7 +244,7 @@ class EngineChannel:
                 stream.synchronize()
             if self._error is None:
                 self._error = TransportError(f"rank {self.rank}: this transport was closed")
-            self._calls.channel_free(self._handle)
+            self._library.channel_free(self._handle)
             self._handle = None
             self._inbox.close()
         finally:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.transport.api import TransportError
-from freescale.transport.hostwire.calls import lacking
+from freescale.transport.hostwire.bindings import explain_missing_engine
 from freescale.transport.hostwire.pinned import Pinned, shared_file
 from freescale.transport.hostwire.steps import LARGEST, SLOTS
 from freescale.transport.hostwire.wires.gloo import GlooWire, Wire
@@ -119,7 +119,7 @@ def _across(
 
         return UcxWire(meeting.rank, meeting.world, meeting.gather_bytes)
     if wire == "tcp":
-        why = lacking()
+        why = explain_missing_engine()
         _all_well(meeting, why and f"{why}; hostwire-gloo needs none", "its engine for streams")
         error = ""
         try:

@@ -23,7 +23,7 @@ from torch import Tensor
 from freescale.config import TrainConfig
 from freescale.ledger.ledger import Arrival, Ledger, Side
 from freescale.transport.channel_pool import Use
-from freescale.transport.hostwire.calls import calls, lacking
+from freescale.transport.hostwire.bindings import explain_missing_engine, load_engine
 from freescale.transport.hostwire.channel import Channel
 from freescale.transport.hostwire.engine import Carry, EngineChannel, EngineGate
 from freescale.transport.hostwire.gate import Gate
@@ -118,7 +118,7 @@ class HostwireTransport(ProcessGroupTransport):
         """Where all others share memory with this rank, if it has the engine (ranks need not agree
         on it), or are on streams."""
         wires = [wire for wire in self._wires if isinstance(wire, SharedWire | TcpWire)]
-        found = calls() if self._could_be_compiled() else None
+        found = load_engine() if self._could_be_compiled() else None
         if found is None:
             return None
         if self._engine_gate is None:
@@ -134,7 +134,7 @@ class HostwireTransport(ProcessGroupTransport):
 
     def _tell_who_lacks(self) -> None:
         """Ranks that Python carries for where C could: one line, of rank 0. A collective."""
-        why = lacking() if self._could_be_compiled() else ""
+        why = explain_missing_engine() if self._could_be_compiled() else ""
         reasons = {
             rank: text.decode() for rank, text in enumerate(self.gather_bytes(why.encode())) if text
         }
