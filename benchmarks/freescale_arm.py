@@ -19,7 +19,7 @@ from freescale.batch import Jagged, SequenceBatch
 from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
 from freescale.ledger.ledger import Arrival, Ledger
 from freescale.pipeline.staged import Staged
-from freescale.transport.connect import agreed
+from freescale.transport.connect import agree_on_transport
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.process_group import ProcessGroupTransport
 
@@ -93,7 +93,7 @@ class Arm:
         limit = timedelta(seconds=120)
         control = dist.new_group(backend="gloo", timeout=limit) if device != "cpu" else None
         self.transport = ProcessGroupTransport(device, self.ledger, control=control, timeout=limit)
-        self.carrier, _ = agreed(transport, self.transport)
+        self.carrier, _ = agree_on_transport(transport, self.transport)
         if self.carrier != "collective":
             wire = self.carrier.removeprefix("hostwire-")
             self.transport = HostwireTransport(

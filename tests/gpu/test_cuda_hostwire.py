@@ -20,10 +20,10 @@ os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 os.environ["FREESCALE_ENGINE"] = "0" if sys.argv[1] == "python" or (sys.argv[1] == "mixed" and int(os.environ["RANK"]) % 2) else "1"
 import freescale
 from freescale.ledger.ledger import Side
-from freescale.transport import opening
+from freescale.transport.hostwire import opening
 machines = {"streams": 1, "two machines": 2}.get(sys.argv[1], 0)  # ranks of each; 0: all
 if machines:
-    opening.machine = lambda: b"machine %d" % (int(os.environ["RANK"]) // machines)
+    opening.identify_machine = lambda: b"machine %d" % (int(os.environ["RANK"]) // machines)
 transport = freescale.connect(torch.device("cuda:0"), timeout=20.0, transport="hostwire-tcp" if machines else "hostwire-gloo")
 assert transport.path_of() == "hostwire: " + ("shared memory", "tcp", "shared memory and tcp")[machines]
 assert type(transport._channel).__name__ == ("Channel" if os.environ["FREESCALE_ENGINE"] == "0" else "EngineChannel")

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 
-from freescale.transport.choice import choose, rdma_devices, ucx_installed
+from freescale.transport.choice import choose_transport, find_rdma_devices, is_ucx_installed
 
 
 def _package(name: str) -> str | None:
@@ -135,7 +135,7 @@ def _kernels(gpu: bool, triton: str | None) -> tuple[str, str, str]:
 
 
 def _rdma() -> tuple[str, str, str]:
-    if devices := rdma_devices():
+    if devices := find_rdma_devices():
         return (
             "rdma",
             ", ".join(devices),
@@ -147,7 +147,7 @@ def _rdma() -> tuple[str, str, str]:
 def _ucx() -> tuple[str, str, str]:
     names = ("ucxx-cu13", "ucxx-cu12", "ucxx")
     found = next((f"{name} {_package(name)}" for name in names if _package(name)), None)
-    if found and ucx_installed():
+    if found and is_ucx_installed():
         return ("ucx", found, "for --transport hostwire-ucx; UCX_TLS says what it may use")
     return ("ucx", "no", "needed for --transport hostwire-ucx: pip install 'freescale[ucx]'")
 
@@ -199,12 +199,12 @@ def _transports(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
     for machines in (1, 2):
-        name, why = choose(
+        name, why = choose_transport(
             "auto",
             device,
             machines,
-            ucx_installed(),
-            bool(rdma_devices()),
+            is_ucx_installed(),
+            bool(find_rdma_devices()),
             not explain_missing_engine(),
         )
         rows.append((f"transport, {'one machine' if machines == 1 else 'several'}", name, why))
@@ -212,18 +212,20 @@ def _transports(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped
 
 
 def _descriptors(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-def]
-    from freescale.transport.descriptors import fitting, hard_limit, per_rank
+    from freescale.transport.descriptors import count_fitting_ranks, count_per_rank, read_hard_limit
 
-    limit, device = hard_limit(), "cuda" if torch.cuda.is_available() else "cpu"
+    limit, device = read_hard_limit(), "cuda" if torch.cuda.is_available() else "cpu"
     if limit is None:
         return ("open files", "unlimited", "any number of ranks")
-    name, _ = choose("auto", device, 2, ucx_installed(), bool(rdma_devices()), engine=True)
+    name, _ = choose_transport(
+        "auto", device, 2, is_ucx_installed(), bool(find_rdma_devices()), engine=True
+    )
     fits = (
-        f"about {fitting(name, device, limit):,} ranks fit over {name}: "
-        f"{per_rank(name, device)} for each other rank"
+        f"about {count_fitting_ranks(name, device, limit):,} ranks fit over {name}: "
+        f"{count_per_rank(name, device)} for each other rank"
     )
     return (
         "open files",
         f"{limit:,}",
-        f"{fits}, {per_rank('hostwire-tcp', device, neighbour=True)} over shared memory",
+        f"{fits}, {count_per_rank('hostwire-tcp', device, neighbour=True)} over shared memory",
     )

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from freescale.ledger.ledger import Side
-from freescale.streams import current_stream, recorded
+from freescale.streams import current_stream, record_event
 from freescale.transport.api import Transport
-from freescale.transport.threads import reached, started
+from freescale.transport.threads import start_thread, wait_for_event
 
 
 class Moment:
@@ -37,7 +37,7 @@ class Moment:
 
     def reach(self) -> None:
         if self._device.type == "cuda":
-            self._event = recorded(blocking=True)  # a core that waits is free for others
+            self._event = record_event(blocking=True)  # a core that waits is free for others
         self._reached.set()
 
     def fail(self, error: BaseException) -> None:
@@ -51,7 +51,7 @@ class Moment:
         if self._error is not None:
             raise self._error
         if self._event is not None and host:
-            reached(self._event)
+            wait_for_event(self._event)
         elif self._event is not None:
             current_stream(self._device).wait_event(self._event)
 
@@ -88,7 +88,7 @@ class Lane:
         job = Job(self.device, function)
         if self._thread is None:
             self._ending = [thread for thread in self._ending if thread.is_alive()]
-            self._thread = started(
+            self._thread = start_thread(
                 self.name, partial(self._work, self._jobs), partial(self._jobs.put, None)
             )
         self._jobs.put(job)

@@ -8,7 +8,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from freescale.streams import recorded
+from freescale.streams import record_event
 
 _LATER = 2  # steps, on a GPU: the host waits only where it is further ahead of the device than this
 
@@ -37,7 +37,7 @@ class LossWatch:
             return
         copy = torch.empty(total.shape, dtype=total.dtype, pin_memory=True)
         copy.copy_(total, non_blocking=True)
-        self._coming.append((step, copy, recorded(blocking=True)))
+        self._coming.append((step, copy, record_event(blocking=True)))
         self._check_all_but(_LATER)
 
     def finish(self) -> None:

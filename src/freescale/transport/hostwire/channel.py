@@ -18,7 +18,7 @@ from freescale.transport.hostwire.pinned import Pinned
 from freescale.transport.hostwire.steps import Ready, TransferSteps
 from freescale.transport.hostwire.transfer import Transfer
 from freescale.transport.hostwire.wires.gloo import Wire
-from freescale.transport.threads import started
+from freescale.transport.threads import start_thread
 
 # seconds that who carries looks around before it sleeps; a CPU has other things to do
 _AWAKE = {"cpu": 0.0, "cuda": 0.0005}
@@ -87,7 +87,7 @@ class Channel:
             ):
                 end = partial(self._queues[half].put, None)
                 self._threads.append(
-                    started(f"{self.name} {way}", partial(self._work, half, work), end)
+                    start_thread(f"{self.name} {way}", partial(self._work, half, work), end)
                 )
 
     def _work(self, half: int, work: Callable[[Transfer], Iterator[Ready]]) -> None:

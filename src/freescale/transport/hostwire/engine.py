@@ -18,7 +18,7 @@ from ctypes import byref, c_int, c_int64, c_uint64, c_void_p
 import torch
 from torch import Tensor
 
-from freescale.streams import current_stream, recorded
+from freescale.streams import current_stream, record_event
 from freescale.transport.api import TransportError
 from freescale.transport.hostwire.bindings import Driver, EngineLibrary, ErrorCode
 from freescale.transport.hostwire.pinned import Pinned
@@ -178,7 +178,7 @@ class EngineChannel:
         if self._error is not None:
             raise self._error
         host = tensors[0].device.type == "cpu"
-        begun = None if host else recorded()
+        begun = None if host else record_event()
         event = None if begun is None else begun.cuda_event
         arrays = (
             self._addresses(*out),

@@ -17,7 +17,7 @@ from freescale.transport.hostwire.bindings import explain_missing_engine
 from freescale.transport.hostwire.pinned import Pinned, shared_file
 from freescale.transport.hostwire.steps import LARGEST, SLOTS
 from freescale.transport.hostwire.wires.gloo import GlooWire, Wire
-from freescale.transport.hostwire.wires.shared import SharedWire, machine
+from freescale.transport.hostwire.wires.shared import SharedWire, identify_machine
 from freescale.transport.hostwire.wires.shared import connect as connect_shared
 from freescale.transport.hostwire.wires.tcp import TcpWire
 from freescale.transport.hostwire.wires.tcp import connect as connect_tcp
@@ -38,7 +38,7 @@ class Opened:
 
 def same_machine(meeting: ProcessGroupTransport) -> list[int]:
     """The other ranks that this one can share memory with."""
-    machines = meeting.gather_bytes(machine())
+    machines = meeting.gather_bytes(identify_machine())
     return [
         rank
         for rank in range(meeting.world)

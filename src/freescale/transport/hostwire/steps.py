@@ -26,7 +26,7 @@ from freescale.transport.hostwire.gate import Gate
 from freescale.transport.hostwire.pinned import Pinned
 from freescale.transport.hostwire.transfer import Part, Round, Transfer, cut, recorded
 from freescale.transport.hostwire.wires.gloo import Arriving, Sending, Wire
-from freescale.transport.threads import reached
+from freescale.transport.threads import wait_for_event
 
 SLOTS = 8  # of a ring: some are copied to, some are on the wire, some are copied from
 AHEAD = 3  # pieces that are expected before the first has come
@@ -275,7 +275,7 @@ class TransferSteps:
         """On the host: what waits in a stream can hold up other streams."""
         if transfer.begun is not None:
             yield transfer.begun.query
-            reached(transfer.begun)
+            wait_for_event(transfer.begun)
 
     def _on(self, half: int) -> AbstractContextManager[object]:
         stream = self._streams[half]

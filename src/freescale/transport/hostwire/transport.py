@@ -22,7 +22,7 @@ from torch import Tensor
 
 from freescale.config import TrainConfig
 from freescale.ledger.ledger import Arrival, Ledger, Side
-from freescale.transport.channel_pool import Use
+from freescale.transport.channel_pool import ExchangeCount
 from freescale.transport.hostwire.bindings import explain_missing_engine, load_engine
 from freescale.transport.hostwire.channel import Channel
 from freescale.transport.hostwire.engine import Carry, EngineChannel, EngineGate
@@ -49,12 +49,12 @@ class Pending:
         arrival: Arrival,
         path: str,
         sent: Tensor,
-        use: Use,
+        exchanges: ExchangeCount,
     ) -> None:
         self._transfer, self._output, self._arrival, self._sent = transfer, output, arrival, sent
         self.path, self.bytes = path, arrival.sent
-        self._use: Use | None = use
-        use.begun += 1
+        self._exchanges: ExchangeCount | None = exchanges
+        exchanges.begun += 1
 
     def kept(self, to: Tensor, part: Tensor) -> None:
         """Copies what does not travel, beside what does: that need not wait for it."""
@@ -66,9 +66,9 @@ class Pending:
             self._transfer.wait()
             if host and self._transfer.arrived is not None:
                 self._transfer.arrived.synchronize()
-        if self._use is not None:
-            self._use.ended += 1
-            self._use = None
+        if self._exchanges is not None:
+            self._exchanges.ended += 1
+            self._exchanges = None
         return self._output
 
 
@@ -255,7 +255,7 @@ class HostwireTransport(ProcessGroupTransport):
         sent, received = (sum(sizes) - sizes[self.rank] for _, sizes in (out, into))
         arrival = self.ledger.arrive(kind, sent, received, self._carried_by)
         carry = channel.submit(kind, self._urgent, (tensor, output), *out, *into)
-        return Pending(carry, output, arrival, self._carried_by, tensor, self.use)
+        return Pending(carry, output, arrival, self._carried_by, tensor, self.exchanges)
 
     def _start(
         self, kind: str, out: list[Round], into: list[Round], output: Tensor, tensor: Tensor
@@ -267,7 +267,7 @@ class HostwireTransport(ProcessGroupTransport):
         transfer = Transfer(kind, out, into, self._urgent, output.device)
         assert isinstance(self._channel, Channel)
         self._channel.submit(transfer)
-        return Pending(transfer, output, arrival, self._carried_by, tensor, self.use)
+        return Pending(transfer, output, arrival, self._carried_by, tensor, self.exchanges)
 
     def _open_channel(self, ledger: Side, urgent: bool) -> HostwireTransport:
         assert self._timeout is not None
@@ -287,7 +287,7 @@ class HostwireTransport(ProcessGroupTransport):
         self.close()
 
     def close(self) -> None:
-        for channel in self._channels.all():
+        for channel in self._channels.list_all():
             channel.close()
         if self._channel.close():
             for wire in self._wires:

@@ -30,7 +30,7 @@ READ = b"."  # a piece was read
 _HELLO = struct.Struct("<IQ")  # rank, size of its ring
 
 
-def machine() -> bytes:
+def identify_machine() -> bytes:
     """Equal on ranks that can share memory: one kernel, one network (of namespaces, each is a host
     of its own)."""
     try:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from freescale.transport.api import TransportError
-from freescale.transport.hostwire.wires.shared import machine
+from freescale.transport.hostwire.wires.shared import identify_machine
 
 # Unless the user's UCX_... say otherwise. Pieces from 16 KB leave when they are expected. One rail:
 # a goodbye must not overtake a piece. No CUDA: only host memory is sent, and UCX would ask the
@@ -282,7 +282,7 @@ def _all_well(gather: Callable[[bytes], list[bytes]], failure: str) -> None:
 
 def _place() -> bytes:
     """Equal where one process can watch another."""
-    return machine() + b" %d" % os.stat("/proc/self/ns/pid").st_ino
+    return identify_machine() + b" %d" % os.stat("/proc/self/ns/pid").st_ino
 
 
 def _load() -> tuple[Any, Any, Any]:
