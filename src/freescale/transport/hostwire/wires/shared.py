@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from freescale.transport.hostwire.greeting import heard
 from freescale.transport.hostwire.pinned import Pinned
+from freescale.transport.hostwire.wires.greeting import accept_callers
 
 PIECE = struct.Struct("<QQ")  # where it begins in the ring, its size
 READ = b"."  # a piece was read
@@ -175,7 +175,11 @@ def connect(
         into: dict[int, socket.socket] = {}
         rings: dict[int, Pinned] = {}
         callers = always.enter_context(
-            closing(heard(listener, _HELLO.size, len(peers), time.monotonic() + seconds, _is_ours))
+            closing(
+                accept_callers(
+                    listener, _HELLO.size, len(peers), time.monotonic() + seconds, _is_ours
+                )
+            )
         )
         while len(into) < len(peers):
             try:

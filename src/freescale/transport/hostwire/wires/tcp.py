@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 
-from freescale.transport.hostwire.greeting import heard
+from freescale.transport.hostwire.wires.greeting import accept_callers
 
 _HELLO = struct.Struct("<16sI")  # token of who is called, rank of who calls
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # as for gloo, whose control traffic goes the same way
@@ -176,7 +176,7 @@ def _callers(
     """The ranks that are awaited, as they call: they bring the token, once."""
     if not awaited:
         return
-    with closing(heard(listener, _HELLO.size, len(awaited), end)) as callers:
+    with closing(accept_callers(listener, _HELLO.size, len(awaited), end)) as callers:
         try:
             for caller in callers:
                 given, peer = _HELLO.unpack(caller.hello)
