@@ -1,5 +1,5 @@
-"""HostwireTransport against the definition of its collectives, over every wire; ranks that are slow, silent
-or dead; urgent and bulk."""
+"""HostwireTransport against the definition of its collectives, over every wire; ranks that are
+slow, silent or dead; urgent and bulk."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _mixed(transport, wire, messages, delays):
         threads[-1].start()
     for thread in threads:
         thread.join()
-    path = wire.path_of()
+    path = wire.describe_path()
     wire.close()
     assert not errors, errors
     return path
@@ -137,7 +137,7 @@ def _counted(transport, wire):
     wire.all_gather(torch.zeros(2), "counts").wait()
     wire.ledger.end_step()
     (record,) = wire.ledger.drain()
-    path = wire.path_of()
+    path = wire.describe_path()
     wire.close()
     assert handle.bytes == record["collectives"][0][1] and handle.path == path
     return [entry[:3] for entry in record["collectives"]], record["paths"]
@@ -149,7 +149,7 @@ def _two_machines(transport, wire, seed):
         "cpu", Ledger(), transport.group, transport.control, wire, timeout=timedelta(seconds=30)
     )
     _exchange(made, 60, random.Random(seed), random.Random(transport.rank))
-    path = made.path_of()
+    path = made.describe_path()
     made.close()
     return path
 
@@ -373,7 +373,7 @@ def _carrier(transport, wire):
 
 def test_what_carries():
     assert run_ranks(2, _carrier, "shared memory") == ["EngineChannel"] * 2
-    assert run_ranks(2, _carrier, "shared memory: mixed") == ["EngineChannel", "Channel"]
+    assert run_ranks(2, _carrier, "shared memory: mixed") == ["EngineChannel", "PythonChannel"]
 
 
 def test_bulk_gives_way_but_not_for_good():
@@ -390,7 +390,7 @@ def test_bulk_gives_way_but_not_for_good():
     thread.start()
     for _ in range(12):  # it moves: bulk waits
         time.sleep(0.06)
-        gate.moved()
+        gate.note_movement()
     assert not order
     gate.end()
     thread.join()

@@ -25,8 +25,8 @@ machines = {"streams": 1, "two machines": 2}.get(sys.argv[1], 0)  # ranks of eac
 if machines:
     opening.identify_machine = lambda: b"machine %d" % (int(os.environ["RANK"]) // machines)
 transport = freescale.connect(torch.device("cuda:0"), timeout=20.0, transport="hostwire-tcp" if machines else "hostwire-gloo")
-assert transport.path_of() == "hostwire: " + ("shared memory", "tcp", "shared memory and tcp")[machines]
-assert type(transport._channel).__name__ == ("Channel" if os.environ["FREESCALE_ENGINE"] == "0" else "EngineChannel")
+assert transport.describe_path() == "hostwire: " + ("shared memory", "tcp", "shared memory and tcp")[machines]
+assert type(transport._channel).__name__ == ("PythonChannel" if os.environ["FREESCALE_ENGINE"] == "0" else "EngineChannel")
 lane = transport.channel(Side(transport.ledger, "lane"))
 rank, world = transport.rank, transport.world
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from freescale.transport.hostwire.pinned import Pinned, shared_file
+from freescale.transport.hostwire.pinned import Pinned, create_shared_file
 from freescale.transport.hostwire.wires import greeting, shared, tcp
 
 SIZE = 1 << 12
@@ -51,7 +51,7 @@ def _by_stream(rank, gather):
 
 
 def _by_memory(rank, gather):
-    file = shared_file(SIZE)
+    file = create_shared_file(SIZE)
     ring = Pinned(SIZE, torch.device("cpu"), file)
     try:
         return shared.connect(rank, [1 - rank], ring, file, torch.device("cpu"), gather, 20.0)
@@ -96,7 +96,7 @@ def test_callers_that_say_nothing_hold_nobody_up(connect, monkeypatch):
 
 
 def _file(size=SIZE, sealed=True):
-    file = shared_file(size) if sealed else os.memfd_create("unsealed")
+    file = create_shared_file(size) if sealed else os.memfd_create("unsealed")
     os.ftruncate(file, size)
     return file
 

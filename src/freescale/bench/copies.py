@@ -13,8 +13,8 @@ import torch
 
 from freescale.bench.arms import SECONDS, Bed
 from freescale.transport.hostwire.bindings import EngineLibrary
-from freescale.transport.hostwire.engine import Carry, EngineChannel, EngineGate
-from freescale.transport.hostwire.pinned import Pinned, shared_file
+from freescale.transport.hostwire.engine import EngineChannel, EngineGate, EngineTransfer
+from freescale.transport.hostwire.pinned import Pinned, create_shared_file
 from freescale.transport.hostwire.steps import SLOTS
 from freescale.transport.hostwire.transfer import cut
 from freescale.transport.hostwire.wires.shared import PIECE, READ, SharedWire
@@ -38,7 +38,7 @@ class Copies:
             library, bed.rank, bed.device, [self._wire], self._out, gate, self._piece, SECONDS
         )
         self._tensors: dict[int, torch.Tensor] = {}
-        self._under_way: deque[Carry] = deque()
+        self._under_way: deque[EngineTransfer] = deque()
         self._slot = 0
 
     def copy(self, way: str, size: int) -> None:
@@ -92,7 +92,7 @@ class Copies:
 
 
 def _shared(size: int, device: torch.device) -> Pinned:
-    file = shared_file(size)
+    file = create_shared_file(size)
     try:
         return Pinned(size, device, file)
     finally:

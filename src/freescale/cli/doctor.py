@@ -154,10 +154,10 @@ def _ucx() -> tuple[str, str, str]:
 
 def _shared_memory(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-def]
     """Tries what hostwire needs between ranks of one machine."""
-    from freescale.transport.hostwire.pinned import Pinned, shared_file
+    from freescale.transport.hostwire.pinned import Pinned, create_shared_file
 
     try:
-        file = shared_file(1 << 20)
+        file = create_shared_file(1 << 20)
         try:
             Pinned(
                 1 << 20, torch.device("cuda" if torch.cuda.is_available() else "cpu"), file

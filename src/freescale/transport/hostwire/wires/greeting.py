@@ -20,8 +20,8 @@ _MAX_SILENT = 128  # that may be silent at a time, beside the ranks that are wai
 
 @dataclass
 class Caller:
-    """What it said, with the files that it sent along. Whoever gets it from `accept_callers` closes what it
-    does not keep."""
+    """What it said, with the files that it sent along. Whoever gets it from `accept_callers` closes
+    what it does not keep."""
 
     connection: socket.socket
     until: float

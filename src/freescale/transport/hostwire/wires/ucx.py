@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from freescale.transport.api import TransportError
+from freescale.transport.hostwire.wires.api import probe_pieces
 from freescale.transport.hostwire.wires.shared import identify_machine
 
 # Unless the user's UCX_... say otherwise. Pieces from 16 KB leave when they are expected. One rail:
@@ -68,11 +69,12 @@ class _Piece:
 
 
 class UcxWire:
+    """A wire to all ranks. A collective to make: `gather` exchanges addresses, as
+    `Transport.gather_bytes` does. Raises TransportError on all ranks if UCX fails on one."""
+
     direct = True
 
     def __init__(self, rank: int, world: int, gather: Callable[[bytes], list[bytes]]) -> None:
-        """A collective of all ranks: `gather` exchanges addresses. If UCX fails on one, all say
-        so."""
         self._rank, self._world = rank, world
         failure, address = "", b""
         try:
@@ -88,7 +90,7 @@ class UcxWire:
             address = self._worker.address.tobytes()
         except Exception as error:
             failure = str(error) or type(error).__name__
-        _all_well(gather, failure)
+        _raise_if_any_failed(gather, failure)
         found = {
             line.split()[-1].split("/")[0]
             for line in context.info.splitlines()
@@ -107,7 +109,10 @@ class UcxWire:
         self._endpoints: dict[int, Any] = {}
         # a file that can be read once a process has ended -> the peer it is
         self._lives: dict[int, int] = {}
-        addresses, places = gather(address), gather(b"%d " % os.getpid() + _place())
+        addresses, places = (
+            gather(address),
+            gather(b"%d " % os.getpid() + _identify_process_namespace()),
+        )
         for peer in (peer for peer in range(world) if peer != rank):
             try:
                 there = self._api.UCXAddress.create_from_buffer(addresses[peer])
@@ -115,11 +120,11 @@ class UcxWire:
                     self._worker, there, self._connected
                 )
                 process, place = places[peer].split(b" ", 1)
-                if place == _place():
+                if place == _identify_process_namespace():
                     self._lives[os.pidfd_open(int(process))] = peer
             except Exception as error:
                 failure = f"no way to rank {peer}: {error}"
-        _all_well(gather, failure)
+        _raise_if_any_failed(gather, failure)
         self._bell = os.eventfd(0)
         self._poll = select.poll()
         for file in (self._bell, self._worker.epoll_file_descriptor, *self._lives):
@@ -136,27 +141,33 @@ class UcxWire:
         self._thread.start()
 
     def send(self, peer: int, piece: Tensor) -> _Piece:
-        return self._ask(_Piece(peer, piece, self._rank, out=True))
+        return self._submit(_Piece(peer, piece, self._rank, out=True))
 
     def expect(self, peer: int, size: int, into: Tensor | None) -> _Piece:
         assert into is not None and into.numel() == size
-        return self._ask(_Piece(peer, into, peer, out=False))
+        return self._submit(_Piece(peer, into, peer, out=False))
+
+    def probe(self, after: int | None, before: int | None, size: int, seconds: float) -> float:
+        return probe_pieces(self, after, before, size, seconds)
+
+    def release(self) -> None:
+        pass
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            self._ring()
+            self._wake()
         self._thread.join(timeout=10 * _PATIENCE)
 
-    def _ask(self, piece: _Piece) -> _Piece:
+    def _submit(self, piece: _Piece) -> _Piece:
         with self._lock:
             if self._closed:
                 raise ConnectionError("the wire is closed")
             self._asked.append(piece)
-            self._ring()
+            self._wake()
         return piece
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         if self._asleep:
             self._asleep = False
             os.eventfd_write(self._bell, 1)
@@ -189,7 +200,7 @@ class UcxWire:
                 os.eventfd_read(file)
             elif file in self._lives:
                 self._poll.unregister(file)
-                self._leave(self._lives[file], "its process ended")
+                self._mark_gone(self._lives[file], "its process ended")
 
     def _post(self, piece: _Piece) -> None:
         endpoint, array, tag = (
@@ -205,7 +216,7 @@ class UcxWire:
         self._worker.progress()
         for peer, endpoint in self._endpoints.items():
             if not endpoint.alive:
-                self._leave(peer, "its connection broke")
+                self._mark_gone(peer, "its connection broke")
         posted, self._posted = self._posted, []
         for piece, request in posted:
             if not request.completed:
@@ -214,7 +225,7 @@ class UcxWire:
             try:
                 request.check_error()
             except Exception as error:
-                self._leave(piece.peer, f"UCX: {error}")
+                self._mark_gone(piece.peer, f"UCX: {error}")
                 piece.finish(self._gone[piece.peer])
                 continue
             piece.finish()
@@ -222,14 +233,14 @@ class UcxWire:
                 if piece.memory[0] == _HELLO:
                     self._listen(piece.peer)
                 else:
-                    self._leave(piece.peer, _LEFT)
+                    self._mark_gone(piece.peer, _LEFT)
                     self._part(piece.peer)
         if any(self._gone):
             for piece, _ in self._posted:  # these stay: UCX may yet write to what is expected
                 if self._gone[piece.peer]:
                     piece.finish(self._gone[piece.peer])
 
-    def _leave(self, peer: int, why: str) -> None:
+    def _mark_gone(self, peer: int, why: str) -> None:
         self._gone[peer] = self._gone[peer] or why  # the first reason is the cause
 
     def _say(self, peer: int, what: int) -> None:
@@ -274,14 +285,14 @@ class UcxWire:
         del memory  # after UCX's worker
 
 
-def _all_well(gather: Callable[[bytes], list[bytes]], failure: str) -> None:
+def _raise_if_any_failed(gather: Callable[[bytes], list[bytes]], failure: str) -> None:
     for rank, text in enumerate(gather(failure.encode())):
         if text:
             raise TransportError(f"UCX fails on rank {rank}: {text.decode()}")
 
 
-def _place() -> bytes:
-    """Equal where one process can watch another."""
+def _identify_process_namespace() -> bytes:
+    """A name that is equal where one process can watch another."""
     return identify_machine() + b" %d" % os.stat("/proc/self/ns/pid").st_ino
 
 
