@@ -26,7 +26,7 @@ NOT_READY = 600
 HELD: list[object] = []  # callbacks, as long as the process
 
 
-def pretended() -> Driver:
+def make_driver() -> Driver:
     """A driver whose events are over at one look and not at another."""
     draw = random.Random(0)
 
@@ -65,7 +65,7 @@ class Rank:
         slots = 2 * sum(1 for peer in out if peer not in rings) if device else 0
         self.inbox = ctypes.create_string_buffer(max(1, slots * INBOX))
         ring = (ctypes.addressof(rings[rank]), SLOTS, SLOT, TOGETHER)
-        driver = byref(pretended()) if device else None
+        driver = byref(make_driver()) if device else None
         inbox = (ctypes.addressof(self.inbox), slots, INBOX)
         self.channel = library.channel_new(
             world, rank, *ring, *inbox, self.gate, 0.0, driver, None, None
@@ -107,7 +107,7 @@ class Rank:
         self.library.gate_free(self.gate)
 
 
-def streams():
+def connect_streams():
     """Both ends of a TCP connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         calling = socket.create_connection(listener.getsockname())
@@ -118,14 +118,14 @@ def streams():
     return calling, called
 
 
-def joined(library, world, alone, device):
+def join_ranks(library, world, alone, device):
     """`world` ranks; those in `alone` are reached by streams, the others share memory."""
     out, into = ([{} for _ in range(world)] for _ in range(2))
     rings = [ctypes.create_string_buffer(SLOTS * SLOT) for _ in range(world)]
     for one in range(world):
         for two in range(one + 1, world):
             if one in alone or two in alone:
-                out[one][two], out[two][one] = into[one][two], into[two][one] = streams()
+                out[one][two], out[two][one] = into[one][two], into[two][one] = connect_streams()
             else:
                 out[one][two], into[two][one] = socket.socketpair()
                 out[two][one], into[one][two] = socket.socketpair()
@@ -139,11 +139,11 @@ def joined(library, world, alone, device):
     ]
 
 
-def said(source, target, number, size):
+def make_message(source, target, number, size):
     return random.Random(f"{source} {target} {number}").randbytes(size)
 
 
-def talk(rank, seed, messages, failures):
+def exchange_messages(rank, seed, messages, failures):
     draw, under_way = random.Random(seed), []  # the same on every rank
     try:
         for number in range(messages):
@@ -151,7 +151,10 @@ def talk(rank, seed, messages, failures):
                 [draw.choice((0, 1, 17, 4000, draw.randrange(200_000))) for _ in range(rank.world)]
                 for _ in range(rank.world)
             ]
-            sent = [said(rank.rank, to, number, sizes[rank.rank][to]) for to in range(rank.world)]
+            sent = [
+                make_message(rank.rank, to, number, sizes[rank.rank][to])
+                for to in range(rank.world)
+            ]
             begun = rank.exchange(
                 sent, [sizes[of][rank.rank] for of in range(rank.world)], urgent=number % 3 == 0
             )
@@ -161,14 +164,14 @@ def talk(rank, seed, messages, failures):
                 assert rank.until(job) == 0, rank.error()
                 for of in range(rank.world):
                     size = sizes[of][rank.rank]
-                    assert of == rank.rank or into[of].raw[:size] == said(
+                    assert of == rank.rank or into[of].raw[:size] == make_message(
                         of, rank.rank, which, size
                     ), (rank.rank, of, which)
     except BaseException as error:  # noqa: BLE001 - told by main
         failures.append(error)
 
 
-def friendly(library, seed):
+def run_exchanges(library, seed):
     for world, alone, device in (
         (2, set(), False),
         (2, {0}, False),
@@ -177,8 +180,11 @@ def friendly(library, seed):
         (2, {1}, True),
         (3, {0}, True),
     ):
-        ranks, failures = joined(library, world, alone, device), []
-        threads = [threading.Thread(target=talk, args=(rank, seed, 20, failures)) for rank in ranks]
+        ranks, failures = join_ranks(library, world, alone, device), []
+        threads = [
+            threading.Thread(target=exchange_messages, args=(rank, seed, 20, failures))
+            for rank in ranks
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -188,7 +194,7 @@ def friendly(library, seed):
         assert not failures, (world, alone, device, failures)
 
 
-def garbage(draw, size):
+def make_garbage(draw, size):
     """What a hostile peer says: noise, or a message of which one number is wrong, or none."""
     right = struct.pack("<QQ", 0, size)
     wild = draw.choice(
@@ -215,7 +221,7 @@ def garbage(draw, size):
     )
 
 
-def hostile(library, seed, rounds):
+def run_hostile_peers(library, seed, rounds):
     """Rank 0 alone with a peer that says anything: it ends, with an error that names the peer or
     well, and never by a crash."""
     draw, errors = random.Random(seed), set()
@@ -229,13 +235,14 @@ def hostile(library, seed, rounds):
             {} if stream else {1: ctypes.create_string_buffer(SLOTS * SLOT)}
         )
         mine, theirs = zip(
-            *([streams()] * 2 if stream else [socket.socketpair() for _ in range(2)]), strict=True
+            *([connect_streams()] * 2 if stream else [socket.socketpair() for _ in range(2)]),
+            strict=True,
         )
         for end in (*mine, *theirs):
             end.setblocking(False)
         rank = Rank(library, 0, 2, {1: mine[0]}, {1: mine[1]}, rings, device)
         with suppress(OSError):
-            theirs[1].send(garbage(draw, min(size, 8 << 10)))
+            theirs[1].send(make_garbage(draw, min(size, 8 << 10)))
             theirs[0].send(b"." * draw.choice((0, 0, 1, 3, 500)))
             if draw.random() < 0.5:
                 theirs[1].shutdown(socket.SHUT_WR)
@@ -256,7 +263,7 @@ def hostile(library, seed, rounds):
     )  # every answer to nonsense was seen
 
 
-def deaf(library, sends):
+def run_deaf_peer(library, sends):
     """A peer that never reads what it is told, while it answers as if it did, or `sends` pieces:
     the time runs out."""
     rings = {rank: ctypes.create_string_buffer(SLOTS * SLOT) for rank in range(2)}
@@ -298,8 +305,8 @@ def deaf(library, sends):
 
 if __name__ == "__main__":
     library, seed = EngineLibrary(sys.argv[1]), int(sys.argv[2])
-    friendly(library, seed)
-    hostile(library, seed, 250)
-    deaf(library, sends=False)
-    deaf(library, sends=True)
+    run_exchanges(library, seed)
+    run_hostile_peers(library, seed, 250)
+    run_deaf_peer(library, sends=False)
+    run_deaf_peer(library, sends=True)
     print("well")
