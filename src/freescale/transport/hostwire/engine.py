@@ -25,6 +25,7 @@ from freescale.transport.api import TransportError
 from freescale.transport.hostwire.bindings import Driver, EngineLibrary, ErrorCode
 from freescale.transport.hostwire.pinned import Pinned
 from freescale.transport.hostwire.steps import LARGEST, SLOTS, URGENT_TIMES
+from freescale.transport.hostwire.transfer import make_error
 from freescale.transport.hostwire.wires.api import EngineWire
 
 # seconds that a thread polls before it naps; a CPU has other things to do
@@ -93,15 +94,17 @@ class EngineTransfer:
 
 
 class EngineChannel:
-    """Args:
-    library: the compiled engine.
-    rank: of this process.
-    device: of the tensors.
-    wires: to all other ranks.
-    ring: SLOTS slots, which ranks of this machine can read.
-    gate: shared by the channels of a rank.
-    piece: the largest of bulk traffic, in bytes.
-    seconds: that a peer may be silent.
+    """A `Channel` that the engine drives.
+
+    Args:
+        library: the compiled engine.
+        rank: of this process.
+        device: of the tensors.
+        wires: to all other ranks.
+        ring: SLOTS slots, which ranks of this machine can read.
+        gate: shared by the channels of a rank.
+        piece: the largest of bulk traffic, in bytes.
+        seconds: that a peer may be silent.
     """
 
     def __init__(
@@ -254,12 +257,8 @@ class EngineChannel:
         reason = _REASONS[code].format(cause.value)
         if code == ErrorCode.CLOSED and cause.value:
             reason += f", {os.strerror(cause.value)}"
-        what = f"{'urgent' if last.urgent else 'bulk'} exchange of {last.kind} failed"
         left = self._library.channel_bytes_left(self._handle)
-        self._error = TransportError(
-            f"rank {self.rank}: {what}: rank {peer.value} died or fell silent, {left:,} bytes "
-            f"outstanding ({reason})"
-        )
+        self._error = make_error(self.rank, last.kind, last.urgent, peer.value, left, reason)
         self._hang_up()  # whoever waits for this rank hears of it
 
     def close(self) -> bool:

@@ -29,16 +29,18 @@ _SEND, _RECEIVE = 0, 1
 
 
 class PythonChannel:
-    """Args:
-    name: of its threads.
-    rank: of this process.
-    device: of the tensors.
-    routes: [world], the wire to each rank; empty for a single rank.
-    ring: SLOTS slots, which the wires can send from.
-    gate: shared by the channels of a rank.
-    piece: the largest, in bytes.
-    seconds: that a peer may be silent.
-    caller_drives: the thread that submits waits soon, and does nothing else meanwhile.
+    """A `Channel` that Python drives.
+
+    Args:
+        name: of its threads.
+        rank: of this process.
+        device: of the tensors.
+        routes: [world], the wire to each rank; empty for a single rank.
+        ring: SLOTS slots, which the wires can send from.
+        gate: shared by the channels of a rank.
+        piece: the largest of bulk traffic, in bytes.
+        seconds: that a peer may be silent.
+        caller_drives: the thread that submits waits soon, and does nothing else meanwhile.
     """
 
     def __init__(

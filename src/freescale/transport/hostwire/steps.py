@@ -22,10 +22,16 @@ import torch
 from torch import Tensor
 
 from freescale.streams import current_stream, has_happened, new_stream, record_event_on
-from freescale.transport.api import TransportError
 from freescale.transport.hostwire.gate import Gate
 from freescale.transport.hostwire.pinned import Pinned
-from freescale.transport.hostwire.transfer import Block, Round, Transfer, count_bytes, cut
+from freescale.transport.hostwire.transfer import (
+    Block,
+    Round,
+    Transfer,
+    count_bytes,
+    cut,
+    make_error,
+)
 from freescale.transport.hostwire.wires.api import Arriving, PieceWire, Sending
 from freescale.transport.threads import wait_for_event
 
@@ -305,11 +311,9 @@ class TransferSteps:
         except (RuntimeError, OSError) as error:
             if self.error is not None:
                 raise self.error from error
-            what = f"{'urgent' if transfer.urgent else 'bulk'} exchange of {transfer.kind} failed"
             reason = (str(error).splitlines() or [""])[0][:120] or type(error).__name__
-            raise TransportError(
-                f"rank {self.rank}: {what}: rank {peer} died or fell silent, {left:,} bytes "
-                f"outstanding ({reason})"
+            raise make_error(
+                self.rank, transfer.kind, transfer.urgent, peer, left, reason
             ) from error
 
 

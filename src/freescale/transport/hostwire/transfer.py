@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from freescale.streams import current_stream, record_event_on
+from freescale.transport.api import TransportError
 from freescale.transport.hostwire.gate import Gate
 
 
@@ -93,6 +94,16 @@ class Transfer:
             raise self.error
         if self.arrived is not None:
             current_stream(self.device).wait_event(self.arrived)
+
+
+def make_error(
+    rank: int, kind: str, urgent: bool, peer: int, left: int, reason: str
+) -> TransportError:
+    """The error of `rank` for a transfer that a peer leaves unfinished, with `left` bytes to go."""
+    return TransportError(
+        f"rank {rank}: {'urgent' if urgent else 'bulk'} exchange of {kind} failed: rank {peer} "
+        f"died or fell silent, {left:,} bytes outstanding ({reason})"
+    )
 
 
 def count_bytes(rounds: Sequence[Round]) -> int:
