@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from freescale.folders import cache_folders, opened
+from freescale.folders import list_cache_folders, open_own_folder
 
 FLAGS = ("-O2", "-shared", "-fPIC")
 _SECONDS = 60.0
@@ -46,9 +46,9 @@ def loaded(name: str, load: Callable[[str], _T]) -> tuple[_T | None, str]:
     if found is None:
         return None, "no C compiler (cc, gcc, clang or CC)"
     reasons = []
-    for folder in cache_folders():
+    for folder in list_cache_folders():
         try:
-            return _kept(name, opened(folder), found, load), ""
+            return _kept(name, open_own_folder(folder), found, load), ""
         except subprocess.CalledProcessError as error:
             reasons.append(
                 f"{found} failed: "
