@@ -80,7 +80,7 @@ class Best:
         tables = parallel.tables
         self._weights = [
             *parallel.dense_parameters(),
-            *(tables.local(name)["rows"] for name in tables.specs),
+            *(tables.get_local_state(name)["rows"] for name in tables.specs),
         ]
         self._kept: list[Tensor] = []
         self.epoch, self.hit_rates = 0, list[float]()

@@ -390,8 +390,8 @@ def diverge(transport, folder, where):
     assert checkpoints.steps() == [2]
     if transport.rank == transport.world - 1:
         tensors = {
-            "table": parallel.tables.local("item")["rows"],
-            "row state": parallel.tables.local("item")["first"],
+            "table": parallel.tables.get_local_state("item")["rows"],
+            "row state": parallel.tables.get_local_state("item")["first"],
             "dense": parallel.module.layers[0].weight.data,
             "mask": parallel.module.mask,
             "optimizer": dense.state[parallel.module.layers[0].weight]["exp_avg"],

@@ -34,9 +34,9 @@ def one_step_from(transport, state, batch, optimizer, placement, options):
     parallel, pipeline = build(transport, optimizer, placement, **options)
     parallel.tables.place()
     for name in parallel.tables.specs:
-        rows = parallel.tables.group(name).rows
-        for part, local in rows.tensors(name).items():
-            local.copy_(state[f"{name}/{part}"][rows.ids(name)])
+        rows = parallel.tables.get_group(name).rows
+        for part, local in rows.get_tensors(name).items():
+            local.copy_(state[f"{name}/{part}"][rows.get_ids(name)])
     with torch.no_grad():
         for name, parameter in parallel.module.named_parameters():
             parameter.copy_(state[name])

@@ -24,17 +24,17 @@ def _slow_lane(transport, schedule, dense_sums):
     """A lane that works on its own while the main thread already waits for it."""
     waiting = threading.Event()
 
-    def masks(current, coming):
+    def masks(current, following):
         waiting.wait(timeout=30)
         waiting.clear()
         time.sleep(HELD)
-        return collision_masks(current, coming)
+        return collision_masks(current, following)
 
     options = {"masks": masks} if schedule == "staged" else {}
     parallel, pipeline = build(transport, schedule, dense_sums=dense_sums, **options)
     if schedule == "staged":
-        arrive = pipeline._arrive
-        pipeline._arrive = lambda turn: (waiting.set(), arrive(turn))
+        await_rows = pipeline._await_rows
+        pipeline._await_rows = lambda current: (waiting.set(), await_rows(current))
     batches = [
         share_of(batch_of(ids, number), transport)
         for number, ids in enumerate(colliding(0.3, steps=8))

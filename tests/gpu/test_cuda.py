@@ -58,7 +58,7 @@ def train(device, placement, optimizer, steps=4):
     dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
     pipeline = freescale.Pipeline(parallel, dense, clip=0.5, accumulate=2)
     losses = [r.loss for r in pipeline.run([clicks_batch(13, seed) for seed in range(steps)])]
-    ids, rows = parallel.tables.share("item")
+    ids, rows = parallel.tables.get_local_rows("item")
     return losses, rows[ids.argsort()].cpu()
 
 

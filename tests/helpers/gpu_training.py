@@ -22,8 +22,10 @@ class CudaClicks(Clicks):
 STEPS = 30
 
 
-def no_collisions(current, coming):
-    return torch.zeros_like(current, dtype=torch.bool), torch.zeros_like(coming, dtype=torch.bool)
+def no_collisions(current, following):
+    return torch.zeros_like(current, dtype=torch.bool), torch.zeros_like(
+        following, dtype=torch.bool
+    )
 
 
 def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.float64, **options):
@@ -58,7 +60,7 @@ def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.
     state = {
         f"{name}/{part}": value
         for name in parallel.tables.specs
-        for part, value in parallel.tables.local(name).items()
+        for part, value in parallel.tables.get_local_state(name).items()
     }
     state |= dict(parallel.module.named_parameters())
     torch.use_deterministic_algorithms(False)

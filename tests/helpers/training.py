@@ -31,9 +31,9 @@ def gather_tables(parallel):
     tables = parallel.tables
     result = {}
     for name, spec in tables.specs.items():
-        rows = tables.group(name).rows
-        ids = rows.ids(name)
-        for part, local in rows.tensors(name).items():
+        rows = tables.get_group(name).rows
+        ids = rows.get_ids(name)
+        for part, local in rows.get_tensors(name).items():
             whole = torch.full((spec.rows, *local.shape[1:]), float("nan"), dtype=local.dtype)
             if tables.placements[name].kind == "replicated":
                 whole[ids] = local

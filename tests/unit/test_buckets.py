@@ -40,7 +40,7 @@ def _model():
 def _watching(parameters):
     """As in a run that goes on."""
     buckets = GradientBuckets(parameters, CPU)
-    buckets.run = buckets.watching()
+    buckets.run = buckets.watch_backward()
     buckets.run.__enter__()
     return buckets
 

@@ -41,7 +41,7 @@ def test_the_command_shows_what_each_technique_gives(tmp_path):
     assert len((tmp_path / "16-all" / "ledger.jsonl").read_text().splitlines()) == 4
     with gzip.open(tmp_path / "16-all" / "trace.json.gz", "rt") as file:
         lanes = {event["tid"] for event in json.load(file)["traceEvents"] if event["ph"] == "X"}
-    assert lanes == {0, 1, 2, 3, 4}  # compute, communication, ahead, urgent, coming
+    assert lanes == {0, 1, 2, 3, 4}  # compute, communication, ahead, urgent, input
     assert len(json.loads((tmp_path / "simulate.json").read_text())["rows"]) == 20
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from freescale.embedding.layout import positions
+from freescale.embedding.layout import spread_ids
 from freescale.train.checkpoint import (
     Intact,
     SafeReader,
@@ -41,7 +41,7 @@ def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
     for name, (rows, width, kind, _) in state["tables"].items():
         stored = {f"table/{name}/rows": torch.empty(rows, width, dtype=_DTYPES[kind])}
         _fill(stored, path)
-        weight = stored[f"table/{name}/rows"].index_select(0, positions(torch.arange(rows), rows))
+        weight = stored[f"table/{name}/rows"].index_select(0, spread_ids(torch.arange(rows), rows))
         yield _write({"weight": weight}, out / f"table.{name}.safetensors")
 
 

@@ -56,7 +56,7 @@ def collect_tables(tables: Tables, transport: Transport) -> dict[str, Tensor]:
     return {
         f"table/{name}/{part}": _whole(value, name, tables, transport)
         for name in tables.specs
-        for part, value in tables.local(name).items()
+        for part, value in tables.get_local_state(name).items()
     }
 
 

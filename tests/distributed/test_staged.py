@@ -343,7 +343,7 @@ def _broken_lane(transport):
     list(pipeline.run(batches))
 
 
-def _crash(current, coming):
+def _crash(current, following):
     raise RuntimeError("no masks today")
 
 
@@ -353,7 +353,8 @@ def test_errors_of_a_lane_are_raised_by_the_step():
 
 
 def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
-    """After c and before there is memory for the rows: e has begun, f must not wait for ever."""
+    """After stage 2 and before there is memory for the rows: stage 5 has begun, 6 must not wait for
+    ever."""
 
     def crash(*_):
         raise RuntimeError("no memory today")
@@ -363,7 +364,7 @@ def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
     monkeypatch.setattr(
         pipeline.urgent, "submit", lambda *job: jobs.append(submit(*job)) or jobs[-1]
     )
-    monkeypatch.setattr(exchange.Sharded, "place", crash)
+    monkeypatch.setattr(exchange.Sharded, "allocate_rows", crash)
     batches = [batch_of(ids, number) for number, ids in enumerate(colliding(0.3, steps=4))]
     with pytest.raises(RuntimeError, match="no memory today"):
         list(pipeline.run(batches))
