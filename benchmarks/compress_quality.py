@@ -35,7 +35,7 @@ from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import Memory
 from freescale.train.build import evaluate_part, load_histories
-from freescale.train.learning_rate import learning_rate
+from freescale.train.learning_rate import build_learning_rate
 from freescale.transport.api import Transport
 from freescale.transport.local import LocalTransport
 
@@ -137,7 +137,7 @@ def train(
         parallel,
         optimizer,
         schedule="serial",
-        learning_rate=learning_rate(settings.warmup, settings.decay, len(source)),
+        learning_rate=build_learning_rate(settings.warmup, settings.decay, len(source)),
         reducer=freescale.Thresholding(0.99, EVERY) if arm == GRADIENTS else None,
     )
     parallel.tables.place(source.batch(0))

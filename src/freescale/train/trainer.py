@@ -169,7 +169,6 @@ class Trainer:
 
     def _train(self, signals: StopSignals) -> dict[str, Any]:
         self._callbacks.call("on_start", self)
-        self._callbacks.check()
         results: dict[str, Any] = {}
         collector = self._start_ledger()
         try:

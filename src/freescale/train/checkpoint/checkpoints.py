@@ -29,7 +29,7 @@ from freescale.train.checkpoint.files import (
     verify_checkpoint,
     write_state,
 )
-from freescale.train.checkpoint.finite_check import NotFinite, first_not_finite
+from freescale.train.checkpoint.finite_check import NotFinite, find_not_finite
 from freescale.train.checkpoint.model import (
     collect_dense,
     collect_random,
@@ -61,11 +61,16 @@ from freescale.transport.process_group import ProcessGroupTransport
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of a run's folder. `save`, `load` and `last_intact` are collectives.
+    """The checkpoints in a folder. `check`, `save`, `load` and `last_intact` are collectives.
 
-    A folder holds one run. Steps ahead of the one that is saved are refused: they are another
-    run's. Who goes back to an earlier checkpoint, by loading it with its optimizer, leaves the
-    later ones behind: the next save removes them.
+    A folder holds one run. A save is refused while the folder holds later steps: those are another
+    run's. Loading an earlier checkpoint together with its optimizer goes back to it: the next save
+    removes the later ones.
+
+    Args:
+        folder: of the checkpoints; it need not exist.
+        transport: the ranks that save and load.
+        keep: how many checkpoints to keep.
     """
 
     folder: Path
@@ -91,7 +96,7 @@ class Checkpoints:
         return self.files.path(step)
 
     def latest(self) -> Path | None:
-        """By its name; whether its files are as they were written, `last_intact` finds out."""
+        """The last one by its name; its files are not verified, as `last_intact` does."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
@@ -104,8 +109,16 @@ class Checkpoints:
     def check(
         self, model: ShardedModel, optimizer: torch.optim.Optimizer, step: int | None = 0
     ) -> None:
-        """Before training, at `step`: whatever could not be saved later is refused now, by name.
-        Without a step the folder is not looked at: it is not known yet. A collective."""
+        """Refuses, before training, what could not be saved later.
+
+        Args:
+            model: to be saved.
+            optimizer: of its dense parameters.
+            step: where training begins. None leaves the folder unchecked.
+
+        Raises:
+            ValueError: names what a checkpoint cannot hold, or checkpoints ahead of `step`.
+        """
         if step is not None:
             self._run_on_rank_0(lambda: self._refuse_ahead(step))
 
@@ -123,9 +136,21 @@ class Checkpoints:
         progress: Mapping[str, Any],
         reducer: Reducer | None = None,
     ) -> Path:
-        """`progress` is plain JSON with at least `step`: where the run stands. `reducer` is the
-        pipeline's (`pipeline.buckets`): it carries the order of sums, and errors where it
-        compresses, from step to step."""
+        """Saves a checkpoint; what the schedule has deferred is applied first.
+
+        Args:
+            model: its tables, dense weights and extra state.
+            optimizer: its state, of any kind that consists of tensors and plain values.
+            progress: plain JSON with at least `step`: where the run stands.
+            reducer: the pipeline's, if it carries errors of compression from step to step.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            NotFinite: if a weight or state is not finite; earlier checkpoints stay.
+            ValueError: if something cannot be saved, on all ranks with the same words.
+        """
         step = int(progress["step"])
         self._run_on_rank_0(lambda: self._refuse_ahead(step))
         model.tables.settle()
@@ -228,7 +253,7 @@ class Checkpoints:
     def _refuse_diverged(
         self, step: int, tensors: Mapping[str, Tensor], untrained: Collection[str]
     ) -> None:
-        if name := first_not_finite(tensors, untrained):
+        if name := find_not_finite(tensors, untrained):
             raise NotFinite(
                 f"{name} is not finite at step {step}, which is therefore not saved: "
                 "the checkpoints before it stay"
@@ -253,10 +278,22 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None = None,
         reducer: Reducer | None = None,
     ) -> dict[str, Any]:
-        """Restores tables, dense weights and (if given) optimizer state and random state; returns
-        the progress. An optimizer's settings (learning rate, weight decay, ...) stay the caller's:
-        they may have changed on purpose. Errors of compression and the order of sums go to the
-        pipeline's `reducer`; where they were not saved it begins anew."""
+        """Restores tables, dense weights and, with an optimizer, its state and the random state.
+
+        Args:
+            checkpoint: a checkpoint's folder, or what `last_intact` found.
+            model: to load into; of the same shapes as the saved one, on any number of ranks.
+            optimizer: to load into. Its settings (learning rate, weight decay, ...) stay as they
+                are: they may have changed on purpose.
+            reducer: the pipeline's; gets errors of compression, if they were saved.
+
+        Returns:
+            The progress that was saved.
+
+        Raises:
+            Damaged: if files are not as they were written.
+            ValueError: if the checkpoint is of another model or optimizer.
+        """
         if not isinstance(checkpoint, Intact):
             checkpoint = verify_checkpoint(Path(checkpoint), self.transport)
         path, state = checkpoint.path, checkpoint.state
