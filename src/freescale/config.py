@@ -165,8 +165,7 @@ class TrainConfig(_Checked):
         "collective",
         (
             "what sums gradients of dense parameters: the process group (NCCL on GPUs), or the "
-            "ranks, "
-            "by parts, over --transport"
+            "ranks, a partition each, over --transport"
         ),
         choices=("collective", "partitioned"),
     )
