@@ -356,7 +356,7 @@ def load_the_order(transport, folder):
     )
     pipeline.load_state_dict(progress["pipeline"])
     names = [name for name, _ in parallel.module.named_parameters()]
-    return [names[number] for number in pipeline.buckets.order]
+    return [names[number] for number in pipeline.reducer.order]
 
 
 def test_sums_go_on_in_the_order_that_they_had(tmp_path):

@@ -38,7 +38,7 @@ def stream(transport, steps=12, seed=0):
 
 
 def balanced():
-    return {"balancer": Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))}
+    return {"balance": Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))}
 
 
 def same(left, right):
@@ -129,7 +129,7 @@ def _left_and_gone_on(transport, schedule, options):
     batches, numbers = iter(stream(transport)), []
     for leave in (4, 5, None):
         for result in pipeline.run(batches):
-            numbers.append(result.number)
+            numbers.append(result.batch_number)
             if result.step == leave:
                 break
     return numbers, state_of(parallel)
@@ -290,10 +290,10 @@ def test_training_goes_on_after_a_backward_that_failed(schedule, accumulate):
     )
     numbers = []
     for result in other.run(batches):
-        numbers.append(result.number)
-        if result.number == 6:
+        numbers.append(result.batch_number)
+        if result.batch_number == 6:
             break
-    assert numbers + [result.number for result in pipeline.run(batches)] == list(range(4, 12))
+    assert numbers + [result.batch_number for result in pipeline.run(batches)] == list(range(4, 12))
     expected = build(LocalTransport(), "serial", model=lambda: Clicks(items=6000))
     left = [batch for batch in stream(LocalTransport()) if batch.number != 3]
     list(expected[1].run(left[:3]))
@@ -407,7 +407,7 @@ def _diverging(transport, schedule):
     for result in pipeline.run(stream(transport)):
         if result.step == 3 and transport.rank == 0:
             with torch.no_grad():
-                next(pipeline.parallel.dense_parameters()).fill_(float("nan"))
+                next(pipeline.model.dense_parameters()).fill_(float("nan"))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

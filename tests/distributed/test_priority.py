@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from freescale.batch import Jagged, SequenceBatch
 from freescale.embedding import collision, exchange
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.ledger.ledger import Ledger
+from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
@@ -158,7 +160,7 @@ def build(
     shape = {"placement": placement, "init_std": 0.3, "seed": 5, "wire_dtype": wire}
     parallel = freescale.parallelize(model, model.ids, rows, transport=transport, **shape)
     if schedule == "stale":
-        schedule, options["masks"] = "staged", no_collisions
+        schedule = partial(Staged, masks=no_collisions)
     dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
     return parallel, freescale.Pipeline(parallel, dense, schedule=schedule, **options)
 
@@ -251,7 +253,7 @@ def _variants(transport):
     ones = [ids[:1] if step % 3 else [] for step, ids in enumerate(colliding(0.5))]
     ones[0] = [7]
     found["one sample or none"] = differences(transport, ones, optimizer="adam")
-    balancer = {"balancer": Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))}
+    balancer = {"balance": Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))}
     found["balanced"] = differences(transport, colliding(0.3), optimizer="adam", **balancer)
     return found
 
@@ -437,7 +439,7 @@ def test_errors_reach_all_ranks(wire):
 
 
 def _broken_lane(transport):
-    parallel, pipeline = build(transport, "staged", masks=_crash)
+    parallel, pipeline = build(transport, partial(Staged, masks=_crash))
     batches = [
         share_of(batch_of(ids, number), transport)
         for number, ids in enumerate(colliding(0.3, steps=4))
@@ -461,9 +463,9 @@ def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
         raise RuntimeError("no memory today")
 
     parallel, pipeline = build(LocalTransport(), "staged")
-    jobs, submit = [], pipeline.urgent.submit
+    jobs, submit = [], pipeline.schedule.urgent.submit
     monkeypatch.setattr(
-        pipeline.urgent, "submit", lambda *job: jobs.append(submit(*job)) or jobs[-1]
+        pipeline.schedule.urgent, "submit", lambda *job: jobs.append(submit(*job)) or jobs[-1]
     )
     monkeypatch.setattr(exchange.Sharded, "place", crash)
     batches = [batch_of(ids, number) for number, ids in enumerate(colliding(0.3, steps=4))]

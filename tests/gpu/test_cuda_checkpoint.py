@@ -60,7 +60,7 @@ def test_resumes_with_its_state_where_it_belongs(tmp_path, name, before):
     run(pipeline, 0, 3)
     checkpoints = Checkpoints(tmp_path, parallel.transport)
     checkpoints.save(
-        parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()}, pipeline.buckets
+        parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()}, pipeline.reducer
     )
     resumed, fresh, again = build("cuda", OPTIMIZERS[name])
     checkpoints = Checkpoints(tmp_path, resumed.transport)

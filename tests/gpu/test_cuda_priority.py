@@ -47,7 +47,7 @@ def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.
         init_std=0.3,
     )
     if balanced:
-        options["balancer"] = Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))
+        options["balance"] = Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))
     if schedule == "stale":
         schedule, options["masks"] = "staged", no_collisions
     pipeline = freescale.Pipeline(

@@ -18,7 +18,7 @@ from freescale.data.prefetch import prefetched
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.pipeline import Pipeline
-from freescale.pipeline.serial import StepResult
+from freescale.pipeline.schedule import StepResult
 from freescale.train.build import build_balancer, build_parallel, build_reducer, evaluate, histories
 from freescale.train.checkpoint import Checkpoints, NotFinite
 from freescale.train.learning_rate import learning_rate
@@ -77,7 +77,7 @@ class Trainer:
             clip=settings.clip,
             precision=settings.precision,
             learning_rate=learning_rate(settings.warmup, settings.decay, self.total),
-            balancer=build_balancer(config, transport.device),
+            balance=build_balancer(config, transport.device),
             reducer=build_reducer(config),
             dense_sums=config.train.dense_sums,
         )
@@ -141,7 +141,7 @@ class Trainer:
         stopping.agreed()
         if last is not None:
             results["loss"] = last.loss
-            self._checkpoint(last.number)
+            self._checkpoint(last.batch_number)
         stopping.saved = True
         results["ledger"] = collector.close(self.transport.device)
         # Whichever rank was told: all skip what is left.
@@ -163,12 +163,12 @@ class Trainer:
             for result in self.pipeline.run(batches):
                 step = result.step
                 stopping.stepped()
-                seen += self.data.batch_size(result.number)
+                seen += self.data.batch_size(result.batch_number)
                 if step % settings.log_every == 0 or step == self.total:
                     loss = result.loss  # waits for the device, hence not every step
                     rate = seen / (time.perf_counter() - clock)
                     clock, seen = time.perf_counter(), 0
-                    epoch = result.number // self.data.batches_per_epoch
+                    epoch = result.batch_number // self.data.batches_per_epoch
                     self._write(
                         {"step": step, "epoch": epoch, "loss": loss, "samples_per_second": rate}
                     )
@@ -178,15 +178,15 @@ class Trainer:
                     collector.collect()
                 supervised += sum(result.counts.values())
                 if not supervised and (
-                    step == self.total or (result.number + 1) % self.data.batches_per_epoch == 0
+                    step == self.total or (result.batch_number + 1) % self.data.batches_per_epoch == 0
                 ):
                     raise ValueError(_NOTHING_SUPERVISED.format(data=self.config.data))
                 with stopping.working():
-                    self._validate(result.number, step)
+                    self._validate(result.batch_number, step)
                     if step >= self.total:
                         break
                     if step % settings.checkpoint_every == 0:
-                        self._checkpoint(result.number)
+                        self._checkpoint(result.batch_number)
         return result
 
     def _checkpoint(self, number: int) -> None:
@@ -204,7 +204,7 @@ class Trainer:
             "data": self.data.state_dict(number + 1),
         }
         try:
-            self.checkpoints.save(self.parallel, self.optimizer, progress, self.pipeline.buckets)
+            self.checkpoints.save(self.parallel, self.optimizer, progress, self.pipeline.reducer)
         except NotFinite as error:
             raise ValueError(f"{error}; {_DIVERGED}") from None
 
@@ -213,7 +213,7 @@ class Trainer:
         if found is None:
             raise ValueError(f"nothing to resume: {self.checkpoints.folder} holds no checkpoint")
         progress = self.checkpoints.load(
-            found, self.parallel, self.optimizer, self.pipeline.buckets
+            found, self.parallel, self.optimizer, self.pipeline.reducer
         )
         self.pipeline.load_state_dict(progress["pipeline"])
         self.data.load_state_dict(progress["data"])

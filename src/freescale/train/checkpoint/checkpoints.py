@@ -118,7 +118,7 @@ class Checkpoints:
         reducer: Reducer | None = None,
     ) -> Path:
         """`progress` is plain JSON with at least `step`: where the run stands. `reducer` is the
-        pipeline's (`pipeline.buckets`): it carries the order of sums, and errors where it
+        pipeline's (`pipeline.reducer`): it carries the order of sums, and errors where it
         compresses, from step to step."""
         step = int(progress["step"])
         self._together(lambda: self._refuse_ahead(step))
