@@ -59,7 +59,7 @@ class Pipeline:
         optimizer: torch.optim.Optimizer,
         *,
         schedule: str | Callable[..., Schedule] = TrainConfig.schedule,
-        balance: str | Partitioner | Balancer | None = TrainConfig.balance,
+        balance: str | Partitioner | Balancer | None = None,
         accumulate: int = TrainConfig.accumulate,
         clip: float | None = TrainConfig.clip,
         precision: str = TrainConfig.precision,
