@@ -136,7 +136,7 @@ def test_what_is_not_supported_is_refused_by_name(model, message):
         ({"nowhere": ["history"]}, {}, "module 'nowhere', which matches none; the embeddings are"),
         ({}, {}, "ids is empty"),
         ({"first": "history"}, {}, "must be a list of batch features"),
-        ({"first": ["history"]}, {"init": "zeros"}, "init must be 'rows' or 'weights'"),
+        ({"first": ["history"]}, {"init": "zeros"}, "init must be one of auto, weights, rows"),
         (
             {"first": ["history"]},
             {"row_optimizer": {"other": freescale.SGD()}},
