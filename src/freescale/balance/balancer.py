@@ -19,6 +19,7 @@ from freescale.balance.cost import AdaptiveCost, CostModel, features
 from freescale.balance.partitioners.local import local
 from freescale.balance.partitioners.registry import find_partitioner
 from freescale.balance.problem import Assignment, Partitioner, Problem, assign, greedy
+from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
 from freescale.segments import Segments
 
@@ -88,8 +89,18 @@ class Balancer:
         # by step: assignments that a checkpoint had in flight
         self._restored: dict[int, NDArray[Any]] = {}
 
+    def check(self, batch: SequenceBatch) -> None:
+        """Raises a ValueError if the cost takes the length of a feature that the batch lacks."""
+        by_length = self.adaptive is not None or self.cost.quadratic or self.cost.linear
+        if by_length and len(batch) and self.feature not in batch.sequences:
+            raise ValueError(
+                f"balancing takes the length of the sequence feature {self.feature!r}, which the "
+                f"batch lacks; its sequences are {', '.join(sorted(batch.sequences)) or 'none'}: "
+                "name one of them, Balancer(..., feature=...), or give a cost without lengths"
+            )
+
     def plan(self, step: int, table: NDArray[Any], home: NDArray[Any], ranks: int) -> Assignment:
-        """table [n, 3]: history length, candidates and tokens of every sample of a step's global
+        """table [n, 3]: length of the feature, candidates and tokens of every sample of a step's global
         batch; home [n]: its rank now."""
         rows, tokens = features(table[:, 0], table[:, 1], self.segments), table[:, 2]
         if self.segments is not None:

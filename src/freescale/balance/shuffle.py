@@ -27,7 +27,7 @@ from freescale.batch import SequenceBatch
 from freescale.batch_codec import pack, unpack
 from freescale.transport.api import Transport
 
-COLUMNS = 3  # of stage I: history length, candidates, tokens
+COLUMNS = 3  # of stage I: length of the feature, candidates, tokens
 
 
 class Shuffle:
@@ -115,12 +115,12 @@ class Shuffle:
         ).tolist()
 
 
-def measured(batch: SequenceBatch) -> np.ndarray:
-    """[samples, 3]: history length, candidates, tokens (history and all values of the
-    candidates)."""
+def measure_samples(batch: SequenceBatch, feature: str) -> np.ndarray:
+    """[samples, 3]: length of the feature, candidates, tokens (of the feature, and all values of
+    the candidates)."""
     table = np.zeros((len(batch), COLUMNS), np.int64)
-    if "history" in batch.sequences:
-        table[:, 0] = table[:, 2] = batch.sequences["history"].lengths.numpy()
+    if feature in batch.sequences:
+        table[:, 0] = table[:, 2] = batch.sequences[feature].lengths.numpy()
     for nested in batch.candidates.values():
         counts = nested.counts.numpy()
         table[:, 1] += counts

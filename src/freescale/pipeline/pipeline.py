@@ -11,7 +11,7 @@ from freescale.balance.balancer import Balancer, make_balancer
 from freescale.balance.problem import Partitioner
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
-from freescale.embedding.parallelize import ShardedModel
+from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.dense.reducer import MakeReducer, Reducer
 from freescale.pipeline.schedule import Schedule, StepResult

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ from torch import Tensor
 from freescale.balance.balancer import Balancer
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
-from freescale.embedding.parallelize import ShardedModel
+from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.agreement import MAX_TASKS, Agreement
 from freescale.pipeline.dense.buckets import GradientBuckets
 from freescale.pipeline.dense.partitioned import PartitionedAllReduce
 from freescale.pipeline.dense.reducer import MakeReducer, Reducer
+from freescale.pipeline.first_batch import FirstBatchCheck, check_losses
 from freescale.pipeline.gc_freeze import objects_set_aside
 from freescale.pipeline.loss_watch import LossWatch
 from freescale.pipeline.next_batch import BatchPreparation
@@ -123,6 +124,7 @@ class Schedule(ABC):
         self._taken: list[BatchPreparation] = []  # batches on their way, in their order
         self._source: Source | None = None  # of the last run
         self._loss_watch = LossWatch()
+        self._first_batch = FirstBatchCheck(parallel.module, self.transport, check)
         parts = dense_sums == "partitioned" and self.transport.world > 1
         self._summing = PartitionedAllReduce(self.transport) if parts else None
         exact = partial(GradientBuckets, summing=self._summing)
@@ -251,6 +253,7 @@ class Schedule(ABC):
         """Forward and backward of every micro-batch; `forwarded` is called before the last
         backward. Returns this rank's part of the global losses [tasks + total]."""
         device = self.transport.device
+        self._first_batch.run(micro, agreement.samples, self._autocast)
         self.buckets.clear()
         # Sized for any number of tasks, so that a rank without a batch (which knows none) reduces
         # the same vector; the total last.
@@ -277,11 +280,7 @@ class Schedule(ABC):
     def _total(self, sums: Mapping[str, Tensor], agreement: Agreement, losses: Tensor) -> Tensor:
         """The scalar to differentiate: sums over samples / global counts. Adds the task's means to
         `losses`."""
-        if set(sums) != set(agreement.counts):
-            raise ValueError(
-                f"the model returned tasks {sorted(sums)}, the batch has weights for "
-                f"{sorted(agreement.counts)}"
-            )
+        check_losses(sums, sorted(agreement.counts))
         parts: list[Tensor] = []
         for position, (task, count) in enumerate(sorted(agreement.counts.items())):
             mean = sums[task] / count if count else sums[task] * 0
@@ -289,7 +288,7 @@ class Schedule(ABC):
             parts.append(mean * self.task_weights.get(task, 1.0))
         return torch.stack(parts).sum()
 
-    def _autocast(self):
+    def _autocast(self) -> AbstractContextManager[Any]:
         if self.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.transport.device.type, dtype=torch.bfloat16)
@@ -352,6 +351,8 @@ class Schedule(ABC):
 
     def load_state_dict(self, state: Mapping) -> None:
         self.steps = int(state["steps"])
+        if self.steps:
+            self._first_batch.skip()
         if "order" in state:
             numbers = {name: number for number, name in enumerate(self._trained())}
             kept = state["order"] or ()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from freescale.batch import SequenceBatch
+from freescale.batch import SequenceBatch, check_is_batch
 
 
 class Source:
@@ -31,7 +31,7 @@ class Source:
             self._open = False
             raise
         self._open = batch is not None
-        return batch
+        return None if batch is None else check_is_batch(batch)
 
     def close(self) -> None:
         """This run takes no more."""

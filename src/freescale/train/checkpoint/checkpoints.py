@@ -6,7 +6,6 @@ import json
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,24 +52,36 @@ from freescale.transport.api import Transport
 from freescale.transport.process_group import ProcessGroupTransport
 
 
-@dataclass
 class Checkpoints:
     """The checkpoints of a run's folder. `save`, `load` and `last_intact` are collectives.
 
-    A folder holds one run. Steps ahead of the one that is saved are refused: they are another
-    run's. Who goes back to an earlier checkpoint, by loading it with its optimizer, leaves the
-    later ones behind: the next save removes them.
+    A folder holds one run. Steps ahead of the one that is saved are refused: they belong to another
+    run. Loading an earlier checkpoint with its optimizer leaves the later ones behind: the next
+    save removes them.
+
+    Args:
+        folder: where the checkpoints are, one folder `step-00000100` each.
+        transport: what `connect` returned; `sharded.transport`.
+        keep: how many checkpoints stay; a save removes older ones.
+
+    Raises:
+        ValueError: `keep` is less than 1.
     """
 
-    folder: Path
-    transport: Transport
-    keep: int = TrainConfig.keep_checkpoints
-    _left_behind: set[int] = field(default_factory=set, init=False, repr=False)  # rank 0's
+    def __init__(
+        self, folder: str | Path, transport: Transport, keep: int = TrainConfig.keep_checkpoints
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        self.folder = Path(folder)
+        self.transport = transport
+        self.keep = keep
+        self._left_behind: set[int] = set()  # rank 0's
 
-    def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ValueError(f"keep must be at least 1, got {self.keep}")
-        self.folder = Path(self.folder)
+    def __repr__(self) -> str:
+        steps = self.steps()
+        last = f", last step {steps[-1]}" if steps else ""
+        return f"Checkpoints({str(self.folder)!r}, {len(steps)} saved{last}, keep={self.keep})"
 
     @property
     def files(self) -> CheckpointFolder:
@@ -117,9 +128,27 @@ class Checkpoints:
         progress: Mapping[str, Any],
         reducer: Reducer | None = None,
     ) -> Path:
-        """`progress` is plain JSON with at least `step`: where the run stands. `reducer` is the
-        pipeline's (`pipeline.reducer`): it carries the order of sums, and errors where it
-        compresses, from step to step."""
+        """Writes a checkpoint. A collective.
+
+        Args:
+            parallel: the model.
+            optimizer: of its dense parameters.
+            progress: plain JSON with at least `step` (`pipeline.steps`): where the run stands, for
+                instance `pipeline.state_dict()` and the position of the data.
+            reducer: `pipeline.reducer`: carries the order of sums, and errors where it compresses,
+                from step to step.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            ValueError: something cannot be saved or written, on all ranks.
+            NotFinite: a weight or optimizer state is not finite.
+        """
+        if not isinstance(progress, Mapping) or "step" not in progress:
+            raise ValueError(
+                f"progress is {progress!r} and has no 'step': give {{'step': pipeline.steps, ...}}"
+            )
         step = int(progress["step"])
         self._together(lambda: self._refuse_ahead(step))
         parallel.tables.settle()
