@@ -29,7 +29,7 @@ import freescale
 from freescale.batch import SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.prefetch import prefetched
-from freescale.embedding.parallelize import ShardedModel
+from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.summary import merge_step
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
@@ -80,7 +80,7 @@ class Best:
         tables = parallel.tables
         self._weights = [
             *parallel.dense_parameters(),
-            *(tables.local(name)["rows"] for name in tables.specs),
+            *(tables.get_local_state(name)["rows"] for name in tables.specs),
         ]
         self._kept: list[Tensor] = []
         self.epoch, self.hit_rates = 0, list[float]()

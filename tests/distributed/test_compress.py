@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.ranks import run_ranks
 from helpers.toys import Clicks, clicks_batch, rank_slice
+from helpers.training import snapshot
 from helpers.wires import WIRES, wired
 from torch import nn
 
@@ -24,8 +25,6 @@ from freescale.train.checkpoint import Checkpoints
 from freescale.train.trainer import Trainer
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
-
-from test_serial import snapshot  # isort: skip
 
 ETA, EVERY, STEPS = 0.9, 3, 8
 SHAPES = ((40, 50), (30,), (64, 64))

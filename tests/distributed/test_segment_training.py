@@ -7,9 +7,9 @@ import json
 
 import pytest
 import torch
+from helpers.command import freescale as command
 from helpers.ranks import run_ranks
-from test_cli import freescale as command
-from test_cli import interactions, metrics, train
+from helpers.small_runs import interactions, metrics, train
 
 import freescale
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig

@@ -9,6 +9,7 @@ import time
 from functools import partial
 
 import pytest
+from helpers.collisions import batch_of, build, colliding, share_of
 from helpers.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +19,6 @@ from freescale.ledger.busy import own_waits
 from freescale.ledger.summary import Summary, merge_step
 from freescale.pipeline.staged import Staged
 
-from test_priority import batch_of, build, colliding, share_of  # isort: skip
-
 HELD = 0.02  # seconds
 
 
@@ -27,17 +26,17 @@ def _slow_lane(transport, schedule, dense_sums):
     """A lane that works on its own while the main thread already waits for it."""
     waiting = threading.Event()
 
-    def masks(current, coming):
+    def masks(current, following):
         waiting.wait(timeout=30)
         waiting.clear()
         time.sleep(HELD)
-        return collision_masks(current, coming)
+        return collision_masks(current, following)
 
     made = partial(Staged, masks=masks) if schedule == "staged" else schedule
     parallel, pipeline = build(transport, made, dense_sums=dense_sums)
     if schedule == "staged":
-        arrive = pipeline.schedule._arrive
-        pipeline.schedule._arrive = lambda turn: (waiting.set(), arrive(turn))
+        await_rows = pipeline.schedule._await_rows
+        pipeline.schedule._await_rows = lambda current: (waiting.set(), await_rows(current))
     batches = [
         share_of(batch_of(ids, number), transport)
         for number, ids in enumerate(colliding(0.3, steps=8))

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.gpu_training import CudaClicks
 from helpers.toys import Clicks, clicks_batch
 
 import freescale
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.checkpoint.finite import first_not_finite
 from freescale.transport.local import LocalTransport
-
-from test_cuda import CudaClicks  # isort: skip
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -65,7 +64,7 @@ def test_resumes_with_its_state_where_it_belongs(tmp_path, name, before):
     resumed, fresh, again = build("cuda", OPTIMIZERS[name])
     checkpoints = Checkpoints(tmp_path, resumed.transport)
     again.load_state_dict(
-        checkpoints.load(checkpoints.path(3), resumed, fresh, again.buckets)["pipeline"]
+        checkpoints.load(checkpoints.path(3), resumed, fresh, again.reducer)["pipeline"]
     )
     if before == "cuda":
         assert places(fresh) == places(dense)

@@ -128,7 +128,11 @@ def test_defaults_that_are_objects_are_made_of_the_settings():
 
 @pytest.mark.parametrize(
     ("command", "kinds"),
-    [("train", TRAINING), ("generate", (GenerateConfig,)), ("simulate", (SimulateConfig,))],
+    [
+        pytest.param("train", TRAINING, id="train"),
+        pytest.param("generate", (GenerateConfig,), id="generate"),
+        pytest.param("simulate", (SimulateConfig,), id="simulate"),
+    ],
 )
 def test_the_command_line_has_no_defaults_of_its_own(command, kinds):
     options = {option.name: option.default for option in main.commands[command].params}

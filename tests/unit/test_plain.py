@@ -44,11 +44,18 @@ def test_what_is_packed_comes_back(saved):
 @pytest.mark.parametrize(
     ("state", "options", "expected"),
     [
-        ({}, {}, (CPU, THERE)),  # saved on a CPU: numbers stay on the host
-        ({}, {"never_on_host": True}, (THERE, THERE)),
-        ({"on_host": []}, {}, (THERE, THERE)),
-        ({"on_host": ["of/sums/1/a"]}, {}, (THERE, CPU)),
-        ({"on_host": ["of/sums/0"]}, {"never_on_host": True}, (THERE, THERE)),
+        pytest.param({}, {}, (CPU, THERE), id="saved on a CPU: numbers stay on the host"),
+        pytest.param(
+            {}, {"never_on_host": True}, (THERE, THERE), id="saved on a CPU, never on host"
+        ),
+        pytest.param({"on_host": []}, {}, (THERE, THERE), id="none on host"),
+        pytest.param({"on_host": ["of/sums/1/a"]}, {}, (THERE, CPU), id="one on host"),
+        pytest.param(
+            {"on_host": ["of/sums/0"]},
+            {"never_on_host": True},
+            (THERE, THERE),
+            id="one on host, never on host",
+        ),
     ],
 )
 def test_tensors_are_where_they_were(saved, state, options, expected):
@@ -66,14 +73,19 @@ class Colour(enum.IntEnum):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (object(), "a/b is a object, which a checkpoint cannot hold"),
-        ({1.5: 2}, "a/b is a dict"),
-        ([{"x": {1, 2}}], "a/b/0/x is a set"),
-        (Colour.RED, "a/b is a Colour"),
-        (torch.ones(2).to_sparse(), "a/b is a tensor of layout torch.sparse_coo"),
-        (
+        pytest.param(object(), "a/b is a object, which a checkpoint cannot hold", id="object"),
+        pytest.param({1.5: 2}, "a/b is a dict", id="dict with a float key"),
+        pytest.param([{"x": {1, 2}}], "a/b/0/x is a set", id="set"),
+        pytest.param(Colour.RED, "a/b is a Colour", id="enum"),
+        pytest.param(
+            torch.ones(2).to_sparse(),
+            "a/b is a tensor of layout torch.sparse_coo",
+            id="sparse tensor",
+        ),
+        pytest.param(
             {1: torch.ones(1), "1": torch.ones(1)},
             ("two tensors of a checkpoint would have the name a/b/1"),
+            id="two tensors of one name",
         ),
     ],
 )

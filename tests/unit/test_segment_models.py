@@ -8,7 +8,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 from helpers import segment_cases
-from test_models import ACTIONS, ITEMS, TASKS, WIDTH, assert_equal, batch_of, losses_and_gradients
+from helpers.model_cases import (
+    ACTIONS,
+    ITEMS,
+    TASKS,
+    WIDTH,
+    assert_equal,
+    batch_of,
+    losses_and_gradients,
+)
 from torch.nn import functional as F
 
 from freescale.batch import Jagged, SequenceBatch

@@ -15,7 +15,8 @@ from freescale.balance.partitioners.registry import find_partitioner
 from freescale.config import RunConfig
 from freescale.data.loader import Histories
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
-from freescale.embedding.parallelize import ShardedModel, parallelize
+from freescale.embedding.parallelize import parallelize
+from freescale.embedding.sharded_model import ShardedModel
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import SegmentedHSTU

@@ -183,7 +183,7 @@ def evaluate_retrieval(
     """
     transport = parallel.transport
     parallel.tables.settle()
-    ids, rows = parallel.tables.share(table)
+    ids, rows = parallel.tables.get_local_rows(table)
     module = parallel.module
     with torch.no_grad(), evaluation_mode(module):
         catalogue = module.catalogue(rows)  # type: ignore[operator]  # [n, width]

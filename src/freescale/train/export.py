@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from freescale.embedding.layout import positions
+from freescale.embedding.layout import spread_ids
 from freescale.train.checkpoint import Intact, SafeReader, checkpointing, intact, last_intact
 from freescale.transport.local import LocalTransport
 
@@ -56,7 +56,7 @@ def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
     for name, (rows, width, kind, _) in state["tables"].items():
         stored = {f"table/{name}/rows": torch.empty(rows, width, dtype=_DTYPES[kind])}
         _filled(stored, path)
-        weight = stored[f"table/{name}/rows"].index_select(0, positions(torch.arange(rows), rows))
+        weight = stored[f"table/{name}/rows"].index_select(0, spread_ids(torch.arange(rows), rows))
         yield _written(save_file, {"weight": weight}, out / f"table.{name}.safetensors")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from freescale.embedding.parallelize import ShardedModel
+from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
 from freescale.train.checkpoint.plain import pack
 from freescale.transport.api import Transport
@@ -56,7 +56,7 @@ def table_tensors(tables: Tables, transport: Transport) -> dict[str, Tensor]:
     return {
         f"table/{name}/{part}": _whole(value, name, tables, transport)
         for name in tables.specs
-        for part, value in tables.local(name).items()
+        for part, value in tables.get_local_state(name).items()
     }
 
 

@@ -61,7 +61,12 @@ def test_a_comparison_that_fails_is_the_demo_failing(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    "ranks, status, expected", [(2, 0, ["train", "compare"]), (1, 0, ["train"]), (2, 1, ["train"])]
+    "ranks, status, expected",
+    [
+        pytest.param(2, 0, ["train", "compare"], id="two ranks"),
+        pytest.param(1, 0, ["train"], id="one rank"),
+        pytest.param(2, 1, ["train"], id="training fails"),
+    ],
 )
 def test_the_demo_ends_with_the_comparison(ranks, status, expected, tmp_path, monkeypatch):
     """Not after a failure, and not where one rank waits for nobody."""
