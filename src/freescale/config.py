@@ -45,6 +45,9 @@ class _Checked:
 
 @dataclass(frozen=True)
 class DataConfig(_Checked):
+    """What is read, how it is split and what a sample holds. Every field is an option of
+    `freescale train`."""
+
     data: str = option("", "histories or interactions: Parquet, MovieLens, Amazon or KuaiRand file")
     format: str = option(
         "auto", "file format", choices=("auto", "parquet", "movielens", "amazon", "kuairand")
@@ -74,6 +77,8 @@ class DataConfig(_Checked):
 
 @dataclass(frozen=True)
 class ModelConfig(_Checked):
+    """The shape of the model. Every field is an option of `freescale train`."""
+
     task: str = option("retrieval", "what to train", choices=("retrieval", "ranking"))
     labels: str = option("", "label columns of the ranking tasks, comma-separated")
     width: int = option(64, "width of embeddings and layers", minimum=1)
@@ -106,6 +111,8 @@ class ModelConfig(_Checked):
 
 @dataclass(frozen=True)
 class TrainConfig(_Checked):
+    """How a run trains. Every field is an option of `freescale train`."""
+
     global_batch: int = option(64, "samples of a step, over all ranks", minimum=1)
     epochs: int = option(10, "passes over the users", minimum=1)
     steps: int | None = option(None, "stop after this many steps", minimum=1)

@@ -51,7 +51,7 @@ def whole_model(sharded, plain):
     with torch.no_grad():
         for name in ("item", "action"):
             rows = torch.zeros_like(getattr(whole, name).weight)
-            ids, mine = sharded.tables.share(name)
+            ids, mine = sharded.tables.get_local_rows(name)
             rows[ids] = mine
             getattr(whole, name).weight.copy_(sharded.transport.all_reduce(rows, "rows").wait())
         whole.layers.load_state_dict(sharded.module.layers.state_dict())
@@ -78,7 +78,8 @@ def _evaluate(transport, placement):
         sharded, torch.optim.SGD(sharded.dense_parameters(), lr=0.1), schedule="staged"
     )
     sharded.module.layers[1].eval()  # stays as it is
-    for _ in pipeline.run([rank_slice(clicks_batch(6, seed), rank, world) for seed in range(9, 13)]):
+    training = [rank_slice(clicks_batch(6, seed), rank, world) for seed in range(9, 13)]
+    for _ in pipeline.run(training):
         found = freescale.evaluate(sharded, mine, errors)
         results.append((found, expected(whole_model(sharded, plain), seen)))
         assert sharded.training and not sharded.module.layers[1].training

@@ -82,7 +82,9 @@ def test_what_is_no_sum_over_samples_is_refused(form, dropout, message, schedule
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("precision", "dropout"), [("fp32", False), ("fp32", True), ("bf16", False)])
+@pytest.mark.parametrize(
+    ("precision", "dropout"), [("fp32", False), ("fp32", True), ("bf16", False)]
+)
 def test_sums_pass(dtype, precision, dropout):
     model = Pooled(dropout=dropout, dtype=dtype)
     pipeline = pipeline_of(model, precision=precision)
@@ -129,7 +131,8 @@ def test_nothing_is_changed(schedule):
         losses = [result.loss for result in pipeline.run([batch_of()] * 3)]
         ends = torch.rand(3).tolist(), random.random(), np.random.rand()
         values = [value.tolist() for value in model.state_dict().values()]
-        return losses, ends, values, model.calls, pipeline.model.tables.share("item")[1].tolist()
+        rows = pipeline.model.tables.get_local_rows("item")[1].tolist()
+        return losses, ends, values, rows, model.calls
 
     assert state(True) == state(False)
 

@@ -100,8 +100,8 @@ class Balancer:
             )
 
     def plan(self, step: int, table: NDArray[Any], home: NDArray[Any], ranks: int) -> Assignment:
-        """table [n, 3]: length of the feature, candidates and tokens of every sample of a step's global
-        batch; home [n]: its rank now."""
+        """table [n, 3]: length of the feature, candidates and tokens of every sample of a step's
+        global batch; home [n]: its rank now."""
         rows, tokens = features(table[:, 0], table[:, 1], self.segments), table[:, 2]
         if self.segments is not None:
             tokens = tokens + self.segments.summaries(table[:, 0])

@@ -76,7 +76,7 @@ def copy_from_rank_zero(weights: Iterable[Tensor], transport: Transport) -> None
         return
     for weight in weights:
         rows = max(1, _CHUNK_BYTES // max(1, weight.shape[1] * weight.element_size()))
-        for part in weight.detach().split(rows):
+        for part in torch.split(weight.detach(), rows):
             carried = part.to(transport.device).contiguous()
             transport.broadcast(carried.view(-1).view(torch.uint8), "dense").wait()
             if transport.rank != 0:

@@ -111,7 +111,8 @@ class BatchPreparation:
     def meet(self, left: int | None = None) -> None:
         """The ranks tell each other that they are still there. A rank that has left the loop says
         after which step (`left`), here or where the others agree on the batch."""
-        proposal = Proposal(None, None, self.like, self._space, computed=self._computed(), left=left)
+        computed = self._computed()
+        proposal = Proposal(None, None, self.like, self._space, computed=computed, left=left)
         PendingAgreement(proposal, self._transport).wait()
 
     def complete(self) -> tuple[SequenceBatch, Agreement]:

@@ -1,9 +1,9 @@
 """Evaluation over all ranks: any model by means of your own (`evaluate`), retrieval against the
 full catalogue, ranking by NE and AUC.
 
-In retrieval every rank scores all queries of a batch against its own part of the item table; the target's score
-and the number of better items are summed over ranks. No rank ever holds the whole table, and
-nothing is sampled.
+In retrieval every rank scores all queries of a batch against its own part of the item table; the
+target's score and the number of better items are summed over ranks. No rank ever holds the whole
+table, and nothing is sampled.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def evaluate_retrieval(
 
 
 def _chunks(tensor: Tensor, items: int) -> tuple[Tensor, ...]:
-    return tensor.split(max(1, _SCORE_ELEMENTS // max(1, items)))
+    return torch.split(tensor, max(1, _SCORE_ELEMENTS // max(1, items)))
 
 
 def _ranks(scores: Tensor, ids: Tensor, targets: Tensor, transport: Transport) -> Tensor:

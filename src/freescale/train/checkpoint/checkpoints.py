@@ -271,11 +271,24 @@ class Checkpoints:
         parallel: ShardedModel,
         optimizer: torch.optim.Optimizer | None = None,
         reducer: Reducer | None = None,
-    ) -> dict:
-        """Restores tables, dense weights and (if given) optimizer state and random state; returns
-        the progress. An optimizer's settings (learning rate, weight decay, ...) stay the caller's:
-        they may have changed on purpose. Errors of compression and the order of sums go to the
-        pipeline's `reducer`; where they were not saved it begins anew."""
+    ) -> dict[str, Any]:
+        """Restores tables, dense weights and, with an optimizer, its state and the random state. A
+        collective.
+
+        Args:
+            checkpoint: a checkpoint's folder, or what `last_intact` returned.
+            parallel: the model, on any number of ranks.
+            optimizer: of its dense parameters. Its settings (learning rate, weight decay, ...) stay
+                as they are: they may have changed on purpose.
+            reducer: `pipeline.reducer`, for errors of compression and the order of sums; where they
+                were not saved it begins anew.
+
+        Returns:
+            The progress that was saved.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or another model's; on all ranks.
+        """
         found = (
             checkpoint
             if isinstance(checkpoint, Intact)
