@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # the only place; pyproject.toml reads it
 
 # Names load on first use: `freescale --help` must not wait for torch.
 _EXPORTS = {
@@ -34,9 +34,11 @@ _EXPORTS = {
     "LossNotFinite": "freescale.pipeline.loss_watch",
     "Pipeline": "freescale.pipeline.pipeline",
     "StepResult": "freescale.pipeline.schedule",
+    "Callback": "freescale.train.callbacks",
     "Checkpoints": "freescale.train.checkpoint.checkpoints",
     "evaluate": "freescale.train.evaluate",
     "export": "freescale.train.export",
+    "ConsoleProgress": "freescale.train.progress",
     "Trainer": "freescale.train.trainer",
     "Transport": "freescale.transport.api",
     "TransportError": "freescale.transport.api",
@@ -50,7 +52,9 @@ __all__ = [
     "Adagrad",
     "Adam",
     "Balancer",
+    "Callback",
     "Checkpoints",
+    "ConsoleProgress",
     "CostModel",
     "DataConfig",
     "Jagged",
@@ -96,9 +100,11 @@ if TYPE_CHECKING:
     from freescale.pipeline.loss_watch import LossNotFinite
     from freescale.pipeline.pipeline import Pipeline
     from freescale.pipeline.schedule import StepResult
+    from freescale.train.callbacks import Callback
     from freescale.train.checkpoint.checkpoints import Checkpoints
     from freescale.train.evaluate import evaluate
     from freescale.train.export import export
+    from freescale.train.progress import ConsoleProgress
     from freescale.train.trainer import Trainer
     from freescale.transport.api import Transport, TransportError
     from freescale.transport.connect import connect

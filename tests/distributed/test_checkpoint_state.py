@@ -434,7 +434,9 @@ def trainer(folder, steps, resume=False, **options):
     sizes = DataConfig(data=str(data), max_length=10, negatives=4)
     settings = TrainConfig(global_batch=8, steps=steps, trace_steps=0, **options)
     config = RunConfig(sizes, ModelConfig(width=8, layers=1, heads=1), settings)
-    return Trainer(config, data, folder / "run", LocalTransport(), resume=resume)
+    return Trainer(
+        config, folder / "run", resume=resume, histories=data, transport=LocalTransport()
+    )
 
 
 def test_a_run_refuses_a_folder_with_other_checkpoints_before_it_trains(tmp_path):

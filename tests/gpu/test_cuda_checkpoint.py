@@ -10,7 +10,7 @@ from helpers.toys import Clicks, clicks_batch
 
 import freescale
 from freescale.train.checkpoint import Checkpoints
-from freescale.train.checkpoint.finite import first_not_finite
+from freescale.train.checkpoint.finite_check import first_not_finite
 from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -24,7 +24,6 @@ from freescale.models.hstu import HSTU
 from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.thresholded import ThresholdedGradients
 from freescale.pipeline.schedule import Schedule
-from freescale.report.console import RunView
 from freescale.simulate.compute import Model
 from freescale.simulate.workload import Generated, Recorded
 from freescale.train.checkpoint import Checkpoints
@@ -66,7 +65,6 @@ CALLABLES = [
         Pipeline,
         Schedule,
         Collector,
-        RunView,
         Checkpoints,
         connect,
     ),

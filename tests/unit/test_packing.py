@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from freescale.train.checkpoint import SafeReader
-from freescale.train.checkpoint.plain import Room, pack
+from freescale.train.checkpoint.packing import Unpacker, pack
 
-CPU, THERE = torch.device("cpu"), torch.device("meta")  # stands for a GPU: room needs no values
+CPU, THERE = torch.device("cpu"), torch.device("meta")  # stands for a GPU: unpacker needs no values
 SUMS = [torch.tensor(2.0), {"a": torch.ones(2, 3).half()}]
 VALUE = {"step": 3, "nothing": None, 7: ("text", True, 0.1 + 0.2, 1 << 70), "sums": SUMS}
 
@@ -29,9 +29,9 @@ def saved(tmp_path):
 
 def test_what_is_packed_comes_back(saved):
     packed, path = saved
-    room = Room({}, SafeReader(path).read_metadata(), CPU)
-    value = room.of(packed)
-    dcp.load(room.tensors, storage_reader=SafeReader(path), no_dist=True)
+    unpacker = Unpacker({}, SafeReader(path).read_metadata(), CPU)
+    value = unpacker.unpack(packed)
+    dcp.load(unpacker.tensors, storage_reader=SafeReader(path), no_dist=True)
     (number, inner), (expected, expected_inner) = value.pop("sums"), VALUE["sums"]
     assert (
         value == {key: kept for key, kept in VALUE.items() if key != "sums"}
@@ -60,9 +60,9 @@ def test_what_is_packed_comes_back(saved):
 )
 def test_tensors_are_where_they_were(saved, state, options, expected):
     packed, path = saved
-    number, inner = Room(state, SafeReader(path).read_metadata(), CPU).of(packed, THERE, **options)[
-        "sums"
-    ]
+    number, inner = Unpacker(state, SafeReader(path).read_metadata(), CPU).unpack(
+        packed, THERE, **options
+    )["sums"]
     assert (number.device, inner["a"].device) == expected
 
 
@@ -97,4 +97,4 @@ def test_what_cannot_be_held_is_refused_by_name(value, said):
 def test_a_tensor_that_is_not_there_is_said(saved):
     _, path = saved
     with pytest.raises(ValueError, match="no tensor of/other"):
-        Room({}, SafeReader(path).read_metadata(), CPU).of({"tensor": "of/other"})
+        Unpacker({}, SafeReader(path).read_metadata(), CPU).unpack({"tensor": "of/other"})
