@@ -21,8 +21,8 @@ from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.registry import PARTITIONERS
 from freescale.ledger.ledger import Ledger
-from freescale.pipeline.agreement import RemoteError
 from freescale.train.checkpoint import Checkpoints
+from freescale.transport.failures import RemoteError
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
 

@@ -25,7 +25,6 @@ from freescale.models.hstu import HSTU
 from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.pipeline import Pipeline
-from freescale.pipeline.schedule import Schedule
 from freescale.segments import Segments
 from freescale.train.evaluate import evaluate_ranking, evaluate_retrieval
 from freescale.train.learning_rate import learning_rate
@@ -151,8 +150,8 @@ def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optim
 
 def build_pipeline(
     config: RunConfig, model: ShardedModel, optimizer: torch.optim.Optimizer, total: int
-) -> Schedule:
-    """The schedule of a run of `total` steps."""
+) -> Pipeline:
+    """The pipeline of a run of `total` steps."""
     train = config.train
     return Pipeline(
         model,

@@ -9,7 +9,7 @@ import torch
 
 from freescale.data.loader import Histories
 from freescale.embedding.sharded_model import ShardedModel
-from freescale.pipeline.schedule import Schedule
+from freescale.pipeline.pipeline import Pipeline
 from freescale.train.checkpoint import Checkpoints
 
 
@@ -20,7 +20,7 @@ class RunState:
     checkpoints: Checkpoints
     model: ShardedModel
     optimizer: torch.optim.Optimizer
-    pipeline: Schedule
+    pipeline: Pipeline
     data: Histories
     _saved: int = field(default=0, init=False)  # the last step in a checkpoint
 
