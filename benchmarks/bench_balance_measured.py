@@ -131,7 +131,7 @@ class Arm:
             torch.optim.AdamW(parallel.dense_parameters(), lr=1e-3),
             schedule="serial",
             precision="bf16" if device.type == "cuda" else "fp32",
-            balancer=self.balancer,
+            balance=self.balancer,
         )
         self.steps = self.pipeline.run(data)
         # bytes on the GPU: between steps, and at most beside that in a step

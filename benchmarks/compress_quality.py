@@ -29,7 +29,7 @@ import freescale
 from freescale.batch import SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.prefetch import prefetched
-from freescale.embedding.parallelize import ShardedModel
+from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.summary import merge_step
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU

@@ -170,11 +170,14 @@ class Tables:
 
     def describe(self) -> list[str]:
         """One line per table, for the start of a run."""
-        return [
-            f"table {name}: {spec.rows:,} x {spec.width}, {self.optimizers[name].name}, "
-            f"{self.placements[name].kind} ({self.placements[name].reason})"
-            for name, spec in self.specs.items()
-        ]
+        lines = []
+        for name, spec in self.specs.items():
+            placed = self.placements.get(name)
+            where = f"{placed.kind} ({placed.reason})" if placed else "not placed yet"
+            lines.append(
+                f"table {name}: {spec.rows:,} x {spec.width}, {self.optimizers[name].name}, {where}"
+            )
+        return lines
 
     def get_group(self, name: str) -> Sharded | Replicated:
         """The group that holds a table."""
@@ -259,8 +262,8 @@ class Tables:
         fetched."""
         if self._requests is None:
             raise RuntimeError(
-                f"table {name!r} is read outside a step: its rows are fetched by a "
-                "pipeline or an evaluation"
+                f"table {name!r} is read outside a step: use freescale.evaluate(sharded, batches), "
+                "or call the model inside `with sharded.reading(batch) as batch:`"
             )
         spec = self.specs[name]
         group, table = self._where[name]

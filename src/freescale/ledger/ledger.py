@@ -74,6 +74,17 @@ class Ledger:
         self._step: _Step | None = None
         self._finished: deque[_Step] = deque(maxlen=_KEPT)
 
+    def __repr__(self) -> str:
+        last = self._finished[-1] if self._finished else None
+        text = f"Ledger({len(self._finished)} finished steps"
+        if last is not None:
+            text += f", last: step {last.number}"
+            if isinstance(last.end, int):  # of a device it would have to be read
+                text += f" in {(last.end - last.begin) / 1e6:.2f} ms"
+            kinds = ", ".join(sorted({arrival.kind for arrival in last.arrivals}))
+            text += f", {len(last.spans)} spans, {len(last.arrivals)} collectives ({kinds})"
+        return text + ")"
+
     def begin_step(self, number: int) -> None:
         self._step = _Step(number, self.clock.stamp())
 

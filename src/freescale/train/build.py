@@ -17,14 +17,14 @@ from freescale.data.build import Progress
 from freescale.data.loader import Histories
 from freescale.data.prepare import prepare
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
-from freescale.embedding.parallelize import ShardedModel, parallelize
+from freescale.embedding.parallelize import parallelize
+from freescale.embedding.sharded_model import ShardedModel
 from freescale.folders import find_cache_folder
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.pipeline import Pipeline
-from freescale.pipeline.schedule import Schedule
 from freescale.segments import Segments
 from freescale.train.evaluate import evaluate_ranking, evaluate_retrieval
 from freescale.train.learning_rate import build_learning_rate
@@ -150,8 +150,8 @@ def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optim
 
 def build_pipeline(
     config: RunConfig, model: ShardedModel, optimizer: torch.optim.Optimizer, total: int
-) -> Schedule:
-    """The schedule of a run of `total` steps."""
+) -> Pipeline:
+    """The pipeline of a run of `total` steps."""
     train = config.train
     return Pipeline(
         model,
@@ -161,7 +161,7 @@ def build_pipeline(
         clip=train.clip,
         precision=train.precision,
         learning_rate=build_learning_rate(train.warmup, train.decay, total),
-        balancer=build_balancer(config, model.transport.device),
+        balance=build_balancer(config, model.transport.device),
         reducer=build_reducer(config),
         dense_sums=train.dense_sums,
     )

@@ -6,7 +6,6 @@ import json
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from freescale.config import TrainConfig
-from freescale.embedding.parallelize import ShardedModel
+from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.checkpoint.compression_state import CompressionState
 from freescale.train.checkpoint.files import (
@@ -59,29 +58,36 @@ from freescale.transport.api import Transport
 from freescale.transport.process_group import ProcessGroupTransport
 
 
-@dataclass
 class Checkpoints:
     """The checkpoints in a folder. `check`, `save`, `load` and `last_intact` are collectives.
 
-    A folder holds one run. A save is refused while the folder holds later steps: those are another
-    run's. Loading an earlier checkpoint together with its optimizer goes back to it: the next save
-    removes the later ones.
+    A folder holds one run. Steps ahead of the one that is saved are refused: they belong to another
+    run. Loading an earlier checkpoint with its optimizer leaves the later ones behind: the next
+    save removes them.
 
     Args:
-        folder: of the checkpoints; it need not exist.
-        transport: the ranks that save and load.
-        keep: how many checkpoints to keep.
+        folder: where the checkpoints are, one folder `step-00000100` each.
+        transport: what `connect` returned; `sharded.transport`.
+        keep: how many checkpoints stay; a save removes older ones.
+
+    Raises:
+        ValueError: `keep` is less than 1.
     """
 
-    folder: Path
-    transport: Transport
-    keep: int = TrainConfig.keep_checkpoints
-    _left_behind: set[int] = field(default_factory=set, init=False, repr=False)  # rank 0's
+    def __init__(
+        self, folder: str | Path, transport: Transport, keep: int = TrainConfig.keep_checkpoints
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        self.folder = Path(folder)
+        self.transport = transport
+        self.keep = keep
+        self._left_behind: set[int] = set()  # rank 0's
 
-    def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ValueError(f"keep must be at least 1, got {self.keep}")
-        self.folder = Path(self.folder)
+    def __repr__(self) -> str:
+        steps = self.steps()
+        last = f", last step {steps[-1]}" if steps else ""
+        return f"Checkpoints({str(self.folder)!r}, {len(steps)} saved{last}, keep={self.keep})"
 
     @property
     def files(self) -> CheckpointFolder:
@@ -136,21 +142,27 @@ class Checkpoints:
         progress: Mapping[str, Any],
         reducer: Reducer | None = None,
     ) -> Path:
-        """Saves a checkpoint; what the schedule has deferred is applied first.
+        """Writes a checkpoint. A collective.
 
         Args:
-            model: its tables, dense weights and extra state.
-            optimizer: its state, of any kind that consists of tensors and plain values.
-            progress: plain JSON with at least `step`: where the run stands.
-            reducer: the pipeline's, if it carries errors of compression from step to step.
+            model: what `parallelize` returned.
+            optimizer: of its dense parameters.
+            progress: plain JSON with at least `step` (`pipeline.steps`): where the run stands, for
+                instance `pipeline.state_dict()` and the position of the data.
+            reducer: `pipeline.reducer`: carries the order of sums, and errors where it compresses,
+                from step to step.
 
         Returns:
-            The folder of the checkpoint.
+            The checkpoint's folder.
 
         Raises:
-            NotFinite: if a weight or state is not finite; earlier checkpoints stay.
-            ValueError: if something cannot be saved, on all ranks with the same words.
+            ValueError: something cannot be saved or written, on all ranks.
+            NotFinite: a weight or optimizer state is not finite.
         """
+        if not isinstance(progress, Mapping) or "step" not in progress:
+            raise ValueError(
+                f"progress is {progress!r} and has no 'step': give {{'step': pipeline.steps, ...}}"
+            )
         step = int(progress["step"])
         self._run_on_rank_0(lambda: self._refuse_ahead(step))
         model.tables.settle()
@@ -278,21 +290,22 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None = None,
         reducer: Reducer | None = None,
     ) -> dict[str, Any]:
-        """Restores tables, dense weights and, with an optimizer, its state and the random state.
+        """Restores tables, dense weights and, with an optimizer, its state and the random state. A
+        collective.
 
         Args:
-            checkpoint: a checkpoint's folder, or what `last_intact` found.
-            model: to load into; of the same shapes as the saved one, on any number of ranks.
-            optimizer: to load into. Its settings (learning rate, weight decay, ...) stay as they
-                are: they may have changed on purpose.
-            reducer: the pipeline's; gets errors of compression, if they were saved.
+            checkpoint: a checkpoint's folder, or what `last_intact` returned.
+            model: the model, on any number of ranks.
+            optimizer: of its dense parameters. Its settings (learning rate, weight decay, ...) stay
+                as they are: they may have changed on purpose.
+            reducer: `pipeline.reducer`, for errors of compression and the order of sums; where they
+                were not saved it begins anew.
 
         Returns:
             The progress that was saved.
 
         Raises:
-            Damaged: if files are not as they were written.
-            ValueError: if the checkpoint is of another model or optimizer.
+            ValueError: the checkpoint is damaged, or another model's; on all ranks.
         """
         if not isinstance(checkpoint, Intact):
             checkpoint = verify_checkpoint(Path(checkpoint), self.transport)
