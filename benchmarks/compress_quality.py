@@ -30,7 +30,7 @@ from freescale.batch import SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.prefetch import prefetched
 from freescale.embedding.parallelize import ShardedModel
-from freescale.ledger.summary import merge_step
+from freescale.ledger.merge import merge_step
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import Memory

@@ -20,6 +20,7 @@ _EXPORTS = {
     "parallelize": "freescale.embedding.parallelize",
     "ThresholdedExchange": "freescale.compress.activations",
     "Thresholding": "freescale.pipeline.dense.thresholded",
+    "Ledger": "freescale.ledger.ledger",
     "Pipeline": "freescale.pipeline.pipeline",
     "connect": "freescale.transport.connect",
     "data": "freescale.data",
@@ -30,6 +31,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "Jagged",
+    "Ledger",
     "Nested",
     "ShardedModel",
     "Pipeline",
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from freescale.compress.activations import ThresholdedExchange
     from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
     from freescale.embedding.parallelize import ShardedModel, parallelize
+    from freescale.ledger.ledger import Ledger
     from freescale.pipeline.dense.thresholded import Thresholding
     from freescale.pipeline.pipeline import Pipeline
     from freescale.transport.connect import connect

@@ -19,7 +19,7 @@ os.environ["NCCL_HOSTID"] = "host" + os.environ["RANK"]
 os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 os.environ["FREESCALE_ENGINE"] = "0" if sys.argv[1] == "python" or (sys.argv[1] == "mixed" and int(os.environ["RANK"]) % 2) else "1"
 import freescale
-from freescale.ledger.ledger import Side
+from freescale.ledger.ledger import ThreadLedger
 from freescale.transport import opening
 machines = {"streams": 1, "two machines": 2}.get(sys.argv[1], 0)  # ranks of each; 0: all
 if machines:
@@ -27,7 +27,7 @@ if machines:
 transport = freescale.connect(torch.device("cuda:0"), timeout=20.0, transport="hostwire-tcp" if machines else "hostwire-gloo")
 assert transport.path_of() == "hostwire: " + ("shared memory", "tcp", "shared memory and tcp")[machines]
 assert type(transport._channel).__name__ == ("Channel" if os.environ["FREESCALE_ENGINE"] == "0" else "EngineChannel")
-lane = transport.channel(Side(transport.ledger, "lane"))
+lane = transport.channel(ThreadLedger(transport.ledger, "lane"))
 rank, world = transport.rank, transport.world
 
 def numbers(source, target, size):

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from helpers.report_cases import run_folder
 
-from freescale.ledger.busy import busy
+from freescale.ledger.busy import sum_busy
+from freescale.ledger.record import CollectiveRecord, Span
 from freescale.report.charts import Series, lines, thinned, ticks
 from freescale.report.page import page
 from freescale.report.runs import read_run, read_runs
@@ -106,21 +107,22 @@ def test_a_bar_adds_up_to_the_step(tmp_path):
 
 def test_busy_counts_the_innermost_span_and_no_wait():
     spans = [
-        ["inner", 20, 30],
-        ["outer", 10, 50],
-        ["same", 60, 70],
-        ["longer", 60, 80],
-        ["ahead/lookup", 0, 90],
-        ["empty", 5, 5],
+        Span("inner", 20, 30),
+        Span("outer", 10, 50),
+        Span("same", 60, 70),
+        Span("longer", 60, 80),
+        Span("ahead/lookup", 0, 90),
+        Span("empty", 5, 5),
     ]
-    assert busy(0, 100, spans, [["rows", 1, 1, 0, 25, 40]]) == {
+    assert sum_busy(0, 100, spans, [CollectiveRecord("rows", 1, 1, 0, 25, 40)]) == {
         "other": 40,
         "outer": 20,
         "inner": 5,
         "longer": 10,
         "same": 10,
     }
-    assert busy(0, 10, [["late", 5, 20]], []) == {"other": 5, "late": 5}  # a span of the next step
+    # a span of the next step
+    assert sum_busy(0, 10, [Span("late", 5, 20)], []) == {"other": 5, "late": 5}
 
 
 def test_names_cannot_break_the_page(tmp_path):

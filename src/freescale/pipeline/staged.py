@@ -32,7 +32,7 @@ from freescale.batch import SequenceBatch
 from freescale.embedding.collision import Masks, collision_masks
 from freescale.embedding.exchange import Replicated, Sharded
 from freescale.embedding.request import Part, Request
-from freescale.ledger.ledger import Arrival
+from freescale.ledger.ledger import Collective
 from freescale.pipeline.agreement import Agreement
 from freescale.pipeline.lane import Job, Lane, Moment
 from freescale.pipeline.next_batch import BatchPreparation
@@ -64,7 +64,7 @@ class Taking:
     upcoming: BatchPreparation
     agreed: Moment  # the ranks have agreed on it: all are still there
     job: Job | None = None  # until it is where it will be computed
-    asked: list[Arrival] = field(default_factory=list)  # collectives of the agreement
+    asked: list[Collective] = field(default_factory=list)  # collectives of the agreement
     turn: Turn | None = None  # once the job is done; None: there is no such batch, on any rank
 
 
@@ -234,7 +234,7 @@ class Staged(Schedule):
         with self.ledger.span("await batch"):
             self._taking.agreed.wait()
         asked, self._taking.asked = self._taking.asked, []
-        self.ledger.waited_for(asked, begin)
+        self.ledger.record_wait(asked, begin)
 
     def _bring(self) -> Turn | None:
         """Waits for the batch. None: no rank has one, or the data failed, which is raised once the
@@ -244,7 +244,7 @@ class Staged(Schedule):
         with self.ledger.span("await batch"):
             taking.job.wait()
         self._taking = None
-        self.ledger.waited_for(taking.asked + self.coming.side.take(), begin)
+        self.ledger.record_wait(taking.asked + self.coming.side.take(), begin)
         assert taking.upcoming.agreement is not None
         self._check_agreed(taking.upcoming.agreement)
         for batch in taking.turn.micro if taking.turn is not None else ():
@@ -278,7 +278,7 @@ class Staged(Schedule):
         begin = self.ledger.clock.stamp()
         with self.ledger.span("arrive"):
             self._finish_jobs()
-        self.ledger.waited_for(self.ahead.side.take() + self.urgent.side.take(), begin)
+        self.ledger.record_wait(self.ahead.side.take() + self.urgent.side.take(), begin)
         if self._replaced:
             self._replaced = False
             self.tables.fetch(turn.requests)

@@ -100,7 +100,7 @@ def _ledger(folder: Path, steps: list[dict], missing: list[str]) -> dict[str, An
         summary = Summary(len(steps[-1]["straggler_ms"]))
         for figures in steps:
             summary.add(figures)
-        ledger = {**ledger, **summary.result()}
+        ledger = {**ledger, **summary.summarize()}
     if not ledger:
         missing.append(
             "where the time went: the run ended before its first figures, or is still "

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from freescale.ledger.summary import Summary, merge_step
-from freescale.ledger.trace import header, step_events, write_trace
+from freescale.ledger.merge import merge_step
+from freescale.ledger.summary import Summary
+from freescale.ledger.trace import make_header, make_step_events, write_trace
 from freescale.simulate.ranks import Step
 
 # steps that fetch everything, or compare with none: counted, not averaged (as in a measured run)
@@ -72,11 +73,11 @@ def collected(steps: Iterable[Step], gpus: int, folder: Path | None = None) -> d
         summary.add(figures)
         if folder is not None:
             lines.append(json.dumps(figures) + "\n")
-            events += step_events(of_ranks[:TRACED], 0)
-    result = summary.result()
+            events += make_step_events(of_ranks[:TRACED], 0)
+    result = summary.summarize()
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "ledger.jsonl").write_text("".join(lines), encoding="utf-8")
         (folder / "ledger.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        write_trace(folder / "trace.json.gz", header(min(gpus, TRACED)) + events)
+        write_trace(folder / "trace.json.gz", make_header(min(gpus, TRACED)) + events)
     return result

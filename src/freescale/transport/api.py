@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from freescale.ledger.ledger import Ledger, Side
+from freescale.ledger.ledger import Ledger, ThreadLedger
 
 
 class TransportError(RuntimeError):
@@ -33,7 +33,7 @@ class Transport(Protocol):
     rank: int
     world: int
     device: torch.device
-    ledger: Ledger | Side
+    ledger: Ledger | ThreadLedger
     lines: int  # messages that it can carry beside each other
     about: str  # its name, and why it was chosen
 
@@ -56,7 +56,7 @@ class Transport(Protocol):
         """Every rank's bytes, of any length, in rank order. Blocking; for control, not for the
         step."""
 
-    def channel(self, ledger: Side, urgent: bool = False) -> Transport:
+    def channel(self, ledger: ThreadLedger, urgent: bool = False) -> Transport:
         """Another transport over the same ranks, for another thread: its traffic neither waits for
         this one's nor holds it up, and what is urgent goes ahead of the rest where the transport
         can. For AllToAll, AllGather and control messages: what is summed by torch's groups is the

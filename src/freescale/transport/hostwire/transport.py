@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freescale.config import TrainConfig
-from freescale.ledger.ledger import Arrival, Ledger, Side
+from freescale.ledger.ledger import Collective, Ledger, ThreadLedger
 from freescale.transport.channel_pool import Use
 from freescale.transport.hostwire.calls import calls, lacking
 from freescale.transport.hostwire.channel import Channel
@@ -46,13 +46,18 @@ class Pending:
         self,
         transfer: Transfer | Carry,
         output: Tensor,
-        arrival: Arrival,
+        collective: Collective,
         path: str,
         sent: Tensor,
         use: Use,
     ) -> None:
-        self._transfer, self._output, self._arrival, self._sent = transfer, output, arrival, sent
-        self.path, self.bytes = path, arrival.sent
+        self._transfer, self._output, self._collective, self._sent = (
+            transfer,
+            output,
+            collective,
+            sent,
+        )
+        self.path, self.bytes = path, collective.sent
         self._use: Use | None = use
         use.begun += 1
 
@@ -62,7 +67,7 @@ class Pending:
         self._transfer.arrived = recorded(to.device)
 
     def wait(self, host: bool = False) -> Tensor:
-        with self._arrival.wait():
+        with self._collective.wait():
             self._transfer.wait()
             if host and self._transfer.arrived is not None:
                 self._transfer.arrived.synchronize()
@@ -79,7 +84,7 @@ class HostwireTransport(ProcessGroupTransport):
     def __init__(
         self,
         device: torch.device | str,
-        ledger: Ledger | Side,
+        ledger: Ledger | ThreadLedger,
         group: dist.ProcessGroup,
         control: dist.ProcessGroup,
         wire: str = "gloo",
@@ -149,7 +154,7 @@ class HostwireTransport(ProcessGroupTransport):
             )
 
     def _python(self, seconds: float, patient: bool) -> Channel:
-        name = self.ledger.name if isinstance(self.ledger, Side) else "main"
+        name = self.ledger.name if isinstance(self.ledger, ThreadLedger) else "main"
         routes = [route for route in self._routes if not isinstance(route, TcpWire)]
         return Channel(
             name,
@@ -253,9 +258,9 @@ class HostwireTransport(ProcessGroupTransport):
         into: _Laid,
     ) -> Pending:
         sent, received = (sum(sizes) - sizes[self.rank] for _, sizes in (out, into))
-        arrival = self.ledger.arrive(kind, sent, received, self._carried_by)
+        collective = self.ledger.begin_collective(kind, sent, received, self._carried_by)
         carry = channel.submit(kind, self._urgent, (tensor, output), *out, *into)
-        return Pending(carry, output, arrival, self._carried_by, tensor, self.use)
+        return Pending(carry, output, collective, self._carried_by, tensor, self.use)
 
     def _start(
         self, kind: str, out: list[Round], into: list[Round], output: Tensor, tensor: Tensor
@@ -263,13 +268,13 @@ class HostwireTransport(ProcessGroupTransport):
         sent, received = (
             sum(p.bytes.numel() for r in rounds for p in r.parts) for rounds in (out, into)
         )
-        arrival = self.ledger.arrive(kind, sent, received, self._carried_by)
+        collective = self.ledger.begin_collective(kind, sent, received, self._carried_by)
         transfer = Transfer(kind, out, into, self._urgent, output.device)
         assert isinstance(self._channel, Channel)
         self._channel.submit(transfer)
-        return Pending(transfer, output, arrival, self._carried_by, tensor, self.use)
+        return Pending(transfer, output, collective, self._carried_by, tensor, self.use)
 
-    def _open_channel(self, ledger: Side, urgent: bool) -> HostwireTransport:
+    def _open_channel(self, ledger: ThreadLedger, urgent: bool) -> HostwireTransport:
         assert self._timeout is not None
         return HostwireTransport(
             self.device,
