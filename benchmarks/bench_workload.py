@@ -28,7 +28,7 @@ from results import claim, spread, write  # noqa: E402
 from freescale.balance.cost import CostModel  # noqa: E402
 from freescale.balance.partitioners.registry import PARTITIONERS  # noqa: E402
 from freescale.balance.problem import Problem, assign  # noqa: E402
-from freescale.data.draws import Source, length_distribution  # noqa: E402
+from freescale.data.synthetic_draws import Source, length_distribution  # noqa: E402
 from freescale.simulate.workload import Generated  # noqa: E402
 
 MEDIAN = 3000

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.data import build, histories, interactions, prepare
+from freescale.data import histories, history_builder, interactions, prepare
 
 events = st.lists(
     st.tuples(st.integers(0, 12), st.integers(0, 30), st.integers(-5, 5), st.integers(0, 9)),
@@ -95,12 +95,16 @@ def large(path: Path, count: int, ties: bool = False) -> Path:
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("fan_out", [3, 128])
 def test_many_buckets_recursion_and_ties(tmp_path, monkeypatch, ties, fan_out):
-    monkeypatch.setattr(build, "_FAN_OUT", fan_out)  # 3: both partitions recurse several times
-    monkeypatch.setattr(build, "_SAMPLES", 4)
+    monkeypatch.setattr(
+        history_builder, "_FAN_OUT", fan_out
+    )  # 3: both partitions recurse several times
+    monkeypatch.setattr(history_builder, "_SAMPLES", 4)
     source = large(tmp_path / "e.parquet", 20_000, ties)
     buckets = []
-    whole = build._histories
-    monkeypatch.setattr(build, "_histories", lambda table: (buckets.append(table), whole(table))[1])
+    whole = history_builder._histories
+    monkeypatch.setattr(
+        history_builder, "_histories", lambda table: (buckets.append(table), whole(table))[1]
+    )
     made = prepare(source, tmp_path / "cache", bucket_events=400)
     for bucket in buckets:  # bounded, whatever the one long history that it may hold besides
         longest = max(

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from freescale.config import DataConfig
 from freescale.data.labels import not_a_label
-from freescale.data.layouts import (
+from freescale.data.text_formats import (
     FEEDBACK,
     FORMATS,
     Layout,
@@ -36,7 +36,7 @@ from freescale.data.layouts import (
     parsed,
     require,
 )
-from freescale.data.times import Times, common_unit
+from freescale.data.timestamps import Times, common_unit
 
 IDS = ("user_id", "item_id")
 REQUIRED = (*IDS, "timestamp")

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from freescale.batch import Jagged, Nested, SequenceBatch, ranges
 from freescale.config import DataConfig, ModelConfig, TrainConfig
+from freescale.data.epoch_order import EpochOrder
 from freescale.data.histories import Group, HistoriesFile
 from freescale.data.labels import check_labels
 from freescale.data.negatives import draw_negatives
-from freescale.data.order import EpochOrder
 from freescale.random import derive
 
 PARTS, SPLITS, TASKS = (

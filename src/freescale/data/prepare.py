@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from freescale.config import DataConfig
-from freescale.data.build import Progress, Spilled, build
 from freescale.data.digest import contents, digest_of
 from freescale.data.histories import VERSION, HistoriesFile, is_histories
+from freescale.data.history_builder import Progress, Spilled, build
 from freescale.data.interactions import read_interactions
 from freescale.data.workspace import clear, full_disk_named, locked, workspace
 

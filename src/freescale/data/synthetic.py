@@ -21,8 +21,8 @@ import torch
 
 from freescale.batch import offsets_of
 from freescale.config import GenerateConfig
-from freescale.data.draws import SHORTEST, TASTES, Draws, Source, length_distribution
 from freescale.data.histories import HistoriesWriter, Summary, fingerprint_of, schema_of
+from freescale.data.synthetic_draws import SHORTEST, TASTES, Draws, Source, length_distribution
 from freescale.data.workspace import full_disk_named, workspace
 from freescale.random import derive, integers, key_of, normal, uniform
 

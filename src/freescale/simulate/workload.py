@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from freescale.config import SimulateConfig
-from freescale.data.draws import length_distribution
+from freescale.data.synthetic_draws import length_distribution
 from freescale.embedding.collision import collision_masks
 from freescale.embedding.layout import Layout, TableSpec
 from freescale.random import derive, integers, key_of, uniform
