@@ -28,7 +28,7 @@ from results import claim, spread, write  # noqa: E402
 from freescale.balance.cost import CostModel  # noqa: E402
 from freescale.balance.partitioners.registry import PARTITIONERS  # noqa: E402
 from freescale.balance.problem import Problem, assign  # noqa: E402
-from freescale.data.synthetic_draws import Source, length_distribution  # noqa: E402
+from freescale.data.synthetic_draws import SyntheticSource, length_distribution  # noqa: E402
 from freescale.simulate.workload import Generated  # noqa: E402
 
 MEDIAN = 3000
@@ -131,9 +131,12 @@ def drawn(ranks: int) -> list[dict[str, Any]]:
     at = DRAWN | {"ranks": ranks}
     samples, cap, median = int(at["batch"]) * ranks, int(at["cap"]), at["median"]
     sizes = length_distribution("lognormal", median, 1.0, 0.0, cap)
-    source = Source(2 * samples, int(at["items"]), sizes, at["popularity"], samples, ranks, 0)
+    source = SyntheticSource(
+        2 * samples, int(at["items"]), sizes, at["popularity"], samples, ranks, 0
+    )
     before, now = (
-        source.requests(batch, source.items_of(batch, None)) for batch in map(source.batch, (0, 1))
+        source.list_requests(batch, source.choose_items(batch, None))
+        for batch in map(source.draw_batch, (0, 1))
     )
     counted = 100 * float(np.isin(now, before).mean())
     model = Generated(

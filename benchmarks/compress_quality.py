@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import freescale
 from freescale.batch import SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from freescale.data.prefetch import prefetched
+from freescale.data.prefetch import prefetch
 from freescale.embedding.parallelize import ShardedModel
 from freescale.ledger.merge import merge_step
 from freescale.models.heads import Retrieval
@@ -143,7 +143,7 @@ def train(
     parallel.tables.place(source.batch(0))
     best = Best(parallel)
     records: list[dict] = []
-    with closing(prefetched(source)) as batches:
+    with closing(prefetch(source)) as batches:
         for result in pipeline.run(batches):
             records += pipeline.ledger.drain()
             if result.step % source.batches_per_epoch == 0:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.batch import SequenceBatch
-from freescale.data import Histories, prefetched
+from freescale.data import Histories, prefetch
 from freescale.random import derive
 
 USERS, GROUP = 53, 6  # 9 row groups, the last one short
@@ -363,7 +363,7 @@ def test_item_counts(data, split, split_time):
     part = "train" if split == "none" else "test"
     counts = Histories(
         path, 4, split=split, split_time=split_time, part=part, num_items=400
-    ).item_counts()
+    ).count_items()
     expected = torch.zeros(400, dtype=torch.int64)
     for row in rows:
         for item in row["item_id"][: part_of(row, "train", split, split_time)[0]]:
@@ -479,7 +479,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, one_thread):
 
 def test_prefetched_yields_all_and_stops():
     before = threading.active_count()
-    assert list(prefetched(range(100), depth=3)) == list(range(100))
+    assert list(prefetch(range(100), depth=3)) == list(range(100))
     closed, made = [], []
 
     def source():
@@ -490,13 +490,13 @@ def test_prefetched_yields_all_and_stops():
         finally:
             closed.append(threading.current_thread().name)
 
-    some = prefetched(source(), depth=2)
+    some = prefetch(source(), depth=2)
     assert [next(some), next(some)] == [0, 1]
     some.close()
     assert closed == ["freescale-prefetch"] and len(made) <= 5
     assert threading.active_count() == before
     with pytest.raises(ValueError, match="depth is 0"):
-        prefetched([], depth=0)
+        prefetch([], depth=0)
 
 
 def test_prefetched_raises_in_the_consumer():
@@ -504,7 +504,7 @@ def test_prefetched_raises_in_the_consumer():
         yield 1
         raise OSError("the disk is gone")
 
-    some = prefetched(source())
+    some = prefetch(source())
     assert next(some) == 1
     with pytest.raises(OSError, match="the disk is gone"):
         next(some)
@@ -514,5 +514,5 @@ def test_prefetched_batches_are_the_batches(data):
     loader = Histories(data[0], 9, epochs=2)
     assert all(
         same(a, b)
-        for a, b in zip(prefetched(loader), list(Histories(data[0], 9, epochs=2)), strict=True)
+        for a, b in zip(prefetch(loader), list(Histories(data[0], 9, epochs=2)), strict=True)
     )

@@ -101,9 +101,9 @@ def test_many_buckets_recursion_and_ties(tmp_path, monkeypatch, ties, fan_out):
     monkeypatch.setattr(history_builder, "_SAMPLES", 4)
     source = large(tmp_path / "e.parquet", 20_000, ties)
     buckets = []
-    whole = history_builder._histories
+    whole = history_builder._group_events
     monkeypatch.setattr(
-        history_builder, "_histories", lambda table: (buckets.append(table), whole(table))[1]
+        history_builder, "_group_events", lambda table: (buckets.append(table), whole(table))[1]
     )
     made = prepare(source, tmp_path / "cache", bucket_events=400)
     for bucket in buckets:  # bounded, whatever the one long history that it may hold besides

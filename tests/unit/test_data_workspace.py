@@ -108,7 +108,7 @@ def test_only_folders_of_makers_that_are_surely_dead_are_cleared(
     tmp_path, name, mark, age, cleared
 ):
     folder = left(tmp_path, name, mark, age)
-    workspace.clear(tmp_path)
+    workspace.remove_dead_workspaces(tmp_path)
     assert folder.exists() != cleared
 
 
@@ -117,9 +117,9 @@ def test_a_locked_folder_stays_however_old_it_is(tmp_path, mark):
     folder = left(tmp_path, ".key-1", mark, 1000 * HOUR)
     with open(folder / workspace.MARK, "rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        workspace.clear(tmp_path)
+        workspace.remove_dead_workspaces(tmp_path)
         assert (folder / "users0" / "0.arrow").exists()
-    workspace.clear(tmp_path)
+    workspace.remove_dead_workspaces(tmp_path)
     assert not folder.exists()
 
 

@@ -57,15 +57,17 @@ class Content:
     def check_unchanged(self) -> None:
         """Of size and times: what is made of a file that changed under the reader's hands belongs
         to no digest."""
-        if _stamp(os.stat(self.path))[2:] != self.stamp[2:]:
-            raise _changed(self.path)
+        if _make_stamp(os.stat(self.path))[2:] != self.stamp[2:]:
+            raise _make_changed_error(self.path)
 
 
-def digest_of(*parts: Any) -> str:
+def compute_digest(*parts: Any) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def contents(paths: Sequence[Path], memory: Path, report: Callable[[float], None]) -> list[Content]:
+def read_contents(
+    paths: Sequence[Path], memory: Path, report: Callable[[float], None]
+) -> list[Content]:
     """`memory`: a folder for digests, which other processes and machines may use too. `report` gets
     the share done, where files have to be read."""
     sizes = [path.stat().st_size for path in paths]
@@ -74,30 +76,30 @@ def contents(paths: Sequence[Path], memory: Path, report: Callable[[float], None
         report(min((before + read) / max(sum(sizes), 1), 1.0))
 
     return [
-        _content(path, memory, partial(read_on, sum(sizes[:number])))
+        _read_content(path, memory, partial(read_on, sum(sizes[:number])))
         for number, path in enumerate(paths)
     ]
 
 
-def _content(path: Path, memory: Path, report: Callable[[int], None]) -> Content:
+def _read_content(path: Path, memory: Path, report: Callable[[int], None]) -> Content:
     with open(path, "rb", buffering=0) as file:
-        stamp = _stamp(os.fstat(file.fileno()))
-        known = _known(path, memory)
+        stamp = _make_stamp(os.fstat(file.fileno()))
+        known = _find_known(path, memory)
         if known is not None:
             with suppress(OSError, ValueError, KeyError, TypeError):  # of no use: the file is read
                 about = json.loads(known.read_text(encoding="utf-8"))
                 if tuple(about["stamp"]) == stamp:
                     return Content(path, str(about["digest"]), stamp)
-        content = Content(path, _digest(file, report), stamp)
-        if _stamp(os.fstat(file.fileno())) != stamp:
-            raise _changed(path)
+        content = Content(path, _compute_digest(file, report), stamp)
+        if _make_stamp(os.fstat(file.fileno())) != stamp:
+            raise _make_changed_error(path)
     content.check_unchanged()  # another file may have taken the name
     if known is not None and time.time() - stamp[4] / 1e9 > _SETTLED_S:
         _remember(known, content)
     return content
 
 
-def _digest(file: FileIO, report: Callable[[int], None]) -> str:
+def _compute_digest(file: FileIO, report: Callable[[int], None]) -> str:
     """Of the digests of its blocks, which threads make at once."""
     whole, pending, read = hashlib.blake2b(digest_size=16), deque[Future[bytes]](), 0
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -115,7 +117,7 @@ def _digest(file: FileIO, report: Callable[[int], None]) -> str:
     return whole.hexdigest()
 
 
-def _known(path: Path, memory: Path) -> Path | None:
+def _find_known(path: Path, memory: Path) -> Path | None:
     """Where the digest of a file is remembered, if it may be."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -123,12 +125,12 @@ def _known(path: Path, memory: Path) -> Path | None:
     except OSError:
         return None
     resolved = path.resolve()
-    if not keeps_its_times(resolved, mounts):
+    if not keeps_own_times(resolved, mounts):
         return None
-    return memory / f"{digest_of(boot, str(resolved))}.json"
+    return memory / f"{compute_digest(boot, str(resolved))}.json"
 
 
-def keeps_its_times(path: Path, mounts: str) -> bool:
+def keeps_own_times(path: Path, mounts: str) -> bool:
     """Whether the file system under `path` sets the time of a change itself. `mounts`: as
     /proc/self/mountinfo."""
     best, answer = -1, False
@@ -162,11 +164,11 @@ def _remember(known: Path, content: Content) -> None:
             mine.unlink(missing_ok=True)
 
 
-def _stamp(about: os.stat_result) -> Stamp:
+def _make_stamp(about: os.stat_result) -> Stamp:
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 
-def _changed(path: Path) -> ValueError:
+def _make_changed_error(path: Path) -> ValueError:
     return ValueError(
         f"{path}: the file changed while it was read; start again when it is complete"
     )

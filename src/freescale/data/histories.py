@@ -28,7 +28,7 @@ GROUP_EVENTS = 1_000_000  # a row group ends with the user that reaches this
 
 
 @dataclass(frozen=True)
-class Summary:
+class HistoriesMetadata:
     """What the metadata says about a histories file."""
 
     num_items: int
@@ -44,14 +44,14 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """One decoded row group."""
 
     offsets: np.ndarray  # [users + 1] int64
     values: Mapping[str, np.ndarray]  # each [events]
 
 
-def fingerprint_of(*parts: Any) -> str:
+def make_fingerprint(*parts: Any) -> str:
     return f"{key_of(json.dumps(parts, default=str)) % (1 << 64):016x}"
 
 
@@ -95,7 +95,7 @@ class HistoriesFile:
             raise ValueError(
                 f"{self.path}: format version {known['version']}, not {VERSION}; prepare it again"
             )
-        largest = known["num_items"] - 1 if known else self._largest_item()
+        largest = known["num_items"] - 1 if known else self._find_largest_item()
         if num_items is not None and largest >= num_items:
             raise ValueError(
                 f"{self.path}: item id {largest} is not below num_items {num_items}; "
@@ -108,7 +108,7 @@ class HistoriesFile:
         self.fingerprint: str = (
             known["fingerprint"]
             if known
-            else fingerprint_of(self.path.stat().st_size, rows, self.num_items)
+            else make_fingerprint(self.path.stat().st_size, rows, self.num_items)
         )
 
     @property
@@ -142,26 +142,26 @@ class HistoriesFile:
                 f"{self.path}: column 'user_id' holds {schema.field('user_id').type}; make it int64"
             )
 
-    def _largest_item(self) -> int:
-        largest = self.largest("item_id")
+    def _find_largest_item(self) -> int:
+        largest = self.find_largest("item_id")
         if largest < 0:
             raise ValueError(f"{self.path}: no item id of 0 or more; give a file with events")
         return largest
 
-    def largest(self, name: str) -> int:
+    def find_largest(self, name: str) -> int:
         """Largest value of an integer column, -1 without any: from the row groups' statistics if
         they are there."""
         largest = -1
         for group in range(self.num_groups):
-            extremes = self.extremes(group, name)
+            extremes = self.read_extremes(group, name)
             if extremes is not None:
                 largest = max(largest, extremes[1])
             else:
-                values = _flat(self.file.read_row_group(group, [name]).column(name))[1]
+                values = _flatten(self.file.read_row_group(group, [name]).column(name))[1]
                 largest = max(largest, int(values.max(initial=-1)))
         return largest
 
-    def extremes(self, group: int, name: str) -> tuple[int, int] | None:
+    def read_extremes(self, group: int, name: str) -> tuple[int, int] | None:
         """Smallest and largest value of an integer column in a row group, if its statistics say
         so."""
         kind = self.file.schema_arrow.field(name).type.value_type
@@ -174,7 +174,7 @@ class HistoriesFile:
             return None
         return int(column.statistics.min), int(column.statistics.max)
 
-    def read(self, group: int, columns: tuple[str, ...]) -> Group:
+    def read(self, group: int, columns: tuple[str, ...]) -> RowGroup:
         """Decodes the columns of one row group and checks them: equal lengths, ids in range, time
         order, no nulls."""
         table = self.file.read_row_group(group, columns=list(columns))
@@ -187,9 +187,11 @@ class HistoriesFile:
                     f"{self.path}: column {name!r} has null (missing) values; fill "
                     "or drop those events"
                 )
-            ends, values[name] = _flat(column)
+            ends, values[name] = _flatten(column)
             if offsets is not None and not np.array_equal(offsets, ends):
-                user = self._user(group, int(np.flatnonzero(np.diff(offsets) != np.diff(ends))[0]))
+                user = self._read_user(
+                    group, int(np.flatnonzero(np.diff(offsets) != np.diff(ends))[0])
+                )
                 raise ValueError(
                     f"{self.path}: user {user} has lists of different lengths in "
                     f"{name!r}; mend that row"
@@ -197,7 +199,7 @@ class HistoriesFile:
             offsets = ends
         assert offsets is not None
         self._check_values(group, offsets, values)
-        return Group(offsets, values)
+        return RowGroup(offsets, values)
 
     def _check_values(
         self, group: int, offsets: np.ndarray, values: Mapping[str, np.ndarray]
@@ -205,7 +207,7 @@ class HistoriesFile:
         items, times = values.get("item_id"), values.get("timestamp")
         if items is not None and len(items) and (items.min() < 0 or items.max() >= self.num_items):
             at = int(np.flatnonzero((items < 0) | (items >= self.num_items))[0])
-            user = self._user(group, int(np.searchsorted(offsets, at, "right")) - 1)
+            user = self._read_user(group, int(np.searchsorted(offsets, at, "right")) - 1)
             raise ValueError(
                 f"{self.path}: user {user} has item id {items[at]}, not in [0, {self.num_items}); "
                 "raise num_items or renumber the items"
@@ -216,13 +218,13 @@ class HistoriesFile:
             back[offsets[1:-1][(offsets[1:-1] > 0) & (offsets[1:-1] < len(times))] - 1] = False
             if back.any():
                 at = int(np.flatnonzero(back)[0])
-                user = self._user(group, int(np.searchsorted(offsets, at, "right")) - 1)
+                user = self._read_user(group, int(np.searchsorted(offsets, at, "right")) - 1)
                 raise ValueError(
                     f"{self.path}: user {user} has timestamp {times[at + 1]} after {times[at]}; "
                     "sort each history by time"
                 )
 
-    def _user(self, group: int, row: int) -> int:
+    def _read_user(self, group: int, row: int) -> int:
         return self.file.read_row_group(group, columns=["user_id"]).column("user_id")[row].as_py()
 
 
@@ -238,7 +240,8 @@ class HistoriesWriter:
     def write(self, table: pa.Table) -> None:
         """`table`: user_id and list columns, in the order of the schema."""
         counts = np.concatenate(
-            [_counts(chunk) for chunk in table.column("item_id").chunks] or [np.zeros(0, np.int64)]
+            [_count_events(chunk) for chunk in table.column("item_id").chunks]
+            or [np.zeros(0, np.int64)]
         )
         ends = np.cumsum(counts)
         start = 0
@@ -263,7 +266,7 @@ class HistoriesWriter:
             self._writer.write_table(table, row_group_size=table.num_rows)
         self._rest, self._users, self._events = [], 0, 0
 
-    def close(self, summary: Summary | None) -> None:
+    def close(self, summary: HistoriesMetadata | None) -> None:
         """Without a summary: after a failure, only lets go of the file."""
         if summary is not None:
             self._flush()
@@ -271,14 +274,14 @@ class HistoriesWriter:
         self._writer.close()
 
 
-def schema_of(columns: Mapping[str, pa.DataType]) -> pa.Schema:
+def make_schema(columns: Mapping[str, pa.DataType]) -> pa.Schema:
     """Schema of a histories file with these list columns."""
     return pa.schema(
         [("user_id", pa.int64()), *((name, pa.list_(kind)) for name, kind in columns.items())]
     )
 
 
-def _counts(column: pa.Array) -> np.ndarray:
+def _count_events(column: pa.Array) -> np.ndarray:
     return np.diff(column.offsets.to_numpy()).astype(np.int64)
 
 
@@ -286,9 +289,9 @@ def _compact(table: pa.Table) -> pa.Table:
     return table.take(pa.array(np.arange(table.num_rows)))
 
 
-def _flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+def _flatten(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
     """A list column -> offsets [rows + 1] and values [events], without a loop over rows."""
-    counts = [_counts(chunk) for chunk in column.chunks]
+    counts = [_count_events(chunk) for chunk in column.chunks]
     values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
     offsets = np.concatenate(
         [[0], np.cumsum(np.concatenate([*counts, np.zeros(0, np.int64)]), dtype=np.int64)]

@@ -10,7 +10,7 @@ import numpy as np
 from freescale.data.histories import HistoriesFile
 
 
-def not_a_label(values: np.ndarray) -> str | None:
+def find_non_label(values: np.ndarray) -> str | None:
     """The first value that is neither 0 nor 1."""
     wrong = ~((values == 0) | (values == 1))  # a value that is no number equals neither
     return str(values[wrong.argmax()]) if wrong.any() else None
@@ -21,7 +21,7 @@ def check_labels(file: HistoriesFile, names: Sequence[str]) -> None:
     sources hold; others are read."""
     for name in names:
         if file.no_labels is None:
-            found = _looked_for(file, name)
+            found = _find_non_label_in(file, name)
             where, column, value = str(file.path), repr(name), found or ""
         else:
             where, column, value = file.no_labels.get(name, ("", "", ""))
@@ -32,13 +32,13 @@ def check_labels(file: HistoriesFile, names: Sequence[str]) -> None:
             )
 
 
-def _looked_for(file: HistoriesFile, name: str) -> str | None:
+def _find_non_label_in(file: HistoriesFile, name: str) -> str | None:
     for group in range(file.num_groups):
         # of integers only: those of fractions say nothing of what lies between
-        extremes = file.extremes(group, name)
+        extremes = file.read_extremes(group, name)
         if extremes is not None and extremes[0] >= 0 and extremes[1] <= 1:
             continue
-        value = not_a_label(file.read(group, (name,)).values[name])
+        value = find_non_label(file.read(group, (name,)).values[name])
         if value is not None:
             return value
     return None

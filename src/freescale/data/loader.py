@@ -19,7 +19,7 @@ from torch import Tensor
 from freescale.batch import Jagged, Nested, SequenceBatch, ranges
 from freescale.config import DataConfig, ModelConfig, TrainConfig
 from freescale.data.epoch_order import EpochOrder
-from freescale.data.histories import Group, HistoriesFile
+from freescale.data.histories import HistoriesFile, RowGroup
 from freescale.data.labels import check_labels
 from freescale.data.negatives import draw_negatives
 from freescale.random import derive
@@ -74,9 +74,9 @@ class Histories:
         start: int = 0,
         num_items: int | None = DataConfig.num_items,
     ):
-        _choose("task", task, TASKS)
-        _choose("part", part, PARTS)
-        _choose("split", split, SPLITS)
+        _check_choice("task", task, TASKS)
+        _check_choice("part", part, PARTS)
+        _check_choice("split", split, SPLITS)
         for name, value, least in (
             ("global_batch", global_batch, 1),
             ("world", world, 1),
@@ -128,7 +128,7 @@ class Histories:
         starts = torch.from_numpy(self.file.starts)
         self._order = EpochOrder(starts, seed=seed, shuffle=shuffle, window=shuffle_groups)
         # decoded, the least recently used first
-        self._groups: OrderedDict[int, Group] = OrderedDict()
+        self._groups: OrderedDict[int, RowGroup] = OrderedDict()
         self._seek(start)
 
     def _check_tasks(self) -> None:
@@ -159,7 +159,7 @@ class Histories:
     @property
     def num_actions(self) -> int:
         """Largest action plus one; 0 without actions."""
-        return self.file.largest("action") + 1 if "action" in self.file.columns else 0
+        return self.file.find_largest("action") + 1 if "action" in self.file.columns else 0
 
     @property
     def num_samples(self) -> int:
@@ -222,7 +222,7 @@ class Histories:
         beyond = min(self.halo, size - 1) if draws and self._in_batch and own else 0
         places = torch.arange(low, low + min(own + beyond, size)) % size
         samples = self._order.samples(epoch, first, first + size)[places]
-        columns, tail = self._windows(epoch, samples)
+        columns, tail = self._read_windows(epoch, samples)
         items = columns["item_id"]
         offsets, history = items.offsets[:-1], items.lengths - tail  # [samples] each
         keys = derive(self.seed, number, samples[:own])
@@ -264,7 +264,7 @@ class Histories:
             weights = {"next_item": tail.to(torch.float32)}
         return SequenceBatch(sequences, candidates, dense, weights, keys, number)
 
-    def _windows(self, epoch: int, samples: Tensor) -> tuple[dict[str, Jagged], Tensor]:
+    def _read_windows(self, epoch: int, samples: Tensor) -> tuple[dict[str, Jagged], Tensor]:
         """The events that the samples need, by column, and how many at the end of each are beyond
         the history."""
         group_of = torch.searchsorted(self._order.starts, samples, right=True) - 1
@@ -274,27 +274,28 @@ class Histories:
         # group by group, in the epoch's order: each is read once
         turn = torch.argsort(place[group_of], stable=True)
         pieces = {
-            c: [Jagged(_empty(c), torch.empty(0, dtype=torch.int64))] for c in self._read_columns
+            c: [Jagged(_make_empty(c), torch.empty(0, dtype=torch.int64))]
+            for c in self._read_columns
         }
         tails = [torch.empty(0, dtype=torch.int64)]
         groups, sizes = torch.unique_consecutive(group_of[turn], return_counts=True)
         for number, members in zip(groups.tolist(), turn.split(sizes.tolist()), strict=True):
-            group = self._decoded(number)
-            begin, end, tail = self._bounds(
+            group = self._read_group(number)
+            begin, end, tail = self._find_bounds(
                 group, (samples[members] - self._order.starts[number]).numpy()
             )
             index = ranges(torch.from_numpy(begin), torch.from_numpy(end - begin))
             lengths = torch.from_numpy(end - begin)
             for name in self._read_columns:
                 values = torch.from_numpy(group.values[name])[index]
-                pieces[name].append(Jagged(values.to(_empty(name).dtype), lengths))
+                pieces[name].append(Jagged(values.to(_make_empty(name).dtype), lengths))
             tails.append(torch.from_numpy(tail))
         back = torch.argsort(turn)
         return {
             name: Jagged.concat(parts).select(back) for name, parts in pieces.items()
         }, torch.cat(tails)[back]
 
-    def _part_ends(self, group: Group, part: str) -> np.ndarray:
+    def _find_part_ends(self, group: RowGroup, part: str) -> np.ndarray:
         """[users]: where the part ends, its target included."""
         start, stop = group.offsets[:-1], group.offsets[1:]
         if self.split == "none":
@@ -307,15 +308,17 @@ class Histories:
             return np.where(cut < stop, cut + 1, start)
         return np.maximum(cut - (part == "train"), start)
 
-    def _bounds(self, group: Group, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        start, end = group.offsets[rows], self._part_ends(group, self.part)[rows]
+    def _find_bounds(
+        self, group: RowGroup, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        start, end = group.offsets[rows], self._find_part_ends(group, self.part)[rows]
         usable = end - start >= 2
         most = self.candidates if self.task == "ranking" and self.part == "train" else 1
         tail = np.where(usable, np.minimum(most, end - start - 1), 0)
         begin = np.where(usable, np.maximum(start, end - tail - self.max_length), end)
         return begin, end, tail
 
-    def _decoded(self, number: int) -> Group:
+    def _read_group(self, number: int) -> RowGroup:
         if number not in self._groups:
             while len(self._groups) > self.shuffle_groups + 1:
                 self._groups.popitem(last=False)
@@ -323,23 +326,23 @@ class Histories:
         self._groups.move_to_end(number)
         return self._groups[number]
 
-    def item_counts(self) -> Tensor:
+    def count_items(self) -> Tensor:
         """[num_items] int64: how often each item occurs in the train part, whatever `part` this is;
         reads all."""
         counts = np.zeros(self.num_items, np.int64)
         for number in range(self.file.num_groups):
             group = self.file.read(number, ("item_id", "timestamp"))
-            lengths = torch.from_numpy(self._part_ends(group, "train") - group.offsets[:-1])
+            lengths = torch.from_numpy(self._find_part_ends(group, "train") - group.offsets[:-1])
             index = ranges(torch.from_numpy(group.offsets[:-1]), lengths).numpy()
             np.add.at(counts, group.values["item_id"][index], 1)
         return torch.from_numpy(counts)
 
 
-def _empty(column: str) -> Tensor:
+def _make_empty(column: str) -> Tensor:
     whole = column in ("item_id", "timestamp", "action")
     return torch.empty(0, dtype=torch.int64 if whole else torch.float32)
 
 
-def _choose(name: str, value: str, choices: Sequence[str]) -> None:
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}")

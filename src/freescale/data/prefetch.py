@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def prefetched(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
+def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     """Yields what `iterable` yields, up to `depth` items ahead of the consumer.
 
     The iterable runs in a thread of its own. What it raises is raised here; when the consumer stops

@@ -9,11 +9,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from freescale.config import DataConfig
-from freescale.data.digest import contents, digest_of
+from freescale.data.digest import compute_digest, read_contents
 from freescale.data.histories import VERSION, HistoriesFile, is_histories
-from freescale.data.history_builder import Progress, Spilled, build
+from freescale.data.history_builder import Progress, Spilled, build_histories
 from freescale.data.interactions import read_interactions
-from freescale.data.workspace import clear, full_disk_named, locked, workspace
+from freescale.data.workspace import explain_full_disk, locked, remove_dead_workspaces, workspace
 
 BUCKET_EVENTS = 2_000_000
 
@@ -46,25 +46,29 @@ def prepare(
         and is_histories(interactions.paths[0])
     ):
         return HistoriesFile(interactions.paths[0], num_items).path
-    sources = contents(interactions.paths, cache / "digests", lambda share: report("hash", share))
+    sources = read_contents(
+        interactions.paths, cache / "digests", lambda share: report("hash", share)
+    )
     # A run goes on with the same data wherever it lies. The cache tells paths apart, since what it
     # holds names them in errors.
-    fingerprint = digest_of([source.digest for source in sources], interactions.formats, num_items)
-    key = digest_of(VERSION, fingerprint, [str(path.resolve()) for path in interactions.paths])
+    fingerprint = compute_digest(
+        [source.digest for source in sources], interactions.formats, num_items
+    )
+    key = compute_digest(VERSION, fingerprint, [str(path.resolve()) for path in interactions.paths])
     target = cache / key / "histories.parquet"
-    clear(cache)
+    remove_dead_workspaces(cache)
     if target.is_file():
         return target
     spilled = Spilled()
     work = f"preparing {interactions.paths[0]}"
-    with full_disk_named(
-        cache, work, "make room, or name a cache folder on another disk", spilled.most
+    with explain_full_disk(
+        cache, work, "make room, or name a cache folder on another disk", spilled.estimate_peak
     ):
         cache.mkdir(parents=True, exist_ok=True)
-        with _alone(cache), workspace(cache, key) as folder:
+        with _lock(cache), workspace(cache, key) as folder:
             if target.is_file():  # another rank made it while this one waited
                 return target
-            made = build(
+            made = build_histories(
                 interactions, folder, num_items, fingerprint, report, bucket_events, spilled
             )
             for content in sources:
@@ -76,7 +80,7 @@ def prepare(
 
 
 @contextmanager
-def _alone(cache: Path) -> Iterator[None]:
+def _lock(cache: Path) -> Iterator[None]:
     """One process at a time: the ranks of a machine all ask for the same file. The lock ends with
     its holder, however it ends.
 

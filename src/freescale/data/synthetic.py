@@ -21,9 +21,20 @@ import torch
 
 from freescale.batch import offsets_of
 from freescale.config import GenerateConfig
-from freescale.data.histories import HistoriesWriter, Summary, fingerprint_of, schema_of
-from freescale.data.synthetic_draws import SHORTEST, TASTES, Draws, Source, length_distribution
-from freescale.data.workspace import full_disk_named, workspace
+from freescale.data.histories import (
+    HistoriesMetadata,
+    HistoriesWriter,
+    make_fingerprint,
+    make_schema,
+)
+from freescale.data.synthetic_draws import (
+    SHORTEST,
+    TASTES,
+    DrawnBatch,
+    SyntheticSource,
+    length_distribution,
+)
+from freescale.data.workspace import explain_full_disk, workspace
 from freescale.random import derive, integers, key_of, normal, uniform
 
 _EPOCH = 1_600_000_000  # seconds: last event of the first user
@@ -99,17 +110,17 @@ def generate(
     user and chance.
     """
     path = Path(path)
-    _check(users, items, cap, sigma, popularity, collision, global_batch, ranks, labels)
+    _check_options(users, items, cap, sigma, popularity, collision, global_batch, ranks, labels)
     sizes = length_distribution(lengths, median, sigma, zipf_exponent, cap)
-    source = Source(users, items, sizes, popularity, global_batch, ranks, seed)
+    source = SyntheticSource(users, items, sizes, popularity, global_batch, ranks, seed)
     mixing = None if collision is None else _calibrate(source, collision)
     columns = {"item_id": pa.int64(), "timestamp": pa.int64()} | (
         {"action": pa.int64()} if actions else {}
     )
-    schema = schema_of(columns | {name: pa.int8() for name in labels})
+    schema = make_schema(columns | {name: pa.int8() for name in labels})
     collisions, histogram = _Collisions(items), np.zeros(len(sizes), np.int64)
     path.parent.mkdir(parents=True, exist_ok=True)
-    full = full_disk_named(
+    full = explain_full_disk(
         path.parent, f"generating {path.name}", ("make room, or name another folder")
     )
     with full, workspace(path.parent, path.name) as folder:
@@ -117,11 +128,11 @@ def generate(
         writer, summary = HistoriesWriter(made, schema), None
         try:
             for number in range(source.batches):
-                batch = source.batch(number)
-                ids = source.items_of(batch, mixing)
-                collisions.add(source.requests(batch, ids), first=number == 0)
+                batch = source.draw_batch(number)
+                ids = source.choose_items(batch, mixing)
+                collisions.add(source.list_requests(batch, ids), first=number == 0)
                 histogram += np.bincount(batch.lengths.numpy(), minlength=len(histogram))
-                writer.write(_table(source, batch, ids, schema, labels))
+                writer.write(_make_table(source, batch, ids, schema, labels))
                 if progress is not None:
                     progress("generate", (number + 1) / source.batches)
             rate, tokens = collisions.rate, int((histogram * np.arange(len(histogram))).sum())
@@ -137,10 +148,12 @@ def generate(
                 popularity,
                 collision,
             )
-            fingerprint = fingerprint_of(
+            fingerprint = make_fingerprint(
                 "synthetic", options, global_batch, ranks, seed, actions, list(labels)
             )
-            summary = Summary(items, users, tokens, 0, tuple(schema.names[1:]), fingerprint)
+            summary = HistoriesMetadata(
+                items, users, tokens, 0, tuple(schema.names[1:]), fingerprint
+            )
         finally:
             writer.close(summary)
         os.replace(made, path)
@@ -150,7 +163,7 @@ def generate(
     return SyntheticReport(path, users, items, tokens, quantiles, source.batches, rate)
 
 
-def _check(
+def _check_options(
     users: int,
     items: int,
     cap: int,
@@ -194,11 +207,13 @@ def _check(
         )
 
 
-def _rate(source: Source, batches: Iterable[Draws], mixing: float) -> float:
+def _measure_rate(source: SyntheticSource, batches: Iterable[DrawnBatch], mixing: float) -> float:
     """Collision rate over consecutive batches."""
     collisions = _Collisions(source.items)
     for number, batch in enumerate(batches):
-        collisions.add(source.requests(batch, source.items_of(batch, mixing)), first=number == 0)
+        collisions.add(
+            source.list_requests(batch, source.choose_items(batch, mixing)), first=number == 0
+        )
     return collisions.rate or 0.0
 
 
@@ -217,27 +232,27 @@ def _bisect(measure: Callable[[float], float], target: float) -> tuple[float, fl
     return best
 
 
-def _calibrate(source: Source, target: float) -> float:
+def _calibrate(source: SyntheticSource, target: float) -> float:
     """The mixing that meets the target: chosen on the first batches, checked on all, chosen on all
     where that fails.
 
     Batches are drawn again for each try, never kept beyond the first few: memory does not grow with
     the file.
     """
-    sample: list[Draws] = []
+    sample: list[DrawnBatch] = []
     while len(sample) < min(2, source.batches) or (
         len(sample) < source.batches and sum(len(batch.ranks) for batch in sample) < _SAMPLE_EVENTS
     ):
-        sample.append(source.batch(len(sample)))
+        sample.append(source.draw_batch(len(sample)))
 
-    def of_file(mixing: float) -> float:
-        return _rate(source, map(source.batch, range(source.batches)), mixing)
+    def measure_file(mixing: float) -> float:
+        return _measure_rate(source, map(source.draw_batch, range(source.batches)), mixing)
 
-    mixing, rate = _bisect(lambda mixing: _rate(source, sample, mixing), target)
+    mixing, rate = _bisect(lambda mixing: _measure_rate(source, sample, mixing), target)
     if len(sample) < source.batches:
-        rate = of_file(mixing)
+        rate = measure_file(mixing)
         if abs(rate - target) > 2 * _CLOSE:
-            mixing, rate = _bisect(of_file, target)
+            mixing, rate = _bisect(measure_file, target)
     if abs(rate - target) > 0.01:
         raise ValueError(
             f"collision {target} is out of reach: with {source.items} items and global batches of "
@@ -247,8 +262,12 @@ def _calibrate(source: Source, target: float) -> float:
     return mixing
 
 
-def _table(
-    source: Source, batch: Draws, items: np.ndarray, schema: pa.Schema, labels: Sequence[str]
+def _make_table(
+    source: SyntheticSource,
+    batch: DrawnBatch,
+    items: np.ndarray,
+    schema: pa.Schema,
+    labels: Sequence[str],
 ) -> pa.Table:
     offsets = offsets_of(batch.lengths)
     lists = pa.array(offsets.numpy(), pa.int32())

@@ -24,7 +24,7 @@ RUN_ENDS = 0.2  # probability that an event starts a new run
 
 
 @dataclass
-class Draws:
+class DrawnBatch:
     """One global batch with everything that its items depend on, drawn once."""
 
     users: Tensor  # [users] int64
@@ -39,8 +39,8 @@ class Draws:
     parity: int
 
 
-class Source:
-    """Draws batches; a pure function of the options and the number of the batch."""
+class SyntheticSource:
+    """Draws batches; each is a pure function of the options and its number."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Source:
     def _draw(self, purpose: str, *counters: Tensor | int) -> Tensor:
         return uniform(derive(self.seed, key_of(purpose), *counters))
 
-    def batch(self, number: int) -> Draws:
+    def draw_batch(self, number: int) -> DrawnBatch:
         users = torch.arange(
             number * self.global_batch, min((number + 1) * self.global_batch, self.users)
         )
@@ -96,7 +96,7 @@ class Source:
         ) % 1.0
         ranks = np.minimum(np.searchsorted(self.item_ends, point.numpy(), "right"), self.items - 1)
         edges = torch.arange(self.world + 1) * count // self.world  # users of each rank
-        return Draws(
+        return DrawnBatch(
             users=users,
             lengths=lengths,
             ranks=ranks,
@@ -109,7 +109,7 @@ class Source:
             parity=number % 2,
         )
 
-    def items_of(self, batch: Draws, mixing: float | None) -> np.ndarray:
+    def choose_items(self, batch: DrawnBatch, mixing: float | None) -> np.ndarray:
         """[events] item ids. mixing: 0 binds every event, 1 none, 2 makes every event hot; None
         leaves them alone."""
         ranks = batch.ranks
@@ -120,7 +120,7 @@ class Source:
             ranks = np.where(batch.hot < mixing - 1, batch.hot_rank, ranks)
         return self.id_of_rank[ranks]
 
-    def requests(self, batch: Draws, items: np.ndarray) -> np.ndarray:
+    def list_requests(self, batch: DrawnBatch, items: np.ndarray) -> np.ndarray:
         """Item ids that the batch asks for, once per rank that asks."""
         return np.unique(batch.consumer * self.items + items) % self.items
 

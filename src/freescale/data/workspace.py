@@ -25,7 +25,7 @@ _NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOT
 @contextmanager
 def workspace(parent: Path, name: str) -> Iterator[Path]:
     """A new folder in `parent`, gone at the end."""
-    clear(parent)
+    remove_dead_workspaces(parent)
     folder = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name}-"))
     try:
         mark = os.open(folder / MARK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -33,7 +33,7 @@ def workspace(parent: Path, name: str) -> Iterator[Path]:
             # first locked, then signed: who finds the signature and no lock knows that the maker is
             # dead
             if locked(mark):
-                os.write(mark, _boot())
+                os.write(mark, _read_boot_id())
             yield folder
         finally:
             os.close(mark)
@@ -41,7 +41,7 @@ def workspace(parent: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def clear(parent: Path) -> None:
+def remove_dead_workspaces(parent: Path) -> None:
     """Removes the folders of makers that are dead. An attempt: `parent` may not be there, or not be
     ours to write."""
     try:
@@ -53,24 +53,24 @@ def clear(parent: Path) -> None:
     except OSError:
         return
     for folder in hidden:
-        if _dead(folder):
+        if _is_dead(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _dead(folder: Path) -> bool:
+def _is_dead(folder: Path) -> bool:
     """Of this boot of this machine the lock says it. Other machines' locks may not be seen here, so
     their folders must also have lain untouched for a day: nobody works for so long without
     writing."""
     try:
         mark = os.open(folder / MARK, os.O_RDWR)
     except FileNotFoundError:
-        return bool(_UNMARKED.fullmatch(folder.name)) and _untouched(folder)
+        return bool(_UNMARKED.fullmatch(folder.name)) and _is_untouched(folder)
     except OSError:
         return False
     try:
         if not locked(mark, wait=False):
-            return _untouched(folder)
-        return os.read(mark, 100) == _boot() != b"" or _untouched(folder)
+            return _is_untouched(folder)
+        return os.read(mark, 100) == _read_boot_id() != b"" or _is_untouched(folder)
     except BlockingIOError:
         return False
     finally:
@@ -94,7 +94,7 @@ def locked(descriptor: int, wait: bool = True) -> bool:
         raise
 
 
-def _untouched(folder: Path) -> bool:
+def _is_untouched(folder: Path) -> bool:
     try:
         newest = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
     except OSError:  # somebody is at it
@@ -102,7 +102,7 @@ def _untouched(folder: Path) -> bool:
     return time.time() - newest > _FORGOTTEN_S
 
 
-def _boot() -> bytes:
+def _read_boot_id() -> bytes:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:
@@ -110,7 +110,7 @@ def _boot() -> bytes:
 
 
 @contextmanager
-def full_disk_named(
+def explain_full_disk(
     folder: Path, work: str, mend: str, needed: Callable[[], float | None] = lambda: None
 ) -> Iterator[None]:
     """Around a workspace: a full disk is one line that says so, with the bytes that the work needs
@@ -121,15 +121,15 @@ def full_disk_named(
         if error.errno not in _FULL:
             raise
         amount = needed()
-        needs = f"; it needs up to {_size(amount)}" if amount else ""
+        needs = f"; it needs up to {_format_bytes(amount)}" if amount else ""
         known = error.errno == errno.ENOSPC and folder.exists()
-        free = f"; {_size(shutil.disk_usage(folder).free)} are free now" if known else ""
+        free = f"; {_format_bytes(shutil.disk_usage(folder).free)} are free now" if known else ""
         full = OSError(f"{folder}: {_FULL[error.errno]} while {work}{needs}{free}; {mend}")
         full.errno = error.errno
         raise full from error
 
 
-def _size(amount: float) -> str:
+def _format_bytes(amount: float) -> str:
     for unit in ("bytes", "kB", "MB", "GB"):
         if amount < 1000:
             return f"{amount:.3g} {unit}"

@@ -138,5 +138,5 @@ def evaluate(
         return evaluate_ranking(parallel, data, config.label_names)
     popularity = None
     if baseline:
-        popularity = histories(config, path, parallel.transport).item_counts()
+        popularity = histories(config, path, parallel.transport).count_items()
     return evaluate_retrieval(parallel, data, popularity=popularity)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from freescale.config import RunConfig
-from freescale.data.prefetch import prefetched
+from freescale.data.prefetch import prefetch
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.pipeline import Pipeline
@@ -159,7 +159,7 @@ class Trainer:
         """Steps until the data or --steps ends, or somebody wants it to; the last step's result."""
         settings, result = self.config.train, None
         clock, seen, supervised = time.perf_counter(), 0, 0.0
-        with closing(prefetched(self.data)) as batches:
+        with closing(prefetch(self.data)) as batches:
             for result in self.pipeline.run(batches):
                 step = result.step
                 stopping.stepped()
