@@ -28,7 +28,8 @@ from results import claim, spread, write  # noqa: E402
 from freescale.balance.cost import CostModel  # noqa: E402
 from freescale.balance.partitioners.registry import PARTITIONERS  # noqa: E402
 from freescale.balance.problem import Problem, assign  # noqa: E402
-from freescale.data.synthetic_draws import SyntheticSource, length_distribution  # noqa: E402
+from freescale.data.lengths import LengthDistribution  # noqa: E402
+from freescale.data.synthetic_draws import SyntheticSource  # noqa: E402
 from freescale.simulate.workload import Generated  # noqa: E402
 
 MEDIAN = 3000
@@ -130,9 +131,9 @@ def drawn(ranks: int) -> list[dict[str, Any]]:
     """The same small configuration twice: ids drawn and compared, and expected."""
     at = DRAWN | {"ranks": ranks}
     samples, cap, median = int(at["batch"]) * ranks, int(at["cap"]), at["median"]
-    sizes = length_distribution("lognormal", median, 1.0, 0.0, cap)
+    lengths = LengthDistribution.from_options("lognormal", median, 1.0, 0.0, cap)
     source = SyntheticSource(
-        2 * samples, int(at["items"]), sizes, at["popularity"], samples, ranks, 0
+        2 * samples, int(at["items"]), lengths, at["popularity"], samples, ranks, 0
     )
     before, now = (
         source.list_requests(batch, source.choose_items(batch, None))

@@ -259,7 +259,7 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
     monkeypatch.setattr(
         loader.file, "read", lambda group, columns: (reads.append(group), read(group, columns))[1]
     )
-    held = [len(loader._groups) for _ in loader]
+    held = [len(loader._reader.groups) for _ in loader]
     assert max(held) <= 6
     assert len(reads) <= 3 * 24, len(reads)
     assert set(reads) == set(range(24))
@@ -470,7 +470,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, one_thread):
         try:
             loader = Histories(tmp_path / "h.parquet", 64, negatives=2)
             assert sum(len(batch) for batch in loader) == users
-            assert len(loader._groups) <= 10
+            assert len(loader._reader.groups) <= 10
             peaks.append(pool.max_memory())
         finally:
             pa.set_memory_pool(usual)

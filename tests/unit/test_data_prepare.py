@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.data import histories, history_builder, interactions, prepare
+from freescale.data import histories_writer, history_builder, interactions, prepare
 
 events = st.lists(
     st.tuples(st.integers(0, 12), st.integers(0, 30), st.integers(-5, 5), st.integers(0, 9)),
@@ -122,7 +122,7 @@ def test_many_buckets_recursion_and_ties(tmp_path, monkeypatch, ties, fan_out):
 
 
 def test_row_groups_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(histories, "GROUP_EVENTS", 1500)
+    monkeypatch.setattr(histories_writer, "GROUP_EVENTS", 1500)
     rows = [(u, e, e, 0) for u in range(700) for e in range(2 if u < 600 else 40)]
     one = prepare(write(tmp_path / "e.parquet", rows), tmp_path / "one")
     many = prepare(tmp_path / "e.parquet", tmp_path / "many", bucket_events=64)

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from freescale.config import DataConfig
 from freescale.random import key_of
 
 VERSION = 1
 KEY = b"freescale"
-GROUP_USERS = 256  # users in a row group, at most
-GROUP_EVENTS = 1_000_000  # a row group ends with the user that reaches this
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class HistoriesMetadata:
 class RowGroup:
     """One decoded row group."""
 
-    offsets: np.ndarray  # [users + 1] int64
-    values: Mapping[str, np.ndarray]  # each [events]
+    offsets: NDArray[Any]  # [users + 1] int64
+    values: Mapping[str, NDArray[Any]]  # each [events]
 
 
 def make_fingerprint(*parts: Any) -> str:
@@ -65,7 +64,7 @@ def is_histories(path: Path) -> bool:
             f"{path}: not a readable Parquet file ({reason}); write it again"
         ) from error
     return KEY in (metadata.metadata or {}) or (
-        "item_id" in schema.names and _is_list(schema.field("item_id").type)
+        "item_id" in schema.names and is_list(schema.field("item_id").type)
     )
 
 
@@ -128,7 +127,7 @@ class HistoriesFile:
                 f"{self.path}: column {missing[0]!r} is missing; the file has {present}; add it"
             )
         self.columns = tuple(
-            f.name for f in schema if _is_list(f.type) and _is_number(f.type.value_type)
+            f.name for f in schema if is_list(f.type) and is_number(f.type.value_type)
         )
         whole = [n for n in self.columns if pa.types.is_integer(schema.field(n).type.value_type)]
         for name in ("item_id", "timestamp", *(["action"] if "action" in schema.names else [])):
@@ -178,7 +177,7 @@ class HistoriesFile:
         """Decodes the columns of one row group and checks them: equal lengths, ids in range, time
         order, no nulls."""
         table = self.file.read_row_group(group, columns=list(columns))
-        offsets: np.ndarray | None = None
+        offsets: NDArray[Any] | None = None
         values = {}
         for name in columns:
             column = table.column(name)
@@ -202,7 +201,7 @@ class HistoriesFile:
         return RowGroup(offsets, values)
 
     def _check_values(
-        self, group: int, offsets: np.ndarray, values: Mapping[str, np.ndarray]
+        self, group: int, offsets: NDArray[Any], values: Mapping[str, NDArray[Any]]
     ) -> None:
         items, times = values.get("item_id"), values.get("timestamp")
         if items is not None and len(items) and (items.min() < 0 or items.max() >= self.num_items):
@@ -225,73 +224,19 @@ class HistoriesFile:
                 )
 
     def _read_user(self, group: int, row: int) -> int:
-        return self.file.read_row_group(group, columns=["user_id"]).column("user_id")[row].as_py()
+        users = self.file.read_row_group(group, columns=["user_id"]).column("user_id")
+        return int(users[row].as_py())
 
 
-class HistoriesWriter:
-    """Writes users, given in their final order in tables of any size, as row groups of bounded
-    size."""
-
-    def __init__(self, path: Path, schema: pa.Schema):
-        self._writer = pq.ParquetWriter(path, schema, compression="zstd")
-        self._rest: list[pa.Table] = []
-        self._users = self._events = 0  # in _rest
-
-    def write(self, table: pa.Table) -> None:
-        """`table`: user_id and list columns, in the order of the schema."""
-        counts = np.concatenate(
-            [_count_events(chunk) for chunk in table.column("item_id").chunks]
-            or [np.zeros(0, np.int64)]
-        )
-        ends = np.cumsum(counts)
-        start = 0
-        while start < len(counts):
-            before = int(ends[start - 1]) if start else 0
-            # row that reaches the limit
-            full = int(np.searchsorted(ends, before + GROUP_EVENTS - self._events)) + 1
-            stop = min(full, start + GROUP_USERS - self._users, len(counts))
-            self._rest.append(table.slice(start, stop - start))
-            self._users += stop - start
-            self._events += int(ends[stop - 1]) - before
-            if self._users >= GROUP_USERS or self._events >= GROUP_EVENTS:
-                self._flush()
-            start = stop
-        # what waits for the next call is copied out: it must not hold the whole table
-        if self._rest and len(counts):
-            self._rest[-1] = _compact(self._rest[-1])
-
-    def _flush(self) -> None:
-        if self._rest:
-            table = pa.concat_tables(self._rest)
-            self._writer.write_table(table, row_group_size=table.num_rows)
-        self._rest, self._users, self._events = [], 0, 0
-
-    def close(self, summary: HistoriesMetadata | None) -> None:
-        """Without a summary: after a failure, only lets go of the file."""
-        if summary is not None:
-            self._flush()
-            self._writer.add_key_value_metadata({KEY.decode(): json.dumps(asdict(summary))})
-        self._writer.close()
+def count_events(column: pa.Array) -> NDArray[Any]:
+    """[rows]: the length of each list of a list column."""
+    counts: NDArray[np.int64] = np.diff(column.offsets.to_numpy()).astype(np.int64)
+    return counts
 
 
-def make_schema(columns: Mapping[str, pa.DataType]) -> pa.Schema:
-    """Schema of a histories file with these list columns."""
-    return pa.schema(
-        [("user_id", pa.int64()), *((name, pa.list_(kind)) for name, kind in columns.items())]
-    )
-
-
-def _count_events(column: pa.Array) -> np.ndarray:
-    return np.diff(column.offsets.to_numpy()).astype(np.int64)
-
-
-def _compact(table: pa.Table) -> pa.Table:
-    return table.take(pa.array(np.arange(table.num_rows)))
-
-
-def _flatten(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+def _flatten(column: pa.ChunkedArray) -> tuple[NDArray[Any], NDArray[Any]]:
     """A list column -> offsets [rows + 1] and values [events], without a loop over rows."""
-    counts = [_count_events(chunk) for chunk in column.chunks]
+    counts = [count_events(chunk) for chunk in column.chunks]
     values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
     offsets = np.concatenate(
         [[0], np.cumsum(np.concatenate([*counts, np.zeros(0, np.int64)]), dtype=np.int64)]
@@ -300,9 +245,10 @@ def _flatten(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
     return offsets, np.concatenate(values) if values else np.zeros(0, np.int64)
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+def is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+def is_number(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))

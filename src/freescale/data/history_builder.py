@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 
-from freescale.data.histories import HistoriesMetadata, HistoriesWriter, make_schema
+from freescale.data.histories import HistoriesMetadata
+from freescale.data.histories_writer import HistoriesWriter, make_schema
 from freescale.data.interactions import Interactions
 from freescale.random import derive, integers
 
@@ -68,7 +71,7 @@ def build_histories(
             yield batch
 
     # Histories of one bucket after another, cut to users with two events; order samples on the way.
-    samples: list[np.ndarray] = []
+    samples: list[NDArray[Any]] = []
     kept_events = kept_users = 0
 
     def make_histories() -> Iterator[pa.Table]:
@@ -96,13 +99,13 @@ def build_histories(
     order = np.unique(np.concatenate(samples), axis=0)  # [samples, 2]: (last timestamp, user)
     schema = _read_schema(unordered)
     path = folder / "histories.parquet"
-    writer, written, summary = HistoriesWriter(path, schema), 0, None
+    writer, written, metadata = HistoriesWriter(path, schema), 0, None
     try:
         for table in _sort_by_last_event(_read_batches(unordered), order, folder):
             writer.write(table.drop_columns("last"))
             written += table.num_rows
             report("write", written / kept_users)
-        summary = HistoriesMetadata(
+        metadata = HistoriesMetadata(
             num_items=num_items or largest + 1,
             num_users=kept_users,
             num_events=kept_events,
@@ -112,7 +115,7 @@ def build_histories(
             no_labels=interactions.no_labels,
         )
     finally:
-        writer.close(summary)
+        writer.close(metadata)
     if not interactions.vocabulary:
         return [path]
     vocabulary = folder / "vocabulary.parquet"
@@ -129,7 +132,7 @@ def _partition_by_user(
     parts = int(np.clip(-(-2 * rows // limit), 1, _FAN_OUT))
     seed = derive(level, 0)
 
-    def part(batch: pa.RecordBatch) -> np.ndarray:
+    def part(batch: pa.RecordBatch) -> NDArray[Any]:
         users = torch.from_numpy(batch.column("user_id").to_numpy().copy())
         return integers(derive(seed, users), parts).numpy()
 
@@ -143,7 +146,7 @@ def _partition_by_user(
 
 
 def _sort_by_last_event(
-    tables: Iterable[pa.RecordBatch], samples: np.ndarray, folder: Path, level: int = 0
+    tables: Iterable[pa.RecordBatch], samples: NDArray[Any], folder: Path, level: int = 0
 ) -> Iterator[pa.Table]:
     """Users in order of (last timestamp, user). `samples` [n, 2], sorted and unique, say where to
     cut."""
@@ -157,7 +160,7 @@ def _sort_by_last_event(
     cuts = len(samples) * np.arange(1, parts) // parts
     splitters = samples[cuts]  # [parts - 1, 2]
 
-    def part(batch: pa.RecordBatch) -> np.ndarray:
+    def part(batch: pa.RecordBatch) -> NDArray[Any]:
         """How many splitters are at or before each user, by sorting both together: pairs have no
         searchsorted."""
         last = np.concatenate([splitters[:, 0], batch.column("last").to_numpy()])
@@ -177,7 +180,7 @@ def _sort_by_last_event(
 
 def _partition(
     batches: Iterable[pa.RecordBatch],
-    part: Callable[[pa.RecordBatch], np.ndarray],
+    part: Callable[[pa.RecordBatch], NDArray[Any]],
     parts: int,
     folder: Path,
 ) -> list[tuple[Path, int]]:
@@ -226,7 +229,7 @@ def _group_events(events: pa.Table) -> tuple[pa.Table, int]:
     return pa.table(columns), int((~keep).sum())
 
 
-def _sample_order(table: pa.Table, step: int) -> np.ndarray:
+def _sample_order(table: pa.Table, step: int) -> NDArray[Any]:
     """[n, 2] pairs (last timestamp, user), one for every `step` events in their order."""
     last, users = _to_numpy(table, "last"), _to_numpy(table, "user_id")
     counts = np.diff(_read_offsets(table))
@@ -284,11 +287,12 @@ def _read_schema(path: Path) -> pa.Schema:
         return make_schema({field.name: field.type.value_type for field in fields})
 
 
-def _to_numpy(table: pa.Table, name: str) -> np.ndarray:
-    return table.column(name).to_numpy()
+def _to_numpy(table: pa.Table, name: str) -> NDArray[Any]:
+    values: NDArray[Any] = table.column(name).to_numpy()
+    return values
 
 
-def _read_offsets(table: pa.Table) -> np.ndarray:
+def _read_offsets(table: pa.Table) -> NDArray[Any]:
     """Offsets of the histories of a table made by `_group_events`."""
     chunks = table.column("item_id").chunks
     return chunks[0].offsets.to_numpy() if chunks else np.zeros(1, np.int64)

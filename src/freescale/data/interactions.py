@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from freescale.config import DataConfig
+from freescale.data.histories import is_list, is_number
 from freescale.data.labels import find_non_label
 from freescale.data.text_formats import (
     FEEDBACK,
@@ -31,10 +32,10 @@ from freescale.data.text_formats import (
     TextLayout,
     detect_format,
     detect_layout,
-    shorten_error,
     parse_block,
     read_blocks,
     require_columns,
+    shorten_error,
 )
 from freescale.data.timestamps import TimestampFormat, choose_unit
 
@@ -152,14 +153,14 @@ class Interactions(Iterator[pa.RecordBatch]):
                 if not whole:
                     hint = (
                         "give `prepare` or `Histories` this file"
-                        if _is_list(kind)
+                        if is_list(kind)
                         else "cast it to int64"
                     )
                     raise ValueError(f"{path}: column {name!r} holds {kind}, not integers; {hint}")
             sides = [
                 f.name
                 for f in schema
-                if f.name not in REQUIRED and _is_number(f.type) and f.name != "action"
+                if f.name not in REQUIRED and is_number(f.type) and f.name != "action"
             ]
             actions = ["action"] if "action" in schema.names else []
             if actions and not pa.types.is_integer(schema.field("action").type):
@@ -285,14 +286,6 @@ def _make_null_error(path: Path, name: str, count: int) -> ValueError:
     return ValueError(
         f"{path}: column {name!r} has {count} null (missing) values; fill or drop those rows"
     )
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
 
 
 def _describe_schema(schema: pa.Schema) -> str:

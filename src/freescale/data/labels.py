@@ -4,13 +4,14 @@ such a column as a label."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
 from freescale.data.histories import HistoriesFile
 
 
-def find_non_label(values: np.ndarray) -> str | None:
+def find_non_label(values: NDArray[Any]) -> str | None:
     """The first value that is neither 0 nor 1."""
     wrong = ~((values == 0) | (values == 1))  # a value that is no number equals neither
     return str(values[wrong.argmax()]) if wrong.any() else None

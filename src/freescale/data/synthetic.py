@@ -14,25 +14,22 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 
 from freescale.batch import offsets_of
 from freescale.config import GenerateConfig
-from freescale.data.histories import (
-    HistoriesMetadata,
-    HistoriesWriter,
-    make_fingerprint,
-    make_schema,
-)
+from freescale.data.histories import HistoriesMetadata, make_fingerprint
+from freescale.data.histories_writer import HistoriesWriter, make_schema
+from freescale.data.lengths import SHORTEST, LengthDistribution
 from freescale.data.synthetic_draws import (
-    SHORTEST,
     TASTES,
     DrawnBatch,
     SyntheticSource,
-    length_distribution,
 )
 from freescale.data.workspace import explain_full_disk, workspace
 from freescale.random import derive, integers, key_of, normal, uniform
@@ -62,10 +59,10 @@ class _Collisions:
         self._last = np.zeros(0, np.int64)
         self.hits = self.total = 0
 
-    def count(self, requests: np.ndarray) -> int:
+    def count(self, requests: NDArray[Any]) -> int:
         return int(self._seen[requests].sum())
 
-    def add(self, requests: np.ndarray, first: bool) -> None:
+    def add(self, requests: NDArray[Any], first: bool) -> None:
         if not first:
             self.hits += self.count(requests)
             self.total += len(requests)
@@ -111,21 +108,21 @@ def generate(
     """
     path = Path(path)
     _check_options(users, items, cap, sigma, popularity, collision, global_batch, ranks, labels)
-    sizes = length_distribution(lengths, median, sigma, zipf_exponent, cap)
-    source = SyntheticSource(users, items, sizes, popularity, global_batch, ranks, seed)
+    distribution = LengthDistribution.from_options(lengths, median, sigma, zipf_exponent, cap)
+    source = SyntheticSource(users, items, distribution, popularity, global_batch, ranks, seed)
     mixing = None if collision is None else _calibrate(source, collision)
     columns = {"item_id": pa.int64(), "timestamp": pa.int64()} | (
         {"action": pa.int64()} if actions else {}
     )
     schema = make_schema(columns | {name: pa.int8() for name in labels})
-    collisions, histogram = _Collisions(items), np.zeros(len(sizes), np.int64)
+    collisions, histogram = _Collisions(items), np.zeros(cap + 1, np.int64)
     path.parent.mkdir(parents=True, exist_ok=True)
     full = explain_full_disk(
         path.parent, f"generating {path.name}", ("make room, or name another folder")
     )
     with full, workspace(path.parent, path.name) as folder:
         made = folder / path.name
-        writer, summary = HistoriesWriter(made, schema), None
+        writer, metadata = HistoriesWriter(made, schema), None
         try:
             for number in range(source.batches):
                 batch = source.draw_batch(number)
@@ -151,11 +148,11 @@ def generate(
             fingerprint = make_fingerprint(
                 "synthetic", options, global_batch, ranks, seed, actions, list(labels)
             )
-            summary = HistoriesMetadata(
+            metadata = HistoriesMetadata(
                 items, users, tokens, 0, tuple(schema.names[1:]), fingerprint
             )
         finally:
-            writer.close(summary)
+            writer.close(metadata)
         os.replace(made, path)
     ends = np.cumsum(histogram)
     quantiles = {f"p{q}": int(np.searchsorted(ends, q / 100 * users)) for q in (50, 90, 99)}
@@ -265,7 +262,7 @@ def _calibrate(source: SyntheticSource, target: float) -> float:
 def _make_table(
     source: SyntheticSource,
     batch: DrawnBatch,
-    items: np.ndarray,
+    items: NDArray[Any],
     schema: pa.Schema,
     labels: Sequence[str],
 ) -> pa.Table:

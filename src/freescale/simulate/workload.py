@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from freescale.config import SimulateConfig
-from freescale.data.synthetic_draws import length_distribution
+from freescale.data.lengths import LengthDistribution
 from freescale.embedding.collision import collision_masks
 from freescale.embedding.layout import Layout, TableSpec
-from freescale.random import derive, integers, key_of, uniform
+from freescale.random import derive, integers, key_of
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ class Generated:
                 f"{samples} samples, {items} items, {strata} strata: at least 1, 2 and 8 are needed"
             )
         self.samples, self.items, self.seed, self._collisions = samples, items, seed, collisions
-        self._ends = length_distribution("lognormal", median, sigma, 0.0, cap)
+        self._lengths = LengthDistribution.from_options("lognormal", median, sigma, 0.0, cap)
         self._count, self._mass = _strata(items // 2, strata, popularity)
         # pairs: each often enough in a batch
-        self._hot = min(items // 2, max(1, int(self._mean * samples / 32)))
+        self._hot = min(items // 2, max(1, int(self._lengths.mean * samples / 32)))
         self._mixing: dict[int, float] = {}
         self.notes = [
             f"generated: median {median:g}, longest {cap:,}, {items:,} items of popularity "
@@ -123,15 +123,9 @@ class Generated:
             f"rows by expectation over {len(self._count):,} strata of the catalogue"
         ]
 
-    @property
-    def _mean(self) -> float:
-        return float((1 - self._ends).sum())
-
     def lengths(self, step: int) -> np.ndarray:
         users = torch.arange(step * self.samples, (step + 1) * self.samples)
-        return np.searchsorted(
-            self._ends, uniform(derive(self.seed, key_of("length"), users)).numpy(), "right"
-        ).astype(np.int64)
+        return self._lengths.draw(self.seed, users)
 
     def asked(self, step: int, rank_of: np.ndarray, ranks: int) -> _Drawn:
         tokens = np.bincount(rank_of, self.lengths(step), ranks)
@@ -168,7 +162,7 @@ class Generated:
         return np.minimum((1 - hot) * (free * mass + (1 - free) * bound) + hot * heated, 1 - 1e-12)
 
     def _mixed(self, target: float, ranks: int) -> float:
-        tokens = np.full(ranks, self._mean * self.samples / ranks)
+        tokens = np.full(ranks, self._lengths.mean * self.samples / ranks)
 
         def rate(mixing: float) -> float:
             now, then = (self._chance(mixing, parity) for parity in (0, 1))
