@@ -13,7 +13,8 @@ from freescale.data.digest import compute_digest, read_contents
 from freescale.data.histories import VERSION, HistoriesFile, is_histories
 from freescale.data.history_builder import Progress, Spilled, build_histories
 from freescale.data.interactions import read_interactions
-from freescale.data.workspace import explain_full_disk, locked, remove_dead_workspaces, workspace
+from freescale.data.workspace import explain_full_disk, remove_dead_workspaces, workspace
+from freescale.file_lock import lock
 
 BUCKET_EVENTS = 2_000_000
 
@@ -65,7 +66,7 @@ def prepare(
         cache, work, "make room, or name a cache folder on another disk", spilled.estimate_peak
     ):
         cache.mkdir(parents=True, exist_ok=True)
-        with _lock(cache), workspace(cache, key) as folder:
+        with _lock_cache(cache), workspace(cache, key) as folder:
             if target.is_file():  # another rank made it while this one waited
                 return target
             made = build_histories(
@@ -80,7 +81,7 @@ def prepare(
 
 
 @contextmanager
-def _lock(cache: Path) -> Iterator[None]:
+def _lock_cache(cache: Path) -> Iterator[None]:
     """One process at a time: the ranks of a machine all ask for the same file. The lock ends with
     its holder, however it ends.
 
@@ -94,6 +95,6 @@ def _lock(cache: Path) -> Iterator[None]:
             except PermissionError:  # another user's
                 continue
             stack.callback(os.close, descriptor)
-            if locked(descriptor):
+            if lock(descriptor):
                 break
         yield

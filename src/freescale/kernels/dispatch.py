@@ -113,9 +113,9 @@ def deduplicate(keys: Tensor, edges: Tensor) -> unique.Unique:
     return (triton_unique if keys.is_cuda and has_triton() else unique).deduplicate(keys, edges)
 
 
-def collision_masks(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
+def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
     return (triton_unique if current.is_cuda and has_triton() else unique).collision_masks(
-        current, coming
+        current, following
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from freescale.ledger.summary import Summary
+from freescale.ledger.trace import rename_lane
 
 WARM_UP = 2  # first steps, which are not averaged
 
@@ -64,7 +65,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         )
     missing: list[str] = []
     config = _read_config(folder / "config.json", missing)
-    steps = _read_lines(folder / "ledger.jsonl", missing)
+    steps = [_rename_lanes(line) for line in _read_lines(folder / "ledger.jsonl", missing)]
     metrics = _read_lines(folder / "metrics.jsonl", missing)
     ledger = _read_ledger(folder, steps, missing)
     events = _read_trace(folder / "trace.json.gz", missing)
@@ -114,7 +115,7 @@ def _read_ledger(folder: Path, steps: list[dict[str, Any]], missing: list[str]) 
     """Reads ledger.json, or makes it anew from the lines of ledger.jsonl where these go further. Of
     a run without figures, adds the reason to `missing`."""
     path = folder / "ledger.json"
-    ledger = _parse_json(path, path.read_bytes()) if path.exists() else {}
+    ledger = _rename_lanes(_parse_json(path, path.read_bytes())) if path.exists() else {}
     if len(steps) > (ledger.get("steps", len(steps)) if ledger else 0):
         missing.append(
             "ledger.json: the run did not end; its figures are those of the steps in ledger.jsonl"
@@ -136,6 +137,14 @@ def _read_ledger(folder: Path, steps: list[dict[str, Any]], missing: list[str]) 
     elif lacking := [name for name in _NEEDED if name not in ledger]:
         raise ValueError(f"{path} is damaged: it has no {', '.join(lacking)}")
     return ledger
+
+
+def _rename_lanes(figures: dict[str, Any]) -> dict[str, Any]:
+    """Figures of a step or run, with the present names of lanes in its spans."""
+    spans = figures.get("spans_ms")
+    if not isinstance(spans, dict):
+        return figures
+    return {**figures, "spans_ms": {rename_lane(name): value for name, value in spans.items()}}
 
 
 def _read_trace(path: Path, missing: list[str]) -> list[dict[str, Any]]:

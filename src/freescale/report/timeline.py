@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from freescale.ledger.trace import COMMUNICATION_LANE, COMPUTE_LANE, LANES
+from freescale.ledger.trace import COMMUNICATION_LANE, COMPUTE_LANE, LANES, rename_lane
 from freescale.ledger.waits import split_wait
 
 STEPS, RANKS = 8, 16  # at most on the page: it stays small whatever the run was
@@ -169,7 +169,8 @@ def _list_events(ranks: Mapping[int, Mapping[int, _Step]], numbers: Sequence[int
 
 def _make_transfer(rank: int, collective: _Collective) -> _Event:
     about = collective.about
-    lane = LANES.index(about["lane"]) if about.get("lane") in LANES else COMMUNICATION_LANE
+    thread = rename_lane(about.get("lane") or "")
+    lane = LANES.index(thread) if thread in LANES else COMMUNICATION_LANE
     more = {
         "sent": about.get("sent_bytes"),
         "received": about.get("received_bytes"),

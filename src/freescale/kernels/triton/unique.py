@@ -102,10 +102,10 @@ def members(keys: Tensor, among: Tensor) -> Tensor:
     return out
 
 
-def collision_masks(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
+def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
     """Rows asked of an owner by batch i [r] and by batch i+1 [s] -> (which of i's batch i+1 asks
     too, and the other way round)."""
-    return members(current, coming), members(coming, current)
+    return members(current, following), members(following, current)
 
 
 def _check_size(keys: Tensor) -> None:
