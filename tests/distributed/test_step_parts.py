@@ -10,7 +10,7 @@ import time
 import pytest
 from helpers.collisions import batch_of, build, colliding, share_of
 from helpers.ranks import run_ranks
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.embedding.collision import collision_masks
@@ -77,6 +77,7 @@ def test_the_parts_of_a_step_add_up_to_it(schedule, dense_sums):
     )
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=8))
 def test_overlapping_waits_are_counted_once(drawn):
     """Moment by moment: each belongs to the collective that is done last."""

@@ -187,12 +187,15 @@ import os, shutil, sys
 from pathlib import Path
 from freescale.data import generate, prepare
 source, cache = Path(sys.argv[1]), Path(sys.argv[2])
-for work in (lambda: prepare(source, cache), lambda: generate(cache / "h.parquet", users=8_000, items=1000, median=40)):
+def fill():
+    return generate(cache / "h.parquet", users=8_000, items=1000, median=40)
+for work in (lambda: prepare(source, cache), fill):
     try:
         work()
     except OSError as error:
         print(error)
-    print([name for name in os.listdir(cache) if name != "digests"], shutil.disk_usage(cache).used < 20_000)
+    left = [name for name in os.listdir(cache) if name != "digests"]
+    print(left, shutil.disk_usage(cache).used < 20_000)
 """
 
 

@@ -340,15 +340,11 @@ def test_a_tiny_run_against_ticks(schedule):
                 yield "compute", float(costs.forward(batch)[rank])  # noqa: B023
                 yield "compute", float(costs.backward(batch)[rank])  # noqa: B023
                 if schedule == "serial":
-                    yield (
-                        f"meet gradients {number}",
-                        float(costs.gradients(batch.demand.whole)[2][rank]),
-                    )  # noqa: B023
+                    gradients = costs.gradients(batch.demand.whole)[2]  # noqa: B023
+                    yield f"meet gradients {number}", float(gradients[rank])
                     yield "work", float(costs.update(batch.demand.whole)[rank])  # noqa: B023
-                yield (
-                    f"meet dense {number}",
-                    sum(float(message[2][rank]) for message in costs.dense()),
-                )  # noqa: B023
+                dense = costs.dense()  # noqa: B023
+                yield f"meet dense {number}", sum(float(message[2][rank]) for message in dense)
                 yield "work", costs.optimizer  # noqa: B023
                 if schedule == "stale" and number < 3:
                     yield "until", lambda: told[rank] >= number  # type: ignore[misc] # noqa: B023
@@ -365,10 +361,8 @@ def test_a_tiny_run_against_ticks(schedule):
                 if number < 3:
                     yield from ask(rank, number + 1, "ahead")
                     yield "work", float(costs.compare(batches[number], batches[number + 1])[rank])  # noqa: B023
-                    yield (
-                        f"meet marks {number}",
-                        float(costs.marks(batches[number], batches[number + 1])[2][rank]),
-                    )  # noqa: B023
+                    marks = costs.marks(batches[number], batches[number + 1])[2]  # noqa: B023
+                    yield f"meet marks {number}", float(marks[rank])
                 if number:
                     last = batches[number - 1].demand.whole  # noqa: B023
                     yield f"meet give {number}", float(costs.gradients(last)[2][rank])  # noqa: B023
@@ -382,10 +376,8 @@ def test_a_tiny_run_against_ticks(schedule):
         def take_input(rank: int) -> Thread:
             for number in range(3):
                 yield "until", lambda: started[rank] >= number  # type: ignore[misc] # noqa: B023
-                yield (
-                    f"meet counts of the batch after {number}",
-                    float(costs.counts(False)[3][rank]),
-                )  # noqa: B023
+                counts = costs.counts(False)[3]  # noqa: B023
+                yield f"meet counts of the batch after {number}", float(counts[rank])
                 told[rank] = number  # noqa: B023
 
         threads = {(rank, "main"): main(rank) for rank in range(4)}

@@ -1,12 +1,12 @@
 """Reads interaction files (one event per row) as a stream of record batches with the same columns
 for every format.
 
-| format    | files                                                         | action                         |
-|-----------|---------------------------------------------------------------|--------------------------------|
-| parquet   | user_id, item_id, timestamp, further numeric columns          | the column `action`, if there  |
-| movielens | ratings.dat (`::`), u.data (tabs), ratings.csv                | round(2 * rating)              |
-| amazon    | ratings csv with or without header, reviews as json lines     | round(2 * rating)              |
-| kuairand  | log csv; the 0/1 feedback columns are kept as side columns    | bit mask of feedback, in order |
+| format    | files                                                     | action                  |
+|-----------|-----------------------------------------------------------|-------------------------|
+| parquet   | user_id, item_id, timestamp, further numeric columns      | column `action`, if any |
+| movielens | ratings.dat (`::`), u.data (tabs), ratings.csv            | round(2 * rating)       |
+| amazon    | ratings csv with or without header, reviews as json lines | round(2 * rating)       |
+| kuairand  | log csv; 0/1 feedback columns are kept as side columns    | feedback as bits        |
 
 Timestamps keep the unit of the file (KuaiRand and the newer Amazon files count milliseconds):
 rounding to seconds would lose the order of events. Several files are brought to the finest unit

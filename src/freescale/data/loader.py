@@ -34,20 +34,22 @@ class Histories:
 
     A sample is one user. Of its events the part takes:
 
-    | split         | train            | validation: history, target | test: history, target             |
-    |---------------|------------------|-----------------------------|-----------------------------------|
-    | leave-one-out | all but last two | [:-2], [-2]                 | [:-1], [-1]                       |
-    | time          | [:c-1]           | [:c-1], [c-1]               | [:c], [c]; c = events before time |
-    | none          | all              |                             |                                   |
+    | split         | train            | validation: history, target | test: history, target |
+    |---------------|------------------|-----------------------------|-----------------------|
+    | leave-one-out | all but last two | [:-2], [-2]                 | [:-1], [-1]           |
+    | time          | [:c-1]           | [:c-1], [c-1]               | [:c], [c]             |
+    | none          | all              |                             |                       |
+
+    where c is the number of events before `split_time`.
 
     A sample without history or target stays in its place, with empty sequences and weight 0.
 
-    | task, part       | sequences                                  | beside them                    |
-    |------------------|--------------------------------------------|--------------------------------|
-    | retrieval, train | history, timestamps, [actions], targets    | dense negatives [n, negatives] |
-    | retrieval, else  | history, timestamps, [actions]             | dense target [n]               |
-    | ranking          | history, timestamps, [actions],            | candidates                     |
-    |                  | candidate_timestamps, labels [., tasks]    |                                |
+    | task, part       | sequences                               | beside them                    |
+    |------------------|-----------------------------------------|--------------------------------|
+    | retrieval, train | history, timestamps, [actions], targets | dense negatives [n, negatives] |
+    | retrieval, else  | history, timestamps, [actions]          | dense target [n]               |
+    | ranking          | history, timestamps, [actions],         | candidates                     |
+    |                  | candidate_timestamps, labels [., tasks] |                                |
 
     Targets are the next item of each event. Candidates of ranking are the last `candidates` events
     of the train part (fewer where the history would be empty), else the target. Not for two threads

@@ -79,7 +79,8 @@ class Summary:
         return [total / self._counts[name] for total in self._rank_sums.get(name, [])]
 
     def summarize(self) -> dict[str, Any]:
-        """Returns means over the measured steps, as in ledger.json; of the step time also the median."""
+        """Returns means over the measured steps, as in ledger.json; of the step time the median,
+        too."""
         measured = len(self._step_ms)
         if not measured:
             return {"ranks": self.ranks, "steps": self._seen, "measured_steps": 0}

@@ -93,9 +93,8 @@ class Panel:
         for value in self.marks:
             y = self.y(value)
             parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(
-                f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{format_tick(value)}</text>'
-            )
+            words_at = f'x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end"'
+            parts.append(f"<text {words_at}>{format_tick(value)}</text>")
         for value in choose_ticks(self._x0, self._x1):
             if self._x0 <= value <= self._x1:
                 x = self.x(value)

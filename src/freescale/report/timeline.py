@@ -158,10 +158,12 @@ def _list_events(ranks: Mapping[int, Mapping[int, _Step]], numbers: Sequence[int
     events: list[_Event] = []
     for rank, steps in ranks.items():
         for number in numbers:
-            for span in steps[number].spans:
-                events.append(_Event(rank, span.lane, span.name, span.begin, span.duration, {}))
-            for collective in steps[number].collectives:
-                events.append(_make_transfer(rank, collective))
+            step = steps[number]
+            events += [
+                _Event(rank, span.lane, span.name, span.begin, span.duration, {})
+                for span in step.spans
+            ]
+            events += [_make_transfer(rank, collective) for collective in step.collectives]
     for number in numbers:
         events += _find_bubbles({rank: steps[number].collectives for rank, steps in ranks.items()})
     return sorted(events, key=lambda e: (e.rank, e.lane, e.begin, -e.duration))
