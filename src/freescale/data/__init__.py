@@ -1,5 +1,5 @@
-"""Data: interaction files -> histories file -> rank slices of global batches; and synthetic
-histories."""
+"""Data: interaction files, the histories file made of them, and each rank's slices of global
+batches; and synthetic histories."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ class EpochOrder:
     """Row groups are permuted, then rows inside windows of `window` consecutive permuted row
     groups.
 
-    So a reader that holds one window reads every row group once per epoch. Memory: O(row groups)
-    and two windows.
+    A reader that holds one window reads every row group once per epoch. Memory: O(row groups) and
+    two windows.
     """
 
     def __init__(self, starts: Tensor, *, seed: int, shuffle: bool, window: int):

@@ -51,6 +51,7 @@ class RowGroup:
 
 
 def make_fingerprint(*parts: Any) -> str:
+    """A short name for data that is made of `parts`."""
     return f"{key_of(json.dumps(parts, default=str)) % (1 << 64):016x}"
 
 
@@ -69,7 +70,11 @@ def is_histories(path: Path) -> bool:
 
 
 class HistoriesFile:
-    """Reads a histories file row group by row group; only the row groups' sizes stay in memory."""
+    """Reads a histories file row group by row group; only the sizes of row groups stay in memory.
+
+    Raises:
+        ValueError: The file is missing, not a histories file, or has ids from `num_items` on.
+    """
 
     def __init__(self, path: str | Path, num_items: int | None = DataConfig.num_items):
         self.path = Path(path)

@@ -1,8 +1,8 @@
-"""One histories file from interactions of any order and size.
+"""Builds a histories file from interactions in any order and of any size.
 
-Two external partitions, both recursive, so that memory is a bucket of events (or the longest single
-history) and not the file: by hash of the user, to bring each history together and sort it; then by
-range of (last timestamp, user), to order the users.
+Two recursive external partitions bound the memory by a bucket of events (or the longest single
+history): by hash of the user, to bring each history together and sort it; then by range of (last
+timestamp, user), to order the users.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ Progress = Callable[[str, float], None]
 
 @dataclass
 class Spilled:
-    """How much of the disk the work takes, as far as it is known."""
+    """How many bytes of events lie on the disk so far."""
 
-    bytes: int = 0  # of events, so far
-    share: float = 0.0  # of the source that they are
+    bytes: int = 0
+    share: float = 0.0  # of the source that was read for them
 
     def estimate_peak(self) -> float | None:
-        """Bytes at the peak: the histories lie there twice while users are ordered."""
+        """Bytes on the disk at the peak, when all histories are there twice while users are
+        ordered; None before the first event."""
         return 2 * self.bytes / self.share if self.share else None
 
 
@@ -51,8 +52,23 @@ def build_histories(
     limit: int,
     spilled: Spilled,
 ) -> list[Path]:
-    """Writes histories.parquet, and before it vocabulary.parquet where ids are strings, to
-    `folder`; their paths, in that order."""
+    """Writes histories.parquet and, where ids are strings, vocabulary.parquet.
+
+    Args:
+        interactions: What to read.
+        folder: Where to write, and to spill events to.
+        num_items: Rows of the item table; by default the largest id plus 1.
+        fingerprint: Of the sources, for the metadata.
+        report: Called with a stage and the share done.
+        limit: Events of a bucket, about.
+        spilled: Updated with the bytes spilled.
+
+    Returns:
+        The paths of the files, the histories last.
+
+    Raises:
+        ValueError: An id is out of range, or no user has two events.
+    """
     largest, events, dropped = -1, 0, 0
 
     def count_events() -> Iterator[pa.RecordBatch]:
@@ -128,7 +144,7 @@ def _partition_by_user(
 ) -> Iterator[pa.Table]:
     """Partitions events by a hash of the user; yields buckets of about `limit` events, each user
     whole in one."""
-    # twice as many as needed: hashing is uneven
+    # twice as many as needed, since hashing is uneven
     parts = int(np.clip(-(-2 * rows // limit), 1, _FAN_OUT))
     seed = derive(level, 0)
 

@@ -45,8 +45,8 @@ _ROWS = 1 << 18  # rows of Parquet
 
 
 class Interactions(Iterator[pa.RecordBatch]):
-    """The batches of one or several files; `vocabulary`, `fraction` and `no_labels` grow while it
-    is read."""
+    """The record batches of one or several files. `vocabulary`, `fraction` and `no_labels` grow
+    while it is read."""
 
     def __init__(self, paths: Sequence[Path], format: str):
         if format not in ("auto", *FORMATS):
@@ -101,8 +101,8 @@ class Interactions(Iterator[pa.RecordBatch]):
         self.fraction = 1.0
 
     def _choose_unit(self) -> str | None:
-        """Of several files; one keeps its own. What cannot be read here is refused where it is
-        read."""
+        """The common unit of several files; a single file keeps its own. Files that cannot be read
+        here are refused when they are read."""
         if len(self.paths) == 1:
             return None
         files: list[TimestampFormat] = []
@@ -224,8 +224,8 @@ class Interactions(Iterator[pa.RecordBatch]):
         return pa.RecordBatch.from_pydict(columns)
 
     def _encode(self, name: str, array: pa.Array) -> pa.Array:
-        """Dense codes in order of first appearance. The loop is over the block's distinct strings,
-        not its events."""
+        """Replaces strings by dense codes, in order of first appearance. The loop is over the
+        distinct strings of the block, not over its events."""
         table = self.vocabulary.setdefault(name, {})
         encoded = array.dictionary_encode()  # its dictionary is in order of first appearance, too
         codes = pa.array(
@@ -238,8 +238,19 @@ class Interactions(Iterator[pa.RecordBatch]):
 def read_interactions(
     path: str | Path | Sequence[str | Path], format: str = DataConfig.format
 ) -> Interactions:
-    """Record batches with int64 columns user_id, item_id, timestamp, optional action, and further
-    numeric columns."""
+    """Reads interaction files as a stream of record batches.
+
+    Args:
+        path: A file, or several of one kind.
+        format: `auto`, or one of `text_formats.FORMATS`.
+
+    Returns:
+        An iterator over record batches with int64 columns user_id, item_id, timestamp, optional
+        action, and further numeric columns.
+
+    Raises:
+        ValueError: A file is missing, empty, or not of the format. Reading raises it, too.
+    """
     paths = [path] if isinstance(path, str | Path) else path
     return Interactions([Path(p) for p in paths], format)
 

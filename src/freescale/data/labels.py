@@ -1,5 +1,4 @@
-"""Labels of ranking are 0 or 1: what is found beside them while files are read, and the refusal of
-such a column as a label."""
+"""Checks that the labels of ranking are 0 or 1."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ from freescale.data.histories import HistoriesFile
 
 
 def find_non_label(values: NDArray[Any]) -> str | None:
-    """The first value that is neither 0 nor 1."""
+    """Returns the first value that is neither 0 nor 1, as text; None if there is none."""
     wrong = ~((values == 0) | (values == 1))  # a value that is no number equals neither
     return str(values[wrong.argmax()]) if wrong.any() else None
 
 
 def check_labels(file: HistoriesFile, names: Sequence[str]) -> None:
-    """Refuses columns that hold something else. Prepared files say in their metadata what their
-    sources hold; others are read."""
+    """Raises ValueError for columns with other values than 0 and 1. The metadata of prepared files
+    says what their sources hold; other files are read."""
     for name in names:
         if file.no_labels is None:
             found = _find_non_label_in(file, name)

@@ -1,5 +1,5 @@
-"""Turns interaction files into a histories file, once: the cache of what was made, by path and
-content of the sources."""
+"""Turns interaction files into a histories file, and caches it by path and content of its
+sources."""
 
 from __future__ import annotations
 
@@ -28,14 +28,27 @@ def prepare(
     *,
     bucket_events: int = BUCKET_EVENTS,
 ) -> Path:
-    """Path of the histories file of `source`: from the cache, or made now, or `source` itself if it
-    is one already.
+    """Makes a histories file of interaction files, or finds it in the cache.
 
     Users with fewer than two events are dropped (and counted in the metadata). Events of equal
-    timestamp keep the order of the file; exact duplicates are kept. String ids are numbered;
-    `vocabulary.parquet` beside the result says how. Data is found in the cache by the paths and all
-    bytes of its files. `progress` is called with a stage ("hash", "read", "sort", "write") and the
-    share done.
+    timestamp keep the order of the file; exact duplicates are kept. String ids are numbered, and
+    `vocabulary.parquet` beside the result says how.
+
+    Args:
+        source: An interaction file, several, or a histories file.
+        cache: The folder of prepared data, which is found there by the paths and all bytes of its
+            sources.
+        format: `auto`, or one of `text_formats.FORMATS`.
+        num_items: Rows of the item table; by default the largest id plus 1.
+        progress: Called with a stage ("hash", "read", "sort", "write") and the share done.
+        bucket_events: Events in memory at once, about.
+
+    Returns:
+        The path of the histories file; `source` itself if it is one.
+
+    Raises:
+        ValueError: A file is missing, damaged or not of the format, or an id is out of range.
+        OSError: The disk is full; the message says how much is needed.
     """
     cache, report = Path(cache), progress or (lambda stage, share: None)
     interactions = read_interactions(source, format)
@@ -82,11 +95,11 @@ def prepare(
 
 @contextmanager
 def _lock_cache(cache: Path) -> Iterator[None]:
-    """One process at a time: the ranks of a machine all ask for the same file. The lock ends with
-    its holder, however it ends.
+    """Admits one process at a time, since the ranks of a machine all ask for the same file. The
+    lock ends with its holder.
 
-    NFS locks no folders but files; where nothing can be locked, ranks may each make the file, and
-    the last one's stays.
+    NFS locks files but no folders. Where nothing can be locked, every rank makes the file, and the
+    last one stays.
     """
     with ExitStack() as stack:
         for path, flags in ((cache, os.O_RDONLY), (cache / "lock", os.O_RDWR | os.O_CREAT)):

@@ -3,9 +3,9 @@ between batches.
 
 Items of adjacent popularity are paired. An event that is *bound* takes the even item of its pair in
 even batches and the odd one in odd batches, and can collide with no bound event of the neighbouring
-batches. Binding every event gives 0 % collisions, binding none what the popularity gives by itself;
-beyond that, events are *hot*: drawn from the most popular items only. One number from 0 to 2 goes
-through all of it; it is found by bisection on the rate as measured.
+batches. Binding every event gives 0 % collisions, binding none those of the popularity alone. For
+more, events are *hot*: drawn from the most popular items only. One number from 0 to 2, the mixing,
+covers all of this; bisection on the measured rate finds it.
 """
 
 from __future__ import annotations
@@ -94,17 +94,36 @@ def generate(
     labels: Sequence[str] = (),
     progress: Callable[[str, float], None] | None = None,
 ) -> SyntheticReport:
-    """Writes a histories file of `users` users in the order of their last event, one global batch
-    at a time.
+    """Writes a histories file, users in the order of their last event, one global batch at a time.
 
-    lengths: "lognormal" (median, sigma) or "zipf" (zipf_exponent), between 2 and `cap` events.
-    popularity: Zipf exponent of the items; 0 is uniform.
-    collision: share of a global batch's requests (distinct item ids of each of `ranks` ranks, added
-    up) that the batch before also makes, in file order, over all events of the histories (negatives
-    come on top; a loader sees it with shuffle=False, split="none" and a max_length that cuts
-    nothing). Met to a percentage point, or ValueError. actions: a column `action`: 1 inside a run,
-    plus 2 << i where label i is 1. labels: 0/1 columns that depend on the item, the taste of the
-    user and chance.
+    Args:
+        path: Where to write.
+        users: Histories in the file.
+        items: Size of the catalogue.
+        lengths: "lognormal" (median, sigma) or "zipf" (zipf_exponent).
+        median: Of the lengths.
+        sigma: Of the logarithm of the lengths.
+        zipf_exponent: Of the lengths.
+        cap: Longest history; the shortest has 2 events.
+        popularity: Zipf exponent of the items; 0 is uniform.
+        collision: Share of a global batch's requests (distinct item ids of each rank, added up)
+            that the batch before also makes, in file order, over all events of the histories. A
+            loader sees it with shuffle=False, split="none" and a max_length that cuts nothing;
+            negatives are not counted. Met to a percentage point. None leaves what the popularity
+            gives.
+        global_batch: Users of a global batch.
+        ranks: Ranks that share a global batch.
+        seed: Of everything that is drawn.
+        actions: Whether to add a column `action`: 1 inside a run, plus 2 << i where label i is 1.
+        labels: Names of 0/1 columns, which depend on the item, the user's taste and chance.
+        progress: Called with "generate" and the share done.
+
+    Returns:
+        What was written, with the collision rate as measured.
+
+    Raises:
+        ValueError: An option is out of range, or the collision rate is out of reach.
+        OSError: The disk is full.
     """
     path = Path(path)
     _check_options(users, items, cap, sigma, popularity, collision, global_batch, ranks, labels)
@@ -215,8 +234,8 @@ def _measure_rate(source: SyntheticSource, batches: Iterable[DrawnBatch], mixing
 
 
 def _bisect(measure: Callable[[float], float], target: float) -> tuple[float, float]:
-    """Where an increasing function of [0, 2] comes closest to the target, of the points tried, and
-    its value there."""
+    """Finds the point of [0, 2] where an increasing function comes closest to the target. Returns
+    the point and the value there."""
     low, high = 0.0, 2.0
     best = (0.0, measure(0.0))
     for _ in range(26):
@@ -230,11 +249,10 @@ def _bisect(measure: Callable[[float], float], target: float) -> tuple[float, fl
 
 
 def _calibrate(source: SyntheticSource, target: float) -> float:
-    """The mixing that meets the target: chosen on the first batches, checked on all, chosen on all
-    where that fails.
+    """Finds the mixing that meets the target, on the first batches, or on all where that misses.
 
-    Batches are drawn again for each try, never kept beyond the first few: memory does not grow with
-    the file.
+    Only the first few batches are kept; the others are drawn again for each try, so that memory
+    does not grow with the file.
     """
     sample: list[DrawnBatch] = []
     while len(sample) < min(2, source.batches) or (

@@ -1,5 +1,5 @@
-"""How the text formats lie in their files: columns, separators, headers; and how a block of text
-becomes a table."""
+"""Text formats of interactions: detects columns, separators and headers, and parses blocks of
+text."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ class TextLayout:
 
 
 def detect_format(path: Path) -> str:
+    """Detects one of `FORMATS` by the name and the first line of a file."""
     name = path.name.lower().removesuffix(".gz")
     if name.endswith((".parquet", ".pq")):
         return "parquet"
@@ -84,6 +85,7 @@ def detect_format(path: Path) -> str:
 
 
 def detect_layout(path: Path, format: str) -> TextLayout:
+    """Detects how a text file of a format is laid out, by its first line."""
     line = _read_first_line(path)
     if format == "movielens":
         separator = next((s for s in (b"::", b"\t") if s in line), b",")
@@ -174,6 +176,7 @@ def _make_amazon_layout(
 
 
 def parse_block(block: bytes, layout: TextLayout, path: Path) -> pa.Table:
+    """Parses whole lines into a table of the columns that the layout names."""
     types = layout.types()
     try:
         if layout.separator == b"{":
@@ -216,7 +219,7 @@ def parse_block(block: bytes, layout: TextLayout, path: Path) -> pa.Table:
 
 
 def read_blocks(path: Path) -> Iterator[tuple[float, bytes]]:
-    """(share of the file read, whole lines)."""
+    """Yields the share of the file read so far, and a block of whole lines."""
     size, carry = path.stat().st_size, b""
     try:
         with (
@@ -250,6 +253,7 @@ def _split_line(line: bytes, separator: bytes) -> list[str]:
 
 
 def require_columns(path: Path, needed: Sequence[str], present: Sequence[str]) -> None:
+    """Raises ValueError if a needed column is missing."""
     missing = [name for name in needed if name not in present]
     if missing:
         raise ValueError(
@@ -260,4 +264,5 @@ def require_columns(path: Path, needed: Sequence[str], present: Sequence[str]) -
 
 
 def shorten_error(error: Exception) -> str:
+    """The first line of an error's message."""
     return str(error).splitlines()[0][:200]

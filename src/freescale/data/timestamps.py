@@ -1,5 +1,5 @@
-"""Timestamps of several files in one unit, so that events of one user that lie in two files come
-into their order."""
+"""Converts the timestamps of several files to one unit, so that events of one user from two files
+can be ordered."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TimestampFormat:
         return TimestampFormat(path, column, kind.unit, kind.tz is not None, str(kind))
 
     def convert(self, values: pa.Array, unit: str | None) -> pa.Array:
-        """values, integers or timestamps, as int64 in `unit`."""
+        """Converts integers or timestamps to int64 in `unit`."""
         try:
             if unit in (None, self.unit):
                 return values.cast(pa.int64())
@@ -46,11 +46,13 @@ class TimestampFormat:
 
 
 def choose_unit(files: Sequence[TimestampFormat]) -> str | None:
-    """The finest unit of the files: what is coarser is converted to it without loss. None: all are
-    integers, taken as they are.
+    """Chooses the finest unit of the files, to which coarser ones are converted without loss.
 
-    Refuses what cannot be brought together: integers beside timestamps, and times with a zone
-    beside times without one.
+    Returns:
+        The unit; None if all files have integers, which are taken as they are.
+
+    Raises:
+        ValueError: Integers beside timestamps, or times with a zone beside times without one.
     """
     known = [times for times in files if times.unit is not None]
     if not known:

@@ -1,5 +1,5 @@
-"""Folders to work in. What a killed process leaves, a later one clears; what a full disk ends says
-so."""
+"""Temporary folders for work on data. A later process removes what a killed one left; a full disk
+is reported as such."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 
 @contextmanager
 def workspace(parent: Path, name: str) -> Iterator[Path]:
-    """A new folder in `parent`, gone at the end."""
+    """Makes a new folder in `parent` and removes it at the end."""
     remove_dead_workspaces(parent)
     folder = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name}-"))
     try:
         mark = os.open(folder / MARK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # first locked, then signed: who finds the signature and no lock knows that the maker is
-            # dead
+            # First locked, then signed: a signature without a lock means that the maker is dead.
             if lock(mark):
                 os.write(mark, _read_boot_id())
             yield folder
@@ -42,8 +41,7 @@ def workspace(parent: Path, name: str) -> Iterator[Path]:
 
 
 def remove_dead_workspaces(parent: Path) -> None:
-    """Removes the folders of makers that are dead. An attempt: `parent` may not be there, or not be
-    ours to write."""
+    """Removes the folders whose makers are dead, as far as `parent` exists and is writable."""
     try:
         hidden = [
             Path(entry.path)
@@ -58,9 +56,11 @@ def remove_dead_workspaces(parent: Path) -> None:
 
 
 def _is_dead(folder: Path) -> bool:
-    """Of this boot of this machine the lock says it. Other machines' locks may not be seen here, so
-    their folders must also have lain untouched for a day: nobody works for so long without
-    writing."""
+    """Whether the process that made the folder is gone.
+
+    In the same boot of the same machine the lock proves it. Locks of other machines may be
+    invisible here, so their folders must also be untouched for a day.
+    """
     try:
         mark = os.open(folder / MARK, os.O_RDWR)
     except FileNotFoundError:
@@ -96,8 +96,14 @@ def _read_boot_id() -> bytes:
 def explain_full_disk(
     folder: Path, work: str, mend: str, needed: Callable[[], float | None] = lambda: None
 ) -> Iterator[None]:
-    """Around a workspace: a full disk is one line that says so, with the bytes that the work needs
-    where they are known."""
+    """Turns the error of a full disk into one line with the cause and the fix.
+
+    Args:
+        folder: On the disk.
+        work: What was going on, for the message.
+        mend: The fix, for the message.
+        needed: Returns the bytes that the work needs, where they are known.
+    """
     try:
         yield
     except OSError as error:
