@@ -28,9 +28,9 @@ from torch import Tensor, nn
 import freescale
 from freescale.batch import SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from freescale.data.prefetch import prefetched
+from freescale.data.prefetch import prefetch
 from freescale.embedding.sharded_model import ShardedModel
-from freescale.ledger.summary import merge_step
+from freescale.ledger.merge import merge_step
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import Memory
@@ -143,7 +143,7 @@ def train(
     parallel.tables.place(source.batch(0))
     best = Best(parallel)
     records: list[dict] = []
-    with closing(prefetched(source)) as batches:
+    with closing(prefetch(source)) as batches:
         for result in pipeline.run(batches):
             records += pipeline.ledger.drain()
             if result.step % source.batches_per_epoch == 0:

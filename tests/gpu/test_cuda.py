@@ -21,7 +21,7 @@ from helpers.toys import Clicks, clicks_batch, rank_slice
 import freescale
 from freescale.batch import SequenceBatch
 from freescale.ledger.ledger import Ledger
-from freescale.ledger.summary import merge_step
+from freescale.ledger.merge import merge_step
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.transport.local import LocalTransport
@@ -146,7 +146,7 @@ def test_the_ledger_adds_no_synchronization():
             with ledger.span("forward"):
                 for _ in range(20):
                     x = x @ x * 1e-3
-            with ledger.arrive("rows", 1, 1, "nccl").wait():
+            with ledger.begin_collective("rows", 1, 1, "nccl").wait():
                 y = x + 1
             ledger.count("samples", y[:2].numel())
             ledger.end_step()
