@@ -12,7 +12,7 @@ from helpers.ranks import gather_ranks, run_ranks
 import freescale
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import PARTITIONERS
+from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.data.loader import Histories
 from freescale.data.synthetic import generate
 from freescale.models.heads import Ranking, Retrieval

@@ -17,7 +17,7 @@ from test_cuda import CudaClicks
 import freescale
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import PARTITIONERS
+from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.embedding import collision
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.transport.local import LocalTransport

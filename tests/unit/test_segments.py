@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel, features
-from freescale.balance.problem import greedy
+from freescale.balance.partitioners.greedy import greedy
 from freescale.kernels.reference import summary_attention as reference
 from freescale.kernels.triton import summary_attention as twin
 from freescale.models.segments import arrange

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from freescale.balance.cost import AdaptiveCost, CostModel, features
+from freescale.balance.partitioners.greedy import greedy
 from freescale.balance.partitioners.local import local
-from freescale.balance.problem import Assignment, Partitioner, Problem, assign, greedy
+from freescale.balance.problem import Assignment, Partitioner, Problem, assign
 from freescale.config import TrainConfig
 from freescale.segments import Segments
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from freescale.balance.problem import Problem, trade
+from freescale.balance.partitioners.common import trade
+from freescale.balance.problem import Problem
 
 _TOLERANCE = 0.004  # above the bound: what a rank may keep
 

@@ -14,19 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.device import FixedOnDevice
-from freescale.balance.partitioners.published import Variable, karmarkar_karp
-from freescale.balance.partitioners.registry import PARTITIONERS, find_partitioner
-from freescale.balance.problem import (
-    Problem,
-    _many_at_a_time,
-    _one_at_a_time,
-    assign,
-    descending,
-    fixed,
-    greedy,
-    stay,
-)
+from freescale.balance.partitioners.common import descending
+from freescale.balance.partitioners.fixed import FixedOnDevice, fixed
+from freescale.balance.partitioners.greedy import _many_at_a_time, _one_at_a_time, greedy
+from freescale.balance.partitioners.karmarkar_karp import karmarkar_karp
+from freescale.balance.partitioners.lookup import PARTITIONERS, find_partitioner, stay
+from freescale.balance.partitioners.variable import Variable
+from freescale.balance.problem import Problem, assign
 
 EQUAL_COUNTS = ("fixed", "greedy_equal", "karmarkar_karp")
 CAPPED = ("greedy", "local")
@@ -265,7 +259,7 @@ def test_bad_problems_are_refused():
 
 def test_names():
     assert find_partitioner("greedy") is greedy
-    assert find_partitioner("freescale.balance.problem:fixed") is fixed
+    assert find_partitioner("freescale.balance.partitioners.fixed:fixed") is fixed
     for name, message in (
         ("clever", "unknown partitioner 'clever'"),
         ("nowhere:f", "cannot be found"),
