@@ -14,9 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.common import descending
+from freescale.balance.partitioners.common import sort_descending
 from freescale.balance.partitioners.fixed import FixedOnDevice, fixed
-from freescale.balance.partitioners.greedy import _many_at_a_time, _one_at_a_time, greedy
+from freescale.balance.partitioners.greedy import (
+    _place_many_at_a_time,
+    _place_one_at_a_time,
+    greedy,
+)
 from freescale.balance.partitioners.karmarkar_karp import karmarkar_karp
 from freescale.balance.partitioners.lookup import PARTITIONERS, find_partitioner, stay
 from freescale.balance.partitioners.variable import Variable
@@ -120,7 +124,7 @@ def test_corners(name):
 
 def test_fixed_is_the_zig_zag():
     lengths = np.random.default_rng(0).permutation(1000)[:37]
-    rank_of, order, n = fixed(problem_of(lengths, 5)), descending(lengths.astype(float)), 5
+    rank_of, order, n = fixed(problem_of(lengths, 5)), sort_descending(lengths.astype(float)), 5
     for rank in range(n):
         wanted = [
             p for k in range(9) for p in (2 * n * k + rank, 2 * n * (k + 1) - 1 - rank) if p < 37
@@ -133,12 +137,12 @@ def test_fixed_is_the_zig_zag():
 def test_rounds_place_samples_as_one_at_a_time_would(problem):
     heap = [(0.0, rank) for rank in range(problem.ranks)]
     expected = np.empty(len(problem.costs), np.int64)
-    for sample in descending(problem.costs):
+    for sample in sort_descending(problem.costs):
         load, rank = heapq.heappop(heap)
         expected[sample] = rank
         heapq.heappush(heap, (load + problem.costs[sample], rank))
     # Between equally loaded ranks either may be chosen: the loads are the same up to their order.
-    found = [expected, _one_at_a_time(problem), _many_at_a_time(problem)]
+    found = [expected, _place_one_at_a_time(problem), _place_many_at_a_time(problem)]
     loads = [np.sort(np.bincount(ranks, problem.costs, problem.ranks)) for ranks in found]
     assert loads[1] == pytest.approx(loads[0], rel=1e-12) and loads[2] == pytest.approx(
         loads[0], rel=1e-12

@@ -1,10 +1,9 @@
-"""Partitioners: pure functions from gathered samples to the rank of each. No process group; the
-same on every rank.
+"""The problem that a partitioner solves, and the checked solution.
 
-A partitioner takes a `Problem` and returns the rank of each sample [n]. Samples are numbered in the
-order of the global batch; all ties are broken by that number, and between ranks by the rank's.
-`assign` runs one (or any function of the same signature), checks what came back and says how good
-it is.
+A partitioner is a pure function from a `Problem` to the rank of each sample [n]: no process group,
+and the same result on every rank. Samples are numbered in the order of the global batch; ties
+between samples are broken by that number, ties between ranks by the rank. `assign` calls a
+partitioner, checks its result and computes how good it is.
 """
 
 from __future__ import annotations
@@ -17,16 +16,22 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything that a partitioner may look at: gathered from all ranks, so that all ranks decide
-    alike."""
+    """The samples of one global batch: all that a partitioner may depend on.
 
-    costs: np.ndarray  # [n] float64, predicted
+    The arrays are gathered from all ranks, so that all ranks decide alike.
+
+    Raises:
+        ValueError: If the arrays differ in length, a cost is negative or not finite, a rank is out
+            of range, or the tokens cannot fit under the cap.
+    """
+
+    costs: np.ndarray  # [n] float64: predicted cost of each sample
     tokens: np.ndarray  # [n] int64
     home: np.ndarray  # [n] int64: the rank that holds the sample now
     ranks: int
-    cap: int | None = None  # tokens that a rank may hold at most
-    nodes: np.ndarray | None = None  # [ranks]: the machine of each rank; None: all in one
-    # [ranks]: measured seconds of a recent step; only where assignments may depend on them
+    cap: int | None = None  # the most tokens that a rank may hold
+    nodes: np.ndarray | None = None  # [ranks]: the node of each rank; None: all ranks in one node
+    # [ranks]: measured seconds of a recent step; None unless assignments may depend on them
     times: np.ndarray | None = None
 
     def __post_init__(self) -> None:
@@ -65,6 +70,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Assignment:
+    """The rank of each sample, and how good that is."""
+
     rank_of: np.ndarray  # [n] int64
     loads: np.ndarray  # [ranks] float64: predicted cost of each rank
     loads_before: np.ndarray  # [ranks] float64: the same, had every sample stayed where it was
@@ -92,7 +99,16 @@ Partitioner = Callable[[Problem], np.ndarray]
 
 
 def assign(problem: Problem, partitioner: Partitioner) -> Assignment:
-    """Runs a partitioner and checks its result."""
+    """Calls a partitioner and checks its result.
+
+    Args:
+        problem: The samples of the global batch.
+        partitioner: Returns the rank of each sample, integers [n].
+
+    Raises:
+        ValueError: If the result has another shape or dtype, a rank is out of range, or a rank
+            exceeds the cap. The message names the partitioner.
+    """
     name = getattr(partitioner, "__name__", type(partitioner).__name__.lower())
     rank_of = np.asarray(partitioner(problem))
     n = len(problem.costs)

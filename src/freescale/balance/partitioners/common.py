@@ -7,18 +7,25 @@ import numpy as np
 from freescale.balance.problem import Problem
 
 
-def descending(costs: np.ndarray) -> np.ndarray:
-    """Indices by falling cost; equal costs in the order of the batch."""
+def sort_descending(costs: np.ndarray) -> np.ndarray:
+    """costs [n] -> indices [n] by falling cost; equal costs keep the order of the batch."""
     return np.argsort(-costs, kind="stable")
 
 
-_TRADES = 4  # attempts per rank
+_TRADES = 4  # at most, per rank
 
 
-def trade(problem: Problem, rank_of: np.ndarray, goal: float | None = None) -> None:
-    """Improves `rank_of` in place: the fullest rank gives a sample to the emptiest, or swaps one,
-    whichever brings the pair closest to even. Ends under `goal` (default: the bound), or when that
-    no longer lowers the maximum."""
+def trade_samples(problem: Problem, rank_of: np.ndarray, goal: float | None = None) -> None:
+    """Improves an assignment by trades between the most and the least loaded rank.
+
+    A trade gives one sample, or swaps two, whichever brings the pair of ranks closest to even.
+
+    Args:
+        problem: The samples; no trade breaks its cap.
+        rank_of: [n] rank of each sample, changed in place.
+        goal: Stop when the largest load is at most this; default: 0.05 % above the lower bound.
+            Trading also stops when no trade lowers the largest load.
+    """
     ranks, costs, tokens = problem.ranks, problem.costs, problem.tokens
     if ranks < 2 or not len(costs):
         return

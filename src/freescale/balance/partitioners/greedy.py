@@ -6,22 +6,41 @@ import heapq
 
 import numpy as np
 
-from freescale.balance.partitioners.common import descending, trade
+from freescale.balance.partitioners.common import sort_descending, trade_samples
 from freescale.balance.problem import Problem
 
 
 def greedy(problem: Problem) -> np.ndarray:
-    """The recommended one: most expensive first onto the least loaded rank, counts free, under the
-    cap; then the fullest rank trades with the emptiest while that helps."""
-    rank_of = longest_first(problem)
-    trade(problem, rank_of)
+    """Places the most expensive sample first, on the least loaded rank; then trades samples.
+
+    Counts are free; the cap is kept. The default: closest to the lower bound.
+
+    Args:
+        problem: Costs [n], tokens [n], ranks and the cap.
+
+    Returns:
+        rank_of [n] int64.
+
+    Raises:
+        ValueError: If a sample fits on no rank under the cap.
+    """
+    rank_of = place_longest_first(problem)
+    trade_samples(problem, rank_of)
     return rank_of
 
 
 def greedy_equal(problem: Problem) -> np.ndarray:
-    """Most expensive first, a round of one sample per rank at a time: the most expensive of a round
-    to the least loaded rank. Counts differ by one at most. Knows no cap."""
-    order = descending(problem.costs)
+    """Places one sample per rank and round, the most expensive of a round on the least loaded rank.
+
+    Counts differ by at most one. Ignores the cap.
+
+    Args:
+        problem: Costs [n] and the number of ranks.
+
+    Returns:
+        rank_of [n] int64.
+    """
+    order = sort_descending(problem.costs)
     loads = np.zeros(problem.ranks)
     rank_of = np.empty(len(order), np.int64)
     for start in range(0, len(order), problem.ranks):
@@ -36,17 +55,19 @@ _NO_ROOM = (
     "greedy: sample {sample} with {tokens} tokens fits on no rank under the cap of {cap}: "
     "raise the cap by a tenth"
 )
-_FEW = 256  # samples: below, one at a time is quicker than rounds of array operations
+_FEW = 256  # samples: up to here a loop over samples is faster than array operations
 
 
-def longest_first(problem: Problem) -> np.ndarray:
-    """Longest-processing-time-first: the most expensive sample onto the least loaded rank that has
-    room."""
-    return _one_at_a_time(problem) if len(problem.costs) <= _FEW else _many_at_a_time(problem)
+def place_longest_first(problem: Problem) -> np.ndarray:
+    """Longest processing time first: the most expensive sample goes to the least loaded rank that
+    has room. Returns rank_of [n]."""
+    if len(problem.costs) <= _FEW:
+        return _place_one_at_a_time(problem)
+    return _place_many_at_a_time(problem)
 
 
-def _one_at_a_time(problem: Problem) -> np.ndarray:
-    order = descending(problem.costs)
+def _place_one_at_a_time(problem: Problem) -> np.ndarray:
+    order = sort_descending(problem.costs)
     costs, tokens = problem.costs.tolist(), problem.tokens.tolist()
     cap = problem.cap
     heap = [(0.0, rank, 0) for rank in range(problem.ranks)]  # load, rank, tokens held
@@ -65,14 +86,14 @@ def _one_at_a_time(problem: Problem) -> np.ndarray:
     return rank_of
 
 
-def _many_at_a_time(problem: Problem) -> np.ndarray:
+def _place_many_at_a_time(problem: Problem) -> np.ndarray:
     """The same assignment by array operations.
 
     With ranks sorted by load l_0 <= l_1 <= ... and the next samples s_0 >= s_1 >= ..., sample j
     goes to rank j as long as rank j is still the least loaded, that is while l_j <= min(l_i + s_i)
     over i < j. One round places all of those.
     """
-    order = descending(problem.costs)
+    order = sort_descending(problem.costs)
     costs, tokens = problem.costs[order], problem.tokens[order]
     loads, held = np.zeros(problem.ranks), np.zeros(problem.ranks, np.int64)
     placed = np.empty(len(order), np.int64)
@@ -90,16 +111,10 @@ def _many_at_a_time(problem: Problem) -> np.ndarray:
             if over.any():
                 count = int(over.argmax())
                 if not count:
-                    count, ranks = (
-                        1,
-                        np.array(
-                            [
-                                _least_loaded_with_room(
-                                    loads, held, int(tokens[start]), problem, int(order[start])
-                                )
-                            ]
-                        ),
+                    room = _find_least_loaded_with_room(
+                        loads, held, int(tokens[start]), problem, int(order[start])
                     )
+                    count, ranks = 1, np.array([room])
         ranks, block = ranks[:count], slice(start, start + count)
         placed[block] = ranks
         loads[ranks] += costs[block]
@@ -110,7 +125,7 @@ def _many_at_a_time(problem: Problem) -> np.ndarray:
     return rank_of
 
 
-def _least_loaded_with_room(
+def _find_least_loaded_with_room(
     loads: np.ndarray, held: np.ndarray, tokens: int, problem: Problem, sample: int
 ) -> int:
     assert problem.cap is not None

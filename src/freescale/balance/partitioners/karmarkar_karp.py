@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from freescale.balance.partitioners.common import descending
+from freescale.balance.partitioners.common import sort_descending
 from freescale.balance.problem import Problem
 
 
 def karmarkar_karp(problem: Problem) -> np.ndarray:
-    """Largest differencing with equal counts: blocks of one sample per rank, the two with the
-    largest spread combined, largest against smallest, until one is left. Knows no cap."""
+    """Largest differencing with equal counts.
+
+    Starts from blocks of one sample per rank and joins the two blocks of largest spread, largest
+    sums against smallest, until one is left. Counts differ by at most one. Ignores the cap.
+
+    Args:
+        problem: Costs [n] and the number of ranks.
+
+    Returns:
+        rank_of [n] int64.
+    """
     ranks, n = problem.ranks, len(problem.costs)
     if not n:
         return np.zeros(0, np.int64)
-    order = descending(problem.costs)
+    order = sort_descending(problem.costs)
     padded = np.full(-(-n // ranks) * ranks, -1, np.int64)  # -1: no sample
     padded[:n] = order
     costs = np.append(problem.costs, 0.0)

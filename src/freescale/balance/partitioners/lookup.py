@@ -1,4 +1,4 @@
-"""Partitioners by name, and a user's own by `module:function`."""
+"""Finds a partitioner by name, or a user's own by `module:function`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from freescale.balance.problem import Partitioner, Problem
 
 
 def stay(problem: Problem) -> np.ndarray:
-    """`none`: every sample where it is."""
+    """`none`: every sample stays on its rank. Returns home [n]."""
     return problem.home
 
 
@@ -32,9 +32,16 @@ PARTITIONERS: dict[str, Partitioner] = {
 
 
 def find_partitioner(name: str, device: torch.device | str = "cpu") -> Partitioner:
-    """One of PARTITIONERS, or `module:function` of the user's. `variable` comes with a tuner of its
-    own, which learns only where problems bring measured times; `fixed` is planned on the device if
-    that is a GPU."""
+    """Finds a partitioner by name.
+
+    Args:
+        name: One of `PARTITIONERS`, or `module:function`. `variable` comes with a tuner of its own,
+            which learns only from problems with measured times.
+        device: If it is a GPU, `fixed` sorts there.
+
+    Raises:
+        ValueError: If there is no such partitioner or it cannot be called.
+    """
     if name == "fixed" and torch.device(device).type == "cuda":
         return FixedOnDevice(torch.device(device))
     if name == "variable":
@@ -48,7 +55,7 @@ def find_partitioner(name: str, device: torch.device | str = "cpu") -> Partition
             "module:function of your own"
         )
     try:
-        found = getattr(import_module(module), function)
+        found: Partitioner = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"partitioner {name!r} cannot be found: {error}") from error
     if not callable(found):
