@@ -12,7 +12,7 @@ from freescale.kernels.reference import attention
 from freescale.kernels.triton.attention_plan import TilePlan
 from freescale.kernels.triton.layer import gated_norm, layer_norm, silu_split
 from freescale.models import HSTU, Ranking, Retrieval
-from freescale.random import derive, keep_mask
+from freescale.random import derive, draw_keep_mask
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -68,7 +68,9 @@ def test_the_same_bits_every_time():
         grads = torch.autograd.grad((out, normed), leaves, (slope, slope))
         runs.append([out.detach(), *grads])
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
-    assert torch.equal(runs[0][0] != 0, keep_mask(derive(keys, 1), 512, 0.8) & (runs[0][0] != 0))
+    assert torch.equal(
+        runs[0][0] != 0, draw_keep_mask(derive(keys, 1), 512, 0.8) & (runs[0][0] != 0)
+    )
 
 
 def test_more_elements_than_32_bits_can_count():

@@ -14,7 +14,7 @@ from freescale.kernels.reference import attention, layer
 from freescale.kernels.triton import attention_plan as triton_attention_plan
 from freescale.kernels.triton import layer as triton_layer
 from freescale.models.hstu import HSTULayer
-from freescale.random import derive, keep_mask
+from freescale.random import derive, draw_keep_mask
 
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 SIZES = [(0, 32), (1, 32), (37, 3), (37, 100), (21, 512)]  # tokens, width
@@ -96,7 +96,7 @@ def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, dev
         for name, value in exact.items()
     }
     if drop:
-        kept = keep_mask(derive(keys, 2), width, 0.7)
+        kept = draw_keep_mask(derive(keys, 2), width, 0.7)
         there = kept & (gate != 0)  # among many draws one is 0
         found["mask"] = torch.equal(ours["out"] != 0, there) and not ours["gate"][~kept].any()
     return found

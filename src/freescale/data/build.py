@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from freescale.data.histories import HistoriesWriter, Summary, schema_of
+from freescale.data.histories import HistoriesWriter, Summary, describe_schema
 from freescale.data.interactions import Interactions
 from freescale.random import derive, integers
 
@@ -277,7 +277,7 @@ def _all(path: Path) -> pa.Table:
 def _schema(path: Path) -> pa.Schema:
     with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
         fields = [f for f in reader.schema if f.name not in ("user_id", "last")]
-        return schema_of({field.name: field.type.value_type for field in fields})
+        return describe_schema({field.name: field.type.value_type for field in fields})
 
 
 def _numpy(table: pa.Table, name: str) -> np.ndarray:

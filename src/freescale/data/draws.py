@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.batch import offsets_of
-from freescale.random import derive, integers, key_of, uniform
+from freescale.batch import compute_offsets
+from freescale.random import derive, hash_name, integers, uniform
 
 SHORTEST = 2  # events of a history
 TASTES = 4
@@ -60,7 +60,7 @@ class Source:
         self.length_ends = sizes  # [longest + 1]: P(length <= l)
         mass = np.arange(1, items + 1, dtype=np.float64) ** -popularity
         self.item_ends = np.cumsum(mass) / mass.sum()  # [items]
-        shuffled = derive(seed, key_of("item ids"), torch.arange(items))
+        shuffled = derive(seed, hash_name("item ids"), torch.arange(items))
         # popular items lie anywhere in the table
         self.id_of_rank = torch.argsort(shuffled, stable=True).numpy()
         mean = float((1 - sizes).sum())
@@ -72,7 +72,7 @@ class Source:
         return -(-self.users // self.global_batch)
 
     def _draw(self, purpose: str, *counters: Tensor | int) -> Tensor:
-        return uniform(derive(self.seed, key_of(purpose), *counters))
+        return uniform(derive(self.seed, hash_name(purpose), *counters))
 
     def batch(self, number: int) -> Draws:
         users = torch.arange(
@@ -84,12 +84,12 @@ class Source:
         count = len(users)
         # [events]: place of the user in the batch
         owner = torch.repeat_interleave(torch.arange(count), lengths)
-        place = torch.arange(len(owner)) - offsets_of(lengths)[owner]
-        keys = derive(self.seed, key_of("event"), users[owner], place)
+        place = torch.arange(len(owner)) - compute_offsets(lengths)[owner]
+        keys = derive(self.seed, hash_name("event"), users[owner], place)
         starts = (place == 0) | (uniform(derive(keys, 0)) < RUN_ENDS)
         # of the event's run
         begin = torch.cummax(torch.where(starts, torch.arange(len(owner)), 0), 0).values
-        taste = integers(derive(self.seed, key_of("taste"), users), TASTES)[owner]
+        taste = integers(derive(self.seed, hash_name("taste"), users), TASTES)[owner]
         stride = self._draw("stride", torch.arange(TASTES))[taste]
         point = (
             uniform(derive(keys, 1))[begin] + (torch.arange(len(owner)) - begin) * stride

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from freescale.config import DataConfig
-from freescale.random import key_of
+from freescale.random import hash_name
 
 VERSION = 1
 KEY = b"freescale"
@@ -52,7 +52,7 @@ class Group:
 
 
 def fingerprint_of(*parts: Any) -> str:
-    return f"{key_of(json.dumps(parts, default=str)) % (1 << 64):016x}"
+    return f"{hash_name(json.dumps(parts, default=str)) % (1 << 64):016x}"
 
 
 def is_histories(path: Path) -> bool:
@@ -271,7 +271,7 @@ class HistoriesWriter:
         self._writer.close()
 
 
-def schema_of(columns: Mapping[str, pa.DataType]) -> pa.Schema:
+def describe_schema(columns: Mapping[str, pa.DataType]) -> pa.Schema:
     """Schema of a histories file with these list columns."""
     return pa.schema(
         [("user_id", pa.int64()), *((name, pa.list_(kind)) for name, kind in columns.items())]

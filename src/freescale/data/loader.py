@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.batch import Jagged, Nested, SequenceBatch, ranges
+from freescale.batch import Jagged, Nested, SequenceBatch, concat_ranges
 from freescale.config import DataConfig, ModelConfig, TrainConfig
 from freescale.data.histories import Group, HistoriesFile
 from freescale.data.labels import check_labels
@@ -229,13 +229,13 @@ class Histories:
         dense: dict[str, Tensor] = {}
         candidates: dict[str, Nested] = {}
         own_history, own_tail = history[:own], tail[:own]
-        before = ranges(offsets[:own], own_history)
+        before = concat_ranges(offsets[:own], own_history)
         names = {"item_id": "history", "timestamp": "timestamps", "action": "actions"}
         sequences = {
             names[c]: Jagged(columns[c].values[before], own_history) for c in self._columns
         }
         if self.task == "ranking":
-            after = ranges(offsets[:own] + own_history, own_tail)
+            after = concat_ranges(offsets[:own] + own_history, own_tail)
             candidates["candidates"] = Nested(items.values[after], torch.ones_like(after), own_tail)
             sequences["candidate_timestamps"] = Jagged(columns["timestamp"].values[after], own_tail)
             labels = torch.stack(
@@ -244,7 +244,7 @@ class Histories:
             sequences["labels"] = Jagged(labels, own_tail)
             weights = {t: own_tail.to(torch.float32) for t in self.tasks}
         elif training:
-            targets = Jagged(items.values[ranges(offsets + 1, history)], history)
+            targets = Jagged(items.values[concat_ranges(offsets + 1, history)], history)
             sequences["targets"] = targets.slice(0, own)
             weights = {"next_item": own_history.to(torch.float32)}
             dense["negatives"] = draw_negatives(
@@ -283,7 +283,7 @@ class Histories:
             begin, end, tail = self._bounds(
                 group, (samples[members] - self._order.starts[number]).numpy()
             )
-            index = ranges(torch.from_numpy(begin), torch.from_numpy(end - begin))
+            index = concat_ranges(torch.from_numpy(begin), torch.from_numpy(end - begin))
             lengths = torch.from_numpy(end - begin)
             for name in self._read_columns:
                 values = torch.from_numpy(group.values[name])[index]
@@ -330,7 +330,7 @@ class Histories:
         for number in range(self.file.num_groups):
             group = self.file.read(number, ("item_id", "timestamp"))
             lengths = torch.from_numpy(self._part_ends(group, "train") - group.offsets[:-1])
-            index = ranges(torch.from_numpy(group.offsets[:-1]), lengths).numpy()
+            index = concat_ranges(torch.from_numpy(group.offsets[:-1]), lengths).numpy()
             np.add.at(counts, group.values["item_id"][index], 1)
         return torch.from_numpy(counts)
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.dispatch import collision_masks
-from freescale.kernels.launch import uploaded
-from freescale.kernels.reference.unique import grouped
+from freescale.kernels.reference.unique import group_by_tag
+from freescale.kernels.upload import upload
 
 # (rows asked by the current batch, by the coming one) -> (which of the current ones are shared,
 # which of the coming ones collide)
@@ -72,13 +72,13 @@ def divided(several: Sequence[Asked]) -> tuple[list[Tensor], Tensor]:
         [edge + np.arange(len(asked.sizes)) for edge, asked in zip(edges, several)]
     )
     counts = np.concatenate([np.asarray(asked.sizes, np.int64) for asked in several])
-    tags, times = uploaded(np.stack([first, counts]), device)
+    tags, times = upload(np.stack([first, counts]), device)
     tags = torch.repeat_interleave(tags, times, output_size=sum(sizes))
     pieces = [
         torch.where(asked.marked, 0, ((asked.rows & (asked.pieces - 1)) + 1) * len(asked.sizes))
         for asked in several
     ]
-    order, found = grouped(tags.add_(torch.cat(pieces)), int(edges[-1]))
+    order, found = group_by_tag(tags.add_(torch.cat(pieces)), int(edges[-1]))
     starts = np.cumsum([0] + sizes[:-1])
     return [
         part - int(start) for part, start in zip(order.split(sizes), starts, strict=True)

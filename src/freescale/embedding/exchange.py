@@ -31,7 +31,12 @@ from freescale.embedding.layout import Layout, TableSpec, positions
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.request import Index, Part, Request, announced, parts_of
 from freescale.embedding.storage import Rows, Segment
-from freescale.kernels.dispatch import deduplicate, gather_rows, grouped, marked_rows
+from freescale.kernels.dispatch import (
+    deduplicate,
+    gather_rows,
+    group_duplicates,
+    select_marked_rows,
+)
 from freescale.transport.api import Handle, Transport
 
 Piece = TypeVar("Piece")
@@ -196,7 +201,7 @@ class Sharded:
             self.rows.update(*summed(received.to(self.rows.weight.dtype)), **how)
 
     def _grouped(self, request: Request, part: Part) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        return grouped(_asked(request, part), self.rows.weight)
+        return group_duplicates(_asked(request, part), self.rows.weight)
 
     def give(
         self,
@@ -305,7 +310,7 @@ class Replicated:
         joined = torch.cat([gradient.view(-1), request.owned])
         summed = transport.all_reduce(joined, "gradients").wait()
         with transport.ledger.span("update rows"):
-            rows, gradients = marked_rows(
+            rows, gradients = select_marked_rows(
                 summed[gradient.numel() :], summed[: gradient.numel()].view_as(gradient)
             )
             self.rows.update(rows, gradients, step=step, factor=factor, clip=clip)

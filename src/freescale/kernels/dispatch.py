@@ -41,12 +41,12 @@ def plan_attention(
 ) -> AttentionPlan | TilePlan:
     """The plan of the kernel that fits: head widths (d_qk, d_v) and the dtype that q, k and v will
     have."""
-    fits = attends_in_triton(lengths.is_cuda, has_triton(), widths, dtype, buckets)
+    fits = fits_triton_attention(lengths.is_cuda, has_triton(), widths, dtype, buckets)
     plan = triton_attention_plan.plan_attention if fits else attention.plan_attention
     return plan(lengths, heads, buckets=buckets, **options)
 
 
-def attends_in_triton(
+def fits_triton_attention(
     gpu: bool, triton: bool, widths: tuple[int, int], dtype: torch.dtype, buckets: int = 0
 ) -> bool:
     """The rule by which `plan_attention` chooses. `gpu`: the tensors lie on one; `triton`: it is
@@ -73,7 +73,7 @@ def hstu_attention(
     return attention.hstu_attention(q, k, v, lengths, plan=plan, **options)
 
 
-def summaries_attended(plan: AttentionPlan | TilePlan, *inputs: Any, **options: Any) -> Tensor:
+def attend_to_summaries(plan: AttentionPlan | TilePlan, *inputs: Any, **options: Any) -> Tensor:
     """As `summary_attention.summary_attention`, where the attention runs."""
     return (
         triton_summary_attention if isinstance(plan, TilePlan) else summary_attention
@@ -82,24 +82,24 @@ def summaries_attended(plan: AttentionPlan | TilePlan, *inputs: Any, **options: 
 
 def layer_norm(plan: AttentionPlan | TilePlan, x: Tensor, *parameters: Any) -> Tensor:
     """As `layer.layer_norm`."""
-    return _layer(plan, x).layer_norm(x, *parameters)
+    return _choose_layer(plan, x).layer_norm(x, *parameters)
 
 
 def silu_split(
     plan: AttentionPlan | TilePlan, x: Tensor, sizes: Sequence[int]
 ) -> tuple[Tensor, ...]:
     """As `layer.silu_split`."""
-    return _layer(plan, x, widest=None).silu_split(x, sizes)
+    return _choose_layer(plan, x, widest=None).silu_split(x, sizes)
 
 
 def gated_norm(
     plan: AttentionPlan | TilePlan, x: Tensor, gate: Tensor, *parameters: Any, **options: Any
 ) -> Tensor:
     """As `layer.gated_norm`."""
-    return _layer(plan, x).gated_norm(x, gate, *parameters, **options)
+    return _choose_layer(plan, x).gated_norm(x, gate, *parameters, **options)
 
 
-def _layer(
+def _choose_layer(
     plan: AttentionPlan | TilePlan, x: Tensor, widest: int | None = triton_layer.MAX_WIDTH
 ) -> Any:
     fits = x.dtype in triton_layer.DTYPES and (widest is None or x.shape[1] <= widest)
@@ -119,7 +119,7 @@ def collision_masks(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _fits(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton_rows.DTYPES) -> bool:
+def _fits_triton_rows(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton_rows.DTYPES) -> bool:
     return (
         table.is_cuda
         and has_triton()
@@ -128,20 +128,20 @@ def _fits(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton_rows.DTYPES) -
     )
 
 
-def optimizers_for(weight: Tensor) -> Any:
+def choose_optimizers(weight: Tensor) -> Any:
     """The module whose sgd, adagrad, rowwise_adagrad, adam and clip_rows update this table."""
-    return triton_rows if _fits(weight, (torch.float32,)) else rows
+    return triton_rows if _fits_triton_rows(weight, (torch.float32,)) else rows
 
 
 def gather_rows(weight: Tensor, numbers: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return (triton_rows if _fits(weight) else rows).gather_rows(weight, numbers, dtype)
+    return (triton_rows if _fits_triton_rows(weight) else rows).gather_rows(weight, numbers, dtype)
 
 
 def read_rows(table: Tensor, index: Tensor) -> Tensor:
     """table [u, width], index [...] into it -> [..., width]."""
     return (
         triton_rows.read_rows(table, index)
-        if _fits(table)
+        if _fits_triton_rows(table)
         else torch.nn.functional.embedding(index, table)
     )
 
@@ -149,22 +149,22 @@ def read_rows(table: Tensor, index: Tensor) -> Tensor:
 def sum_duplicates(numbers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """As `rows.sum_duplicates`. Where the optimizers pass over rows of -1, these fill the end:
     nothing is read from the device."""
-    return grouped(numbers, gradients)(gradients)
+    return group_duplicates(numbers, gradients)(gradients)
 
 
-def grouped(numbers: Tensor, like: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def group_duplicates(numbers: Tensor, like: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """The same, before the gradients are there; they will be `like` this one."""
     return (
-        triton_rows.grouped(numbers, cut=False)
-        if optimizers_for(like) is triton_rows
-        else rows.grouped(numbers)
+        triton_rows.group_duplicates(numbers, cut=False)
+        if choose_optimizers(like) is triton_rows
+        else rows.group_duplicates(numbers)
     )
 
 
-def marked_rows(marks: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+def select_marked_rows(marks: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """marks [n] and gradients [n, width] of all rows -> rows that are marked, and theirs; others
     are -1 where that saves a read."""
-    if optimizers_for(gradients) is triton_rows:
+    if choose_optimizers(gradients) is triton_rows:
         return torch.where(
             marks > 0, torch.arange(marks.numel(), device=marks.device), -1
         ), gradients

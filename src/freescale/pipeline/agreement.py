@@ -14,7 +14,7 @@ import torch
 
 from freescale.balance.shuffle import COLUMNS, measured
 from freescale.batch import SequenceBatch
-from freescale.batch_codec import empty_batch, schema_of
+from freescale.batch_codec import build_empty_batch, describe_schema
 from freescale.transport.api import Handle, Transport
 
 MAX_TASKS = 16
@@ -78,7 +78,7 @@ class Asked:
                 "the batch has no weights: give it the supervised weight of each sample, per task"
             )
         self._question, self._transport, self._error = question, transport, error
-        self._names, self._schema, self._room = names, schema_of(present), question.room or 0
+        self._names, self._schema, self._room = names, describe_schema(present), question.room or 0
         message = np.zeros(_ROWS + self._room * COLUMNS, np.int64)
         message[_FEATURES] = _digest(self._schema)
         message[_COMPUTED_STEP], message[_COMPUTED] = question.computed
@@ -184,7 +184,7 @@ def _features(
         return names, ""
     schemas = transport.gather_bytes(schema.encode())
     schema = schemas[int(ready.argmax())].decode()
-    return sorted(empty_batch(schema).weights), schema
+    return sorted(build_empty_batch(schema).weights), schema
 
 
 def _digest(text: str) -> int:

@@ -22,7 +22,7 @@ from freescale.config import SimulateConfig
 from freescale.data.draws import length_distribution
 from freescale.embedding.collision import collision_masks
 from freescale.embedding.layout import Layout, TableSpec
-from freescale.random import derive, integers, key_of, uniform
+from freescale.random import derive, hash_name, integers, uniform
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Generated:
     def lengths(self, step: int) -> np.ndarray:
         users = torch.arange(step * self.samples, (step + 1) * self.samples)
         return np.searchsorted(
-            self._ends, uniform(derive(self.seed, key_of("length"), users)).numpy(), "right"
+            self._ends, uniform(derive(self.seed, hash_name("length"), users)).numpy(), "right"
         ).astype(np.int64)
 
     def asked(self, step: int, rank_of: np.ndarray, ranks: int) -> _Drawn:
@@ -286,7 +286,7 @@ class Recorded:
             self._sampled = max(1, -(-len(ids) // self._events))
         if self._sampled > 1:
             kept = (
-                integers(derive(key_of("simulated"), torch.from_numpy(ids)), self._sampled) == 0
+                integers(derive(hash_name("simulated"), torch.from_numpy(ids)), self._sampled) == 0
             ).numpy()
             ids, consumer = ids[kept], consumer[kept]
         spec = TableSpec("item", self.items, 1, torch.float32, ())
@@ -337,7 +337,7 @@ class Recorded:
         looked at."""
         if read.scale == 1:
             return 0.0
-        groups = integers(derive(key_of("groups"), read.keys), 16).numpy()
+        groups = integers(derive(hash_name("groups"), read.keys), 16).numpy()
         counts = np.bincount(groups, minlength=16)
         return float(counts.std(ddof=1) / counts.mean() / 4)
 

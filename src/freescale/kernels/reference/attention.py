@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 
 from freescale.batch import HostSizes
-from freescale.kernels.attention_checks import check_inputs, check_plan, read_sizes, same_device
+from freescale.kernels.attention_checks import (
+    check_inputs,
+    check_plan,
+    check_same_device,
+    read_sizes,
+)
 from freescale.kernels.groups import Group, Groups
 
 TILE_BUDGET = 1 << 20  # scores (samples * heads * queries * keys) at a time
@@ -133,7 +138,7 @@ def plan_attention(
     bias `distances`. Reads from the device what `host` does not know."""
     if heads < 1 or rows < 1:
         raise ValueError(f"heads and rows must be at least 1, not {heads} and {rows}")
-    same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
+    check_same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
     sizes = read_sizes(lengths, candidate_counts, host)
     groups = Groups.of(lengths, lambda length: heads * length * length, budget, sizes.lengths)
     if timestamps is not None and (

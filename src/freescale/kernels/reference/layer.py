@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from freescale.random import derive, keep_mask
+from freescale.random import derive, draw_keep_mask
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -41,6 +41,6 @@ def gated_norm(
     """layer_norm(x) * gate, with dropout that is a function of the tokens' keys."""
     gated = F.layer_norm(x, weight.shape, weight, bias, eps) * gate
     if keys is not None:
-        mask = keep_mask(derive(keys, stream), gated.shape[1], keep)
+        mask = draw_keep_mask(derive(keys, stream), gated.shape[1], keep)
         gated = gated * mask.to(gated.dtype).mul_(1 / keep)
     return gated.to(dtype)

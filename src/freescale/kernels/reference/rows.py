@@ -30,10 +30,10 @@ def sum_duplicates(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     itself (index_add_ would use atomics there): a row's sum depends neither on chance nor on the
     other rows of the call.
     """
-    return grouped(rows)(gradients)
+    return group_duplicates(rows)(gradients)
 
 
-def grouped(rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def group_duplicates(rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """`sum_duplicates` of these rows, all but the sums: what can be done before the gradients are
     there."""
     if rows.device.type == "cuda":

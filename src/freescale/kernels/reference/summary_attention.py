@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.batch import ranges
-from freescale.kernels.attention_checks import same_device
+from freescale.batch import concat_ranges
+from freescale.kernels.attention_checks import check_same_device
 from freescale.kernels.groups import Group, plan_groups
-from freescale.kernels.launch import uploaded
 from freescale.kernels.reference.attention import TILE_BUDGET, _by_head, _by_head_transposed, _put
-from freescale.segments import SummaryPlan
+from freescale.kernels.summary_plan import SummaryPlan
+from freescale.kernels.upload import upload
 
 
 def summary_attention(
@@ -56,7 +56,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan, scale_length: floa
         raise ValueError(
             f"scale_length must be at least 1 (the configured maximum length), not {scale_length}"
         )
-    same_device(q=q, k=k, v=v)
+    check_same_device(q=q, k=k, v=v)
     if (plan.rows, plan.summaries) != (q.shape[0], k.shape[0]):
         raise ValueError(
             f"the plan is for {plan.rows} rows and {plan.summaries} summaries, not {q.shape[0]} "
@@ -89,14 +89,14 @@ def _group(starts: np.ndarray, lengths: np.ndarray, total: int, device: torch.de
         return Group.all(len(lengths), longest, device)
     samples = np.arange(len(lengths))
     tokens, slots = (
-        ranges(torch.from_numpy(first), torch.from_numpy(lengths)).numpy()
+        concat_ranges(torch.from_numpy(first), torch.from_numpy(lengths)).numpy()
         for first in (starts, samples * longest)
     )
     return Group(
-        uploaded(samples, device),
+        upload(samples, device),
         longest,
-        uploaded(tokens, device),
-        uploaded(slots, device),
+        upload(tokens, device),
+        upload(slots, device),
         lengths,
     )
 

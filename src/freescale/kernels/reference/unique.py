@@ -51,7 +51,7 @@ def collision_masks(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
     return marks[: current.numel()], marks[current.numel() :]
 
 
-def grouped(tags: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+def group_by_tag(tags: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """tags [n] of 0 to bins - 1 -> (positions [n] by tag, in order within each; how many have each
     tag [bins])."""
     if tags.is_cuda:

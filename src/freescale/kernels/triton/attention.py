@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.attention_checks import check_inputs, check_plan
-from freescale.kernels.launch import interpreted, on, require_gpu
 from freescale.kernels.triton.attention_plan import TilePlan, plan_attention
+from freescale.kernels.triton.launch import is_interpreted, require_gpu, use_device
 
 WIDTHS = (32, 64, 128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -153,7 +153,7 @@ class _Call:
     ):
         self.q, self.k, self.v, self.plan = q, k, v, plan
         position, time = (None if bias is None else bias.float().contiguous() for bias in biases)
-        narrow, compiled = q.dtype != torch.float32, not interpreted()
+        narrow, compiled = q.dtype != torch.float32, not is_interpreted()
         self.half_alpha = alpha / 2
         self.bias: dict[str, Any] = {
             "position_bias": position,
@@ -276,7 +276,7 @@ class _Attention(torch.autograd.Function):
         ctx.plan, ctx.alpha, ctx.scale = plan, alpha, scale
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         if plan.tokens:
-            with on(q.device):
+            with use_device(q.device):
                 _Call(q, k, v, (position_bias, time_bias), plan, alpha).forward(out, scale)
         return out
 
@@ -292,7 +292,7 @@ class _Attention(torch.autograd.Function):
         )
         if not ctx.plan.tokens:
             return grad_q, grad_k, grad_v, grad_position, grad_time, None, None, None
-        with on(q.device):
+        with use_device(q.device):
             call = _Call(q, k, v, (position_bias, time_bias), ctx.plan, ctx.alpha)
             call.backward_kv(grad, grad_k, grad_v, ctx.scale)
             call.backward_q(grad, grad_q, ctx.scale)

@@ -7,6 +7,7 @@ Made on the host, once per batch, for all layers of a step. Pure: no kernel is l
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cache
 from typing import Any
 
@@ -14,14 +15,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.batch import HostSizes, offsets_of
-from freescale.kernels.attention_checks import read_sizes, same_device
-from freescale.kernels.launch import uploaded
+from freescale.batch import HostSizes, compute_offsets
+from freescale.kernels.attention_checks import check_same_device, read_sizes
 from freescale.kernels.reference.attention import BUCKET_WIDTH
+from freescale.kernels.upload import upload
 
 MAX_BUCKETS = 4095
 BAND = 4096  # keys; see TilePlan.query_tiles
 MIN_WALK, MAX_PIECES = 32, 8  # see TilePlan.walks
+
+
+class TileColumn(IntEnum):
+    """Columns of a table of tiles."""
+
+    START = 0  # the sample's first token in the batch
+    LENGTH = 1  # tokens of the sample
+    HISTORY = 2  # tokens before its candidates
+    ROW = 3  # the tile's first token in the sample
+
+
+class WalkColumn(IntEnum):
+    """Columns of a table of walks. A walk crosses tiles whose queries lie ROW tokens behind their
+    keys; if STOP is -1, all queries of the candidates for one tile of keys."""
+
+    START = 0  # as in a table of tiles
+    LENGTH = 1
+    HISTORY = 2
+    ROW = 3
+    SLOT = 4  # the row of the partial sums that the walk writes
+    KEY = 5  # its first key in the sample
+    STOP = 6  # the end of its keys
+
+
+class PieceColumn(IntEnum):
+    """Columns of a table of pieces: runs of a sample's keys, whose walks write consecutive slots."""
+
+    SLOT = 0  # of the piece's first walk
+    TILES = 1  # how many walks cross the piece
+    START = 2  # the sample's first token in the batch
+    HISTORY = 3  # tokens before its candidates, at the sample's first piece; 0 at the others
 
 
 @dataclass(frozen=True)
@@ -47,12 +79,11 @@ class TilePlan:
         return self.times is not None
 
     def query_tiles(self, size: int) -> Tensor:
-        """[tiles, 4] int32: start and length of the sample, its history, first row; most keys
-        first."""
+        """[tiles, TileColumn] int32: tiles of `size` queries, those with most keys first."""
         return self._tiles(size, "queries")
 
     def key_tiles(self, size: int) -> Tensor:
-        """The same, most queries first."""
+        """[tiles, TileColumn] int32: tiles of `size` keys, those with most queries first."""
         return self._tiles(size, "keys")
 
     def _tiles(self, size: int, of: str) -> Tensor:
@@ -71,11 +102,15 @@ class TilePlan:
         return self.kept[of, size]
 
     def walks(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For the biases' gradients: [programs, 7] walks over tiles; [pieces, 4] where the sums
-        lie, by falling number of tiles; [blocks] how many pieces have more tiles than that.
+        """The tables by which the biases' gradients are summed.
 
-        A walk along a whole diagonal would keep one multiprocessor waiting for: samples are cut in
-        pieces by their keys, in a number that does not grow with the length.
+        A walk along a whole diagonal would run long after all others: samples are cut into pieces
+        by their keys, in a number that does not grow with the length.
+
+        Returns:
+            walks [programs, WalkColumn] int32, longest first; pieces [pieces, PieceColumn] int32,
+            by falling number of tiles; counts [blocks] int32: how many pieces have more tiles than
+            the block's number.
         """
         if ("walks", size) not in self.kept:
             table, tiles = self._rows(size)
@@ -100,15 +135,15 @@ class TilePlan:
                 np.minimum(key + span[of] * size, self.host[of]),
             ]
             walks = np.column_stack(columns)
-            cost = np.maximum(np.minimum(walks[:, 6], walks[:, 2] - diagonal) - key, 0)
+            history = walks[:, WalkColumn.HISTORY]
+            cost = np.maximum(np.minimum(walks[:, WalkColumn.STOP], history - diagonal) - key, 0)
             cost *= np.where(diagonal <= size, 4, 1)  # short times fall in many buckets
             if self.candidate_counts is not None:
+                _, length, history, row = table.T
                 column = np.column_stack(
-                    [table, np.arange(len(table)), table[:, 3], np.full(len(table), -1)]
+                    [table, np.arange(len(table)), row, np.full(len(table), -1)]
                 )
-                several = np.where(table[:, 3] < table[:, 2], table[:, 1] - table[:, 2], size) * (
-                    table[:, 1] > table[:, 2]
-                )
+                several = np.where(row < history, length - history, size) * (length > history)
                 walks, cost = np.concatenate([walks, column]), np.concatenate([cost, several])
             order = np.argsort(-left, kind="stable")
             pieces = np.column_stack(
@@ -129,7 +164,7 @@ class TilePlan:
                 .clamp(max=torch.iinfo(self.times.dtype).max)
                 .to(self.times.dtype)
             )
-            self.kept["edges"] = uploaded(edges.numpy(), self.lengths.device)
+            self.kept["edges"] = upload(edges.numpy(), self.lengths.device)
         return self.kept["edges"]
 
     def _rows(self, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -143,7 +178,7 @@ class TilePlan:
         ), per_sample
 
     def _moved(self, table: np.ndarray) -> Tensor:
-        return uploaded(table.astype(np.int32), self.lengths.device)
+        return upload(table.astype(np.int32), self.lengths.device)
 
 
 @cache
@@ -175,7 +210,7 @@ def plan_attention(
     `distances`. Reads from the device what `host` does not know."""
     if heads < 1:
         raise ValueError(f"heads must be at least 1, not {heads}")
-    same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
+    check_same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
     if not 0 <= buckets <= MAX_BUCKETS:
         raise ValueError(f"there may be 0 to {MAX_BUCKETS} time buckets, not {buckets}")
     sizes = read_sizes(lengths, candidate_counts, host)
@@ -206,7 +241,7 @@ def _relative(timestamps: Tensor, lengths: Tensor, span: int | None) -> Tensor:
     tokens = timestamps.numel()
     if not tokens:
         return timestamps.to(torch.int32)
-    first = timestamps[offsets_of(lengths)[:-1].clamp(max=tokens - 1)]
+    first = timestamps[compute_offsets(lengths)[:-1].clamp(max=tokens - 1)]
     relative = timestamps - torch.repeat_interleave(first, lengths, output_size=tokens)
     fits = (
         bool(torch.logical_and(relative.min() > -(2**30), relative.max() < 2**30))

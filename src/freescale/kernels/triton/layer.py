@@ -2,7 +2,7 @@
 GPUs.
 
 Each reads its inputs and writes its outputs once. The dropout's mask is never in memory: forward
-and backward hash the tokens' keys to the bits of `random.keep_mask`. SiLU itself is torch's, which
+and backward hash the tokens' keys to the bits of `random.draw_keep_mask`. SiLU itself is torch's, which
 moves no byte too many; its gradient is taken from those of the four parts, which nobody puts
 together before. Gradients of weights are sums of parts of the tokens, in an order that depends on
 their number alone: the same inputs give the same bits.
@@ -17,9 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from freescale.kernels.attention_checks import same_device
-from freescale.kernels.launch import blocks, on, power_above, require_gpu
-from freescale.random import keep_threshold
+from freescale.kernels.attention_checks import check_same_device
+from freescale.kernels.triton.launch import (
+    count_blocks,
+    require_gpu,
+    round_up_to_power_of_two,
+    use_device,
+)
+from freescale.random import compute_keep_threshold
 
 MAX_WIDTH = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,7 +40,7 @@ class Launch:
     warps: int
 
     def shape(self, width: int) -> dict[str, int]:
-        columns = max(4, power_above(width))  # a hash of the dropout is for four
+        columns = max(4, round_up_to_power_of_two(width))  # a hash of the dropout is for four
         return {
             "WIDTH": width,
             "R": max(1, self.elements // columns),
@@ -96,7 +101,7 @@ def gated_norm(
             raise ValueError(
                 f"keep must be in (0, 1] and stream 0 or more, not {keep} and {stream}"
             )
-        same_device(x=x, keys=keys)
+        check_same_device(x=x, keys=keys)
     require_gpu(x.device, "kernels.layer")
     return _GatedNorm.apply(x, gate, weight, bias, float(eps), dtype, keys, stream, float(keep))
 
@@ -122,7 +127,7 @@ def _check(dtype: torch.dtype, weight: Tensor, bias: Tensor, **rows: Tensor) -> 
             )
     if dtype not in DTYPES:
         raise ValueError(f"the result can be {DTYPES}, not {dtype}")
-    same_device(weight=weight, bias=bias, **rows)
+    check_same_device(weight=weight, bias=bias, **rows)
 
 
 def _shape(launch: Launch, width: int) -> dict[str, int]:
@@ -135,9 +140,9 @@ class _Parts:
 
     def __init__(self, x: Tensor) -> None:
         self.shape = _shape(BACKWARD, x.shape[1])
-        tiles = blocks(x.shape[0], self.shape["R"])
-        self.steps = blocks(tiles, min(tiles, MOST_PARTS))
-        self.count = blocks(tiles, self.steps)
+        tiles = count_blocks(x.shape[0], self.shape["R"])
+        self.steps = count_blocks(tiles, min(tiles, MOST_PARTS))
+        self.count = count_blocks(tiles, self.steps)
         self.sums = torch.empty(2, self.count, x.shape[1], dtype=torch.float32, device=x.device)
 
     def added(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,8 +164,8 @@ class _LayerNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, mean, inverse)
         if out.numel():
             shape = _shape(FORWARD, x.shape[1])
-            with on(x.device):
-                layer_norm_kernel[(blocks(x.shape[0], shape["R"]),)](
+            with use_device(x.device):
+                layer_norm_kernel[(count_blocks(x.shape[0], shape["R"]),)](
                     x, weight, bias, out, mean, inverse, x.shape[0], eps, **shape
                 )
         return out
@@ -173,7 +178,7 @@ class _LayerNorm(torch.autograd.Function):
         if not x.numel():
             return torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(bias), None, None
         grad_x, parts = torch.empty_like(x), _Parts(x)
-        with on(x.device):
+        with use_device(x.device):
             layer_norm_backward_kernel[(parts.count,)](
                 grad.contiguous(),
                 x,
@@ -204,13 +209,13 @@ class _GatedNorm(torch.autograd.Function):
         ctx.save_for_backward(x, gate, keys, weight, bias, mean, inverse)
         ctx.drawn = {
             "layer": stream,  # Triton takes `stream` for its own
-            "threshold": keep_threshold(keep),
+            "threshold": compute_keep_threshold(keep),
             "share": 1 / keep,
         }
         if out.numel():
             shape = _shape(FORWARD, x.shape[1])
-            with on(x.device):
-                gated_norm_kernel[(blocks(x.shape[0], shape["R"]),)](
+            with use_device(x.device):
+                gated_norm_kernel[(count_blocks(x.shape[0], shape["R"]),)](
                     x,
                     gate,
                     keys,
@@ -249,7 +254,7 @@ class _GatedNorm(torch.autograd.Function):
                 None,
             )
         parts = _Parts(x)
-        with on(x.device):
+        with use_device(x.device):
             gated_norm_backward_kernel[(parts.count,)](
                 grad.contiguous(), x, gate, keys, weight, bias, mean, inverse, grad_x, grad_gate, *parts.sums,
                 x.shape[0], parts.steps, gate.stride(0), **ctx.drawn, **parts.shape,
@@ -271,9 +276,9 @@ class _SiluSplit(torch.autograd.Function):
         x = ctx.saved_tensors[0].contiguous()
         out = torch.empty_like(x)
         if out.numel():
-            columns = sum(blocks(size, SILU_COLUMNS) for size in ctx.sizes)
-            with on(x.device):
-                silu_backward_kernel[(blocks(x.shape[0], SILU_ROWS), columns)](
+            columns = sum(count_blocks(size, SILU_COLUMNS) for size in ctx.sizes)
+            with use_device(x.device):
+                silu_backward_kernel[(count_blocks(x.shape[0], SILU_ROWS), columns)](
                     *(grad.contiguous() for grad in grads), x, out, x.shape[0], *ctx.sizes,
                     R=SILU_ROWS, C=SILU_COLUMNS, num_warps=4,
                 )  # fmt: skip

@@ -34,7 +34,7 @@ def _derive(key, counter):
 
 @triton.jit
 def _kept(keys, row, tokens, layer, threshold, R: tl.constexpr, W: tl.constexpr):
-    """[R, W]: the bits of keep_mask(derive(keys, stream), ...). A hash gives four draws of 16 bits,
+    """[R, W]: the bits of draw_keep_mask(derive(keys, stream), ...). A hash gives four draws of 16 bits,
     for four columns."""
     key = tl.load(keys + row, mask=row < tokens, other=0).to(tl.uint64, bitcast=True)
     key = _derive(key, layer)

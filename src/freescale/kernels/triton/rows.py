@@ -18,7 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.kernels.launch import blocks, on, power_above, require_gpu
+from freescale.kernels.triton.launch import (
+    count_blocks,
+    require_gpu,
+    round_up_to_power_of_two,
+    use_device,
+)
 
 MAX_WIDTH = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,7 +37,7 @@ class Launch:
     warps: int
 
     def shape(self, width: int) -> dict[str, int]:
-        columns = power_above(width)
+        columns = round_up_to_power_of_two(width)
         return {
             "WIDTH": width,
             "R": max(1, self.elements // columns),
@@ -68,8 +73,8 @@ def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) 
         from freescale.kernels.triton.rows_kernels import gather_kernel
 
         shape = GATHER.shape(weight.shape[1])
-        with on(weight.device):
-            gather_kernel[(blocks(rows.numel(), shape["R"]),)](
+        with use_device(weight.device):
+            gather_kernel[(count_blocks(rows.numel(), shape["R"]),)](
                 weight, rows.contiguous(), out, rows.numel(), **shape
             )
     return out
@@ -114,10 +119,12 @@ def sum_duplicates(rows: Tensor, gradients: Tensor, *, cut: bool = True) -> tupl
     With cut=False nothing is read from the device: both have length r; behind the last unique row
     are -1, and no sums.
     """
-    return grouped(rows, cut=cut)(gradients)
+    return group_duplicates(rows, cut=cut)(gradients)
 
 
-def grouped(rows: Tensor, *, cut: bool = True) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def group_duplicates(
+    rows: Tensor, *, cut: bool = True
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """`sum_duplicates` of these rows, all but the sums: what can be done before the gradients are
     there."""
     from freescale.kernels.triton.unique import deduplicate
@@ -168,8 +175,8 @@ def _segment_sums(
     shape = SEGMENTS.shape(width)
     if 16 < shape["R"] < 128:
         shape["R"] = 16  # Triton 3.6 does not compile it for 32 and 64 rows a program
-    with on(device):
-        segments_kernel[(blocks(segments, shape["R"]),)](
+    with use_device(device):
+        segments_kernel[(count_blocks(segments, shape["R"]),)](
             values,
             order,
             starts,
@@ -210,8 +217,8 @@ def clip_rows(gradients: Tensor, limit: float) -> Tensor:
         from freescale.kernels.triton.rows_kernels import clip_kernel
 
         shape = CLIP.shape(gradients.shape[1])
-        with on(gradients.device):
-            clip_kernel[(blocks(len(gradients), shape["R"]),)](
+        with use_device(gradients.device):
+            clip_kernel[(count_blocks(len(gradients), shape["R"]),)](
                 gradients, len(gradients), float(limit), **shape
             )
     return gradients
@@ -327,8 +334,8 @@ def _update(
     from freescale.kernels.triton import rows_kernels as triton_rows_kernels
 
     shape = launch.shape(weight.shape[1])
-    with on(weight.device):
-        getattr(triton_rows_kernels, kernel)[(blocks(rows.numel(), shape["R"]),)](
+    with use_device(weight.device):
+        getattr(triton_rows_kernels, kernel)[(count_blocks(rows.numel(), shape["R"]),)](
             *tensors,
             rows.contiguous(),
             gradients.contiguous(),

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.kernels.launch import interpreted, on, require_gpu, uploaded
 from freescale.kernels.reference.summary_attention import check
+from freescale.kernels.summary_plan import SummaryPlan
 from freescale.kernels.triton.attention import (
     DTYPES,
     FLOAT32_PRECISION,
@@ -24,7 +24,8 @@ from freescale.kernels.triton.attention import (
     _descriptor,
     _readable,
 )
-from freescale.segments import SummaryPlan
+from freescale.kernels.triton.launch import is_interpreted, require_gpu, use_device
+from freescale.kernels.upload import upload
 
 # Summaries are few: short tiles of them. Not tuned.
 LAUNCH, FLOAT32_LAUNCH = Launch(64, 32, 4, 2), Launch(64, 32, 4, 1)
@@ -87,7 +88,7 @@ class _Call:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan, alpha: float, scale: float
     ) -> None:
-        narrow, compiled = q.dtype != torch.float32, not interpreted()
+        narrow, compiled = q.dtype != torch.float32, not is_interpreted()
         self.plan, self.launch = plan, LAUNCH if narrow else FLOAT32_LAUNCH
         self.q, self.k, self.v = q, k, v
         self.half_alpha, self.scale = alpha / 2, scale
@@ -142,7 +143,7 @@ class _Call:
         size = self.launch.tile if of == "rows" else self.launch.inner
         kept = self.plan.kept
         if (of, size) not in kept:
-            kept[of, size] = uploaded(tiles(self.plan, of, size).astype(np.int32), self.q.device)
+            kept[of, size] = upload(tiles(self.plan, of, size).astype(np.int32), self.q.device)
         table = kept[of, size]
         if len(table):
             programs = (len(table) * self.q.shape[1],)
@@ -160,7 +161,7 @@ class _SummaryAttention(torch.autograd.Function):
         # rows of a first segment see nothing and have no program
         out = q.new_zeros(*q.shape[:2], v.shape[2])
         if q.shape[0] and k.shape[0]:
-            with on(q.device):
+            with use_device(q.device):
                 _Call(q, k, v, plan, alpha, scale).forward(out)
         return out
 
@@ -169,6 +170,6 @@ class _SummaryAttention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
         if q.shape[0] and k.shape[0]:
-            with on(q.device):
+            with use_device(q.device):
                 _Call(q, k, v, ctx.plan, ctx.alpha, ctx.scale).backward(_readable(grad), *grads)
         return *grads, None, None, None

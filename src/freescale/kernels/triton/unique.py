@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from freescale.kernels.launch import blocks, on, require_gpu
 from freescale.kernels.reference.unique import Unique, check_keys
+from freescale.kernels.triton.launch import count_blocks, require_gpu, use_device
 
 # Entries of a program: 8 a thread with 4 warps. A few loads and stores each; searches are bound by
 # latency, and want many warps.
@@ -50,12 +50,12 @@ def deduplicate(keys: Tensor, edges: Tensor) -> Segments:
         keys.new_empty(n + 1),
     )
     counts = torch.empty(edges.shape, dtype=torch.int64, device=keys.device)
-    with on(keys.device):
-        unique_kernel[(blocks(n + 1, BLOCK),)](
+    with use_device(keys.device):
+        unique_kernel[(count_blocks(n + 1, BLOCK),)](
             ordered, order, ranks, unique, inverse, starts, n, BLOCK=BLOCK, num_warps=WARPS
         )
         if edges.numel():
-            edges_kernel[(blocks(edges.numel(), EDGES),)](
+            edges_kernel[(count_blocks(edges.numel(), EDGES),)](
                 ordered,
                 ranks,
                 edges.contiguous(),
@@ -76,8 +76,8 @@ def sorted_ranks(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     ordered, order = keys.sort(stable=True)
     flags = torch.empty(keys.shape, dtype=torch.int32, device=keys.device)
-    with on(keys.device):
-        flags_kernel[(blocks(keys.numel(), BLOCK),)](
+    with use_device(keys.device):
+        flags_kernel[(count_blocks(keys.numel(), BLOCK),)](
             ordered, flags, keys.numel(), BLOCK=BLOCK, num_warps=WARPS
         )
     return ordered, order, flags.cumsum(0, dtype=torch.int32)
@@ -94,8 +94,8 @@ def members(keys: Tensor, among: Tensor) -> Tensor:
     from freescale.kernels.triton.unique_kernels import members_kernel
 
     out = torch.empty(n, dtype=torch.bool, device=keys.device)
-    with on(keys.device):
-        members_kernel[(blocks(n, SEARCH_BLOCK),)](
+    with use_device(keys.device):
+        members_kernel[(count_blocks(n, SEARCH_BLOCK),)](
             keys.contiguous(), among.sort().values, out.view(torch.int8), n, m, (m + 1).bit_length(),
             BLOCK=SEARCH_BLOCK, num_warps=WARPS,
         )  # fmt: skip
