@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -200,7 +201,7 @@ class SequenceBatch:
         return parts
 
     def with_parts(self, parts: Mapping[str, Jagged | Nested | Tensor]) -> SequenceBatch:
-        columns: dict[str, dict] = {"s": {}, "c": {}, "d": {}, "w": {}, "k": {}}
+        columns: dict[str, dict[str, Any]] = {"s": {}, "c": {}, "d": {}, "w": {}, "k": {}}
         for name, part in parts.items():
             columns[name[0]][name[2:]] = part
         return replace(

@@ -8,7 +8,7 @@ import torch
 from helpers import layer_cases
 
 from freescale.batch import Jagged, Nested, SequenceBatch
-from freescale.kernels.reference import attention
+from freescale.kernels.reference import attention_plan
 from freescale.kernels.triton.attention_plan import TilePlan
 from freescale.kernels.triton.layer import gated_norm, layer_norm, silu_split
 from freescale.models import HSTU, Ranking, Retrieval
@@ -51,7 +51,7 @@ def test_a_layer_is_as_exact_as_the_plain_one(poisoned, dtype, dropout):
     if dtype == "float32":
         assert all(error < 1e-5 for error in ours.values()), ours
     else:
-        eager = layer_cases.whole(dtype, dropout, "cuda", planner=attention.plan_attention)
+        eager = layer_cases.whole(dtype, dropout, "cuda", planner=attention_plan.plan_attention)
         assert all(error < 1.3 * eager[name] + 2e-3 for name, error in ours.items()), (ours, eager)
 
 

@@ -298,7 +298,7 @@ def masks(name, device="cpu"):
     )
     return {
         "collisions": all(torch.equal(a, b) for a, b in pairs),
-        "empty": not triton_unique.members(current, coming[:0]).any(),
+        "empty": not triton_unique.find_members(current, coming[:0]).any(),
     }
 
 

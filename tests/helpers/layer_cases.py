@@ -10,7 +10,7 @@ import json
 
 import torch
 
-from freescale.kernels.reference import attention, layer
+from freescale.kernels.reference import attention_plan, layer
 from freescale.kernels.triton import attention_plan as triton_attention_plan
 from freescale.kernels.triton import layer as triton_layer
 from freescale.models.hstu import HSTULayer
@@ -46,9 +46,10 @@ def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, dev
     """Relative errors of outputs and gradients against the plain one in float64; whether exactly
     the masked elements are 0."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape, dtype=dtype: drawn(
-        *shape, dtype=dtype, device=device, generator=generator
-    )  # noqa: E731
+
+    def draw(*shape, dtype=dtype):
+        return drawn(*shape, dtype=dtype, device=device, generator=generator)
+
     x, weight, bias = (
         draw(tokens, width),
         draw(width, dtype="float32"),
@@ -130,7 +131,7 @@ def whole(dtype, dropout, device="cpu", planner=triton_attention_plan.plan_atten
         grads = torch.autograd.grad(out, [leaf, *named.values()], slope.to(out.dtype))
         return dict(zip(["out", "x", *named], [out.detach(), *grads], strict=True))
 
-    ours, exact = run(planner, torch.float32), run(attention.plan_attention, torch.float64)
+    ours, exact = run(planner, torch.float32), run(attention_plan.plan_attention, torch.float64)
     return {
         name: ((ours[name].double() - value).norm() / value.norm().clamp(min=1e-9)).item()
         for name, value in exact.items()

@@ -9,7 +9,7 @@ import torch
 
 from freescale.cli.doctor import _kernels, examine
 from freescale.kernels.dispatch import fits_triton_attention, has_triton, plan_attention
-from freescale.kernels.reference.attention import AttentionPlan
+from freescale.kernels.reference.attention_plan import AttentionPlan
 
 
 @pytest.mark.parametrize("triton", [None, "3.6.0"])

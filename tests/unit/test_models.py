@@ -229,7 +229,7 @@ class TestRetrieval:
         assert float(model(batch)["next_item"].detach()) == pytest.approx(
             naive_retrieval_loss(model, batch), rel=1e-12
         )
-        monkeypatch.setattr("freescale.models.heads.LOGIT_BUDGET", 50)
+        monkeypatch.setattr("freescale.models.sampled_softmax.LOGIT_BUDGET", 50)
         assert float(model(batch)["next_item"].detach()) == pytest.approx(
             naive_retrieval_loss(model, batch), rel=1e-12
         )
@@ -240,7 +240,7 @@ class TestRetrieval:
 
     @pytest.mark.parametrize("weighted", [False, True])
     def test_loss_gradients(self, weighted):
-        from freescale.models.heads import _SampledSoftmax
+        from freescale.models.sampled_softmax import SampledSoftmax
 
         lengths = torch.tensor([2, 0, 4])
         generator = torch.Generator().manual_seed(1)
@@ -250,9 +250,10 @@ class TestRetrieval:
         ]
         targets, negatives = torch.arange(6) % 4, torch.arange(15).view(3, 5) % 4
         weights = torch.tensor([1.0, 0, 2, 0.5, 0, 3]) if weighted else None
-        call = lambda *x: _SampledSoftmax.apply(
-            *x, Jagged(targets, lengths), negatives, weights, True
-        )  # noqa: E731
+
+        def call(*x):
+            return SampledSoftmax.apply(*x, Jagged(targets, lengths), negatives, weights, True)
+
         assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in leaves])
 
     def test_queries_are_the_last_outputs(self):

@@ -159,14 +159,14 @@ def test_layout_blocks_tiles_and_pairs_are_those_of_the_definition(sizes, segmen
         int((n - c) * (n - c + 1) // 2 + c * (n - c + 1))
         for n, c in zip(rows.parts.tolist(), rows.candidate_counts.tolist())
     )
-    assert seen + int((rows.plan.blocks()[:, 1] * rows.plan.blocks()[:, 3]).sum()) == sum(
+    assert seen + int((rows.plan.find_blocks()[:, 1] * rows.plan.find_blocks()[:, 3]).sum()) == sum(
         int(mask.sum()) for mask in masks
     )
     for of, goal in (
-        ("rows", rows.plan.blocks()[:, :2]),
+        ("rows", rows.plan.find_blocks()[:, :2]),
         ("summaries", np.stack([rows.plan.starts[1], rows.plan.counts], 1)),
     ):
-        table = twin.tiles(rows.plan, of, 4)
+        table = twin.plan_tiles(rows.plan, of, 4)
         place, end = (
             (0, table[:, 1]) if of == "rows" else (2, (table[:, 3] + table[:, 4]) * segments.tokens)
         )

@@ -8,6 +8,7 @@ checkpoint.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -97,7 +98,7 @@ def features(
 def _product(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """rows [n, k] times weights [k], term by term from the left. A matrix product may round
     differently on another processor, and ranks that round differently may assign differently."""
-    total = rows[:, 0] * weights[0]
+    total: np.ndarray = rows[:, 0] * weights[0]
     for column in range(1, rows.shape[1]):
         total = total + rows[:, column] * weights[column]
     return total
@@ -195,13 +196,13 @@ class AdaptiveCost:
         self._information = np.eye(5) * _START
         self._moment = _START * self._weights
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """Plain data, for a checkpoint."""
         scale = None if self._scale is None else self._scale.tolist()
         known = {"weights": self._weights, "information": self._information, "moment": self._moment}
         return {"scale": scale} | {name: value.tolist() for name, value in known.items()}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._scale = None if state["scale"] is None else np.array(state["scale"])
         self._weights, self._information, self._moment = (
             np.array(state[n]) for n in ("weights", "information", "moment")

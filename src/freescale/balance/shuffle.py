@@ -1,10 +1,11 @@
 """Executes an assignment: the samples of one global batch change ranks, in three stages that a
 pipeline hides behind a step.
 
-    I    AllGather   of each sample's length, number of candidates and tokens, and of how long each rank computed in a past step:
-                     in the message by which the ranks agree on the step (pipeline/agreement.py); all run the same partitioner
+    I    AllGather   of each sample's length, candidates and tokens, and of the compute time of each
+                     rank in a past step: in the message by which the ranks agree on the step
+                     (pipeline/agreement.py); all ranks call the same partitioner
     II   AllToAll    of the sizes of what will be sent, with a digest of the assignment
-    III  AllToAll    of the samples, whole: histories, two-level candidates, side features, labels, keys
+    III  AllToAll    of whole samples: histories, candidates, side features, labels, keys
 
 A stage is issued at one juncture of the step before and waited for at the next; the last one when
 the batch is needed. Planning and packing happen on the host, where the batch comes from, and so do

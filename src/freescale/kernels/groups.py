@@ -160,7 +160,8 @@ class Groups:
         if not self.groups:
             return []
         order = torch.cat([group.tokens for group in self.groups])
-        parts = values.index_select(0, order).split([group.tokens.numel() for group in self.groups])
+        sizes = [group.tokens.numel() for group in self.groups]
+        parts = torch.split(values.index_select(0, order), sizes)
         return [group.pad_own(part) for group, part in zip(self.groups, parts, strict=True)]
 
     def unpad(self, padded: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -12,18 +12,19 @@ from freescale.segments import Segments
 
 @dataclass(frozen=True)
 class SummaryPlan:
-    """Which rows see which summaries: row i of sample s the first (known + min(i // period,
-    closed)) * tokens of the sample's.
+    """Which rows see which summaries.
 
-    Rows lie sample after sample, and so do summaries: first those that were `known` before (kept
-    from an earlier run), then those of the sample's own segments. Arrays are [samples] int64 on the
-    host. `kept` holds what the kernels make of it."""
+    Row i of a sample sees the first (known + min(i // period, closed)) * tokens summaries of that
+    sample. Rows lie sample after sample, and so do summaries: first those of segments that are
+    known from an earlier run, then those of the sample's own segments. Arrays are [samples] int64
+    on the host.
+    """
 
     segments: Segments
-    lengths: np.ndarray  # rows
-    closed: np.ndarray  # own full segments
+    lengths: np.ndarray  # rows of each sample
+    closed: np.ndarray  # full segments among them
     known: np.ndarray  # segments before the first row
-    kept: dict[Any, Any] = field(default_factory=dict)
+    kept: dict[Any, Any] = field(default_factory=dict)  # tables that the kernels derive from it
 
     @property
     def rows(self) -> int:
@@ -36,16 +37,21 @@ class SummaryPlan:
     @property
     def counts(self) -> np.ndarray:
         """[samples] summaries of each."""
-        return (self.known + self.closed) * self.segments.tokens
+        counts: np.ndarray = (self.known + self.closed) * self.segments.tokens
+        return counts
 
     @property
     def starts(self) -> tuple[np.ndarray, np.ndarray]:
         """[samples] first row and first summary of each."""
         return np.cumsum(self.lengths) - self.lengths, np.cumsum(self.counts) - self.counts
 
-    def blocks(self) -> np.ndarray:
-        """[blocks, 4] int64: first row, rows, first summary, summaries that they see; only where
-        both are some. The rows of a block see the same ones."""
+    def find_blocks(self) -> np.ndarray:
+        """Blocks of rows that see the same summaries.
+
+        Returns:
+            [blocks, 4] int64: first row, number of rows, first summary, number of summaries seen.
+            Blocks without rows or summaries are left out.
+        """
         per_sample = self.closed + 1
         sample = np.repeat(np.arange(len(self.lengths)), per_sample)
         # of the segment in its sample

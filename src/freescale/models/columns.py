@@ -10,7 +10,7 @@ from freescale.batch import Jagged, Nested, SequenceBatch
 
 
 def find_sequence(batch: SequenceBatch, name: str, like: Jagged | None = None) -> Jagged:
-    """A sequence of the batch, with the lengths of `like`."""
+    """A sequence of the batch, checked to have the lengths of `like`."""
     if name not in batch.sequences:
         raise ValueError(
             f"the batch has no sequence {name!r}; it has "
@@ -31,8 +31,8 @@ def find_sequence(batch: SequenceBatch, name: str, like: Jagged | None = None) -
 
 
 def measure_time_span(*parts: Jagged) -> int | None:
-    """The longest time between two events of a sample, in whichever part; None if the host does not
-    know."""
+    """The longest time between two events of a sample, over all parts; None if the host does not
+    know the times."""
     hosts = [part.host for part in parts if part.host is not None]
     if len(hosts) < len(parts):
         return None

@@ -1,9 +1,8 @@
-"""What a model is trained for: Retrieval (which item is next) and Ranking (what becomes of these
-candidates).
+"""The heads of a model: Retrieval predicts the next item, Ranking the outcome of candidates.
 
-Both return sums per task; who trains them divides by the weight of the global batch. Their
-embeddings are plain modules called with the batch's own id tensors, once per feature, and may be
-swapped for any module that maps ids to rows.
+Both return summed losses per task; training divides them by the weight of the global batch. Their
+embeddings are plain modules, called with the batch's own id tensors once per feature, and may be
+replaced by any module that maps ids to rows.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from freescale.models.segments import Memory, SegmentedHSTU
 
 
 class _SequenceHead(nn.Module):
-    """Item and action tables in front of the encoder. Tables on the meta device need no memory
-    until somebody shards them."""
+    """Item and action tables in front of the encoder. Tables on the meta device take no memory
+    until they are sharded."""
 
     def __init__(
         self, encoder: HSTU, num_items: int, num_actions: int, table_device: str | None
@@ -51,8 +50,8 @@ class _SequenceHead(nn.Module):
                 nn.init.normal_(table.weight, std=encoder.width**-0.5)
 
     def _embed_events(self, batch: SequenceBatch, history: Jagged) -> Tensor:
-        """Events of the histories before the encoder [tokens, width]."""
-        x = self.item(history.values)
+        """Sums the item and action rows of each event: [tokens, width]."""
+        x: Tensor = self.item(history.values)
         if self.action is not None:
             x = x + self.action(find_sequence(batch, "actions", history).values)
         return x
@@ -60,8 +59,8 @@ class _SequenceHead(nn.Module):
     def _build_inputs(
         self, batch: SequenceBatch
     ) -> tuple[Tensor, Tensor, Tensor | None, HostSizes]:
-        """Of the encoder, for the histories: events, lengths, timestamps, and what the host
-        knows."""
+        """The encoder's inputs for the histories: events, lengths, timestamps, sizes on the
+        host."""
         history = find_sequence(batch, "history")
         x, timestamps, span = self._embed_events(batch, history), None, None
         if self.encoder.has_time_bias:
@@ -70,8 +69,18 @@ class _SequenceHead(nn.Module):
         return x, history.lengths, timestamps, HostSizes(history.host_lengths, time_span=span)
 
     def compress(self, batch: SequenceBatch, memory: Memory | None = None) -> Memory:
-        """What stays of these histories, whole segments each, and of `memory` before them. For
-        encoders with segments."""
+        """Compresses histories to the summaries of their segments.
+
+        Args:
+            batch: Histories of whole segments.
+            memory: What was compressed of the events before them.
+
+        Returns:
+            The memory of both, for requests that follow.
+
+        Raises:
+            ValueError: If the encoder has no segments, or a history is no multiple of a segment.
+        """
         return self._require_segments().compress(*self._build_inputs(batch), memory)
 
     def _require_segments(self) -> SegmentedHSTU:
@@ -83,11 +92,11 @@ class _SequenceHead(nn.Module):
         return self.encoder
 
     def _encode(self, *inputs: Any, memory: Memory | None = None, **options: Any) -> Tensor:
-        return (
-            self.encoder(*inputs, **options)
-            if memory is None
-            else self._require_segments()(*inputs, memory=memory, **options)
-        )
+        if memory is not None:
+            options["memory"] = memory
+            self._require_segments()
+        outputs: Tensor = self.encoder(*inputs, **options)
+        return outputs
 
 
 class Retrieval(_SequenceHead):
@@ -134,23 +143,26 @@ class Retrieval(_SequenceHead):
             raise ValueError(
                 f"'negatives' must be [samples, K] with K at least 1, not {list(negatives.shape)}"
             )
-        outputs = (
-            self._normalize_rows(self.encode_history(batch)) / self.temperature
-        )  # [tokens, width]
-        # [tokens]
-        positive = (
-            outputs * self._normalize_rows(self.item(targets.values)).to(outputs.dtype)
-        ).sum(1)
+        outputs = self._normalize_rows(self.encode_history(batch)) / self.temperature
+        goals = self._normalize_rows(self.item(targets.values)).to(outputs.dtype)
+        positive = (outputs * goals).sum(1)  # [tokens]
         rows = self._normalize_rows(self.item(negatives)).to(outputs.dtype)  # [samples, K, width]
         need_grad = torch.is_grad_enabled()
-        total = SampledSoftmax.apply(
+        total: Tensor = SampledSoftmax.apply(  # type: ignore[no-untyped-call]
             outputs, positive, rows, targets, negatives, weights, need_grad
         )
         return {"next_item": total}
 
     def encode_queries(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
-        """[samples, width]: each history's last output, to be multiplied with `encode_items`; zero
-        without a history. With a `memory` the batch holds what came after it."""
+        """Encodes each history as a query, to be multiplied with `encode_items`.
+
+        Args:
+            batch: Histories; with a `memory`, the events after it.
+            memory: From `compress`.
+
+        Returns:
+            [samples, width]: the last output of each history; zero without a history.
+        """
         outputs = self._normalize_rows(self.encode_history(batch, memory))
         history = batch.sequences["history"]
         if not outputs.shape[0]:
@@ -159,10 +171,11 @@ class Retrieval(_SequenceHead):
         return last.masked_fill((history.lengths == 0)[:, None], 0)
 
     def encode_items(self, rows: Tensor) -> Tensor:
-        """Item rows [n, width] as the loss sees them."""
+        """Encodes rows [n, width] of the item table as the loss sees them: [n, width]."""
         return self._normalize_rows(rows)
 
     def encode_history(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
+        """Outputs of the encoder for every event: [tokens, width]."""
         x, lengths, timestamps, host = self._build_inputs(batch)
         return self._encode(x, lengths, batch.keys, timestamps, host=host, memory=memory)
 
@@ -216,8 +229,15 @@ class Ranking(_SequenceHead):
         return dict(zip(self.tasks, losses.unbind(), strict=True))
 
     def predict(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
-        """[candidates, tasks] probabilities. With a `memory` the batch's histories hold what came
-        after it."""
+        """Predicts the outcome of every task for every candidate.
+
+        Args:
+            batch: Histories and candidates; with a `memory`, the events after it.
+            memory: From `compress`.
+
+        Returns:
+            [candidates, tasks] probabilities.
+        """
         return self._compute_logits(batch, memory).sigmoid()
 
     def _compute_logits(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from freescale.batch import HostSizes, compute_offsets
 from freescale.config import ModelConfig
 from freescale.kernels.dispatch import plan_attention
-from freescale.kernels.reference.attention import AttentionPlan
+from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.triton.attention_plan import TilePlan
 from freescale.models.hstu_layer import HSTULayer, get_product_dtype
 from freescale.random import derive

@@ -8,21 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from freescale.kernels.dispatch import gated_norm, hstu_attention, layer_norm, silu_split
-from freescale.kernels.reference.attention import AttentionPlan
+from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.triton.attention_plan import TilePlan
 
 
 def get_product_dtype(parameter: Tensor) -> torch.dtype:
-    """What a matrix product with this parameter is computed in. Autocast leaves float64 alone."""
+    """The dtype of a matrix product with this parameter. Autocast leaves float64 alone."""
     kind = parameter.device.type
     cast = torch.is_autocast_enabled(kind) and parameter.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if cast else parameter.dtype
 
 
 def project(linear: nn.Linear, x: Tensor) -> Tensor:
-    """linear(x) for x [tokens, in]. For a product with a transposed matrix torch asks oneDNN on ARM
-    processors, which prepares each for half a millisecond: longer than a small request's products
-    take. A served model lays the matrix out as it is read."""
+    """linear(x) for x [tokens, in], fast for requests of a served model on ARM processors.
+
+    There torch leaves a product with a transposed matrix to oneDNN, which prepares each for half a
+    millisecond: longer than the products of a small request take. Without gradients the matrix is
+    laid out as it is read.
+    """
     served = (
         x.device.type == "cpu"
         and not torch.is_grad_enabled()
@@ -30,7 +33,8 @@ def project(linear: nn.Linear, x: Tensor) -> Tensor:
     )
     # of few tokens the copy would be the larger part
     if not served or x.shape[0] < linear.out_features:
-        return linear(x)
+        out: Tensor = linear(x)
+        return out
     return torch.addmm(linear.bias, x, linear.weight.t().contiguous())
 
 
@@ -59,7 +63,7 @@ class GatedNorm(nn.LayerNorm):
 
 
 class Earlier(Protocol):
-    """What a layer's tokens see beyond the samples of its plan: a sum that is added to theirs."""
+    """What a layer's tokens attend to beyond the samples of its plan; the result is added."""
 
     def attend(
         self, layer: HSTULayer, plan: AttentionPlan | TilePlan, q: Tensor, k: Tensor, v: Tensor
@@ -120,8 +124,8 @@ class HSTULayer(nn.Module):
     ) -> Tensor:
         sizes = [self.heads * self.d_v] * 2 + [self.heads * self.d_qk] * 2
         u, v, q, k = silu_split(plan, project(self.projection, self.input_norm(x, plan)), sizes)
-        q, k = (part.unflatten(1, (self.heads, self.d_qk)) for part in (q, k))
-        v = v.unflatten(1, (self.heads, self.d_v))
+        q, k = (part.view(x.shape[0], self.heads, self.d_qk) for part in (q, k))
+        v = v.view(x.shape[0], self.heads, self.d_v)
         attended = hstu_attention(
             q,
             k,

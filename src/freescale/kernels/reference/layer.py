@@ -1,7 +1,7 @@
 """What surrounds the attention in an HSTU layer, in plain torch: the norm before, SiLU and split,
 the gated norm after.
 
-The reference of `triton_layer`, which rounds once where this rounds after each operation. `dtype`
+The reference of `triton.layer`, which rounds once where this rounds after each operation. `dtype`
 is that of the product that comes next.
 """
 
@@ -23,7 +23,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch
 
 def silu_split(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """x [tokens, sum(sizes)] -> SiLU(x), cut into columns of these sizes."""
-    return F.silu(x).split(list(sizes), dim=1)
+    return torch.split(F.silu(x), list(sizes), dim=1)
 
 
 def gated_norm(

@@ -49,12 +49,12 @@ def group_duplicates(rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         order[inverse] = torch.arange(inverse.numel(), device=rows.device)
         return lambda gradients: (unique, gradients.index_select(0, order))
 
-    def summed(gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def sum_gradients(gradients: Tensor) -> tuple[Tensor, Tensor]:
         # From negative zero: adding to it changes no bit, not even the sign of a zero.
         start = gradients.new_full((unique.numel(), gradients.shape[1]), -0.0)
         return unique, start.index_add_(0, inverse, gradients)
 
-    return summed
+    return sum_gradients
 
 
 def clip_rows(gradients: Tensor, limit: float) -> Tensor:
@@ -63,15 +63,15 @@ def clip_rows(gradients: Tensor, limit: float) -> Tensor:
     return gradients.mul_((limit / norms.clamp(min=1e-30)).clamp(max=1.0))
 
 
-def _blocks(rows: Tensor, gradients: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _split_blocks(rows: Tensor, gradients: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     size = max(1, _BLOCK_BYTES // max(1, gradients.shape[1] * gradients.element_size()))
     if rows.device.type != "cpu":
         size = max(1, rows.numel())
-    yield from zip(rows.split(size), gradients.split(size), strict=True)
+    yield from zip(torch.split(rows, size), torch.split(gradients, size), strict=True)
 
 
 def sgd(weight: Tensor, rows: Tensor, gradients: Tensor, *, lr: float) -> None:
-    for block, gradient in _blocks(rows, gradients):
+    for block, gradient in _split_blocks(rows, gradients):
         weight.index_copy_(0, block, weight.index_select(0, block).add_(gradient, alpha=-lr))
 
 
@@ -79,7 +79,7 @@ def adagrad(
     weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float
 ) -> None:
     """total [n, width]: running sum of squared gradients."""
-    for block, gradient in _blocks(rows, gradients):
+    for block, gradient in _split_blocks(rows, gradients):
         squares = total.index_select(0, block).addcmul_(gradient, gradient)
         total.index_copy_(0, block, squares)
         scale = squares.sqrt_().add_(eps)
@@ -92,7 +92,7 @@ def rowwise_adagrad(
     weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float
 ) -> None:
     """total [n]: running sum of each row's mean squared gradient."""
-    for block, gradient in _blocks(rows, gradients):
+    for block, gradient in _split_blocks(rows, gradients):
         squares = total.index_select(0, block).add_(gradient.square().mean(dim=1))
         total.index_copy_(0, block, squares)
         scale = squares.sqrt_().add_(eps)[:, None]
@@ -117,7 +117,7 @@ def adam(
     counted from 1."""
     correction = 1 - betas[0] ** step
     root = (1 - betas[1] ** step) ** 0.5
-    for block, gradient in _blocks(rows, gradients):
+    for block, gradient in _split_blocks(rows, gradients):
         mean = first.index_select(0, block).lerp_(gradient, 1 - betas[0])
         first.index_copy_(0, block, mean)
         square = (

@@ -1,9 +1,9 @@
 """The Triton kernels of `attention`: forward, backward, and the gradients of the biases.
 
 One program works on one tile of one head: queries in forward, keys in backward. Tiles without a
-mask run in a loop of their own, with the same body. TMA descriptors span the whole batch, so a tile at a sample's end
-also reads the next sample's tokens: the mask drops their scores, and their rows are zeroed where a
-product would meet them (0 * inf is not 0).
+mask run in a loop of their own, with the same body. TMA descriptors span the whole batch, so a tile
+at a sample's end also reads the next sample's tokens: the mask drops their scores, and their rows
+are zeroed where a product would meet them (0 * inf is not 0).
 
 SiLU is computed from h = score / 2 and t = tanh(h), one instruction of the special function unit
 instead of two:

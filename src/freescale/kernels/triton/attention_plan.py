@@ -17,7 +17,7 @@ from torch import Tensor
 
 from freescale.batch import HostSizes, compute_offsets
 from freescale.kernels.attention_checks import check_same_device, read_sizes
-from freescale.kernels.reference.attention import BUCKET_WIDTH
+from freescale.kernels.reference.attention_plan import BUCKET_WIDTH
 from freescale.kernels.upload import upload
 
 MAX_BUCKETS = 4095
@@ -48,7 +48,8 @@ class WalkColumn(IntEnum):
 
 
 class PieceColumn(IntEnum):
-    """Columns of a table of pieces: runs of a sample's keys, whose walks write consecutive slots."""
+    """Columns of a table of pieces. A piece is a run of a sample's keys; its walks write
+    consecutive slots."""
 
     SLOT = 0  # of the piece's first walk
     TILES = 1  # how many walks cross the piece
@@ -80,15 +81,16 @@ class TilePlan:
 
     def query_tiles(self, size: int) -> Tensor:
         """[tiles, TileColumn] int32: tiles of `size` queries, those with most keys first."""
-        return self._tiles(size, "queries")
+        return self._build_tiles(size, "queries")
 
     def key_tiles(self, size: int) -> Tensor:
         """[tiles, TileColumn] int32: tiles of `size` keys, those with most queries first."""
-        return self._tiles(size, "keys")
+        return self._build_tiles(size, "keys")
 
-    def _tiles(self, size: int, of: str) -> Tensor:
-        if (of, size) not in self.kept:
-            table, _ = self._rows(size)
+    def _build_tiles(self, size: int, of: str) -> Tensor:
+        tiles: Tensor | None = self.kept.get((of, size))
+        if tiles is None:
+            table, _ = self._build_rows(size)
             start, length, history, row = table.T
             cost = (
                 np.minimum(row, history) + size
@@ -98,8 +100,9 @@ class TilePlan:
             # Longest first: the last programs to start are the shortest, so that no multiprocessor
             # works on alone. In bands: within one, tiles of the same sample run together and find
             # each other's keys in the cache.
-            self.kept[of, size] = self._moved(table[np.lexsort((-cost, start, -(cost // BAND)))])
-        return self.kept[of, size]
+            tiles = self._upload(table[np.lexsort((-cost, start, -(cost // BAND)))])
+            self.kept[of, size] = tiles
+        return tiles
 
     def walks(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """The tables by which the biases' gradients are summed.
@@ -112,8 +115,9 @@ class TilePlan:
             by falling number of tiles; counts [blocks] int32: how many pieces have more tiles than
             the block's number.
         """
-        if ("walks", size) not in self.kept:
-            table, tiles = self._rows(size)
+        tables: tuple[Tensor, Tensor, Tensor] | None = self.kept.get(("walks", size))
+        if tables is None:
+            table, tiles = self._build_rows(size)
             start = np.cumsum(self.host) - self.host
             span = np.maximum(MIN_WALK, -(-tiles // MAX_PIECES))  # tiles of keys in a piece
             per_sample = -(-tiles // span)
@@ -150,24 +154,22 @@ class TilePlan:
                 [slots, left, start[sample], np.where(piece == 0, self.history[sample], 0)]
             )[order]
             counts = np.searchsorted(-left[order], -np.arange(left.max(initial=0)), side="left")
-            self.kept["walks", size] = tuple(
-                map(self._moved, (walks[np.argsort(-cost, kind="stable")], pieces, counts))
-            )
-        return self.kept["walks", size]
+            walks = walks[np.argsort(-cost, kind="stable")]
+            tables = self._upload(walks), self._upload(pieces), self._upload(counts)
+            self.kept["walks", size] = tables
+        return tables
 
     def edges(self) -> Tensor:
         """[buckets + 1]: the shortest time of each bucket, in the dtype of the times."""
-        if "edges" not in self.kept:
+        edges: Tensor | None = self.kept.get("edges")
+        if edges is None:
             assert self.times is not None
-            edges = (
-                _bucket_edges(self.buckets)
-                .clamp(max=torch.iinfo(self.times.dtype).max)
-                .to(self.times.dtype)
-            )
-            self.kept["edges"] = upload(edges.numpy(), self.lengths.device)
-        return self.kept["edges"]
+            dtype = self.times.dtype
+            host = _find_bucket_edges(self.buckets).clamp(max=torch.iinfo(dtype).max).to(dtype)
+            edges = self.kept["edges"] = upload(host.numpy(), self.lengths.device)
+        return edges
 
-    def _rows(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+    def _build_rows(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         per_sample = -(-self.host // size)
         sample = np.repeat(np.arange(len(self.host)), per_sample)
         first = np.cumsum(per_sample) - per_sample
@@ -177,12 +179,12 @@ class TilePlan:
             [start[sample], self.host[sample], self.history[sample], row]
         ), per_sample
 
-    def _moved(self, table: np.ndarray) -> Tensor:
+    def _upload(self, table: np.ndarray) -> Tensor:
         return upload(table.astype(np.int32), self.lengths.device)
 
 
 @cache
-def _bucket_edges(buckets: int) -> Tensor:
+def _find_bucket_edges(buckets: int) -> Tensor:
     """[buckets + 1] int64: the smallest time between two tokens that falls in each bucket, by the
     reference's arithmetic."""
     number = torch.arange(buckets + 1)
@@ -227,15 +229,24 @@ def plan_attention(
     times = (
         None
         if timestamps is None
-        else _relative(timestamps, lengths, None if host is None else host.time_span)
+        else _subtract_first(timestamps, lengths, None if host is None else host.time_span)
     )
     return TilePlan(
-        lengths, heads, tokens, sizes.lengths, sizes.history, candidate_counts, times, buckets, distances,
-        sizes.longest_history, sizes.longest_distance,
-    )  # fmt: skip
+        lengths=lengths,
+        heads=heads,
+        tokens=tokens,
+        host=sizes.lengths,
+        history=sizes.history,
+        candidate_counts=candidate_counts,
+        times=times,
+        buckets=buckets,
+        distances=distances,
+        longest_history=sizes.longest_history,
+        longest_distance=sizes.longest_distance,
+    )
 
 
-def _relative(timestamps: Tensor, lengths: Tensor, span: int | None) -> Tensor:
+def _subtract_first(timestamps: Tensor, lengths: Tensor, span: int | None) -> Tensor:
     """[tokens] times since the sample's first token; in 32 bits, which the kernels are faster with,
     if differences fit."""
     tokens = timestamps.numel()

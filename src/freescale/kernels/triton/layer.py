@@ -2,16 +2,15 @@
 GPUs.
 
 Each reads its inputs and writes its outputs once. The dropout's mask is never in memory: forward
-and backward hash the tokens' keys to the bits of `random.draw_keep_mask`. SiLU itself is torch's, which
-moves no byte too many; its gradient is taken from those of the four parts, which nobody puts
-together before. Gradients of weights are sums of parts of the tokens, in an order that depends on
+and backward hash the tokens' keys to the bits of `random.draw_keep_mask`. SiLU itself is torch's,
+which moves no byte too many; its gradient is computed from those of the four parts, which are never
+concatenated. Gradients of weights are sums of parts of the tokens, in an order that depends on
 their number alone: the same inputs give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,9 +18,9 @@ from torch.nn import functional as F
 
 from freescale.kernels.attention_checks import check_same_device
 from freescale.kernels.triton.launch import (
+    RowLaunch,
     count_blocks,
     require_gpu,
-    round_up_to_power_of_two,
     use_device,
 )
 from freescale.random import compute_keep_threshold
@@ -32,26 +31,10 @@ MOST_PARTS = 1024  # of the tokens, each with sums of its own: some for every mu
 SILU_ROWS, SILU_COLUMNS = 8, 256  # of a program
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Elements of a program's tile, for each tensor it reads or writes, and its warps."""
-
-    elements: int
-    warps: int
-
-    def shape(self, width: int) -> dict[str, int]:
-        columns = max(4, round_up_to_power_of_two(width))  # a hash of the dropout is for four
-        return {
-            "WIDTH": width,
-            "R": max(1, self.elements // columns),
-            "W": columns,
-            "num_warps": self.warps,
-        }
-
-
 # 16 elements a thread for each tensor: two loads of 16 bytes in bfloat16. Backward keeps two sums
 # of a tile in registers.
-FORWARD, BACKWARD = Launch(2048, 4), Launch(2048, 4)
+# A hash of the dropout yields four draws, hence four columns at least.
+FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(2048, 4, 4)
 WIDE = 2048  # from this width on a row has more warps
 
 
@@ -59,7 +42,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch
     """x [tokens, width] -> the same shape, in `dtype`."""
     _check(dtype, weight, bias, x=x)
     require_gpu(x.device, "kernels.layer")
-    return _LayerNorm.apply(x, weight, bias, float(eps), dtype)
+    out: Tensor = _LayerNorm.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, float(eps), dtype
+    )
+    return out
 
 
 def silu_split(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
@@ -74,7 +60,10 @@ def silu_split(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
             f"sizes must be four widths that add up to {x.shape[1]}, not {list(sizes)}"
         )
     require_gpu(x.device, "kernels.layer")
-    return _SiluSplit.apply(x, tuple(sizes))
+    parts: tuple[Tensor, ...] = _SiluSplit.apply(  # type: ignore[no-untyped-call]
+        x, tuple(sizes)
+    )
+    return parts
 
 
 def gated_norm(
@@ -103,7 +92,10 @@ def gated_norm(
             )
         check_same_device(x=x, keys=keys)
     require_gpu(x.device, "kernels.layer")
-    return _GatedNorm.apply(x, gate, weight, bias, float(eps), dtype, keys, stream, float(keep))
+    out: Tensor = _GatedNorm.apply(  # type: ignore[no-untyped-call]
+        x, gate, weight, bias, float(eps), dtype, keys, stream, float(keep)
+    )
+    return out
 
 
 def _check(dtype: torch.dtype, weight: Tensor, bias: Tensor, **rows: Tensor) -> None:
@@ -130,7 +122,7 @@ def _check(dtype: torch.dtype, weight: Tensor, bias: Tensor, **rows: Tensor) -> 
     check_same_device(weight=weight, bias=bias, **rows)
 
 
-def _shape(launch: Launch, width: int) -> dict[str, int]:
+def _shape(launch: RowLaunch, width: int) -> dict[str, int]:
     shape = launch.shape(width)
     return shape | {"num_warps": 2 * shape["num_warps"]} if width >= WIDE else shape
 
@@ -145,7 +137,7 @@ class _Parts:
         self.count = count_blocks(tiles, self.steps)
         self.sums = torch.empty(2, self.count, x.shape[1], dtype=torch.float32, device=x.device)
 
-    def added(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def sum_up(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of weight and bias."""
         both = self.sums.sum(1)
         return both[0].to(weight.dtype), both[1].to(bias.dtype)
@@ -191,7 +183,7 @@ class _LayerNorm(torch.autograd.Function):
                 parts.steps,
                 **parts.shape,
             )
-        return grad_x, *parts.added(weight, bias), None, None
+        return grad_x, *parts.sum_up(weight, bias), None, None
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -242,24 +234,16 @@ class _GatedNorm(torch.autograd.Function):
             torch.empty(gate.shape, dtype=gate.dtype, device=gate.device),
         )
         if not x.numel():
-            return (
-                grad_x,
-                grad_gate,
-                torch.zeros_like(weight),
-                torch.zeros_like(bias),
-                None,
-                None,
-                None,
-                None,
-                None,
-            )
+            none = (None,) * 5
+            return grad_x, grad_gate, torch.zeros_like(weight), torch.zeros_like(bias), *none
         parts = _Parts(x)
         with use_device(x.device):
             gated_norm_backward_kernel[(parts.count,)](
-                grad.contiguous(), x, gate, keys, weight, bias, mean, inverse, grad_x, grad_gate, *parts.sums,
-                x.shape[0], parts.steps, gate.stride(0), **ctx.drawn, **parts.shape,
+                grad.contiguous(), x, gate, keys, weight, bias, mean, inverse,
+                grad_x, grad_gate, *parts.sums, x.shape[0], parts.steps, gate.stride(0),
+                **ctx.drawn, **parts.shape,
             )  # fmt: skip
-        return grad_x, grad_gate, *parts.added(weight, bias), None, None, None, None, None
+        return grad_x, grad_gate, *parts.sum_up(weight, bias), None, None, None, None, None
 
 
 class _SiluSplit(torch.autograd.Function):
@@ -267,7 +251,7 @@ class _SiluSplit(torch.autograd.Function):
     def forward(ctx, x, sizes):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x)
         ctx.sizes = sizes
-        return F.silu(x).split(list(sizes), dim=1)
+        return torch.split(F.silu(x), list(sizes), dim=1)
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]

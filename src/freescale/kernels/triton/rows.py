@@ -11,7 +11,6 @@ Whether other numbers lie in the table is not checked.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,9 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.triton.launch import (
+    RowLaunch,
     count_blocks,
     require_gpu,
-    round_up_to_power_of_two,
     use_device,
 )
 
@@ -29,30 +28,13 @@ MAX_WIDTH = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Elements of a program's tile, for each tensor it reads or writes, and its warps."""
-
-    elements: int
-    warps: int
-
-    def shape(self, width: int) -> dict[str, int]:
-        columns = round_up_to_power_of_two(width)
-        return {
-            "WIDTH": width,
-            "R": max(1, self.elements // columns),
-            "W": columns,
-            "num_warps": self.warps,
-        }
-
-
 # A warp reads a row of 128 floats with one instruction of 16 bytes a thread. With 4 warps, 2048
 # elements are 4 such loads in flight per thread, 8 KB a program; the more tensors an optimizer has,
 # the smaller its tile for the same number of registers.
-GATHER = Launch(2048, 4)
-CLIP = Launch(1024, 4)
-SGD, ADAGRAD, ADAM = Launch(1024, 4), Launch(1024, 4), Launch(512, 4)
-SEGMENTS, CHUNKS = Launch(1024, 4), Launch(2048, 4)
+GATHER = RowLaunch(2048, 4)
+CLIP = RowLaunch(1024, 4)
+SGD, ADAGRAD, ADAM = RowLaunch(1024, 4), RowLaunch(1024, 4), RowLaunch(512, 4)
+SEGMENTS, CHUNKS = RowLaunch(1024, 4), RowLaunch(2048, 4)
 UNROLL = 4  # rows of a segment in flight
 # values: longer segments are cut into chunks, so that no program adds up a hot row alone; a
 # multiple of a tile's rows
@@ -90,7 +72,8 @@ def read_rows(rows: Tensor, index: Tensor) -> Tensor:
     _check(index.reshape(-1), dtypes=DTYPES, rows=rows)
     if rows.shape[0] >= 2**31:
         raise ValueError(f"fewer than 2^31 fetched rows can be read, not {rows.shape[0]}")
-    return _Read.apply(rows, index)
+    out: Tensor = _Read.apply(rows, index)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Read(torch.autograd.Function):
@@ -109,7 +92,7 @@ class _Read(torch.autograd.Function):
         edges = torch.arange(count + 1, dtype=torch.int32, device=index.device)
         starts = torch.searchsorted(ordered, edges)
         values = grad.reshape(-1, width).contiguous()
-        return _segment_sums(values, order, starts, count, ctx.dtype, chunked=True), None
+        return _sum_segments(values, order, starts, count, ctx.dtype, chunked=True), None
 
 
 def sum_duplicates(rows: Tensor, gradients: Tensor, *, cut: bool = True) -> tuple[Tensor, Tensor]:
@@ -137,20 +120,20 @@ def group_duplicates(
         count = int(found.counts)
         keys, starts = keys[:count], starts[: count + 1]
 
-    def summed(gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def sum_gradients(gradients: Tensor) -> tuple[Tensor, Tensor]:
         _check(rows, dtypes=DTYPES, gradients=gradients)
         if gradients.shape[0] != rows.numel():
             raise ValueError(
                 f"{rows.numel()} rows need as many gradients, not {gradients.shape[0]}"
             )
-        return keys, _segment_sums(
+        return keys, _sum_segments(
             gradients.contiguous(), found.order, starts, count, gradients.dtype, chunked=False
         )
 
-    return summed
+    return sum_gradients
 
 
-def _segment_sums(
+def _sum_segments(
     values: Tensor,
     order: Tensor,
     starts: Tensor,
@@ -301,7 +284,7 @@ def adam(
 
 def _update(
     kernel: str,
-    launch: Launch,
+    launch: RowLaunch,
     tensors: tuple[Tensor, ...],
     rows: Tensor,
     gradients: Tensor,

@@ -18,8 +18,10 @@ from freescale.segments import Segments
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the events (candidates included) and the summaries of a batch stand. All of it on the
-    batch's device but the plan."""
+    """Where the events (candidates included) and the summaries of a batch stand.
+
+    All of it lies on the batch's device, except `host` and `plan`.
+    """
 
     # [parts] int64: rows of each segment and open part, which attend like samples of their own
     parts: Tensor
@@ -53,8 +55,18 @@ def arrange_rows(
     host: HostSizes | None,
     known: np.ndarray | None = None,
 ) -> Rows:
-    """Rows for samples of these lengths (candidates included) that `known` [samples] segments come
-    before. Reads from the device what `host` does not know."""
+    """Arranges events and summaries in rows.
+
+    Args:
+        segments: How histories are cut.
+        lengths: [samples] int64, candidates included.
+        candidate_counts: [samples] int64.
+        host: The same sizes on the host; what it does not know is read from the device.
+        known: [samples] segments that come before the first event of each sample.
+
+    Raises:
+        ValueError: If lengths and candidate counts do not fit each other.
+    """
     sizes = read_sizes(lengths, candidate_counts, host)
     device, length, tokens = lengths.device, segments.length, segments.tokens
     known = np.zeros_like(sizes.lengths) if known is None else known
@@ -99,7 +111,7 @@ def arrange_rows(
     counts, total = closed * tokens, int(closed_host.sum()) * tokens
     place = compute_positions(counts, total)  # of a summary among its sample's
     own = place // tokens  # segment
-    parts = segments.parts(sizes)
+    parts = segments.split_rows(sizes.lengths, sizes.history)
     assert parts.candidate_counts is not None
     span = None if host is None else host.time_span
     return Rows(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.dispatch import attend_to_summaries
-from freescale.kernels.reference.attention import AttentionPlan
+from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.triton.attention_plan import TilePlan
 from freescale.kernels.upload import upload
 from freescale.models.hstu_layer import HSTULayer
@@ -16,8 +16,14 @@ from freescale.models.segments.memory import Memory
 
 
 class EarlierSegments:
-    """What a layer's rows see of earlier segments. Keeps the keys and values of all summaries, if
-    asked to."""
+    """Attends from a layer's rows to the summaries of earlier segments.
+
+    Args:
+        rows: Where events and summaries stand.
+        memory: Summaries of segments before the first row.
+        weight: How many events a summary counts for.
+        keep: Whether to keep the keys and values of all summaries, layer by layer, in `kept`.
+    """
 
     def __init__(
         self, rows: Rows, memory: Memory | None, weight: float, keep: bool = False
@@ -25,7 +31,7 @@ class EarlierSegments:
         self.rows, self.memory, self.weight = rows, memory, weight
         self.kept: list[tuple[Tensor, Tensor]] | None = [] if keep else None
         self._order: Tensor | None = None
-        if memory is not None and not rows.open:  # remembered ones before those of the same sample
+        if memory is not None and not rows.open:  # remembered ones first, sample by sample
             plan, tokens = rows.plan, rows.plan.segments.tokens
             owners = [
                 np.repeat(np.arange(len(count)), count * tokens)
@@ -38,6 +44,8 @@ class EarlierSegments:
     def attend(
         self, layer: HSTULayer, plan: AttentionPlan | TilePlan, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor | None:
+        """q [rows, heads, d_qk], k and v of the same rows -> [rows, heads, d_v]; None without
+        summaries."""
         k, v = self._collect_summaries(layer, k, v)
         if self.kept is not None:
             self.kept.append((k, v))

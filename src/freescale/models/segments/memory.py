@@ -11,7 +11,7 @@ from freescale.batch import Jagged, SequenceBatch, concat_ranges
 
 @dataclass(frozen=True)
 class Memory:
-    """What is left of old segments: the keys and values of their summaries, in each layer."""
+    """The keys and values of the summaries of old segments, layer by layer."""
 
     segments: Tensor  # [samples] int64, on the CPU: how many of each sample
     keys: tuple[Tensor, ...]  # [summaries, heads, d_qk] each, sample after sample
@@ -19,10 +19,16 @@ class Memory:
 
 
 def split_history(batch: SequenceBatch, segment: int) -> tuple[SequenceBatch, SequenceBatch]:
-    """The old events of each sample, whole segments that can be compressed, and the recent ones: at
-    least one where there is one.
+    """Splits histories into old events, whole segments that can be compressed, and recent ones.
 
-    Whatever else the batch holds goes with the recent ones."""
+    Args:
+        batch: With the sequence "history".
+        segment: Events of a segment.
+
+    Returns:
+        The batch of old events, and the batch of recent events (at least one wherever there is one)
+        with all other features.
+    """
     history = batch.sequences["history"]
     old = (history.lengths - 1).clamp(min=0) // segment * segment
     index = (

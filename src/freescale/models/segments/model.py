@@ -1,10 +1,10 @@
 """HSTU over histories cut into segments, with learned summaries between them (PerSRec, arXiv
 2601.03479).
 
-Who sees whom is in `kernels.segments`. Summaries stand among the events inside the encoder only; no
-head ever has them, so there is no loss at them, and the last event of a segment predicts the next
-event. Served, the old segments are run once (`compress`); of them the summaries' keys and values
-stay, and a request computes its recent events alone.
+`freescale.segments` defines who sees whom. Summaries stand among the events inside the encoder
+only: no head sees them, so they have no loss, and the last event of a segment predicts the next
+event. In serving, old segments are computed once (`compress`), which keeps the keys and values of
+their summaries; a request computes its recent events alone.
 """
 
 from __future__ import annotations
@@ -93,7 +93,11 @@ class SegmentedHSTU(HSTU):
         host: HostSizes | None = None,
         memory: Memory | None = None,
     ) -> Memory:
-        """What later events will see of these, and of `memory` before them."""
+        """Computes what later events will see of these, and of `memory` before them.
+
+        Raises:
+            ValueError: If a sample has events after its last full segment.
+        """
         rows = self._arrange(x, lengths, None, host, memory)
         plan = rows.plan
         rest = plan.lengths - plan.closed * self.segments.period
