@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from freescale.bench.measure import Bench, Call
-from freescale.kernels.reference import attention, attention_plan, layer
+from freescale.kernels.reference import attention_plan, layer
 from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import attention_plan as triton_attention_plan
 from freescale.kernels.triton import layer as triton_layer
