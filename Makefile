@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test browser compiler lint bench clean
+.PHONY: demo test browser compiler lint wheel bench clean
 
 # A model on two ranks, then serial against all techniques; under two minutes once installed.
 demo: $(READY)
@@ -31,6 +31,10 @@ lint: $(READY)
 	$(VENV)/bin/ruff format --check src tests benchmarks examples
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+# The wheel, installed elsewhere, runs the demo, a training, a report and a benchmark.
+wheel: $(READY)
+	bash .ci/wheel $(RUN)
 
 # The comparison with TorchRec; sets up an environment of its own.
 bench: $(READY)

@@ -54,7 +54,7 @@ def measure(rank: int, world: int, workload: Workload) -> dict[str, int]:
     for _ in range(workload.steps):
         arm.step()
     arm.close()
-    shard = arm.parallel.tables.local("item")["rows"]
+    shard = arm.parallel.tables.get_local_state("item")["rows"]
     tokens = batch.values("history").numel()
     return {
         "shard": shard.numel() * shard.element_size(),

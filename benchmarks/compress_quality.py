@@ -34,7 +34,7 @@ from freescale.ledger.summary import merge_step
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import Memory
-from freescale.train.build import evaluate, histories
+from freescale.train.build import evaluate_part, load_histories
 from freescale.train.learning_rate import learning_rate
 from freescale.transport.api import Transport
 from freescale.transport.local import LocalTransport
@@ -68,8 +68,8 @@ class Cut(Retrieval):
         self.lower, self.upper = nn.Linear(encoder.width, WIDE), nn.Linear(WIDE, encoder.width)
         self.exchange = freescale.ThresholdedExchange(LocalTransport(), keep)
 
-    def _encoded(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
-        events = super()._encoded(batch, memory)  # [tokens, width]
+    def encode_history(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
+        events = super().encode_history(batch, memory)  # [tokens, width]
         return events + self.upper(self.exchange(torch.relu(self.lower(events))))
 
 
@@ -80,7 +80,7 @@ class Best:
         tables = parallel.tables
         self._weights = [
             *parallel.dense_parameters(),
-            *(tables.local(name)["rows"] for name in tables.specs),
+            *(tables.get_local_state(name)["rows"] for name in tables.specs),
         ]
         self._kept: list[Tensor] = []
         self.epoch, self.hit_rates = 0, list[float]()
@@ -112,7 +112,7 @@ def train(
     config = RunConfig(
         DataConfig(data=str(data), **SIZES), ModelConfig(**SHAPE, dropout=dropout), settings
     )
-    source = histories(config, data, transport)
+    source = load_histories(config, data, transport)
     torch.manual_seed(seed)
     unbiased = {"position_bias": False, "time_bias": False}
     encoder = HSTU(
@@ -147,12 +147,12 @@ def train(
         for result in pipeline.run(batches):
             records += pipeline.ledger.drain()
             if result.step % source.batches_per_epoch == 0:
-                best.seen(evaluate(config, parallel, data, "validation")["model"]["hr@10"])
+                best.seen(evaluate_part(config, parallel, data, "validation")["model"]["hr@10"])
     records += pipeline.ledger.drain()
     found: dict[str, Any] = {}
     if tested:
         best.restore()
-        quality = evaluate(config, parallel, data, "test", baseline=True)
+        quality = evaluate_part(config, parallel, data, "test", baseline=True)
         found = {name: quality["model"][name] for name in ("hr@10", "ndcg@10")} | {
             "popularity_hr@10": quality["popularity"]["hr@10"]
         }

@@ -83,7 +83,7 @@ def curve(used: Results) -> str:
         used,
         note=(
             "Measured. Bars: 20th to 80th percentile. Charging counts and dense gradients to "
-            "staged, too: docs/priority.md."
+            "staged, too: docs/staged.md."
         ),
     )
 
@@ -151,7 +151,7 @@ def boxes(records: Sequence[dict], staged: bool) -> list[tuple[int, str, str, in
                 (
                     0,
                     "wait",
-                    "waits for d and f",
+                    "waits for 4 and 6",
                     *next((a, b) for name, a, b in record["spans"] if name == "arrive"),
                 )
             )
@@ -159,14 +159,12 @@ def boxes(records: Sequence[dict], staged: bool) -> list[tuple[int, str, str, in
         for place, (kind, _, _, issued, waited, done) in enumerate(exchanges):
             # the lanes hand over what they did, the urgent one last
             urgent = staged and place >= len(exchanges) - 2
-            letter = (
-                {"gradients": "a", "rows": "d", "ids": "b"}[kind]
-                if not urgent
-                else {"gradients": "e", "rows": "f"}[kind]
+            # the stages of pipeline/staged.py; 1 and 2 both exchange ids
+            stages = (
+                {"gradients": 5, "rows": 6} if urgent else {"ids": 1, "gradients": 3, "rows": 4}
             )
-            found.append(
-                (2 if urgent else 1, kind, f"{letter} {kind}" if staged else kind, issued, done)
-            )
+            label = f"{stages[kind]} {kind}" if staged else kind
+            found.append((2 if urgent else 1, kind, label, issued, done))
             if not staged:
                 found.append((0, "wait", "waits", waited, done))
         others = [c for c in record["collectives"] if c[0] not in EMBEDDING]

@@ -110,7 +110,7 @@ class Arm:
         )
         tables = self.parallel.tables
         tables.place()
-        for ids, part in tables.group("item").rows.chunks("item"):
+        for ids, part in tables.get_group("item").rows.iterate_chunks("item"):
             part.copy_(table_rows(workload, ids.cpu()))
         self.dense: Dense = model.dense
         optimizer = dense_optimizer(workload, self.parallel.dense_parameters())
@@ -135,7 +135,10 @@ class Arm:
         """Of this rank's rows, their optimizer's state and the dense weights, once what is deferred
         is applied. A collective."""
         self.pipeline.flush()
-        tensors = [*self.parallel.tables.local("item").values(), *self.dense.state_dict().values()]
+        tensors = [
+            *self.parallel.tables.get_local_state("item").values(),
+            *self.dense.state_dict().values(),
+        ]
         return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def no_collisions(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
+def no_collisions(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
     """In the place of `collision_masks`: no row is shared, so no row waits.
 
     Every row of the next batch is then fetched while this one computes, before this one's update:
@@ -14,4 +14,6 @@ def no_collisions(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
     each. It shows what exactness costs in time, and that the tests which compare with the serial
     schedule would notice if it were missing.
     """
-    return torch.zeros_like(current, dtype=torch.bool), torch.zeros_like(coming, dtype=torch.bool)
+    return torch.zeros_like(current, dtype=torch.bool), torch.zeros_like(
+        following, dtype=torch.bool
+    )

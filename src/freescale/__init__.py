@@ -5,10 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # the only place; pyproject.toml reads it
 
 # Names load on first use: `freescale --help` must not wait for torch.
 _EXPORTS = {
+    "DataConfig": "freescale.config",
+    "ModelConfig": "freescale.config",
+    "RunConfig": "freescale.config",
+    "TrainConfig": "freescale.config",
     "Jagged": "freescale.batch",
     "Nested": "freescale.batch",
     "SequenceBatch": "freescale.batch",
@@ -21,6 +25,9 @@ _EXPORTS = {
     "ThresholdedExchange": "freescale.compress.activations",
     "Thresholding": "freescale.pipeline.dense.thresholded",
     "Pipeline": "freescale.pipeline.pipeline",
+    "Callback": "freescale.train.callbacks",
+    "ConsoleProgress": "freescale.train.progress",
+    "Trainer": "freescale.train.trainer",
     "connect": "freescale.transport.connect",
     "data": "freescale.data",
 }
@@ -29,14 +36,21 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "Callback",
+    "ConsoleProgress",
+    "DataConfig",
     "Jagged",
+    "ModelConfig",
     "Nested",
     "Pipeline",
     "RowWiseAdagrad",
+    "RunConfig",
     "SequenceBatch",
     "ShardedModel",
     "ThresholdedExchange",
     "Thresholding",
+    "TrainConfig",
+    "Trainer",
     "connect",
     "data",
     "parallelize",
@@ -46,10 +60,14 @@ if TYPE_CHECKING:
     from freescale import data
     from freescale.batch import Jagged, Nested, SequenceBatch
     from freescale.compress.activations import ThresholdedExchange
+    from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
     from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
     from freescale.embedding.parallelize import ShardedModel, parallelize
     from freescale.pipeline.dense.thresholded import Thresholding
     from freescale.pipeline.pipeline import Pipeline
+    from freescale.train.callbacks import Callback
+    from freescale.train.progress import ConsoleProgress
+    from freescale.train.trainer import Trainer
     from freescale.transport.connect import connect
 
 

@@ -6,12 +6,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
+
+_OPTIMIZATION = "Optimization"
+_DISTRIBUTION = "Schedule, balancing and communication"
+_OUTPUT = "Evaluation, checkpoints and logs"
 
 
-def option(default: Any, help: str, **checks: Any) -> Any:
-    """A field with its help text and checks (`minimum`, `maximum`, `choices`, `above`, `below`)."""
-    return field(default=default, metadata={"help": help, **checks})
+def option(default: Any, help: str, heading: str | None = None, **checks: Any) -> Any:
+    """A field with its help text and checks (`minimum`, `maximum`, `choices`, `above`, `below`).
+    `heading`: where it stands in the help, if not under that of its class."""
+    shown = {"help": help} | ({"heading": heading} if heading else {})
+    return field(default=default, metadata={**shown, **checks})
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -20,6 +26,8 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 class _Checked:
+    heading: ClassVar[str] = "Options"  # under which the help lists the settings
+
     def __post_init__(self) -> None:
         for entry in fields(self):  # type: ignore[arg-type]
             value, rules = getattr(self, entry.name), entry.metadata
@@ -45,16 +53,18 @@ class _Checked:
 
 @dataclass(frozen=True)
 class DataConfig(_Checked):
+    heading: ClassVar[str] = "Data"
+
     data: str = option("", "histories or interactions: Parquet, MovieLens, Amazon or KuaiRand file")
     format: str = option(
         "auto", "file format", choices=("auto", "parquet", "movielens", "amazon", "kuairand")
     )
     cache: str | None = option(
-        None, ("folder for prepared histories (default: a folder of the user's cache)")
+        None, "folder for prepared histories (default: a folder of the user's cache)"
     )
     num_items: int | None = option(
         None,
-        ("size of the catalogue (default: the largest item id in the data, plus one)"),
+        "size of the catalogue (default: the largest item id in the data, plus one)",
         minimum=1,
     )
     max_length: int = option(
@@ -74,6 +84,8 @@ class DataConfig(_Checked):
 
 @dataclass(frozen=True)
 class ModelConfig(_Checked):
+    heading: ClassVar[str] = "Model"
+
     task: str = option("retrieval", "what to train", choices=("retrieval", "ranking"))
     labels: str = option("", "label columns of the ranking tasks, comma-separated")
     width: int = option(64, "width of embeddings and layers", minimum=1)
@@ -85,7 +97,7 @@ class ModelConfig(_Checked):
     temperature: float = option(0.1, "softmax temperature (retrieval)", above=0.0)
     segment: int | None = option(
         None,
-        ("cut histories into segments of so many events, seen later by their tokens alone"),
+        "cut histories into segments of so many events, seen later by their tokens alone",
         minimum=1,
     )
     segment_tokens: int = option(
@@ -93,19 +105,21 @@ class ModelConfig(_Checked):
     )
     segment_weight: float = option(
         1.0,
-        ("events that a token counts for where later segments see it, with --segment"),
+        "events that a token counts for where later segments see it, with --segment",
         above=0.0,
     )
     segment_pooling: bool = option(
-        False, ("tokens start with the pooled events of their segment, with --segment")
+        False, "tokens start with the pooled events of their segment, with --segment"
     )
     recompute: bool = option(
-        False, ("activation checkpointing: recompute layers in backward to save memory")
+        False, "activation checkpointing: recompute layers in backward to save memory"
     )
 
 
 @dataclass(frozen=True)
 class TrainConfig(_Checked):
+    heading: ClassVar[str] = _OPTIMIZATION
+
     global_batch: int = option(64, "samples of a step, over all ranks", minimum=1)
     epochs: int = option(10, "passes over the users", minimum=1)
     steps: int | None = option(None, "stop after this many steps", minimum=1)
@@ -121,23 +135,13 @@ class TrainConfig(_Checked):
     )
     clip: float | None = option(None, "global norm limit of the dense gradients", above=0.0)
     row_clip: float | None = option(None, "norm limit of each table row's gradient", above=0.0)
-    compress_dense: float | None = option(
-        None,
-        (
-            "share of the dense gradients' entries that a step holds back: 0.99 sends the largest "
-            "1 % "
-            "(default: all, the exact step)"
-        ),
-        minimum=0.0,
-        below=1.0,
-    )
-    compress_every: int = option(
-        10, ("steps between two resets of the thresholds of --compress-dense"), minimum=1
-    )
     accumulate: int = option(1, "micro-batches of a rank's batch", minimum=1)
     precision: str = option("fp32", "compute precision", choices=("fp32", "bf16"))
     schedule: str = option(
-        "staged", "how communication and compute are ordered", choices=("staged", "serial")
+        "staged",
+        "how communication and compute are ordered",
+        choices=("staged", "serial"),
+        heading=_DISTRIBUTION,
     )
     balance: str = option(
         "greedy",
@@ -145,65 +149,104 @@ class TrainConfig(_Checked):
             "which rank computes which sample: none, fixed, variable, greedy, greedy_equal, local, "
             "karmarkar_karp or module:function"
         ),
+        heading=_DISTRIBUTION,
     )
     balance_cap: int | None = option(
-        None, ("tokens that a rank may hold at most (default: mean plus largest sample)"), minimum=1
+        None,
+        "tokens that a rank may hold at most (default: mean plus largest sample)",
+        minimum=1,
+        heading=_DISTRIBUTION,
     )
     balance_adapt: bool = option(
-        False, ("correct the cost model by measured times (assignments then depend on them, too)")
+        False,
+        "correct the cost model by measured times (assignments then depend on them, too)",
+        heading=_DISTRIBUTION,
     )
     transport: str = option(
         "auto",
         (
             "what carries ids, rows, gradients and samples: process groups, or copy engines and "
-            "the "
-            "CPU"
+            "the CPU"
         ),
         choices=("auto", "collective", "hostwire-gloo", "hostwire-tcp", "hostwire-ucx"),
+        heading=_DISTRIBUTION,
     )
     dense_sums: str = option(
         "collective",
         (
             "what sums gradients of dense parameters: the process group (NCCL on GPUs), or the "
-            "ranks, "
-            "by parts, over --transport"
+            "ranks, partition by partition, over --transport"
         ),
         choices=("collective", "partitioned"),
+        heading=_DISTRIBUTION,
     )
     wire_precision: str = option(
         "full",
-        "of rows and gradients on the way (bf16 rounds each value)",
+        "precision of rows and gradients on the way (bf16 rounds each value)",
         choices=("full", "bf16"),
+        heading=_DISTRIBUTION,
     )
-    placement: str = option("auto", "auto, sharded or replicated; or table=choice, comma-separated")
-    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    seed: int = option(0, "of everything random")
-    timeout: float = option(120.0, "seconds after which a silent collective is an error", above=0.0)
+    compress_dense: float | None = option(
+        None,
+        (
+            "share of the dense gradients' entries that a step holds back: 0.99 sends the largest "
+            "1 % (default: all, the exact step)"
+        ),
+        minimum=0.0,
+        below=1.0,
+        heading=_DISTRIBUTION,
+    )
+    compress_every: int = option(
+        10,
+        "steps between two resets of the thresholds of --compress-dense",
+        minimum=1,
+        heading=_DISTRIBUTION,
+    )
+    placement: str = option(
+        "auto",
+        "auto, sharded or replicated; or table=choice, comma-separated",
+        heading=_DISTRIBUTION,
+    )
+    device: str = option(
+        "auto", "where to compute", choices=("auto", "cpu", "cuda"), heading=_DISTRIBUTION
+    )
+    seed: int = option(0, "seed of everything random")
+    timeout: float = option(
+        120.0,
+        "seconds after which a silent collective is an error",
+        above=0.0,
+        heading=_DISTRIBUTION,
+    )
     evaluate_every: int | None = option(
         None,
         "epochs between evaluations on the validation part (default: only at the end)",
         minimum=1,
+        heading=_OUTPUT,
     )
-    eval_batch: int = option(256, "samples of an evaluation batch, over all ranks", minimum=1)
+    eval_batch: int = option(
+        256, "samples of an evaluation batch, over all ranks", minimum=1, heading=_OUTPUT
+    )
     checkpoint_every: int = option(
-        1000, "steps between checkpoints (the end is always one)", minimum=1
+        1000, "steps between checkpoints (the end is always one)", minimum=1, heading=_OUTPUT
     )
-    keep_checkpoints: int = option(2, "checkpoints to keep", minimum=1)
-    log_every: int = option(10, "steps between log lines", minimum=1)
-    trace_steps: int = option(100, "steps in the trace", minimum=0)
-    tensorboard: bool = option(False, "write TensorBoard events too")
+    keep_checkpoints: int = option(2, "checkpoints to keep", minimum=1, heading=_OUTPUT)
+    log_every: int = option(10, "steps between log lines", minimum=1, heading=_OUTPUT)
+    trace_steps: int = option(100, "steps in the trace", minimum=0, heading=_OUTPUT)
+    tensorboard: bool = option(False, "write TensorBoard events too", heading=_OUTPUT)
 
 
 @dataclass(frozen=True)
 class GenerateConfig(_Checked):
-    """Of `freescale generate`."""
+    """Settings of `freescale generate`."""
 
     users: int = option(10_000, "histories", minimum=1)
     items: int = option(100_000, "size of the catalogue", minimum=1)
-    lengths: str = option("lognormal", "of histories", choices=("lognormal", "zipf"))
+    lengths: str = option(
+        "lognormal", "distribution of the histories' lengths", choices=("lognormal", "zipf")
+    )
     median: float = option(200.0, "median length (lognormal)", above=0.0)
     sigma: float = option(1.0, "spread of the logarithm (lognormal)", minimum=0.0)
-    zipf_exponent: float = option(1.5, "of lengths (zipf)")
+    zipf_exponent: float = option(1.5, "Zipf exponent of lengths (zipf)")
     cap: int = option(21_000, "longest history", minimum=2, maximum=21_000)
     popularity: float = option(1.0, "Zipf exponent of item popularity", minimum=0.0)
     collision: float | None = option(
@@ -215,7 +258,7 @@ class GenerateConfig(_Checked):
     global_batch: int = option(64, "batch that --collision speaks of", minimum=1)
     ranks: int = option(1, "ranks that --collision speaks of", minimum=1)
     labels: str = option("", "label columns to make, comma-separated (for ranking)")
-    seed: int = option(0, "of everything random")
+    seed: int = option(0, "seed of everything random")
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -224,23 +267,23 @@ class GenerateConfig(_Checked):
 
 @dataclass(frozen=True)
 class SimulateConfig(_Checked):
-    """Of `freescale simulate`. The defaults are the paper's setting; what the paper does not say is
-    marked (assumed)."""
+    """Settings of `freescale simulate`. The defaults are the paper's setting; what the paper does
+    not say is marked (assumed)."""
 
     preset: str = option(
         "paper",
-        ("machine: a network and a compute curve that are shipped (`--preset list` names them)"),
+        "machine: a network and a compute curve that are shipped (`--preset list` names them)",
     )
     network: str | None = option(None, "TOML file of your own instead of the preset's network")
     calibration: str | None = option(
         None,
-        ("compute curve: a shipped one or a file of `simulate calibrate` (default: the preset's)"),
+        "compute curve: a shipped one or a file of `simulate calibrate` (default: the preset's)",
     )
     data: str | None = option(
-        None, ("histories or interactions whose lengths and ids are used (default: generated ones)")
+        None, "histories or interactions whose lengths and ids are used (default: generated ones)"
     )
     cache: str | None = option(
-        None, ("folder for prepared histories (default: a folder of the user's cache)")
+        None, "folder for prepared histories (default: a folder of the user's cache)"
     )
     batch: int = option(128, "samples of a GPU", minimum=1)
     median: float = option(3000.0, "median length of generated histories (assumed)", above=0.0)
@@ -257,7 +300,7 @@ class SimulateConfig(_Checked):
         maximum=1.0,
     )
     natural: bool = option(
-        False, ("leave collisions to what the popularity gives, instead of --collisions")
+        False, "leave collisions to what the popularity gives, instead of --collisions"
     )
     width: int = option(512, "width of embeddings and layers (assumed)", minimum=1)
     layers: int = option(8, "HSTU layers (assumed)", minimum=1)
@@ -287,9 +330,9 @@ class SimulateConfig(_Checked):
         maximum=1.0,
     )
     steps: int = option(20, "steps to simulate; the first two are not averaged", minimum=3)
-    seed: int = option(0, "of generated lengths")
+    seed: int = option(0, "seed of generated lengths")
     out: str | None = option(
-        None, ("folder for ledger.json, ledger.jsonl and trace.json.gz of each configuration")
+        None, "folder for ledger.json, ledger.jsonl and trace.json.gz of each configuration"
     )
 
 
@@ -349,17 +392,43 @@ class RunConfig:
             return self.train.placement
         return dict(part.split("=", 1) for part in self.train.placement.replace(" ", "").split(","))
 
+    @staticmethod
+    def from_settings(given: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:
+        """A configuration from settings by their names, wherever they belong.
+
+        Args:
+            given: values by name, as of `freescale train`: {"data": "histories.parquet",
+                "steps": 100}. None stands for a setting that was not given.
+            base: supplies the settings that were not given; without it their defaults do.
+
+        Raises:
+            ValueError: if a name is no setting, or a value is out of its limits.
+        """
+        known = {entry.name for kind in _PARTS.values() for entry in fields(kind)}
+        if unknown := sorted(set(given) - known):
+            raise ValueError(f"unknown settings: {', '.join(unknown)}")
+        parts: dict[str, Any] = {}
+        for part, kind in _PARTS.items():
+            names = [entry.name for entry in fields(kind)]
+            values = {name: getattr(getattr(base, part), name) for name in names} if base else {}
+            values |= {name: given[name] for name in names if given.get(name) is not None}
+            parts[part] = kind(**values)
+        return RunConfig(**parts)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> RunConfig:
-        raw: Mapping[str, Mapping] = json.loads(text)
-        parts = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
-        for part, kind in parts.items():
+        """The configuration of a `config.json`. ValueError names settings that do not exist."""
+        raw: Mapping[str, Mapping[str, Any]] = json.loads(text)
+        for part, kind in _PARTS.items():
             unknown = set(raw.get(part, {})) - {entry.name for entry in fields(kind)}
             if unknown:
                 raise ValueError(
                     f"config.json has unknown settings in {part!r}: {', '.join(sorted(unknown))}"
                 )
-        return RunConfig(**{part: kind(**raw.get(part, {})) for part, kind in parts.items()})  # type: ignore[arg-type]
+        return RunConfig(**{part: kind(**raw.get(part, {})) for part, kind in _PARTS.items()})
+
+
+_PARTS: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}

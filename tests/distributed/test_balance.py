@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from helpers.ranks import gather_ranks, run_ranks
+from helpers.training import build, snapshot
 
 import freescale
 from freescale.balance.balancer import Balancer
@@ -18,8 +19,6 @@ from freescale.data.synthetic import generate
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.transport.local import LocalTransport
-
-from test_serial import snapshot  # isort: skip
 
 LABELS = ("is_click", "is_like")
 COST = CostModel.balanced_at(20)
@@ -200,7 +199,6 @@ def _capped(transport, path):
 
 def _uneven(transport, counts, balanced=True):
     from helpers.toys import clicks_batch
-    from test_serial import build
 
     _, pipeline = build(
         transport, balancer=Balancer(PARTITIONERS["greedy"], COST) if balanced else None
@@ -236,7 +234,6 @@ class Logged:
 
 def _adapting(transport, schedule, steps, state=None):
     from helpers.toys import clicks_batch
-    from test_serial import build
 
     logged = Logged()
     balancer = Balancer(logged, COST, adapt=True)
@@ -276,7 +273,6 @@ def test_adapting_learns_the_same_on_all_ranks_and_a_checkpoint_keeps_what_is_in
 
 def _frozen(transport):
     from helpers.toys import clicks_batch
-    from test_serial import build
 
     logged = Logged()
     balancer = Balancer(logged, COST)

@@ -74,7 +74,7 @@ def _swept(transport, wire):
     made = _over(transport, wire)
     found, used = [], []
     for number in range(6):
-        sides = [Side(made.ledger, name) for name in ("ahead", "urgent", "coming")]
+        sides = [Side(made.ledger, name) for name in ("ahead", "urgent", "input")]
         channels = [made.channel(side, urgent=side.name == "urgent") for side in sides]
         found.append(all(_exchanged(channel, number) for channel in channels))
         assert [channel.ledger for channel in channels] == sides and all(

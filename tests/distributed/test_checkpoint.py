@@ -11,37 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.checkpoints import batches, build, rewrite_as_format_1
 from helpers.ranks import gather_ranks, run_ranks
-from helpers.toys import Clicks, clicks_batch, rank_slice
+from helpers.toys import clicks_batch
+from helpers.training import assert_close, snapshot
 
-import freescale
-from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.train.checkpoint import Checkpoints, SafeReader
 from freescale.train.export import export_checkpoint
 from freescale.transport.local import LocalTransport
-
-from test_serial import assert_close, snapshot  # isort: skip
-
-
-def build(transport, optimizer="adam", placement="sharded", **model):
-    torch.manual_seed(3)
-    parallel = freescale.parallelize(
-        Clicks(**model),
-        Clicks.ids,
-        ROW_OPTIMIZERS[optimizer](lr=0.1),
-        transport=transport,
-        placement=placement,
-        init_std=0.3,
-    )
-    dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
-    return parallel, dense, freescale.Pipeline(parallel, dense)
-
-
-def batches(transport, first, last):
-    return [
-        rank_slice(clicks_batch(9, seed), transport.rank, transport.world)
-        for seed in range(first, last)
-    ]
 
 
 def save_after(transport, folder, steps, optimizer="adam", placement="sharded"):
@@ -210,15 +187,6 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
         Checkpoints(tmp_path, LocalTransport()).load(tmp_path, parallel, dense)
 
 
-def older(path):
-    """As it was written before there were checksums."""
-    state = json.loads((path / "state.json").read_text())
-    known = ("dense", "tables", "placement", "optimizer", "progress", "ranks", "device", "carried")
-    (path / "state.json").write_text(
-        json.dumps({"format": 1} | {key: state[key] for key in known if key in state})
-    )
-
-
 class _Evil:
     def __init__(self, path):
         self.path = path
@@ -231,7 +199,7 @@ def test_pickled_code_is_not_executed(tmp_path):
     save_after(LocalTransport(), str(tmp_path / "run"), 1)
     path = tmp_path / "run" / "step-00000001"
     (path / ".metadata").write_bytes(pickle.dumps(_Evil(str(tmp_path / "owned"))))
-    older(path)  # who changes files on purpose has checksums that fit, or none
+    rewrite_as_format_1(path)  # who changes files on purpose has checksums that fit, or none
     parallel, dense, _ = build(LocalTransport())
     with pytest.raises(ValueError, match=r"holds posix.mkdir, .* refused"):
         Checkpoints(tmp_path / "run", LocalTransport()).load(path, parallel, dense)

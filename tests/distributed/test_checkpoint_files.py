@@ -3,7 +3,6 @@ damage is found by name."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -12,16 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ranks
+from helpers.checkpoints import batches, build, rewrite_as_format_1
 from helpers.ranks import run_ranks
 from helpers.toys import clicks_batch
+from helpers.training import snapshot
 
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.export import export_run
 from freescale.transport.local import LocalTransport
-
-from test_checkpoint import batches, build, older  # isort: skip
-from test_serial import snapshot  # isort: skip
 
 
 def trained(folder, *steps, keep=5, transport=None):
@@ -248,7 +245,7 @@ def test_the_one_before_is_taken_with_a_warning(tmp_path):
 
 def test_a_checkpoint_without_checksums_loads(tmp_path):
     parallel, _, checkpoints = trained(tmp_path, 2)
-    older(checkpoints.path(2))
+    rewrite_as_format_1(checkpoints.path(2))
     fresh, dense, _ = build(LocalTransport())
     assert checkpoints.load(checkpoints.last_intact(), fresh, dense)["step"] == 2
     expected, actual = snapshot(parallel), snapshot(fresh)
@@ -285,52 +282,12 @@ def test_all_ranks_take_the_same_one(tmp_path):
 # ---- full
 
 
-def _fill(transport, folder):
-    parallel, dense, pipeline = build(transport, items=5000)
-    checkpoints = Checkpoints(Path(folder), transport)
-    for result in pipeline.run(batches(transport, 0, 3)):
-        checkpoints.save(parallel, dense, {"step": result.step})
-
-
-def full_disk(folder):
-    """On a disk that holds one checkpoint and a half."""
-    ranks.CONTEXT = multiprocessing.get_context("fork")  # all that is needed is imported
-    folder = Path(folder)
-    said = [
-        error.strip().splitlines()[-1]
-        for error, _ in ranks.gather_ranks(2, _fill, str(folder), timeout=60)
-    ]
-    failed = f"ValueError: checkpoint {folder}/step-00000002 could not be written"
-    assert said == [f"{failed}: the disk is full: make room, or keep fewer checkpoints"] * 2, said
-    assert names(folder) == ["step-00000001"], names(folder)
-    parallel, dense, _ = build(LocalTransport(), items=5000)
-    assert (
-        Checkpoints(folder, LocalTransport()).load(folder / "step-00000001", parallel, dense)[
-            "step"
-        ]
-        == 1
-    )
-
-
 def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path):
     mounted = f"mount -t tmpfs -o size=1700k tmpfs {tmp_path}"
     if subprocess.run(["unshare", "-rm", "sh", "-c", mounted], capture_output=True).returncode:
         pytest.skip("no small disk to be had here: mounts are not allowed")
-    tests = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    code = (
-        f"import sys; sys.path[:0] = {tests}; import test_checkpoint_files as t; "
-        f"t.full_disk({str(tmp_path)!r})"
-    )
-    run = [
-        "unshare",
-        "-rm",
-        "sh",
-        "-c",
-        f'{mounted} && exec "$@"',
-        "sh",
-        sys.executable,
-        "-c",
-        code,
-    ]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    program = [sys.executable, "-m", "helpers.full_disk", str(tmp_path)]
+    run = ["unshare", "-rm", "sh", "-c", f'{mounted} && exec "$@"', "sh", *program]
+    tests = Path(__file__).parents[1]
+    done = subprocess.run(run, cwd=tests, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

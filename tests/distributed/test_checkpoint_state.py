@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.checkpoints import rewrite_as_format_1
 from helpers.ranks import run_ranks
 from helpers.toys import Clicks, clicks_batch, rank_slice
+from helpers.training import snapshot
 from torch import nn
 
 import freescale
@@ -19,9 +21,6 @@ from freescale.data.synthetic import generate
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.trainer import Trainer
 from freescale.transport.local import LocalTransport
-
-from test_checkpoint import older  # isort: skip
-from test_serial import snapshot  # isort: skip
 
 OPTIMIZERS = {
     "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
@@ -211,7 +210,9 @@ def test_a_checkpoint_with_tensors_alone_resumes(tmp_path):
     parallel, dense, pipeline = build()
     run(pipeline, 0, 3)
     checkpoints = Checkpoints(tmp_path, LocalTransport())
-    older(checkpoints.save(parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()}))
+    rewrite_as_format_1(
+        checkpoints.save(parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()})
+    )
     resumed, fresh, again = build()
     again.load_state_dict(checkpoints.load(checkpoints.path(3), resumed, fresh)["pipeline"])
     run(pipeline, 3, 6)
@@ -389,8 +390,8 @@ def diverge(transport, folder, where):
     assert checkpoints.steps() == [2]
     if transport.rank == transport.world - 1:
         tensors = {
-            "table": parallel.tables.local("item")["rows"],
-            "row state": parallel.tables.local("item")["first"],
+            "table": parallel.tables.get_local_state("item")["rows"],
+            "row state": parallel.tables.get_local_state("item")["first"],
             "dense": parallel.module.layers[0].weight.data,
             "mask": parallel.module.mask,
             "optimizer": dense.state[parallel.module.layers[0].weight]["exp_avg"],
@@ -433,7 +434,9 @@ def trainer(folder, steps, resume=False, **options):
     sizes = DataConfig(data=str(data), max_length=10, negatives=4)
     settings = TrainConfig(global_batch=8, steps=steps, trace_steps=0, **options)
     config = RunConfig(sizes, ModelConfig(width=8, layers=1, heads=1), settings)
-    return Trainer(config, data, folder / "run", LocalTransport(), resume=resume)
+    return Trainer(
+        config, folder / "run", resume=resume, histories=data, transport=LocalTransport()
+    )
 
 
 def test_a_run_refuses_a_folder_with_other_checkpoints_before_it_trains(tmp_path):

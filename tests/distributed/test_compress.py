@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.ranks import run_ranks
 from helpers.toys import Clicks, clicks_batch, rank_slice
+from helpers.training import snapshot
 from helpers.wires import WIRES, wired
 from torch import nn
 
@@ -21,11 +22,10 @@ from freescale.data.synthetic import generate
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.dense.thresholded import ThresholdedGradients, Thresholding
 from freescale.train.checkpoint import Checkpoints
+from freescale.train.progress import describe_run
 from freescale.train.trainer import Trainer
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
-
-from test_serial import snapshot  # isort: skip
 
 ETA, EVERY, STEPS = 0.9, 3, 8
 SHAPES = ((40, 50), (30,), (64, 64))
@@ -343,8 +343,10 @@ def test_a_run_is_compressed_and_resumes(tmp_path):
         settings = TrainConfig(global_batch=16, steps=steps, trace_steps=0, **options)
         sizes = DataConfig(data=str(data), max_length=20, negatives=8)
         config = RunConfig(sizes, ModelConfig(width=32, layers=1, heads=1), settings)
-        trainer = Trainer(config, data, tmp_path / folder, LocalTransport(), resume=resume)
-        return trainer.train(), trainer.parallel.module.state_dict(), trainer._describe()
+        trainer = Trainer(
+            config, tmp_path / folder, resume=resume, histories=data, transport=LocalTransport()
+        )
+        return trainer.train(), trainer.model.module.state_dict(), describe_run(trainer)
 
     compressed = {"compress_dense": ETA, "compress_every": EVERY}
     results, whole, lines = run("whole", 8, **compressed)

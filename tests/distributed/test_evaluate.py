@@ -76,7 +76,7 @@ def expected():
         Retrieval(encoder(), num_items=ITEMS, table_device="meta"), LocalTransport(), "sharded"
     )
     parallel.tables.place()
-    ids, rows = parallel.tables.share("item")
+    ids, rows = parallel.tables.get_local_rows("item")
     table = rows[ids.argsort()]
     model = Retrieval(encoder(), num_items=ITEMS).double().eval()
     with torch.no_grad():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.collisions import batch_of, build, colliding, share_of, state_of
 from helpers.ranks import gather_ranks, run_ranks
 from helpers.toys import Clicks
 from helpers.wires import wired
@@ -24,8 +25,6 @@ from freescale.pipeline.agreement import RemoteError
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
-
-from test_priority import batch_of, build, colliding, share_of, state_of  # isort: skip
 
 SCHEDULES = ("serial", "staged")
 

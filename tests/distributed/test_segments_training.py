@@ -7,14 +7,14 @@ import json
 
 import pytest
 import torch
+from helpers.command import freescale as command
 from helpers.ranks import run_ranks
-from test_cli import freescale as command
-from test_cli import interactions, metrics, train
+from helpers.small_runs import interactions, metrics, train
 
 import freescale
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.prepare import prepare
-from freescale.train.build import build_balancer, build_parallel, histories
+from freescale.train.build import build_balancer, build_model, load_histories
 
 CUT = [
     "--segment",
@@ -66,8 +66,8 @@ def one_step(transport, path, balance):
         ModelConfig(width=8, segment=3, segment_tokens=2, segment_weight=1.5, segment_pooling=True),
         TrainConfig(global_batch=32, device="cpu", balance=balance),
     )
-    data = histories(config, path, transport)
-    parallel = build_parallel(config, data, transport)
+    data = load_histories(config, path, transport)
+    parallel = build_model(config, data, transport)
     parallel.module.double()
     before = {name: value.detach().clone() for name, value in parallel.module.named_parameters()}
     optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=1.0)

@@ -6,55 +6,13 @@ import pytest
 import torch
 from helpers.ranks import gather_ranks, run_ranks
 from helpers.toys import Clicks, clicks_batch, rank_slice
+from helpers.training import assert_close, build, gather_tables, snapshot
 
-import freescale
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.transport.local import LocalTransport
 
 OPTIMIZERS = list(ROW_OPTIMIZERS)
 STATES = (0, 3, 7)  # steps made before the step that is compared
-
-
-def build(
-    transport, optimizer="adagrad", placement="sharded", lr=0.1, schedule="serial", **options
-):
-    torch.manual_seed(3)
-    parallel = freescale.parallelize(
-        Clicks(),
-        Clicks.ids,
-        ROW_OPTIMIZERS[optimizer](lr=lr),
-        transport=transport,
-        placement=placement,
-        init_std=0.3,
-        seed=5,
-    )
-    dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
-    return parallel, freescale.Pipeline(parallel, dense, schedule=schedule, **options)
-
-
-def whole_tables(parallel):
-    """Every table and its row-optimizer state in the order of ids, on every rank."""
-    tables = parallel.tables
-    result = {}
-    for name, spec in tables.specs.items():
-        rows = tables.group(name).rows
-        ids = rows.ids(name)
-        for part, local in rows.tensors(name).items():
-            whole = torch.full((spec.rows, *local.shape[1:]), float("nan"), dtype=local.dtype)
-            if tables.placements[name].kind == "replicated":
-                whole[ids] = local
-            else:
-                whole.zero_()
-                whole[ids] = local
-                tables.transport.all_reduce(whole, "dense").wait()
-            result[f"{name}/{part}"] = whole
-    return result
-
-
-def snapshot(parallel):
-    return whole_tables(parallel) | {
-        n: p.detach().clone() for n, p in parallel.module.named_parameters()
-    }
 
 
 def train(transport, sizes, optimizer, placement, options):
@@ -76,23 +34,15 @@ def one_step_from(transport, state, batch, optimizer, placement, options):
     parallel, pipeline = build(transport, optimizer, placement, **options)
     parallel.tables.place()
     for name in parallel.tables.specs:
-        rows = parallel.tables.group(name).rows
-        for part, local in rows.tensors(name).items():
-            local.copy_(state[f"{name}/{part}"][rows.ids(name)])
+        rows = parallel.tables.get_group(name).rows
+        for part, local in rows.get_tensors(name).items():
+            local.copy_(state[f"{name}/{part}"][rows.get_ids(name)])
     with torch.no_grad():
         for name, parameter in parallel.module.named_parameters():
             parameter.copy_(state[name])
     pipeline.load_state_dict({"steps": 4})
     (result,) = pipeline.run([rank_slice(batch, transport.rank, transport.world)])
     return result.loss, snapshot(parallel)
-
-
-def assert_close(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            actual[name], value, rtol=1e-12, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}"
-        )
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -228,4 +178,4 @@ def test_initial_tables_do_not_depend_on_ranks():
 def _initial(transport):
     parallel, _ = build(transport)
     parallel.tables.place()
-    return whole_tables(parallel)
+    return gather_tables(parallel)

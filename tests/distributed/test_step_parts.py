@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from helpers.collisions import batch_of, build, colliding, share_of
 from helpers.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +17,6 @@ from freescale.embedding.collision import collision_masks
 from freescale.ledger.busy import own_waits
 from freescale.ledger.summary import Summary, merge_step
 
-from test_priority import batch_of, build, colliding, share_of  # isort: skip
-
 HELD = 0.02  # seconds
 
 
@@ -25,17 +24,17 @@ def _slow_lane(transport, schedule, dense_sums):
     """A lane that works on its own while the main thread already waits for it."""
     waiting = threading.Event()
 
-    def masks(current, coming):
+    def masks(current, following):
         waiting.wait(timeout=30)
         waiting.clear()
         time.sleep(HELD)
-        return collision_masks(current, coming)
+        return collision_masks(current, following)
 
     options = {"masks": masks} if schedule == "staged" else {}
     parallel, pipeline = build(transport, schedule, dense_sums=dense_sums, **options)
     if schedule == "staged":
-        arrive = pipeline._arrive
-        pipeline._arrive = lambda turn: (waiting.set(), arrive(turn))
+        await_rows = pipeline._await_rows
+        pipeline._await_rows = lambda current: (waiting.set(), await_rows(current))
     batches = [
         share_of(batch_of(ids, number), transport)
         for number, ids in enumerate(colliding(0.3, steps=8))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.ranks import run_ranks
+from helpers.training import snapshot
 
 import freescale
 from freescale.data.loader import Histories
@@ -13,8 +14,6 @@ from freescale.data.synthetic import generate
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.transport.local import LocalTransport
-
-from test_serial import snapshot  # isort: skip
 
 LABELS = ("is_click", "is_like")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.gpu_training import CudaClicks
 from helpers.toys import Clicks, clicks_batch, rank_slice
 
 import freescale
@@ -43,12 +44,6 @@ def same(actual, expected):
         assert torch.equal(ours.cpu(), theirs)
 
 
-class CudaClicks(Clicks):
-    def forward(self, batch):
-        with torch.device(batch.device):
-            return super().forward(batch)
-
-
 def train(device, placement, optimizer, steps=4):
     torch.manual_seed(3)
     parallel = freescale.parallelize(
@@ -63,7 +58,7 @@ def train(device, placement, optimizer, steps=4):
     dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
     pipeline = freescale.Pipeline(parallel, dense, clip=0.5, accumulate=2)
     losses = [r.loss for r in pipeline.run([clicks_batch(13, seed) for seed in range(steps)])]
-    ids, rows = parallel.tables.share("item")
+    ids, rows = parallel.tables.get_local_rows("item")
     return losses, rows[ids.argsort()].cpu()
 
 
@@ -76,6 +71,7 @@ def train(device, placement, optimizer, steps=4):
         freescale.RowWiseAdagrad(lr=0.1),
         freescale.Adam(lr=0.1),
     ],
+    ids=lambda optimizer: type(optimizer).__name__,
 )
 def test_training_equals_the_cpu(placement, optimizer):
     expected, actual = train("cpu", placement, optimizer), train("cuda", placement, optimizer)
@@ -232,7 +228,8 @@ sys.path[:0] = {path!r}
 os.environ["NCCL_HOSTID"] = "host" + os.environ["RANK"]
 os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 import freescale
-from test_cuda import CudaClicks, Clicks, clicks_batch, rank_slice
+from helpers.gpu_training import CudaClicks
+from helpers.toys import Clicks, clicks_batch, rank_slice
 transport = freescale.connect(torch.device("cuda:0"))
 torch.manual_seed(3)
 rows = freescale.Adagrad(lr=0.1)
@@ -264,9 +261,8 @@ transport.close()
 def test_ranks_over_nccl_on_one_gpu(tmp_path, partitioner):
     """Two ranks, one GPU: losses as on the CPU wherever samples are computed, and the ledger has
     the arrivals of both."""
-    here = str(Path(__file__).parent)
     script = tmp_path / "ranks.py"
-    script.write_text(SCRIPT.format(path=[here, str(Path(here).parent)]))
+    script.write_text(SCRIPT.format(path=[str(Path(__file__).parents[1])]))
     command = [
         sys.executable,
         "-m",

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.gpu_training import CudaClicks
 from helpers.toys import Clicks, clicks_batch
 
 import freescale
 from freescale.train.checkpoint import Checkpoints
-from freescale.train.checkpoint.finite import first_not_finite
+from freescale.train.checkpoint.finite_check import first_not_finite
 from freescale.transport.local import LocalTransport
-
-from test_cuda import CudaClicks  # isort: skip
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

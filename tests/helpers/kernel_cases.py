@@ -287,18 +287,18 @@ def deduplicated(name, device="cpu"):
 def masks(name, device="cpu"):
     torch.manual_seed(4)
     n, top = KEYS[name]
-    current, coming = (
+    current, following = (
         torch.randint(0, top, (n,), device=device),
         torch.randint(top // 2, 2 * top, (n // 2 + 1,), device=device),
     )
     pairs = zip(
-        unique.collision_masks(current, coming),
-        triton_unique.collision_masks(current, coming),
+        unique.collision_masks(current, following),
+        triton_unique.collision_masks(current, following),
         strict=True,
     )
     return {
         "collisions": all(torch.equal(a, b) for a, b in pairs),
-        "empty": not triton_unique.find_members(current, coming[:0]).any(),
+        "empty": not triton_unique.find_members(current, following[:0]).any(),
     }
 
 

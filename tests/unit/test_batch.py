@@ -4,90 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.histories import build_batch, list_samples, samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.batch import Jagged, Nested, SequenceBatch
-
-
-def made(samples: list[dict]) -> SequenceBatch:
-    """A batch from a list of plain samples."""
-    ints = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
-    histories = [s["history"] for s in samples]
-    candidates = [s["candidates"] for s in samples]
-    flat = [c for group in candidates for c in group]
-    return SequenceBatch(
-        sequences={
-            "history": Jagged(
-                ints([v for h in histories for v in h]), ints([len(h) for h in histories])
-            ),
-            "scores": Jagged(
-                torch.tensor([[v / 2, -v] for h in histories for v in h], dtype=torch.float32).view(
-                    -1, 2
-                ),
-                ints([len(h) for h in histories]),
-            ),
-        },
-        candidates={
-            "candidates": Nested(
-                ints([v for c in flat for v in c]),
-                ints([len(c) for c in flat]),
-                ints([len(g) for g in candidates]),
-            )
-        },
-        dense={"label": torch.tensor([s["label"] for s in samples], dtype=torch.bool)},
-        weights={"click": torch.tensor([float(len(s["history"])) for s in samples])},
-        keys=ints([s["key"] for s in samples]),
-        number=7,
-    )
-
-
-def plain(batch: SequenceBatch) -> list[dict]:
-    """The inverse of `made`, by loops."""
-    samples, history, outer, inner = [], 0, 0, 0
-    nested = batch.candidates["candidates"]
-    for i in range(len(batch)):
-        length = int(batch.sequences["history"].lengths[i])
-        tokens = batch.sequences["history"].values[history : history + length].tolist()
-        scores = batch.sequences["scores"].values[history : history + length].tolist()
-        assert scores == [[v / 2, -v] for v in tokens]
-        history += length
-        candidates = []
-        for size in nested.lengths[outer : outer + int(nested.counts[i])].tolist():
-            candidates.append(nested.values[inner : inner + size].tolist())
-            inner += size
-        outer += int(nested.counts[i])
-        assert float(batch.weights["click"][i]) == length
-        samples.append(
-            {
-                "history": tokens,
-                "candidates": candidates,
-                "label": bool(batch.dense["label"][i]),
-                "key": int(batch.keys[i]),
-            }
-        )
-    assert history == batch.sequences["history"].values.numel() and inner == nested.values.numel()
-    return samples
-
-
-ids = st.integers(0, 1000)
-sample = st.fixed_dictionaries(
-    {
-        "history": st.lists(ids, max_size=6),
-        "candidates": st.lists(st.lists(ids, max_size=3), max_size=4),
-        "label": st.booleans(),
-        "key": st.integers(-(2**63), 2**63 - 1),
-    }
-)
-samples = st.lists(sample, max_size=7)
+from freescale.batch import Jagged, SequenceBatch
 
 
 @settings(deadline=None)
 @given(samples, st.data())
 def test_select(items, data):
     index = data.draw(st.lists(st.integers(0, len(items) - 1), max_size=9)) if items else []
-    chosen = made(items).select(torch.tensor(index, dtype=torch.int64))
-    assert plain(chosen) == [items[i] for i in index]
+    chosen = build_batch(items).select(torch.tensor(index, dtype=torch.int64))
+    assert list_samples(chosen) == [items[i] for i in index]
     assert chosen.number == 7
 
 
@@ -96,9 +25,9 @@ def test_select(items, data):
 def test_split_and_concat(items, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(items)), max_size=3)))
     edges = [0, *cuts, len(items)]
-    parts = made(items).split([b - a for a, b in zip(edges, edges[1:])])
-    assert [plain(part) for part in parts] == [items[a:b] for a, b in zip(edges, edges[1:])]
-    assert plain(SequenceBatch.concat(parts)) == items
+    parts = build_batch(items).split([b - a for a, b in zip(edges, edges[1:])])
+    assert [list_samples(part) for part in parts] == [items[a:b] for a, b in zip(edges, edges[1:])]
+    assert list_samples(SequenceBatch.concat(parts)) == items
 
 
 def test_what_does_not_fit_is_refused():
@@ -113,14 +42,14 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="no feature 'x'; it has h"):
         SequenceBatch(sequences={"h": Jagged(torch.zeros(2), torch.tensor([2]))}).values("x")
     with pytest.raises(ValueError, match="split sizes"):
-        made([]).split([1])
+        build_batch([]).split([1])
     with pytest.raises(ValueError, match="differ in their features"):
-        SequenceBatch.concat([made([]), SequenceBatch(dense={"a": torch.zeros(0)})])
+        SequenceBatch.concat([build_batch([]), SequenceBatch(dense={"a": torch.zeros(0)})])
 
 
 def test_features_that_moved_remember_the_host():
     """On the meta device nothing can be read: sizes must come from where the batch was."""
-    batch = made(
+    batch = build_batch(
         [
             {"history": [1, 2], "candidates": [[1], []], "label": 1, "key": 1},
             {"history": [], "candidates": [[2, 3]], "label": 0, "key": 2},

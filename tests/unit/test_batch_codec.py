@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.histories import build_batch, list_samples, samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_batch import made, plain, samples
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.batch_codec import build_empty_batch, describe_schema, pack, unpack
@@ -21,16 +21,16 @@ def test_parts_arrive_as_they_were_sent(items, others, data):
     order = data.draw(st.permutations(range(len(items))))
     first = data.draw(st.integers(0, len(items)))
     counts = [first, 0, len(items) - first]
-    message, sizes, lengths = pack(made(items), np.array(order, np.int64), counts)
+    message, sizes, lengths = pack(build_batch(items), np.array(order, np.int64), counts)
     assert (
         message.dtype == torch.uint8 and message.numel() == sum(lengths) and not message.numel() % 8
     )
-    theirs, their_sizes, _ = pack(made(others), np.arange(len(others)), [len(others)])
+    theirs, their_sizes, _ = pack(build_batch(others), np.arange(len(others)), [len(others)])
     parts = message.split(lengths)
     for part, (start, count) in enumerate(zip([0, first, first], counts, strict=True)):
         joined = torch.cat([parts[part], theirs])
-        received = unpack(made([]), joined, np.stack([sizes[part], their_sizes[0]]))
-        assert plain(received) == [items[i] for i in order[start : start + count]] + others
+        received = unpack(build_batch([]), joined, np.stack([sizes[part], their_sizes[0]]))
+        assert list_samples(received) == [items[i] for i in order[start : start + count]] + others
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_dtypes_and_shapes(dtype):
 
 
 def test_what_does_not_fit_is_refused():
-    batch = made([{"history": [1, 2], "candidates": [[3]], "label": True, "key": 1}])
+    batch = build_batch([{"history": [1, 2], "candidates": [[3]], "label": True, "key": 1}])
     message, sizes, _ = pack(batch, np.arange(1), [1])
     for damaged in (message[:-8], message[:8], message.float()):
         with pytest.raises(ValueError, match="were announced"):
@@ -62,9 +62,9 @@ def test_what_does_not_fit_is_refused():
 
 def test_a_rank_without_data_learns_the_features_from_the_others():
     items = [{"history": [1, 2], "candidates": [[3], []], "label": True, "key": 1}]
-    batch = made(items)
+    batch = build_batch(items)
     like = build_empty_batch(describe_schema(batch))
     assert len(like) == 0 and describe_schema(like) == describe_schema(batch) != ""
     message, sizes, _ = pack(batch, np.arange(1), [1])
-    assert plain(unpack(like, message, sizes)) == items
+    assert list_samples(unpack(like, message, sizes)) == items
     assert describe_schema(SequenceBatch()) == "" and not build_empty_batch("").parts()

@@ -40,7 +40,7 @@ def _model():
 def _watching(parameters):
     """As in a run that goes on."""
     buckets = GradientBuckets(parameters, CPU)
-    buckets.run = buckets.watching()
+    buckets.run = buckets.watch_backward()
     buckets.run.__enter__()
     return buckets
 
@@ -87,10 +87,10 @@ def test_buckets_leave_during_the_backward_with_their_gradients():
     ("sizes", "expected"),
     [
         # a small one takes the next, however large; the last joins it
-        ([265, 10, 800, 10], [[265], [10, 800, 10]]),
-        ([10, 10], [[10, 10]]),
-        ([60, 60, 60, 60], [[60], [60], [60], [60]]),
-        ([900], [[900]]),
+        pytest.param([265, 10, 800, 10], [[265], [10, 800, 10]], id="small ones join the next"),
+        pytest.param([10, 10], [[10, 10]], id="all small"),
+        pytest.param([60, 60, 60, 60], [[60], [60], [60], [60]], id="none small"),
+        pytest.param([900], [[900]], id="one large"),
     ],
 )
 def test_no_bucket_is_small(sizes, expected, monkeypatch):

@@ -6,19 +6,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.embedding.collision import Asked, collision_masks, divided, pieces_for
+from freescale.embedding.collision import MarkedRows, collision_masks, count_pieces, divide_rows
 
 rows = st.lists(st.integers(0, 12), max_size=20)
 
 
 @settings(deadline=None, max_examples=200)
 @given(rows, rows)
-def test_masks(current, coming):
+def test_masks(current, following):
     shared, colliding = collision_masks(
-        torch.tensor(current, dtype=torch.int64), torch.tensor(coming, dtype=torch.int64)
+        torch.tensor(current, dtype=torch.int64), torch.tensor(following, dtype=torch.int64)
     )
-    assert shared.tolist() == [row in set(coming) for row in current]
-    assert colliding.tolist() == [row in set(current) for row in coming]
+    assert shared.tolist() == [row in set(following) for row in current]
+    assert colliding.tolist() == [row in set(current) for row in following]
 
 
 requests = st.lists(
@@ -37,8 +37,8 @@ def test_requests_are_divided_into_the_marked_and_pieces_of_the_others(several):
         flat = [one for rank in ranks for one in rank]
         rows = torch.tensor([row for row, _ in flat], dtype=torch.int64)
         marked = torch.tensor([mark for _, mark in flat], dtype=torch.bool)
-        asked.append(Asked(marked, rows, [len(rank) for rank in ranks], pieces))
-    orders, counts = divided(asked)
+        asked.append(MarkedRows(marked, rows, [len(rank) for rank in ranks], pieces))
+    orders, counts = divide_rows(asked)
     counts = counts.split([each.bins for each in asked])
     for (ranks, pieces), order, count in zip(several, orders, counts, strict=True):
         assert [positions.tolist() for positions in order.split(count.tolist())] == expected(
@@ -60,9 +60,9 @@ def expected(ranks, pieces):
 
 def test_pieces_are_not_too_small():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert [pieces_for(size << 20, cpu) for size in (0, 1, 3, 8, 9999)] == [1, 1, 2, 8, 64]
-    assert [pieces_for(size << 20, cuda) for size in (0, 4, 31, 32, 9999)] == [1, 1, 4, 8, 64]
-    assert [pieces_for(256 << 20, cuda, ranks) for ranks in (8, 256, 512, 4096, 1 << 20)] == [
+    assert [count_pieces(size << 20, cpu) for size in (0, 1, 3, 8, 9999)] == [1, 1, 2, 8, 64]
+    assert [count_pieces(size << 20, cuda) for size in (0, 4, 31, 32, 9999)] == [1, 1, 4, 8, 64]
+    assert [count_pieces(256 << 20, cuda, ranks) for ranks in (8, 256, 512, 4096, 1 << 20)] == [
         64,
         64,
         32,

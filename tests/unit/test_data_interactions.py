@@ -71,11 +71,18 @@ def test_parquet_streams(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("ratings.dat", "1::1193::4.5::978300760\n1::661::3::978302109\r\n2::7::0.5::5\n"),
-        ("u.data", "1\t1193\t4.5\t978300760\n1\t661\t3\t978302109\n2\t7\t0.5\t5"),
-        (
+        pytest.param(
+            "ratings.dat",
+            "1::1193::4.5::978300760\n1::661::3::978302109\r\n2::7::0.5::5\n",
+            id="double colons",
+        ),
+        pytest.param(
+            "u.data", "1\t1193\t4.5\t978300760\n1\t661\t3\t978302109\n2\t7\t0.5\t5", id="tabs"
+        ),
+        pytest.param(
             "ratings.csv",
             "userId,movieId,rating,timestamp\n1,1193,4.5,978300760\n1,661,3.0,978302109\n2,7,0.5,5\n",
+            id="commas with a header",
         ),
     ],
 )
@@ -100,7 +107,12 @@ AMAZON_EVENTS = [event(0, 0, 100, action=10), event(1, 1, 90, action=5), event(0
 
 
 @pytest.mark.parametrize(
-    "header", ["", "user,item,rating,timestamp\n", "user_id,parent_asin,rating,timestamp\n"]
+    "header",
+    [
+        pytest.param("", id="no header"),
+        pytest.param("user,item,rating,timestamp\n", id="short names"),
+        pytest.param("user_id,parent_asin,rating,timestamp\n", id="names of 2023"),
+    ],
 )
 def test_amazon_csv(tmp_path, header):
     content = header + "".join(",".join(map(str, row)) + "\n" for row in AMAZON)
@@ -115,8 +127,8 @@ def test_amazon_csv_with_item_first(tmp_path):
 @pytest.mark.parametrize(
     "names",
     [
-        ("reviewerID", "asin", "overall", "unixReviewTime"),
-        ("user_id", "parent_asin", "rating", "timestamp"),
+        pytest.param(("reviewerID", "asin", "overall", "unixReviewTime"), id="names of 2018"),
+        pytest.param(("user_id", "parent_asin", "rating", "timestamp"), id="names of 2023"),
     ],
 )
 def test_amazon_json(tmp_path, names):
@@ -164,68 +176,142 @@ FLAGS = "user_id,video_id,time_ms,is_click\n"
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda folder: folder / "nowhere.parquet", ["nowhere.parquet", "no such file"]),
-        (bad_text("x.parquet", ""), ["x.parquet", "0 bytes"]),
-        (bad_text("x.parquet", "not parquet at all"), ["x.parquet", "not a readable Parquet file"]),
-        (bad_parquet(user_id=[1], timestamp=[2]), ["'item_id'", "missing", "user_id, timestamp"]),
-        (bad_parquet(user_id=[1], item_id=[1.5], timestamp=[2]), ["'item_id'", "double", "int64"]),
-        (bad_parquet(user_id=["a"], item_id=[1], timestamp=[2]), ["'user_id'", "string", "int64"]),
-        (bad_parquet(user_id=[1], item_id=[-3], timestamp=[2]), ["'item_id'", "-3", "renumber"]),
-        (bad_parquet(user_id=[-1], item_id=[3], timestamp=[2]), ["'user_id'", "-1", "renumber"]),
-        (bad_parquet(user_id=[1], item_id=NULL, timestamp=[2]), ["'item_id'", "1 null", "drop"]),
-        (bad_parquet(user_id=[1], item_id=[1], timestamp=[2], x=NULL), ["'x'", "1 null"]),
-        (
+        pytest.param(
+            lambda folder: folder / "nowhere.parquet",
+            ["nowhere.parquet", "no such file"],
+            id="no file",
+        ),
+        pytest.param(bad_text("x.parquet", ""), ["x.parquet", "0 bytes"], id="empty file"),
+        pytest.param(
+            bad_text("x.parquet", "not parquet at all"),
+            ["x.parquet", "not a readable Parquet file"],
+            id="not Parquet",
+        ),
+        pytest.param(
+            bad_parquet(user_id=[1], timestamp=[2]),
+            ["'item_id'", "missing", "user_id, timestamp"],
+            id="no item column",
+        ),
+        pytest.param(
+            bad_parquet(user_id=[1], item_id=[1.5], timestamp=[2]),
+            ["'item_id'", "double", "int64"],
+            id="fractional item id",
+        ),
+        pytest.param(
+            bad_parquet(user_id=["a"], item_id=[1], timestamp=[2]),
+            ["'user_id'", "string", "int64"],
+            id="user id is text",
+        ),
+        pytest.param(
+            bad_parquet(user_id=[1], item_id=[-3], timestamp=[2]),
+            ["'item_id'", "-3", "renumber"],
+            id="negative item id",
+        ),
+        pytest.param(
+            bad_parquet(user_id=[-1], item_id=[3], timestamp=[2]),
+            ["'user_id'", "-1", "renumber"],
+            id="negative user id",
+        ),
+        pytest.param(
+            bad_parquet(user_id=[1], item_id=NULL, timestamp=[2]),
+            ["'item_id'", "1 null", "drop"],
+            id="null item id",
+        ),
+        pytest.param(
+            bad_parquet(user_id=[1], item_id=[1], timestamp=[2], x=NULL),
+            ["'x'", "1 null"],
+            id="null in another column",
+        ),
+        pytest.param(
             bad_parquet(user_id=[1], item_id=[1], timestamp=[2], action=[0.5]),
             ["'action'", "double", "int64"],
+            id="fractional action",
         ),
-        (bad_parquet(user_id=HUGE, item_id=[1], timestamp=[2]), ["'user_id'", str(1 << 63)]),
-        (
+        pytest.param(
+            bad_parquet(user_id=HUGE, item_id=[1], timestamp=[2]),
+            ["'user_id'", str(1 << 63)],
+            id="user id beyond int64",
+        ),
+        pytest.param(
             bad_parquet(
                 **{n: pa.array([], pa.int64()) for n in ("user_id", "item_id", "timestamp")}
             ),
             ["no events", "events.parquet"],
+            id="no events in Parquet",
         ),
-        (
+        pytest.param(
             bad_text("ratings.csv", "userId,movieId,timestamp\n1,2,3\n"),
             ["'rating'", "missing", "userId"],
+            id="MovieLens CSV without ratings",
         ),
-        (bad_text("ratings.csv", "userId,movieId,rating,timestamp\n"), ["no events"]),
-        (
+        pytest.param(
+            bad_text("ratings.csv", "userId,movieId,rating,timestamp\n"),
+            ["no events"],
+            id="no events in CSV",
+        ),
+        pytest.param(
             bad_text("ratings.csv", "userId,movieId,rating,timestamp\n1,x7,3,3\n"),
             ["'movieId'", "'x7'", "int64"],
+            id="item id is no number",
         ),
-        (
+        pytest.param(
             bad_text("ratings.csv", "userId,movieId,rating,timestamp\n1,,3,3\n"),
             ["'movieId'", "1 null"],
+            id="empty item id",
         ),
-        (
+        pytest.param(
             bad_text("ratings.csv", "userId,movieId,rating,timestamp\n1,2,3\n"),
             ["Expected 4 columns, got 3"],
+            id="short row",
         ),
-        (bad_text("ratings.dat", "1::2::3\n"), ["3 columns", "user::item::rating::timestamp"]),
-        (bad_text("ratings.dat", "1::2::3::4\n-7::2::3::4\n"), ["'user_id'", "-7"]),
-        (
+        pytest.param(
+            bad_text("ratings.dat", "1::2::3\n"),
+            ["3 columns", "user::item::rating::timestamp"],
+            id="three columns in ratings.dat",
+        ),
+        pytest.param(
+            bad_text("ratings.dat", "1::2::3::4\n-7::2::3::4\n"),
+            ["'user_id'", "-7"],
+            id="negative user id in ratings.dat",
+        ),
+        pytest.param(
             bad_text("ratings.csv", "user_id,item,timestamp,x\na,b,3,4\n"),
             ["overall|rating", "missing"],
+            id="Amazon CSV without ratings",
         ),
-        (
+        pytest.param(
             bad_text("a.jsonl", '{"reviewerID": "a", "asin": "b", "overall": 5}\n'),
             ["unixReviewTime|timestamp"],
+            id="JSON without times",
         ),
-        (bad_text("a.jsonl", '{"reviewerID": "a"\n'), ["not a JSON object"]),
-        (
+        pytest.param(
+            bad_text("a.jsonl", '{"reviewerID": "a"\n'), ["not a JSON object"], id="broken JSON"
+        ),
+        pytest.param(
             bad_text(
                 "a.jsonl", '{"user_id":"a","asin":"b","rating":5,"timestamp":1}\n{"user_id":"a"}\n'
             ),
             ["'asin'", "1 null"],
+            id="second JSON object without an item",
         ),
-        (
+        pytest.param(
             bad_text("a.jsonl", '{"user_id":"a","asin":"b","rating":"five","timestamp":1}\n'),
             ["a.jsonl", "rating", "mend or drop"],
+            id="rating is no number",
         ),
-        (bad_text("log.csv", FLAGS + "1,2,3,2\n"), ["'is_click'", "2, not 0 or 1"]),
-        (bad_text("log.csv", "a,b\n1,2\n"), ["cannot tell the format", "a,b", "kuairand"]),
-        (bad_text("x.csv.gz", "not gzip"), ["x.csv.gz", "broken gzip"]),
+        pytest.param(
+            bad_text("log.csv", FLAGS + "1,2,3,2\n"),
+            ["'is_click'", "2, not 0 or 1"],
+            id="label is neither 0 nor 1",
+        ),
+        pytest.param(
+            bad_text("log.csv", "a,b\n1,2\n"),
+            ["cannot tell the format", "a,b", "kuairand"],
+            id="unknown format",
+        ),
+        pytest.param(
+            bad_text("x.csv.gz", "not gzip"), ["x.csv.gz", "broken gzip"], id="broken gzip"
+        ),
     ],
 )
 def test_bad_files_get_one_line(tmp_path, make, words):
@@ -294,7 +380,7 @@ def test_text_files_of_two_releases_are_in_one_unit(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (
+        pytest.param(
             pa.int64(),
             [
                 "b.parquet: column 'timestamp' holds int64, of no known unit",
@@ -302,14 +388,17 @@ def test_text_files_of_two_releases_are_in_one_unit(tmp_path):
                 "a.parquet",
                 "cast",
             ],
+            id="no unit",
         ),
-        (
+        pytest.param(
             pa.timestamp("ns"),
             ["b.parquet: column 'timestamp' holds timestamp[ns], of no time zone", "a.parquet"],
+            id="no time zone",
         ),
-        (
+        pytest.param(
             pa.timestamp("s", "UTC"),
             ["b.parquet: column 'timestamp'", str(1 << 40), "fit int64 in ns"],
+            id="beyond int64 in ns",
         ),
     ],
 )

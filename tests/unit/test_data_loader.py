@@ -382,24 +382,49 @@ def test_sizes(data):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"global_batch": 0}, "global_batch is 0; it must be 1 or more"),
-        ({"rank": 2, "world": 2}, "rank is 2; with 2 ranks"),
-        ({"max_length": 0}, "max_length is 0"),
-        ({"task": "ranks"}, "task is 'ranks'; choose one of retrieval, ranking"),
-        ({"part": "dev"}, "part is 'dev'"),
-        ({"split": "random"}, "split is 'random'"),
-        ({"split": "time"}, "split 'time' with split_time None"),
-        ({"split_time": 4}, "split 'leave-one-out' with split_time 4"),
-        ({"split": "none", "part": "test"}, "nothing is held out"),
-        ({"in_batch_share": 1.5}, "in_batch_share is 1.5"),
-        ({"epochs": 0}, "epochs is 0"),
-        ({"start": 7}, r"start is 7; the run has 6 batches"),
-        ({"task": "ranking"}, "label columns not named; the file has 'action', 'like', 'score'"),
-        (
+        pytest.param(
+            {"global_batch": 0}, "global_batch is 0; it must be 1 or more", id="batch of 0"
+        ),
+        pytest.param({"rank": 2, "world": 2}, "rank is 2; with 2 ranks", id="rank beyond world"),
+        pytest.param({"max_length": 0}, "max_length is 0", id="length of 0"),
+        pytest.param(
+            {"task": "ranks"},
+            "task is 'ranks'; choose one of retrieval, ranking",
+            id="unknown task",
+        ),
+        pytest.param({"part": "dev"}, "part is 'dev'", id="unknown part"),
+        pytest.param({"split": "random"}, "split is 'random'", id="unknown split"),
+        pytest.param(
+            {"split": "time"},
+            "split 'time' with split_time None",
+            id="split by time without a time",
+        ),
+        pytest.param(
+            {"split_time": 4},
+            "split 'leave-one-out' with split_time 4",
+            id="time without a split by time",
+        ),
+        pytest.param(
+            {"split": "none", "part": "test"}, "nothing is held out", id="test part of no split"
+        ),
+        pytest.param({"in_batch_share": 1.5}, "in_batch_share is 1.5", id="share above 1"),
+        pytest.param({"epochs": 0}, "epochs is 0", id="0 epochs"),
+        pytest.param({"start": 7}, r"start is 7; the run has 6 batches", id="start beyond the end"),
+        pytest.param(
+            {"task": "ranking"},
+            "label columns not named; the file has 'action', 'like', 'score'",
+            id="ranking without labels",
+        ),
+        pytest.param(
             {"task": "ranking", "tasks": ("like", "share")},
             ("label columns 'share'; the file has 'action', 'like'"),
+            id="unknown label",
         ),
-        ({"num_items": 100}, r"item id 29\d is not below num_items 100"),
+        pytest.param(
+            {"num_items": 100},
+            r"item id 29\d is not below num_items 100",
+            id="item beyond num_items",
+        ),
     ],
 )
 def test_bad_options(data, options, words):
@@ -410,18 +435,55 @@ def test_bad_options(data, options, words):
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"user_id": [7, 8], "item_id": [[1, 2], [3, -4]], "timestamp": [[1, 2], [3, 4]]}, "user 8 has item id -4"),
-        ({"user_id": [7, 8], "item_id": [[], [3, 4, 5]], "timestamp": [[], [3, 9, 4]]}, "user 8 .*timestamp 4 after 9"),
-        ({"user_id": [7, 8], "item_id": [[1], [3, 4]], "timestamp": [[1], [3]]}, "user 8 .* different lengths"),
-        ({"user_id": [7], "item_id": [[1, None]], "timestamp": [[1, 3]]}, "'item_id' has null"),
-        ({"user_id": [7, 8], "item_id": [[1, 2], None], "timestamp": [[1, 3], None]}, "'item_id' has null"),
-        ({"user_id": [7], "item_id": [1], "timestamp": [1]}, "not a histories file; make one"),
-        ({"user_id": ["a"], "item_id": [[1]], "timestamp": [[1]]}, "'user_id' holds string"),
-        ({"item_id": [[1]], "timestamp": [[1]]}, "'user_id' is missing"),
-        ({"user_id": pa.array([], pa.int64()), "item_id": pa.array([], pa.list_(pa.int64())),
-          "timestamp": pa.array([], pa.list_(pa.int64()))}, "no users"),
+        pytest.param(
+            {"user_id": [7, 8], "item_id": [[1, 2], [3, -4]], "timestamp": [[1, 2], [3, 4]]},
+            "user 8 has item id -4",
+            id="negative item id",
+        ),
+        pytest.param(
+            {"user_id": [7, 8], "item_id": [[], [3, 4, 5]], "timestamp": [[], [3, 9, 4]]},
+            "user 8 .*timestamp 4 after 9",
+            id="times out of order",
+        ),
+        pytest.param(
+            {"user_id": [7, 8], "item_id": [[1], [3, 4]], "timestamp": [[1], [3]]},
+            "user 8 .* different lengths",
+            id="different lengths",
+        ),
+        pytest.param(
+            {"user_id": [7], "item_id": [[1, None]], "timestamp": [[1, 3]]},
+            "'item_id' has null",
+            id="null in a history",
+        ),
+        pytest.param(
+            {"user_id": [7, 8], "item_id": [[1, 2], None], "timestamp": [[1, 3], None]},
+            "'item_id' has null",
+            id="null for a history",
+        ),
+        pytest.param(
+            {"user_id": [7], "item_id": [1], "timestamp": [1]},
+            "not a histories file; make one",
+            id="no lists",
+        ),
+        pytest.param(
+            {"user_id": ["a"], "item_id": [[1]], "timestamp": [[1]]},
+            "'user_id' holds string",
+            id="user id is text",
+        ),
+        pytest.param(
+            {"item_id": [[1]], "timestamp": [[1]]}, "'user_id' is missing", id="no user ids"
+        ),
+        pytest.param(
+            {
+                "user_id": pa.array([], pa.int64()),
+                "item_id": pa.array([], pa.list_(pa.int64())),
+                "timestamp": pa.array([], pa.list_(pa.int64())),
+            },
+            "no users",
+            id="no users",
+        ),
     ],
-)  # fmt: skip
+)
 def test_files_made_elsewhere_are_checked(tmp_path, columns, words):
     path = tmp_path / "histories.parquet"
     pq.write_table(pa.table(columns), path)

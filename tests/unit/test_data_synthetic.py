@@ -52,19 +52,29 @@ def test_collision_is_met(tmp_path, target, ranks):
 @pytest.mark.parametrize(
     "shape",
     [
-        # a tiny catalogue
-        {"users": 150, "items": 50, "median": 30, "global_batch": 10, "cap": 300},
-        # three batches, the last short
-        {"users": 60, "items": 100_000, "median": 8, "global_batch": 25, "cap": 300},
-        {
-            "users": 900,
-            "items": 20_000,
-            "lengths": "zipf",
-            "global_batch": 64,
-            "popularity": 0.0,
-            "cap": 2000,
-        },
-        {"users": 120, "items": 1001, "median": 5, "sigma": 0.0, "global_batch": 1},
+        pytest.param(
+            {"users": 150, "items": 50, "median": 30, "global_batch": 10, "cap": 300},
+            id="tiny catalogue",
+        ),
+        pytest.param(
+            {"users": 60, "items": 100_000, "median": 8, "global_batch": 25, "cap": 300},
+            id="three batches, the last short",
+        ),
+        pytest.param(
+            {
+                "users": 900,
+                "items": 20_000,
+                "lengths": "zipf",
+                "global_batch": 64,
+                "popularity": 0.0,
+                "cap": 2000,
+            },
+            id="Zipf lengths, uniform items",
+        ),
+        pytest.param(
+            {"users": 120, "items": 1001, "median": 5, "sigma": 0.0, "global_batch": 1},
+            id="batches of one",
+        ),
     ],
 )
 def test_collision_is_met_for_odd_shapes(tmp_path, target, shape):
@@ -120,11 +130,19 @@ def test_unreachable_collision_is_refused_and_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"users": 0}, "users is 0"),
-        ({"cap": 1}, "cap is 1; it must be 2 or more"),
-        ({"lengths": "normal"}, "lengths is 'normal'; choose lognormal or zipf"),
-        ({"median": 0}, "median is 0"),
-        ({"labels": ("like", "action")}, "labels like, action: each needs a name of its own"),
+        pytest.param({"users": 0}, "users is 0", id="0 users"),
+        pytest.param({"cap": 1}, "cap is 1; it must be 2 or more", id="cap of 1"),
+        pytest.param(
+            {"lengths": "normal"},
+            "lengths is 'normal'; choose lognormal or zipf",
+            id="unknown lengths",
+        ),
+        pytest.param({"median": 0}, "median is 0", id="median of 0"),
+        pytest.param(
+            {"labels": ("like", "action")},
+            "labels like, action: each needs a name of its own",
+            id="label named as a column",
+        ),
     ],
 )
 def test_bad_options(tmp_path, options, words):

@@ -93,15 +93,17 @@ UNMARKED = ".0123456789abcdef-abcd_123"
 @pytest.mark.parametrize(
     ("name", "mark", "age", "cleared"),
     [
-        (".key-1", HERE, 0, True),
-        (".key-1", ELSEWHERE, HOUR, False),  # perhaps at work, where its lock is not seen from here
-        (".key-1", ELSEWHERE, 25 * HOUR, True),
-        (".key-1", "", HOUR, False),  # about to be signed, or without locks
-        (".key-1", "", 25 * HOUR, True),
-        (UNMARKED, None, HOUR, False),
-        (UNMARKED, None, 25 * HOUR, True),
-        (".git", None, 25 * HOUR, False),  # not ours
-        ("key-1", HERE, 25 * HOUR, False),  # nor is what does not hide
+        pytest.param(".key-1", HERE, 0, True, id="dead, of this host"),
+        # perhaps at work, where its lock is not seen from here
+        pytest.param(".key-1", ELSEWHERE, HOUR, False, id="of another host, an hour old"),
+        pytest.param(".key-1", ELSEWHERE, 25 * HOUR, True, id="of another host, a day old"),
+        # about to be signed, or without locks
+        pytest.param(".key-1", "", HOUR, False, id="unsigned, an hour old"),
+        pytest.param(".key-1", "", 25 * HOUR, True, id="unsigned, a day old"),
+        pytest.param(UNMARKED, None, HOUR, False, id="unmarked, an hour old"),
+        pytest.param(UNMARKED, None, 25 * HOUR, True, id="unmarked, a day old"),
+        pytest.param(".git", None, 25 * HOUR, False, id="hidden, not ours"),
+        pytest.param("key-1", HERE, 25 * HOUR, False, id="not hidden"),
     ],
 )
 def test_only_folders_of_makers_that_are_surely_dead_are_cleared(

@@ -24,7 +24,6 @@ from freescale.models.hstu import HSTU
 from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.thresholded import ThresholdedGradients
 from freescale.pipeline.schedule import Schedule
-from freescale.report.console import RunView
 from freescale.simulate.compute import Model
 from freescale.simulate.workload import Generated, Recorded
 from freescale.train.checkpoint import Checkpoints
@@ -65,7 +64,6 @@ CALLABLES = [
         Pipeline,
         Schedule,
         Collector,
-        RunView,
         Checkpoints,
         connect,
     ),
@@ -127,7 +125,11 @@ def test_defaults_that_are_objects_are_made_of_the_settings():
 
 @pytest.mark.parametrize(
     ("command", "kinds"),
-    [("train", TRAINING), ("generate", (GenerateConfig,)), ("simulate", (SimulateConfig,))],
+    [
+        pytest.param("train", TRAINING, id="train"),
+        pytest.param("generate", (GenerateConfig,), id="generate"),
+        pytest.param("simulate", (SimulateConfig,), id="simulate"),
+    ],
 )
 def test_the_command_line_has_no_defaults_of_its_own(command, kinds):
     options = {option.name: option.default for option in main.commands[command].params}

@@ -14,6 +14,8 @@ import pytest
 from helpers.report_cases import run_folder
 
 from freescale.ledger.busy import busy
+from freescale.ledger.summary import Summary
+from freescale.ledger.trace import write_trace
 from freescale.report.charts import Series, lines, thinned, ticks
 from freescale.report.page import page
 from freescale.report.runs import read_run, read_runs
@@ -187,25 +189,37 @@ def test_a_run_that_did_not_end(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("config.json", "{", "config.json is damaged"),
-        ("ledger.json", "[]", "ledger.json is damaged"),
-        (
+        pytest.param("config.json", "{", "config.json is damaged", id="config cut short"),
+        pytest.param("ledger.json", "[]", "ledger.json is damaged", id="ledger is a list"),
+        pytest.param(
             "ledger.json",
             '{"measured_steps": 4}',
             ("ledger.json is damaged: it has no ranks, step_ms"),
+            id="ledger lacks keys",
         ),
-        ("ledger.jsonl", "{}\nnope\n{}\n", "ledger.jsonl, line 2 is damaged"),
-        ("metrics.jsonl", "3\n{}\n", "metrics.jsonl, line 1 is damaged"),
-        ("trace.json.gz", "not gzip", "trace.json.gz is damaged"),
-        (
+        pytest.param(
+            "ledger.jsonl",
+            "{}\nnope\n{}\n",
+            "ledger.jsonl, line 2 is damaged",
+            id="record is no JSON",
+        ),
+        pytest.param(
+            "metrics.jsonl", "3\n{}\n", "metrics.jsonl, line 1 is damaged", id="metric is no object"
+        ),
+        pytest.param(
+            "trace.json.gz", "not gzip", "trace.json.gz is damaged", id="trace is not gzip"
+        ),
+        pytest.param(
             "trace.json.gz",
             gzip.compress(b'{"traceEvents": [{"ph": "X"}]}', mtime=0),
             "is not an event",
+            id="trace event lacks keys",
         ),
-        (
+        pytest.param(
             "trace.json.gz",
             gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9],
             ("trace.json.gz is damaged"),
+            id="trace cut short",
         ),
     ],
 )
@@ -226,11 +240,20 @@ def test_what_is_no_run(tmp_path):
 @pytest.mark.parametrize(
     ("left", "words"),
     [
-        (["config.json"], "the run ended before its first figures, or is still on the way to them"),
-        (["config.json", "metrics.jsonl"], "the run ended before its first figures"),
-        (
+        pytest.param(
+            ["config.json"],
+            "the run ended before its first figures, or is still on the way to them",
+            id="config alone",
+        ),
+        pytest.param(
+            ["config.json", "metrics.jsonl"],
+            "the run ended before its first figures",
+            id="no ledger",
+        ),
+        pytest.param(
             ["config.json", "metrics.jsonl", "ledger.jsonl"],
             ("the run made 2 steps, and the first two are warm-up"),
+            id="warm-up steps alone",
         ),
     ],
 )
@@ -285,6 +308,26 @@ def test_timeline(tmp_path):
     (rows,) = [e for e in first if e[0] == 1 and e[3] == "rows"]
     assert rows[1] == "ahead" and rows[4:6] == [10_000, 10_000]
     assert rows[6] == {"sent": 1000, "received": 2000, "wait": 0.0, "path": "gloo"}
+
+
+def test_a_former_name_of_a_lane_is_read_as_its_present_one(tmp_path):
+    folder = run_folder(tmp_path / "a")
+    for name in ("ledger.json", "ledger.jsonl"):
+        text = (folder / name).read_text()
+        assert "ahead/lookup" in text
+        (folder / name).write_text(text.replace("ahead/lookup", "coming/data"))
+    events = read_run(folder).events
+    for event in events:
+        if event.get("args", {}).get("lane") == "ahead":
+            event["args"]["lane"] = "coming"
+    write_trace(folder / "trace.json.gz", events)
+    run = read_run(folder)
+    assert "input/data" in run.ledger["spans_ms"] and "input/data" in run.steps[0]["spans_ms"]
+    assert {e[1] for e in timeline(run.events)["events"] if e[3] == "rows"} == {"input"}
+    summary = Summary(2)
+    for line in (folder / "ledger.jsonl").read_text().splitlines():  # as a resumed run reads them
+        summary.add(json.loads(line))
+    assert "input/data" in summary.result()["spans_ms"]
 
 
 def test_the_page_stays_small(tmp_path):

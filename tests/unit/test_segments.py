@@ -237,7 +237,13 @@ class TestBadInput:
             with pytest.raises(ValueError, match=message):
                 Segments(length, tokens)
 
-    @pytest.mark.parametrize("function", [reference.summary_attention, twin.summary_attention])
+    @pytest.mark.parametrize(
+        "function",
+        [
+            pytest.param(reference.summary_attention, id="reference"),
+            pytest.param(twin.summary_attention, id="triton"),
+        ],
+    )
     def test_shapes_and_plans(self, function):
         plan = SummaryPlan(Segments(3, 1), np.array([6]), np.array([1]), np.array([0]))
         q, k = torch.zeros(6, 2, 32), torch.zeros(1, 2, 32)

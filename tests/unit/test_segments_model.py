@@ -8,14 +8,22 @@ from contextlib import nullcontext
 import pytest
 import torch
 from helpers import segments_cases
-from test_models import ACTIONS, ITEMS, TASKS, WIDTH, assert_equal, batch_of, losses_and_gradients
+from helpers.model_cases import (
+    ACTIONS,
+    ITEMS,
+    TASKS,
+    WIDTH,
+    assert_equal,
+    batch_of,
+    losses_and_gradients,
+)
 from torch.nn import functional as F
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig
 from freescale.models import HSTU, Ranking, Retrieval, SegmentedHSTU, split_history
 from freescale.random import derive, draw_keep_mask
-from freescale.train.build import build_balancer, build_model
+from freescale.train.build import build_balancer, build_module
 
 OPTIONS = dict(
     width=WIDTH,
@@ -272,14 +280,14 @@ class TestBadInput:
                 of(**changes)
         config = of(segment=8, segment_tokens=3, segment_weight=2.5, segment_pooling=True)
         assert RunConfig.from_json(config.to_json()) == config
-        encoder = build_model(config, 9, 0).encoder
+        encoder = build_module(config, 9, 0).encoder
         assert encoder.segment_weight == 2.5 and encoder.segment_pooling
         assert (
             isinstance(encoder, SegmentedHSTU)
             and encoder.segments == build_balancer(config, torch.device("cpu")).segments
         )
         assert (
-            type(build_model(of(), 9, 0).encoder) is HSTU
+            type(build_module(of(), 9, 0).encoder) is HSTU
             and build_balancer(of(), torch.device("cpu")).segments is None
         )
 

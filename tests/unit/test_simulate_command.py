@@ -41,7 +41,7 @@ def test_the_command_shows_what_each_technique_gives(tmp_path):
     assert len((tmp_path / "16-all" / "ledger.jsonl").read_text().splitlines()) == 4
     with gzip.open(tmp_path / "16-all" / "trace.json.gz", "rt") as file:
         lanes = {event["tid"] for event in json.load(file)["traceEvents"] if event["ph"] == "X"}
-    assert lanes == {0, 1, 2, 3, 4}  # compute, communication, ahead, urgent, coming
+    assert lanes == {0, 1, 2, 3, 4}  # compute, communication, ahead, urgent, input
     assert len(json.loads((tmp_path / "simulate.json").read_text())["rows"]) == 20
 
 
@@ -62,12 +62,18 @@ def test_one_configuration_with_the_users_own_data(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--gpus", "12"), "12 GPUs do not fill nodes of 8"),
-        (("--width", "320"), "calibration 'h200' is of another model"),
-        (("--preset", "mars"), "unknown preset 'mars'"),
-        (("--calibration", "mars"), "no such calibration"),
-        (("--steps", "1"), "--steps must be at least 3"),
-        (("--balance", "nobody"), "unknown partitioner 'nobody'"),
+        pytest.param(("--gpus", "12"), "12 GPUs do not fill nodes of 8", id="nodes not full"),
+        pytest.param(
+            ("--width", "320"),
+            "calibration 'h200' is of another model",
+            id="calibration of another model",
+        ),
+        pytest.param(("--preset", "mars"), "unknown preset 'mars'", id="unknown preset"),
+        pytest.param(("--calibration", "mars"), "no such calibration", id="unknown calibration"),
+        pytest.param(("--steps", "1"), "--steps must be at least 3", id="too few steps"),
+        pytest.param(
+            ("--balance", "nobody"), "unknown partitioner 'nobody'", id="unknown partitioner"
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments, words):

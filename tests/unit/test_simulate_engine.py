@@ -13,7 +13,7 @@ from freescale.simulate.compute import Calibration, Curve, Model, RowWork, Shape
 from freescale.simulate.costs import Costs
 from freescale.simulate.network import Link, Network
 from freescale.simulate.output import collected, records
-from freescale.simulate.ranks import Beside, slowed
+from freescale.simulate.ranks import Beside, slow_down
 from freescale.simulate.schedules import SCHEDULES
 from freescale.simulate.simulator import Cluster, Setting, plan, simulate
 from freescale.simulate.workload import Generated
@@ -235,7 +235,7 @@ def test_compute_is_slowed_by_what_is_beside_it():
             left -= tick * (active[0] if active else 1.0)
             now += tick
         ends.append(now)
-    np.testing.assert_allclose(slowed(begin, seconds, beside), ends, atol=1e-3)
+    np.testing.assert_allclose(slow_down(begin, seconds, beside), ends, atol=1e-3)
 
 
 Thread = Iterator[tuple[str, float]]
@@ -263,7 +263,7 @@ class Ticking:
                     if busy[key]:  # two transfers of a rank have half of its network each
                         shared = sum(busy.get((rank, other), False) for other in ("main", "ahead"))
                         # what the host says is too small to count
-                        one[1] -= self.tick / (1 if lane == "coming" else shared)
+                        one[1] -= self.tick / (1 if lane == "input" else shared)
                     over = one[1] <= 0
                 else:
                     speed = 1.0
@@ -379,7 +379,7 @@ def test_a_tiny_run_against_ticks(schedule):
                     yield f"meet bring {number}", float(costs.rows(rows)[2][rank])  # noqa: B023
                 finished[rank] = number  # noqa: B023
 
-        def coming(rank: int) -> Thread:
+        def take_input(rank: int) -> Thread:
             for number in range(3):
                 yield "until", lambda: started[rank] >= number  # type: ignore[misc] # noqa: B023
                 yield (
@@ -393,7 +393,7 @@ def test_a_tiny_run_against_ticks(schedule):
             threads |= {
                 (rank, lane): made(rank)
                 for rank in range(4)
-                for lane, made in (("ahead", ahead), ("coming", coming))
+                for lane, made in (("ahead", ahead), ("input", take_input))
             }
         loop.run(threads)
         np.testing.assert_allclose(

@@ -96,12 +96,18 @@ def test_presets_load_and_say_what_they_are():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"far": Link(0.0, 1.0)}, "far.gb_per_s is 0.0"),
-        ({"near": Link(float("nan"), 1.0)}, "near.gb_per_s is nan"),
-        ({"pcie": Link(1.0, -1.0)}, "pcie.latency_us is -1.0"),
-        ({"gpus_per_node": 0}, "gpus_per_node is 0"),
-        ({"cards_per_node": 1.5}, "cards_per_node is 1.5"),
-        ({"incast": 1.0}, "incast is 1.0"),
+        pytest.param(
+            {"far": Link(0.0, 1.0)}, "far.gb_per_s is 0.0", id="far link without bandwidth"
+        ),
+        pytest.param(
+            {"near": Link(float("nan"), 1.0)}, "near.gb_per_s is nan", id="near bandwidth is NaN"
+        ),
+        pytest.param(
+            {"pcie": Link(1.0, -1.0)}, "pcie.latency_us is -1.0", id="negative PCIe latency"
+        ),
+        pytest.param({"gpus_per_node": 0}, "gpus_per_node is 0", id="no GPUs in a node"),
+        pytest.param({"cards_per_node": 1.5}, "cards_per_node is 1.5", id="fractional cards"),
+        pytest.param({"incast": 1.0}, "incast is 1.0", id="incast of 1"),
     ],
 )
 def test_impossible_networks_are_refused(changed, words):

@@ -38,7 +38,7 @@ def test_expected_rows_are_those_of_drawn_ids():
     demand = source.demand(asked[0], asked[1], None)
     np.testing.assert_allclose(demand.whole.asked, np.bincount(drawn[1] // 20_000), rtol=0.04)
     assert demand.late.asked.sum() == pytest.approx(late.sum(), rel=0.03)
-    assert demand.shared.asked.sum() == 0  # nothing comes after
+    assert demand.urgent.asked.sum() == 0  # nothing comes after
 
 
 @pytest.mark.parametrize("target", [0.0, 0.1, 0.5, 0.9])
@@ -47,7 +47,7 @@ def test_collisions_are_those_asked_for(target):
     asked = [source.asked(step, home(64), RANKS) for step in range(3)]
     demand = source.demand(asked[0], asked[1], asked[2])
     assert demand.late.asked.sum() / demand.whole.asked.sum() == pytest.approx(target, abs=0.02)
-    assert demand.shared.asked.sum() / demand.whole.asked.sum() == pytest.approx(target, abs=0.03)
+    assert demand.urgent.asked.sum() / demand.whole.asked.sum() == pytest.approx(target, abs=0.03)
 
 
 def test_strata_of_the_catalogue_do_not_matter():

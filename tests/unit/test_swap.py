@@ -48,7 +48,7 @@ def test_kept_weights_give_the_same_output_and_gradients(placement):
     pipeline = freescale.Pipeline(parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.0))
     (result,) = pipeline.run([batch(3, 2, 3, 9)])
     assert result.loss == pytest.approx(expected.item())
-    ids, rows = parallel.tables.share("first")
+    ids, rows = parallel.tables.get_local_rows("first")
     torch.testing.assert_close(rows[ids.argsort()], start - gradient)
 
 
@@ -57,7 +57,7 @@ def test_new_rows_depend_on_seed_table_and_row_and_padding_is_zero():
         model = Pair(nn.Embedding(50, 4, padding_idx=3, device="meta"))
         parallel = freescale.parallelize(model, {name: ["history"]}, seed=seed, init_std=0.5)
         parallel.tables.place()
-        ids, values = parallel.tables.share(name)
+        ids, values = parallel.tables.get_local_rows(name)
         return values[ids.argsort()]
 
     assert torch.equal(rows(1), rows(1)) and not torch.equal(rows(1), rows(2))
@@ -133,16 +133,34 @@ def test_what_is_not_supported_is_refused_by_name(model, message):
 @pytest.mark.parametrize(
     ("ids", "options", "message"),
     [
-        ({"nowhere": ["history"]}, {}, "module 'nowhere', which matches none; the embeddings are"),
-        ({}, {}, "ids is empty"),
-        ({"first": "history"}, {}, "must be a list of batch features"),
-        ({"first": ["history"]}, {"init": "zeros"}, "init must be 'rows' or 'weights'"),
-        (
+        pytest.param(
+            {"nowhere": ["history"]},
+            {},
+            "module 'nowhere', which matches none; the embeddings are",
+            id="unknown module",
+        ),
+        pytest.param({}, {}, "ids is empty", id="no ids"),
+        pytest.param(
+            {"first": "history"}, {}, "must be a list of batch features", id="features are no list"
+        ),
+        pytest.param(
+            {"first": ["history"]},
+            {"init": "zeros"},
+            "init must be 'rows' or 'weights'",
+            id="unknown init",
+        ),
+        pytest.param(
             {"first": ["history"]},
             {"row_optimizer": {"other": freescale.SGD()}},
             r"row_optimizer names \['other'\]",
+            id="row optimizer of an unknown table",
         ),
-        ({"first": ["history"]}, {"row_clip": 0.0}, "row_clip must be positive"),
+        pytest.param(
+            {"first": ["history"]},
+            {"row_clip": 0.0},
+            "row_clip must be positive",
+            id="row clip of 0",
+        ),
     ],
 )
 def test_bad_arguments(ids, options, message):
@@ -211,7 +229,7 @@ def test_reading_in_other_shapes_than_announced():
         placement="sharded",
     )
     parallel.tables.place()
-    ids, rows = parallel.tables.share("first")
+    ids, rows = parallel.tables.get_local_rows("first")
     before = rows[ids.argsort()].clone()
     pipeline = freescale.Pipeline(parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.0))
     list(pipeline.run([batch(1, 1, 5, 8)]))
@@ -271,7 +289,7 @@ def test_accumulation_and_recomputation_change_nothing():
             parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1), accumulate=accumulate
         )
         losses = [r.loss for r in pipeline.run([clicks_batch(7, s) for s in range(3)])]
-        results.append((losses, parallel.tables.share("item")[1]))
+        results.append((losses, parallel.tables.get_local_rows("item")[1]))
     for losses, rows in results[1:]:
         assert losses == pytest.approx(results[0][0], rel=1e-12)
         torch.testing.assert_close(rows, results[0][1], rtol=1e-9, atol=1e-12)

@@ -10,8 +10,14 @@ from torch import nn
 
 import freescale
 from freescale.cli.main import main
-from freescale.compress.entries import owners, packed, unpacked
-from freescale.compress.threshold import above, budget, left_by_whole, shares, threshold_of
+from freescale.compress.entries import compute_owner_edges, pack_entries, unpack_entries
+from freescale.compress.threshold import (
+    compute_budget,
+    compute_remaining_budget,
+    compute_threshold,
+    distribute_budget,
+    select_largest,
+)
 from freescale.config import TrainConfig
 from freescale.pipeline.dense.buckets import GradientBuckets
 from freescale.pipeline.dense.thresholded import ThresholdedGradients
@@ -22,10 +28,10 @@ from freescale.transport.local import LocalTransport
     ("eta", "sent"), [(0.99, 10), (0.9, 100), (0.5, 500), (0.0, 1000), (0.9995, 0)]
 )
 def test_a_share_reaches_the_threshold(eta, sent):
-    assert budget(1000, eta) == sent
+    assert compute_budget(1000, eta) == sent
     sent = max(1, sent)
     magnitudes = torch.randn(1000, generator=torch.Generator().manual_seed(1)).abs()
-    positions = above(magnitudes, threshold_of(magnitudes, sent), 1000)
+    positions = select_largest(magnitudes, compute_threshold(magnitudes, sent), 1000)
     assert positions.tolist() == sorted(magnitudes.topk(sent).indices.tolist())
 
 
@@ -33,22 +39,35 @@ def test_tensors_share_a_budget():
     """What whole tensors take is missing to the others; the sum is kept where every tensor can send
     one entry."""
     sizes = [100_000, 500, 928_970, 30, 500]
-    assert left_by_whole(sizes, 0.99) == 10_300 - 1_030
+    assert compute_remaining_budget(sizes, 0.99) == 10_300 - 1_030
     sizes[3] += 1
-    assert left_by_whole(sizes, 0.99) == 10_289, (
+    assert compute_remaining_budget(sizes, 0.99) == 10_289, (
         "more than a tenth: the large ones have a share of their own"
     )
-    assert left_by_whole([1024, 1023, 0], 0.0) == 1024 == left_by_whole([1024], 0.0)
-    assert shares([100_000, 900_000], 10_300 - 1_030) == [927, 8342]
-    assert shares([32, 4000, 32], 40) == [1, 37, 1], "at least one of each"
-    assert shares([2000, 1, 4096], 6097) == [2000, 1, 4096] and shares([50, 20, 9], 1) == [1, 1, 1]
-    assert shares([1, 1], 2) == [1, 1] and shares([], 0) == []
+    assert (
+        compute_remaining_budget([1024, 1023, 0], 0.0)
+        == 1024
+        == compute_remaining_budget([1024], 0.0)
+    )
+    assert distribute_budget([100_000, 900_000], 10_300 - 1_030) == [927, 8342]
+    assert distribute_budget([32, 4000, 32], 40) == [1, 37, 1], "at least one of each"
+    assert distribute_budget([2000, 1, 4096], 6097) == [2000, 1, 4096] and distribute_budget(
+        [50, 20, 9], 1
+    ) == [1, 1, 1]
+    assert distribute_budget([1, 1], 2) == [1, 1] and distribute_budget([], 0) == []
     for allowed in range(5, 3000, 7):
-        assert sum(shares(sizes, allowed)) <= allowed and min(shares(sizes, allowed)) >= 1
+        assert (
+            sum(distribute_budget(sizes, allowed)) <= allowed
+            and min(distribute_budget(sizes, allowed)) >= 1
+        )
 
 
 @pytest.mark.parametrize(
-    ("sizes", "allowed"), [([3000, 40, 30, 5], 922), ([3000, 400, 32, 32], 900 + 464)]
+    ("sizes", "allowed"),
+    [
+        pytest.param([3000, 40, 30, 5], 922, id="whole tensors within the share"),
+        pytest.param([3000, 400, 32, 32], 900 + 464, id="small model, whole tensors on top"),
+    ],
 )
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_step_sends_no_more_than_its_share(sizes, allowed, every):
@@ -75,10 +94,10 @@ def test_a_step_sends_no_more_than_its_share(sizes, allowed, every):
 def test_zeros_stay_and_what_is_not_a_number_goes():
     magnitudes = torch.zeros(2000)
     magnitudes[[3, 7]] = torch.tensor([1e-30, math.nan])
-    assert above(magnitudes, threshold_of(magnitudes, 200), 200).tolist() == [3, 7]
-    assert above(magnitudes, torch.tensor(1.0), 200).tolist() == [7]
-    assert above(magnitudes, torch.tensor(1e-31), 1).tolist() == [7]
-    assert above(
+    assert select_largest(magnitudes, compute_threshold(magnitudes, 200), 200).tolist() == [3, 7]
+    assert select_largest(magnitudes, torch.tensor(1.0), 200).tolist() == [7]
+    assert select_largest(magnitudes, torch.tensor(1e-31), 1).tolist() == [7]
+    assert select_largest(
         torch.tensor([math.nan, 2.0, math.nan, math.nan]), torch.tensor(1.0), 2
     ).tolist() == [0, 2, 3]
 
@@ -93,7 +112,7 @@ def test_of_equal_entries_the_first_go():
         (5, [0, 2, 3, 4, 5]),
         (6, [0, 1, 2, 3, 4, 5]),
     ):
-        assert above(magnitudes, torch.tensor(1.0), most).tolist() == sent
+        assert select_largest(magnitudes, torch.tensor(1.0), most).tolist() == sent
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -103,13 +122,13 @@ def test_messages(dtype):
             torch.tensor([2**31 - 1, 5, 0])[:count],
             torch.tensor([1.5, -2, 3], dtype=dtype)[:count],
         )
-        message = packed(positions, values)
+        message = pack_entries(positions, values)
         assert message.shape == (count, 4 + values.element_size())
         assert all(
             torch.equal(a, b)
-            for a, b in zip(unpacked(message, dtype), (positions, values), strict=True)
+            for a, b in zip(unpack_entries(message, dtype), (positions, values), strict=True)
         )
-    assert owners(10, 4) == [0, 2, 5, 7, 10]
+    assert compute_owner_edges(10, 4) == [0, 2, 5, 7, 10]
 
 
 def reduced(gradients: ThresholdedGradients, value: torch.Tensor) -> torch.Tensor:

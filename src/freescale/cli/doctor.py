@@ -1,28 +1,50 @@
-"""What this machine has and what would run on it."""
+"""The command doctor: what this machine has and what would run on it."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import platform
 import sys
+from typing import Any
 
+import click
+
+from freescale.cli.errors import exit_cleanly
 from freescale.transport.choice import choose, rdma_devices, ucx_installed
 
+Row = tuple[str, str, str]  # what, found, what follows
 
-def _package(name: str) -> str | None:
+
+@click.command()
+@exit_cleanly
+def doctor() -> None:
+    """Show what this machine has (torch, devices, backends, RDMA, UCX, Triton) and what would run
+    on it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("what", "found", "what follows")
+    for row in examine():
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _find_version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+        return version(package)
+    except PackageNotFoundError:
         return None
 
 
-def examine() -> list[tuple[str, str, str]]:
-    """Rows of (what, found, what follows)."""
+def examine() -> list[Row]:
+    """Tries everything that a run may use; one row for each."""
+    import platform
+
     import torch
     import torch.distributed as dist
 
-    rows: list[tuple[str, str, str]] = []
+    rows: list[Row] = []
     supported = sys.version_info[:2] >= (3, 11)
     rows.append(
         ("python", platform.python_version(), "ok" if supported else ("3.11 or newer is needed"))
@@ -59,7 +81,7 @@ def examine() -> list[tuple[str, str, str]]:
         ("safetensors", "freescale export"),
         ("tensorboard", "--tensorboard"),
     ):
-        found = _package(name)
+        found = _find_version(name)
         rows.append(
             (
                 name,
@@ -83,7 +105,7 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _gpus(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
+def _gpus(torch: Any) -> list[Row]:
     if not torch.cuda.is_available():
         reason = (
             "this build of torch has no CUDA"
@@ -111,10 +133,10 @@ def _triton() -> str | None:
     """Its version; None where the kernels would not find it."""
     from freescale.kernels.dispatch import has_triton
 
-    return (_package("triton") or "yes") if has_triton() else None
+    return (_find_version("triton") or "yes") if has_triton() else None
 
 
-def _kernels(gpu: bool, triton: str | None) -> tuple[str, str, str]:
+def _kernels(gpu: bool, triton: str | None) -> Row:
     """What `kernels.dispatch` chooses on a machine with or without a GPU and Triton."""
     from freescale.kernels.triton.attention import WIDTHS
 
@@ -134,7 +156,7 @@ def _kernels(gpu: bool, triton: str | None) -> tuple[str, str, str]:
     )
 
 
-def _rdma() -> tuple[str, str, str]:
+def _rdma() -> Row:
     if devices := rdma_devices():
         return (
             "rdma",
@@ -144,15 +166,15 @@ def _rdma() -> tuple[str, str, str]:
     return ("rdma", "no", "no device under /sys/class/infiniband: traffic goes over TCP")
 
 
-def _ucx() -> tuple[str, str, str]:
+def _ucx() -> Row:
     names = ("ucxx-cu13", "ucxx-cu12", "ucxx")
-    found = next((f"{name} {_package(name)}" for name in names if _package(name)), None)
+    found = next((f"{name} {_find_version(name)}" for name in names if _find_version(name)), None)
     if found and ucx_installed():
         return ("ucx", found, "for --transport hostwire-ucx; UCX_TLS says what it may use")
     return ("ucx", "no", "needed for --transport hostwire-ucx: pip install 'freescale[ucx]'")
 
 
-def _shared_memory(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-def]
+def _shared_memory(torch: Any) -> Row:
     """Tries what hostwire needs between ranks of one machine."""
     from freescale.transport.hostwire.pinned import Pinned, shared_file
 
@@ -173,7 +195,7 @@ def _shared_memory(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-de
     )
 
 
-def _engine() -> tuple[str, str, str]:
+def _engine() -> Row:
     """Tries to compile it."""
     from freescale.transport.hostwire.calls import lacking
 
@@ -193,7 +215,7 @@ def _engine() -> tuple[str, str, str]:
     )
 
 
-def _transports(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
+def _transports(torch: Any) -> list[Row]:
     from freescale.transport.hostwire.calls import lacking
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -206,7 +228,7 @@ def _transports(torch) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped
     return rows
 
 
-def _descriptors(torch) -> tuple[str, str, str]:  # type: ignore[no-untyped-def]
+def _descriptors(torch: Any) -> Row:
     from freescale.transport.descriptors import fitting, hard_limit, per_rank
 
     limit, device = hard_limit(), "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,36 +1,52 @@
-"""How a command ends: what an error says, and the exit status."""
+"""How a command ends: what it says of an error, and its exit status."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn, ParamSpec
+
+P = ParamSpec("P")
 
 
-def guarded(action: Callable[[], int | None]) -> None:
-    """Errors that a user can mend are one line; others keep their traceback. The exit status is
-    never 0 after one."""
-    rank = os.environ.get("RANK")
-    prefix = "freescale: " if rank in (None, "0") else f"freescale: rank {rank}: "
-    try:
-        status = action()
-    except KeyboardInterrupt:
-        print(f"{prefix}interrupted", file=sys.stderr)
-        status = 130
-    except (ValueError, OSError, RuntimeError) as error:
-        own = isinstance(error, (ValueError, OSError))
-        if not own:
-            from freescale.pipeline.agreement import RemoteError
-            from freescale.transport.api import TransportError
+def exit_cleanly(command: Callable[P, int | None]) -> Callable[P, NoReturn]:
+    """Decorates a command so that it ends the process with the status it returns (None: 0).
 
-            if not isinstance(error, (RemoteError, TransportError)):
+    Errors that a user can mend (ValueError, OSError), and what happened to another rank, are one
+    line and status 1; other errors keep their traceback. Ctrl-C is status 130.
+    """
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> NoReturn:
+        rank = os.environ.get("RANK")
+        prefix = "freescale: " if rank in (None, "0") else f"freescale: rank {rank}: "
+        try:
+            status = command(*args, **kwargs)
+        except KeyboardInterrupt:
+            print(f"{prefix}interrupted", file=sys.stderr)
+            status = 130
+        except (ValueError, OSError, RuntimeError) as error:
+            own = isinstance(error, (ValueError, OSError))
+            if not own and not _is_remote(error):
                 raise
-        # The same words on every rank, so that the launcher can say them once.
-        print(f"{'freescale: error: ' if own else prefix}{error}", file=sys.stderr)
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if rank is not None:
-        # A failed rank must not wait for peers in the destructors of its process groups.
-        os._exit(status or 0)
-    sys.exit(status or 0)
+            # The same words on every rank, so that the launcher can say them once.
+            print(f"{'freescale: error: ' if own else prefix}{error}", file=sys.stderr)
+            status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if rank is not None:
+            # A failed rank must not wait for peers in the destructors of its process groups.
+            os._exit(status or 0)
+        sys.exit(status or 0)
+
+    return run
+
+
+def _is_remote(error: Exception) -> bool:
+    """Whether the error is about another rank or the way to it."""
+    from freescale.pipeline.agreement import RemoteError
+    from freescale.transport.api import TransportError
+
+    return isinstance(error, (RemoteError, TransportError))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from freescale.compress.entries import typed
+from freescale.compress.entries import view_as_numbers
 from freescale.transport.api import Transport
 
 
@@ -66,7 +66,10 @@ class ThresholdedExchange(nn.Module):
         leaving = x.shape[0] - send[self.transport.rank]
         self.transport.ledger.count("activation_entries", leaving * x.shape[1])
         self.transport.ledger.count("activation_entries_sent", leaving * self.keep)
-        return _Exchange.apply(x, self.transport, self.keep, list(send), list(receive))
+        exchanged: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+            x, self.transport, self.keep, list(send), list(receive)
+        )
+        return exchanged
 
     def extra_repr(self) -> str:
         return f"keep={self.keep}"
@@ -83,17 +86,15 @@ class _Exchange(torch.autograd.Function):
         if ctx.whole:
             return transport.all_to_all(x.contiguous(), send, receive, "rows").wait().clone()
         positions = x.abs().topk(keep, dim=1, sorted=False).indices  # [rows, keep]
-        narrow = positions.to(_index_type(width))
+        narrow = positions.to(_choose_index_type(width))
         message = torch.cat(
             [narrow.view(torch.uint8), x.gather(1, positions).view(torch.uint8)], dim=1
         )
         arrived = transport.all_to_all(message, send, receive, "rows").wait()
         index_bytes = keep * narrow.element_size()
         # What arrived has lost its type: the positions first, then the values.
-        places, values = (
-            typed(arrived[:, :index_bytes], narrow.dtype).long(),
-            typed(arrived[:, index_bytes:], x.dtype),
-        )
+        places = view_as_numbers(arrived[:, :index_bytes], narrow.dtype).long()
+        values = view_as_numbers(arrived[:, index_bytes:], x.dtype)
         ctx.save_for_backward(positions, places)
         return x.new_zeros(sum(receive), width).scatter_(1, places, values)
 
@@ -109,6 +110,6 @@ class _Exchange(torch.autograd.Function):
         return gradient.new_zeros(ctx.shape).scatter_(1, positions, back), None, None, None, None
 
 
-def _index_type(width: int) -> torch.dtype:
+def _choose_index_type(width: int) -> torch.dtype:
     """The narrowest that holds a position within a row."""
     return torch.uint8 if width <= 1 << 8 else torch.int16 if width <= 1 << 15 else torch.int32

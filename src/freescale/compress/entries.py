@@ -1,5 +1,5 @@
-"""Entries of a vector that is zero elsewhere: who owns which, how they travel, and their sum over
-the ranks."""
+"""Entries of a vector that is zero elsewhere: their owners, their encoding, and their sum over the
+ranks."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ from freescale.transport.api import Transport
 _INDEX_BYTES = 4
 
 
-def owners(length: int, world: int) -> list[int]:
+def compute_owner_edges(length: int, world: int) -> list[int]:
     """Edges [world + 1]: rank r owns entries [edges[r], edges[r + 1]). All tensors are sent at the
     same density, so that equal ranges have nearly equal loads."""
     return [length * rank // world for rank in range(world + 1)]
 
 
-def packed(positions: Tensor, values: Tensor) -> Tensor:
+def pack_entries(positions: Tensor, values: Tensor) -> Tensor:
     """positions [n] below 2^31, values [n] -> [n, bytes of an entry] uint8: one message carries
     both."""
     index = positions.to(torch.int32)[:, None].view(torch.uint8)
     return torch.cat([index, values.contiguous()[:, None].view(torch.uint8)], dim=1)
 
 
-def unpacked(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def unpack_entries(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The inverse: positions [n] int64, values [n]."""
-    return typed(message[:, :_INDEX_BYTES], torch.int32).view(-1).long(), typed(
-        message[:, _INDEX_BYTES:], dtype
-    ).view(-1)
+    positions = view_as_numbers(message[:, :_INDEX_BYTES], torch.int32)
+    return positions.view(-1).long(), view_as_numbers(message[:, _INDEX_BYTES:], dtype).view(-1)
 
 
-def typed(columns: Tensor, dtype: torch.dtype) -> Tensor:
+def view_as_numbers(columns: Tensor, dtype: torch.dtype) -> Tensor:
     """Some columns of a message [n, bytes] as numbers [n, numbers]. Copied always: a single row may
     begin between two numbers."""
     return columns.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 @dataclass(frozen=True)
-class Exchange:
+class EntryTraffic:
     """What an exchange of entries moved, of this rank."""
 
     left: int  # entries that left for other ranks, to their owners and back from this one
@@ -49,7 +48,7 @@ class Exchange:
 
 def sum_entries(
     vector: Tensor, positions: Tensor, values: Tensor, transport: Transport, kind: str
-) -> Exchange:
+) -> EntryTraffic:
     """vector [n], zero -> the sum of all ranks' entries, the same bits on every rank. positions
     ascend, each once.
 
@@ -58,7 +57,7 @@ def sum_entries(
     here it comes back once.
     """
     rank, world = transport.rank, transport.world
-    edges = owners(vector.numel(), world)
+    edges = compute_owner_edges(vector.numel(), world)
     assert max(b - a for a, b in zip(edges[:-1], edges[1:], strict=True)) < 1 << 31, (
         "positions travel as 32 bits"
     )
@@ -70,25 +69,22 @@ def sum_entries(
     begins = torch.repeat_interleave(
         torch.tensor(edges[:-1], device=positions.device), counts, output_size=positions.numel()
     )
-    arrived = transport.all_to_all(packed(positions - begins, values), send, receive, kind).wait()
+    message = pack_entries(positions - begins, values)
+    arrived = transport.all_to_all(message, send, receive, kind).wait()
     own = vector[first:last]
     # one rank after another: the order of a sum does not depend on when they arrive
-    for part in arrived.split(receive):
-        own.index_add_(0, *unpacked(part, vector.dtype))
+    for part in torch.split(arrived, receive):
+        own.index_add_(0, *unpack_entries(part, vector.dtype))
     found = own.nonzero().view(-1)
-    sizes = (
-        transport.all_gather(torch.tensor([found.numel()], device=found.device), kind)
-        .wait()
-        .view(-1)
-        .tolist()
-    )
+    size = torch.tensor([found.numel()], device=found.device)
+    sizes = transport.all_gather(size, kind).wait().view(-1).tolist()
     others = [0 if peer == rank else 1 for peer in range(world)]
-    message = packed(found, own[found]).repeat(world - 1, 1)
+    message = pack_entries(found, own[found]).repeat(world - 1, 1)
     receive = [size * other for size, other in zip(sizes, others, strict=True)]
-    arrived = transport.all_to_all(
-        message, [found.numel() * other for other in others], receive, kind
-    ).wait()
-    for begin, part in zip(edges[:-1], arrived.split(receive), strict=True):
-        place, value = unpacked(part, vector.dtype)
+    send_back = [found.numel() * other for other in others]
+    arrived = transport.all_to_all(message, send_back, receive, kind).wait()
+    for begin, part in zip(edges[:-1], torch.split(arrived, receive), strict=True):
+        place, value = unpack_entries(part, vector.dtype)
         vector[place + begin] = value
-    return Exchange(left=sum(send) - send[rank] + found.numel() * (world - 1), returned=sum(sizes))
+    left = sum(send) - send[rank] + found.numel() * (world - 1)
+    return EntryTraffic(left, returned=sum(sizes))

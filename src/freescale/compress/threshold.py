@@ -28,42 +28,44 @@ def check_period(every: int) -> None:
         raise ValueError(f"thresholds are reset every so many steps: at least 1, got {every}")
 
 
-def budget(entries: int, eta: float) -> int:
+def compute_budget(entries: int, eta: float) -> int:
     """How many of so many entries a step may send: a share of 1 - eta, rounded down."""
     check_share(eta)
     return math.floor(round((1 - eta) * entries, 6))  # 0.1 of 2,000 is 200, not 199.99999999999997
 
 
-def left_by_whole(sizes: Sequence[int], eta: float) -> int:
+def compute_remaining_budget(sizes: Sequence[int], eta: float) -> int:
     """What of the budget is left to tensors that are thresholded. Where the whole ones would take
     more than a tenth of it, the model is small, and the others have a budget of their own."""
     whole = sum(size for size in sizes if size < SMALL)
-    allowed = budget(sum(sizes), eta)
-    return allowed - whole if _WHOLE_SHARE * whole <= allowed else budget(sum(sizes) - whole, eta)
+    allowed = compute_budget(sum(sizes), eta)
+    if _WHOLE_SHARE * whole <= allowed:
+        return allowed - whole
+    return compute_budget(sum(sizes) - whole, eta)
 
 
-def shares(sizes: Sequence[int], allowed: int) -> list[int]:
+def distribute_budget(sizes: Sequence[int], allowed: int) -> list[int]:
     """How many entries of each tensor a step may send: one, so that none waits for ever, and of
     what is left by their sizes. The sum is at most what is allowed, or the number of tensors."""
     left, entries = max(0, allowed - len(sizes)), sum(sizes) - len(sizes)
     return [1 + left * (size - 1) // max(1, entries) for size in sizes]
 
 
-def smallest(dtype: torch.dtype) -> float:
+def get_smallest_threshold(dtype: torch.dtype) -> float:
     """The least threshold: zeros are never worth sending."""
     return torch.finfo(dtype).tiny
 
 
-def threshold_of(magnitudes: Tensor, most: int) -> Tensor:
+def compute_threshold(magnitudes: Tensor, most: int) -> Tensor:
     """magnitudes [n] -> [1]: what the `most` largest reach."""
     entries = magnitudes.numel()
-    least = smallest(magnitudes.dtype)
+    least = get_smallest_threshold(magnitudes.dtype)
     if most == entries:  # all are sent, not only those that reach the smallest of this step
         return magnitudes.new_full((1,), least)
     return magnitudes.kthvalue(entries - most + 1, keepdim=True).values.clamp(min=least)
 
 
-def above(magnitudes: Tensor, threshold: Tensor, most: int) -> Tensor:
+def select_largest(magnitudes: Tensor, threshold: Tensor, most: int) -> Tensor:
     """Positions [sent] int64, ascending, of magnitudes [n] that reach the threshold; where more
     than `most` do, of the largest, and of equal ones the first: errors grow, and an old threshold
     would let ever more through. What is not a number always goes: it would stay unseen in the error

@@ -13,7 +13,8 @@ from freescale.data.build import Progress, Spilled, build
 from freescale.data.digest import contents, digest_of
 from freescale.data.histories import VERSION, HistoriesFile, is_histories
 from freescale.data.interactions import read_interactions
-from freescale.data.workspace import clear, full_disk_named, locked, workspace
+from freescale.data.workspace import clear, full_disk_named, workspace
+from freescale.file_lock import lock
 
 BUCKET_EVENTS = 2_000_000
 
@@ -90,6 +91,6 @@ def _alone(cache: Path) -> Iterator[None]:
             except PermissionError:  # another user's
                 continue
             stack.callback(os.close, descriptor)
-            if locked(descriptor):
+            if lock(descriptor):
                 break
         yield

@@ -4,7 +4,6 @@ so."""
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import shutil
@@ -14,12 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from freescale.file_lock import lock
+
 # locked by the process that works in the folder; says in which boot of which machine
 MARK = "freescale-work.lock"
 _FORGOTTEN_S = 24 * 3600
 _UNMARKED = re.compile(r"\.[0-9a-f]{16}-[a-z0-9_]{8}")  # folders of versions before the mark
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
-_NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def workspace(parent: Path, name: str) -> Iterator[Path]:
         try:
             # first locked, then signed: who finds the signature and no lock knows that the maker is
             # dead
-            if locked(mark):
+            if lock(mark):
                 os.write(mark, _boot())
             yield folder
         finally:
@@ -68,30 +68,13 @@ def _dead(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        if not locked(mark, wait=False):
+        if not lock(mark, wait=False):
             return _untouched(folder)
         return os.read(mark, 100) == _boot() != b"" or _untouched(folder)
     except BlockingIOError:
         return False
     finally:
         os.close(mark)
-
-
-def locked(descriptor: int, wait: bool = True) -> bool:
-    """Locks a file or folder until it is closed, however its holder ends; False on file systems
-    that have no locks.
-
-    BlockingIOError if another holds it and `wait` is False.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        return True
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return False
-        raise
 
 
 def _untouched(folder: Path) -> bool:

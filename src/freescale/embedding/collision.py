@@ -1,9 +1,9 @@
 """Which rows two consecutive batches share, found by their owner, and how requests are divided by
-it. Pure functions of the rows asked for: the size of the table does not matter.
+it. Pure functions of the requested rows: the size of the table does not matter.
 
 A row of batch i+1 that batch i reads too must wait for i's update (it collides). A row of batch i
 that batch i+1 reads too must be updated first (it is shared). Whether a row is one or the other is
-the same for every rank that asked for it.
+the same for every rank that requests it.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from freescale.kernels.dispatch import collision_masks
 from freescale.kernels.reference.unique import group_by_tag
 from freescale.kernels.upload import upload
 
-# (rows asked by the current batch, by the coming one) -> (which of the current ones are shared,
-# which of the coming ones collide)
+# (rows that the current batch requests, that the following one requests) -> (which of the current
+# ones are shared, which of the following ones collide)
 Masks = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-__all__ = ["Asked", "Masks", "collision_masks", "divided", "pieces_for"]
+__all__ = ["MarkedRows", "Masks", "collision_masks", "count_pieces", "divide_rows"]
 
-# What is not urgent travels in pieces, so that the buffers of both ends stay small beside the
-# batch. A piece has at least so many bytes: an AllToAll of less is all latency.
+# Bulk traffic travels in pieces, so that the buffers of both ends stay small beside the batch.
+# Smallest size of a piece: an AllToAll of less is all latency.
 _LEAST_BYTES = {"cpu": 1 << 20, "cuda": 4 << 20}
-# bytes of a piece for one of the ranks: with thousands of them, less is all latency
+# Smallest share of a piece for one rank: with thousands of ranks, less is all latency.
 _LEAST_MESSAGE = 16 << 10
 _MOST_PIECES = 64
 
 
-def pieces_for(bytes_per_rank: int, device: torch.device, ranks: int = 1) -> int:
-    """A power of two, the same on every rank if the bytes (a mean over ranks) are."""
+def count_pieces(bytes_per_rank: int, device: torch.device, ranks: int = 1) -> int:
+    """Into how many pieces bulk traffic is cut: a power of two, the same on every rank if
+    `bytes_per_rank` (a mean over ranks) is."""
     least = max(_LEAST_BYTES[device.type], _LEAST_MESSAGE * ranks)
     wanted = min(_MOST_PIECES, bytes_per_rank // least)
     return 1 << max(0, int(wanted).bit_length() - 1)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Requests for owners' rows, in the order of the ranks they go to or come from."""
+class MarkedRows:
+    """Requested rows of owners, in the order of the ranks that they go to or come from."""
 
     marked: Tensor  # [n] bool
     rows: Tensor  # [n]
@@ -54,32 +55,32 @@ class Asked:
         return (1 + self.pieces) * len(self.sizes)
 
 
-def divided(several: Sequence[Asked]) -> tuple[list[Tensor], Tensor]:
-    """-> (positions of each, how many [sum of bins]).
+def divide_rows(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
+    """Divides each list into the marked rows and pieces of the others.
 
-    First come those that are marked, then the others piece by piece, each of these rank by rank, in
-    their order; the counts are [(1 + pieces) * ranks]. A row is always in the same piece, whoever
-    asks for it, so that a piece has all that there is of a row. All are divided by one sort: beside
-    the compute every kernel waits for its turn.
+    Returns:
+        Positions [n] of each list, and counts [sum of bins] of all lists: first the marked rows,
+        then the others piece by piece, each of these rank by rank, in their order. A list has
+        (1 + pieces) * ranks counts.
+
+    A row is always in the same piece, whoever requests it, so a piece has all gradients of its
+    rows. One sort divides all lists: beside the compute every kernel waits for its turn.
     """
-    device = several[0].rows.device
-    sizes, edges = (
-        [asked.rows.numel() for asked in several],
-        np.cumsum([0] + [asked.bins for asked in several]),
-    )
-    # What a request's tag begins with: its rank, and the bins of those before.
+    device = lists[0].rows.device
+    sizes = [one.rows.numel() for one in lists]
+    edges = np.cumsum([0] + [one.bins for one in lists])
+    # A row's tag begins with its rank and the bins of the lists before.
     first = np.concatenate(
-        [edge + np.arange(len(asked.sizes)) for edge, asked in zip(edges, several)]
+        [edge + np.arange(len(one.sizes)) for edge, one in zip(edges, lists, strict=False)]
     )
-    counts = np.concatenate([np.asarray(asked.sizes, np.int64) for asked in several])
+    counts = np.concatenate([np.asarray(one.sizes, np.int64) for one in lists])
     tags, times = upload(np.stack([first, counts]), device)
     tags = torch.repeat_interleave(tags, times, output_size=sum(sizes))
     pieces = [
-        torch.where(asked.marked, 0, ((asked.rows & (asked.pieces - 1)) + 1) * len(asked.sizes))
-        for asked in several
+        torch.where(one.marked, 0, ((one.rows & (one.pieces - 1)) + 1) * len(one.sizes))
+        for one in lists
     ]
     order, found = group_by_tag(tags.add_(torch.cat(pieces)), int(edges[-1]))
     starts = np.cumsum([0] + sizes[:-1])
-    return [
-        part - int(start) for part, start in zip(order.split(sizes), starts, strict=True)
-    ], found
+    parts = zip(torch.split(order, sizes), starts, strict=True)
+    return [part - int(start) for part, start in parts], found

@@ -1,18 +1,17 @@
-"""The exchange of one group of tables: what a batch reads is fetched, its gradients go back to the
-owners.
+"""The exchange of one group of tables: rows travel to the ranks that read them, gradients back to
+the owners.
 
-    request    deduplicate ids, AllToAll the split sizes and the ids                         (kind: ids)
-    compare    owners tell the requesters which rows two consecutive batches share           (kind: ids)
-    look_up    owners look up some of the rows, AllToAll them                                (kind: rows)
-    send       AllToAll some of the gradients                                                (kind: gradients)
-    update     sum duplicates in rank order, update the rows
-    place      memory for the rows that come
-    bring, give    look_up, or send and update, of several parts
+    request           deduplicate ids, AllToAll split sizes and ids                    (kind: ids)
+    compare           divide two consecutive requests by the rows they share           (kind: ids)
+    allocate_rows     memory for the rows of a request
+    pull_rows         look up parts of a request on their owners, AllToAll, store      (kind: rows)
+    push_gradients    AllToAll parts of a gradient, sum duplicates in rank order,
+                      update the rows                                             (kind: gradients)
 
-What is not urgent travels in pieces, a part of the rows each: `bring` and `give` send one while
-they work on the one before. `fetch` and `apply` are the blocking forms, over all rows: the serial
-schedule needs no others. A replicated group has these two; its only traffic is one AllReduce in
-`apply`. Everything runs on the caller's thread and stream, over the transport it passes.
+Bulk traffic is cut into pieces: `pull_rows` and `push_gradients` send one while they work on the
+one before it. `fetch` and `apply` are the blocking forms, over all rows: the serial schedule needs
+no others. A replicated group has these two only; its traffic is one AllReduce in `apply`.
+Everything runs on the caller's thread and stream, over the transport that it passes.
 """
 
 from __future__ import annotations
@@ -20,17 +19,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.collision import Asked, Masks, collision_masks, divided, pieces_for
-from freescale.embedding.layout import Layout, TableSpec, positions
+from freescale.embedding.collision import Masks, collision_masks, count_pieces
+from freescale.embedding.comparison import compare_requests
+from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
 from freescale.embedding.optimizers import RowOptimizer
-from freescale.embedding.request import Index, Part, Request, announced, parts_of
-from freescale.embedding.storage import Rows, Segment
+from freescale.embedding.request import Index, Request, RequestPart, SumGradients, collect_ids
+from freescale.embedding.storage import RowStorage, TableRange, UpdateOptions
 from freescale.kernels.dispatch import (
     deduplicate,
     gather_rows,
@@ -42,14 +42,14 @@ from freescale.transport.api import Handle, Transport
 Piece = TypeVar("Piece")
 
 
-def in_turn(
+def run_pipelined(
     pieces: Iterable[Piece],
     start: Callable[[Piece], Handle],
     finish: Callable[[Piece, Tensor], None],
     lines: int,
 ) -> None:
-    """A piece on every line, and one more, are under way before the first is finished: the network
-    does not wait for the host."""
+    """Starts and finishes all pieces. One per line and one more are under way before the first is
+    finished, so the network does not wait for the host."""
     under_way: deque[tuple[Piece, Handle]] = deque()
     for piece in pieces:
         under_way.append((piece, start(piece)))
@@ -72,12 +72,14 @@ class Sharded:
     ) -> None:
         """`wire`: the dtype of rows and gradients on the way; each value is rounded, on its own
         rank's rows too."""
-        self.layout = Layout(tuple(specs), transport.world)
-        segments = [
-            Segment(spec, self.layout.base(table), *self.layout.owned(table, transport.rank))
+        self.layout = ShardLayout(tuple(specs), transport.world)
+        ranges = [
+            TableRange(
+                spec, self.layout.base(table), *self.layout.get_owned_range(table, transport.rank)
+            )
             for table, spec in enumerate(specs)
         ]
-        self.rows = Rows(segments, self.layout.size, optimizer, transport.device)
+        self.rows = RowStorage(ranges, self.layout.size, optimizer, transport.device)
         self._encoding = wire if wire is not None else specs[0].dtype
         self._ids = torch.int32 if self.layout.size < 1 << 31 else torch.int64
         edges = torch.arange(1, transport.world + 1, device=transport.device) * self.layout.size
@@ -86,8 +88,8 @@ class Sharded:
 
     def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Request:
         with transport.ledger.span("deduplicate"):
-            given = announced(batches, self.layout.specs)
-            parts = [self.layout.keys(table, ids.reshape(-1)) for table, ids in given]
+            given = collect_ids(batches, self.layout.specs)
+            parts = [self.layout.compute_keys(table, ids.reshape(-1)) for table, ids in given]
             keys = (
                 torch.cat(parts)
                 if parts
@@ -102,165 +104,133 @@ class Sharded:
         unique = found.keys[: sum(send)]
         local = (unique % self.layout.size).to(self._ids)
         owned = transport.all_to_all(local, send, receive, "ids").wait().long()
-        pieces = pieces_for(
+        pieces = count_pieces(
             sum(totals) * self.layout.specs[0].bytes_per_row // transport.world,
             transport.device,
             transport.world,
         )
         return Request(
-            Index(unique, given, found.inverse), Part(None, None, send, receive), owned, pieces
+            Index(unique, given, found.inverse),
+            RequestPart(None, None, send, receive),
+            owned,
+            pieces,
         )
 
     def compare(
-        self, current: Request, coming: Request, transport: Transport, masks: Masks
+        self, current: Request, following: Request, transport: Transport, masks: Masks
     ) -> None:
-        """Divides both requests by what they share: `shared` and `rest` of the current one, `late`
-        and `early` of the coming."""
+        """Sets `urgent` and `deferred` of the current request, `late` and `early` of the following
+        one. A collective."""
+        parts = compare_requests(current, following, self.layout.size, transport, masks)
+        (urgent, *current.deferred), (following.late, *following.early) = parts
         with transport.ledger.span("compare"):
-            shared, colliding = masks(current.owned, coming.owned)
-            # One message to each requester: its own requests' marks, first of the current batch,
-            # then of the coming one.
-            now, then = shared.split(current.whole.receive), colliding.split(coming.whole.receive)
-            marks = torch.cat([part for pair in zip(now, then, strict=True) for part in pair]).to(
-                torch.uint8
-            )
-            send, receive = (
-                [
-                    a + b
-                    for a, b in zip(
-                        getattr(current.whole, way), getattr(coming.whole, way), strict=True
-                    )
-                ]
-                for way in ("receive", "send")
-            )
-        answer = transport.all_to_all(marks, send, receive, "ids").wait().bool()
-        with transport.ledger.span("compare"):
-            pairs = [
-                n for pair in zip(current.whole.send, coming.whole.send, strict=True) for n in pair
-            ]
-            parts = answer.split(pairs)
-            sides = (
-                (current, torch.cat(parts[0::2]), shared),
-                (coming, torch.cat(parts[1::2]), colliding),
-            )
-            asked = []
-            for request, mine, theirs in sides:
-                local = request.index.keys % self.layout.size
-                asked.append(Asked(mine, local, request.whole.send, request.pieces))
-                asked.append(Asked(theirs, request.owned, request.whole.receive, request.pieces))
-            (mine_now, theirs_now, mine_then, theirs_then), counts = divided(asked)
-            # One trip to the host for all split sizes.
-            numbers = iter(counts.tolist())
-            sizes = [[next(numbers) for _ in range(each.bins)] for each in asked]
-            current.shared, *current.rest = parts_of(
-                mine_now, sizes[0], theirs_now, sizes[1], transport.world
-            )
-            coming.late, *coming.early = parts_of(
-                mine_then, sizes[2], theirs_then, sizes[3], transport.world
-            )
-            # Their update is on the way to the next forward: nothing is sorted there.
-            current.shared = replace(current.shared, summed=self._grouped(current, current.shared))
+            # Prepared here: the update of these rows delays the next forward.
+            current.urgent = replace(urgent, sum_gradients=self._prepare_sums(current, urgent))
 
-    def place(self, request: Request, spent: Tensor | None) -> None:
-        """Memory for the rows of the request, to be filled as they come: that of gradients which
-        were sent, if it is enough. Fresh memory beside it would cost a batch more, and the time to
-        map it."""
+    def allocate_rows(self, request: Request, spent: Tensor | None) -> None:
+        """Gives the rows of the request memory, to be filled as they arrive: that of the `spent`
+        gradients if it is large enough. Fresh memory would cost another batch, and the time to map
+        it."""
         count, width = request.index.keys.numel(), self.rows.weight.shape[1]
         if spent is not None and spent.numel() >= count * width:
             request.rows = spent.detach().view(-1)[: count * width].view(count, width)
         else:
             request.rows = self.rows.weight.new_empty(count, width)
 
-    def look_up(self, request: Request, part: Part, transport: Transport) -> Handle:
-        """The rows of a part, on their way to the requesters."""
-        with transport.ledger.span("lookup"):
-            found = gather_rows(self.rows.weight, _asked(request, part), self._encoding)
-        return transport.all_to_all(found, part.receive, part.send, "rows")
-
-    def bring(self, request: Request, parts: Sequence[Part], transport: Transport) -> None:
-        """Looks up the parts and puts the rows where they belong."""
-
-        def put(part: Part, rows: Tensor) -> None:
-            assert request.rows is not None and part.mine is not None
-            request.rows.index_copy_(0, part.mine, rows.to(request.rows.dtype))
-
-        in_turn(parts, lambda part: self.look_up(request, part, transport), put, transport.lines)
-
-    def send(self, gradient: Tensor, part: Part, transport: Transport) -> Handle:
-        """A part of the gradient [u, width], on its way to the owners."""
-        chosen = gradient if part.mine is None else gradient.index_select(0, part.mine)
-        return transport.all_to_all(chosen.to(self._encoding), part.send, part.receive, "gradients")
-
-    def update(
-        self, request: Request, part: Part, received: Tensor, transport: Transport, **how: Any
+    def pull_rows(
+        self, request: Request, parts: Sequence[RequestPart], transport: Transport
     ) -> None:
-        """received [sum(part.receive), width]: gradients of the part, as `send` brought them.
-        `how`: of `Rows.update`."""
-        with transport.ledger.span("update rows"):
-            summed = part.summed or self._grouped(request, part)
-            self.rows.update(*summed(received.to(self.rows.weight.dtype)), **how)
+        """Looks up the parts on their owners and stores the rows in `request.rows`. A
+        collective."""
 
-    def _grouped(self, request: Request, part: Part) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        return group_duplicates(_asked(request, part), self.rows.weight)
+        def store(part: RequestPart, rows: Tensor) -> None:
+            assert request.rows is not None and part.requested is not None
+            request.rows.index_copy_(0, part.requested, rows.to(request.rows.dtype))
 
-    def give(
+        run_pipelined(
+            parts, lambda part: self._look_up(request, part, transport), store, transport.lines
+        )
+
+    def push_gradients(
         self,
         request: Request,
         gradient: Tensor,
-        parts: Sequence[Part],
+        parts: Sequence[RequestPart],
         transport: Transport,
-        **how: Any,
+        **options: Unpack[UpdateOptions],
     ) -> None:
-        """Sends the parts of the gradient to the owners, who update the rows."""
-        in_turn(
+        """Sends the parts of the gradient [u, width] to the owners, who update the rows. A
+        collective."""
+        run_pipelined(
             parts,
-            lambda part: self.send(gradient, part, transport),
-            lambda part, received: self.update(request, part, received, transport, **how),
+            lambda part: self._send(gradient, part, transport),
+            lambda part, received: self._update(request, part, received, transport, **options),
             transport.lines,
         )
+
+    def _look_up(self, request: Request, part: RequestPart, transport: Transport) -> Handle:
+        """The rows of a part, on their way to the requesters."""
+        with transport.ledger.span("lookup"):
+            found = gather_rows(self.rows.weight, _select_served(request, part), self._encoding)
+        return transport.all_to_all(found, part.receive, part.send, "rows")
+
+    def _send(self, gradient: Tensor, part: RequestPart, transport: Transport) -> Handle:
+        """A part of the gradient [u, width], on its way to the owners."""
+        chosen = gradient if part.requested is None else gradient.index_select(0, part.requested)
+        return transport.all_to_all(chosen.to(self._encoding), part.send, part.receive, "gradients")
+
+    def _update(
+        self,
+        request: Request,
+        part: RequestPart,
+        received: Tensor,
+        transport: Transport,
+        **options: Unpack[UpdateOptions],
+    ) -> None:
+        """received [sum(part.receive), width]: gradients of the part, as `_send` brought them."""
+        with transport.ledger.span("update rows"):
+            sum_gradients = part.sum_gradients or self._prepare_sums(request, part)
+            self.rows.update(*sum_gradients(received.to(self.rows.weight.dtype)), **options)
+
+    def _prepare_sums(self, request: Request, part: RequestPart) -> SumGradients:
+        return group_duplicates(_select_served(request, part), self.rows.weight)
 
     # ---- the blocking forms
 
     def fetch(self, request: Request, transport: Transport, train: bool) -> None:
-        rows = self.look_up(request, request.whole, transport).wait()
+        """Brings all rows of the request here. A collective."""
+        rows = self._look_up(request, request.whole, transport).wait()
         request.rows = rows.to(self.rows.weight.dtype).detach().requires_grad_(train)
 
     def apply(
-        self,
-        request: Request,
-        transport: Transport,
-        *,
-        step: int,
-        factor: float,
-        clip: float | None,
+        self, request: Request, transport: Transport, **options: Unpack[UpdateOptions]
     ) -> None:
-        received = self.send(request.gradient(), request.whole, transport).wait()
-        self.update(
-            request, request.whole, received, transport, step=step, factor=factor, clip=clip
-        )
+        """Sends the gradient of the request's rows and updates the tables. A collective."""
+        received = self._send(request.take_gradient(), request.whole, transport).wait()
+        self._update(request, request.whole, received, transport, **options)
         self._last_read = request.owned
 
-    def collisions(self, request: Request) -> tuple[int, Tensor | int]:
+    def count_collisions(self, request: Request) -> tuple[int, Tensor | int]:
         """(requests at this owner, those whose row the last step read too)."""
         if self._last_read is None:
             return request.owned.numel(), 0
         return request.owned.numel(), collision_masks(self._last_read, request.owned)[1].sum()
 
-    def read(
+    def locate_rows(
         self, request: Request, table: int, ids: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(rows to index, index [...], found [...] or None if all are known to be there)."""
         assert request.rows is not None
-        index = request.index.known(table, ids)
+        index = request.index.find_known(table, ids)
         if index is not None:
             return request.rows, index, None
-        found, there = request.index.search(self.layout.keys(table, ids))
+        found, there = request.index.search(self.layout.compute_keys(table, ids))
         return request.rows, found, there
 
 
-def _asked(request: Request, part: Part) -> Tensor:
-    """Local rows of the part that are asked of this rank."""
-    return request.owned if part.theirs is None else request.owned.index_select(0, part.theirs)
+def _select_served(request: Request, part: RequestPart) -> Tensor:
+    """Local rows of the part that are requested from this rank."""
+    return request.owned if part.served is None else request.owned.index_select(0, part.served)
 
 
 class Replicated:
@@ -270,42 +240,38 @@ class Replicated:
     def __init__(
         self, specs: Sequence[TableSpec], optimizer: RowOptimizer, transport: Transport
     ) -> None:
-        self.layout = Layout(tuple(specs), 1)
-        segments = [
-            Segment(spec, self.layout.base(table), 0, spec.rows) for table, spec in enumerate(specs)
+        self.layout = ShardLayout(tuple(specs), 1)
+        ranges = [
+            TableRange(spec, self.layout.base(table), 0, spec.rows)
+            for table, spec in enumerate(specs)
         ]
-        self.rows = Rows(segments, self.layout.size, optimizer, transport.device)
+        self.rows = RowStorage(ranges, self.layout.size, optimizer, transport.device)
 
     def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Request:
         """Marks the rows that this rank reads. `owned` holds the marks [size]."""
         with transport.ledger.span("deduplicate"):
             marks = self.rows.weight.new_zeros(self.layout.size)
-            given = announced(batches, self.layout.specs)
-            parts = [self._places(table, ids.reshape(-1)) for table, ids in given]
+            given = collect_ids(batches, self.layout.specs)
+            parts = [self._locate(table, ids.reshape(-1)) for table, ids in given]
             places = (
                 torch.cat(parts)
                 if parts
                 else torch.zeros(0, dtype=torch.int64, device=marks.device)
             )
             marks[places] = 1
-        return Request(Index(places[:0], given, places), Part(None, None, [], []), marks)
+        return Request(Index(places[:0], given, places), RequestPart(None, None, [], []), marks)
 
-    def _places(self, table: int, ids: Tensor) -> Tensor:
-        return positions(ids, self.layout.specs[table].rows) + self.layout.base(table)
+    def _locate(self, table: int, ids: Tensor) -> Tensor:
+        return spread_ids(ids, self.layout.specs[table].rows) + self.layout.base(table)
 
     def fetch(self, request: Request, transport: Transport, train: bool) -> None:
         request.rows = self.rows.weight.detach().requires_grad_(train)
 
     def apply(
-        self,
-        request: Request,
-        transport: Transport,
-        *,
-        step: int,
-        factor: float,
-        clip: float | None,
+        self, request: Request, transport: Transport, **options: Unpack[UpdateOptions]
     ) -> None:
-        gradient = request.gradient()
+        """Sends the gradient of the request's rows and updates the tables. A collective."""
+        gradient = request.take_gradient()
         # One message: gradients, and behind them the marks of the rows that were read.
         joined = torch.cat([gradient.view(-1), request.owned])
         summed = transport.all_reduce(joined, "gradients").wait()
@@ -313,18 +279,18 @@ class Replicated:
             rows, gradients = select_marked_rows(
                 summed[gradient.numel() :], summed[: gradient.numel()].view_as(gradient)
             )
-            self.rows.update(rows, gradients, step=step, factor=factor, clip=clip)
+            self.rows.update(rows, gradients, **options)
 
-    def collisions(self, request: Request) -> tuple[int, int]:
+    def count_collisions(self, request: Request) -> tuple[int, int]:
         """Replicated rows are never requested."""
         return 0, 0
 
-    def read(
+    def locate_rows(
         self, request: Request, table: int, ids: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         assert request.rows is not None
-        index = request.index.known(table, ids)
+        index = request.index.find_known(table, ids)
         if index is not None:
             return request.rows, index, None
-        index = self._places(table, ids)
+        index = self._locate(table, ids)
         return request.rows, index, request.owned[index] > 0

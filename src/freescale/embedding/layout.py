@@ -31,7 +31,7 @@ class TableSpec:
         return self.width * self.dtype.itemsize
 
 
-def announced_ids(
+def find_feature_ids(
     batch: SequenceBatch, spec: TableSpec, *, strict: bool = False
 ) -> list[tuple[str, Tensor]]:
     """(feature, its ids) for each of the table's features that the batch has. `strict` refuses a
@@ -43,7 +43,7 @@ def announced_ids(
     return [(feature, batch.values(feature)) for feature in present]
 
 
-def stride_of(rows: int) -> int:
+def choose_stride(rows: int) -> int:
     """A multiplier coprime with `rows`, near the golden section, whose products fit in int64."""
     limit = max(1, min(rows, (1 << 62) // max(rows, 1)))
     stride = max(1, int(limit * 0.6180339887498949))
@@ -52,14 +52,15 @@ def stride_of(rows: int) -> int:
     return stride
 
 
-def positions(ids: Tensor, rows: int) -> Tensor:
-    return ids.long() * stride_of(rows) % rows  # int32 ids would overflow
+def spread_ids(ids: Tensor, rows: int) -> Tensor:
+    """ids [...] -> their positions [...] in the spread order of a table with `rows` rows."""
+    return ids.long() * choose_stride(rows) % rows  # int32 ids would overflow
 
 
-def ids_at(position: Tensor, rows: int) -> Tensor:
-    """The inverse of `positions`. The inverse stride may be as large as rows, hence the product in
-    two halves."""
-    inverse = pow(stride_of(rows), -1, rows) if rows > 1 else 0
+def find_ids(position: Tensor, rows: int) -> Tensor:
+    """The inverse of `spread_ids`. The inverse stride may be as large as `rows`, hence the product
+    in two halves."""
+    inverse = pow(choose_stride(rows), -1, rows) if rows > 1 else 0
     if rows <= 1 << 31:
         return position * inverse % rows
     high, low = inverse >> 20, inverse & ((1 << 20) - 1)
@@ -67,7 +68,7 @@ def ids_at(position: Tensor, rows: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """Tables of one group over `world` ranks. Every rank holds `size` local rows; a key is owner *
     size + local row."""
 
@@ -86,14 +87,14 @@ class Layout:
     def size(self) -> int:
         return self.base(len(self.specs))
 
-    def keys(self, table: int, ids: Tensor) -> Tensor:
+    def compute_keys(self, table: int, ids: Tensor) -> Tensor:
         """ids [n] -> keys [n]. Sorted keys are grouped by owner."""
-        position = positions(ids, self.specs[table].rows)
+        position = spread_ids(ids, self.specs[table].rows)
         block = self.block(table)
         owner = position // block
         return owner * (self.size - block) + position + self.base(table)
 
-    def owned(self, table: int, rank: int) -> tuple[int, int]:
+    def get_owned_range(self, table: int, rank: int) -> tuple[int, int]:
         """[first, last) positions of a table that a rank owns."""
         block, rows = self.block(table), self.specs[table].rows
         return min(rank * block, rows), min((rank + 1) * block, rows)

@@ -30,7 +30,9 @@ class Placement:
     reason: str
 
 
-def choose(spec: TableSpec, state_bytes_per_row: int, rows_read: float | None) -> Placement:
+def choose_placement(
+    spec: TableSpec, state_bytes_per_row: int, rows_read: float | None
+) -> Placement:
     """`rows_read`: distinct rows that a rank reads in a step, mean over ranks; None if nobody has
     looked."""
     total = spec.rows * (spec.bytes_per_row + state_bytes_per_row)
@@ -46,7 +48,7 @@ def choose(spec: TableSpec, state_bytes_per_row: int, rows_read: float | None) -
     return Placement(kind, f"{size}, a rank reads {share:.0%} of its rows in a step")
 
 
-def overridden(wanted: str | Mapping[str, str], names: list[str]) -> dict[str, str]:
+def parse_placement(wanted: str | Mapping[str, str], names: list[str]) -> dict[str, str]:
     """The user's wish per table: `auto`, one of CHOICES for all, or a mapping from table to
     choice."""
     mapping = dict.fromkeys(names, wanted) if isinstance(wanted, str) else dict(wanted)

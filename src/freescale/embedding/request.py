@@ -9,34 +9,39 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.layout import TableSpec, announced_ids
+from freescale.embedding.layout import TableSpec, find_feature_ids
 
 # A batch's ids of one group: (table index within the group, the batch's own tensor of ids).
-Announced = Sequence[tuple[int, Tensor]]
+GroupIds = Sequence[tuple[int, Tensor]]
+# gradients [n, width] of served rows -> (unique local rows [u], their summed gradients [u, width])
+SumGradients = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def announced(batches: Sequence[SequenceBatch], specs: Sequence[TableSpec]) -> Announced:
+def collect_ids(batches: Sequence[SequenceBatch], specs: Sequence[TableSpec]) -> GroupIds:
+    """The ids that some (micro-)batches hold for the tables of a group."""
     return [
         (table, ids)
         for table, spec in enumerate(specs)
         for batch in batches
-        for _, ids in announced_ids(batch, spec)
+        for _, ids in find_feature_ids(batch, spec)
     ]
 
 
 class Index:
-    """Finds the fetched row of an id: by identity for the tensors that were announced, else by
-    search."""
+    """Finds the fetched row of an id: by identity for the tensors of the listed features,
+    else by search."""
 
-    def __init__(self, keys: Tensor, announced: Announced, inverse: Tensor) -> None:
+    def __init__(self, keys: Tensor, given: GroupIds, inverse: Tensor) -> None:
         self.keys = keys  # [u] sorted
-        parts = inverse.split([ids.numel() for _, ids in announced])
+        parts = torch.split(inverse, [ids.numel() for _, ids in given])
         self._known = [
             (table, ids, ids._version, part)
-            for (table, ids), part in zip(announced, parts, strict=True)
+            for (table, ids), part in zip(given, parts, strict=True)
         ]
 
-    def known(self, table: int, ids: Tensor) -> Tensor | None:
+    def find_known(self, table: int, ids: Tensor) -> Tensor | None:
+        """Indices [...] of the fetched rows of ids [...]; None if the tensor is not one of those
+        that were given."""
         for owner, tensor, version, part in self._known:
             same = tensor is ids or (
                 tensor.data_ptr() == ids.data_ptr() and tensor.numel() == ids.numel() > 0
@@ -61,51 +66,60 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Part:
+class RequestPart:
     """Some of a request's rows, and where they travel."""
 
-    mine: Tensor | None  # [sum(send)] positions among this rank's rows, by owner; None: all
-    # [sum(receive)] positions among the rows asked of this rank, in rank order; None: all
-    theirs: Tensor | None
-    send: list[int]  # of `mine`, owned by each rank
-    receive: list[int]  # of `theirs`, asked by each rank
-    # rows and sums of gradients of `theirs`, if prepared
-    summed: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    # [sum(send)] positions among the rows that this rank requests, by owner; None: all
+    requested: Tensor | None
+    # [sum(receive)] positions among the rows requested from this rank, in rank order; None: all
+    served: Tensor | None
+    send: list[int]  # of `requested`, owned by each rank
+    receive: list[int]  # of `served`, requested by each rank
+    sum_gradients: SumGradients | None = None  # of `served`, if prepared
 
 
-def parts_of(
-    mine: Tensor, send: list[int], theirs: Tensor, receive: list[int], ranks: int
-) -> list[Part]:
-    """Positions and counts, part after part and within each rank by rank (`collision.divided` gives
+def split_request(
+    requested: Tensor, send: list[int], served: Tensor, receive: list[int], ranks: int
+) -> list[RequestPart]:
+    """Positions and counts, part after part and within each rank by rank (`divide_rows` gives
     both) -> the parts."""
     sends, receives = (
         [counts[at : at + ranks] for at in range(0, len(counts), ranks)]
         for counts in (send, receive)
     )
     cut = (
-        positions.split([sum(part) for part in counts])
-        for positions, counts in ((mine, sends), (theirs, receives))
+        torch.split(positions, [sum(part) for part in counts])
+        for positions, counts in ((requested, sends), (served, receives))
     )
-    return [Part(*four) for four in zip(*cut, sends, receives, strict=True)]
+    return [RequestPart(*four) for four in zip(*cut, sends, receives, strict=True)]
 
 
 @dataclass
 class Request:
-    index: Index
-    whole: Part
-    owned: Tensor  # [sum(receive)] local rows asked of this rank, in rank order
-    pieces: int = 1  # in which what is not urgent travels
-    rows: Tensor | None = None  # [u, width], a leaf of autograd
-    early: list[Part] = field(default_factory=list)  # rows that the batch before does not read
-    late: Part | None = None  # rows that it does: they collide, and come after its update
-    shared: Part | None = None  # rows that the batch after reads too: their gradients go first
-    # rows that it does not: their gradients can wait
-    rest: list[Part] = field(default_factory=list)
+    """The rows of one group that a rank reads in a step. `Sharded.compare` sets the parts."""
 
-    def gradient(self) -> Tensor:
-        """Of the rows [u, width]. Gives the rows and their gradient away: their memory is the
-        caller's."""
+    index: Index
+    whole: RequestPart
+    owned: Tensor  # [sum(receive)] local rows requested from this rank, in rank order
+    pieces: int = 1  # into which bulk traffic is cut
+    rows: Tensor | None = None  # [u, width], a leaf of autograd
+    # rows that the previous batch does not read: pulled while it computes
+    early: list[RequestPart] = field(default_factory=list)
+    late: RequestPart | None = None  # rows that it reads: they collide, and wait for its update
+    # rows that the following batch reads too: their gradients go first
+    urgent: RequestPart | None = None
+    # rows that it does not read: their gradients are deferred
+    deferred: list[RequestPart] = field(default_factory=list)
+
+    def take_gradient(self) -> Tensor:
+        """The gradient of the rows [u, width]. Drops the rows: their memory is the caller's."""
         assert self.rows is not None
         gradient = self.rows.grad if self.rows.grad is not None else torch.zeros_like(self.rows)
         self.rows = None
         return gradient
+
+
+def require(part: RequestPart | None) -> RequestPart:
+    """A part that `Sharded.compare` has set."""
+    assert part is not None, "the requests were not compared"
+    return part

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -14,11 +12,11 @@ from torch import Tensor
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
 from freescale.embedding.exchange import Replicated, Sharded
-from freescale.embedding.layout import Layout, TableSpec, announced_ids
+from freescale.embedding.layout import ShardLayout, TableSpec, find_feature_ids
+from freescale.embedding.memory import check_memory
 from freescale.embedding.optimizers import RowOptimizer
-from freescale.embedding.placement import Placement, choose, overridden
+from freescale.embedding.placement import Placement, choose_placement, parse_placement
 from freescale.embedding.request import Request
-from freescale.embedding.storage import available_memory
 from freescale.kernels.dispatch import read_rows
 from freescale.transport.api import Transport
 
@@ -56,7 +54,7 @@ class Tables:
         self._wire = wire
         self.placements: dict[str, Placement] = {}
         self.groups: list[Sharded | Replicated] = []
-        self._wanted = overridden(placement, list(self.specs))
+        self._wanted = parse_placement(placement, list(self.specs))
         self._seed, self._std, self._weights = seed, dict(std), dict(weights or {})
         self._where: dict[str, tuple[int, int]] = {}  # table -> (group, table within the group)
         self._requests: list[Request] | None = None
@@ -102,19 +100,21 @@ class Tables:
         """Decides where each table lives and allocates it. A collective; `recorded` repeats a
         decision made earlier (a resumed run must not change it)."""
         assert not self.placed, "tables are placed once"
-        rows_read = self._rows_read(batch)
+        rows_read = self._count_rows_read(batch)
         for name, spec in self.specs.items():
             if name in self._wanted:
                 self.placements[name] = Placement(self._wanted[name], "as asked")
             elif recorded and name in recorded:
                 self.placements[name] = Placement(recorded[name], "as in the checkpoint")
             else:
-                self.placements[name] = choose(spec, self._state_bytes(spec), rows_read.get(name))
-        self._refuse_too_large()
-        grouped: dict[tuple, list[TableSpec]] = {}
+                self.placements[name] = choose_placement(
+                    spec, self._count_state_bytes(spec), rows_read.get(name)
+                )
+        self._check_memory()
+        grouped: dict[tuple[str, int, torch.dtype, RowOptimizer], list[TableSpec]] = {}
         for name, spec in self.specs.items():
-            kind = (self.placements[name].kind, spec.width, spec.dtype, self.optimizers[name])
-            grouped.setdefault(kind, []).append(spec)
+            key = (self.placements[name].kind, spec.width, spec.dtype, self.optimizers[name])
+            grouped.setdefault(key, []).append(spec)
         for (kind, _, _, optimizer), specs in grouped.items():
             sharded = kind == "sharded"
             group = (
@@ -127,23 +127,20 @@ class Tables:
             }
             self.groups.append(group)
         for name in self.specs:
-            rows = self.group(name).rows
+            rows = self.get_group(name).rows
             if name in self._weights:
                 rows.copy_from(name, self._weights[name])
             else:
                 rows.initialise(name, self._seed, self._std[name])
         self._weights.clear()
 
-    def _rows_read(self, batch: SequenceBatch | None) -> dict[str, float]:
+    def _count_rows_read(self, batch: SequenceBatch | None) -> dict[str, float]:
         """Distinct rows that a rank reads of each table, mean over ranks that have a batch."""
         mine: dict[str, int] = {}
         if batch is not None and len(batch):
             for name, spec in self.specs.items():
-                mine[name] = int(
-                    torch.cat([ids.reshape(-1) for _, ids in announced_ids(batch, spec)])
-                    .unique()
-                    .numel()
-                )
+                parts = [ids.reshape(-1) for _, ids in find_feature_ids(batch, spec)]
+                mine[name] = torch.unique(torch.cat(parts)).numel()
         seen = [json.loads(part) for part in self.transport.gather_bytes(json.dumps(mine).encode())]
         seen = [counts for counts in seen if counts]
         return (
@@ -152,36 +149,17 @@ class Tables:
             else {}
         )
 
-    def _state_bytes(self, spec: TableSpec) -> int:
+    def _count_state_bytes(self, spec: TableSpec) -> int:
         shapes = self.optimizers[spec.name].state_shapes(spec.width).values()
         return sum(torch.Size(shape).numel() for shape in shapes) * spec.dtype.itemsize
 
-    def _refuse_too_large(self) -> None:
-        """Compares what the ranks of each machine need with what it has, so that all ranks refuse
-        together."""
+    def _check_memory(self) -> None:
         need = 0
         for name, spec in self.specs.items():
             parts = self.transport.world if self.placements[name].kind == "sharded" else 1
-            need += Layout((spec,), parts).size * (spec.bytes_per_row + self._state_bytes(spec))
-        # Containers of one host have limits of their own, and names of their own.
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        machine = f"{boot.read_text().strip() if boot.exists() else self.transport.rank}/{platform.node()}"
-        device = self.transport.device
-        mine = {"machine": f"{machine}/{device}", "need": need, "free": available_memory(device)}
-        everyone = [
-            json.loads(part) for part in self.transport.gather_bytes(json.dumps(mine).encode())
-        ]
-        for machine in sorted({one["machine"] for one in everyone}):
-            here = [one for one in everyone if one["machine"] == machine]
-            total, free = sum(one["need"] for one in here), min(one["free"] for one in here)
-            if total > free:
-                largest = max(self.specs.values(), key=lambda spec: spec.rows * spec.bytes_per_row)
-                raise ValueError(
-                    f"the tables need {total / 2**30:.1f} GiB on a machine with "
-                    f"{free / 2**30:.1f} GiB free (the largest is "
-                    f"{largest.name!r}, {largest.rows:,} x {largest.width}): use more machines, a "
-                    "smaller width, or RowWiseAdagrad"
-                )
+            rows = ShardLayout((spec,), parts).size
+            need += rows * (spec.bytes_per_row + self._count_state_bytes(spec))
+        check_memory(need, self.specs.values(), self.transport)
 
     def describe(self) -> list[str]:
         """One line per table, for the start of a run."""
@@ -191,8 +169,19 @@ class Tables:
             for name, spec in self.specs.items()
         ]
 
-    def group(self, name: str) -> Sharded | Replicated:
+    def get_group(self, name: str) -> Sharded | Replicated:
+        """The group that holds a table."""
         return self.groups[self._where[name][0]]
+
+    def pair_sharded(self, requests: Sequence[Request]) -> list[tuple[Sharded, Request]]:
+        """The sharded groups, each with its request out of one per group."""
+        pairs = zip(self.groups, requests, strict=True)
+        return [(group, request) for group, request in pairs if isinstance(group, Sharded)]
+
+    def pair_replicated(self, requests: Sequence[Request]) -> list[tuple[Replicated, Request]]:
+        """The replicated groups, each with its request out of one per group."""
+        pairs = zip(self.groups, requests, strict=True)
+        return [(group, request) for group, request in pairs if isinstance(group, Replicated)]
 
     # ---- every step
 
@@ -200,7 +189,7 @@ class Tables:
         """Refuses ids that no table row has. Reads the ids: call it while the batch is on the
         host."""
         for name, spec in self.specs.items():
-            for feature, ids in announced_ids(batch, spec, strict=strict):
+            for feature, ids in find_feature_ids(batch, spec, strict=strict):
                 if ids.dtype not in (torch.int64, torch.int32):
                     raise ValueError(
                         f"feature {feature!r} holds {ids.dtype}; table {name!r} is "
@@ -243,10 +232,11 @@ class Tables:
         """Forgets the fetched rows without an update (evaluation)."""
         self._requests = None
 
-    def collisions(self, requests: list[Request]) -> tuple[int, Tensor | int]:
+    def count_collisions(self, requests: list[Request]) -> tuple[int, Tensor | int]:
         """Over all groups: (requests at this owner, those whose row the last step read too)."""
         pairs = [
-            group.collisions(request) for group, request in zip(self.groups, requests, strict=True)
+            group.count_collisions(request)
+            for group, request in zip(self.groups, requests, strict=True)
         ]
         return sum(total for total, _ in pairs), sum(hit for _, hit in pairs)
 
@@ -260,7 +250,7 @@ class Tables:
             )
         spec = self.specs[name]
         group, table = self._where[name]
-        rows, index, found = self.groups[group].read(self._requests[group], table, ids)
+        rows, index, found = self.groups[group].locate_rows(self._requests[group], table, ids)
         if found is not None and ids.numel():
             found = found & (ids >= 0) & (ids < spec.rows)
         if found is not None and ids.numel() and not bool(found.all()):
@@ -276,19 +266,19 @@ class Tables:
 
     # ---- for checkpoints, export and evaluation
 
-    def local(self, name: str) -> dict[str, Tensor]:
+    def get_local_state(self, name: str) -> dict[str, Tensor]:
         """Views of this rank's part of a table: `rows` and the state of its optimizer, in spread
         order."""
-        return self.group(name).rows.tensors(name)
+        return self.get_group(name).rows.get_tensors(name)
 
-    def share(self, name: str) -> tuple[Tensor, Tensor]:
+    def get_local_rows(self, name: str) -> tuple[Tensor, Tensor]:
         """(ids [n], rows [n, width]): a part of the table, so that the ranks' parts make up the
         whole, each row once."""
-        rows = self.group(name).rows
-        ids, weight = rows.ids(name), rows.tensors(name)["rows"]
+        rows = self.get_group(name).rows
+        ids, weight = rows.get_ids(name), rows.get_tensors(name)["rows"]
         if self.placements[name].kind == "sharded":
             return ids, weight
-        first, last = Layout((self.specs[name],), self.transport.world).owned(
+        first, last = ShardLayout((self.specs[name],), self.transport.world).get_owned_range(
             0, self.transport.rank
         )
         return ids[first:last], weight[first:last]

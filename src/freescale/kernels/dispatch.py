@@ -146,11 +146,11 @@ def deduplicate(keys: Tensor, edges: Tensor) -> unique.Unique:
     return unique.deduplicate(keys, edges)
 
 
-def collision_masks(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
+def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
     """`reference.unique.collision_masks`, in Triton on a GPU."""
     if current.is_cuda and has_triton():
-        return triton_unique.collision_masks(current, coming)
-    return unique.collision_masks(current, coming)
+        return triton_unique.collision_masks(current, following)
+    return unique.collision_masks(current, following)
 
 
 def _fits_triton_rows(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton_rows.DTYPES) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from freescale.ledger.busy import own_waits
 from freescale.ledger.ledger import KINDS
+from freescale.ledger.trace import rename_lane
 
 # Spans that are this rank's own work: what imbalance compares.
 COMPUTE = ("forward", "backward")
@@ -176,8 +177,10 @@ class Summary:
         self._step_ms.append(figures["step_ms"])
         flat = {k: figures[k] for k in ("straggler_percent", "imbalance", "samples", "tokens")}
         flat |= {k: figures[k] for k in _SOMETIMES if k in figures}
-        for group in ("exposed_ms", "bytes", "spans_ms"):
+        for group in ("exposed_ms", "bytes"):
             flat |= {f"{group}/{name}": value for name, value in figures[group].items()}
+        # A resumed run reads lines of an earlier version.
+        flat |= {f"spans_ms/{rename_lane(name)}": v for name, v in figures["spans_ms"].items()}
         for kind, by_path in figures.get("paths", {}).items():
             flat |= {f"paths/{kind}/{path}": sent for path, sent in by_path.items()}
         for name, value in flat.items():

@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 COMPUTE_LANE, COMMUNICATION_LANE = 0, 1
-LANES = ("compute", "communication", "ahead", "urgent", "coming")
+LANES = ("compute", "communication", "ahead", "urgent", "input")
+_FORMER_LANES = {"coming": "input"}  # in the files of earlier versions
+
+
+def rename_lane(name: str) -> str:
+    """The present name of a lane, or of a span `lane/span`, out of a file of any version."""
+    lane, slash, span = name.partition("/")
+    return _FORMER_LANES.get(lane, lane) + slash + span
 
 
 def header(ranks: int) -> list[dict]:

@@ -38,16 +38,20 @@ class Agreement:
     samples: list[int]  # of each rank
     number: int  # of the global batch
     schema: str  # of its features, for ranks that never saw one; empty if there is no such rank
-    lengths: np.ndarray  # [n, COLUMNS] of the global batch, in rank order; empty if not asked for
+    lengths: np.ndarray[
+        Any, Any
+    ]  # [n, COLUMNS] of the global batch, in rank order; empty if not asked for
     computed_step: int  # a past step
-    computed: np.ndarray  # [ranks] seconds that each computed in it; 0 where it is not known
+    computed: np.ndarray[
+        Any, Any
+    ]  # [ranks] seconds that each computed in it; 0 where it is not known
     stopping: bool = False  # a rank wants to: there is no such step
     error: Exception | None = None  # of the data: there is no such step, and all ranks raise it
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a rank brings."""
+class Proposal:
+    """What a rank brings to an agreement."""
 
     batch: SequenceBatch | None  # the next one, on the host; None without data
     error: Exception | None  # what went wrong instead
@@ -61,13 +65,13 @@ class Question:
     left: int | None = None
 
 
-class Asked:
-    """A question under way: one AllGather on the host, no device is waited for. (A second one if a
-    rank has more samples than there was room for.)"""
+class PendingAgreement:
+    """An agreement under way: one AllGather on the host; no device is waited for. (A second one if
+    a rank has more samples than there was room for.)"""
 
-    def __init__(self, question: Question, transport: Transport) -> None:
-        batch, error = question.batch, question.error
-        present = batch if batch is not None else question.like
+    def __init__(self, proposal: Proposal, transport: Transport) -> None:
+        batch, error = proposal.batch, proposal.error
+        present = batch if batch is not None else proposal.like
         names = sorted(present.weights)
         if error is None and len(names) > MAX_TASKS:
             error = ValueError(
@@ -77,57 +81,60 @@ class Asked:
             error = ValueError(
                 "the batch has no weights: give it the supervised weight of each sample, per task"
             )
-        self._question, self._transport, self._error = question, transport, error
-        self._names, self._schema, self._room = names, describe_schema(present), question.room or 0
+        self._proposal, self._transport, self._error = proposal, transport, error
+        self._names, self._schema, self._room = names, describe_schema(present), proposal.room or 0
         message = np.zeros(_ROWS + self._room * COLUMNS, np.int64)
-        message[_FEATURES] = _digest(self._schema)
-        message[_COMPUTED_STEP], message[_COMPUTED] = question.computed
+        message[_FEATURES] = _hash(self._schema)
+        message[_COMPUTED_STEP], message[_COMPUTED] = proposal.computed
         self._rows = np.zeros((0, COLUMNS), np.int64)
-        if question.left is not None:
-            message[:_SAMPLES] = _LEFT, question.left
+        if proposal.left is not None:
+            message[:_SAMPLES] = _LEFT, proposal.left
         elif error is not None:
             message[_STATE] = _FAILED
-        elif question.stopping:
+        elif proposal.stopping:
             message[_STATE] = _STOPPING
         elif batch is not None:
             message[:_FEATURES] = _READY, batch.number, len(batch)
             weights = message[_WEIGHTS:_ROWS].view(np.float64)
             weights[: len(names)] = [float(batch.weights[name].double().sum()) for name in names]
-            if question.room is not None:
+            if proposal.room is not None:
                 self._rows = measured(batch)
                 message[_ROWS:].reshape(self._room, COLUMNS)[: len(self._rows)] = self._rows[
                     : self._room
                 ]
         self._pending = _gather(message, transport)
 
-    def answer(self) -> Agreement:
-        """Waits. Raises if another rank has left."""
+    def wait(self) -> Agreement:
+        """Waits for all ranks.
+
+        Raises:
+            RemoteError: another rank has left the loop.
+        """
         transport, room = self._transport, self._room
         gathered = self._pending.wait().numpy()
         states = gathered[:, _STATE]
         if (states == _LEFT).any():
-            if self._question.left is None:
+            if self._proposal.left is None:
                 gone = int((states == _LEFT).argmax())
                 raise RemoteError(
                     f"rank {gone} left the loop at step {gathered[gone, _NUMBER]} and this one "
-                    "did not: "
-                    "`pipeline.stop()` on any rank ends it on all"
+                    "did not: `pipeline.stop()` on any rank ends it on all"
                 )
-            return self._no_step()
+            return self._refuse_step()
         if (states == _FAILED).any():
-            return self._no_step(error=_first_error(self._error, transport))
+            return self._refuse_step(error=_first_error(self._error, transport))
         if (states == _STOPPING).any():
-            return self._no_step(stopping=True)
+            return self._refuse_step(stopping=True)
         ready = states == _READY
         try:
-            names, schema = _features(
+            names, schema = _agree_on_features(
                 gathered[:, _FEATURES], ready, self._names, self._schema, transport
             )
         except ValueError as error:  # on every rank
-            return self._no_step(error=error)
+            return self._refuse_step(error=error)
         samples = gathered[:, _SAMPLES].tolist()
         table = gathered[:, _ROWS:].reshape(transport.world, room, COLUMNS)
-        if self._question.room is not None and max(samples) > room:
+        if self._proposal.room is not None and max(samples) > room:
             padded = np.zeros((max(samples), COLUMNS), np.int64)
             padded[: len(self._rows)] = self._rows
             table = _gather(padded, transport).wait().numpy()
@@ -138,21 +145,21 @@ class Asked:
             samples=samples,
             number=int(gathered[ready, _NUMBER].max())
             if ready.any()
-            else self._question.like.number,
+            else self._proposal.like.number,
             schema=schema,
             lengths=np.concatenate([table[rank, :count] for rank, count in enumerate(samples)]),
             computed_step=int(gathered[0, _COMPUTED_STEP]),
             computed=gathered[:, _COMPUTED] / 1e9,
         )
 
-    def _no_step(self, **why: Any) -> Agreement:
+    def _refuse_step(self, **why: Any) -> Agreement:
         ranks = self._transport.world
         nothing = np.zeros((0, COLUMNS), np.int64)
         return Agreement(
             False,
             {},
             [0] * ranks,
-            self._question.like.number,
+            self._proposal.like.number,
             "",
             nothing,
             0,
@@ -161,12 +168,16 @@ class Asked:
         )
 
 
-def _gather(message: np.ndarray, transport: Transport) -> Handle:
+def _gather(message: np.ndarray[Any, Any], transport: Transport) -> Handle:
     return transport.all_gather(torch.from_numpy(message), "counts")
 
 
-def _features(
-    digests: np.ndarray, ready: np.ndarray, names: list[str], schema: str, transport: Transport
+def _agree_on_features(
+    digests: np.ndarray[Any, Any],
+    ready: np.ndarray[Any, Any],
+    names: list[str],
+    schema: str,
+    transport: Transport,
 ) -> tuple[list[str], str]:
     """Checks that all ranks have the same features. Tasks, and the schema if a rank has to learn
     it."""
@@ -187,7 +198,7 @@ def _features(
     return sorted(build_empty_batch(schema).weights), schema
 
 
-def _digest(text: str) -> int:
+def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 

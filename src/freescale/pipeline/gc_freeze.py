@@ -1,6 +1,9 @@
-"""Python's garbage collector walks through every object of the process now and then: with torch
-loaded 100 to 300 ms, on each rank at a moment of its own, and all others wait for it. What is there
-when a schedule begins lives on anyway: it is set aside."""
+"""Keeps Python's garbage collector away from long-lived objects while schedules run.
+
+A full collection walks through every object of the process: with torch loaded 100 to 300 ms, on
+each rank at a different moment, and all other ranks wait for it. Objects that exist when a schedule
+begins live on anyway, so they are frozen.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ _running = 0  # schedules, in this process
 
 
 @contextmanager
-def objects_set_aside() -> Iterator[None]:
-    """The collector goes on, over what was made since. Afterwards, when no schedule runs, over
-    everything again."""
+def freeze_objects() -> Iterator[None]:
+    """Inside, the collector sees only objects made since; everything again once no schedule
+    runs."""
     global _running
     _running += 1
     gc.collect()

@@ -75,9 +75,12 @@ class Lane:
         cuda = self.device.type == "cuda"
         # Ahead of the compute, whose kernels fill the device: a lane's are many, small, and wait
         # for each other.
-        self.stream = (
-            torch.cuda.Stream(self.device, priority=-2 if urgent else -1) if cuda else None
-        )
+        self.stream: torch.cuda.Stream | None = None
+        if cuda:
+            priority = -2 if urgent else -1
+            self.stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                self.device, priority=priority
+            )
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ending: list[threading.Thread] = []

@@ -1,10 +1,10 @@
 """The batch of the next step: taken from the data, agreed on by all ranks and, with balancing,
-moved to where it is computed.
+moved to the ranks that compute it.
 
-In the serial schedule, balanced, its stages are started at three junctures of the step before it,
-so that nobody waits for them; what has not been started when the batch is needed is done then (the
-first batch: everything). Unbalanced, nothing happens ahead of time. The staged schedule completes
-it in a lane.
+Preparation has three stages. The serial schedule, with balancing, runs one of them at each of three
+junctures of the step before, so that no rank waits for the exchange that the stage starts; without
+balancing nothing happens ahead of time. Stages that have not run when the batch is needed run then:
+all of them, for the first batch. The staged schedule runs all stages in a lane.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -23,9 +24,21 @@ from freescale.batch import SequenceBatch
 from freescale.batch_codec import build_empty_batch
 from freescale.embedding.tables import Tables
 from freescale.ledger.ledger import Ledger
-from freescale.pipeline.agreement import Agreement, Asked, Question
-from freescale.pipeline.source import Source
+from freescale.pipeline.agreement import Agreement, PendingAgreement, Proposal
+from freescale.pipeline.source import BatchSource
 from freescale.transport.api import Transport
+
+
+class Juncture(IntEnum):
+    """Points of a step at which the serial schedule prepares the next batch; the value is the
+    number of stages that have run from there on."""
+
+    FETCHED = 1  # the rows of the step are here
+    FORWARDED = 2  # its forward is over
+    DIFFERENTIATED = 3  # its backward is over
+
+
+_AGREED, _COMPLETE = 2, 3  # stages
 
 
 class BatchPreparation:
@@ -34,7 +47,7 @@ class BatchPreparation:
     def __init__(
         self,
         step: int,
-        source: Source,
+        source: BatchSource,
         before: BatchPreparation | None,
         tables: Tables,
         transport: Transport,
@@ -44,15 +57,25 @@ class BatchPreparation:
         copies: torch.cuda.Stream | None = None,
         ahead: bool = False,
     ) -> None:
-        """`step` will compute it. `before`: the batch of the step before; without data this rank
-        takes part with an empty one of the same features. `computed`: the last step that was
-        measured, the same on every rank, and its nanoseconds. `stopping`: whether this rank wants
-        the run to end. `copies`: the stream on which it goes to a GPU. `ahead`: more batches are
-        taken before this one is computed."""
+        """
+        Args:
+            step: that will compute the batch.
+            source: of the batches of this rank.
+            before: the batch of the step before. Without data this rank takes part with an empty
+                batch of the same features.
+            tables: check the ids of the batch.
+            transport: over which the ranks agree and samples move.
+            balancer: moves the samples; None leaves them where they are.
+            computed: returns the last step that was measured, the same on every rank, and its
+                nanoseconds of compute.
+            stopping: returns whether this rank wants the run to end.
+            copies: the stream on which the batch is copied to a GPU.
+            ahead: more batches are taken before this one is computed.
+        """
         self.step, self._source, self._tables, self._transport = step, source, tables, transport
         self._balancer, self._computed, self._copies = balancer, computed, copies
         self._stopping, self._ahead = stopping, ahead
-        self._stages: list[Callable[[], None]] = [self._ask, self._sizes, self._samples]
+        self._stages_run = 0
         self._shuffle: Shuffle | None = None
         self._counters: dict[str, float] = {}
         self._room = (
@@ -65,76 +88,64 @@ class BatchPreparation:
         )  # this batch, once it is taken; on the host
         self.agreement: Agreement | None = None
         self._balanced = balancer is not None and transport.world > 1
-        self._asked: Asked | None = None
+        self._pending: PendingAgreement | None = None
         self.taken: SequenceBatch | None = None  # as it came from the data
 
-    # ---- the junctures of the step before
-
-    def exchanged(self) -> None:
-        """Its embedding exchange is over."""
-        if self._balancer:
-            self._advance(1)
-
-    def forwarded(self) -> None:
-        if self._balancer:
-            self._advance(1)
-
-    def differentiated(self) -> None:
-        if self._balancer:
-            self._advance(1)
-
-    # ---- its own step
-
     @property
-    def asked(self) -> bool:
-        """The ranks have begun to agree on it."""
-        return self._asked is not None
+    def begun(self) -> bool:
+        """The ranks have begun to agree on the batch."""
+        return self._pending is not None
+
+    def advance(self, juncture: Juncture) -> None:
+        """Runs the stage of this juncture of the step before. Nothing without balancing."""
+        if self._balancer:
+            self._run_stages(juncture)
 
     def agree(self) -> Agreement:
-        """Stage I, to its end."""
-        self._advance(len(self._stages) - 1)
+        """Waits until the ranks have agreed on the batch."""
+        self._run_stages(_AGREED)
         assert self.agreement is not None
         return self.agreement
 
     def meet(self, left: int | None = None) -> None:
-        """The ranks tell each other that they are still there; one that is not says after which
-        step it has left the loop, here or where the others ask for the batch."""
-        Asked(
-            Question(None, None, self.like, self._space, self._computed(), left=left),
-            self._transport,
-        ).answer()
+        """The ranks tell each other that they are still there. A rank that has left the loop says
+        after which step (`left`), here or where the others agree on the batch."""
+        proposal = Proposal(None, None, self.like, self._space, self._computed(), left=left)
+        PendingAgreement(proposal, self._transport).wait()
 
     def complete(self) -> tuple[SequenceBatch, Agreement]:
-        """The batch, where it is to be computed. Nothing is in it if the data has ended everywhere
-        (`agreement.ready`)."""
-        self._advance(len(self._stages))
+        """The batch, on the rank and device that compute it, and the agreement on it. If not
+        `agreement.ready`, there is no such batch: the data has ended on all ranks."""
+        self._run_stages(_COMPLETE)
         assert self.agreement is not None
         if not self.agreement.ready:
             return self.like, self.agreement
         if self._shuffle is not None:
             assert self._balancer is not None and self._shuffle.assignment is not None
-            with self._balancing():
+            with self._balance_span():
                 batch = self._shuffle.finish()
             self._count_balanced(batch, self._shuffle.assignment)
             if self._balancer.error is not None:
                 self._counters["max_cost_error"] = self._balancer.error
         else:
             batch = self.like
-        return self._moved(batch), self.agreement
+        return self._move_to_device(batch), self.agreement
 
     def count(self, ledger: Ledger) -> None:
-        """Its figures, into the ledger of the step that computes it."""
+        """Adds the figures of the batch to the ledger of the step that computes it."""
         for name, value in self._counters.items():
             ledger.count(name, value)
 
     # ---- stages
 
-    def _advance(self, stages: int) -> None:
-        for _ in range(min(stages, len(self._stages))):
-            self._stages.pop(0)()
+    def _run_stages(self, up_to: int) -> None:
+        stages = (self._take, self._agree, self._send_samples)
+        while self._stages_run < up_to:
+            self._stages_run += 1
+            stages[self._stages_run - 1]()
 
-    def _ask(self) -> None:
-        """Takes the batch from the data; stage I starts."""
+    def _take(self) -> None:
+        """Takes the batch from the data and starts the agreement on it."""
         batch: SequenceBatch | None = None
         error: Exception | None = None
         stopping = self._stopping()
@@ -148,22 +159,22 @@ class BatchPreparation:
                         # anyway.
                         self.taken = batch = batch.map(Tensor.clone)
                     self._tables.check(batch)
-                    self._count(batch)
+                    self._count_taken(batch)
             except Exception as caught:  # noqa: BLE001 - raised on all ranks, with the answer
                 batch, error, self.taken = None, caught, None
         with self._transport.ledger.span("agree"):
-            question = Question(batch, error, self.like, self._space, self._computed(), stopping)
-            self._asked = Asked(question, self._transport)
+            proposal = Proposal(batch, error, self.like, self._space, self._computed(), stopping)
+            self._pending = PendingAgreement(proposal, self._transport)
 
     @property
     def _space(self) -> int | None:
         return self._room if self._balanced else None
 
-    def _sizes(self) -> None:
-        """Stage I ends; with balancing, stage II starts."""
-        assert self._asked is not None
+    def _agree(self) -> None:
+        """Waits for the agreement; with balancing, plans and starts the exchange of sizes."""
+        assert self._pending is not None
         with self._transport.ledger.span("agree"):
-            self.agreement = self._asked.answer()
+            self.agreement = self._pending.wait()
         if not self.agreement.ready:
             self._source.close()
             return
@@ -181,11 +192,17 @@ class BatchPreparation:
             self._shuffle = Shuffle(
                 self.step, batch, self.agreement.samples, self._balancer, self._transport
             )
-            with self._balancing():
+            with self._balance_span():
                 self._balancer.learn(self.agreement.computed_step, self.agreement.computed)
                 self._shuffle.sizes(self.agreement.lengths)
 
-    def _moved(self, batch: SequenceBatch) -> SequenceBatch:
+    def _send_samples(self) -> None:
+        """With balancing, starts the exchange of samples."""
+        if self._shuffle is not None:
+            with self._balance_span():
+                self._shuffle.samples()
+
+    def _move_to_device(self, batch: SequenceBatch) -> SequenceBatch:
         device = self._transport.device
         if device.type == "cpu":
             return batch
@@ -201,7 +218,7 @@ class BatchPreparation:
             tensor.record_stream(compute)
         return moved
 
-    def _count(self, batch: SequenceBatch) -> None:
+    def _count_taken(self, batch: SequenceBatch) -> None:
         """Sizes of the batch as it came. Their sums do not change by balancing."""
         self._counters["samples"] = len(batch)
         if "history" in batch.sequences and len(batch):
@@ -222,12 +239,7 @@ class BatchPreparation:
             self._counters["after_tokens"] = history.values.shape[0]
             self._counters["after_longest"] = int(history.lengths.max()) if len(batch) else 0
 
-    def _balancing(self) -> AbstractContextManager[None]:
-        """All that balancing keeps this rank from computing: planning, packing and rebuilding as
-        well as waits."""
+    def _balance_span(self) -> AbstractContextManager[None]:
+        """Around all that balancing keeps this rank from computing: planning, packing and
+        rebuilding as well as waits."""
         return self._transport.ledger.span("balance")
-
-    def _samples(self) -> None:
-        if self._shuffle is not None:
-            with self._balancing():
-                self._shuffle.samples()

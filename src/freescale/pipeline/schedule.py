@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ from freescale.pipeline.agreement import MAX_TASKS, Agreement
 from freescale.pipeline.dense.buckets import GradientBuckets
 from freescale.pipeline.dense.partitioned import PartitionedAllReduce
 from freescale.pipeline.dense.reducer import MakeReducer, Reducer
-from freescale.pipeline.gc_freeze import objects_set_aside
+from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.loss_watch import LossWatch
 from freescale.pipeline.next_batch import BatchPreparation
-from freescale.pipeline.source import Source
+from freescale.pipeline.source import BatchSource
 from freescale.pipeline.stopwatch import Stopwatch
 from freescale.transport.api import Transport
 
@@ -101,11 +101,9 @@ class Schedule(ABC):
         self.task_weights = dict(task_weights or {})
         self.balancer = balancer
         self.stopwatch = Stopwatch(self.ledger.clock, self.transport.device)
-        self._copies = (
-            torch.cuda.Stream(self.transport.device)
-            if self.transport.device.type == "cuda"
-            else None
-        )
+        self._copies: torch.cuda.Stream | None = None
+        if (device := self.transport.device).type == "cuda":
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.steps = 0  # made so far
         self._learning_rate = learning_rate
         self._base_lr = [group["lr"] for group in optimizer.param_groups]
@@ -113,7 +111,7 @@ class Schedule(ABC):
         # of a batch: raised once the steps before it are made
         self._failure: Exception | None = None
         self._taken: list[BatchPreparation] = []  # batches on their way, in their order
-        self._source: Source | None = None  # of the last run
+        self._source: BatchSource | None = None  # of the last run
         self._loss_watch = LossWatch()
         parts = dense_sums == "partitioned" and self.transport.world > 1
         self._summing = PartitionedAllReduce(self.transport) if parts else None
@@ -133,29 +131,27 @@ class Schedule(ABC):
         if self._closed:
             raise RuntimeError("the pipeline is closed: make another")
         self._stopped, self._failure, self._loss_watch = False, None, LossWatch()
-        source = self._source = self._source_of(iter(data), self.tables.take_over(self))
+        source = self._source = self._open_source(iter(data), self.tables.take_over(self))
         try:
-            with objects_set_aside(), self.buckets.watching():
+            with freeze_objects(), self.buckets.watch_backward():
                 yield from self._run(source)
             self._loss_watch.finish()
         finally:
             self._end_run()
-            source.give_back(
-                [upcoming.taken for upcoming in self._taken if upcoming.taken is not None]
-            )
+            source.give_back(batch for each in self._taken if (batch := each.taken) is not None)
             self._taken.clear()
             self._stop = False
 
-    def _source_of(self, iterator: Iterator[SequenceBatch], before: object) -> Source:
+    def _open_source(self, iterator: Iterator[SequenceBatch], before: object) -> BatchSource:
         """With what the last run left of it."""
         source = before._source if isinstance(before, Schedule) else None
         if source is None or source.iterator is not iterator:
-            return Source(iterator)
+            return BatchSource(iterator)
         source.reopen()
         return source
 
     @abstractmethod
-    def _run(self, source: Source) -> Iterator[StepResult]:
+    def _run(self, source: BatchSource) -> Iterator[StepResult]:
         """The steps, in the schedule's own order."""
 
     def _end_run(self) -> None:
@@ -191,17 +187,17 @@ class Schedule(ABC):
         if kind is None:  # after an error the ranks may no longer be in step
             self.close()
 
-    def _upcoming(
+    def _prepare_batch(
         self,
-        source: Source,
+        source: BatchSource,
         before: BatchPreparation | None,
         transport: Transport,
         computed: Callable[[], tuple[int, int]],
         ahead: bool = False,
     ) -> BatchPreparation:
-        """The batch after `before`."""
+        """Begins to prepare the batch after `before`."""
         step = before.step + 1 if before is not None else self.steps + 1
-        upcoming = BatchPreparation(
+        preparation = BatchPreparation(
             step,
             source,
             before,
@@ -209,12 +205,12 @@ class Schedule(ABC):
             transport,
             self.balancer,
             computed,
-            lambda: self._stop,
-            self._copies,
-            ahead,
+            stopping=lambda: self._stop,
+            copies=self._copies,
+            ahead=ahead,
         )
-        self._taken.append(upcoming)
-        return upcoming
+        self._taken.append(preparation)
+        return preparation
 
     def _check_agreed(self, agreement: Agreement) -> None:
         """What the ranks agreed on, before it is used: the same on all of them."""
@@ -255,7 +251,7 @@ class Schedule(ABC):
                     self.buckets.start(self.transport, losses)
             if total is not None:
                 with self.ledger.span("backward"), self.stopwatch.computing():
-                    total.backward()
+                    total.backward()  # type: ignore[no-untyped-call]
         if self.overlaps_dense:
             self.buckets.send()
         return losses
@@ -281,7 +277,7 @@ class Schedule(ABC):
             parts.append(mean * self.task_weights.get(task, 1.0))
         return torch.stack(parts).sum()
 
-    def _autocast(self):
+    def _autocast(self) -> AbstractContextManager[object]:
         if self.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.transport.device.type, dtype=torch.bfloat16)
@@ -338,11 +334,11 @@ class Schedule(ABC):
             None if self.buckets.order is None else [names[number] for number in self.buckets.order]
         )
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         balancer = self.balancer.state_dict(self.steps) if self.balancer else {}
         return {"steps": self.steps, "balancer": balancer, "order": self._order()}
 
-    def load_state_dict(self, state: Mapping) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = int(state["steps"])
         if "order" in state:
             numbers = {name: number for number, name in enumerate(self._trained())}

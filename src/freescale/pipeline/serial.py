@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from freescale.batch import SequenceBatch
+from freescale.embedding.request import Request
 from freescale.pipeline.agreement import Agreement
-from freescale.pipeline.next_batch import BatchPreparation
+from freescale.pipeline.next_batch import BatchPreparation, Juncture
 from freescale.pipeline.schedule import Schedule, StepResult
-from freescale.pipeline.source import Source
+from freescale.pipeline.source import BatchSource
 from freescale.transport.api import TransportError
 
 _COLLISIONS_EVERY = 10  # steps between two looks at what consecutive batches share
@@ -26,39 +27,39 @@ class Serial(Schedule):
 
     overlaps_dense = False
 
-    def _run(self, source: Source) -> Iterator[StepResult]:
-        coming = self._next(source, None)
+    def _run(self, source: BatchSource) -> Iterator[StepResult]:
+        current = self._next(source, None)
         while True:
             self.ledger.begin_step(self.steps)
-            batch, agreement = coming.complete()
+            batch, agreement = current.complete()
             self._check_agreed(agreement)
             if not agreement.ready:
                 self.ledger.cancel_step()
                 if self._failure is not None:
                     raise self._failure
                 return
-            coming.count(self.ledger)
-            self._taken.remove(coming)
-            following = self._next(source, coming)
+            current.count(self.ledger)
+            self._taken.remove(current)
+            following = self._next(source, current)
             result = self._step(batch, agreement, following)
             self.ledger.end_step()
             try:
                 yield result
             except GeneratorExit:
-                self._tell_left(following)
+                self._announce_leaving(following)
                 raise
-            if following.asked:  # balanced: they agreed on it before this step was over
+            if following.begun:  # balanced: the ranks agreed on it before this step was over
                 following.meet()
-            coming = following
+            current = following
 
-    def _tell_left(self, following: BatchPreparation) -> None:
-        """The others would wait for this rank."""
+    def _announce_leaving(self, following: BatchPreparation) -> None:
+        """Tells the other ranks, which would wait for this one."""
         if self.transport.world > 1 and not sys.is_finalizing():
-            with suppress(TransportError):  # nobody is there to hear it
+            with suppress(TransportError):  # the others may have ended already
                 following.meet(left=self.steps)
 
-    def _next(self, source: Source, before: BatchPreparation | None) -> BatchPreparation:
-        return self._upcoming(source, before, self.transport, self.stopwatch.last)
+    def _next(self, source: BatchSource, before: BatchPreparation | None) -> BatchPreparation:
+        return self._prepare_batch(source, before, self.transport, self.stopwatch.last)
 
     def _step(
         self, batch: SequenceBatch, agreement: Agreement, following: BatchPreparation
@@ -69,9 +70,9 @@ class Serial(Schedule):
         requests = self.tables.request(micro)
         self._count_collisions(requests)
         self.tables.fetch(requests)
-        following.exchanged()
-        losses = self._compute(micro, agreement, following.forwarded)
-        following.differentiated()
+        following.advance(Juncture.FETCHED)
+        losses = self._compute(micro, agreement, lambda: following.advance(Juncture.FORWARDED))
+        following.advance(Juncture.DIFFERENTIATED)
         self.steps += 1
         self.stopwatch.finish(self.steps)
         factor = self._factor(self.steps)
@@ -82,9 +83,9 @@ class Serial(Schedule):
         norm = self._update_dense(factor)
         return self._result(batch, agreement, losses, norm)
 
-    def _count_collisions(self, requests: list) -> None:
+    def _count_collisions(self, requests: list[Request]) -> None:
         if self.steps and self.steps % _COLLISIONS_EVERY == 0:
             with self.ledger.span("count collisions"):
-                asked, colliding = self.tables.collisions(requests)
-            self.ledger.count("requests", asked)
+                requested, colliding = self.tables.count_collisions(requests)
+            self.ledger.count("requests", requested)
             self.ledger.count("collisions", colliding)

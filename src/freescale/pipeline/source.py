@@ -1,5 +1,4 @@
-"""Where a run takes its batches from, and to where those return that were taken ahead and not
-trained."""
+"""Where a run takes its batches from, and where it returns those that it did not train."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from freescale.batch import SequenceBatch
 
 
-class Source:
-    """One iterator. Schedules take batches before their turn; who leaves the loop gives them back,
+class BatchSource:
+    """One iterator. Schedules take batches ahead of time and give back those that were not trained,
     for the next run over the same iterator."""
 
     def __init__(self, iterator: Iterator[SequenceBatch]) -> None:

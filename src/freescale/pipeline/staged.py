@@ -1,74 +1,51 @@
-"""The staged schedule: rows of the next batch come while this one computes, except those that this
-one updates. Nothing is stale.
+"""The staged schedule: rows of the following batch travel while the current one computes, except
+those that the current one updates. No row is stale.
 
-    lane `ahead`, while batch i computes                       lane `urgent`, after its backward
-      b. ids of batch i+1                                        e. gradients of rows that i+1 reads too: send, update
-      c. owners compare i and i+1, and say what they share       f. these rows, to their requesters
-      a. gradients of i-1 that i did not need: send, update
-      d. rows of i+1 that i does not read                      lane `coming`, while batch i computes
-                               forward of i+1 waits for d and f      batch i+2: taken, agreed on, balanced
+    lane `ahead`, while batch i computes                lane `urgent`, after the backward of i
+      1. ids of batch i+1: deduplicate, AllToAll          5. urgent gradients of i, of rows that
+      2. owners compare i and i+1                            i+1 reads too: AllToAll, update
+      3. deferred gradients of i-1: AllToAll, update      6. rows of i+1 that collide: AllToAll
+      4. rows of i+1 that do not collide: AllToAll
+                                                        lane `input`, while batch i computes
+    main thread                                           batch i+2: taken, agreed on, balanced
+      forward, backward, dense optimizer of i;
+      the forward of i+1 waits for 4 and 6
+
+A row of i+1 collides if batch i reads it too: it must wait for i's update. The gradients of i are
+urgent for these rows and deferred for all others, until stage 3 of the next step.
 
 Every row is updated once per step, with the step number and learning rate of the step that made its
-gradient; the tables are those of the serial schedule, bit for bit, once `flush` has applied what is
-deferred. a before d keeps rows exact that i-1 and i+1 read, but not i; b and c do not touch the
-rows, and go first because e needs what they find. The lanes are threads with channels of their own:
-what is urgent does not queue behind the bulk, and the main thread waits at the next forward only,
-and before the dense optimizer for what is left of its gradients' sums, which begin during the
-backward, and of batch i+2.
+gradient; once `flush` has applied the deferred gradients, the tables equal those of the serial
+schedule bit for bit. Stage 3 precedes 4 for the rows that i-1 and i+1 read, but not i. Stages 1 and
+2 touch no row and go first because 5 depends on what they find. Each lane is a thread with its own
+channel, so urgent traffic does not queue behind the bulk. The main thread waits for lanes at the
+next forward only and, before it, for the dense sums, which begin during the backward, and for i+2.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from freescale.batch import SequenceBatch
 from freescale.embedding.collision import Masks, collision_masks
-from freescale.embedding.exchange import Replicated, Sharded
-from freescale.embedding.request import Part, Request
-from freescale.ledger.ledger import Arrival
-from freescale.pipeline.agreement import Agreement
-from freescale.pipeline.lane import Job, Lane, Moment
+from freescale.embedding.exchange import Sharded
+from freescale.embedding.request import Request, require
+from freescale.pipeline.in_flight import IncomingBatch, InFlight, StagedBatch
+from freescale.pipeline.lane import Lane
 from freescale.pipeline.next_batch import BatchPreparation
 from freescale.pipeline.schedule import Schedule, StepResult
-from freescale.pipeline.source import Source
+from freescale.pipeline.source import BatchSource
 from freescale.transport.api import Transport
 
 
-@dataclass
-class Turn:
-    """A batch on its way through the schedule."""
-
-    batch: SequenceBatch
-    agreement: Agreement
-    micro: list[SequenceBatch]
-    upcoming: BatchPreparation
-    placed: Moment  # there is memory for its rows
-    compared: Moment  # what it shares with the next batch is known
-    requests: list[Request] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)  # of each sharded group, until a
-    step: int = 0
-    factor: float = 1.0
-
-
-@dataclass
-class Taking:
-    """A batch that the lane `coming` brings."""
-
-    upcoming: BatchPreparation
-    agreed: Moment  # the ranks have agreed on it: all are still there
-    job: Job | None = None  # until it is where it will be computed
-    asked: list[Arrival] = field(default_factory=list)  # collectives of the agreement
-    turn: Turn | None = None  # once the job is done; None: there is no such batch, on any rank
-
-
 class Staged(Schedule):
+    """Three batches at a time: the `previous` one has deferred gradients, the `current` one
+    computes, the `following` one fetches its rows. None where there is no such batch."""
+
     overlaps_dense = True
 
     def __init__(self, *arguments: Any, masks: Masks = collision_masks, **options: Any) -> None:
@@ -77,282 +54,246 @@ class Staged(Schedule):
         super().__init__(*arguments, **options)
         self.ahead = Lane("ahead", self.transport)
         self.urgent = Lane("urgent", self.transport, urgent=True)
-        self.coming = Lane("coming", self.transport)
-        self.lanes = (self.ahead, self.urgent, self.coming)
+        self.input = Lane("input", self.transport)
+        self.lanes = (self.ahead, self.urgent, self.input)
         self._masks = masks
-        self._jobs: list[Job] = []  # of the last step
-        # the last step, as long as some of its gradients are deferred
-        self._unsettled: Turn | None = None
-        self._taking: Taking | None = None
-        self._last: BatchPreparation | None = None  # the newest batch
-        self._replaced = False  # the tables, since rows were fetched ahead
+        self._in_flight = InFlight()
 
-    def _run(self, source: Source) -> Iterator[StepResult]:
+    # ---- the main thread
+
+    def _run(self, source: BatchSource) -> Iterator[StepResult]:
         self.flush()
-        self._last, self._replaced = None, False
+        self._in_flight = InFlight()
         for lane in self.lanes:
             lane.side.take()
+        following: StagedBatch | None = None
         self.ledger.begin_step(self.steps)
-        self._take(source)
-        turn = self._bring()
-        if turn is not None:
-            self._take(source)
-            self._fetch_first(turn)
-            coming = self._bring()
-        while turn is not None:
-            result, then = self._step(turn, coming, source)
+        self._begin_input(source)
+        current = self._await_input()
+        if current is not None:
+            self._begin_input(source)
+            self._fetch_first(current)
+            following = self._await_input()
+        while current is not None:
+            result, after = self._step(current, following, source)
             self.ledger.end_step()
             try:
                 yield result
             except GeneratorExit:
-                self._tell_left(source)
+                self._announce_leaving(source)
                 raise
             self.ledger.begin_step(self.steps)
-            turn, coming = coming, then
-            if turn is not None:
-                self._arrive(turn)
-        self._take(source)  # the others may have left after the last step
-        self._bring()
+            current, following = following, after
+            if current is not None:
+                self._await_rows(current)
+        self._begin_input(source)  # the others may have left after the last step
+        self._await_input()
         self.ledger.cancel_step()
         self.flush()
         self.tables.release()
         if self._failure is not None:
             raise self._failure
 
-    def _end_run(self) -> None:
-        super()._end_run()
-        # nobody may close the data while the lane reads it
-        if self._taking is not None and self._taking.job is not None:
-            with suppress(Exception):
-                self._taking.job.wait(host=True)
-        self._taking = None
-        for lane in self.lanes:
-            lane.rest()
-
     def _step(
-        self, turn: Turn, coming: Turn | None, source: Source
-    ) -> tuple[StepResult, Turn | None]:
-        """-> also the batch after the coming one."""
-        last, self._unsettled = self._unsettled, None
-        self._taken.remove(turn.upcoming)
-        self._jobs = [
+        self, current: StagedBatch, following: StagedBatch | None, source: BatchSource
+    ) -> tuple[StepResult, StagedBatch | None]:
+        """Returns the result of `current`, and the batch after `following`."""
+        in_flight = self._in_flight
+        previous = in_flight.take_unsettled()
+        self._taken.remove(current.preparation)
+        in_flight.jobs = [
             self.ahead.submit(
-                lambda: self._while_computing(last, turn, coming), last.gradients if last else ()
+                lambda: self._run_ahead(previous, current, following),
+                previous.gradients if previous else (),
             )
         ]
-        self._take(source)
-        turn.upcoming.count(self.ledger)
-        self._compute(turn.micro, turn.agreement)
+        self._begin_input(source)
+        current.preparation.count(self.ledger)
+        self._compute(current.micro, current.agreement)
         self.steps += 1
         self.stopwatch.finish(self.steps)
-        turn.step, turn.factor = self.steps, self._factor(self.steps)
-        turn.gradients = [request.gradient() for _, request in self._sharded(turn)]
-        self._jobs.append(
-            self.urgent.submit(lambda: self._after_backward(turn, coming), turn.gradients)
+        factor = self._factor(self.steps)
+        current.update = {"step": self.steps, "factor": factor, "clip": self.tables.row_clip}
+        current.gradients = [request.take_gradient() for _, request in self._sharded(current)]
+        in_flight.jobs.append(
+            self.urgent.submit(lambda: self._run_urgent(current, following), current.gradients)
         )
-        self._unsettled = turn
-        self._agreed()
-        self._apply_replicated(turn)
+        in_flight.unsettled = current
+        # A rank that has left the loop takes part in no further collective.
+        in_flight.wait_for_agreement(self.ledger)
+        for replicated, request in self.tables.pair_replicated(current.requests):
+            replicated.apply(request, self.transport, **current.update)
         losses = self.buckets.reduce()
-        norm = self._update_dense(turn.factor)
-        then = self._bring()
-        return self._result(turn.batch, turn.agreement, losses, norm), then
+        norm = self._update_dense(factor)
+        after = self._await_input()
+        return self._result(current.batch, current.agreement, losses, norm), after
 
-    # ---- the lanes
+    # ---- lane `ahead`: stages 1 to 4, on its thread and stream, over its channel
 
-    def _while_computing(self, last: Turn | None, turn: Turn, coming: Turn | None) -> None:
-        """a to d, on the lane `ahead`, while `turn` computes."""
-        transport = self.ahead.transport
+    def _run_ahead(
+        self, previous: StagedBatch | None, current: StagedBatch, following: StagedBatch | None
+    ) -> None:
+        """Runs beside the forward and backward of `current`."""
         try:
-            if coming is not None:
-                coming.requests = self.tables.request(coming.micro, transport)  # b
-                for (group, now), (_, then) in zip(
-                    self._sharded(turn), self._sharded(coming), strict=True
-                ):
-                    group.compare(now, then, transport, self._masks)  # c
-            turn.compared.reach()
-            spent = self._settle(last, transport)  # a
-            if coming is None:
+            if following is not None:
+                self._request_ids(following)
+                self._compare(current, following)
+            current.compared.reach()
+            spent = self._push_deferred_gradients(previous, self.ahead.transport)
+            if following is None:
                 return
-            for group, request in self._sharded(coming):
-                group.place(request, spent.pop(0) if spent else None)
-                self.urgent.borrow(request.rows)
-            coming.placed.reach()
-        except BaseException as error:
-            for moment in (turn.compared, *([coming.placed] if coming else [])):
+            self._allocate_rows(following, spent)
+            following.allocated.reach()
+        except BaseException as error:  # lane `urgent` waits for both moments
+            for moment in (current.compared, *([following.allocated] if following else [])):
                 moment.fail(error)
             raise
-        for group, request in self._sharded(coming):
-            group.bring(request, request.early, transport)  # d
+        self._pull_early_rows(following)
 
-    def _after_backward(self, turn: Turn, coming: Turn | None) -> None:
-        """e and f, on the lane `urgent`."""
-        transport = self.urgent.transport
-        turn.compared.wait(host=True)
-        if coming is None:
+    def _request_ids(self, following: StagedBatch) -> None:
+        """Stage 1, lane `ahead`: deduplicates the ids and sends them to the owners of the rows."""
+        following.requests = self.tables.request(following.micro, self.ahead.transport)
+
+    def _compare(self, current: StagedBatch, following: StagedBatch) -> None:
+        """Stage 2, lane `ahead`: the owners tell both requesters which rows the batches share."""
+        pairs = zip(self._sharded(current), self._sharded(following), strict=True)
+        for (group, now), (_, then) in pairs:
+            group.compare(now, then, self.ahead.transport, self._masks)
+
+    def _push_deferred_gradients(
+        self, previous: StagedBatch | None, transport: Transport
+    ) -> list[Tensor]:
+        """Stage 3, lane `ahead` (or, at a flush, the main thread): the deferred gradients go to the
+        owners, who update their rows. Returns the gradients of all groups: their memory is free."""
+        if previous is None:
+            return []
+        gradients, previous.gradients = previous.gradients, []
+        for (group, request), gradient in zip(self._sharded(previous), gradients, strict=True):
+            deferred = request.deferred or [request.whole]
+            group.push_gradients(request, gradient, deferred, transport, **previous.update)
+        previous.requests = []  # done: several numbers for each row
+        return gradients
+
+    def _allocate_rows(self, following: StagedBatch, spent: list[Tensor]) -> None:
+        """Between stages 3 and 4, lane `ahead`: memory for the rows, out of the spent gradients."""
+        for group, request in self._sharded(following):
+            group.allocate_rows(request, spent.pop(0) if spent else None)
+            self.urgent.borrow(request.rows)
+
+    def _pull_early_rows(self, following: StagedBatch) -> None:
+        """Stage 4, lane `ahead`: the rows that do not collide."""
+        for group, request in self._sharded(following):
+            group.pull_rows(request, request.early, self.ahead.transport)
+
+    def _sharded(self, batch: StagedBatch) -> list[tuple[Sharded, Request]]:
+        return self.tables.pair_sharded(batch.requests)
+
+    # ---- lane `urgent`: stages 5 and 6, on its thread and stream, over its channel
+
+    def _run_urgent(self, current: StagedBatch, following: StagedBatch | None) -> None:
+        """Runs after the backward of `current`, beside the dense sums and the dense optimizer."""
+        current.compared.wait(host=True)
+        if following is None:
             return
-        for (group, request), gradient in zip(self._sharded(turn), turn.gradients, strict=True):
-            # e
-            group.give(request, gradient, [_known(request.shared)], transport, **self._how(turn))
-        coming.placed.wait(host=True)
-        for group, request in self._sharded(coming):
-            group.bring(request, [_known(request.late)], transport)  # f
+        self._push_urgent_gradients(current)
+        following.allocated.wait(host=True)
+        self._pull_late_rows(following)
 
-    # ---- verbs of the main thread
+    def _push_urgent_gradients(self, current: StagedBatch) -> None:
+        """Stage 5, lane `urgent`: gradients of the rows that the following batch reads too."""
+        pairs = zip(self._sharded(current), current.gradients, strict=True)
+        for (group, request), gradient in pairs:
+            urgent = [require(request.urgent)]
+            group.push_gradients(request, gradient, urgent, self.urgent.transport, **current.update)
 
-    def _take(self, source: Source) -> None:
-        """The lane `coming` begins to bring the next batch."""
-        # now, and not when the lane asks: of the same step on every rank
+    def _pull_late_rows(self, following: StagedBatch) -> None:
+        """Stage 6, lane `urgent`: the rows that collide, after their update."""
+        for group, request in self._sharded(following):
+            group.pull_rows(request, [require(request.late)], self.urgent.transport)
+
+    # ---- lane `input`, as the main thread uses it
+
+    def _prepare_next(self, source: BatchSource, *, ahead: bool) -> BatchPreparation:
+        # Read here and not in the lane: the same step on every rank.
         computed = self.stopwatch.last()
-        upcoming = self._upcoming(
-            source, self._last, self.coming.transport, lambda: computed, ahead=True
-        )
-        self._last = upcoming
-        taking = self._taking = Taking(upcoming, Moment(torch.device("cpu")))
+        newest, transport = self._in_flight.newest, self.input.transport
+        return self._prepare_batch(source, newest, transport, lambda: computed, ahead)
 
-        def bring() -> None:
-            try:
-                upcoming.agree()
-            except BaseException as error:
-                taking.agreed.fail(error)
-                raise
-            taking.asked = self.coming.side.take()
-            taking.agreed.reach()
-            batch, agreement = upcoming.complete()
-            if agreement.ready:
-                moments = Moment(self.transport.device), Moment(self.transport.device)
-                taking.turn = Turn(batch, agreement, self._micro_batches(batch), upcoming, *moments)
+    def _begin_input(self, source: BatchSource) -> None:
+        """Lane `input` begins to prepare the next batch."""
+        preparation = self._in_flight.newest = self._prepare_next(source, ahead=True)
+        with torch.cuda.stream(self._copies):  # the job must not wait for the compute
+            self._in_flight.incoming = IncomingBatch(preparation, self.input, self._micro_batches)
 
-        with torch.cuda.stream(self._copies):  # it depends on nothing that computes
-            taking.job = self.coming.submit(bring)
+    def _await_input(self) -> StagedBatch | None:
+        """Waits for the incoming batch. None if no rank has one, or if the data failed, which is
+        raised after the steps before it."""
+        incoming = self._in_flight.incoming
+        assert incoming is not None
+        batch, agreement = incoming.wait(self.ledger)
+        self._in_flight.incoming = None
+        self._check_agreed(agreement)
+        return batch
 
-    def _agreed(self) -> None:
-        """Waits until the ranks have agreed on the next batch: who has left will not take part in
-        what comes now."""
-        assert self._taking is not None
-        begin = self.ledger.clock.stamp()
-        with self.ledger.span("await batch"):
-            self._taking.agreed.wait()
-        asked, self._taking.asked = self._taking.asked, []
-        self.ledger.waited_for(asked, begin)
-
-    def _bring(self) -> Turn | None:
-        """Waits for the batch. None: no rank has one, or the data failed, which is raised once the
-        steps before it are made."""
-        taking, begin = self._taking, self.ledger.clock.stamp()
-        assert taking is not None and taking.job is not None
-        with self.ledger.span("await batch"):
-            taking.job.wait()
-        self._taking = None
-        self.ledger.waited_for(taking.asked + self.coming.side.take(), begin)
-        assert taking.upcoming.agreement is not None
-        self._check_agreed(taking.upcoming.agreement)
-        for batch in taking.turn.micro if taking.turn is not None else ():
-            for tensor in batch.tensors():
-                self.coming.lend(tensor)
-        return taking.turn
-
-    def _tell_left(self, source: Source) -> None:
-        """The others are told that this rank has left the loop."""
+    def _announce_leaving(self, source: BatchSource) -> None:
+        """Tells the other ranks that this one has left the loop."""
         if self.transport.world == 1 or sys.is_finalizing():
             return
-        computed = self.stopwatch.last()
-        upcoming = self._upcoming(source, self._last, self.coming.transport, lambda: computed)
-        told = self.coming.submit(lambda: upcoming.meet(left=self.steps))
-        with suppress(Exception):  # nobody is there to hear it
-            for job in (told, *self._jobs):
-                job.wait(host=True)
-        self.coming.side.take()
+        preparation = self._prepare_next(source, ahead=False)
+        self._in_flight.announce_leaving(preparation, self.steps, self.input)
 
-    def _fetch_first(self, turn: Turn) -> None:
-        """The first batch: everything, blocking."""
+    # ---- rows, as the main thread uses them
+
+    def _fetch_first(self, current: StagedBatch) -> None:
+        """Fetches all rows of the first batch, blocking."""
         if not self.tables.placed:
-            self.tables.place(turn.batch)
-        turn.requests = self.tables.request(turn.micro)
-        self.tables.fetch(turn.requests)
-        for _, request in self._sharded(turn):
+            self.tables.place(current.batch)
+        current.requests = self.tables.request(current.micro)
+        self.tables.fetch(current.requests)
+        for _, request in self._sharded(current):
             self.ahead.borrow(request.owned, request.index.keys)
 
-    def _arrive(self, turn: Turn) -> None:
-        """Waits for d and f; from now on the model can read the rows of the turn."""
+    def _await_rows(self, current: StagedBatch) -> None:
+        """Waits for stages 4 and 6; from now on the model can read the rows of `current`."""
         begin = self.ledger.clock.stamp()
         with self.ledger.span("arrive"):
-            self._finish_jobs()
+            self._in_flight.wait_for_jobs()
         self.ledger.waited_for(self.ahead.side.take() + self.urgent.side.take(), begin)
-        if self._replaced:
-            self._replaced = False
-            self.tables.fetch(turn.requests)
+        if self._in_flight.replaced:
+            self._in_flight.replaced = False
+            self.tables.fetch(current.requests)
             return
-        for _, request in self._sharded(turn):
+        for _, request in self._sharded(current):
             assert request.rows is not None
             self.ahead.lend(request.rows)
             request.rows.requires_grad_(True)
-        for replicated, request in self._replicated(turn):
+            self.ledger.count("requests", request.owned.numel())
+            self.ledger.count("collisions", sum(require(request.late).receive))
+        for replicated, request in self.tables.pair_replicated(current.requests):
             replicated.fetch(request, self.transport, train=True)
-        self.tables.open(turn.requests)
-        self._count_collisions(turn)
+        self.tables.open(current.requests)
 
-    def _apply_replicated(self, turn: Turn) -> None:
-        for group, request in self._replicated(turn):
-            group.apply(request, self.transport, **self._how(turn))
+    # ---- between steps, and at the end
 
     def flush(self) -> None:
-        """Applies the gradients that are deferred; afterwards the tables are those of the serial
-        schedule. A collective."""
-        self._finish_jobs()
-        last, self._unsettled = self._unsettled, None
-        self._settle(last, self.transport)
+        """Applies the deferred gradients: afterwards the tables are those of the serial schedule. A
+        collective."""
+        self._in_flight.wait_for_jobs()
+        self._push_deferred_gradients(self._in_flight.take_unsettled(), self.transport)
 
     def discard(self) -> None:
-        """Forgets the gradients that are deferred, and the rows that were fetched ahead. A
-        collective."""
-        self._finish_jobs()
-        self._unsettled, self._replaced = None, True
+        """Forgets the deferred gradients and the rows that were pulled ahead. A collective."""
+        self._in_flight.wait_for_jobs()
+        self._in_flight.take_unsettled()
+        self._in_flight.replaced = True
+
+    def _end_run(self) -> None:
+        super()._end_run()
+        self._in_flight.finish_input()
+        for lane in self.lanes:
+            lane.rest()
 
     def close(self) -> None:
         super().close()
         for lane in self.lanes:
             lane.close()
-
-    def _finish_jobs(self) -> None:
-        """What the lanes do has changed the tables or is there."""
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            job.wait()
-
-    # ---- verbs of both
-
-    def _sharded(self, turn: Turn) -> list[tuple[Sharded, Request]]:
-        pairs = zip(self.tables.groups, turn.requests, strict=True)
-        return [(group, request) for group, request in pairs if isinstance(group, Sharded)]
-
-    def _replicated(self, turn: Turn) -> list[tuple[Replicated, Request]]:
-        pairs = zip(self.tables.groups, turn.requests, strict=True)
-        return [(group, request) for group, request in pairs if isinstance(group, Replicated)]
-
-    def _settle(self, last: Turn | None, transport: Transport) -> list[Tensor]:
-        """Gradients that were deferred go to the owners, who update their rows. -> the gradients:
-        their memory is free."""
-        if last is None:
-            return []
-        gradients, last.gradients = last.gradients, []
-        for (group, request), gradient in zip(self._sharded(last), gradients, strict=True):
-            group.give(
-                request, gradient, request.rest or [request.whole], transport, **self._how(last)
-            )
-        last.requests = []  # done: several numbers for each row
-        return gradients
-
-    def _how(self, turn: Turn) -> dict[str, Any]:
-        """The update of the step that made the gradients, whenever it happens."""
-        return {"step": turn.step, "factor": turn.factor, "clip": self.tables.row_clip}
-
-    def _count_collisions(self, turn: Turn) -> None:
-        for _, request in self._sharded(turn):
-            self.ledger.count("requests", request.owned.numel())
-            self.ledger.count("collisions", sum(_known(request.late).receive))
-
-
-def _known(part: Part | None) -> Part:
-    assert part is not None, "the requests were not compared"
-    return part

@@ -1,87 +1,12 @@
-"""What a person sees of a run in the terminal: progress, metrics, the ledger as a table.
-TensorBoard beside it if asked."""
+"""Tables for the terminal: the metrics of a model, and the ledger of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-
-from freescale.config import TrainConfig
-
-
-class RunView:
-    """Shows a training run. On a terminal a progress bar; in a log plain lines."""
-
-    def __init__(self, tensorboard: bool = TrainConfig.tensorboard) -> None:
-        self.console = Console()
-        self._progress: Progress | None = None
-        self._task: Any = None
-        self._tensorboard = tensorboard
-        self._writer: Any = None
-
-    def started(self, folder: Path, lines: list[str], total: int, done: int) -> None:
-        if self._tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(folder / "tensorboard"))
-        self.console.print(f"run folder {folder}", highlight=False, soft_wrap=True)
-        for line in lines:
-            self.console.print(line, highlight=False, soft_wrap=True)
-        if self.console.is_terminal:
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-            )
-            self._progress = Progress(*columns, console=self.console)
-            self._task = self._progress.add_task("train", total=total, completed=done, note="")
-            self._progress.start()
-
-    def advanced(self, step: int) -> None:
-        if self._progress:
-            self._progress.update(self._task, completed=step)
-
-    def stepped(self, entry: Mapping[str, Any]) -> None:
-        note = f"loss {entry['loss']:.4f}  {entry['samples_per_second']:.0f} samples/s"
-        if self._progress:
-            self._progress.update(self._task, note=note)
-        else:
-            self.console.print(
-                f"step {entry['step']}  epoch {entry['epoch']}  {note}",
-                highlight=False,
-                soft_wrap=True,
-            )
-        if self._writer:
-            self._writer.add_scalar("loss", entry["loss"], entry["step"])
-            self._writer.add_scalar(
-                "samples_per_second", entry["samples_per_second"], entry["step"]
-            )
-
-    def evaluated(self, entry: Mapping[str, Any]) -> None:
-        part = "test" if "test" in entry else "validation"
-        if part == "validation":
-            values = "  ".join(
-                f"{name} {value:.4f}" for name, value in entry[part]["model"].items()
-            )
-            self.console.print(
-                f"step {entry['step']}  validation  {values}", highlight=False, soft_wrap=True
-            )
-        if self._writer:
-            for name, value in entry[part]["model"].items():
-                self._writer.add_scalar(f"{part}/{name}", value, entry["step"])
-
-    def finished(self) -> None:
-        if self._progress:
-            self._progress.stop()
-        if self._writer:
-            self._writer.close()
 
 
 def print_quality(

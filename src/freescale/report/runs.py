@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from freescale.ledger.trace import rename_lane
+
 
 @dataclass(frozen=True)
 class Run:
@@ -48,7 +50,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         raise ValueError(f"{folder} is not the folder of a run: it has no config.json")
     missing: list[str] = []
     config = _parsed(folder / "config.json", (folder / "config.json").read_bytes())
-    steps = _lines(folder / "ledger.jsonl", missing)
+    steps = [_rename_lanes(line) for line in _lines(folder / "ledger.jsonl", missing)]
     metrics = _lines(folder / "metrics.jsonl", missing)
     ledger = _ledger(folder, steps, missing)
     events = _events(folder / "trace.json.gz", missing)
@@ -89,7 +91,7 @@ def _ledger(folder: Path, steps: list[dict], missing: list[str]) -> dict[str, An
     """ledger.json, or what the lines of ledger.jsonl say where these go further; of a run without
     figures, why it has none."""
     path = folder / "ledger.json"
-    ledger = _parsed(path, path.read_bytes()) if path.exists() else {}
+    ledger = _rename_lanes(_parsed(path, path.read_bytes())) if path.exists() else {}
     if len(steps) > (ledger.get("steps", len(steps)) if ledger else 0):
         # imports torch; only a run that did not end needs it
         from freescale.ledger.summary import Summary
@@ -114,6 +116,14 @@ def _ledger(folder: Path, steps: list[dict], missing: list[str]) -> dict[str, An
     elif lacking := [name for name in _NEEDED if name not in ledger]:
         raise ValueError(f"{path} is damaged: it has no {', '.join(lacking)}")
     return ledger
+
+
+def _rename_lanes(figures: dict[str, Any]) -> dict[str, Any]:
+    """Figures of a step or run, with the present names of lanes in its spans."""
+    spans = figures.get("spans_ms")
+    if not isinstance(spans, dict):
+        return figures
+    return {**figures, "spans_ms": {rename_lane(name): value for name, value in spans.items()}}
 
 
 def _events(path: Path, missing: list[str]) -> list[dict]:

@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from freescale.ledger.trace import LANES, rename_lane
+
 STEPS, RANKS = 8, 16  # at most on the page: it stays small whatever the run was
-LANES = ("compute", "communication", "ahead", "urgent", "coming")
 _COMPUTE, _COMMUNICATION = 0, 1
 _ROWS = 4  # of a lane, where things overlap
 
@@ -112,7 +113,8 @@ def _drawn(records: Mapping[int, Mapping[int, dict]], numbers: Sequence[int]) ->
             for lane, name, begin, lasts in steps[number]["spans"]:
                 found.append([rank, lane, 0, name, begin, lasts, {}])
             for name, begin, end, about in steps[number]["collectives"]:
-                lane = LANES.index(about["lane"]) if about.get("lane") in LANES else _COMMUNICATION
+                thread = rename_lane(about.get("lane") or "")
+                lane = LANES.index(thread) if thread in LANES else _COMMUNICATION
                 more = {
                     "sent": about.get("sent_bytes"),
                     "received": about.get("received_bytes"),

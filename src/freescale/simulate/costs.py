@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from freescale.embedding.collision import pieces_for
-from freescale.pipeline.dense.buckets import largest_bucket
+from freescale.embedding.collision import count_pieces
+from freescale.pipeline.dense.buckets import compute_bucket_limit
 from freescale.simulate.compute import Calibration, Load, Model
 from freescale.simulate.network import Network
 from freescale.simulate.workload import Demand, Rows
@@ -111,8 +111,8 @@ class Costs:
             + self.calibration.rows.constant
         )
 
-    def compare(self, now: Batch, coming: Batch) -> np.ndarray:
-        keys = now.demand.whole.owed + coming.demand.whole.owed
+    def compare(self, current: Batch, following: Batch) -> np.ndarray:
+        keys = current.demand.whole.owed + following.demand.whole.owed
         return self.calibration.rows.compare_per_key * keys + self.calibration.rows.constant
 
     def lookup(self, rows: Rows) -> np.ndarray:
@@ -138,7 +138,7 @@ class Costs:
 
     def pieces(self, batch: Batch) -> int:
         ranks = len(batch.demand.whole.asked)
-        return pieces_for(
+        return count_pieces(
             int(batch.demand.whole.asked.mean() * self.model.row_bytes), self._device, ranks
         )
 
@@ -160,9 +160,9 @@ class Costs:
         numbers = np.full(self.world, 16.0 * self.world)
         return [self._exchanged(numbers, numbers), self._to_owners(batch.demand.whole, _ID_BYTES)]
 
-    def marks(self, now: Batch, coming: Batch) -> Message:
+    def marks(self, current: Batch, following: Batch) -> Message:
         """A byte for each request of both batches, from the owners to the requesters."""
-        both = [now.demand.whole, coming.demand.whole]
+        both = [current.demand.whole, following.demand.whole]
         return self._exchanged(sum(rows.owed for rows in both), sum(rows.asked for rows in both))  # type: ignore[arg-type]
 
     def rows(self, rows: Rows, pieces: int = 1) -> Message:
@@ -188,7 +188,7 @@ class Costs:
     def dense(self) -> list[Message]:
         """The losses, then the gradients in buckets: an AllReduce each."""
         size = 4.0 * self.model.parameters
-        buckets = max(1, int(-(-size // largest_bucket(int(size)))))
+        buckets = max(1, int(-(-size // compute_bucket_limit(int(size)))))
         return [self._reduced(0.0), *(self._reduced(size / buckets) for _ in range(buckets))]
 
     def _reduced(self, size: float) -> Message:

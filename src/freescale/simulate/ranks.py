@@ -2,7 +2,7 @@
 meeting of all of them.
 
 Each rank has a main thread that computes, lanes that communicate beside it (`ahead`, `urgent`,
-`coming`; see pipeline/staged.py) and one way to the network. A collective begins when its last rank
+`input`; see pipeline/staged.py) and one way to the network. A collective begins when its last rank
 has arrived. What is recorded is what the ledger records.
 """
 
@@ -12,19 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-MAIN, AHEAD, URGENT, COMING = "main", "ahead", "urgent", "coming"
-Times = np.ndarray  # [ranks] seconds
+MAIN, AHEAD, URGENT, INPUT = "main", "ahead", "urgent", "input"
+PerRank = NDArray[np.float64]  # [ranks]
+Times = PerRank  # seconds
 
 
 @dataclass
 class Meeting:
-    """A collective under way; the stamps of observe/ledger.py."""
+    """A collective under way; the stamps of ledger/ledger.py."""
 
     kind: str
     path: str
-    sent: np.ndarray  # [ranks] bytes
-    received: np.ndarray
+    sent: PerRank  # bytes
+    received: PerRank
     issued: Times
     waited: Times
     done: Times
@@ -39,7 +41,7 @@ class Step:
     end: Times
     spans: list[tuple[str, Times, Times]] = field(default_factory=list)
     meetings: list[Meeting] = field(default_factory=list)
-    counters: dict[str, np.ndarray] = field(default_factory=dict)
+    counters: dict[str, PerRank] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,14 @@ class Ranks:
         (network.Network.queue_ms)."""
         self.ranks, self.queue = ranks, queue
         self.now: dict[str, Times] = {
-            lane: np.zeros(ranks) for lane in (MAIN, AHEAD, URGENT, COMING)
+            lane: np.zeros(ranks) for lane in (MAIN, AHEAD, URGENT, INPUT)
         }
         self.step = Step(0, np.zeros(ranks), np.zeros(ranks))
         self._wire = np.zeros(ranks)  # busy until then with what is urgent or blocks
         self._beside: list[Beside] = []  # what the lanes do in this step
         self._bulk: list[tuple[Times, Times]] = []  # transfers of the lane `ahead` in this step
         # until the main thread waits for it
-        self._taken: dict[str, list[Meeting]] = {lane: [] for lane in (AHEAD, URGENT, COMING)}
+        self._taken: dict[str, list[Meeting]] = {lane: [] for lane in (AHEAD, URGENT, INPUT)}
 
     # ---- steps
 
@@ -84,9 +86,7 @@ class Ranks:
 
     # ---- verbs
 
-    def work(
-        self, name: str, seconds: np.ndarray | float, lane: str = MAIN, part: float = 1.0
-    ) -> None:
+    def work(self, name: str, seconds: Times | float, lane: str = MAIN, part: float = 1.0) -> None:
         """Work of a lane. On a side lane it takes the device from the compute; `part` of it is not
         hidden behind the lane's own transfers (pieces are sent while others are worked on)."""
         begin = self.now[lane]
@@ -97,19 +97,19 @@ class Ranks:
             (name if lane == MAIN else f"{lane}/{name}", begin, begin + np.asarray(seconds))
         )
 
-    def compute(self, name: str, seconds: np.ndarray) -> None:
+    def compute(self, name: str, seconds: Times) -> None:
         """Forward or backward on the main thread, slowed down by what the lanes do meanwhile."""
         begin = self.now[MAIN]
-        self.now[MAIN] = slowed(begin, seconds, self._beside)
+        self.now[MAIN] = slow_down(begin, seconds, self._beside)
         self.step.spans.append((name, begin, self.now[MAIN]))
 
     def meet(
         self,
         kind: str,
         path: str,
-        sent: np.ndarray,
-        received: np.ndarray,
-        seconds: np.ndarray | float,
+        sent: PerRank,
+        received: PerRank,
+        seconds: Times | float,
         lane: str = MAIN,
         *,
         slowdown: float = 1.0,
@@ -135,9 +135,9 @@ class Ranks:
         self,
         kind: str,
         path: str,
-        sent: np.ndarray,
-        received: np.ndarray,
-        seconds: np.ndarray | float,
+        sent: PerRank,
+        received: PerRank,
+        seconds: Times | float,
         lane: str,
     ) -> None:
         """A collective of the host that its lane waits for: so small that the network does not feel
@@ -155,9 +155,9 @@ class Ranks:
         self,
         kind: str,
         path: str,
-        sent: np.ndarray,
-        received: np.ndarray,
-        seconds: np.ndarray | float,
+        sent: PerRank,
+        received: PerRank,
+        seconds: Times | float,
     ) -> Meeting:
         """A collective of the main thread that nobody waits for yet."""
         issued = self.now[MAIN]
@@ -168,9 +168,9 @@ class Ranks:
         self,
         kind: str,
         path: str,
-        sent: np.ndarray,
-        received: np.ndarray,
-        seconds: np.ndarray,
+        sent: PerRank,
+        received: PerRank,
+        seconds: Times,
         *,
         after: Meeting | None,
         slowdown: float,
@@ -211,7 +211,7 @@ class Ranks:
 
     # ---- the network
 
-    def _transmit(self, begin: Times, cost: np.ndarray, lane: str, overtakes: bool) -> Times:
+    def _transmit(self, begin: Times, cost: Times, lane: str, overtakes: bool) -> Times:
         """When it has arrived. Two that use the network at once have half of it each, unless one
         overtakes; what already stands in the card's queue is not overtaken by anything."""
         if lane == AHEAD:
@@ -225,7 +225,7 @@ class Ranks:
         if not overtakes:
             left = left + bulk
         queued = np.minimum(left, self.queue)
-        done = begin + cost + queued + np.minimum(cost, left - queued)
+        done: Times = begin + cost + queued + np.minimum(cost, left - queued)
         self._wire = np.maximum(self._wire, begin) + cost
         # What is bulk is over so much later.
         late = np.where(bulk > 0, cost, 0.0)
@@ -234,7 +234,7 @@ class Ranks:
         return done
 
 
-def slowed(begin: Times, seconds: np.ndarray, beside: list[Beside]) -> Times:
+def slow_down(begin: Times, seconds: Times, beside: list[Beside]) -> Times:
     """When `seconds` of compute are done that begin at `begin`, at the speed that what is beside it
     leaves."""
     now, left = begin.astype(np.float64), np.asarray(seconds, np.float64).copy()

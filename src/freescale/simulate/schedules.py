@@ -2,17 +2,20 @@
 originals are pipeline/serial.py and pipeline/staged.py; the names of spans and the kinds of
 collectives are theirs.
 
-    serial     counts -> ids -> rows -> forward, backward -> gradients, update -> dense -> optimizer            nothing overlaps
-    metadata   the same, but the ids of batch i+1 are exchanged while batch i computes (TorchRec's SparseDist), and the dense
-               gradients are summed in buckets during the backward
-    stale      everything of batch i+1 is fetched while batch i computes: rows that both read are a step old (a control)
-    staged     the same, except for the rows that both read, which come after i's update: nothing is stale
+    serial     counts -> ids -> rows -> forward, backward -> gradients, update -> dense ->
+               optimizer; nothing overlaps
+    metadata   the same, but the ids of batch i+1 are exchanged while batch i computes (TorchRec's
+               SparseDist), and the dense gradients are summed in buckets during the backward
+    stale      everything of batch i+1 is fetched while batch i computes: rows that both read are a
+               step old (a control)
+    staged     the same, except for the rows that both read, which are fetched after i's update: no
+               row is stale. Its stages have the numbers of pipeline/staged.py.
 
 A table that the rule of embedding/placement.py replicates has no ids or rows to exchange, whatever
 the schedule: one AllReduce of the whole table after backward.
 
 With balancing, the samples of the batch after change ranks in three stages (balance/shuffle.py): at
-three junctures of a step, in `stale` and `staged` in the lane `coming`, where the ranks agree on a
+three junctures of a step, in `stale` and `staged` in the lane `input`, where the ranks agree on a
 batch too.
 """
 
@@ -23,14 +26,14 @@ from collections.abc import Callable
 import numpy as np
 
 from freescale.simulate.costs import Batch, Costs, Message
-from freescale.simulate.ranks import AHEAD, COMING, MAIN, URGENT, Meeting, Ranks, Step
+from freescale.simulate.ranks import AHEAD, INPUT, MAIN, URGENT, Meeting, Ranks, Step
 
 SCHEDULES = ("serial", "metadata", "stale", "staged")
 
 
-class Pipeline:
-    """One step at a time: `run(last, now, coming)` are the batches before, of, and after the step;
-    None where there is none."""
+class SimulatedSchedule:
+    """One step at a time: `run(previous, current, following)` are the batches before, of and after
+    the step; None where there is none."""
 
     def __init__(
         self, ranks: Ranks, costs: Costs, schedule: str, balanced: bool, replicated: bool = False
@@ -42,86 +45,92 @@ class Pipeline:
         self._overlaps = schedule != "serial" and not replicated
         self._dense: list[Meeting] = []
         named = {
-            "serial": self._serial,
-            "metadata": self._metadata,
-            "stale": self._staged,
-            "staged": self._staged,
+            "serial": self._run_serial,
+            "metadata": self._run_metadata,
+            "stale": self._run_staged,
+            "staged": self._run_staged,
         }
         self._run: Callable[[Batch | None, Batch, Batch | None], None] = (
-            self._replicated if replicated else named[schedule]
+            self._run_replicated if replicated else named[schedule]
         )
 
-    def run(self, number: int, last: Batch | None, now: Batch, coming: Batch | None) -> Step:
+    def run(
+        self, number: int, previous: Batch | None, current: Batch, following: Batch | None
+    ) -> Step:
         self.ranks.begin_step(number)
-        self._run(last, now, coming)
+        self._run(previous, current, following)
         return self.ranks.end_step()
 
     # ---- schedules
 
-    def _serial(self, last: Batch | None, now: Batch, coming: Batch | None) -> None:
-        self._complete(now)
-        self._ask(now, MAIN)
-        self._fetch_rows(now)
-        self._compute(now, coming)
-        self._return_gradients(now)
+    def _run_serial(self, previous: Batch | None, current: Batch, following: Batch | None) -> None:
+        self._complete(current)
+        self._request_ids(current, MAIN)
+        self._fetch_rows(current)
+        self._compute(current, following)
+        self._return_gradients(current)
         self._update_dense()
 
-    def _metadata(self, last: Batch | None, now: Batch, coming: Batch | None) -> None:
-        self._complete(now)
-        if last is None:
-            self._ask(now, MAIN)
+    def _run_metadata(
+        self, previous: Batch | None, current: Batch, following: Batch | None
+    ) -> None:
+        self._complete(current)
+        if previous is None:
+            self._request_ids(current, MAIN)
         else:
             self.ranks.arrive()
-        self._fetch_rows(now)
+        self._fetch_rows(current)
         self.ranks.submit(AHEAD)
-        if coming is not None:
-            self._ask(coming, AHEAD)
-        self._compute(now, coming)
-        self._return_gradients(now)
+        if following is not None:
+            self._request_ids(following, AHEAD)
+        self._compute(current, following)
+        self._return_gradients(current)
         self._update_dense()
 
-    def _staged(self, last: Batch | None, now: Batch, coming: Batch | None) -> None:
+    def _run_staged(self, previous: Batch | None, current: Batch, following: Batch | None) -> None:
         ranks = self.ranks
-        if last is None:  # the first batch: everything, blocking
-            self._complete(now)
-            self._ask(now, MAIN)
-            self._fetch_rows(now)
-            if coming is not None:
-                self._complete(coming)
+        if previous is None:  # the first batch: everything, blocking
+            self._complete(current)
+            self._request_ids(current, MAIN)
+            self._fetch_rows(current)
+            if following is not None:
+                self._complete(following)
         else:
             ranks.work("data", self.costs.every_step)
             ranks.arrive()
-        # lane `ahead`, while batch i computes
+        # lane `ahead`, while the current batch computes
         ranks.submit(AHEAD)
-        if coming is not None:
-            self._ask(coming, AHEAD)  # b
-            self._compare(now, coming)  # c
+        if following is not None:
+            self._request_ids(following, AHEAD)  # 1
+            self._compare(current, following)  # 2
         compared = ranks.now[AHEAD]
-        if last is not None:
-            self._give(last, AHEAD)  # a
-        if coming is not None:
-            self._bring(coming, AHEAD)  # d
-        # lane `coming`: batch i+2, of which the simulation knows as much as of i+1
-        ranks.submit(COMING)
-        if coming is not None:
-            self._take(coming)
-        ranks.compute("forward", self.costs.forward(now))
-        self._backward(now)
-        # lane `urgent`, after its backward
+        if previous is not None:
+            self._push_gradients(previous, AHEAD)  # 3
+        if following is not None:
+            self._pull_rows(following, AHEAD)  # 4
+        # lane `input`: the batch after, of which the simulation knows as much as of `following`
+        ranks.submit(INPUT)
+        if following is not None:
+            self._prepare(following)
+        ranks.compute("forward", self.costs.forward(current))
+        self._backward(current)
+        # lane `urgent`, after the backward
         ranks.submit(URGENT)
         ranks.now[URGENT] = np.maximum(ranks.now[URGENT], compared)
-        if coming is not None:
-            self._give(now, URGENT)  # e
-            self._bring(coming, URGENT)  # f
+        if following is not None:
+            self._push_gradients(current, URGENT)  # 5
+            self._pull_rows(following, URGENT)  # 6
         self._update_dense()
-        ranks.arrive("await batch", [COMING])
+        ranks.arrive("await batch", [INPUT])
 
-    def _replicated(self, last: Batch | None, now: Batch, coming: Batch | None) -> None:
-        self._complete(now)
-        self.ranks.work("deduplicate", self.costs.deduplicate(now))
-        self._compute(now, coming)
+    def _run_replicated(
+        self, previous: Batch | None, current: Batch, following: Batch | None
+    ) -> None:
+        self._complete(current)
+        self.ranks.work("deduplicate", self.costs.deduplicate(current))
+        self._compute(current, following)
         self.ranks.meet("gradients", "collective", *self.costs.table())
-        self.ranks.work("update rows", self.costs.update_table(now))
+        self.ranks.work("update rows", self.costs.update_table(current))
         self._update_dense()
 
     # ---- verbs
@@ -140,49 +149,50 @@ class Pipeline:
         kind, sent, received, seconds = self.costs.counts(self.balanced)
         self.ranks.meet(kind, "host", sent, received, seconds)
 
-    def _take(self, batch: Batch) -> None:
-        """The same, in the lane `coming`."""
+    def _prepare(self, batch: Batch) -> None:
+        """The same, in the lane `input`."""
         ranks, costs = self.ranks, self.costs
         kind, sent, received, seconds = costs.counts(self.balanced)
-        ranks.tell(kind, "host", sent, received, seconds, COMING)
+        ranks.tell(kind, "host", sent, received, seconds, INPUT)
         if self.balanced:
-            ranks.work("balance", costs.plan, COMING)
-            ranks.tell("samples", "host", *costs.sample_sizes(), lane=COMING)
-            ranks.tell("samples", "host", *costs.samples(batch), lane=COMING)
+            ranks.work("balance", costs.plan, INPUT)
+            ranks.tell("samples", "host", *costs.sample_sizes(), lane=INPUT)
+            ranks.tell("samples", "host", *costs.samples(batch), lane=INPUT)
 
-    def _ask(self, batch: Batch, lane: str) -> None:
+    def _request_ids(self, batch: Batch, lane: str) -> None:
         """Deduplicate, AllToAll of sizes and of ids."""
         self.ranks.work("deduplicate", self.costs.deduplicate(batch), lane)
         for message in self.costs.ids(batch):
-            self._meet("ids", message, lane)
+            self._exchange("ids", message, lane)
 
-    def _compare(self, now: Batch, coming: Batch) -> None:
-        self.ranks.work("compare", self.costs.compare(now, coming), AHEAD)
-        self._meet("ids", self.costs.marks(now, coming), AHEAD)
+    def _compare(self, current: Batch, following: Batch) -> None:
+        self.ranks.work("compare", self.costs.compare(current, following), AHEAD)
+        self._exchange("ids", self.costs.marks(current, following), AHEAD)
 
     def _fetch_rows(self, batch: Batch) -> None:
         self.ranks.work("lookup", self.costs.lookup(batch.demand.whole))
-        self._meet("rows", self.costs.rows(batch.demand.whole), MAIN)
+        self._exchange("rows", self.costs.rows(batch.demand.whole), MAIN)
 
     def _return_gradients(self, batch: Batch) -> None:
-        self._meet("gradients", self.costs.gradients(batch.demand.whole), MAIN)
+        self._exchange("gradients", self.costs.gradients(batch.demand.whole), MAIN)
         self.ranks.work("update rows", self.costs.update(batch.demand.whole))
 
-    def _bring(self, batch: Batch, lane: str) -> None:
-        """d or f: rows of the batch to their requesters, in pieces where they are not urgent."""
+    def _pull_rows(self, batch: Batch, lane: str) -> None:
+        """Stage 4 or 6: rows of the batch to their requesters, in pieces where they are not
+        urgent."""
         part = batch.demand.early if lane == AHEAD else batch.demand.late
         pieces = self.costs.pieces(batch) if lane == AHEAD else 1
         self.ranks.work("lookup", self.costs.lookup(part), lane, 1 / pieces)
-        self._meet("rows", self.costs.rows(part, pieces), lane)
+        self._exchange("rows", self.costs.rows(part, pieces), lane)
 
-    def _give(self, batch: Batch, lane: str) -> None:
-        """a or e: gradients of the batch to their owners, who update the rows."""
-        part = batch.demand.rest if lane == AHEAD else batch.demand.shared
+    def _push_gradients(self, batch: Batch, lane: str) -> None:
+        """Stage 3 or 5: gradients of the batch to their owners, who update the rows."""
+        part = batch.demand.deferred if lane == AHEAD else batch.demand.urgent
         pieces = self.costs.pieces(batch) if lane == AHEAD else 1
-        self._meet("gradients", self.costs.gradients(part, pieces), lane)
+        self._exchange("gradients", self.costs.gradients(part, pieces), lane)
         self.ranks.work("update rows", self.costs.update(part), lane, 1 / pieces)
 
-    def _compute(self, batch: Batch, coming: Batch | None) -> None:
+    def _compute(self, batch: Batch, following: Batch | None) -> None:
         """Forward and backward, with the junctures of balancing around and between them."""
         ranks, costs = self.ranks, self.costs
         agreed = sizes = None
@@ -199,7 +209,7 @@ class Pipeline:
             ranks.wait(sizes)
             # These are the samples of the batch after: as many, on the mean.
             self._samples = ranks.issue(
-                "samples", "host", *costs.samples(coming if coming is not None else batch)
+                "samples", "host", *costs.samples(following if following is not None else batch)
             )
 
     def _backward(self, batch: Batch) -> None:
@@ -229,7 +239,7 @@ class Pipeline:
         self._dense = []
         self.ranks.work("optimizer", self.costs.optimizer)
 
-    def _meet(self, kind: str, message: Message, lane: str) -> None:
+    def _exchange(self, kind: str, message: Message, lane: str) -> None:
         """An AllToAll over the transport; beside compute it slows that down."""
         costs, (sent, received, seconds) = self.costs, message
         slowdown, overtakes = (

@@ -20,12 +20,12 @@ from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.balance.problem import Assignment
 from freescale.embedding.layout import TableSpec
-from freescale.embedding.placement import CHOICES, Placement, choose
+from freescale.embedding.placement import CHOICES, Placement, choose_placement
 from freescale.simulate.compute import Calibration, Load, Model
 from freescale.simulate.costs import Batch, Costs
 from freescale.simulate.network import TRANSPORTS, Network
 from freescale.simulate.ranks import Ranks, Step
-from freescale.simulate.schedules import SCHEDULES, Pipeline
+from freescale.simulate.schedules import SCHEDULES, SimulatedSchedule
 from freescale.simulate.workload import Demand, Rows, Source
 
 _STATE_BYTES = 4  # of a row: row-wise Adagrad
@@ -95,21 +95,24 @@ def simulate(
         None if planned else _Assigned(setting.balance, setting.adapt, cluster, source, steps)
     )
     batches = map(partial(_asked, setting), planned or assigned or ())
-    last: Batch | None = None
-    now = next(batches, None)
+    previous: Batch | None = None
+    current = next(batches, None)
     replicated = (
-        now is not None and placed(setting, cluster.model, source.items, now).kind == "replicated"
+        current is not None
+        and placed(setting, cluster.model, source.items, current).kind == "replicated"
     )
-    pipeline = Pipeline(ranks, costs, setting.schedule, setting.balance != "none", replicated)
+    schedule = SimulatedSchedule(
+        ranks, costs, setting.schedule, setting.balance != "none", replicated
+    )
     number = 0
-    while now is not None:
-        coming = next(batches, None)
-        step = pipeline.run(number, last, now, coming)
-        step.counters = _counters(now)
+    while current is not None:
+        following = next(batches, None)
+        step = schedule.run(number, previous, current, following)
+        step.counters = _counters(current)
         if assigned is not None:
             assigned.learn(step)
         yield step
-        last, now, number = now, coming, number + 1
+        previous, current, number = current, following, number + 1
 
 
 def placed(setting: Setting, model: Model, items: int, first: Batch) -> Placement:
@@ -117,7 +120,7 @@ def placed(setting: Setting, model: Model, items: int, first: Batch) -> Placemen
     if setting.placement != "auto":
         return Placement(setting.placement, "as asked")
     spec = TableSpec("item", items, model.width, torch.float32, ())
-    return choose(spec, _STATE_BYTES, float(first.demand.whole.asked.mean()))
+    return choose_placement(spec, _STATE_BYTES, float(first.demand.whole.asked.mean()))
 
 
 def plan(balance: str, cluster: Cluster, source: Source, steps: int) -> list[Batch]:
@@ -134,7 +137,7 @@ def _asked(setting: Setting, batch: Batch) -> Batch:
         nothing = Rows(np.zeros_like(demand.whole.asked), np.zeros_like(demand.whole.asked))
         demand = Demand(demand.whole, nothing, nothing)
     if not setting.deduplicate:
-        demand = Demand(Rows.spread(batch.load.tokens), demand.late, demand.shared)
+        demand = Demand(Rows.spread(batch.load.tokens), demand.late, demand.urgent)
     return replace(batch, demand=demand)
 
 

@@ -21,7 +21,7 @@ import torch
 from freescale.config import SimulateConfig
 from freescale.data.draws import length_distribution
 from freescale.embedding.collision import collision_masks
-from freescale.embedding.layout import Layout, TableSpec
+from freescale.embedding.layout import ShardLayout, TableSpec
 from freescale.random import derive, hash_name, integers, uniform
 
 
@@ -50,15 +50,15 @@ class Demand:
 
     whole: Rows
     late: Rows
-    shared: Rows
+    urgent: Rows
 
     @property
     def early(self) -> Rows:
         return self.whole - self.late
 
     @property
-    def rest(self) -> Rows:
-        return self.whole - self.shared
+    def deferred(self) -> Rows:
+        return self.whole - self.urgent
 
 
 class Source(Protocol):
@@ -290,8 +290,8 @@ class Recorded:
             ).numpy()
             ids, consumer = ids[kept], consumer[kept]
         spec = TableSpec("item", self.items, 1, torch.float32, ())
-        layout = Layout((spec,), ranks)
-        keys = layout.keys(0, torch.from_numpy(ids)).numpy()
+        layout = ShardLayout((spec,), ranks)
+        keys = layout.compute_keys(0, torch.from_numpy(ids)).numpy()
         both = np.unique(consumer * (layout.size * ranks) + keys)
         tokens = np.bincount(rank_of, lengths, ranks)
         return _Read(

@@ -1,5 +1,5 @@
-"""The parts of a run, from its configuration: data, model, balancing, tables. Every rank builds the
-same."""
+"""The parts of a run, from its configuration: data, model, optimizer, pipeline. Every rank builds
+the same."""
 
 from __future__ import annotations
 
@@ -12,20 +12,33 @@ from torch import nn
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import find_partitioner
-from freescale.config import RunConfig
+from freescale.config import DataConfig, RunConfig
+from freescale.data.build import Progress
 from freescale.data.loader import Histories
+from freescale.data.prepare import prepare
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.parallelize import ShardedModel, parallelize
+from freescale.folders import cache_folder
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.thresholded import Thresholding
+from freescale.pipeline.pipeline import Pipeline
+from freescale.pipeline.schedule import Schedule
 from freescale.segments import Segments
 from freescale.train.evaluate import evaluate_ranking, evaluate_retrieval
+from freescale.train.learning_rate import learning_rate
 from freescale.transport.api import Transport
 
 
-def histories(
+def prepare_data(config: DataConfig, progress: Progress | None = None) -> Path:
+    """The histories file of the data, from the cache or made now. One process of a machine makes
+    it; the others wait for it. `progress` is called with a stage and the share done."""
+    cache = Path(config.cache) if config.cache else cache_folder()
+    return prepare(config.data, cache, config.format, config.num_items, progress)
+
+
+def load_histories(
     config: RunConfig, path: Path, transport: Transport, part: str = "train"
 ) -> Histories:
     """One rank's data of a part of the split."""
@@ -52,8 +65,8 @@ def histories(
     )
 
 
-def build_model(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:
-    """The model as a plain module; its tables are on the meta device, for parallelize to make."""
+def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:
+    """The model as a plain module. Its tables are on the meta device; `parallelize` makes them."""
     model = config.model
     torch.manual_seed(config.train.seed)
     names = ("segment", "segment_tokens", "segment_weight", "segment_pooling")
@@ -81,8 +94,8 @@ def build_model(config: RunConfig, num_items: int, num_actions: int) -> nn.Modul
 
 
 def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
-    """Costs come from the model's shapes. They stay as they are, so that assignments depend on the
-    data alone, or are adapted."""
+    """None without balancing. Costs come from the model's shapes; unless they are adapted,
+    assignments depend on the data alone."""
     if config.train.balance == "none":
         return None
     model = config.model
@@ -107,17 +120,18 @@ def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
 
 
 def build_reducer(config: RunConfig) -> Thresholding | None:
-    """None: the exact sum."""
+    """What sums the dense gradients with compression; None: exactly."""
     eta = config.train.compress_dense
     return None if eta is None else Thresholding(eta, config.train.compress_every)
 
 
-def build_parallel(config: RunConfig, data: Histories, transport: Transport) -> ShardedModel:
+def build_model(config: RunConfig, data: Histories, transport: Transport) -> ShardedModel:
+    """The module of `build_module` with its tables spread over the ranks."""
     train = config.train
-    model = build_model(config, data.num_items, data.num_actions)
+    module = build_module(config, data.num_items, data.num_actions)
     return parallelize(
-        model,
-        model.features,  # type: ignore[arg-type]
+        module,
+        module.features,  # type: ignore[arg-type]
         ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr),
         transport=transport,
         placement=config.placements,
@@ -128,15 +142,50 @@ def build_parallel(config: RunConfig, data: Histories, transport: Transport) -> 
     )
 
 
-def evaluate(
-    config: RunConfig, parallel: ShardedModel, path: Path, part: str, baseline: bool = False
+def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optimizer:
+    """Of the dense parameters; tables have a row optimizer of their own."""
+    train = config.train
+    return torch.optim.AdamW(model.dense_parameters(), lr=train.lr, weight_decay=train.weight_decay)
+
+
+def build_pipeline(
+    config: RunConfig, model: ShardedModel, optimizer: torch.optim.Optimizer, total: int
+) -> Schedule:
+    """The schedule of a run of `total` steps."""
+    train = config.train
+    return Pipeline(
+        model,
+        optimizer,
+        schedule=train.schedule,
+        accumulate=train.accumulate,
+        clip=train.clip,
+        precision=train.precision,
+        learning_rate=learning_rate(train.warmup, train.decay, total),
+        balancer=build_balancer(config, model.transport.device),
+        reducer=build_reducer(config),
+        dense_sums=train.dense_sums,
+    )
+
+
+def evaluate_part(
+    config: RunConfig, model: ShardedModel, path: Path, part: str, baseline: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Metrics of the model on a part, the same on all ranks; with the popularity baseline beside it
-    if asked."""
-    data = histories(config, path, parallel.transport, part)
+    """Metrics of the model on a part of the split. A collective; the same on all ranks.
+
+    Args:
+        config: of the run.
+        model: as `build_model` makes it.
+        path: of the histories file.
+        part: `validation` or `test`.
+        baseline: whether to evaluate the popularity baseline too (retrieval).
+
+    Returns:
+        {"model": {metric: value}, "popularity": {metric: value}}
+    """
+    data = load_histories(config, path, model.transport, part)
     if config.model.task == "ranking":
-        return evaluate_ranking(parallel, data, config.label_names)
+        return evaluate_ranking(model, data, config.label_names)
     popularity = None
     if baseline:
-        popularity = histories(config, path, parallel.transport).item_counts()
-    return evaluate_retrieval(parallel, data, popularity=popularity)
+        popularity = load_histories(config, path, model.transport).item_counts()
+    return evaluate_retrieval(model, data, popularity=popularity)

@@ -82,7 +82,7 @@ def evaluate_retrieval(
     """
     transport = parallel.transport
     parallel.tables.settle()
-    ids, rows = parallel.tables.share(table)
+    ids, rows = parallel.tables.get_local_rows(table)
     module = parallel.module
     with torch.no_grad():
         was = module.training

@@ -7,10 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
 
-from freescale.embedding.layout import positions
-from freescale.train.checkpoint import Intact, SafeReader, checkpointing, intact, last_intact
+from freescale.embedding.layout import spread_ids
+from freescale.train.checkpoint import (
+    Intact,
+    SafeReader,
+    explain_errors,
+    last_intact,
+    verify_checkpoint,
+)
 from freescale.transport.local import LocalTransport
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -19,35 +25,35 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
     """Writes `dense.safetensors` and `table.NAME.safetensors` (tensor `weight` [rows, width] in the
     order of ids)."""
-    from safetensors.torch import save_file
-
-    found = checkpoint if isinstance(checkpoint, Intact) else intact(checkpoint, LocalTransport())
-    path, state = found.path, found.state
+    if not isinstance(checkpoint, Intact):
+        checkpoint = verify_checkpoint(checkpoint, LocalTransport())
+    path, state = checkpoint.path, checkpoint.state
     out.mkdir(parents=True, exist_ok=True)
     dense = {
         f"dense/{name}": torch.empty(shape, dtype=_DTYPES[kind])
         for name, (shape, kind) in state["dense"].items()
     }
-    _filled(dense, path)
-    yield _written(
-        save_file,
+    _fill(dense, path)
+    yield _write(
         {name.removeprefix("dense/"): value for name, value in dense.items()},
         out / "dense.safetensors",
     )
     for name, (rows, width, kind, _) in state["tables"].items():
         stored = {f"table/{name}/rows": torch.empty(rows, width, dtype=_DTYPES[kind])}
-        _filled(stored, path)
-        weight = stored[f"table/{name}/rows"].index_select(0, positions(torch.arange(rows), rows))
-        yield _written(save_file, {"weight": weight}, out / f"table.{name}.safetensors")
+        _fill(stored, path)
+        weight = stored[f"table/{name}/rows"].index_select(0, spread_ids(torch.arange(rows), rows))
+        yield _write({"weight": weight}, out / f"table.{name}.safetensors")
 
 
-def _filled(tensors: dict[str, torch.Tensor], path: Path) -> None:
+def _fill(tensors: dict[str, torch.Tensor], path: Path) -> None:
     if tensors:
-        with checkpointing(f"checkpoint {path} could not be read"):
-            dcp.load(tensors, storage_reader=SafeReader(path), no_dist=True)
+        with explain_errors(f"checkpoint {path} could not be read"):
+            load(tensors, storage_reader=SafeReader(path), no_dist=True)
 
 
-def _written(save_file, tensors: dict[str, torch.Tensor], path: Path) -> Path:  # type: ignore[no-untyped-def]
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> Path:
+    from safetensors.torch import save_file
+
     temporary = path.with_suffix(".tmp")
     save_file(tensors, str(temporary))
     temporary.replace(path)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO
 
-from freescale.train.stopping import SAME_PRESS
+from freescale.train.stop_signals import SAME_PRESS
 
 _GRACE = 20.0  # seconds that the other ranks have to notice a failure by themselves
 
@@ -60,7 +60,7 @@ def launch(
     port = port or free_port()
     said: set[str] = set()
     lock = threading.Lock()
-    processes: list[subprocess.Popen] = []
+    processes: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
     signals = _Signals(processes)
     try:
@@ -131,7 +131,9 @@ def _relay(stream: IO[str], rank: int, said: set[str], lock: threading.Lock) -> 
             sys.stderr.flush()
 
 
-def _watch(processes: Sequence[subprocess.Popen], seconds: float | None) -> tuple[int, int] | None:
+def _watch(
+    processes: Sequence[subprocess.Popen[str]], seconds: float | None
+) -> tuple[int, int] | None:
     """Waits for all. On the first failure the others get a grace, then are stopped. Returns (rank,
     status) of the failure.
 
@@ -161,7 +163,7 @@ def _watch(processes: Sequence[subprocess.Popen], seconds: float | None) -> tupl
         time.sleep(0.05)
 
 
-def _stop(processes: Sequence[subprocess.Popen]) -> None:
+def _stop(processes: Sequence[subprocess.Popen[str]]) -> None:
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -182,7 +184,7 @@ class _Signals:
     itself, and twice would mean more. A second Ctrl-C ends all.
     """
 
-    def __init__(self, processes: Sequence[subprocess.Popen]) -> None:
+    def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
         self._processes, self._at = processes, 0.0
         self.first = 0  # its number
         self._old: dict[int, object] = {}

@@ -39,5 +39,5 @@ def area_under_curve(predictions: Tensor, labels: Tensor) -> float:
         return math.nan
     _, inverse, sizes = torch.unique(predictions.double(), return_inverse=True, return_counts=True)
     middle = sizes.cumsum(0).double() - (sizes.double() - 1) / 2  # mean rank of each tied value
-    rank_sum = middle[inverse][positives].sum().item()
+    rank_sum: float = middle[inverse][positives].sum().item()
     return (rank_sum - count * (count + 1) / 2) / (count * (total - count))

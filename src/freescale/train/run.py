@@ -1,5 +1,5 @@
-"""A run from the inside of one rank: joins the others, trains or evaluates, shows the result on
-rank 0."""
+"""What the commands train and eval do in each rank: join the others, train or evaluate, show the
+result on rank 0."""
 
 from __future__ import annotations
 
@@ -7,35 +7,47 @@ import os
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from freescale.config import RunConfig
-from freescale.train.build import build_parallel, evaluate, histories
+from freescale.train.build import build_model, evaluate_part, load_histories
 from freescale.train.checkpoint import Checkpoints
-from freescale.train.stopping import Stopping
-from freescale.train.trainer import Trainer, plain_json
+from freescale.train.metrics_log import to_json
+from freescale.train.progress import ConsoleProgress
+from freescale.train.stop_signals import StopSignals
+from freescale.train.trainer import Trainer
 from freescale.transport.connect import connect
 
 
 def run_training(
-    config: RunConfig, folder: Path | None, resume: bool, prepared: Callable[[], Path]
+    config: RunConfig, folder: Path | None, resume: bool, prepare: Callable[[], Path]
 ) -> int:
-    """Returns the exit status: 0, or after a signal 128 and its number, as shells say it of a
-    process that the signal ended."""
-    # before the ranks meet: it may take long, and its errors are the same on every rank
-    path = prepared()
-    transport = connect(config.train.device, config.train.timeout, config.train.transport)
-    watcher = None
-    if transport.rank == 0:
-        from freescale.report.console import RunView
+    """Trains as one of the ranks, and shows the run on rank 0's terminal.
 
-        watcher = RunView(config.train.tensorboard)
-    trainer = Trainer(config, path, folder, transport, watcher, resume)
-    with Stopping(trainer.pipeline.stop, transport.rank) as stopping:
-        results = trainer.train(stopping)
+    Args:
+        config: of the run.
+        folder: of the run; None makes a new one.
+        resume: go on from the folder's last checkpoint.
+        prepare: returns the histories file.
+
+    Returns:
+        The exit status: 0, or after a signal 128 and its number, as shells say it of a process that
+        the signal ended.
+    """
+    # before the ranks meet: it may take long, and its errors are the same on every rank
+    path = prepare()
+    transport = connect(config.train.device, config.train.timeout, config.train.transport)
+    callbacks = [ConsoleProgress()] if transport.rank == 0 else []
+    trainer = Trainer(
+        config, folder, resume=resume, callbacks=callbacks, histories=path, transport=transport
+    )
+    with StopSignals(trainer.stop, transport.rank) as signals:
+        results = trainer.train(signals)
         if transport.rank == 0:
-            _show(results, trainer.folder, _how_it_stopped(trainer) if results["stopped"] else "")
+            stopped = _describe_stop(trainer) if results["stopped"] else ""
+            _show(results, trainer.folder, stopped)
         if results["stopped"]:
             # the first that ends makes a launcher end the others: let all be through
             transport.gather_bytes(b"")
@@ -43,9 +55,9 @@ def run_training(
     return 128 + results["stopped"] if results["stopped"] else 0
 
 
-def _how_it_stopped(trainer: Trainer) -> str:
-    """And how to go on."""
-    step, latest = trainer.pipeline.steps, trainer.checkpoints.latest()
+def _describe_stop(trainer: Trainer) -> str:
+    """Where the run stopped, and how to go on."""
+    step, latest = trainer.step, trainer.checkpoints.latest()
     if step == trainer.total:
         left = trainer.config.data.split != "none"
         rest = (
@@ -65,7 +77,8 @@ def _how_it_stopped(trainer: Trainer) -> str:
 
 
 def resume_command(folder: Path, environment: Mapping[str, str]) -> str:
-    """As this run was started: by torchrun, by `--nproc`, or as one process."""
+    """The command that resumes a run as it was started: by torchrun, `--nproc`, or as one
+    process."""
     arguments = f"train --folder {shlex.quote(str(folder))} --resume"
     ranks, local = (int(environment.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if "TORCHELASTIC_RUN_ID" in environment:
@@ -74,7 +87,7 @@ def resume_command(folder: Path, environment: Mapping[str, str]) -> str:
     return f"freescale {arguments}" + (f" --nproc {ranks}" if ranks > 1 else "")
 
 
-def _show(results: dict, folder: Path, stopped: str) -> None:
+def _show(results: dict[str, Any], folder: Path, stopped: str) -> None:
     from rich.console import Console
 
     from freescale.report.console import print_ledger, print_quality
@@ -104,18 +117,17 @@ def _show(results: dict, folder: Path, stopped: str) -> None:
         console.print(stopped, highlight=False, soft_wrap=True)
 
 
-def run_evaluation(
-    config: RunConfig, folder: Path, part: str, prepared: Callable[[], Path]
-) -> None:
-    path = prepared()
+def run_evaluation(config: RunConfig, folder: Path, part: str, prepare: Callable[[], Path]) -> None:
+    """Evaluates the last checkpoint of the run in `folder`; writes eval-PART.json into it."""
+    path = prepare()
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
     checkpoints = Checkpoints(folder / "checkpoints", transport)
     found = checkpoints.last_intact()
     if found is None:
         raise ValueError(f"{folder} holds no checkpoint")
-    parallel = build_parallel(config, histories(config, path, transport), transport)
-    progress = checkpoints.load(found, parallel)
-    quality = evaluate(config, parallel, path, part, baseline=True)
+    model = build_model(config, load_histories(config, path, transport), transport)
+    progress = checkpoints.load(found, model)
+    quality = evaluate_part(config, model, path, part, baseline=True)
     if transport.rank == 0:
         from rich.console import Console
 
@@ -132,5 +144,5 @@ def run_evaluation(
             "torch": torch.__version__,
             "quality": quality,
         }
-        (folder / f"eval-{part}.json").write_text(plain_json(result) + "\n", encoding="utf-8")
+        (folder / f"eval-{part}.json").write_text(to_json(result) + "\n", encoding="utf-8")
     transport.close()

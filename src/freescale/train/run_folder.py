@@ -1,15 +1,12 @@
-"""A run's folder belongs to one run at a time. Rank 0 looks, claims and writes; the other ranks
-hear what it found.
+"""The folder of a run, which belongs to one run at a time. Rank 0 inspects, claims and writes it;
+the other ranks learn the outcome.
 
-The claim is a lock on the folder's file `.lock`, which the kernel ends with the process, however
-that ends: a killed run holds nothing. A default name is made by mkdir, which of two runs lets one
-have it.
+The claim is a lock on the folder's file `.lock`, which the kernel releases with the process: a
+killed run holds nothing. A default name is claimed by mkdir, which succeeds for one of two runs.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import socket
@@ -19,12 +16,12 @@ from itertools import count
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-if TYPE_CHECKING:  # torch, which who only wants a new folder can do without
+from freescale.file_lock import lock
+
+if TYPE_CHECKING:  # imports torch, which `new_folder` does not need
     from freescale.transport.api import Transport
 
 LOCK = ".lock"
-# what file systems without locks say
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 # What a run writes besides its checkpoints.
 _WRITTEN = (
     "config.json",
@@ -37,7 +34,8 @@ _WRITTEN = (
 
 
 def new_folder(wanted: Path) -> Path:
-    """Makes it, or wanted-2, wanted-3, ... if there is one: no two callers get the same."""
+    """Makes the folder `wanted`, or wanted-2, wanted-3, ... if it exists. No two callers get the
+    same one."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
@@ -50,48 +48,58 @@ def new_folder(wanted: Path) -> Path:
 
 
 class RunFolder:
-    """Every rank makes one; that, and `open`, are collectives."""
+    """The folder of one run. Making one, and `open`, are collectives."""
 
-    def __init__(self, asked: Path | None, resume: bool, transport: Transport) -> None:
-        """`asked` None: a new one under runs/, with the time in its name. Refuses what can be
-        refused before anything long is done. A run that goes on is claimed here, a new one in
-        `open`."""
-        self._asked, self._resume, self._transport = asked, resume, transport
+    def __init__(self, folder: Path | None, resume: bool, transport: Transport) -> None:
+        """Refuses what can be refused before anything long is done.
+
+        Args:
+            folder: None makes a new one under runs/, with the time in its name.
+            resume: whether the run goes on with what the folder holds. Such a run claims the
+                folder here, a new one in `open`.
+            transport: the ranks of the run.
+
+        Raises:
+            ValueError: on all ranks, if another run uses the folder, if it holds a run and `resume`
+                is False, or if there is nothing to resume.
+        """
+        self._folder, self._resume, self._transport = folder, resume, transport
         self._lock: IO[str] | None = None
         self.notes: list[str] = []  # for the person who looks at the run
-        self.path = self._agreed(self._looked_at)
+        self.path = self._agree_on(self._inspect)
 
     def open(self, config: str) -> None:
-        """Once nothing can be refused any more: a run that never began leaves no folder."""
-        self.path = self._agreed(lambda: self._opened(config))
+        """Claims the folder and writes `config` into it. Called once nothing can be refused any
+        more, so that a run that never began leaves no folder."""
+        self.path = self._agree_on(lambda: self._claim_new(config))
 
     def close(self) -> None:
-        """Another run may have it."""
+        """Releases the folder for other runs."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     # ---- rank 0
 
-    def _looked_at(self) -> Path:
-        if self._asked is None:
+    def _inspect(self) -> Path:
+        if self._folder is None:
             return Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
-        if (self._asked / LOCK).exists():
-            self._claim(self._asked)
-        self._refuse(self._asked)
+        if (self._folder / LOCK).exists():
+            self._claim(self._folder)
+        self._refuse(self._folder)
         if self._resume:
-            self._claim(self._asked)
+            self._claim(self._folder)
         else:
             self.close()  # until nothing can be refused any more
-        return self._asked
+        return self._folder
 
-    def _opened(self, config: str) -> Path:
-        path = new_folder(self.path) if self._asked is None else self.path
+    def _claim_new(self, config: str) -> Path:
+        path = new_folder(self.path) if self._folder is None else self.path
         path.mkdir(parents=True, exist_ok=True)
         self._claim(path)
         self._refuse(path)
         if not self._resume and (path / "config.json").exists():
-            self._put_aside(path)
+            self._move_aside(path)
         temporary = path / "config.json.tmp"
         temporary.write_text(config, encoding="utf-8")
         temporary.replace(path / "config.json")
@@ -100,13 +108,11 @@ class RunFolder:
     def _claim(self, path: Path) -> None:
         if self._lock is not None:
             return
-        try:
-            self._lock = locked(path)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+        self._lock = lock_folder(path)
+        if self._lock is None:
             self.notes = [
-                (f"{path} cannot be locked ({error.strerror}): see to it that no other run uses it")
+                f"{path} cannot be locked, its file system has no locks: see to it that no other "
+                "run uses it"
             ]
 
     def _refuse(self, path: Path) -> None:
@@ -121,12 +127,11 @@ class RunFolder:
         if self._resume and not saved:
             raise ValueError(
                 f"nothing to resume: {path} holds no checkpoint, the run ended before its first "
-                "one; start it again with the same "
-                "command, without --resume"
+                "one; start it again with the same command, without --resume"
             )
 
-    def _put_aside(self, path: Path) -> None:
-        """What is left of a run that ended before its first checkpoint."""
+    def _move_aside(self, path: Path) -> None:
+        """Moves what is left of a run that ended before its first checkpoint out of the way."""
         aside = new_folder(path / "ended")
         for name in _WRITTEN:
             if (path / name).exists():
@@ -135,8 +140,8 @@ class RunFolder:
 
     # ---- all ranks
 
-    def _agreed(self, look: Callable[[], Path]) -> Path:
-        """What rank 0 found, or its error."""
+    def _agree_on(self, look: Callable[[], Path]) -> Path:
+        """The folder that `look` returns on rank 0; its error is raised on all ranks."""
         found, problem = "", ""
         if self._transport.rank == 0:
             try:
@@ -152,22 +157,33 @@ class RunFolder:
         return Path(found)
 
 
-def locked(path: Path) -> IO[str]:
-    """The folder's lock, until the file is closed or the process ends. The file stays: to remove it
-    would let two runs lock two."""
+def lock_folder(path: Path) -> IO[str] | None:
+    """Locks a run's folder until the returned file is closed or the process ends.
+
+    The file stays: if it were removed, two runs could each lock one of their own.
+
+    Returns:
+        The lock's file, or None on a file system that has no locks.
+
+    Raises:
+        ValueError: if another run holds the lock.
+    """
     file = os.fdopen(os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644), "r+", encoding="utf-8")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        acquired = lock(file.fileno(), wait=False)
     except BlockingIOError:
         holder = file.read().strip() or "unknown"
         file.close()
         raise ValueError(
-            f"{path} is in use by another run ({holder}): name another folder, or "
-            "wait until that has ended"
+            f"{path} is in use by another run ({holder}): name another folder, or wait until that "
+            "has ended"
         ) from None
     except OSError:
         file.close()
         raise
+    if not acquired:
+        file.close()
+        return None
     file.truncate()
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

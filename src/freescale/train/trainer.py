@@ -3,295 +3,265 @@ business."""
 
 from __future__ import annotations
 
-import json
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from freescale.config import RunConfig
 from freescale.data.prefetch import prefetched
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
-from freescale.pipeline.pipeline import Pipeline
-from freescale.pipeline.serial import StepResult
-from freescale.train.build import build_balancer, build_parallel, build_reducer, evaluate, histories
+from freescale.pipeline.schedule import StepResult
+from freescale.train.build import (
+    build_model,
+    build_optimizer,
+    build_pipeline,
+    evaluate_part,
+    load_histories,
+    prepare_data,
+)
+from freescale.train.callbacks import Callback, CallbackList
 from freescale.train.checkpoint import Checkpoints, NotFinite
-from freescale.train.learning_rate import learning_rate
+from freescale.train.metrics_log import MetricsLog, truncate_logs
+from freescale.train.progress import TensorBoardLog
 from freescale.train.run_folder import RunFolder
-from freescale.train.stopping import Stopping
+from freescale.train.run_state import RunState
+from freescale.train.stop_signals import StopSignals
 from freescale.transport.api import Transport
+from freescale.transport.connect import connect
 
 _NOTHING_SUPERVISED = (
     "no user of {data.data} has events enough for --split {data.split}: leave-one-out needs 4 or "
-    "more events of a user, "
-    "--split none needs 2"
+    "more events of a user, --split none needs 2"
 )
 _DIVERGED = "lower --lr and --row-lr, or set --clip and --row-clip"
 _COLLECT_EVERY = 50  # steps between two collections of the ranks' ledgers
 
 
-class Watcher(Protocol):
-    """Who shows a run to a person (progress bar, TensorBoard). Called on rank 0 only."""
-
-    def started(self, folder: Path, lines: list[str], total: int, done: int) -> None: ...
-    def stepped(self, entry: Mapping[str, Any]) -> None: ...
-    def advanced(self, step: int) -> None: ...
-    def evaluated(self, entry: Mapping[str, Any]) -> None: ...
-    def finished(self) -> None: ...
-
-
 class Trainer:
-    """A run in a folder. Every rank makes one; `train` is a collective. `watcher` is rank 0's."""
+    """A run in a folder: `Trainer(config).train()`.
+
+    Every rank makes one with the same arguments; making one and `train` are collectives. Its parts
+    are `data`, `model`, `optimizer`, `pipeline` and `checkpoints`.
+    """
 
     def __init__(
         self,
         config: RunConfig,
-        path: Path,
-        folder: Path | None,
-        transport: Transport,
-        watcher: Watcher | None = None,
+        folder: Path | str | None = None,
+        *,
         resume: bool = False,
+        callbacks: Sequence[Callback] = (),
+        histories: Path | None = None,
+        transport: Transport | None = None,
     ) -> None:
-        """`path`: the prepared histories. Builds everything and, with `resume`, loads the folder's
-        last checkpoint. `folder` None: a new one under runs/."""
-        self.config, self.path, self.transport, self.resume = config, path, transport, resume
-        self._claimed = RunFolder(folder, resume, transport)
-        self.watcher = watcher if transport.rank == 0 else None
+        """Builds everything and, with `resume`, loads the folder's last checkpoint.
+
+        Args:
+            config: what to train on what, and how.
+            folder: of the run. None makes a new one under runs/ when training begins.
+            resume: go on from the last checkpoint in `folder`.
+            callbacks: are called at steps, evaluations and checkpoints, on every rank.
+            histories: the prepared histories file. None prepares `config.data.data`.
+            transport: joins the ranks. None connects by torchrun's environment, or as one process,
+                and disconnects after training.
+
+        Raises:
+            ValueError: if the folder holds another run, there is nothing to resume, or the data,
+                the model and the checkpoint do not fit each other.
+        """
+        self.config, self._resume = config, resume
+        self._histories = histories if histories is not None else prepare_data(config.data)
+        self._connected = transport is None
         settings = config.train
-        self.data = histories(config, path, transport)
-        self.total = min(len(self.data), settings.steps or len(self.data))
-        self.parallel = build_parallel(config, self.data, transport)
-        self.optimizer = torch.optim.AdamW(
-            self.parallel.dense_parameters(), lr=settings.lr, weight_decay=settings.weight_decay
+        self.transport = transport = (
+            connect(settings.device, settings.timeout, settings.transport)
+            if transport is None
+            else transport
         )
-        self.pipeline = Pipeline(
-            self.parallel,
-            self.optimizer,
-            schedule=settings.schedule,
-            accumulate=settings.accumulate,
-            clip=settings.clip,
-            precision=settings.precision,
-            learning_rate=learning_rate(settings.warmup, settings.decay, self.total),
-            balancer=build_balancer(config, transport.device),
-            reducer=build_reducer(config),
-            dense_sums=config.train.dense_sums,
-        )
+        self._run_folder = RunFolder(Path(folder) if folder else None, resume, transport)
+        self.data = load_histories(config, self._histories, transport)
+        self.total = min(len(self.data), settings.steps or len(self.data))  # steps
+        self.model = build_model(config, self.data, transport)
+        self.optimizer = build_optimizer(config, self.model)
+        self.pipeline = build_pipeline(config, self.model, self.optimizer, self.total)
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", transport, settings.keep_checkpoints
         )
-        self._saved = 0  # the last step in a checkpoint
+        self._state = RunState(
+            self.checkpoints, self.model, self.optimizer, self.pipeline, self.data
+        )
+        self._number = -1  # of the last batch that was applied
+        own = [MetricsLog(), *([TensorBoardLog()] if settings.tensorboard else [])]
+        self._callbacks = CallbackList([*own, *callbacks], transport)
         if resume:
-            self._load()
+            step = self._state.load()
+            if self.rank == 0:
+                truncate_logs(self.folder, step)
         else:
-            self.parallel.tables.place(self.data.batch(0))
-        # the folder is RunFolder's to refuse
-        self.checkpoints.check(self.parallel, self.optimizer, step=None)
+            self.model.tables.place(self.data.batch(0))
+        # without a step: the run folder has been checked for other runs
+        self.checkpoints.check(self.model, self.optimizer, step=None)
+
+    # ---- where the run stands
 
     @property
     def folder(self) -> Path:
         """A default name is final once training has begun."""
-        return self._claimed.path
+        return self._run_folder.path
 
-    def train(self, stopping: Stopping | None = None) -> dict[str, Any]:
-        """Trains to the end of the configuration, or until a rank was asked to stop; returns the
-        last loss, the test quality, the ledger (rank 0) and `stopped`: the number of the signal
-        that ended it, or 0."""
-        if self.pipeline.steps >= self.total:
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def step(self) -> int:
+        """Steps made so far, those of a resumed run included."""
+        return self.pipeline.steps
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that are complete."""
+        return (self._number + 1) // self.data.batches_per_epoch
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know about the folder."""
+        return self._run_folder.notes
+
+    # ---- training
+
+    def stop(self) -> None:
+        """Ends training on all ranks after the same step, one of the next three, as if `steps` had
+        been that many: with a checkpoint and the test evaluation. May be called on any rank."""
+        self.pipeline.stop()
+
+    def train(self, signals: StopSignals | None = None) -> dict[str, Any]:
+        """Trains to the end of the configuration, or until `stop` or a signal ends it.
+
+        Args:
+            signals: listens for SIGTERM and Ctrl-C. Without it signals do what they do elsewhere.
+
+        Returns:
+            `loss` of the last step, `test` with the metrics of the test part, `ledger` (on rank 0)
+            and `stopped`: the number of the signal that ended the run, or 0.
+
+        Raises:
+            ValueError: if nothing is left to train, or the model diverges.
+            RemoteError: if another rank fails.
+        """
+        if self.step >= self.total:
             raise ValueError(
-                f"{self.folder} is at step {self.pipeline.steps} of {self.total}: ask for more "
+                f"{self.folder} is at step {self.step} of {self.total}: ask for more "
                 "--epochs or --steps to go on"
             )
-        self._open_folder()
+        self._run_folder.open(self.config.to_json())
+        self.checkpoints.folder = self.folder / "checkpoints"
         try:
-            return self._train(stopping or Stopping(self.pipeline.stop, self.transport.rank))
+            results = self._train(signals or StopSignals(self.stop, self.rank))
         finally:
-            self._claimed.close()
+            self._run_folder.close()
+        if self._connected:  # after an error the ranks may no longer be in step
+            self.transport.close()
+        return results
 
-    def _train(self, stopping: Stopping) -> dict[str, Any]:
-        if self.watcher:
-            self.watcher.started(
-                self.folder,
-                [*self._claimed.notes, *self._describe()],
-                self.total,
-                self.pipeline.steps,
-            )
-        ledger, gather = self.pipeline.ledger, self.transport.gather_bytes
-        collector = Collector(
-            ledger,
-            self.transport.rank,
-            self.transport.world,
-            gather,
-            self.folder if self.transport.rank == 0 else None,
-            offsets=self.transport.clock_offsets,
-            trace_steps=self.config.train.trace_steps,
-            resumed=self.resume,
-        )
+    def _train(self, signals: StopSignals) -> dict[str, Any]:
+        self._callbacks.call("on_start", self)
+        self._callbacks.check()
         results: dict[str, Any] = {}
+        collector = self._start_ledger()
         try:
-            last = self._loop(collector, stopping)
+            last = self._loop(collector, signals)
+            self._callbacks.check()
+            signals.lift_limit()
+            if last is not None:
+                results["loss"] = last.loss
+                self._checkpoint()
         except LossNotFinite as error:
             raise ValueError(
                 f"the loss is {error.loss} at step {error.step}: {_DIVERGED}"
             ) from error
-        stopping.agreed()
-        if last is not None:
-            results["loss"] = last.loss
-            self._checkpoint(last.number)
-        stopping.saved = True
-        results["ledger"] = collector.close(self.transport.device)
-        # Whichever rank was told: all skip what is left.
-        results["stopped"] = max(int(number) for number in gather(b"%d" % stopping.number))
-        if not results["stopped"]:
-            stopping.close()
-        if self.config.data.split != "none" and not results["stopped"]:
-            results["test"] = evaluate(self.config, self.parallel, self.path, "test", baseline=True)
-            self._write({"step": self.pipeline.steps, "test": results["test"]})
-        if self.watcher:
-            self.watcher.finished()
-        return results
-
-    def _loop(self, collector: Collector, stopping: Stopping) -> StepResult | None:
-        """Steps until the data or --steps ends, or somebody wants it to; the last step's result."""
-        settings, result = self.config.train, None
-        clock, seen, supervised = time.perf_counter(), 0, 0.0
-        with closing(prefetched(self.data)) as batches:
-            for result in self.pipeline.run(batches):
-                step = result.step
-                stopping.stepped()
-                seen += self.data.batch_size(result.number)
-                if step % settings.log_every == 0 or step == self.total:
-                    loss = result.loss  # waits for the device, hence not every step
-                    rate = seen / (time.perf_counter() - clock)
-                    clock, seen = time.perf_counter(), 0
-                    epoch = result.number // self.data.batches_per_epoch
-                    self._write(
-                        {"step": step, "epoch": epoch, "loss": loss, "samples_per_second": rate}
-                    )
-                if self.watcher:
-                    self.watcher.advanced(step)
-                if step % _COLLECT_EVERY == 0:
-                    collector.collect()
-                supervised += sum(result.counts.values())
-                if not supervised and (
-                    step == self.total or (result.number + 1) % self.data.batches_per_epoch == 0
-                ):
-                    raise ValueError(_NOTHING_SUPERVISED.format(data=self.config.data))
-                with stopping.working():
-                    self._validate(result.number, step)
-                    if step >= self.total:
-                        break
-                    if step % settings.checkpoint_every == 0:
-                        self._checkpoint(result.number)
-        return result
-
-    def _checkpoint(self, number: int) -> None:
-        """Of the step just made, unless it is there."""
-        if self._saved != self.pipeline.steps:
-            self._save(number)
-            self._saved = self.pipeline.steps
-
-    def _save(self, number: int) -> None:
-        """The data position is that of the last batch applied; prefetching may have read
-        further."""
-        progress = {
-            "step": self.pipeline.steps,
-            "pipeline": self.pipeline.state_dict(),
-            "data": self.data.state_dict(number + 1),
-        }
-        try:
-            self.checkpoints.save(self.parallel, self.optimizer, progress, self.pipeline.buckets)
         except NotFinite as error:
             raise ValueError(f"{error}; {_DIVERGED}") from None
+        signals.saved = True
+        results["ledger"] = collector.close(self.transport.device)
+        # Whichever rank got a signal: all skip what is left.
+        numbers = self.transport.gather_bytes(b"%d" % signals.number)
+        results["stopped"] = max(map(int, numbers))
+        if not results["stopped"]:
+            signals.close()
+            if self.config.data.split != "none":
+                results["test"] = self._evaluate("test")
+        self._callbacks.call("on_end", self, results)
+        self._callbacks.check()
+        return results
 
-    def _load(self) -> None:
-        found = self.checkpoints.last_intact()
-        if found is None:
-            raise ValueError(f"nothing to resume: {self.checkpoints.folder} holds no checkpoint")
-        progress = self.checkpoints.load(
-            found, self.parallel, self.optimizer, self.pipeline.buckets
-        )
-        self.pipeline.load_state_dict(progress["pipeline"])
-        self.data.load_state_dict(progress["data"])
-        self._forget_after(progress["step"])
+    def _loop(self, collector: Collector, signals: StopSignals) -> StepResult | None:
+        """Trains until the data or --steps ends, or a rank asks to stop; the last step's result."""
+        settings, last = self.config.train, None
+        clock, seen, supervised = time.perf_counter(), 0, 0.0
+        with closing(prefetched(self.data)) as batches:
+            for last in self.pipeline.run(self._callbacks.guard(batches)):
+                self._number = last.number
+                signals.note_step()
+                self._callbacks.call("on_step", self, last)
+                seen += self.data.batch_size(last.number)
+                if self.step % settings.log_every == 0 or self.step == self.total:
+                    loss = last.loss  # waits for the device, hence not every step
+                    rate = seen / (time.perf_counter() - clock)
+                    clock, seen = time.perf_counter(), 0
+                    self._log(loss, rate)
+                if self.step % _COLLECT_EVERY == 0:
+                    collector.collect()
+                supervised += sum(last.counts.values())
+                if not supervised and (self._ends_epoch or self.step == self.total):
+                    raise ValueError(_NOTHING_SUPERVISED.format(data=self.config.data))
+                with signals.suspend_limit():
+                    self._validate()
+                    if self.step >= self.total:
+                        break
+                    if self.step % settings.checkpoint_every == 0:
+                        self._checkpoint()
+        return last
 
-    def _open_folder(self) -> None:
-        self._claimed.open(self.config.to_json())
-        self.checkpoints.folder = self.folder / "checkpoints"
+    @property
+    def _ends_epoch(self) -> bool:
+        return (self._number + 1) % self.data.batches_per_epoch == 0
 
-    def _validate(self, number: int, step: int) -> None:
+    def _log(self, loss: float, rate: float) -> None:
+        epoch = self._number // self.data.batches_per_epoch
+        entry = {"step": self.step, "epoch": epoch, "loss": loss, "samples_per_second": rate}
+        self._callbacks.call("on_log", self, entry)
+
+    def _validate(self) -> None:
         every = self.config.train.evaluate_every
-        epochs, inside = divmod(number + 1, self.data.batches_per_epoch)
-        if every and not inside and epochs % every == 0 and self.config.data.split != "none":
-            quality = evaluate(self.config, self.parallel, self.path, "validation")
-            self._write({"step": step, "epoch": epochs, "validation": quality})
+        due = every is not None and self._ends_epoch and self.epoch % every == 0
+        if due and self.config.data.split != "none":
+            self._evaluate("validation")
 
-    def _describe(self) -> list[str]:
-        data = self.data
-        parameters = sum(p.numel() for p in self.parallel.dense_parameters())
-        device = self.transport.device.type
-        compressed = build_reducer(self.config)
-        about = (
-            f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)"
-            if compressed
-            else ""
+    def _evaluate(self, part: str) -> dict[str, dict[str, float]]:
+        metrics = evaluate_part(
+            self.config, self.model, self._histories, part, baseline=part == "test"
         )
-        if self.config.train.dense_sums == "partitioned":
-            about = " (their gradients are summed by parts, over the transport)"
-        return [
-            f"{data.num_samples:,} users, {data.num_items:,} items; {self.transport.world} ranks "
-            f"on {device}, "
-            f"global batch {data.global_batch}, schedule {self.config.train.schedule}, balance "
-            f"{self.config.train.balance}",
-            f"{parameters:,} dense parameters{about}; {self.transport.about}",
-            *self.parallel.tables.describe(),
-        ]
+        self._callbacks.call("on_evaluation", self, metrics, part)
+        return metrics
 
-    def _write(self, entry: dict[str, Any]) -> None:
-        """A line of metrics.jsonl, on rank 0."""
-        if self.transport.rank != 0:
-            return
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(plain_json(entry) + "\n")
-        if self.watcher:
-            (self.watcher.stepped if "loss" in entry else self.watcher.evaluated)(entry)
+    def _checkpoint(self) -> None:
+        path = self._state.save(self._number)
+        if path is not None:
+            self._callbacks.call("on_checkpoint", self, path)
 
-    def _forget_after(self, step: int) -> None:
-        """Lines that an interrupted run wrote past its last checkpoint: those steps are made
-        again."""
-        if self.transport.rank != 0:
-            return
-        for name, last in (("metrics.jsonl", step), ("ledger.jsonl", step - 1)):
-            path = self.folder / name
-            if path.exists():
-                lines = [
-                    line
-                    for line in path.read_text(encoding="utf-8").splitlines(True)
-                    if _step_of(line) <= last
-                ]
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(lines), encoding="utf-8")
-                temporary.replace(path)
-
-
-def plain_json(entry: Any) -> str:
-    """JSON in which a metric that is not defined (AUC of one class) is null: NaN is no JSON."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(plain(entry))
-
-
-def _step_of(line: str) -> float:
-    """A half-written last line counts as past everything."""
-    try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return float("inf")
+    def _start_ledger(self) -> Collector:
+        transport = self.transport
+        return Collector(
+            self.pipeline.ledger,
+            transport.rank,
+            transport.world,
+            transport.gather_bytes,
+            self.folder if self.rank == 0 else None,
+            offsets=transport.clock_offsets,
+            trace_steps=self.config.train.trace_steps,
+            resumed=self._resume,
+        )

@@ -32,11 +32,11 @@ def deduplicate(keys: Tensor, edges: Tensor) -> Unique:
     )
 
 
-def collision_masks(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
+def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
     """Rows asked of an owner by batch i [r] and by batch i+1 [s] -> (which of i's batch i+1 asks
     too, and the other way round)."""
-    check_keys(current=current, coming=coming)
-    joined = torch.cat([current, coming])
+    check_keys(current=current, following=following)
+    joined = torch.cat([current, following])
     order = sort_stably(joined)
     ordered = joined[order]
     # Equal rows stand together, those of batch i first: both batches ask if one of i begins them

@@ -99,10 +99,10 @@ def find_members(keys: Tensor, among: Tensor) -> Tensor:
     return out
 
 
-def collision_masks(current: Tensor, coming: Tensor) -> tuple[Tensor, Tensor]:
+def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
     """Rows asked of an owner by batch i [r] and by batch i+1 [s] -> (which of i's batch i+1 asks
     too, and the other way round)."""
-    return find_members(current, coming), find_members(coming, current)
+    return find_members(current, following), find_members(following, current)
 
 
 def _check_size(keys: Tensor) -> None:

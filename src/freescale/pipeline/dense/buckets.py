@@ -1,17 +1,16 @@
-"""Dense gradients in a few flat buffers, so that few large AllReduces carry them, each from when
-its last gradient is there."""
+"""Dense gradients in a few flat buffers: few large AllReduces carry them, and each starts as soon
+as its last gradient is there."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from freescale.pipeline.dense.flat import FlatGradients
 from freescale.pipeline.dense.partitioned import PartitionedAllReduce
 from freescale.transport.api import Handle, Transport
 
@@ -22,16 +21,62 @@ _LEAST_BYTES = {"cpu": 64 << 10, "cuda": 2 << 20}
 _BUCKETS = 4
 
 
+class FlatGradients:
+    """Every parameter's .grad is a view of one of `flat`: nothing is copied before or after they
+    are summed over the ranks."""
+
+    parameters: list[nn.Parameter]
+    flat: list[Tensor]
+    _views: list[Tensor]  # of each parameter
+
+    @property
+    def order(self) -> list[int] | None:
+        """The order in which parameters fill the buffers, where sums depend on it."""
+        return None
+
+    def adopt_order(self, order: Sequence[int] | None) -> None:
+        """Takes the order of an earlier run."""
+
+    def watch_backward(self) -> AbstractContextManager[object]:
+        """Around a run."""
+        return nullcontext()
+
+    def clear(self) -> None:
+        """Zero gradients, attached: before the first backward of a step."""
+        for flat in self.flat:
+            flat.zero_()
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad = view
+
+    def clip(self, limit: float) -> Tensor:
+        """Scales all gradients to a global norm of at most `limit`; returns the norm before.
+        Nothing is read by the host."""
+        sizes = [flat.abs() if flat.is_complex() else flat for flat in self.flat]
+        norm = torch.stack([size.double().square().sum() for size in sizes]).sum().sqrt()
+        factor = (limit / norm.clamp(min=1e-30)).clamp(max=1.0)
+        for flat in self.flat:
+            flat.mul_(factor.to(flat.dtype))
+        return norm
+
+    def _check_attached(self) -> None:
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            assert parameter.grad is view, (
+                "an optimizer or the model replaced a gradient during the step"
+            )
+
+
 class GradientBuckets(FlatGradients):
     """Each of `flat` is a bucket, an AllReduce of its own.
 
     Parameters that a rank's batch did not reach count as zero, so that all ranks reduce the same
     buffers; one further message carries the step's summed losses. The order is the same on every
-    rank, whatever it computes: losses, then the buckets. Which parameters make a bucket is found in
-    the first backward: those whose gradients came one after another. It sends nothing before it has
-    ended; each later one sends a bucket as soon as it is complete. Where a backward's order depends
-    on its batch, another would divide otherwise, and sum in another order: `order` is part of a
-    pipeline's state, for the run that resumes.
+    rank, whatever it computes: losses, then the buckets.
+
+    The first backward decides which parameters share a bucket: those whose gradients came one after
+    another. It sends nothing before it has ended; each later one sends a bucket as soon as it is
+    complete. Where the order of a backward depends on its batch, another batch would give other
+    buckets, and sums in another order: `order` is part of a pipeline's state, for the run that
+    resumes.
     """
 
     def __init__(
@@ -40,7 +85,7 @@ class GradientBuckets(FlatGradients):
         device: torch.device,
         summing: PartitionedAllReduce | None = None,
     ) -> None:
-        """`summing` sums instead of the transport."""
+        """`summing` sums in place of the transport."""
         self.parameters = [p for p in parameters if p.requires_grad]
         self._device, self._summing = device, summing
         # of each bucket: parameters whose gradient is not there yet; empty while nobody asks
@@ -53,13 +98,15 @@ class GradientBuckets(FlatGradients):
         self.adopt_order(None)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch_backward(self) -> Iterator[None]:
         """Around a run: hooks tell which gradients are there. What a run left behind that failed in
         its backward is forgotten."""
         self._lacking, self._summed, self._handles, self._sums = [], None, [], None
         self._came = None if self._came is None else {}
         hooks = [
-            p.register_post_accumulate_grad_hook(partial(self._there, number))
+            p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._mark_ready, number)
+            )
             for number, p in enumerate(self.parameters)
         ]
         try:
@@ -93,7 +140,7 @@ class GradientBuckets(FlatGradients):
             ):
                 sizes = [self.parameters[number].numel() for number in bucket]
                 self.flat.append(torch.zeros(sum(sizes), dtype=dtype, device=self._device))
-                views |= dict(zip(bucket, self.flat[-1].split(sizes), strict=True))
+                views |= dict(zip(bucket, torch.split(self.flat[-1], sizes), strict=True))
                 self._members.append(set(bucket))
         self._views = [
             views[number].view_as(parameter) for number, parameter in enumerate(self.parameters)
@@ -103,13 +150,16 @@ class GradientBuckets(FlatGradients):
         }
 
     def _cut(self, numbers: list[int]) -> list[list[int]]:
-        """None below the least: it takes the next parameter, however large, and the last joins the
-        one before it."""
+        """Cuts parameters into buckets. One below the smallest size takes the next parameter,
+        however large; the last joins the one before it."""
         sizes = [
             self.parameters[number].numel() * self.parameters[number].element_size()
             for number in numbers
         ]
-        least, most = _LEAST_BYTES[self._device.type], largest_bucket(sum(sizes), self._device.type)
+        least, most = (
+            _LEAST_BYTES[self._device.type],
+            compute_bucket_limit(sum(sizes), self._device.type),
+        )
         buckets: list[list[int]] = []
         filled = most
         for number, size in zip(numbers, sizes, strict=True):
@@ -135,9 +185,9 @@ class GradientBuckets(FlatGradients):
         collective of this transport."""
         self._check_attached()
         if self._came is not None:
-            self._agree(self._came)
+            self._agree_on_order(self._came)
         self._lacking = []
-        self._leave()
+        self._send_ready()
 
     def reduce(self) -> Tensor:
         """Waits for the sums of gradients, in place, and losses; returns the summed losses."""
@@ -152,7 +202,7 @@ class GradientBuckets(FlatGradients):
         self._handles = []
         return summed
 
-    def _agree(self, came: dict[int, None]) -> None:
+    def _agree_on_order(self, came: dict[int, None]) -> None:
         """On the order that the first rank with a batch saw: some rank has one in every step. A
         collective, once."""
         assert self._sums is not None
@@ -161,21 +211,13 @@ class GradientBuckets(FlatGradients):
         ]
         order = dict.fromkeys(next((order for order in seen if order), []))
         gradients = self._views
-        self._divide(
-            [
-                *order,
-                *(
-                    number
-                    for number in reversed(range(len(self.parameters)))
-                    if number not in order
-                ),
-            ]
-        )
+        others = [n for n in reversed(range(len(self.parameters))) if n not in order]
+        self._divide([*order, *others])
         for parameter, gradient, view in zip(self.parameters, gradients, self._views, strict=True):
             parameter.grad = view.copy_(gradient)
         self._came = None
 
-    def _there(self, number: int, parameter: Tensor) -> None:
+    def _mark_ready(self, number: int, parameter: Tensor) -> None:
         if self._came is not None:
             self._came[number] = None
         if not self._lacking:
@@ -184,15 +226,15 @@ class GradientBuckets(FlatGradients):
         if number not in self._lacking[bucket]:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} got a gradient twice in one "
-                "backward, and may have been sent in "
-                "between: activation checkpointing must be torch's, with use_reentrant=False"
+                "backward, and may have been sent in between: activation checkpointing must be "
+                "torch's, with use_reentrant=False"
             )
         self._lacking[bucket].discard(number)
         if self._came is None:
-            self._leave()
+            self._send_ready()
 
-    def _leave(self) -> None:
-        """Buckets whose gradients are all there, in their order."""
+    def _send_ready(self) -> None:
+        """Sends the buckets whose gradients are all there, in their order."""
         assert self._sums is not None
         for bucket in range(len(self._handles), len(self.flat)):
             if self._lacking and self._lacking[bucket]:
@@ -200,6 +242,6 @@ class GradientBuckets(FlatGradients):
             self._handles.append(self._sums.all_reduce(self.flat[bucket], "dense"))
 
 
-def largest_bucket(total: int, device: str = "cuda") -> int:
-    """Bytes, of so many in all."""
+def compute_bucket_limit(total: int, device: str = "cuda") -> int:
+    """The largest size of a bucket in bytes, for `total` bytes of gradients."""
     return min(_MOST_BYTES, max(_LEAST_BYTES[device], total // _BUCKETS))

@@ -1,12 +1,14 @@
-"""AllReduce out of exchanges that add nothing: every rank gets its part of all ranks' numbers, sums
-it, and gives the sum to all.
+"""AllReduce out of exchanges that add nothing: every rank receives its partition of all ranks'
+numbers, sums it, and sends the sum to all.
 
-    AllToAll: part r of every rank -> rank r          sum, in rank order          AllToAll: part r of the sum -> all
+    AllToAll: partition r of every rank -> rank r
+    sum, in rank order
+    AllToAll: partition r of the sum -> all ranks
 
-For transports that exchange without multiprocessors (hostwire): what is left on the device are a
-few additions. It moves the bytes of a ring. The order of the sum is the ranks', whatever the size
-of a message: how gradients are divided changes no bit. Two ranks give each other all their numbers
-and both sum: as many bytes, one round instead of two.
+For transports that exchange without multiprocessors (hostwire): only a few additions are left on
+the device. It moves as many bytes as a ring. The order of the sum is that of the ranks, whatever
+the size of a message, so no bit depends on how gradients are partitioned. Two ranks send each other
+all their numbers and both sum: as many bytes, one round instead of two.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class PartitionedAllReduce:
         """Opens a channel: a collective."""
         assert isinstance(transport.ledger, Ledger)
         self.ledger, self.gather_bytes = transport.ledger, transport.gather_bytes
-        # who waits for a sum computes nothing until it is there
+        # urgent: a rank that waits for a sum computes nothing
         self.lane = Lane("dense", transport, urgent=True)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
@@ -52,20 +54,18 @@ class _Sum:
         if lane.transport.world == 2:
             torch.add(*lane.transport.all_gather(tensor, self._kind).wait(), out=tensor)
         else:
-            self._by_parts()
+            self._sum_partitions()
         self._arrivals = lane.side.take()
-        self.path, self.bytes = (
-            self._arrivals[0].path,
-            sum(arrival.sent for arrival in self._arrivals),
-        )
+        self.path = self._arrivals[0].path
+        self.bytes = sum(arrival.sent for arrival in self._arrivals)
 
-    def _by_parts(self) -> None:
+    def _sum_partitions(self) -> None:
         lane, tensor = self._summing.lane, self._tensor
         rank, world = lane.transport.rank, lane.transport.world
-        sizes = divided(tensor.numel(), world)
+        sizes = partition(tensor.numel(), world)
         mine = [sizes[rank]] * world
         came = lane.transport.all_to_all(tensor, sizes, mine, self._kind).wait()
-        first, *others = came.split(mine)
+        first, *others = torch.split(came, mine)
         total = first.clone()
         for part in others:
             total += part
@@ -79,8 +79,8 @@ class _Sum:
         return self._tensor
 
 
-def divided(count: int, world: int) -> list[int]:
-    """Numbers that each rank sums: equal parts, in rank order; the last ones may have fewer, or
-    none."""
+def partition(count: int, world: int) -> list[int]:
+    """How many of `count` numbers each rank sums: equal partitions in rank order; the last ones may
+    be smaller, or empty."""
     each = -(-count // world)
     return [min(each, max(0, count - rank * each)) for rank in range(world)]

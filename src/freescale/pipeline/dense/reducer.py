@@ -24,7 +24,7 @@ class Reducer(Protocol):
     def adopt_order(self, order: Sequence[int] | None) -> None:
         """Between two steps: goes on with the order of an earlier run."""
 
-    def watching(self) -> AbstractContextManager[object]:
+    def watch_backward(self) -> AbstractContextManager[object]:
         """Around a run: the backward tells which gradients are there."""
 
     def clear(self) -> None:

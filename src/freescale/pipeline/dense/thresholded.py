@@ -1,12 +1,13 @@
-"""Dense gradients with error feedback: large entries are summed over the ranks now, the rest waits
-on its rank until it is large.
+"""Dense gradients with error feedback: large entries are summed over the ranks now, the others wait
+on their rank until they are large.
 
     gradient += error
-    every so many steps: threshold = what a share of 1 - eta of the gradient's entries reaches, per tensor
-    send and sum the entries that reach it, the largest if they are more than that share; error = the others
+    every so many steps: threshold = what a share of 1 - eta of the entries reaches, per tensor
+    send and sum the entries that reach it, at most that share of them, the largest first
+    error = the others
 
-It stands where pipeline/buckets.py stands in the exact step, and has the same verbs. Small tensors
-are summed whole, out of the same share where they take little of it.
+It takes the place of buckets.py in the exact step and has the same methods. Small tensors are
+summed whole, out of the same share where they take little of it.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from torch import Tensor, nn
 from freescale.compress.entries import sum_entries
 from freescale.compress.threshold import (
     SMALL,
-    above,
     check_period,
     check_share,
-    left_by_whole,
-    shares,
-    smallest,
-    threshold_of,
+    compute_remaining_budget,
+    compute_threshold,
+    distribute_budget,
+    get_smallest_threshold,
+    select_largest,
 )
 from freescale.config import TrainConfig
-from freescale.pipeline.dense.flat import FlatGradients
+from freescale.pipeline.dense.buckets import FlatGradients
 from freescale.transport.api import Handle, Transport
 
 
@@ -76,16 +77,17 @@ class ThresholdedGradients(FlatGradients):
         self._large: list[_Large] = []
         sizes = [p.numel() for p in self.parameters]
         thresholded = [p for p in self.parameters if p.numel() >= SMALL]
-        allowed = shares([p.numel() for p in thresholded], left_by_whole(sizes, eta))
+        remaining = compute_remaining_budget(sizes, eta)
+        allowed = distribute_budget([p.numel() for p in thresholded], remaining)
         most = dict(zip(thresholded, allowed, strict=True))
         for dtype in dict.fromkeys(p.dtype for p in self.parameters):
             members = [p for p in self.parameters if p.dtype == dtype]
             if small := [p for p in members if p not in most]:
-                self._small.append(_flat(small, device))
-                views |= _views(small, self._small[-1])
+                self._small.append(_make_flat(small, device))
+                views |= _make_views(small, self._small[-1])
             if large := {p: most[p] for p in members if p in most}:
                 self._large.append(_Large(large, device, every))
-                views |= _views(list(large), self._large[-1].gradient)
+                views |= _make_views(list(large), self._large[-1].gradient)
                 self.state |= self._large[-1].state
         self._views = [views[p] for p in self.parameters]
         self.flat = [*self._small, *(group.gradient for group in self._large)]
@@ -141,12 +143,12 @@ class _Large:
     def __init__(self, most: dict[nn.Parameter, int], device: torch.device, every: int) -> None:
         """`most`: how many entries of each tensor a step may send."""
         parameters, self.most, self.every = list(most), list(most.values()), every
-        self.gradient, self.error = _flat(parameters, device), _flat(parameters, device)
+        self.gradient, self.error = _make_flat(parameters, device), _make_flat(parameters, device)
         self.sizes = [p.numel() for p in parameters]
         self.thresholds = self.gradient.new_zeros(len(parameters))
         # steps since a threshold was set; on the host, which decides by it
         self.ages = torch.full((len(parameters),), every)
-        errors = _views(parameters, self.error)
+        errors = _make_views(parameters, self.error)
         self.state = {
             p: {
                 "error": errors[p],
@@ -173,8 +175,9 @@ class _Large:
         self.gradient += self.error
         self._reset_thresholds()
         found, begin = [], 0
-        for place, piece in enumerate(self.gradient.split(self.sizes)):
-            found.append(above(piece.abs(), self.thresholds[place], self.most[place]) + begin)
+        for place, piece in enumerate(torch.split(self.gradient, self.sizes)):
+            selected = select_largest(piece.abs(), self.thresholds[place], self.most[place])
+            found.append(selected + begin)
             begin += self.sizes[place]
         positions = torch.cat(found)
         values = self.gradient[positions]
@@ -190,17 +193,18 @@ class _Large:
         self.ages += 1
         if not any(due):
             return
-        pieces = self.gradient.split(self.sizes)
+        pieces = torch.split(self.gradient, self.sizes)
         for place in (place for place, now in enumerate(due) if now):
-            self.thresholds[place] = threshold_of(pieces[place].abs(), self.most[place])[0]
-        set_now = (self.thresholds > smallest(self.thresholds.dtype)).cpu() & torch.tensor(due)
+            self.thresholds[place] = compute_threshold(pieces[place].abs(), self.most[place])[0]
+        least = get_smallest_threshold(self.thresholds.dtype)
+        set_now = (self.thresholds > least).cpu() & torch.tensor(due)
         self.ages[set_now] = 1
 
 
-def _flat(parameters: list[nn.Parameter], device: torch.device) -> Tensor:
+def _make_flat(parameters: list[nn.Parameter], device: torch.device) -> Tensor:
     return torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=device)
 
 
-def _views(parameters: list[nn.Parameter], flat: Tensor) -> dict[nn.Parameter, Tensor]:
-    pieces = flat.split([p.numel() for p in parameters])
+def _make_views(parameters: list[nn.Parameter], flat: Tensor) -> dict[nn.Parameter, Tensor]:
+    pieces = torch.split(flat, [p.numel() for p in parameters])
     return {p: piece.view_as(p) for p, piece in zip(parameters, pieces, strict=True)}

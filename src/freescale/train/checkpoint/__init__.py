@@ -8,10 +8,10 @@ parameters and optimizer state by parameter name.
 """
 
 from freescale.train.checkpoint.checkpoints import Checkpoints
-from freescale.train.checkpoint.files import Damaged, Intact, intact, last_intact
-from freescale.train.checkpoint.finite import NotFinite
-from freescale.train.checkpoint.safe import SafeReader
-from freescale.train.checkpoint.together import checkpointing
+from freescale.train.checkpoint.files import Damaged, Intact, last_intact, verify_checkpoint
+from freescale.train.checkpoint.finite_check import NotFinite
+from freescale.train.checkpoint.on_all_ranks import explain_errors
+from freescale.train.checkpoint.safe_reader import SafeReader
 
 __all__ = [
     "Checkpoints",
@@ -19,7 +19,7 @@ __all__ = [
     "Intact",
     "NotFinite",
     "SafeReader",
-    "checkpointing",
-    "intact",
+    "explain_errors",
     "last_intact",
+    "verify_checkpoint",
 ]

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from freescale.config import TrainConfig
 from freescale.embedding.parallelize import ShardedModel
@@ -22,33 +23,38 @@ from freescale.train.checkpoint.files import (
     FORMAT,
     CheckpointFolder,
     Intact,
-    checksum,
-    intact,
+    compute_checksum,
     last_intact,
-    step_of,
+    parse_step,
+    verify_checkpoint,
     write_state,
 )
-from freescale.train.checkpoint.finite import NotFinite, first_not_finite
+from freescale.train.checkpoint.finite_check import NotFinite, first_not_finite
 from freescale.train.checkpoint.model import (
-    dense_tensors,
-    description,
-    names_of,
+    collect_dense,
+    collect_random,
+    collect_tables,
+    describe_model,
+    find_untrained,
+    name_parameters,
     pack_extra,
-    random_tensors,
     refuse_other_model,
     restore_extra,
     restore_random,
-    table_tensors,
-    untrained,
+)
+from freescale.train.checkpoint.on_all_ranks import (
+    CheckpointWriter,
+    describe_error,
+    explain_errors,
+    run_on_all_ranks,
 )
 from freescale.train.checkpoint.optimizer import (
-    optimizer_state,
     pack_optimizer,
     refuse_before_it_steps,
+    unpack_optimizer,
 )
-from freescale.train.checkpoint.plain import Room
-from freescale.train.checkpoint.safe import SafeReader
-from freescale.train.checkpoint.together import Writer, checkpointing, reason, together
+from freescale.train.checkpoint.packing import Unpacker
+from freescale.train.checkpoint.safe_reader import SafeReader
 from freescale.transport.api import Transport
 from freescale.transport.process_group import ProcessGroupTransport
 
@@ -96,23 +102,23 @@ class Checkpoints:
     # ---- save
 
     def check(
-        self, parallel: ShardedModel, optimizer: torch.optim.Optimizer, step: int | None = 0
+        self, model: ShardedModel, optimizer: torch.optim.Optimizer, step: int | None = 0
     ) -> None:
         """Before training, at `step`: whatever could not be saved later is refused now, by name.
         Without a step the folder is not looked at: it is not known yet. A collective."""
         if step is not None:
-            self._together(lambda: self._refuse_ahead(step))
+            self._run_on_rank_0(lambda: self._refuse_ahead(step))
 
-        def nameable() -> None:
-            dense_tensors(parallel.module)
-            pack_extra(parallel.module, {})
-            refuse_before_it_steps(optimizer, names_of(parallel))
+        def check_names() -> None:
+            collect_dense(model.module)
+            pack_extra(model.module, {})
+            refuse_before_it_steps(optimizer, name_parameters(model))
 
-        together(self.transport, nameable)
+        run_on_all_ranks(self.transport, check_names)
 
     def save(
         self,
-        parallel: ShardedModel,
+        model: ShardedModel,
         optimizer: torch.optim.Optimizer,
         progress: Mapping[str, Any],
         reducer: Reducer | None = None,
@@ -121,32 +127,32 @@ class Checkpoints:
         pipeline's (`pipeline.buckets`): it carries the order of sums, and errors where it
         compresses, from step to step."""
         step = int(progress["step"])
-        self._together(lambda: self._refuse_ahead(step))
-        parallel.tables.settle()
-        tensors, state = together(
-            self.transport, lambda: self._contents(parallel, optimizer, progress, reducer)
+        self._run_on_rank_0(lambda: self._refuse_ahead(step))
+        model.tables.settle()
+        tensors, state = run_on_all_ranks(
+            self.transport, lambda: self._contents(model, optimizer, progress, reducer)
         )
-        together(
+        run_on_all_ranks(
             self.transport,
-            lambda: self._refuse_diverged(step, tensors, untrained(parallel.module)),
+            lambda: self._refuse_diverged(step, tensors, find_untrained(model.module)),
             NotFinite,
         )
         failure = f"checkpoint {self.path(step)} could not be written"
         try:
-            self._together(lambda: self.files.begin(step), failure)
-            self._write(self.files.writing(step), tensors, state, failure)
-            self._together(lambda: self.files.finish(step), failure)
+            self._run_on_rank_0(lambda: self.files.begin(step), failure)
+            self._write(self.files.writing_path(step), tensors, state, failure)
+            self._run_on_rank_0(lambda: self.files.finish(step), failure)
         except ValueError:  # all ranks are here, none writes any more
             if self.transport.rank == 0:
                 with suppress(OSError):  # the next save tries again
                     self.files.clear()
             raise
-        self._together(lambda: self._remove_old(step))
+        self._run_on_rank_0(lambda: self._remove_old(step))
         return self.path(step)
 
     def _contents(
         self,
-        parallel: ShardedModel,
+        model: ShardedModel,
         optimizer: torch.optim.Optimizer,
         progress: Mapping[str, Any],
         reducer: Reducer | None,
@@ -156,13 +162,13 @@ class Checkpoints:
             json.dumps(dict(progress))
         except TypeError as error:
             raise ValueError(f"progress must be plain JSON: {error}") from None
-        transport, names = self.transport, names_of(parallel)
-        tensors = dense_tensors(parallel.module) | table_tensors(parallel.tables, transport)
+        transport, names = self.transport, name_parameters(model)
+        tensors = collect_dense(model.module) | collect_tables(model.tables, transport)
         beside: dict[str, Tensor] = {}
-        extra = pack_extra(parallel.module, beside)
+        extra = pack_extra(model.module, beside)
         own, shared = pack_optimizer(optimizer, names, beside)
         carried = CompressionState(reducer, names)
-        state = {"format": FORMAT} | description(parallel, optimizer) | {"progress": dict(progress)}
+        state = {"format": FORMAT} | describe_model(model, optimizer) | {"progress": dict(progress)}
         state |= {"ranks": transport.world, "device": transport.device.type}
         state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
         if transport.device.type != "cpu":
@@ -170,27 +176,31 @@ class Checkpoints:
                 name for name, value in beside.items() if value.device.type == "cpu"
             ]
         state |= {"carried": carried.names} if carried.names else {}
-        return tensors | beside | carried.tensors(transport.rank) | random_tensors(transport), state
+        return tensors | beside | carried.tensors(transport.rank) | collect_random(transport), state
 
     def _write(
         self, folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], failure: str
     ) -> None:
         rank = self.transport.rank
-        with checkpointing(failure):
-            dcp.save(tensors, storage_writer=Writer(folder, overwrite=True), **self._coordination())
+        with explain_errors(failure):
+            save(
+                tensors,
+                storage_writer=CheckpointWriter(folder, overwrite=True),
+                **self._coordination(),
+            )
 
-        def sums() -> dict[str, list[int]]:
+        def sum_files() -> dict[str, list[int]]:
             mine = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
-            return {path.name: checksum(path) for path in mine}
+            return {path.name: compute_checksum(path) for path in mine}
 
-        said = together(self.transport, sums)
+        said = run_on_all_ranks(self.transport, sum_files)
         files = [
             json.loads(part) for part in self.transport.gather_bytes(json.dumps(said).encode())
         ]
         state["files"] = {name: sum_of for part in files for name, sum_of in part.items()}
-        self._together(lambda: write_state(folder, state), failure)
+        self._run_on_rank_0(lambda: write_state(folder, state), failure)
 
-    def _together(self, work: Callable[[], object], failure: str | None = None) -> None:
+    def _run_on_rank_0(self, work: Callable[[], object], failure: str | None = None) -> None:
         """Rank 0's work; if it fails, all ranks say so."""
 
         def done() -> None:
@@ -198,9 +208,9 @@ class Checkpoints:
                 if self.transport.rank == 0:
                     work()
             except OSError as error:
-                raise ValueError(f"{failure or self.folder}: {reason(error)}") from error
+                raise ValueError(f"{failure or self.folder}: {describe_error(error)}") from error
 
-        together(self.transport, done)
+        run_on_all_ranks(self.transport, done)
 
     def _refuse_ahead(self, step: int) -> None:
         ahead = [
@@ -239,43 +249,44 @@ class Checkpoints:
     def load(
         self,
         checkpoint: Path | Intact,
-        parallel: ShardedModel,
+        model: ShardedModel,
         optimizer: torch.optim.Optimizer | None = None,
         reducer: Reducer | None = None,
-    ) -> dict:
+    ) -> dict[str, Any]:
         """Restores tables, dense weights and (if given) optimizer state and random state; returns
         the progress. An optimizer's settings (learning rate, weight decay, ...) stay the caller's:
         they may have changed on purpose. Errors of compression and the order of sums go to the
         pipeline's `reducer`; where they were not saved it begins anew."""
-        found = (
-            checkpoint
-            if isinstance(checkpoint, Intact)
-            else intact(Path(checkpoint), self.transport)
-        )
-        path, state, transport, names = found.path, found.state, self.transport, names_of(parallel)
-        if not parallel.tables.placed:
-            parallel.tables.place(recorded=state["placement"])
-        refuse_other_model(path, state, parallel, optimizer)
+        if not isinstance(checkpoint, Intact):
+            checkpoint = verify_checkpoint(Path(checkpoint), self.transport)
+        path, state = checkpoint.path, checkpoint.state
+        transport, names = self.transport, name_parameters(model)
+        if not model.tables.placed:
+            model.tables.place(recorded=state["placement"])
+        refuse_other_model(path, state, model, optimizer)
         reader = SafeReader(path)
-        room = Room(state, together(transport, reader.read_metadata), transport.device)
-        tensors = dense_tensors(parallel.module) | table_tensors(parallel.tables, transport)
-        extra = {name: room.of(packed) for name, packed in state.get("extra_state", {}).items()}
-        kept = optimizer_state(optimizer, names, state, room) if optimizer is not None else {}
+        metadata = run_on_all_ranks(transport, reader.read_metadata)
+        unpacker = Unpacker(state, metadata, transport.device)
+        tensors = collect_dense(model.module) | collect_tables(model.tables, transport)
+        extra = {
+            name: unpacker.unpack(packed) for name, packed in state.get("extra_state", {}).items()
+        }
+        kept = unpack_optimizer(optimizer, names, state, unpacker) if optimizer is not None else {}
         # Other ranks or devices have other random states; each rank keeps its own.
         same_ranks = state["ranks"] == transport.world and state["device"] == transport.device.type
-        random = random_tensors(transport) if optimizer is not None and same_ranks else {}
+        random = collect_random(transport) if optimizer is not None and same_ranks else {}
         carried = CompressionState(reducer, names)
-        errors = carried.room(
+        errors = carried.allocate(
             state.get("carried", ()), transport.rank, transport.world, state["ranks"]
         )
-        parallel.tables.discard()
-        with checkpointing(f"checkpoint {path} could not be read"):
-            dcp.load(
-                tensors | room.tensors | random | errors,
+        model.tables.discard()
+        with explain_errors(f"checkpoint {path} could not be read"):
+            load(
+                tensors | unpacker.tensors | random | errors,
                 storage_reader=reader,
                 **self._coordination(),
             )
-        restore_extra(parallel.module, extra)
+        restore_extra(model.module, extra)
         if optimizer is not None:
             optimizer.state.clear()
             optimizer.state.update(kept)
@@ -284,10 +295,11 @@ class Checkpoints:
         carried.restore(same_ranks=state["ranks"] == transport.world)
         if optimizer is not None and transport.rank == 0:
             self._leave_behind(path)
-        return state["progress"]
+        progress: dict[str, Any] = state["progress"]
+        return progress
 
     def _leave_behind(self, path: Path) -> None:
-        step = step_of(path)
+        step = parse_step(path)
         if step is None or path.resolve().parent != self.folder.resolve():
             return
         self._left_behind = {found for found in self.steps() if found > step}

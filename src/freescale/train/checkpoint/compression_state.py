@@ -32,7 +32,9 @@ class CompressionState:
         """To be saved by this rank."""
         return self._named(self._state, rank)
 
-    def room(self, saved: Iterable[str], rank: int, world: int, ranks: int) -> dict[str, Tensor]:
+    def allocate(
+        self, saved: Iterable[str], rank: int, world: int, ranks: int
+    ) -> dict[str, Tensor]:
         """To be read by this rank, of `world`, from what `ranks` ranks saved of the parameters
         `saved`: every old rank's state falls to exactly one of the new ones."""
         known = set(saved)

@@ -1,9 +1,9 @@
-"""The folder of a run's checkpoints: which there are, how one takes its place, and whether its
-files are as they were written.
+"""The folder of a run's checkpoints: which there are, how a new one is put in place, and whether
+its files are as they were written.
 
-    .writing-00000100    being written; becomes step-00000100 by a rename
-    step-00000100.replaced    while a checkpoint of the same step takes its place; counts until it has
-    .removing-00000100    being removed
+    .writing-00000100         being written; becomes step-00000100 by a rename
+    step-00000100.replaced    valid until a new checkpoint of the same step has taken its place
+    .removing-00000100        being removed
 
 A process may be killed between any two operations: what is listed is whole, and the next save
 clears the rest.
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from freescale.train.checkpoint.together import together
+from freescale.train.checkpoint.on_all_ranks import run_on_all_ranks
 from freescale.transport.api import Transport
 
 FORMAT = 2  # 1 has no checksums, and of an optimizer's state only the tensors
@@ -54,7 +54,7 @@ class CheckpointFolder:
         steps = {
             step
             for path in paths
-            if (step := step_of(path)) is not None and (path / _STATE).exists()
+            if (step := parse_step(path)) is not None and (path / _STATE).exists()
         }
         return sorted(steps)
 
@@ -70,7 +70,7 @@ class CheckpointFolder:
 
     # ---- rank 0
 
-    def writing(self, step: int) -> Path:
+    def writing_path(self, step: int) -> Path:
         return self.folder / f".writing-{step:08d}"
 
     def begin(self, step: int) -> None:
@@ -78,18 +78,22 @@ class CheckpointFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.clear()
         for replaced in self.folder.glob("step-*.replaced"):
-            known = step_of(replaced)
+            known = parse_step(replaced)
             if known is None:
                 continue
             if self._final(known).exists():
                 self._discard(replaced)
             else:  # killed before the new one was in its place
                 replaced.rename(self._final(known))
-        self.writing(step).mkdir()
+        self.writing_path(step).mkdir()
 
     def finish(self, step: int) -> None:
         """A checkpoint that is written takes its place, also that of one of the same step."""
-        temporary, final, replaced = self.writing(step), self._final(step), self._replaced(step)
+        temporary, final, replaced = (
+            self.writing_path(step),
+            self._final(step),
+            self._replaced(step),
+        )
         _sync(temporary)
         if final.exists():
             final.rename(replaced)
@@ -114,7 +118,7 @@ class CheckpointFolder:
         shutil.rmtree(going)
 
 
-def step_of(path: Path) -> int | None:
+def parse_step(path: Path) -> int | None:
     """Of a checkpoint's folder; of copies that somebody made beside them, and whatever else,
     None."""
     match = re.fullmatch(r"step-([0-9]{8,})(\.replaced)?", path.name)
@@ -133,7 +137,7 @@ def _sync(folder: Path) -> None:
 # ---- checksums
 
 
-def checksum(path: Path) -> list[int]:
+def compute_checksum(path: Path) -> list[int]:
     """[bytes, CRC-32]. It finds what disks, memory and copies do to a file, about as fast as a disk
     reads it; SHA-256 would take several times as long, and keep out only who may not write the
     other files either."""
@@ -144,7 +148,7 @@ def checksum(path: Path) -> list[int]:
     return [size, total]
 
 
-def _sum_of(state: dict[str, Any]) -> int:
+def _sum_state(state: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
@@ -152,7 +156,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
     """With the checksum of everything else in it."""
     plain = json.loads(json.dumps(state))  # as it will be read: keys are text
     with open(folder / _STATE, "w", encoding="utf-8") as file:
-        json.dump(plain | {"checksum": _sum_of(plain)}, file, indent=1)
+        json.dump(plain | {"checksum": _sum_state(plain)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 
@@ -170,18 +174,18 @@ def read_state(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} has checkpoint format {state.get('format')}, this version reads 1 to {FORMAT}"
         )
-    if state["format"] >= 2 and state.pop("checksum", None) != _sum_of(state):
+    if state["format"] >= 2 and state.pop("checksum", None) != _sum_state(state):
         raise Damaged(
             f"{path}/{_STATE} is damaged (its checksum is another): use an earlier checkpoint"
         )
     return state
 
 
-def intact(path: Path, transport: Transport) -> Intact:
+def verify_checkpoint(path: Path, transport: Transport) -> Intact:
     """Compares all files with what was written, each on one rank. A collective: Damaged on all
     ranks names the one that differs."""
 
-    def compared() -> dict[str, Any]:
+    def compare() -> dict[str, Any]:
         state = read_state(path)
         written: dict[str, list[int]] = state.get("files", {})
         by_size = sorted(written, key=lambda name: (-written[name][0], name))
@@ -189,8 +193,8 @@ def intact(path: Path, transport: Transport) -> Intact:
             _compare(path / name, written[name])
         return state
 
-    state = together(transport, compared, Damaged)
-    seen = transport.gather_bytes(str(_sum_of(state)).encode())
+    state = run_on_all_ranks(transport, compare, Damaged)
+    seen = transport.gather_bytes(str(_sum_state(state)).encode())
     if len(set(seen)) > 1:
         raise ValueError(f"the ranks see different files in {path}: it must be one folder for all")
     return Intact(path, state)
@@ -198,7 +202,7 @@ def intact(path: Path, transport: Transport) -> Intact:
 
 def _compare(path: Path, written: list[int]) -> None:
     try:
-        found = checksum(path)
+        found = compute_checksum(path)
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EIO):
             raise
@@ -225,7 +229,7 @@ def last_intact(folder: Path, transport: Transport) -> Intact | None:
     steps: list[int] = json.loads(listed[0])
     for step in reversed(steps):
         try:
-            return intact(files.path(step), transport)
+            return verify_checkpoint(files.path(step), transport)
         except Damaged as error:
             if step == steps[0]:
                 raise

@@ -14,19 +14,19 @@ from torch.distributed.tensor import DTensor, Shard
 
 from freescale.embedding.parallelize import ShardedModel
 from freescale.embedding.tables import Tables
-from freescale.train.checkpoint.plain import pack
+from freescale.train.checkpoint.packing import pack
 from freescale.transport.api import Transport
 from freescale.transport.process_group import ProcessGroupTransport
 
 _EXTRA = "_extra_state"  # torch's name for what a module's get_extra_state returns
 
 
-def names_of(parallel: ShardedModel) -> dict[int, str]:
+def name_parameters(model: ShardedModel) -> dict[int, str]:
     """Of the dense parameters, by identity."""
-    return {id(parameter): name for name, parameter in parallel.module.named_parameters()}
+    return {id(parameter): name for name, parameter in model.module.named_parameters()}
 
 
-def dense_tensors(module: nn.Module) -> dict[str, Tensor]:
+def collect_dense(module: nn.Module) -> dict[str, Tensor]:
     """Named tensors that share memory with the module's: saved from, loaded into."""
     tensors: dict[str, Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
@@ -41,22 +41,22 @@ def dense_tensors(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def untrained(module: nn.Module) -> set[str]:
+def find_untrained(module: nn.Module) -> set[str]:
     """Of the dense tensors: buffers and frozen parameters."""
     trained = {
         name
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if parameter.requires_grad
     }
-    return {name for name in dense_tensors(module) if name.removeprefix("dense/") not in trained}
+    return {name for name in collect_dense(module) if name.removeprefix("dense/") not in trained}
 
 
-def table_tensors(tables: Tables, transport: Transport) -> dict[str, Tensor]:
+def collect_tables(tables: Tables, transport: Transport) -> dict[str, Tensor]:
     """The same of the tables; each is whole, over all ranks."""
     return {
         f"table/{name}/{part}": _whole(value, name, tables, transport)
         for name in tables.specs
-        for part, value in tables.local(name).items()
+        for part, value in tables.get_local_state(name).items()
     }
 
 
@@ -101,7 +101,7 @@ def restore_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
 # ---- random state
 
 
-def random_tensors(transport: Transport) -> dict[str, Tensor]:
+def collect_random(transport: Transport) -> dict[str, Tensor]:
     tensors = {f"random/{transport.rank}/cpu": torch.get_rng_state()}
     if transport.device.type == "cuda":
         tensors[f"random/{transport.rank}/cuda"] = torch.cuda.get_rng_state(transport.device)
@@ -117,13 +117,13 @@ def restore_random(tensors: Mapping[str, Tensor], transport: Transport) -> None:
 # ---- what it is
 
 
-def description(parallel: ShardedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def describe_model(model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """What a checkpoint says of the model, so that another model is refused before anything is
     read."""
-    tables = parallel.tables
+    tables = model.tables
     dense = {
         name: value
-        for name, value in parallel.module.state_dict().items()
+        for name, value in model.module.state_dict().items()
         if isinstance(value, Tensor)
     }
     return {
@@ -142,9 +142,12 @@ def description(parallel: ShardedModel, optimizer: torch.optim.Optimizer | None)
 
 
 def refuse_other_model(
-    path: Path, saved: Mapping, parallel: ShardedModel, optimizer: torch.optim.Optimizer | None
+    path: Path,
+    saved: Mapping[str, Any],
+    model: ShardedModel,
+    optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    here = description(parallel, optimizer)
+    here = describe_model(model, optimizer)
     for part in ("tables", "dense"):
         for name in sorted(name for name in {*saved[part], *here[part]} if not _is_extra(name)):
             there, now = saved[part].get(name), here[part].get(name)
@@ -155,7 +158,7 @@ def refuse_other_model(
                     f"{there or 'absent'} there, {now or 'absent'} here"
                 )
     if "extra_state" in saved:
-        there, now = set(saved["extra_state"]), set(pack_extra(parallel.module, {}))
+        there, now = set(saved["extra_state"]), set(pack_extra(model.module, {}))
         for name in sorted(there ^ now):
             only = "there" if name in there else "here"
             raise ValueError(

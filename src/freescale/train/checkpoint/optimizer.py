@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from freescale.train.checkpoint.plain import Room, pack
+from freescale.train.checkpoint.packing import Unpacker, pack
 
 Packed = dict[str, Any]  # by parameter name
 
@@ -74,28 +74,30 @@ def refuse_before_it_steps(optimizer: Optimizer, names: Mapping[int, str]) -> No
     pack_optimizer(tried, {id(copied): names[id(parameter)] for copied, parameter in pairs}, {})
 
 
-def optimizer_state(
-    optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, Any], room: Room
+def unpack_optimizer(
+    optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, Any], unpacker: Unpacker
 ) -> dict[Any, Any]:
     """What the optimizer's state will be, all of it, once the room is filled. `state`: the
     checkpoint's."""
     _refuse_others(optimizer, names)
-    own = state["optimizer_state"] if "optimizer_state" in state else _tensors_only(room.metadata)
+    own = state.get("optimizer_state")
+    if own is None:
+        own = _tensors_only(unpacker.metadata)
     values: dict[Any, Any] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (packed := own.get(names[id(parameter)])) is not None:
-                values[parameter] = room.of(
+                values[parameter] = unpacker.unpack(
                     packed, parameter.device, bool(group.get("capturable") or group.get("fused"))
                 )
     return values | {
-        key: room.of(packed) for key, packed in state.get("optimizer_shared", {}).items()
+        key: unpacker.unpack(packed) for key, packed in state.get("optimizer_shared", {}).items()
     }
 
 
 def _tensors_only(metadata: Metadata) -> Packed:
     """Checkpoints of format 1: what is not a tensor was not saved."""
-    own: dict[str, list] = {}
+    own: dict[str, list[Any]] = {}
     for name in metadata.state_dict_metadata:
         kind, _, rest = name.partition("/")
         if kind == "optimizer":

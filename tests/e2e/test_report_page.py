@@ -8,8 +8,8 @@ import json
 
 import pytest
 from helpers.browser import Browser, browser
-
-from test_cli import freescale, interactions, train  # isort: skip
+from helpers.command import freescale
+from helpers.small_runs import interactions, train
 
 VIEW = (
     "const t = document.querySelector('.timeline'); return [Number(t.dataset.from), "

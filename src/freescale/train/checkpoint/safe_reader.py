@@ -15,9 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, NoReturn
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as meta
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.serialization import _get_layout
 
 # Made empty, then given their fields.
@@ -51,7 +50,7 @@ class _Refused(ValueError):
     pass
 
 
-def _refused(what: str) -> NoReturn:
+def _refuse(what: str) -> NoReturn:
     raise _Refused(f"the checkpoint's metadata {what}, which no checkpoint of ours does: refused")
 
 
@@ -64,19 +63,19 @@ class _MetadataUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _KNOWN:
-            _refused(f"holds {module}.{name}")
+            _refuse(f"holds {module}.{name}")
         return _KNOWN[module, name]
 
     def get_extension(self, code: int) -> NoReturn:
-        _refused(f"holds extension {code}")
+        _refuse(f"holds extension {code}")
 
     def persistent_load(self, pid: Any) -> NoReturn:
-        _refused(f"refers to {pid!r}")
+        _refuse(f"refers to {pid!r}")
 
     def load_reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
         if not any(function is known for known in _CALLED):
-            _refused(f"calls {function!r}")
+            _refuse(f"calls {function!r}")
         self.append(function(*arguments))
 
     def load_newobj(self) -> None:
@@ -86,27 +85,27 @@ class _MetadataUnpickler(pickle._Unpickler):
             or type(arguments) is not tuple
             or arguments
         ):
-            _refused(f"makes {record!r}")
+            _refuse(f"makes {record!r}")
         self.append(record.__new__(record))
 
     def load_newobj_ex(self) -> None:
-        _refused("makes objects with named arguments")
+        _refuse("makes objects with named arguments")
 
     def _instantiate(self, kind: Any, arguments: Any) -> None:
-        _refused(f"makes {kind!r}")
+        _refuse(f"makes {kind!r}")
 
     def load_build(self) -> None:
         state, record = self.stack.pop(), self.stack[-1]
         known = _FIELDS.get(type(record))
         if known is None:
-            _refused(f"sets attributes of {record!r}")
+            _refuse(f"sets attributes of {record!r}")
         if type(record) is meta.TensorProperties:  # torch encodes its memory format
             if type(state) is not tuple or len(state) != len(known):
-                _refused(f"sets properties of a tensor by {state!r}")
-            record.__setstate__(state)
+                _refuse(f"sets properties of a tensor by {state!r}")
+            record.__setstate__(state)  # type: ignore[no-untyped-call]
             return
         if type(state) is not dict or not known.issuperset(state):
-            _refused(f"sets attributes of a {type(record).__name__} that it does not have")
+            _refuse(f"sets attributes of a {type(record).__name__} that it does not have")
         vars(record).update(state)
 
     dispatch[pickle.REDUCE[0]] = load_reduce
@@ -115,7 +114,7 @@ class _MetadataUnpickler(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = load_build
 
 
-class SafeReader(dcp.FileSystemReader):
+class SafeReader(FileSystemReader):
     """torch's reader, except that its metadata can build nothing but metadata and its files stay in
     their folder."""
 
@@ -131,7 +130,7 @@ class SafeReader(dcp.FileSystemReader):
     def _read(self) -> meta.Metadata:
         try:
             with open(Path(self.path) / ".metadata", "rb") as file:
-                metadata = _MetadataUnpickler(file).load()
+                metadata: meta.Metadata = _MetadataUnpickler(file).load()
             self._check(metadata)
         except (_Refused, OSError):
             raise

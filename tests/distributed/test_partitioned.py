@@ -1,4 +1,4 @@
-"""Sums by parts: what every rank gets is the sum in rank order, bit for bit, over every transport;
+"""Partitioned sums: every rank gets the sum in rank order, bit for bit, over every transport;
 schedules agree on it."""
 
 from __future__ import annotations
@@ -7,18 +7,17 @@ from datetime import timedelta
 
 import pytest
 import torch
+from helpers.collisions import build, colliding, train
 from helpers.ranks import run_ranks
 from helpers.wires import wired
 
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.summary import merge_step
 from freescale.pipeline.dense import buckets
-from freescale.pipeline.dense.partitioned import PartitionedAllReduce, divided
+from freescale.pipeline.dense.partitioned import PartitionedAllReduce, partition
 from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
-
-from test_priority import build, colliding, train  # isort: skip
 
 WIRES = ["process group", "shared memory", "gloo"]
 SIZES = (0, 1, 3, 17, 10_007, 300_000)
@@ -27,7 +26,7 @@ SIZES = (0, 1, 3, 17, 10_007, 300_000)
 def test_parts_cover_everything_once():
     for count in (0, 1, 3, 4, 5, 10_007):
         for world in (1, 2, 3, 4, 7):
-            sizes = divided(count, world)
+            sizes = partition(count, world)
             assert len(sizes) == world and sum(sizes) == count and max(sizes) == -(-count // world)
 
 

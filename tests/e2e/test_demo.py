@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from freescale.cli import main as cli
+from freescale.cli import train as cli
+from freescale.cli.options import format_arguments
 from freescale.data.synthetic import generate
 from freescale.train import demo
 
@@ -27,7 +28,7 @@ def test_compare_trains_the_same_steps_twice_and_says_what_it_shows(tmp_path, mo
     monkeypatch.setattr(demo, "SHORT_SETTINGS", {**demo.SHORT_SETTINGS, **SMALL})
     data = tmp_path / "data.parquet"
     generate(data, users=40, items=2000, median=10, cap=20, global_batch=8, ranks=2)
-    assert demo.compare(data, tmp_path, 2, cli._as_arguments) == 0
+    assert demo.compare(data, tmp_path, 2, format_arguments) == 0
     said = capfd.readouterr().out
     ledgers = [
         json.loads((tmp_path / f"short-{name}" / "ledger.json").read_text())
@@ -56,18 +57,23 @@ def test_compare_trains_the_same_steps_twice_and_says_what_it_shows(tmp_path, mo
 
 
 def test_a_comparison_that_fails_is_the_demo_failing(tmp_path, capfd):
-    assert demo.compare(tmp_path / "nowhere.parquet", tmp_path, 2, cli._as_arguments) == 1
+    assert demo.compare(tmp_path / "nowhere.parquet", tmp_path, 2, format_arguments) == 1
     assert "nowhere.parquet" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "ranks, status, expected", [(2, 0, ["train", "compare"]), (1, 0, ["train"]), (2, 1, ["train"])]
+    "ranks, status, expected",
+    [
+        pytest.param(2, 0, ["train", "compare"], id="two ranks"),
+        pytest.param(1, 0, ["train"], id="one rank"),
+        pytest.param(2, 1, ["train"], id="training fails"),
+    ],
 )
 def test_the_demo_ends_with_the_comparison(ranks, status, expected, tmp_path, monkeypatch):
     """Not after a failure, and not where one rank waits for nobody."""
     called: list[str] = []
-    monkeypatch.setattr(cli, "_train", lambda *given: called.append("train") or status)
+    monkeypatch.setattr(cli, "train_run", lambda *given: called.append("train") or status)
     monkeypatch.setattr(demo, "demo_data", lambda path: path)
     monkeypatch.setattr(demo, "short_data", lambda path: path)
     monkeypatch.setattr(demo, "compare", lambda *given: called.append("compare") or 0)
-    assert cli._demo(ranks, tmp_path) == status and called == expected
+    assert cli.run_demo(ranks, tmp_path) == status and called == expected

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from freescale.transport.api import Transport
 
@@ -18,14 +19,14 @@ T = TypeVar("T")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def together(transport: Transport, work: Callable[[], T], *kinds: type[ValueError]) -> T:
+def run_on_all_ranks(transport: Transport, work: Callable[[], T], *kinds: type[ValueError]) -> T:
     """`work` on this rank; what it returns here. What fails on any rank is a ValueError on all, of
     its own kind if it is one of `kinds`. A collective."""
     problem: list[str] | None = None
     try:
         result = work()
     except (OSError, ValueError) as error:
-        problem = [type(error).__name__, reason(error)]
+        problem = [type(error).__name__, describe_error(error)]
     for said in map(json.loads, transport.gather_bytes(json.dumps(problem).encode())):
         if said is not None:
             name, text = said
@@ -34,36 +35,36 @@ def together(transport: Transport, work: Callable[[], T], *kinds: type[ValueErro
 
 
 @contextmanager
-def checkpointing(failure: str) -> Iterator[None]:
+def explain_errors(failure: str) -> Iterator[None]:
     """Around torch's save and load: what fails on any rank is one line on all. A single process is
     no accident here, so that torch need not warn about it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
-        except dcp.api.CheckpointException as error:
+        except CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
-            raise ValueError(f"{failure}: {reason(first)}") from error
+            raise ValueError(f"{failure}: {describe_error(first)}") from error
 
 
-class Writer(dcp.FileSystemWriter):
+class CheckpointWriter(FileSystemWriter):
     """torch's writer, whose errors say what the system said: other ranks hear only the words of an
     exception, not its causes."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        return self._saying_why(super().write_data, *args, **kwargs)
+        return self._explain(super().write_data, *args, **kwargs)
 
     def finish(self, *args: Any, **kwargs: Any) -> None:
-        self._saying_why(super().finish, *args, **kwargs)
+        self._explain(super().finish, *args, **kwargs)
 
-    def _saying_why(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def _explain(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            raise ValueError(reason(error)) from error
+            raise ValueError(describe_error(error)) from error
 
 
-def reason(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """In a line. A full disk is behind whatever torch's writer makes of it."""
     cause: BaseException | None = error
     while cause is not None:

@@ -4,7 +4,7 @@ the size."""
 import pytest
 import torch
 
-from freescale.train.checkpoint.finite import first_not_finite
+from freescale.train.checkpoint.finite_check import first_not_finite
 
 NAN, INFINITE = float("nan"), float("inf")
 

@@ -1,6 +1,7 @@
 """Nested values as JSON and named tensors, so that nothing has to be pickled.
 
-{"step": 3, "sums": [tensor, tensor]}  ->  {"dict": [["step", 3], ["sums", {"list": [{"tensor": "a/sums/0"}, ...]}]]}
+{"step": 3, "sums": [tensor, tensor]}
+->  {"dict": [["step", 3], ["sums", {"list": [{"tensor": "a/sums/0"}, ...]}]]}
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-class Room:
-    """For what a checkpoint holds: tensors of the shapes and types that it has, to be read into."""
+class Unpacker:
+    """Makes packed values again, with empty tensors of the shapes and types that a checkpoint has.
+    They are collected in `tensors`, to be read into."""
 
     def __init__(self, state: Mapping[str, Any], metadata: Metadata, device: torch.device) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.metadata, self._device = metadata, device
         self._on_host = set(state["on_host"]) if "on_host" in state else None
 
-    def of(
+    def unpack(
         self, packed: Any, device: torch.device | None = None, never_on_host: bool = False
     ) -> Any:
         """The value that was packed, with tensors still to be filled: on `device`, or on the host
@@ -67,8 +69,8 @@ class Room:
         if kind == "tensor":
             return self._tensor(inner, device or self._device, never_on_host)
         if kind == "dict":
-            return {key: self.of(value, device, never_on_host) for key, value in inner}
-        values = [self.of(value, device, never_on_host) for value in inner]
+            return {key: self.unpack(value, device, never_on_host) for key, value in inner}
+        values = [self.unpack(value, device, never_on_host) for value in inner]
         return tuple(values) if kind == "tuple" else values
 
     def _tensor(self, name: str, device: torch.device, never_on_host: bool) -> Tensor:

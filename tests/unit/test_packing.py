@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from freescale.train.checkpoint import SafeReader
-from freescale.train.checkpoint.plain import Room, pack
+from freescale.train.checkpoint.packing import Unpacker, pack
 
-CPU, THERE = torch.device("cpu"), torch.device("meta")  # stands for a GPU: room needs no values
+CPU, THERE = torch.device("cpu"), torch.device("meta")  # stands for a GPU: unpacker needs no values
 SUMS = [torch.tensor(2.0), {"a": torch.ones(2, 3).half()}]
 VALUE = {"step": 3, "nothing": None, 7: ("text", True, 0.1 + 0.2, 1 << 70), "sums": SUMS}
 
@@ -29,9 +29,9 @@ def saved(tmp_path):
 
 def test_what_is_packed_comes_back(saved):
     packed, path = saved
-    room = Room({}, SafeReader(path).read_metadata(), CPU)
-    value = room.of(packed)
-    dcp.load(room.tensors, storage_reader=SafeReader(path), no_dist=True)
+    unpacker = Unpacker({}, SafeReader(path).read_metadata(), CPU)
+    value = unpacker.unpack(packed)
+    dcp.load(unpacker.tensors, storage_reader=SafeReader(path), no_dist=True)
     (number, inner), (expected, expected_inner) = value.pop("sums"), VALUE["sums"]
     assert (
         value == {key: kept for key, kept in VALUE.items() if key != "sums"}
@@ -44,18 +44,25 @@ def test_what_is_packed_comes_back(saved):
 @pytest.mark.parametrize(
     ("state", "options", "expected"),
     [
-        ({}, {}, (CPU, THERE)),  # saved on a CPU: numbers stay on the host
-        ({}, {"never_on_host": True}, (THERE, THERE)),
-        ({"on_host": []}, {}, (THERE, THERE)),
-        ({"on_host": ["of/sums/1/a"]}, {}, (THERE, CPU)),
-        ({"on_host": ["of/sums/0"]}, {"never_on_host": True}, (THERE, THERE)),
+        pytest.param({}, {}, (CPU, THERE), id="saved on a CPU: numbers stay on the host"),
+        pytest.param(
+            {}, {"never_on_host": True}, (THERE, THERE), id="saved on a CPU, never on host"
+        ),
+        pytest.param({"on_host": []}, {}, (THERE, THERE), id="none on host"),
+        pytest.param({"on_host": ["of/sums/1/a"]}, {}, (THERE, CPU), id="one on host"),
+        pytest.param(
+            {"on_host": ["of/sums/0"]},
+            {"never_on_host": True},
+            (THERE, THERE),
+            id="one on host, never on host",
+        ),
     ],
 )
 def test_tensors_are_where_they_were(saved, state, options, expected):
     packed, path = saved
-    number, inner = Room(state, SafeReader(path).read_metadata(), CPU).of(packed, THERE, **options)[
-        "sums"
-    ]
+    number, inner = Unpacker(state, SafeReader(path).read_metadata(), CPU).unpack(
+        packed, THERE, **options
+    )["sums"]
     assert (number.device, inner["a"].device) == expected
 
 
@@ -66,14 +73,19 @@ class Colour(enum.IntEnum):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (object(), "a/b is a object, which a checkpoint cannot hold"),
-        ({1.5: 2}, "a/b is a dict"),
-        ([{"x": {1, 2}}], "a/b/0/x is a set"),
-        (Colour.RED, "a/b is a Colour"),
-        (torch.ones(2).to_sparse(), "a/b is a tensor of layout torch.sparse_coo"),
-        (
+        pytest.param(object(), "a/b is a object, which a checkpoint cannot hold", id="object"),
+        pytest.param({1.5: 2}, "a/b is a dict", id="dict with a float key"),
+        pytest.param([{"x": {1, 2}}], "a/b/0/x is a set", id="set"),
+        pytest.param(Colour.RED, "a/b is a Colour", id="enum"),
+        pytest.param(
+            torch.ones(2).to_sparse(),
+            "a/b is a tensor of layout torch.sparse_coo",
+            id="sparse tensor",
+        ),
+        pytest.param(
             {1: torch.ones(1), "1": torch.ones(1)},
             ("two tensors of a checkpoint would have the name a/b/1"),
+            id="two tensors of one name",
         ),
     ],
 )
@@ -85,4 +97,4 @@ def test_what_cannot_be_held_is_refused_by_name(value, said):
 def test_a_tensor_that_is_not_there_is_said(saved):
     _, path = saved
     with pytest.raises(ValueError, match="no tensor of/other"):
-        Room({}, SafeReader(path).read_metadata(), CPU).of({"tensor": "of/other"})
+        Unpacker({}, SafeReader(path).read_metadata(), CPU).unpack({"tensor": "of/other"})

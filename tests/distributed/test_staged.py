@@ -7,87 +7,39 @@ The stale control (benchmarks/stale.py), which ignores collisions, must fail the
 from __future__ import annotations
 
 import random
-import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.collisions import (
+    ITEMS,
+    STEPS,
+    batch_of,
+    build,
+    colliding,
+    in_pieces,
+    share_of,
+    state_of,
+    train,
+)
 from helpers.ranks import gather_ranks, run_ranks
-from helpers.toys import Clicks
 from helpers.wires import WIRES, wired
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import freescale
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
-from freescale.batch import Jagged, SequenceBatch
+from freescale.batch import SequenceBatch
 from freescale.embedding import collision, exchange
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.ledger.ledger import Ledger
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
-from freescale.transport.process_group import ProcessGroupTransport
-
-from test_serial import whole_tables  # isort: skip
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from stale import no_collisions  # noqa: E402
-
-ITEMS = 6000
-STEPS = 20
-
-
-def batch_of(ids: list[int], number: int, per_sample: int = 5) -> SequenceBatch:
-    """Samples of up to `per_sample` ids each; the last id of a sample is also its `extra` feature,
-    a second reader of the table."""
-    values = torch.tensor(ids, dtype=torch.int64)
-    full, rest = divmod(len(ids), per_sample)
-    lengths = torch.tensor([per_sample] * full + [rest] * bool(rest), dtype=torch.int64)
-    ends = lengths.cumsum(0) - 1
-    samples = lengths.numel()
-    generator = torch.Generator().manual_seed(number)
-    return SequenceBatch(
-        sequences={"history": Jagged(values, lengths), "actions": Jagged(values % 5, lengths)},
-        dense={
-            "extra": values[ends][:, None].expand(-1, 3).contiguous()
-            if samples
-            else values.new_zeros(0, 3),
-            "labels": torch.randint(0, 2, (samples, 2), generator=generator).float(),
-        },
-        weights={"click": torch.ones(samples), "like": torch.ones(samples)},
-        keys=torch.arange(samples),
-        number=number,
-    )
-
-
-def colliding(share: float, steps: int = STEPS, size: int = 40, seed: int = 0) -> list[list[int]]:
-    """Ids of each global batch; about `share` of them are in the batch before."""
-    generator = torch.Generator().manual_seed(seed)
-    fresh, before, stream = 0, [], []
-    for _ in range(steps):
-        again = (
-            [
-                before[i]
-                for i in torch.randperm(len(before), generator=generator).tolist()[
-                    : round(share * size)
-                ]
-            ]
-            if before
-            else []
-        )
-        new = [(fresh + i) % ITEMS for i in range(size - len(again))]
-        fresh += len(new)
-        before = [(again + new)[i] for i in torch.randperm(size, generator=generator).tolist()]
-        stream.append(before)
-    return stream
 
 
 def skipping(steps: int = STEPS, size: int = 40) -> list[list[int]]:
@@ -133,71 +85,12 @@ class Wide(nn.Module):
         return {"click": losses[0], "like": losses[1]}
 
 
-def share_of(batch: SequenceBatch, transport) -> SequenceBatch:
-    """Uneven slices; with few samples some ranks have none."""
-    edges = [
-        len(batch) * rank * (rank + 1) // (transport.world * (transport.world + 1))
-        for rank in range(transport.world + 1)
-    ]
-    return batch.slice(edges[transport.rank], edges[transport.rank + 1])
-
-
-def build(
-    transport,
-    schedule,
-    optimizer="adagrad",
-    model=None,
-    placement="sharded",
-    lr=0.5,
-    wire=None,
-    **options,
-):
-    torch.manual_seed(3)
-    model = model() if model is not None else Clicks(items=ITEMS)
-    rows = ROW_OPTIMIZERS[optimizer](lr=lr)
-    shape = {"placement": placement, "init_std": 0.3, "seed": 5, "wire_dtype": wire}
-    parallel = freescale.parallelize(model, model.ids, rows, transport=transport, **shape)
-    if schedule == "stale":
-        schedule, options["masks"] = "staged", no_collisions
-    dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
-    return parallel, freescale.Pipeline(parallel, dense, schedule=schedule, **options)
-
-
-def bits(tensor):
-    return tensor.detach().clone().view(torch.int64)
-
-
-def state_of(parallel):
-    whole = whole_tables(parallel) | dict(parallel.module.named_parameters())
-    return {name: bits(value) for name, value in whole.items()}
-
-
 @pytest.fixture(autouse=True)
 def pieces(monkeypatch):
     """What a test sends is cut into pieces, too. Ranks are processes of their own: `in_pieces`
     tells them."""
     monkeypatch.setitem(collision._LEAST_BYTES, "cpu", 256)
     monkeypatch.setattr(collision, "_LEAST_MESSAGE", 1)
-
-
-def in_pieces() -> None:
-    collision._LEAST_BYTES["cpu"], collision._LEAST_MESSAGE = 256, 1
-
-
-def train(transport, schedule, stream, held_up=None, **options):
-    """`held_up`: draws how long this rank's batches keep it waiting."""
-    if isinstance(transport, ProcessGroupTransport):
-        in_pieces()
-    parallel, pipeline = build(transport, schedule, **options)
-
-    def share(ids, number):
-        if held_up is not None and held_up.random() < 0.3:
-            time.sleep(held_up.random() * 0.02)
-        return share_of(batch_of(ids, number), transport)
-
-    batches = (share(ids, number) for number, ids in enumerate(stream))
-    losses = [result.loss for result in pipeline.run(batches)]
-    return losses, state_of(parallel)
 
 
 def differences(transport, stream, schedule="staged", **options):
@@ -220,7 +113,12 @@ def _all_optimizers(transport, shares):
 
 @pytest.mark.parametrize(
     ("world", "shares"),
-    [(1, (0, 0.12, 0.5, 1)), (2, (0, 0.12, 0.5, 1)), (3, (0, 0.5)), (4, (0.12, 1))],
+    [
+        pytest.param(1, (0, 0.12, 0.5, 1), id="1 rank"),
+        pytest.param(2, (0, 0.12, 0.5, 1), id="2 ranks"),
+        pytest.param(3, (0, 0.5), id="3 ranks"),
+        pytest.param(4, (0.12, 1), id="4 ranks"),
+    ],
 )
 def test_bit_equal_to_serial(world, shares):
     """Four row optimizers at a large learning rate; 0, 12, 50 and 100 % collisions; rows that skip
@@ -445,7 +343,7 @@ def _broken_lane(transport):
     list(pipeline.run(batches))
 
 
-def _crash(current, coming):
+def _crash(current, following):
     raise RuntimeError("no masks today")
 
 
@@ -455,7 +353,8 @@ def test_errors_of_a_lane_are_raised_by_the_step():
 
 
 def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
-    """After c and before there is memory for the rows: e has begun, f must not wait for ever."""
+    """After stage 2 and before there is memory for the rows: stage 5 has begun, 6 must not wait for
+    ever."""
 
     def crash(*_):
         raise RuntimeError("no memory today")
@@ -465,7 +364,7 @@ def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
     monkeypatch.setattr(
         pipeline.urgent, "submit", lambda *job: jobs.append(submit(*job)) or jobs[-1]
     )
-    monkeypatch.setattr(exchange.Sharded, "place", crash)
+    monkeypatch.setattr(exchange.Sharded, "allocate_rows", crash)
     batches = [batch_of(ids, number) for number, ids in enumerate(colliding(0.3, steps=4))]
     with pytest.raises(RuntimeError, match="no memory today"):
         list(pipeline.run(batches))

@@ -1,8 +1,8 @@
-"""SIGTERM, which Slurm, Kubernetes and spot machines send before they take the machine, and Ctrl-C,
-while a run trains: a wish to stop. All ranks follow it after the same step, save, and end.
+"""SIGTERM, which Slurm, Kubernetes and spot machines send before they take the machine, and Ctrl-C:
+while a run trains they ask it to stop. All ranks stop after the same step, save, and end.
 
-Those who start ranks also send SIGTERM to the survivors of a failure. These save nothing: they come
-to no agreement with the rank that is gone, and end when they notice, or after seconds of silence.
+Launchers also send SIGTERM to the survivors of a failure. These save nothing: they cannot agree
+with the rank that is gone, and end when they notice that, or after a limit without a step.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ _LOOK = 0.25  # seconds between two looks at the clock, after the signal
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stopping:
-    """From the beginning to the end of the `with` block, in the main thread, signals are heard.
+class StopSignals:
+    """Listens for signals during a `with` block of the main thread.
 
-    By a thread of its own: the main one may be waiting for a peer that is gone, in code that no
-    handler of Python's interrupts.
+    A thread of its own does so: the main thread may be waiting for a peer that is gone, in code
+    that Python's signal handlers do not interrupt.
     """
 
     def __init__(self, stop: Callable[[], None], rank: int) -> None:
-        """`stop` is called once, from the thread. Rank 0 speaks."""
+        """`stop` is called once, from the listening thread. Rank 0 prints."""
         self._stop, self._rank = stop, rank
         self.number = 0  # of the first signal
         self.saved = False  # the run, or there was nothing to save
         self._first = self._heard = time.monotonic()
         self._step = 0.0  # seconds of the last one
-        self._working = False
+        self._suspended = False
         self._handlers: dict[int, object] = {}
         self._thread: threading.Thread | None = None
 
-    # ---- what the loop says
+    # ---- called by the training loop
 
-    def stepped(self) -> None:
-        """A step is complete: the peers are alive."""
+    def note_step(self) -> None:
+        """Notes that a step is complete, so that the peers are alive."""
         now = time.monotonic()
         self._step, self._heard = now - self._heard, now
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Around what takes its time, and has a limit of its own: a checkpoint, an evaluation."""
-        self._working = True
+    def suspend_limit(self) -> Iterator[None]:
+        """Suspends the limit around work that has one of its own: a checkpoint, an evaluation."""
+        self._suspended = True
         try:
             yield
         finally:
-            self._heard, self._working = time.monotonic(), False
+            self._heard, self._suspended = time.monotonic(), False
 
-    def agreed(self) -> None:
-        """All ranks have left the loop after the same step: what follows has limits of its own."""
-        self._working = True
+    def lift_limit(self) -> None:
+        """Lifts the limit once all ranks have left the loop: what follows has limits of its own."""
+        self._suspended = True
 
-    # ---- hearing
+    # ---- listening
 
-    def __enter__(self) -> Stopping:
-        self._mouth, self._ear = socket.socketpair()
-        self._mouth.setblocking(False)
-        self._woken = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+    def __enter__(self) -> StopSignals:
+        self._sender, self._receiver = socket.socketpair()
+        self._sender.setblocking(False)
+        self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         # What they do does not matter: with a handler, Python writes the number to the socket at
         # once, whatever a thread is doing.
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
@@ -78,15 +78,15 @@ class Stopping:
         return self
 
     def close(self) -> None:
-        """From here on signals do what they did before."""
+        """Restores the handlers of before."""
         if self._thread is None:
             return
         for number, handler in self._handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # type: ignore[arg-type]
-        signal.set_wakeup_fd(self._woken)
-        self._mouth.close()  # the thread hears that
+        signal.set_wakeup_fd(self._previous_fd)
+        self._sender.close()  # ends the thread
         self._thread.join()
-        self._ear.close()
+        self._receiver.close()
         self._thread = None
 
     def __exit__(
@@ -101,9 +101,9 @@ class Stopping:
 
     def _listen(self) -> None:
         while True:
-            self._ear.settimeout(_LOOK if self.number else None)
+            self._receiver.settimeout(_LOOK if self.number else None)
             try:
-                numbers = self._ear.recv(64)
+                numbers = self._receiver.recv(64)
             except TimeoutError:
                 self._end_after_silence()
                 continue
@@ -111,9 +111,9 @@ class Stopping:
                 return
             for number in numbers:
                 if number in _SIGNALS:
-                    self._received(number)
+                    self._handle(number)
 
-    def _received(self, number: int) -> None:
+    def _handle(self, number: int) -> None:
         now = time.monotonic()
         if not self.number:
             self._first = self._heard = now
@@ -131,7 +131,7 @@ class Stopping:
 
     def _end_after_silence(self) -> None:
         limit = max(SILENCE, _SLOW_STEPS * self._step)
-        if not self._working and time.monotonic() - self._heard > limit:
+        if not self._suspended and time.monotonic() - self._heard > limit:
             self._end(
                 (
                     f"ended without saving: {self._name()} came, and for {limit:.0f} s no step "

@@ -72,7 +72,7 @@ def test_a_run_that_begins_while_another_of_its_second_has_saved(tmp_path, monke
         settings,
     )
     for end in ("", "-2"):
-        run = Trainer(config, data, None, LocalTransport())
+        run = Trainer(config, histories=data, transport=LocalTransport())
         run.train()
         assert run.folder == Path(f"runs/2026-01-01-120000{end}") and run.checkpoints.steps() == [2]
 
@@ -179,8 +179,8 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
     opened.open("{}")
     assert opened.notes == [
         (
-            f"{tmp_path / 'run'} cannot be locked (Function not implemented): see "
-            "to it that no other run uses it"
+            f"{tmp_path / 'run'} cannot be locked, its file system has no locks: "
+            "see to it that no other run uses it"
         )
     ]
 
@@ -220,7 +220,7 @@ def test_a_killed_run_has_a_page_and_is_started_again(tmp_path):
     assert [
         json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()
     ] == [1, 2, 3, 3]
-    with module.locked(run):  # as a run that goes on would
+    with module.lock_folder(run):  # as a run that goes on would
         for reading in (
             ["eval", run],
             ["export", run, "--out", tmp_path / "out"],

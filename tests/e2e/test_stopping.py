@@ -18,9 +18,9 @@ from helpers.command import Begun, freescale, wait_for
 from helpers.ranks import CONTEXT, gather_ranks
 
 from freescale.data.synthetic import generate
-from freescale.train import stopping
+from freescale.train import stop_signals
 from freescale.train.run import resume_command
-from freescale.train.stopping import Stopping
+from freescale.train.stop_signals import StopSignals
 
 SMALL = [
     "--device",
@@ -122,7 +122,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_answer(arguments, tmp_path):
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)
         os.kill(begun.pid, signal.SIGINT)
-        time.sleep(stopping.SAME_PRESS + 0.2)
+        time.sleep(stop_signals.SAME_PRESS + 0.2)
         os.kill(begun.pid, signal.SIGINT)
         done = begun.ended(timeout=30)
     assert done.returncode == 128 + signal.SIGINT and "freescale: interrupted" in done.stderr
@@ -159,7 +159,7 @@ def test_survivors_of_a_failure_under_torchrun_save_nothing(arguments, tmp_path)
         _, said = torchrun.communicate(timeout=60)
     finally:
         torchrun.kill()
-    assert time.monotonic() - begin < stopping.SILENCE + 15  # torchrun kills after 30 s
+    assert time.monotonic() - begin < stop_signals.SILENCE + 15  # torchrun kills after 30 s
     assert torchrun.returncode != 0 and "a rank died or fell silent" in said, said
     assert not (run / "checkpoints").exists() and not (run / "ledger.json").exists()
 
@@ -182,8 +182,8 @@ def _wait_for_a_silent_peer(transport, said: Path) -> None:
     if transport.rank == 1:
         return wait_for(lambda: said.exists() and "without saving" in said.read_text(), 20)
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
-    stopping.SILENCE = 1.0
-    with Stopping(lambda: None, 0):
+    stop_signals.SILENCE = 1.0
+    with StopSignals(lambda: None, 0):
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         transport.gather_bytes(b"")
     return None
@@ -191,7 +191,7 @@ def _wait_for_a_silent_peer(transport, said: Path) -> None:
 
 def test_one_press_is_heard_once_and_what_was_before_comes_back():
     before, calls = signal.getsignal(signal.SIGINT), []
-    with Stopping(lambda: calls.append(1), 0) as heard:
+    with StopSignals(lambda: calls.append(1), 0) as heard:
         # of a terminal, of a launcher that passes it on
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
@@ -213,8 +213,8 @@ def test_a_second_press_ends_at_once():
 
 
 def _pressed_twice() -> None:
-    stopping.SAME_PRESS = 0.0
-    with Stopping(lambda: None, 0):
+    stop_signals.SAME_PRESS = 0.0
+    with StopSignals(lambda: None, 0):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
         time.sleep(20)
@@ -226,15 +226,15 @@ def test_the_limit_is_of_silence_not_of_work():
 
 
 def _at_work() -> None:
-    stopping.SILENCE, stopping._LOOK = 1.0, 0.05
-    with Stopping(lambda: None, 0) as heard:
+    stop_signals.SILENCE, stop_signals._LOOK = 1.0, 0.05
+    with StopSignals(lambda: None, 0) as heard:
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(6):
             time.sleep(0.25)
-            heard.stepped()
-        with heard.working():
+            heard.note_step()
+        with heard.suspend_limit():
             time.sleep(1.5)
-        heard.agreed()
+        heard.lift_limit()
         time.sleep(1.5)
     os._exit(0)
 

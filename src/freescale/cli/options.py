@@ -1,0 +1,70 @@
+"""Settings of config.py as options of a command, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Any, TypeVar
+
+import click
+
+from freescale.cli.layout import GroupedOption
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_TYPES = {"int": int, "float": float, "str": str}
+
+
+def add_settings(*kinds: Any) -> Callable[[F], F]:
+    """A decorator: one option for each field of the settings classes `kinds`, with its help.
+
+    An option that is not given is None, so that the default comes from the class alone.
+    """
+
+    def add(function: F) -> F:
+        for kind in reversed(kinds):
+            for entry in reversed(fields(kind)):
+                function = _make_option(entry, kind.heading)(function)
+        return function
+
+    return add
+
+
+def _make_option(entry: Field[Any], heading: str) -> Callable[[F], F]:
+    base = str(entry.type).removesuffix(" | None")
+    flag = entry.name.replace("_", "-")
+    name = f"--{flag}/--no-{flag}" if base == "bool" else f"--{flag}"
+    choices = entry.metadata.get("choices")
+    kind = None if base == "bool" else click.Choice(choices) if choices else _TYPES[base]
+    return click.option(
+        name,
+        entry.name,
+        cls=GroupedOption,
+        heading=entry.metadata.get("heading", heading),
+        type=kind,
+        default=None,
+        help=_describe(entry),
+    )
+
+
+def _describe(entry: Field[Any]) -> str:
+    text: str = entry.metadata["help"]
+    default = entry.default if entry.default is not MISSING else None
+    return text if default in (None, "") else f"{text}  [default: {default}]"
+
+
+def select_given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that were given on the command line."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def format_arguments(options: Mapping[str, Any]) -> list[str]:
+    """The options as they stand on a command line."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            arguments += [f"--{flag}", str(value)]
+    return arguments

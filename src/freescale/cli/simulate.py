@@ -1,0 +1,75 @@
+"""The command simulate, and simulate calibrate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from freescale.cli.errors import exit_cleanly
+from freescale.cli.layout import CommandGroup
+from freescale.cli.options import add_settings, select_given
+from freescale.config import SimulateConfig
+
+
+@click.group(cls=CommandGroup, invoke_without_command=True)
+@click.option(
+    "--gpus",
+    multiple=True,
+    type=click.IntRange(1),
+    default=(256,),
+    show_default=True,
+    help="GPUs; may be given several times",
+)
+@add_settings(SimulateConfig)
+@click.pass_context
+def simulate(context: click.Context, /, gpus: tuple[int, ...], **given: Any) -> None:
+    """Simulate a training step on a cluster: its time, where the time goes, and what each technique
+    gains."""
+    if context.invoked_subcommand is None:
+        _simulate(gpus, given)
+
+
+@exit_cleanly
+def _simulate(gpus: tuple[int, ...], given: dict[str, Any]) -> None:
+    from freescale.simulate.show import show
+
+    show(SimulateConfig(**select_given(given)), gpus)
+
+
+@simulate.command()
+@click.option(
+    "--device",
+    type=click.Choice(("cuda", "cpu")),
+    default="cuda",
+    show_default=True,
+    help="what to measure",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="file to write; its name is the calibration's",
+)
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    metavar="WIDTH:HEADS",
+    help="model shapes  [default: 512:4, 256:4, 128:2; cpu 64:2]",
+)
+@click.option(
+    "--repetitions",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="of each measurement",
+)
+@exit_cleanly
+def calibrate(device: str, out: Path, shapes: tuple[str, ...], repetitions: int) -> None:
+    """Measure the compute curve of this machine: forward, backward, rows and optimizer over
+    lengths, batch and width."""
+    from freescale.simulate.show import calibrated
+
+    calibrated(device, out, shapes, repetitions)

@@ -1,0 +1,94 @@
+"""Two consecutive requests of one group of tables, divided by the rows that both batches read.
+
+The owner of a row sees the requests of all ranks and marks what the two batches share; one AllToAll
+tells the requesters (kind: ids). Both ends then divide both requests in the same way: first the
+part with the marked rows, then pieces of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from freescale.embedding.collision import MarkedRows, Masks, divide_rows
+from freescale.embedding.request import Request, RequestPart, split_request
+from freescale.transport.api import Transport
+
+
+class ComparedRequest:
+    """One of the two requests, with the marks of its rows that the other one reads too."""
+
+    def __init__(self, request: Request, marks: Tensor) -> None:
+        """marks [sum(receive)] bool: of the rows that are requested from this rank."""
+        self.request, self._served_marks = request, marks
+        self._requested_marks: Tensor | None = None
+
+    def split_marks(self) -> tuple[Tensor, ...]:
+        """The marks for each requester."""
+        return torch.split(self._served_marks, self.request.whole.receive)
+
+    def adopt_marks(self, told: tuple[Tensor, ...]) -> None:
+        """told: what each owner says of the rows that this rank requests."""
+        self._requested_marks = torch.cat(told)
+
+    def list_rows(self, size: int) -> list[MarkedRows]:
+        """What is to be divided: the rows that this rank requests, and those that it serves.
+        `size`: local rows of each owner."""
+        request, marks = self.request, self._requested_marks
+        assert marks is not None
+        local = request.index.keys % size
+        return [
+            MarkedRows(marks, local, request.whole.send, request.pieces),
+            MarkedRows(self._served_marks, request.owned, request.whole.receive, request.pieces),
+        ]
+
+    def split(
+        self, positions: Iterator[Tensor], counts: Iterator[int], ranks: int
+    ) -> list[RequestPart]:
+        """The part with the marked rows, then the pieces of the others. Takes from `positions` and
+        `counts` what `divide_rows` found for its two lists of rows."""
+        bins = (1 + self.request.pieces) * ranks
+        requested, served = next(positions), next(positions)
+        send, receive = ([next(counts) for _ in range(bins)] for _ in range(2))
+        return split_request(requested, send, served, receive, ranks)
+
+
+def compare_requests(
+    current: Request, following: Request, size: int, transport: Transport, masks: Masks
+) -> tuple[list[RequestPart], list[RequestPart]]:
+    """Divides both requests by the rows that they share. On the caller's thread and stream.
+
+    Args:
+        current, following: requests of consecutive batches.
+        size: local rows of each owner.
+        masks: finds the shared rows, on their owner.
+
+    Returns:
+        The parts of the current and of the following request. The first part of each has the shared
+        rows; the others are pieces of the rest.
+    """
+    with transport.ledger.span("compare"):
+        found = masks(current.owned, following.owned)
+        sides = ComparedRequest(current, found[0]), ComparedRequest(following, found[1])
+        # One message to each requester: marks of its current request, then of the following one.
+        pairs = zip(sides[0].split_marks(), sides[1].split_marks(), strict=True)
+        marks = torch.cat([part for pair in pairs for part in pair]).to(torch.uint8)
+        send = _add_sizes(current.whole.receive, following.whole.receive)
+        receive = _add_sizes(current.whole.send, following.whole.send)
+    answer = transport.all_to_all(marks, send, receive, "ids").wait().bool()
+    with transport.ledger.span("compare"):
+        sizes = zip(current.whole.send, following.whole.send, strict=True)
+        told = torch.split(answer, [size for pair in sizes for size in pair])
+        for place, side in enumerate(sides):
+            side.adopt_marks(told[place::2])
+        positions, counts = divide_rows([rows for side in sides for rows in side.list_rows(size)])
+        # One trip to the host for all split sizes.
+        by_list, numbers = iter(positions), iter(counts.tolist())
+        first, second = (side.split(by_list, numbers, transport.world) for side in sides)
+        return first, second
+
+
+def _add_sizes(first: list[int], second: list[int]) -> list[int]:
+    return [a + b for a, b in zip(first, second, strict=True)]

@@ -1,0 +1,40 @@
+"""Locks on files and folders. The kernel releases them with their process, however that ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+
+# What file systems without locks answer; EBADF: NFS locks files, but no folders.
+_UNSUPPORTED = {
+    errno.EBADF,
+    errno.EINVAL,
+    errno.ENOLCK,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+}
+
+
+def lock(descriptor: int, wait: bool = True) -> bool:
+    """Locks an open file or folder until it is closed.
+
+    Args:
+        descriptor: of the open file or folder.
+        wait: until another holder has released it.
+
+    Returns:
+        Whether it is locked: False on a file system that has no locks.
+
+    Raises:
+        BlockingIOError: if another process holds the lock and `wait` is False.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            return False
+        raise
+    return True

@@ -1,0 +1,135 @@
+"""Batches on their way through the staged schedule, and what it has begun but not finished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from freescale.batch import SequenceBatch
+from freescale.embedding.request import Request
+from freescale.embedding.storage import UpdateOptions
+from freescale.ledger.ledger import Arrival, Ledger
+from freescale.pipeline.agreement import Agreement
+from freescale.pipeline.lane import Job, Lane, Moment
+from freescale.pipeline.next_batch import BatchPreparation
+
+
+@dataclass
+class StagedBatch:
+    """A batch that all ranks have agreed on, from its request for rows to its last row update."""
+
+    batch: SequenceBatch
+    agreement: Agreement
+    micro: list[SequenceBatch]
+    preparation: BatchPreparation
+    allocated: Moment  # its rows have memory: both lanes may fill it
+    compared: Moment  # the rows that it shares with the following batch are known
+    requests: list[Request] = field(default_factory=list)  # one per group of tables
+    # [u, width] of each sharded group, until the last of them is sent
+    gradients: list[Tensor] = field(default_factory=list)
+    update: UpdateOptions = field(init=False)  # of its step, from the end of its backward on
+
+
+class IncomingBatch:
+    """A batch that the lane `input` prepares."""
+
+    def __init__(
+        self,
+        preparation: BatchPreparation,
+        lane: Lane,
+        split: Callable[[SequenceBatch], list[SequenceBatch]],
+    ) -> None:
+        """Submits the preparation to `lane`; `split` cuts the batch into micro-batches."""
+        self.agreed = Moment(torch.device("cpu"))  # the ranks have agreed: none has left
+        self._preparation, self._lane, self._split = preparation, lane, split
+        self._arrivals: list[Arrival] = []  # collectives of the agreement
+        self._batch: StagedBatch | None = None  # once the job is done; None: the data has ended
+        self.job: Job = lane.submit(self._prepare)
+
+    def wait_for_agreement(self, ledger: Ledger) -> None:
+        """The main thread waits until the ranks have agreed on the batch."""
+        begin = ledger.clock.stamp()
+        with ledger.span("await batch"):
+            self.agreed.wait()
+        arrivals, self._arrivals = self._arrivals, []
+        ledger.waited_for(arrivals, begin)
+
+    def wait(self, ledger: Ledger) -> tuple[StagedBatch | None, Agreement]:
+        """The main thread and its stream wait for the batch; None if there is none, on any rank."""
+        begin = ledger.clock.stamp()
+        with ledger.span("await batch"):
+            self.job.wait()
+        ledger.waited_for(self._arrivals + self._lane.side.take(), begin)
+        for batch in self._batch.micro if self._batch is not None else ():
+            for tensor in batch.tensors():
+                self._lane.lend(tensor)
+        assert self._preparation.agreement is not None
+        return self._batch, self._preparation.agreement
+
+    def _prepare(self) -> None:
+        """On the thread and stream of the lane, over its channel."""
+        try:
+            self._preparation.agree()
+        except BaseException as error:
+            self.agreed.fail(error)
+            raise
+        self._arrivals = self._lane.side.take()
+        self.agreed.reach()
+        batch, agreement = self._preparation.complete()
+        if agreement.ready:
+            device = self._lane.device
+            self._batch = StagedBatch(
+                batch,
+                agreement,
+                self._split(batch),
+                self._preparation,
+                allocated=Moment(device),
+                compared=Moment(device),
+            )
+
+
+@dataclass
+class InFlight:
+    """What the schedule has begun and not finished."""
+
+    jobs: list[Job] = field(default_factory=list)  # of the lanes `ahead` and `urgent`
+    unsettled: StagedBatch | None = None  # the last step's, while some gradients are deferred
+    incoming: IncomingBatch | None = None  # what the lane `input` prepares
+    newest: BatchPreparation | None = None  # of the last batch that was begun
+    replaced: bool = False  # the tables were replaced after rows were pulled ahead
+
+    def take_unsettled(self) -> StagedBatch | None:
+        """The batch with deferred gradients, which the caller settles or forgets."""
+        taken, self.unsettled = self.unsettled, None
+        return taken
+
+    def wait_for_agreement(self, ledger: Ledger) -> None:
+        """Waits until the ranks have agreed on the incoming batch."""
+        assert self.incoming is not None
+        self.incoming.wait_for_agreement(ledger)
+
+    def wait_for_jobs(self) -> None:
+        """The caller's thread and stream go on after the jobs of both lanes."""
+        jobs, self.jobs = self.jobs, []
+        for job in jobs:
+            job.wait()
+
+    def finish_input(self) -> None:
+        """Waits until the lane `input` has ended: the caller may close the data, which it reads."""
+        if self.incoming is not None:
+            with suppress(Exception):
+                self.incoming.job.wait(host=True)
+        self.incoming = None
+
+    def announce_leaving(self, preparation: BatchPreparation, step: int, lane: Lane) -> None:
+        """Tells the other ranks, in the place of their next agreement, that this rank has left the
+        loop after `step`; then waits for all jobs."""
+        told = lane.submit(lambda: preparation.meet(left=step))
+        with suppress(Exception):  # the others may have ended already
+            for job in (told, *self.jobs):
+                job.wait(host=True)
+        lane.side.take()

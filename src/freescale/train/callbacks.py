@@ -1,0 +1,88 @@
+"""Hooks of a training run: what happens at a step, a log line, an evaluation, a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from freescale.pipeline.agreement import RemoteError
+from freescale.pipeline.schedule import StepResult
+from freescale.transport.api import Transport
+
+if TYPE_CHECKING:
+    from freescale.train.trainer import Trainer
+
+T = TypeVar("T")
+
+Metrics = Mapping[str, Mapping[str, float]]  # {"model": {"hr@10": 0.1}, "popularity": {...}}
+
+
+class Callback:
+    """Overrides the hooks it needs; the others do nothing.
+
+    Every hook runs on every rank, in the main thread, in the order in which the callbacks were
+    given; use `trainer.rank` to act on one rank only. A hook must not call collectives unless all
+    ranks do so.
+
+    A hook may call `trainer.stop()`, on any rank. It may raise: then no hook of that rank runs any
+    more, and within three steps the run ends on all ranks. The rank itself raises the exception,
+    the others a RemoteError that quotes it; nothing more is saved.
+    """
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step. The model is built or loaded and `trainer.folder` exists."""
+
+    def on_step(self, trainer: Trainer, step: StepResult) -> None:
+        """After each step. Losses in `step` are tensors on the device: reading one (`step.loss`)
+        waits for the device, so do not read one in every step."""
+
+    def on_log(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+        """Every `log_every` steps and after the last one, with the line of metrics.jsonl: `step`,
+        `epoch`, `loss` (the mean over the global batch) and `samples_per_second`."""
+
+    def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:
+        """After an evaluation, with its metrics, which are the same on every rank: of the
+        `validation` part every `evaluate_every` epochs, of the `test` part at the end."""
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        """After a checkpoint is complete, with its folder."""
+
+    def on_end(self, trainer: Trainer, results: Mapping[str, Any]) -> None:
+        """At the end of a run that did not fail, with what `Trainer.train` returns."""
+
+
+class CallbackList:
+    """Calls the hooks of several callbacks; makes an exception in one of them end all ranks."""
+
+    def __init__(self, callbacks: Sequence[Callback], transport: Transport) -> None:
+        self._callbacks, self._transport = list(callbacks), transport
+        self._failure: Exception | None = None
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Calls the hook of each callback, unless one of them has failed on this rank."""
+        for callback in self._callbacks:
+            if self._failure is None:
+                try:
+                    getattr(callback, hook)(*args)
+                except Exception as error:
+                    self._failure = error
+
+    def guard(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches, until a hook has failed: then its exception, as if the data had failed. The
+        pipeline ends on all ranks after the same step when the data of one fails."""
+        for batch in batches:
+            if self._failure is not None:
+                raise self._failure
+            yield batch
+
+    def check(self) -> None:
+        """Raises on all ranks if a hook has failed on one. A collective."""
+        error = self._failure
+        words = f"{type(error).__name__}: {error}" if error is not None else ""
+        said = self._transport.gather_bytes(words.encode())
+        if error is not None:
+            raise error
+        for rank, other in enumerate(said):
+            if other:
+                raise RemoteError(f"rank {rank} stopped: {other.decode()}")

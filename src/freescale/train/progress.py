@@ -1,0 +1,123 @@
+"""A run as a person sees it: in the terminal, and in TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from freescale.pipeline.schedule import StepResult
+from freescale.train.build import build_reducer
+from freescale.train.callbacks import Callback, Metrics
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from freescale.train.trainer import Trainer
+
+
+class ConsoleProgress(Callback):
+    """Shows a run on rank 0's terminal: a progress bar, or plain lines where it is a log."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self._console = Console()
+        self._bar: Progress | None = None
+        self._task: Any = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.rank != 0:
+            return
+        for line in (f"run folder {trainer.folder}", *trainer.notes, *describe_run(trainer)):
+            self._print(line)
+        if self._console.is_terminal:
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
+
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
+            self._bar = Progress(*columns, console=self._console)
+            self._task = self._bar.add_task(
+                "train", total=trainer.total, completed=trainer.step, note=""
+            )
+            self._bar.start()
+
+    def on_step(self, trainer: Trainer, step: StepResult) -> None:
+        if self._bar:
+            self._bar.update(self._task, completed=step.step)
+
+    def on_log(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+        if trainer.rank != 0:
+            return
+        note = f"loss {entry['loss']:.4f}  {entry['samples_per_second']:.0f} samples/s"
+        if self._bar:
+            self._bar.update(self._task, note=note)
+        else:
+            self._print(f"step {entry['step']}  epoch {entry['epoch']}  {note}")
+
+    def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:
+        if trainer.rank == 0 and part == "validation":  # the command shows the test part as a table
+            values = "  ".join(f"{name} {value:.4f}" for name, value in metrics["model"].items())
+            self._print(f"step {trainer.step}  validation  {values}")
+
+    def on_end(self, trainer: Trainer, results: Mapping[str, Any]) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True)
+
+
+class TensorBoardLog(Callback):
+    """Writes TensorBoard events into the run's folder, on rank 0."""
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(trainer.folder / "tensorboard"))
+
+    def on_log(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+        if self._writer:
+            for name in ("loss", "samples_per_second"):
+                self._writer.add_scalar(name, entry[name], entry["step"])
+
+    def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:
+        if self._writer:
+            for name, value in metrics["model"].items():
+                self._writer.add_scalar(f"{part}/{name}", value, trainer.step)
+
+    def on_end(self, trainer: Trainer, results: Mapping[str, Any]) -> None:
+        if self._writer:
+            self._writer.close()
+
+
+def describe_run(trainer: Trainer) -> list[str]:
+    """What is trained on what: data, ranks, model, tables."""
+    data, settings, transport = trainer.data, trainer.config.train, trainer.transport
+    parameters = sum(parameter.numel() for parameter in trainer.model.dense_parameters())
+    about = ""
+    if compressed := build_reducer(trainer.config):
+        about = f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)"
+    if settings.dense_sums == "partitioned":
+        about = " (their gradients are summed by partitions, over the transport)"
+    return [
+        f"{data.num_samples:,} users, {data.num_items:,} items; {transport.world} ranks on "
+        f"{transport.device.type}, global batch {data.global_batch}, schedule "
+        f"{settings.schedule}, balance {settings.balance}",
+        f"{parameters:,} dense parameters{about}; {transport.about}",
+        *trainer.model.tables.describe(),
+    ]

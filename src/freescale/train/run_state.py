@@ -1,0 +1,59 @@
+"""The state of a run in its checkpoints: model, optimizer, pipeline and position in the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from freescale.data.loader import Histories
+from freescale.embedding.parallelize import ShardedModel
+from freescale.pipeline.schedule import Schedule
+from freescale.train.checkpoint import Checkpoints
+
+
+@dataclass
+class RunState:
+    """What a run needs to go on. `save` and `load` are collectives."""
+
+    checkpoints: Checkpoints
+    model: ShardedModel
+    optimizer: torch.optim.Optimizer
+    pipeline: Schedule
+    data: Histories
+    _saved: int = field(default=0, init=False)  # the last step in a checkpoint
+
+    def save(self, number: int) -> Path | None:
+        """Saves the step just made, unless it is saved already.
+
+        Args:
+            number: of the last batch applied. The data goes on behind it; prefetching may have read
+                further.
+
+        Returns:
+            The folder of a new checkpoint.
+
+        Raises:
+            NotFinite: if the model has diverged; nothing is saved then.
+        """
+        if self._saved == self.pipeline.steps:
+            return None
+        progress = {
+            "step": self.pipeline.steps,
+            "pipeline": self.pipeline.state_dict(),
+            "data": self.data.state_dict(number + 1),
+        }
+        path = self.checkpoints.save(self.model, self.optimizer, progress, self.pipeline.buckets)
+        self._saved = self.pipeline.steps
+        return path
+
+    def load(self) -> int:
+        """Loads the last intact checkpoint and returns its step. ValueError if there is none."""
+        found = self.checkpoints.last_intact()
+        if found is None:
+            raise ValueError(f"nothing to resume: {self.checkpoints.folder} holds no checkpoint")
+        progress = self.checkpoints.load(found, self.model, self.optimizer, self.pipeline.buckets)
+        self.pipeline.load_state_dict(progress["pipeline"])
+        self.data.load_state_dict(progress["data"])
+        return int(progress["step"])
