@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.kernels.reference import unique
+from freescale.kernels.triton import row_updates as triton_row_updates
 from freescale.kernels.triton import rows as triton_rows
 from freescale.kernels.triton import unique as triton_unique
 
@@ -69,7 +70,7 @@ class TestBadInput:
         self.refused("1 to 4096 wide", triton_rows.gather_rows, torch.zeros(1, 5000), self.numbers)
         self.refused(
             "weight must be .*float32, not torch.bfloat16",
-            triton_rows.sgd,
+            triton_row_updates.sgd,
             self.weight.bfloat16(),
             self.numbers,
             self.gradients,
@@ -86,7 +87,7 @@ class TestBadInput:
         self.refused("different devices", triton_rows.gather_rows, there, self.numbers)
         self.refused(
             "different devices",
-            triton_rows.adagrad,
+            triton_row_updates.adagrad,
             self.weight,
             self.weight,
             self.numbers,

@@ -19,6 +19,7 @@ from freescale.kernels.reference import (
     attention,
     attention_plan,
     layer,
+    row_updates,
     rows,
     summary_attention,
     unique,
@@ -27,6 +28,7 @@ from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import attention_plan as triton_attention_plan
 from freescale.kernels.triton import layer as triton_layer
+from freescale.kernels.triton import row_updates as triton_row_updates
 from freescale.kernels.triton import rows as triton_rows
 from freescale.kernels.triton import summary_attention as triton_summary_attention
 from freescale.kernels.triton import unique as triton_unique
@@ -165,7 +167,7 @@ def _fits_triton_rows(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton_ro
 def choose_optimizers(weight: Tensor) -> Any:
     """Chooses the module whose sgd, adagrad, rowwise_adagrad, adam and clip_rows update this
     table."""
-    return triton_rows if _fits_triton_rows(weight, (torch.float32,)) else rows
+    return triton_row_updates if _fits_triton_rows(weight, (torch.float32,)) else row_updates
 
 
 def gather_rows(weight: Tensor, numbers: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -193,7 +195,7 @@ def group_duplicates(numbers: Tensor, like: Tensor) -> Callable[[Tensor], tuple[
     are `like` this tensor."""
     return (
         triton_rows.group_duplicates(numbers, cut=False)
-        if choose_optimizers(like) is triton_rows
+        if choose_optimizers(like) is triton_row_updates
         else rows.group_duplicates(numbers)
     )
 
@@ -201,7 +203,7 @@ def group_duplicates(numbers: Tensor, like: Tensor) -> Callable[[Tensor], tuple[
 def select_marked_rows(marks: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """marks [n] and gradients [n, width] of all rows -> numbers of the marked rows, and their
     gradients; where that saves a read, all n rows with a number of -1 for those not marked."""
-    if choose_optimizers(gradients) is triton_rows:
+    if choose_optimizers(gradients) is triton_row_updates:
         every = torch.arange(marks.numel(), device=marks.device)
         return torch.where(marks > 0, every, -1), gradients
     numbers = marks.nonzero().squeeze(1)
