@@ -68,8 +68,8 @@ class Cut(Retrieval):
         self.lower, self.upper = nn.Linear(encoder.width, WIDE), nn.Linear(WIDE, encoder.width)
         self.exchange = freescale.ThresholdedExchange(LocalTransport(), keep)
 
-    def _encoded(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
-        events = super()._encoded(batch, memory)  # [tokens, width]
+    def encode_history(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
+        events = super().encode_history(batch, memory)  # [tokens, width]
         return events + self.upper(self.exchange(torch.relu(self.lower(events))))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import find_partitioner
+from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.config import DataConfig, RunConfig
 from freescale.data.history_builder import Progress
 from freescale.data.loader import Histories
