@@ -22,7 +22,7 @@ from freescale.bench.common.repository import (
 )
 from freescale.bench.common.torchrec import set_up_peer
 from freescale.bench.registry import Benchmark, Machine, choose, find_done, read_registry
-from freescale.ledger.machine import machine as describe_machine
+from freescale.ledger.machine import describe_machine
 
 FAILED, LEFT_OUT = "FAILED", "left out"
 

@@ -14,11 +14,11 @@ import time
 import numpy as np
 
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import PARTITIONERS, find_partitioner
+from freescale.balance.partitioners.lookup import PARTITIONERS, find_partitioner
 from freescale.balance.problem import Assignment, Partitioner, Problem, assign
 from freescale.bench.common.results import Claim, Destination, Row, claim, write
 from freescale.bench.common.spread import spread
-from freescale.ledger.machine import gpu_name
+from freescale.ledger.machine import get_gpu_name
 
 MEDIANS, CAPS = (3000, 800), (4096, 8192, 21_000)
 BATCHES, RANKS = (8, 32, 128), (16, 64, 256, 1024)
@@ -218,4 +218,4 @@ def bench_planning_on_gpu(seeds: int, repetitions: int, to: Destination) -> None
             )
         )
     command = f"freescale bench balance --device cuda --seeds {seeds} --repetitions {repetitions}"
-    write("balance", gpu_name(), command, rows, claims, to=to)
+    write("balance", get_gpu_name(), command, rows, claims, to=to)

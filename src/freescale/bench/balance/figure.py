@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import PARTITIONERS
+from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.balance.problem import Problem, assign
 from freescale.bench.common.drawing import (
     BLUE,

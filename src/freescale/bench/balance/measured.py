@@ -19,7 +19,7 @@ from torch import Tensor
 import freescale
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import PARTITIONERS
+from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.batch import Jagged, SequenceBatch
 from freescale.bench.common.pinned import run_pinned_ranks
 from freescale.bench.common.ranks import is_rank, join, start_ranks
@@ -27,7 +27,7 @@ from freescale.bench.common.results import Destination, claim, write
 from freescale.bench.common.spread import spread
 from freescale.ledger.collector import Collector
 from freescale.ledger.ledger import Ledger
-from freescale.ledger.machine import gpu_name
+from freescale.ledger.machine import get_gpu_name
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.transport.process_group import ProcessGroupTransport
@@ -128,7 +128,7 @@ class Arm:
             torch.optim.AdamW(parallel.dense_parameters(), lr=1e-3),
             schedule="serial",
             precision="bf16" if device.type == "cuda" else "fp32",
-            balancer=self.balancer,
+            balance=self.balancer,
         )
         self.steps = self.pipeline.run(data)
         # bytes on the GPU: between steps, and at most beside that in a step
@@ -252,7 +252,7 @@ def report(
                     at_least=False,
                 )
             )
-    testbed = gpu_name() if device == "cuda" else "cpu"
+    testbed = get_gpu_name() if device == "cuda" else "cpu"
     write(
         f"balance-measured-{world}ranks",
         testbed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -22,9 +22,10 @@ from freescale.bench.common.workload import (
     make_table_rows,
 )
 from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
-from freescale.ledger.ledger import Arrival, Ledger
+from freescale.ledger.ledger import Collective, Ledger
+from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.staged import Staged
-from freescale.transport.connect import agreed
+from freescale.transport.connect import agree_on_transport
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.process_group import ProcessGroupTransport
 
@@ -71,8 +72,8 @@ class WaitLedger(Ledger):
     """Counts how long the main thread stood still for other threads, whatever they were doing:
     sending, looking up, updating."""
 
-    def waited_for(self, arrivals: list[Arrival], begin: Any) -> None:
-        super().waited_for(arrivals, begin)
+    def record_wait(self, collectives: list[Collective], begin: Any) -> None:
+        super().record_wait(collectives, begin)
         self.count("lanes_ns", self.clock.stamp() - begin)
 
 
@@ -84,17 +85,17 @@ class Arm:
         workload: Workload,
         rank: int,
         world: int,
-        schedule: str = "serial",
+        schedule: str | Callable[..., Schedule] = "serial",
         transport: str = "collective",
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> None:
-        """`options` are the schedule's; `permuted`: the samples of every batch are."""
+        """`options` are the pipeline's; `permuted`: the samples of every batch are."""
         self.ledger = WaitLedger(device) if device == "cpu" else Ledger(device)
         limit = timedelta(seconds=120)
         control = dist.new_group(backend="gloo", timeout=limit) if device != "cpu" else None
         self.transport = ProcessGroupTransport(device, self.ledger, control=control, timeout=limit)
-        self.carrier, _ = agreed(transport, self.transport)
+        self.carrier, _ = agree_on_transport(transport, self.transport)
         if self.carrier != "collective":
             wire = self.carrier.removeprefix("hostwire-")
             self.transport = HostwireTransport(
@@ -128,8 +129,8 @@ class Arm:
 
     def quiet(self) -> None:
         """Returns when nothing is under way any more; what the schedule has deferred stays so."""
-        if isinstance(self.pipeline, Staged):
-            for lane in self.pipeline.lanes:
+        if isinstance(self.pipeline.schedule, Staged):
+            for lane in self.pipeline.schedule.lanes:
                 lane.submit(lambda: None).wait()  # jobs of a lane run one after another
 
     def checksum(self) -> str:
@@ -147,6 +148,10 @@ class Arm:
 
 
 def build(
-    workload: Workload, rank: int, world: int, schedule: str = "serial", **options: Any
+    workload: Workload,
+    rank: int,
+    world: int,
+    schedule: str | Callable[..., Schedule] = "serial",
+    **options: Any,
 ) -> Arm:
     return Arm(workload, rank, world, schedule, **options)

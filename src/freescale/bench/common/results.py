@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from freescale.bench.common.repository import find_commit, find_repository
-from freescale.ledger.machine import machine, versions
+from freescale.ledger.machine import describe_machine, get_versions
 
 Result = dict[str, Any]
 Row = dict[str, Any]
@@ -121,8 +121,8 @@ def write(
     result = {
         "name": name,
         "command": command,
-        "machine": machine(),
-        "versions": versions(*packages),
+        "machine": describe_machine(),
+        "versions": get_versions(*packages),
         "commit": to.commit or find_commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         **more,

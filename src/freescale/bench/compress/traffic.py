@@ -20,7 +20,7 @@ from freescale.bench.compress.arms import (
     exchange_activations,
     measure,
 )
-from freescale.ledger.summary import merge_step
+from freescale.ledger.merge import merge_step
 
 ETA = 0.99
 # 21 million dense parameters; every sample is one token.

@@ -22,7 +22,7 @@ from freescale.bench.kernels.layers import measure_attention, measure_layers, me
 from freescale.bench.kernels.measure import Bench
 from freescale.bench.kernels.table_rows import measure_rows
 from freescale.kernels.dispatch import has_triton
-from freescale.ledger.machine import gpu_name, machine, versions
+from freescale.ledger.machine import describe_machine, get_gpu_name, get_versions
 
 # Each returns figures by name, what a claim can be made of.
 PARTS: dict[str, Callable[[Bench], dict[str, float]]] = {
@@ -91,7 +91,7 @@ def bench_kernels(device: str, only: Sequence[str], output: Path | None, to: Des
         return
     write(
         "kernels",
-        gpu_name(),
+        get_gpu_name(),
         "freescale bench kernels",
         bench.rows,
         claims,
@@ -105,8 +105,8 @@ def _write_rows(output: Path, device: str, bench: Bench, figures: dict[str, floa
     result = {
         "name": "kernels",
         "device": device,
-        "machine": machine(),
-        "versions": versions("triton", "freescale"),
+        "machine": describe_machine(),
+        "versions": get_versions("triton", "freescale"),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "ceilings": bench.ceilings,
         "rows": bench.rows,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from freescale.bench.kernels.measure import Bench, Call
-from freescale.kernels.reference import attention, layer
+from freescale.kernels.reference import attention_plan, layer
 from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import attention_plan as triton_attention_plan
 from freescale.kernels.triton import layer as triton_layer
-from freescale.models.hstu import HSTULayer
+from freescale.models.hstu_layer import HSTULayer
 from freescale.random import derive
 
 HEADS, DROPOUT = 4, 0.2
@@ -123,7 +123,11 @@ def measure_layers(bench: Bench) -> dict[str, float]:
     for name, dropout in (("", 0.0), (", dropout", DROPOUT)):
         ours, tokens = _step(bench, lengths, triton_attention_plan.plan_attention, dropout)
         # it takes many seconds
-        plain = _step(bench, lengths, attention.plan_attention, dropout)[0] if not dropout else None
+        plain = (
+            _step(bench, lengths, attention_plan.plan_attention, dropout)[0]
+            if not dropout
+            else None
+        )
         row = bench.measure(
             "layer", f"HSTU layer forward + backward{name}, {tokens:,} tokens", ours, plain
         )

@@ -9,7 +9,7 @@ import torch
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import find_partitioner
+from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.bench.common.arm import build
 from freescale.bench.common.torchrec import build_torchrec
 from freescale.bench.common.turns import read_peak_memory, take_turns
@@ -31,7 +31,7 @@ def build_arm(
         rung = OURS[name]
         options = {
             "transport": rung.transport,
-            "balancer": _make_balancer(workload, rung, device),
+            "balance": _make_balancer(workload, rung, device),
             "dense_sums": rung.dense_sums,
         }
         return build(workload, rank, world, rung.schedule, device=device, **options)

@@ -31,8 +31,8 @@ from freescale.bench.common.torchrec import has_torchrec
 from freescale.bench.common.workload import Workload
 from freescale.bench.ladder.arms import BASE, SEMI_SYNC, SPARSE_DIST, build_arm, find_options
 from freescale.bench.ladder.rungs import OURS, PARTITIONED, SERIAL
-from freescale.ledger.machine import gpu_name, settings
-from freescale.ledger.summary import merge_step
+from freescale.ledger.machine import get_gpu_name, get_gpu_settings
+from freescale.ledger.merge import merge_step
 
 # The paper's shape divided by 3: log-normal histories of median 3,000 and at most 21,000 items, 12
 # % collisions.
@@ -275,14 +275,14 @@ def _run_rank(device_type: str, turns: int, each: int, to: Destination) -> None:
         if device.type == "cuda":
             write(
                 f"ladder-paper-{collective.world}ranks",
-                gpu_name(),
+                get_gpu_name(),
                 f"freescale bench ladder --device cuda --nproc {collective.world} --turns {turns}",
                 rows,
                 claims,
                 ("torchrec", "fbgemm-gpu", "triton"),
                 to=to,
                 workload=asdict(workload),
-                settings=settings(),
+                settings=get_gpu_settings(),
             )
         else:
             print("times on a CPU say nothing about a GPU; nothing is written")

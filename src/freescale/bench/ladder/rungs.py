@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from freescale.config import TrainConfig
-from freescale.transport.choice import choose
+from freescale.transport.choice import choose_transport
 
 SERIAL, PERMUTED, FULL = "serial", "serial, samples permuted", "staged + balancing + hostwire"
 PARTITIONED = f"{FULL}, dense partitioned"
@@ -68,7 +68,7 @@ def explain_rungs(result: Mapping[str, Any], tick: str = "") -> str:
             f'{said}. "{DEFAULTS}" takes what freescale train takes by default on these ranks, '
             f"{tick}{taken}{tick}; {_SHARED}."
         )
-    carrier, _ = choose(Rung().transport, device, 1, ucx=False, rdma=False, engine=True)
+    carrier, _ = choose_transport(Rung().transport, device, 1, ucx=False, rdma=False, engine=True)
     taken = spell_options(asdict(replace(Rung(), transport=carrier)))
     return (
         f"{said}. The defaults of freescale train on these ranks, {tick}{taken}{tick}, were "

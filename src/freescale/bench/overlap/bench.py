@@ -20,7 +20,7 @@ from freescale.bench.overlap.overlapped import FULL, measure_layers, measure_pro
 from freescale.bench.overlap.transfers import measure_alone, measure_throughput
 from freescale.bench.overlap.witness import measure_witness
 from freescale.kernels.dispatch import has_triton
-from freescale.ledger.machine import machine, settings, versions
+from freescale.ledger.machine import describe_machine, get_gpu_settings, get_versions
 
 LIMIT = 300.0  # seconds of a whole run
 PARTS: dict[str, Callable[[Bed], None]] = {
@@ -80,9 +80,9 @@ def _result(bed: Bed, device: str) -> dict[str, Any]:
         "name": "overlap",
         "device": device,
         "ranks": bed.world,
-        "machine": machine(),
-        "versions": versions("triton", "freescale"),
-        "settings": settings(),
+        "machine": describe_machine(),
+        "versions": get_versions("triton", "freescale"),
+        "settings": get_gpu_settings(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "rows": bed.rows,
         "figures": make_figures(bed.rows),

@@ -11,7 +11,7 @@ from freescale.bench.common.results import Asked, Destination, Row, make_claims,
 from freescale.bench.overlap.bench import bench_overlap, find_best_collective
 from freescale.bench.overlap.copies import WAYS
 from freescale.bench.overlap.overlapped import FULL
-from freescale.ledger.machine import gpu_name
+from freescale.ledger.machine import get_gpu_name
 
 
 def list_asked() -> Iterator[Asked]:
@@ -72,5 +72,5 @@ def bench_claims(ranks: int, device: str, only: Sequence[str], to: Destination) 
         return 0
     command = f"freescale bench overlap --nproc {ranks}"
     more = {"settings": found["settings"]}
-    write(f"overlap-{ranks}ranks", gpu_name(), command, rows, claims, ["triton"], to=to, **more)
+    write(f"overlap-{ranks}ranks", get_gpu_name(), command, rows, claims, ["triton"], to=to, **more)
     return 0

@@ -27,7 +27,7 @@ from freescale.bench.overlap.arms import (
     to_gigabytes,
 )
 from freescale.bench.overlap.copies import WAYS, Copies
-from freescale.transport.hostwire.calls import calls
+from freescale.transport.hostwire.bindings import load_engine
 
 
 def measure_alone(bed: Bed) -> None:
@@ -43,7 +43,7 @@ def measure_throughput(bed: Bed) -> None:
     """Plain pinned copies, hostwire's copies without a wire, whole hostwire: over shared memory,
     which copies nothing on the way, and over gloo and TCP; gloo's own AllToAll of host tensors is
     the wire's speed."""
-    found = calls()
+    found = load_engine()
     ring = Copies(bed, found) if found is not None else None
     wires = [
         bed.wired(f"hostwire over {wire}", wire, shared=False)

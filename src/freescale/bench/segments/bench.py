@@ -64,10 +64,10 @@ def measure_requests(name: str) -> list[dict[str, Any]]:
     )
     with torch.no_grad():
         memory = cut.compress(old)
-        rows = full.catalogue(full.item.weight)
+        rows = full.encode_items(full.item.weight)
         work: dict[str, Callable[[], Any]] = {
-            "full": lambda: full.queries(batch) @ rows.T,
-            "segments, compressed before": lambda: cut.queries(recent, memory) @ rows.T,
+            "full": lambda: full.encode_queries(batch) @ rows.T,
+            "segments, compressed before": lambda: cut.encode_queries(recent, memory) @ rows.T,
             "segments, compression": lambda: cut.compress(old),
         }
         operations = {arm: _count_operations(function) for arm, function in work.items()}

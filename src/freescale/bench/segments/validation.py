@@ -35,7 +35,7 @@ def expect_recall(
     arm: str, model: Any, data: quality.Data, chances: np.ndarray, at: int = 10
 ) -> tuple[float, float]:
     """Of the last HELD events, and of the last one of the first segment."""
-    rows, sums = model.catalogue(model.item.weight), np.zeros(2)
+    rows, sums = model.encode_items(model.item.weight), np.zeros(2)
     for users in quality.split_batches(np.arange(len(data.items))):
         batch = quality.make_batch(
             arm,
@@ -44,7 +44,9 @@ def expect_recall(
             None,
             data.catalogue,
         )
-        outputs = model.catalogue(model._encoded(batch)).view(len(users), quality.WINDOW, -1)
+        outputs = model.encode_items(model.encode_history(batch)).view(
+            len(users), quality.WINDOW, -1
+        )
         for i, part in enumerate(
             (outputs[:, -quality.HELD :], outputs[:, quality.SEGMENT - 1 : quality.SEGMENT])
         ):

@@ -13,12 +13,13 @@ import numpy as np
 
 from freescale.bench.common.results import Destination, claim, write
 from freescale.config import SimulateConfig
-from freescale.simulate.run import Plans, cluster_of, source_of
+from freescale.simulate.generated_workload import GeneratedWorkload
+from freescale.simulate.run import Plans, build_cluster, build_workload
 from freescale.simulate.simulator import Setting
-from freescale.simulate.workload import Demand, Generated, Rows
+from freescale.simulate.workload import Demand, Rows
 
 
-class Colliding(Generated):
+class Colliding(GeneratedWorkload):
     """The generated rows, of which just this share collides: a changed mixture of ids would change
     how many there are, too."""
 
@@ -26,10 +27,10 @@ class Colliding(Generated):
         super().__init__(samples, collisions=0.1)
         self._share = share
 
-    def demand(self, before: Any, now: Any, after: Any) -> Demand:
-        whole = super().demand(before, now, after).whole
+    def compute_demand(self, before: Any, now: Any, after: Any) -> Demand:
+        whole = super().compute_demand(before, now, after).whole
         late, shared = (
-            Rows.spread(whole.asked * (0.0 if other is None else self._share))
+            Rows.spread(whole.requested * (0.0 if other is None else self._share))
             for other in (before, after)
         )
         return Demand(whole, late, shared)
@@ -43,8 +44,8 @@ def scale_histories(cap: int, **more: Any) -> SimulateConfig:
 def simulate_arms(
     config: SimulateConfig, gpus: int, arms: dict[str, Setting]
 ) -> list[dict[str, Any]]:
-    plans = Plans(cluster_of(config, gpus), source_of(config, gpus), config.steps)
-    return [plans.outcome(label, setting).row for label, setting in arms.items()]
+    plans = Plans(build_cluster(config, gpus), build_workload(config, gpus), config.steps)
+    return [plans.simulate(label, setting).row for label, setting in arms.items()]
 
 
 NONE, BALANCED, ALL = Setting(), Setting(balance="greedy"), Setting("staged", "greedy", "hostwire")
@@ -63,10 +64,10 @@ ARMS = {
 def simulate_one_sample(config: SimulateConfig, total: int, gpus: int) -> dict[str, Any]:
     """A fixed global batch on ever more GPUs: when one sample is more than a rank's share."""
     config = replace(config, batch=max(1, total // gpus), steps=6)
-    cluster = cluster_of(config, gpus)
+    cluster = build_cluster(config, gpus)
     shape, length = (
-        cluster.calibration.shape(cluster.model),
-        source_of(config, gpus).lengths(0).astype(float),
+        cluster.calibration.find_shape(cluster.model),
+        build_workload(config, gpus).get_lengths(0).astype(float),
     )
     curve = [shape.forward, shape.backward]
     cost = np.sum([c.quadratic * length**2 + c.linear * length for c in curve], axis=0)
@@ -108,11 +109,11 @@ def bench_paper(most: int, to: Destination) -> None:
             )
     for rate in (0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0):
         config = SimulateConfig(steps=8)
-        plans = Plans(cluster_of(config, 256), Colliding(config.batch * 256, rate), config.steps)
+        plans = Plans(build_cluster(config, 256), Colliding(config.batch * 256, rate), config.steps)
         add(
             "by collisions",
             {"collisions": rate},
-            [plans.outcome("all", ALL).row, plans.outcome("none", NONE).row],
+            [plans.simulate("all", ALL).row, plans.simulate("none", NONE).row],
         )
     for jitter in (0.01, 0.02):
         add(
@@ -145,7 +146,7 @@ def bench_paper(most: int, to: Destination) -> None:
 
 def simulate_slow_network() -> list[dict[str, Any]]:
     config = SimulateConfig(steps=8)
-    plans = Plans(cluster_of(config, 256), source_of(config, 256), config.steps)
+    plans = Plans(build_cluster(config, 256), build_workload(config, 256), config.steps)
     network = plans.cluster.network
     links = {
         way: replace(getattr(network, way), latency_us=4 * getattr(network, way).latency_us)
@@ -153,7 +154,7 @@ def simulate_slow_network() -> list[dict[str, Any]]:
     }
     slow = replace(network, **links, per_peer_us=4 * network.per_peer_us)
     return [
-        plans.outcome(label, setting, network=slow).row
+        plans.simulate(label, setting, network=slow).row
         for label, setting in (("none", NONE), ("all", ALL))
     ]
 

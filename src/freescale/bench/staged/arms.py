@@ -3,6 +3,7 @@ number of ranks first."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from freescale.bench.common.arm import build
@@ -10,6 +11,7 @@ from freescale.bench.common.torchrec import build_torchrec
 from freescale.bench.common.turns import read_peak_memory, take_turns
 from freescale.bench.common.workload import Workload
 from freescale.bench.staged.stale import no_collisions
+from freescale.pipeline.staged import Staged
 
 SERIAL, STALE, STAGED = "serial", "stale", "staged"
 TORCHREC, DEDUPLICATED = (
@@ -23,7 +25,7 @@ def build_arm(name: str, workload: Workload, rank: int, world: int) -> Any:
     if name in (SERIAL, STAGED):
         return build(workload, rank, world, name)
     if name == STALE:
-        return build(workload, rank, world, "staged", masks=no_collisions)
+        return build(workload, rank, world, partial(Staged, masks=no_collisions))
     return build_torchrec(workload, rank, world, "sparse_dist", deduplicate=name == DEDUPLICATED)
 
 

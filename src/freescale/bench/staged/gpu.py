@@ -13,6 +13,7 @@ import gc
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from freescale.bench.common.results import Destination, claim, write
 from freescale.bench.common.spread import spread
 from freescale.bench.staged.stale import no_collisions
 from freescale.ledger.ledger import Ledger
-from freescale.ledger.machine import gpu_name, settings
-from freescale.ledger.summary import merge_step
+from freescale.ledger.machine import get_gpu_name, get_gpu_settings
+from freescale.ledger.merge import merge_step
+from freescale.pipeline.staged import Staged
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.process_group import ProcessGroupTransport
 
@@ -106,13 +108,12 @@ class Arm:
             placement="sharded",
             init_std=0.1,
         )
-        options: dict[str, Any] = {"masks": no_collisions} if name == "stale" else {}
+        stale = partial(Staged, masks=no_collisions)
         self.pipeline = freescale.Pipeline(
             parallel,
             torch.optim.AdamW(parallel.dense_parameters(), lr=1e-3),
-            schedule="serial" if name == "serial" else "staged",
+            schedule=stale if name == "stale" else name,
             precision="bf16" if device.type == "cuda" else "fp32",
-            **options,
         )
         self._steps = self.pipeline.run(make_batches(shape, rank, world))
         self.results: list[Any] = []
@@ -265,13 +266,13 @@ def report(found: dict[str, Any], world: int, turns: int, to: Destination | None
         return
     write(
         f"staged-{world}ranks",
-        gpu_name(),
+        get_gpu_name(),
         f"freescale bench staged --device cuda --nproc {world} --turns {turns}",
         rows,
         claims,
         to=to,
         collisions=COLLISIONS,
-        settings=settings(),
+        settings=get_gpu_settings(),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from freescale.bench.common.results import Claim, claim
 from freescale.bench.common.spread import spread
 from freescale.bench.staged.arms import DEDUPLICATED, SERIAL, STAGED, STALE, TORCHREC
-from freescale.ledger.summary import merge_step
+from freescale.ledger.merge import merge_step
 
 EMBEDDING = ("ids", "rows", "gradients")
 TENTH = "10 % collisions"

@@ -29,7 +29,7 @@ from freescale.bench.common.repository import find_commit
 from freescale.bench.common.workload import Workload
 from freescale.bench.serial.figure import COLOURS
 from freescale.bench.staged.arms import SERIAL, STAGED, measure
-from freescale.ledger.machine import machine
+from freescale.ledger.machine import describe_machine
 
 EMBEDDING = ("ids", "rows", "gradients")
 TRACK, GAP, MARGIN, WIDTH = 30, 6, 92, 920
@@ -191,7 +191,11 @@ def draw_trace() -> str:
         fill = "url(#stopped)" if name == "wait" else COLOURS[name]
         parts.append(f'<rect x="{x}" y="{y}" width="13" height="13" fill="{fill}"/>')
         parts.append(draw_text(x + 18, y + 11, "compute stopped" if name == "wait" else name))
-    about = {"machine": machine(), "commit": find_commit(), "date": datetime.now(UTC).isoformat()}
+    about = {
+        "machine": describe_machine(),
+        "commit": find_commit(),
+        "date": datetime.now(UTC).isoformat(),
+    }
     parts.append(
         draw_text(
             MARGIN, height - 8, f"Measured, one rank of two: {describe_origin(about)}", style=SMALL

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import PARTITIONERS
+from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.balance.problem import Problem, assign
 from freescale.bench.common.results import Destination, Row, claim, write
 from freescale.bench.common.spread import spread
-from freescale.data.draws import Source, length_distribution
-from freescale.simulate.workload import Generated
+from freescale.data.lengths import LengthDistribution
+from freescale.data.synthetic_draws import SyntheticSource
+from freescale.simulate.generated_workload import GeneratedWorkload
 
 MEDIAN = 3000
 USUAL = {"cap": 21_000, "batch": 128, "ranks": 64}
@@ -59,13 +60,13 @@ DRAWN = {
 def measure_shape(sweep: str, value: int) -> list[dict[str, Any]]:
     """Sparsity and predicted straggler % of one configuration, by partitioner."""
     at = USUAL | {sweep: value}
-    source = Generated(
+    source = GeneratedWorkload(
         at["batch"] * at["ranks"], median=MEDIAN, cap=at["cap"], items=1000, collisions=None
     )
     home = np.repeat(np.arange(at["ranks"]), at["batch"])
     found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
     for step in range(STEPS):
-        lengths = source.lengths(step)
+        lengths = source.get_lengths(step)
         problem = Problem(COST(lengths), lengths, home, at["ranks"])
         for arm in ARMS:
             given = assign(problem, PARTITIONERS[arm])
@@ -93,17 +94,17 @@ def measure_sparsity(lengths: np.ndarray, rank_of: np.ndarray, ranks: int) -> fl
     return float(np.mean(1 - tokens / np.maximum(samples * longest, 1)))
 
 
-def expected_percent(source: Generated, rank_of: np.ndarray, ranks: int) -> float:
+def expected_percent(source: GeneratedWorkload, rank_of: np.ndarray, ranks: int) -> float:
     """Of a step's requests, those whose row the step before reads too."""
-    before, now = (source.asked(step, rank_of, ranks) for step in (0, 1))
-    demand = source.demand(before, now, None)
-    return 100 * float(demand.late.asked.sum() / demand.whole.asked.sum())
+    before, now = (source.find_requests(step, rank_of, ranks) for step in (0, 1))
+    demand = source.compute_demand(before, now, None)
+    return 100 * float(demand.late.requested.sum() / demand.whole.requested.sum())
 
 
 def expect_collisions(sweep: str, value: float) -> dict[str, Any]:
     at = CATALOGUE | {sweep: value}
     cap, ranks, batch = int(at["cap"]), int(at["ranks"]), USUAL["batch"]
-    source = Generated(
+    source = GeneratedWorkload(
         batch * ranks,
         median=MEDIAN,
         cap=cap,
@@ -127,13 +128,16 @@ def draw_collisions(ranks: int) -> list[dict[str, Any]]:
     """The same small configuration twice: ids drawn and compared, and expected."""
     at = DRAWN | {"ranks": ranks}
     samples, cap, median = int(at["batch"]) * ranks, int(at["cap"]), at["median"]
-    sizes = length_distribution("lognormal", median, 1.0, 0.0, cap)
-    source = Source(2 * samples, int(at["items"]), sizes, at["popularity"], samples, ranks, 0)
+    lengths = LengthDistribution.from_options("lognormal", median, 1.0, 0.0, cap)
+    source = SyntheticSource(
+        2 * samples, int(at["items"]), lengths, at["popularity"], samples, ranks, 0
+    )
     before, now = (
-        source.requests(batch, source.items_of(batch, None)) for batch in map(source.batch, (0, 1))
+        source.list_requests(batch, source.choose_items(batch, None))
+        for batch in map(source.draw_batch, (0, 1))
     )
     counted = 100 * float(np.isin(now, before).mean())
-    model = Generated(
+    model = GeneratedWorkload(
         samples,
         median=median,
         cap=cap,
