@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import freescale
 from freescale.batch import Jagged, SequenceBatch
 from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
-from freescale.ledger.ledger import Arrival, Ledger
+from freescale.ledger.ledger import Collective, Ledger
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.staged import Staged
 from freescale.transport.connect import agree_on_transport
@@ -71,8 +71,8 @@ class WaitLedger(Ledger):
     """Counts how long the main thread stood still for other threads, whatever they were doing:
     sending, looking up, updating."""
 
-    def waited_for(self, arrivals: list[Arrival], begin: Any) -> None:
-        super().waited_for(arrivals, begin)
+    def record_wait(self, collectives: list[Collective], begin: Any) -> None:
+        super().record_wait(collectives, begin)
         self.count("lanes_ns", self.clock.stamp() - begin)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from freescale.cli.doctor import _check_kernels, examine
-from freescale.kernels.dispatch import attends_in_triton, has_triton, plan_attention
+from freescale.kernels.dispatch import fits_triton_attention, has_triton, plan_attention
 from freescale.kernels.reference.attention import AttentionPlan
 
 
@@ -16,7 +16,7 @@ from freescale.kernels.reference.attention import AttentionPlan
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_kernels_that_doctor_names_are_those_that_run(gpu, triton):
     _, found, says = _check_kernels(gpu, triton)
-    default = attends_in_triton(gpu, triton is not None, (32, 32), torch.float32)
+    default = fits_triton_attention(gpu, triton is not None, (32, 32), torch.float32)
     assert found == (triton or "no")
     assert ("Triton kernels run" in says) == default and ("plain torch kernels run" in says) == (
         not default
@@ -28,10 +28,10 @@ def test_the_head_widths_that_doctor_names_are_those_of_the_rule():
     assert named == {
         width
         for width in range(1, 513)
-        if attends_in_triton(True, True, (width, width), torch.bfloat16)
+        if fits_triton_attention(True, True, (width, width), torch.bfloat16)
     }
-    assert not attends_in_triton(True, True, (32, 48), torch.bfloat16)
-    assert not attends_in_triton(True, True, (32, 32), torch.float64)
+    assert not fits_triton_attention(True, True, (32, 48), torch.bfloat16)
+    assert not fits_triton_attention(True, True, (32, 32), torch.float64)
 
 
 def test_doctor_speaks_of_this_machine():

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from freescale.ledger.ledger import Side
+from freescale.ledger.ledger import ThreadLedger
 from freescale.streams import current_stream, record_event
 from freescale.transport.api import Transport
 from freescale.transport.threads import start_thread, wait_for_event
@@ -72,7 +72,7 @@ class Lane:
     def __init__(self, name: str, transport: Transport, urgent: bool = False) -> None:
         """Opens a channel: a collective."""
         self.name, self.device = name, transport.device
-        self.side = Side(transport.ledger, name)
+        self.side = ThreadLedger(transport.ledger, name)
         self._transport, self.transport = transport, transport.channel(self.side, urgent)
         # A higher priority than the compute, whose kernels fill the device: a lane's kernels are
         # many, small, and wait for each other.

@@ -11,9 +11,9 @@ from torch import nn
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import find_partitioner
+from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.config import DataConfig, RunConfig
-from freescale.data.build import Progress
+from freescale.data.history_builder import Progress
 from freescale.data.loader import Histories
 from freescale.data.prepare import prepare
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
@@ -187,5 +187,5 @@ def evaluate_part(
         return evaluate_ranking(model, data, config.label_names)
     popularity = None
     if baseline:
-        popularity = load_histories(config, path, model.transport).item_counts()
+        popularity = load_histories(config, path, model.transport).count_items()
     return evaluate_retrieval(model, data, popularity=popularity)

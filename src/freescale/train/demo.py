@@ -105,7 +105,7 @@ def compare_schedules(
     from rich.console import Console
     from rich.table import Table
 
-    from freescale.report.page import page
+    from freescale.report.page import render_page
     from freescale.report.runs import read_runs
 
     console = Console()
@@ -141,7 +141,7 @@ def compare_schedules(
     console.print(table)
     faster = ledgers[1]["samples_per_second"] / ledgers[0]["samples_per_second"]
     report = folder / "compare.html"
-    report.write_text(page(read_runs(list(runs.values()))), encoding="utf-8")
+    report.write_text(render_page(read_runs(list(runs.values()))), encoding="utf-8")
     for line in (
         f"the full system made {faster:.2f} times serial's samples/s here: one run of each, over "
         "loopback, on these cores.",
