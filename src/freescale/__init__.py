@@ -33,7 +33,7 @@ _EXPORTS = {
     "Thresholding": "freescale.pipeline.dense.thresholded",
     "LossNotFinite": "freescale.pipeline.loss_watch",
     "Pipeline": "freescale.pipeline.pipeline",
-    "StepResult": "freescale.pipeline.schedule",
+    "StepResult": "freescale.pipeline.step_result",
     "Callback": "freescale.train.callbacks",
     "Checkpoints": "freescale.train.checkpoint.checkpoints",
     "evaluate": "freescale.train.evaluate",
@@ -99,7 +99,7 @@ if TYPE_CHECKING:
     from freescale.pipeline.dense.thresholded import Thresholding
     from freescale.pipeline.loss_watch import LossNotFinite
     from freescale.pipeline.pipeline import Pipeline
-    from freescale.pipeline.schedule import StepResult
+    from freescale.pipeline.step_result import StepResult
     from freescale.train.callbacks import Callback
     from freescale.train.checkpoint.checkpoints import Checkpoints
     from freescale.train.evaluate import evaluate

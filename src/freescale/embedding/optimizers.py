@@ -99,8 +99,8 @@ class Adagrad(_Named):
 
 @dataclass(frozen=True)
 class RowWiseAdagrad(_Named):
-    """Lazy Adagrad of table rows with one sum of squares per row, which saves memory. `lr`: learning
-    rate; `eps` is added to the root."""
+    """Lazy Adagrad of table rows with one sum of squares per row, which saves memory. `lr`:
+    learning rate; `eps` is added to the root."""
 
     eps: float = 1e-10
 

@@ -14,9 +14,10 @@ from freescale.config import TrainConfig
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.dense.reducer import MakeReducer, Reducer
-from freescale.pipeline.schedule import Schedule, StepResult
+from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.serial import Serial
 from freescale.pipeline.staged import Staged
+from freescale.pipeline.step_result import StepResult
 
 SCHEDULES: dict[str, type[Schedule]] = {"staged": Staged, "serial": Serial}
 

@@ -1,12 +1,11 @@
-"""What every schedule does alike: the compute of a step, the dense optimizer, the state. How these
-are ordered with communication is the schedule's own business (serial.py, staged.py)."""
+"""What all schedules share: the compute of a step, the dense optimizer, the state. Each schedule
+orders them with communication in its own way (serial.py, staged.py)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -26,46 +25,11 @@ from freescale.pipeline.first_batch import FirstBatchCheck, check_losses
 from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.loss_watch import LossWatch
 from freescale.pipeline.next_batch import BatchPreparation
+from freescale.pipeline.options import check_optimizer, check_options
 from freescale.pipeline.source import BatchSource
+from freescale.pipeline.step_result import StepResult
 from freescale.pipeline.stopwatch import Stopwatch
 from freescale.transport.api import Transport
-
-DENSE_SUMS = ("collective", "partitioned")
-
-
-@dataclass(frozen=True, repr=False)
-class StepResult:
-    """What a step did; the same on every rank. Losses stay tensors until they are read: reading
-    waits for the device.
-
-    Attributes:
-        step: optimizer steps made so far, this one included.
-        batch_number: number of the global batch, as its `SequenceBatch.number` says.
-        losses: mean per task over the global batch, scalars (empty on a rank that never had a
-            batch: it knows no task).
-        counts: weight per task of the global batch: what the losses were divided by.
-        total: scalar that was differentiated: the weighted sum of the losses.
-        gradient_norm: scalar norm of the dense gradients before clipping; None without `clip`.
-    """
-
-    step: int
-    batch_number: int
-    losses: Mapping[str, Tensor]
-    counts: Mapping[str, float]
-    total: Tensor
-    gradient_norm: Tensor | None
-
-    @property
-    def loss(self) -> float:
-        """`total` as a number. Waits for the device."""
-        return float(self.total)
-
-    def __repr__(self) -> str:
-        losses = ", ".join(f"{task} {float(loss):.6g}" for task, loss in self.losses.items())
-        return (
-            f"StepResult(step={self.step}, batch_number={self.batch_number}, "
-            f"loss={self.loss:.6g}" + (f", {losses}" if len(self.losses) > 1 else "") + ")"
-        )
 
 
 class Schedule(ABC):
@@ -88,20 +52,8 @@ class Schedule(ABC):
         check: bool = True,
     ) -> None:
         """The keywords are those of `Pipeline`, with `balance` resolved to a `balancer`."""
-        if accumulate < 1:
-            raise ValueError(f"accumulate must be at least 1, got {accumulate}")
-        if precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision must be fp32 or bf16, not {precision!r}")
-        if dense_sums not in DENSE_SUMS:
-            raise ValueError(
-                f"dense_sums must be one of {', '.join(DENSE_SUMS)}, not {dense_sums!r}"
-            )
-        if dense_sums == "partitioned" and reducer is not None:
-            raise ValueError(
-                "compressed gradients are summed in their own way: "
-                "dense_sums='partitioned' is for exact ones"
-            )
-        _refuse_other_parameters(parallel, optimizer)
+        check_options(accumulate, precision, dense_sums, reducer)
+        check_optimizer(parallel, optimizer)
         self.parallel, self.optimizer = parallel, optimizer
         self.tables, self.transport = parallel.tables, parallel.transport
         assert isinstance(self.transport.ledger, Ledger)
@@ -233,7 +185,7 @@ class Schedule(ABC):
                 f"{', '.join(sorted(agreement.counts))}"
             )
 
-    def _micro_batches(self, batch: SequenceBatch) -> list[SequenceBatch]:
+    def _split_batch(self, batch: SequenceBatch) -> list[SequenceBatch]:
         if self.accumulate == 1 or len(batch) <= 1:
             return [batch]
         parts = min(self.accumulate, len(batch))
@@ -269,11 +221,13 @@ class Schedule(ABC):
 
     def _forward(self, batch: SequenceBatch, agreement: Agreement, losses: Tensor) -> Tensor:
         with self.ledger.span("forward"), self.stopwatch.computing(), self._autocast():
-            total = self._total(self.parallel.module(batch), agreement, losses)
+            total = self._sum_losses(self.parallel.module(batch), agreement, losses)
             losses[-1] += total.detach().double()
         return total
 
-    def _total(self, sums: Mapping[str, Tensor], agreement: Agreement, losses: Tensor) -> Tensor:
+    def _sum_losses(
+        self, sums: Mapping[str, Tensor], agreement: Agreement, losses: Tensor
+    ) -> Tensor:
         """The scalar to differentiate: sums over samples / global counts. Adds the task's means to
         `losses`."""
         check_losses(sums, sorted(agreement.counts))
@@ -289,16 +243,14 @@ class Schedule(ABC):
             return nullcontext()
         return torch.autocast(self.transport.device.type, dtype=torch.bfloat16)
 
-    def _factor(self, step: int) -> float:
+    def _get_factor(self, step: int) -> float:
         return 1.0 if self._learning_rate is None else self._learning_rate(step)
 
     def _update_dense(self, factor: float) -> Tensor | None:
         with self.ledger.span("optimizer"):
-            norm = (
-                self.buckets.clip(self.clip)
-                if self.clip is not None and self.buckets.flat
-                else None
-            )
+            norm: Tensor | None = None
+            if self.clip is not None and self.buckets.flat:
+                norm = self.buckets.clip(self.clip)
             if self._learning_rate is not None:
                 groups = self.optimizer.param_groups
                 # added since
@@ -308,7 +260,7 @@ class Schedule(ABC):
             self.optimizer.step()
         return norm
 
-    def _result(
+    def _make_result(
         self, batch: SequenceBatch, agreement: Agreement, losses: Tensor, norm: Tensor | None
     ) -> StepResult:
         """losses: summed over the ranks."""
@@ -326,49 +278,29 @@ class Schedule(ABC):
 
     # ---- state
 
-    def _trained(self) -> list[str]:
+    def _list_dense_names(self) -> list[str]:
         """Names of the dense parameters, as the reducer counts them."""
-        return [
-            name
-            for name, parameter in self.parallel.module.named_parameters()
-            if parameter.requires_grad
-        ]
+        named = self.parallel.module.named_parameters()
+        return [name for name, parameter in named if parameter.requires_grad]
 
-    def _order(self) -> list[str] | None:
-        """In which dense gradients are summed: three numbers have sums that depend on it."""
-        names = self._trained()
-        return (
-            None if self.buckets.order is None else [names[number] for number in self.buckets.order]
-        )
+    def _get_order(self) -> list[str] | None:
+        """The order in which dense gradients are summed: sums of three numbers depend on it."""
+        names, order = self._list_dense_names(), self.buckets.order
+        return None if order is None else [names[number] for number in order]
 
     def state_dict(self) -> dict[str, Any]:
         balancer = self.balancer.state_dict(self.steps) if self.balancer else {}
-        return {"steps": self.steps, "balancer": balancer, "order": self._order()}
+        return {"steps": self.steps, "balancer": balancer, "order": self._get_order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = int(state["steps"])
         if self.steps:
             self._first_batch.skip()
         if "order" in state:
-            numbers = {name: number for number, name in enumerate(self._trained())}
+            numbers = {name: number for number, name in enumerate(self._list_dense_names())}
             kept = state["order"] or ()
             # Of other parameters than are trained now: by the next backward.
             same = bool(kept) and sorted(kept) == sorted(numbers)
             self.buckets.adopt_order([numbers[name] for name in kept] if same else None)
         if self.balancer:
             self.balancer.load_state_dict(state.get("balancer", {}), self.transport.world)
-
-
-def _refuse_other_parameters(parallel: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer of another model, or of the model before it was parallelized, would train
-    nothing."""
-    own = {id(parameter) for parameter in parallel.dense_parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strange = [parameter for parameter in held if id(parameter) not in own]
-    if strange:
-        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strange[:3])
-        raise ValueError(
-            f"{len(strange)} of the optimizer's {len(held)} parameters are not the model's "
-            f"(shapes {shapes}): make it of "
-            "`sharded.dense_parameters()`; tables have a row optimizer of their own"
-        )

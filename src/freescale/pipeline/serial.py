@@ -15,8 +15,9 @@ from freescale.batch import SequenceBatch
 from freescale.embedding.request import Request
 from freescale.pipeline.agreement import Agreement
 from freescale.pipeline.next_batch import BatchPreparation, Juncture
-from freescale.pipeline.schedule import Schedule, StepResult
+from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.source import BatchSource
+from freescale.pipeline.step_result import StepResult
 from freescale.transport.api import TransportError
 
 _COLLISIONS_EVERY = 10  # steps between two looks at what consecutive batches share
@@ -66,7 +67,7 @@ class Serial(Schedule):
     ) -> StepResult:
         if not self.tables.placed:
             self.tables.place(batch)
-        micro = self._micro_batches(batch)
+        micro = self._split_batch(batch)
         requests = self.tables.request(micro)
         self._count_collisions(requests)
         self.tables.fetch(requests)
@@ -75,13 +76,13 @@ class Serial(Schedule):
         following.advance(Juncture.DIFFERENTIATED)
         self.steps += 1
         self.stopwatch.finish(self.steps)
-        factor = self._factor(self.steps)
+        factor = self._get_factor(self.steps)
         self.tables.apply(requests, step=self.steps, factor=factor)
         self.buckets.start(self.transport, losses)
         self.buckets.send()
         losses = self.buckets.reduce()
         norm = self._update_dense(factor)
-        return self._result(batch, agreement, losses, norm)
+        return self._make_result(batch, agreement, losses, norm)
 
     def _count_collisions(self, requests: list[Request]) -> None:
         if self.steps and self.steps % _COLLISIONS_EVERY == 0:

@@ -37,8 +37,9 @@ from freescale.embedding.request import Request, require
 from freescale.pipeline.in_flight import IncomingBatch, InFlight, StagedBatch
 from freescale.pipeline.lane import Lane
 from freescale.pipeline.next_batch import BatchPreparation
-from freescale.pipeline.schedule import Schedule, StepResult
+from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.source import BatchSource
+from freescale.pipeline.step_result import StepResult
 from freescale.transport.api import Transport
 
 
@@ -112,7 +113,7 @@ class Staged(Schedule):
         self._compute(current.micro, current.agreement)
         self.steps += 1
         self.stopwatch.finish(self.steps)
-        factor = self._factor(self.steps)
+        factor = self._get_factor(self.steps)
         current.update = {"step": self.steps, "factor": factor, "clip": self.tables.row_clip}
         current.gradients = [request.take_gradient() for _, request in self._sharded(current)]
         in_flight.jobs.append(
@@ -126,7 +127,7 @@ class Staged(Schedule):
         losses = self.buckets.reduce()
         norm = self._update_dense(factor)
         after = self._await_input()
-        return self._result(current.batch, current.agreement, losses, norm), after
+        return self._make_result(current.batch, current.agreement, losses, norm), after
 
     # ---- lane `ahead`: stages 1 to 4, on its thread and stream, over its channel
 
@@ -223,7 +224,7 @@ class Staged(Schedule):
         """Lane `input` begins to prepare the next batch."""
         preparation = self._in_flight.newest = self._prepare_next(source, ahead=True)
         with torch.cuda.stream(self._copies):  # the job must not wait for the compute
-            self._in_flight.incoming = IncomingBatch(preparation, self.input, self._micro_batches)
+            self._in_flight.incoming = IncomingBatch(preparation, self.input, self._split_batch)
 
     def _await_input(self) -> StagedBatch | None:
         """Waits for the incoming batch. None if no rank has one, or if the data failed, which is

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from freescale.pipeline.schedule import StepResult
+from freescale.pipeline.step_result import StepResult
 from freescale.transport.api import Transport
 from freescale.transport.failures import RemoteError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from freescale.pipeline.schedule import StepResult
+from freescale.pipeline.step_result import StepResult
 from freescale.train.build import build_reducer
 from freescale.train.callbacks import Callback, Metrics
 

@@ -13,7 +13,7 @@ from freescale.config import RunConfig
 from freescale.data.prefetch import prefetch
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
-from freescale.pipeline.schedule import StepResult
+from freescale.pipeline.step_result import StepResult
 from freescale.train.build import (
     build_model,
     build_optimizer,
