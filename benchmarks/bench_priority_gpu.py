@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from results import claim, gpu_name, settings, spread, write  # noqa: E402
+from results import claim, get_gpu_name, get_gpu_settings, spread, write  # noqa: E402
 from stale import no_collisions  # noqa: E402
 
 import freescale  # noqa: E402
 from freescale.batch import Jagged, SequenceBatch  # noqa: E402
 from freescale.ledger.ledger import Ledger  # noqa: E402
-from freescale.ledger.summary import merge_step  # noqa: E402
+from freescale.ledger.merge import merge_step  # noqa: E402
 from freescale.pipeline.staged import Staged  # noqa: E402
 from freescale.transport.hostwire.transport import HostwireTransport  # noqa: E402
 from freescale.transport.process_group import ProcessGroupTransport  # noqa: E402
@@ -274,7 +274,7 @@ def report(
         rows,
         claims,
         collisions=COLLISIONS,
-        settings=settings(),
+        settings=get_gpu_settings(),
         **copied,
     )
 
@@ -301,7 +301,9 @@ def main() -> None:
             f"torchrun --nproc-per-node {transport.world} benchmarks/bench_priority_gpu.py "
             f"--turns {options.turns}"
         )
-        report(found, transport.world, gpu_name() if cuda else "cpu-trial", command, options.commit)
+        report(
+            found, transport.world, get_gpu_name() if cuda else "cpu-trial", command, options.commit
+        )
     transport.close()
 
 

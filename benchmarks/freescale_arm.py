@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import freescale
 from freescale.batch import Jagged, SequenceBatch
 from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
-from freescale.ledger.ledger import Arrival, Ledger
+from freescale.ledger.ledger import Collective, Ledger
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.staged import Staged
-from freescale.transport.connect import agreed
+from freescale.transport.connect import agree_on_transport
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.process_group import ProcessGroupTransport
 
@@ -71,8 +71,8 @@ class WaitLedger(Ledger):
     """Counts how long the main thread stood still for other threads, whatever they were doing:
     sending, looking up, updating."""
 
-    def waited_for(self, arrivals: list[Arrival], begin: Any) -> None:
-        super().waited_for(arrivals, begin)
+    def record_wait(self, collectives: list[Collective], begin: Any) -> None:
+        super().record_wait(collectives, begin)
         self.count("lanes_ns", self.clock.stamp() - begin)
 
 
@@ -94,7 +94,7 @@ class Arm:
         limit = timedelta(seconds=120)
         control = dist.new_group(backend="gloo", timeout=limit) if device != "cpu" else None
         self.transport = ProcessGroupTransport(device, self.ledger, control=control, timeout=limit)
-        self.carrier, _ = agreed(transport, self.transport)
+        self.carrier, _ = agree_on_transport(transport, self.transport)
         if self.carrier != "collective":
             wire = self.carrier.removeprefix("hostwire-")
             self.transport = HostwireTransport(

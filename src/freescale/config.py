@@ -182,7 +182,7 @@ class TrainConfig(_Checked):
         "collective",
         (
             "what sums gradients of dense parameters: the process group (NCCL on GPUs), or the "
-            "ranks, partition by partition, over --transport"
+            "ranks, a partition each, over --transport"
         ),
         choices=("collective", "partitioned"),
         heading=_DISTRIBUTION,

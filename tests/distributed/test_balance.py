@@ -13,7 +13,7 @@ from helpers.training import build, snapshot
 import freescale
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import PARTITIONERS
+from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.data.loader import Histories
 from freescale.data.synthetic import generate
 from freescale.models.heads import Ranking, Retrieval

@@ -19,7 +19,7 @@ from torch import nn
 import freescale
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import PARTITIONERS
+from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.ledger.ledger import Ledger
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.failures import RemoteError

@@ -12,7 +12,7 @@ from helpers.ranks import run_ranks
 from helpers.wires import wired
 
 from freescale.ledger.ledger import Ledger
-from freescale.ledger.summary import merge_step
+from freescale.ledger.merge import merge_step
 from freescale.pipeline.dense import buckets
 from freescale.pipeline.dense.partitioned import PartitionedAllReduce, partition
 from freescale.pipeline.dense.thresholded import Thresholding

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import PARTITIONERS
+from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.batch import SequenceBatch
 from freescale.embedding import collision, exchange
 from freescale.embedding.optimizers import ROW_OPTIMIZERS

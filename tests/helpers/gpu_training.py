@@ -9,7 +9,7 @@ import torch
 import freescale
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import PARTITIONERS
+from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.embedding import collision
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.pipeline.staged import Staged

@@ -25,7 +25,8 @@ from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.thresholded import ThresholdedGradients
 from freescale.pipeline.schedule import Schedule
 from freescale.simulate.compute import Model
-from freescale.simulate.workload import Generated, Recorded
+from freescale.simulate.generated_workload import GeneratedWorkload
+from freescale.simulate.recorded_workload import RecordedWorkload
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.hostwire.transport import HostwireTransport
 
@@ -96,8 +97,8 @@ def test_constructors_have_the_defaults_of_the_command_line(function):
     ("kind", "function", "names"),
     [
         (GenerateConfig, generate, {}),
-        (SimulateConfig, Generated, {}),
-        (SimulateConfig, Recorded, {}),
+        (SimulateConfig, GeneratedWorkload, {}),
+        (SimulateConfig, RecordedWorkload, {}),
         (SimulateConfig, Model, {"longest": "cap"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from freescale.balance.cost import AdaptiveCost, CostModel, features
+from freescale.balance.partitioners.greedy import greedy
 from freescale.balance.partitioners.local import local
-from freescale.balance.partitioners.registry import find_partitioner
-from freescale.balance.problem import Assignment, Partitioner, Problem, assign, greedy
+from freescale.balance.partitioners.lookup import find_partitioner
+from freescale.balance.problem import Assignment, Partitioner, Problem, assign
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
 from freescale.segments import Segments

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from freescale.config import TrainConfig
-from freescale.kernels.dispatch import optimizers_for
+from freescale.kernels.dispatch import choose_optimizers
 
 
 class RowOptimizer(Protocol):
@@ -69,7 +69,7 @@ class SGD(_Named):
         step: int,
         factor: float,
     ) -> None:
-        optimizers_for(weight).sgd(weight, rows, gradients, lr=self.lr * factor)
+        choose_optimizers(weight).sgd(weight, rows, gradients, lr=self.lr * factor)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Adagrad(_Named):
         step: int,
         factor: float,
     ) -> None:
-        optimizers_for(weight).adagrad(
+        choose_optimizers(weight).adagrad(
             weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps
         )
 
@@ -117,7 +117,7 @@ class RowWiseAdagrad(_Named):
         step: int,
         factor: float,
     ) -> None:
-        optimizers_for(weight).rowwise_adagrad(
+        choose_optimizers(weight).rowwise_adagrad(
             weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps
         )
 
@@ -143,7 +143,7 @@ class Adam(_Named):
         step: int,
         factor: float,
     ) -> None:
-        optimizers_for(weight).adam(
+        choose_optimizers(weight).adam(
             weight,
             state["first"],
             state["second"],

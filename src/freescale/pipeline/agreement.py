@@ -14,7 +14,7 @@ import torch
 
 from freescale.balance.shuffle import COLUMNS, measure_samples
 from freescale.batch import SequenceBatch
-from freescale.batch_codec import empty_batch, schema_of
+from freescale.batch_codec import build_empty_batch, describe_schema
 from freescale.transport.api import Handle, Transport
 from freescale.transport.failures import RemoteError, find_first_error
 
@@ -80,7 +80,7 @@ class PendingAgreement:
                 "the batch has no weights: give it the supervised weight of each sample, per task"
             )
         self._proposal, self._transport, self._error = proposal, transport, error
-        self._names, self._schema, self._room = names, schema_of(present), proposal.room or 0
+        self._names, self._schema, self._room = names, describe_schema(present), proposal.room or 0
         message = np.zeros(_ROWS + self._room * COLUMNS, np.int64)
         message[_FEATURES] = _hash(self._schema)
         message[_COMPUTED_STEP], message[_COMPUTED] = proposal.computed
@@ -193,7 +193,7 @@ def _agree_on_features(
         return names, ""
     schemas = transport.gather_bytes(schema.encode())
     schema = schemas[int(ready.argmax())].decode()
-    return sorted(empty_batch(schema).weights), schema
+    return sorted(build_empty_batch(schema).weights), schema
 
 
 def _hash(text: str) -> int:

@@ -21,7 +21,7 @@ from freescale.balance.balancer import Balancer
 from freescale.balance.problem import Assignment
 from freescale.balance.shuffle import Shuffle, host
 from freescale.batch import SequenceBatch
-from freescale.batch_codec import empty_batch
+from freescale.batch_codec import build_empty_batch
 from freescale.embedding.tables import Tables
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.agreement import Agreement, PendingAgreement, Proposal
@@ -187,7 +187,7 @@ class BatchPreparation:
         batch = self.taken
         if batch is None:
             empty = (
-                empty_batch(self.agreement.schema)
+                build_empty_batch(self.agreement.schema)
                 if self.agreement.schema
                 else self.like.slice(0, 0)
             )

@@ -312,7 +312,7 @@ class Schedule(ABC):
         self, batch: SequenceBatch, agreement: Agreement, losses: Tensor, norm: Tensor | None
     ) -> StepResult:
         """losses: summed over the ranks."""
-        self._loss_watch.see(self.steps, losses[-1])
+        self._loss_watch.watch(self.steps, losses[-1])
         by_task = dict(zip(sorted(agreement.counts), losses.unbind()))
         return StepResult(self.steps, batch.number, by_task, agreement.counts, losses[-1], norm)
 

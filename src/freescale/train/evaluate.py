@@ -196,7 +196,7 @@ def evaluate_retrieval(
     def visit(batch: SequenceBatch) -> None:
         valid = batch.weights["next_item"] > 0 if len(batch) else None
         if valid is not None:
-            queries, targets = module.queries(batch)[valid], batch.dense["target"][valid]  # type: ignore[operator]
+            queries, targets = module.encode_queries(batch)[valid], batch.dense["target"][valid]  # type: ignore[operator]
         else:
             queries = catalogue.new_zeros(0, catalogue.shape[1])
             targets = torch.zeros(0, dtype=torch.int64, device=transport.device)
@@ -239,7 +239,7 @@ def evaluate_ranking(
 
     def visit(batch: SequenceBatch) -> None:
         if len(batch):
-            guess = parallel.module.predictions(batch).float()  # type: ignore[operator]
+            guess = parallel.module.predict(batch).float()  # type: ignore[operator]
             truth = batch.sequences["labels"].values.float()
         else:
             guess = truth = torch.zeros(0, len(tasks), device=transport.device)

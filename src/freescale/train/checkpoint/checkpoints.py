@@ -28,7 +28,7 @@ from freescale.train.checkpoint.files import (
     verify_checkpoint,
     write_state,
 )
-from freescale.train.checkpoint.finite_check import NotFinite, first_not_finite
+from freescale.train.checkpoint.finite_check import NotFinite, find_not_finite
 from freescale.train.checkpoint.model import (
     collect_dense,
     collect_random,
@@ -59,7 +59,7 @@ from freescale.transport.process_group import ProcessGroupTransport
 
 
 class Checkpoints:
-    """The checkpoints of a run's folder. `save`, `load` and `last_intact` are collectives.
+    """The checkpoints in a folder. `check`, `save`, `load` and `last_intact` are collectives.
 
     A folder holds one run. Steps ahead of the one that is saved are refused: they belong to another
     run. Loading an earlier checkpoint with its optimizer leaves the later ones behind: the next
@@ -102,7 +102,7 @@ class Checkpoints:
         return self.files.path(step)
 
     def latest(self) -> Path | None:
-        """By its name; whether its files are as they were written, `last_intact` finds out."""
+        """The last one by its name; its files are not verified, as `last_intact` does."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
@@ -115,8 +115,16 @@ class Checkpoints:
     def check(
         self, model: ShardedModel, optimizer: torch.optim.Optimizer, step: int | None = 0
     ) -> None:
-        """Before training, at `step`: whatever could not be saved later is refused now, by name.
-        Without a step the folder is not looked at: it is not known yet. A collective."""
+        """Refuses, before training, what could not be saved later.
+
+        Args:
+            model: to be saved.
+            optimizer: of its dense parameters.
+            step: where training begins. None leaves the folder unchecked.
+
+        Raises:
+            ValueError: names what a checkpoint cannot hold, or checkpoints ahead of `step`.
+        """
         if step is not None:
             self._run_on_rank_0(lambda: self._refuse_ahead(step))
 
@@ -257,7 +265,7 @@ class Checkpoints:
     def _refuse_diverged(
         self, step: int, tensors: Mapping[str, Tensor], untrained: Collection[str]
     ) -> None:
-        if name := first_not_finite(tensors, untrained):
+        if name := find_not_finite(tensors, untrained):
             raise NotFinite(
                 f"{name} is not finite at step {step}, which is therefore not saved: "
                 "the checkpoints before it stay"

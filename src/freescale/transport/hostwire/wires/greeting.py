@@ -1,0 +1,114 @@
+"""Accepts connections at a rank's socket, all beside each other: a caller that connects and says
+nothing holds nobody up.
+
+Anybody who reaches the socket can call. Each caller has a moment to say who it is, and only so many
+may take it at a time; if more come, the one that has been silent longest goes.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+_GREETING_SECONDS = 2.0  # seconds that a caller has for its greeting
+_MAX_SILENT = 128  # that may be silent at a time, beside the ranks that are waited for
+
+
+@dataclass
+class Caller:
+    """What it said, with the files that it sent along. Whoever gets it from `accept_callers` closes
+    what it does not keep."""
+
+    connection: socket.socket
+    until: float
+    hello: bytes = b""
+    files: list[int] = field(default_factory=list)
+
+    def close(self) -> None:
+        self.connection.close()
+        self.drop_files()
+
+    def drop_files(self) -> None:
+        for file in self.files:
+            os.close(file)
+        self.files = []
+
+
+def accept_callers(
+    listener: socket.socket,
+    size: int,
+    ranks: int,
+    end: float,
+    welcome: Callable[[socket.socket], bool] = lambda _: True,
+) -> Generator[Caller, None, None]:
+    """Yields callers as they complete their greeting.
+
+    Args:
+        listener: a socket that listens.
+        size: bytes of a greeting.
+        ranks: callers that are expected.
+        end: of the monotonic clock.
+        welcome: callers that it refuses are sent away before they say anything.
+
+    Raises:
+        TimeoutError: at `end`.
+    """
+    listener.setblocking(False)
+    silent: dict[int, Caller] = {}  # by descriptor, in the order in which they came
+    watched = select.poll()  # not select(), which takes no descriptor above 1,023
+    watched.register(listener, select.POLLIN)
+
+    def forget(number: int) -> Caller:
+        watched.unregister(number)
+        return silent.pop(number)
+
+    try:
+        while (now := time.monotonic()) < end:
+            for number in [number for number, caller in silent.items() if caller.until <= now]:
+                forget(number).close()
+            next_ = min([end, *(caller.until for caller in silent.values())])
+            ready = {number for number, _ in watched.poll(1e3 * max(0.001, next_ - now))}
+            # before anybody else is let in
+            for number in [number for number in silent if number in ready]:
+                if not _read_greeting(silent[number], size):
+                    forget(number).close()
+                elif len(silent[number].hello) == size:
+                    yield forget(number)
+            if listener.fileno() in ready and (called := _accept(listener)) is not None:
+                if not welcome(called):
+                    called.close()
+                    continue
+                if len(silent) >= ranks + _MAX_SILENT:
+                    forget(next(iter(silent))).close()
+                silent[called.fileno()] = Caller(called, time.monotonic() + _GREETING_SECONDS)
+                watched.register(called, select.POLLIN)
+        raise TimeoutError("nobody called in time")
+    finally:
+        for caller in silent.values():
+            caller.close()
+
+
+def _accept(listener: socket.socket) -> socket.socket | None:
+    try:
+        called, _ = listener.accept()
+    except (BlockingIOError, ConnectionAbortedError):  # it has left again
+        return None
+    called.setblocking(False)
+    return called
+
+
+def _read_greeting(caller: Caller, size: int) -> bool:
+    """Reads what the caller has said. Whether it is still there."""
+    try:
+        part, files, _, _ = socket.recv_fds(caller.connection, size - len(caller.hello), 1)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    caller.files += files
+    caller.hello += part
+    return bool(part) and len(caller.files) <= 1
