@@ -72,6 +72,14 @@ def pipeline_of(model, transport=None, **options):
         ("norm", True, "module 'norm' is a BatchNorm1d"),
         ("negatives", False, r"samples depend on each other \(batch norm, in-batch negatives"),
     ],
+    ids=[
+        "weighted mean",
+        "mean of samples",
+        "mean with dropout",
+        "batch norm",
+        "batch norm with dropout",
+        "in-batch negatives",
+    ],
 )
 def test_what_is_no_sum_over_samples_is_refused(form, dropout, message, schedule):
     pipeline = pipeline_of(Pooled(form, dropout), schedule=schedule)

@@ -45,7 +45,8 @@ sys.meta_path.insert(0, Block())
 import freescale
 for name in {CORE}:
     __import__(name)
-[getattr(freescale, name) for name in freescale.__all__ if name not in ("data", "Trainer")]
+DATA = ("data", "Trainer", "ConsoleProgress")
+[getattr(freescale, name) for name in freescale.__all__ if name not in DATA]
 """)
 
 
@@ -73,6 +74,7 @@ def test_an_unknown_name_is_no_attribute():
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = freescale.Nothing
     assert (Path(freescale.__file__).parent / "py.typed").exists()
+    assert '"py.typed"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py")]
