@@ -25,12 +25,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from results import claim, gpu_name, spread, write  # noqa: E402
+from results import claim, get_gpu_name, spread, write  # noqa: E402
 
 import freescale  # noqa: E402
 from freescale.balance.balancer import Balancer  # noqa: E402
 from freescale.balance.cost import CostModel  # noqa: E402
-from freescale.balance.partitioners.registry import PARTITIONERS  # noqa: E402
+from freescale.balance.partitioners.lookup import PARTITIONERS  # noqa: E402
 from freescale.batch import Jagged, SequenceBatch  # noqa: E402
 from freescale.ledger.collector import Collector  # noqa: E402
 from freescale.ledger.ledger import Ledger  # noqa: E402
@@ -131,7 +131,7 @@ class Arm:
             torch.optim.AdamW(parallel.dense_parameters(), lr=1e-3),
             schedule="serial",
             precision="bf16" if device.type == "cuda" else "fp32",
-            balancer=self.balancer,
+            balance=self.balancer,
         )
         self.steps = self.pipeline.run(data)
         # bytes on the GPU: between steps, and at most beside that in a step
@@ -254,7 +254,7 @@ def report(
                     at_least=False,
                 )
             )
-    testbed = gpu_name() if device == "cuda" else "cpu"
+    testbed = get_gpu_name() if device == "cuda" else "cpu"
     copied = {"commit": commit} if commit else {}
     write(
         f"balance-measured-{world}ranks",

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.ranks import run_ranks
 
-from freescale.ledger.ledger import Ledger, Side
+from freescale.ledger.ledger import Ledger, ThreadLedger
 from freescale.transport.api import TransportError
 from freescale.transport.channel_pool import ChannelPool, ExchangeCount
 from freescale.transport.connect import connect
@@ -74,7 +74,7 @@ def _swept(transport, wire):
     made = _over(transport, wire)
     found, used = [], []
     for number in range(6):
-        sides = [Side(made.ledger, name) for name in ("ahead", "urgent", "input")]
+        sides = [ThreadLedger(made.ledger, name) for name in ("ahead", "urgent", "input")]
         channels = [made.channel(side, urgent=side.name == "urgent") for side in sides]
         found.append(all(_exchanged(channel, number) for channel in channels))
         assert [channel.ledger for channel in channels] == sides and all(
@@ -106,7 +106,7 @@ def test_a_sweep_takes_no_more_than_its_first_turn(wire):
 
 def _failed(transport, wire):
     made = _over(transport, wire, seconds=3.0)
-    sides = [Side(made.ledger, name) for name in ("first", "second", "third", "fourth")]
+    sides = [ThreadLedger(made.ledger, name) for name in ("first", "second", "third", "fourth")]
     lost, good = made.channel(sides[0]), made.channel(sides[1])
     assert _exchanged(good, 1)
     if made.rank == 0:  # it waits for what rank 1 never sends
@@ -126,10 +126,10 @@ def test_a_channel_that_failed_on_one_rank_is_used_again_by_none(wire):
 
 def _under_way(transport):
     made = _over(transport, "shared memory")
-    channel = made.channel(Side(made.ledger, "first"))
+    channel = made.channel(ThreadLedger(made.ledger, "first"))
     handle = channel.all_to_all(torch.zeros(2), [1, 1], [1, 1], "rows")
     made.release(channel)  # before anybody waited for it
-    other = made.channel(Side(made.ledger, "second"))
+    other = made.channel(ThreadLedger(made.ledger, "second"))
     del handle
     return other is channel, _exchanged(other, 1)
 
@@ -167,4 +167,4 @@ def test_ranks_that_release_in_another_order_agree():
 
 def test_one_process_has_nothing_to_release():
     local = LocalTransport()
-    local.release(local.channel(Side(local.ledger, "ahead")))
+    local.release(local.channel(ThreadLedger(local.ledger, "ahead")))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.ranks import gather_ranks, run_ranks
 
-from freescale.ledger.ledger import Ledger, Side
+from freescale.ledger.ledger import Ledger, ThreadLedger
 from freescale.transport.api import TransportError
 from freescale.transport.choice import choose_transport
 from freescale.transport.hostwire import opening
@@ -46,7 +46,7 @@ def _mixed(transport, wire, messages, delays):
     at random."""
     wire = hostwire(transport, wire)
     channels = [
-        wire.channel(Side(wire.ledger, name), urgent=name == "urgent")
+        wire.channel(ThreadLedger(wire.ledger, name), urgent=name == "urgent")
         for name in ("bulk", "urgent")
     ]
     threads, errors = [], []
@@ -216,7 +216,7 @@ def test_bytes_and_path_are_in_the_ledger(wire):
 
 def _fails(transport, wire, how):
     wire = hostwire(transport, wire, seconds=4.0)
-    lane = wire.channel(Side(wire.ledger, "urgent"), urgent=True)
+    lane = wire.channel(ThreadLedger(wire.ledger, "urgent"), urgent=True)
     world, size = wire.world, 50_000
     lane.all_to_all(torch.zeros(size * world), [size] * world, [size] * world, "rows").wait()
     begin = time.monotonic()
@@ -254,7 +254,7 @@ def test_a_lost_rank_is_an_error_on_all_others(wire, how):
 def _closed(transport, wire):
     """A thread waits for a rank that does nothing, and another closes the transport."""
     wire = hostwire(transport, wire, seconds=30.0)
-    lane = wire.channel(Side(wire.ledger, "ahead"))
+    lane = wire.channel(ThreadLedger(wire.ledger, "ahead"))
     caught = []
 
     def wait():
@@ -288,7 +288,7 @@ def test_closing_wakes_a_thread_that_waits():
 def _idle(transport, wire):
     """Processor time of a rank that waits a second for another."""
     wire = hostwire(transport, wire)
-    lane = wire.channel(Side(wire.ledger, "ahead"))
+    lane = wire.channel(ThreadLedger(wire.ledger, "ahead"))
     lane.all_to_all(torch.zeros(wire.world), [1] * wire.world, [1] * wire.world, "rows").wait()
     wire.gather_bytes(b"")
     if wire.rank:
@@ -319,7 +319,7 @@ def _one_is_late(transport, wire):
     made = HostwireTransport(
         "cpu", Ledger(), transport.group, transport.control, wire, timeout=timedelta(seconds=30)
     )
-    lane, size = made.channel(Side(made.ledger, "ahead")), 20_000_000
+    lane, size = made.channel(ThreadLedger(made.ledger, "ahead")), 20_000_000
     lane.all_to_all(torch.zeros(3, dtype=torch.uint8), [1] * 3, [1] * 3, "rows").wait()
     made.gather_bytes(b"")
     sent = torch.full((3 * size,), made.rank, dtype=torch.uint8)
@@ -405,8 +405,8 @@ def _slow_rank(transport, wire):
     """A rank's urgent traffic waits for another's, which comes after the bulk that this rank still
     has to send."""
     wire = hostwire(transport, wire)
-    bulk = wire.channel(Side(wire.ledger, "ahead"))
-    urgent = wire.channel(Side(wire.ledger, "urgent"), urgent=True)
+    bulk = wire.channel(ThreadLedger(wire.ledger, "ahead"))
+    urgent = wire.channel(ThreadLedger(wire.ledger, "urgent"), urgent=True)
     world, size = wire.world, 2_000_000
     given = torch.full((size * world,), float(wire.rank))
     slow = wire.rank == 1

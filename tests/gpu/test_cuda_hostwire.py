@@ -21,7 +21,7 @@ carrier, rank = sys.argv[1], int(os.environ["RANK"])
 in_python = carrier == "python" or (carrier == "mixed" and rank % 2)
 os.environ["FREESCALE_ENGINE"] = "0" if in_python else "1"
 import freescale
-from freescale.ledger.ledger import Side
+from freescale.ledger.ledger import ThreadLedger
 from freescale.transport.hostwire import opening
 machines = {"streams": 1, "two machines": 2}.get(carrier, 0)  # ranks of each; 0: all
 if machines:
@@ -31,7 +31,7 @@ transport = freescale.connect(torch.device("cuda:0"), timeout=20.0, transport=na
 paths = ("shared memory", "tcp", "shared memory and tcp")
 assert transport.describe_path() == "hostwire: " + paths[machines]
 assert type(transport._channel).__name__ == ("PythonChannel" if in_python else "EngineChannel")
-lane = transport.channel(Side(transport.ledger, "lane"))
+lane = transport.channel(ThreadLedger(transport.ledger, "lane"))
 world = transport.world
 assert transport.rank == rank
 

@@ -122,7 +122,7 @@ def test_without_a_home_the_cache_is_beside_temporary_files(tmp_path, monkeypatc
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = folders.cache_folder()
+    folder = folders.find_cache_folder()
     assert (
         folder == tmp_path / f"freescale-{os.getuid()}" and folder.stat().st_mode & 0o777 == 0o700
     )
@@ -130,7 +130,7 @@ def test_without_a_home_the_cache_is_beside_temporary_files(tmp_path, monkeypatc
     assert made is not None and not why
     folder.chmod(0o777)
     with pytest.raises(ValueError, match="others may write to it.*--cache"):
-        folders.cache_folder()
+        folders.find_cache_folder()
     made, why = compiled.compile_and_load("engine", load)
     assert made is None and "others may write to it" in why
 
@@ -139,7 +139,7 @@ def test_without_a_home_the_cache_is_beside_temporary_files(tmp_path, monkeypatc
 def test_a_cache_of_another_user_is_not_taken(kept, tmp_path):
     kept.mkdir(parents=True)
     os.chown(kept, 65534, 65534)
-    assert folders.cache_folder() == tmp_path / "temporary" / f"freescale-{os.getuid()}"
+    assert folders.find_cache_folder() == tmp_path / "temporary" / f"freescale-{os.getuid()}"
 
 
 @pytest.mark.parametrize("name", ["gcc", "clang"])

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from freescale.ledger.ledger import Ledger, Side
+from freescale.ledger.ledger import Ledger, ThreadLedger
 
 
 class TransportError(RuntimeError):
@@ -63,7 +63,7 @@ class Transport(Protocol):
     rank: int
     world: int
     device: torch.device
-    ledger: Ledger | Side
+    ledger: Ledger | ThreadLedger
     lines: int
     about: str
 
@@ -140,7 +140,7 @@ class Transport(Protocol):
             TransportError: a rank died or fell silent.
         """
 
-    def channel(self, ledger: Side, urgent: bool = False) -> Transport:
+    def channel(self, ledger: ThreadLedger, urgent: bool = False) -> Transport:
         """Opens another transport over the same ranks, for another thread. A collective.
 
         Its traffic neither waits for this transport's nor holds it up. It carries all_to_all,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from freescale.ledger.ledger import Ledger, Side
+from freescale.ledger.ledger import Ledger, ThreadLedger
 from freescale.transport.api import Transport
 
 
@@ -31,13 +31,13 @@ class LocalTransport:
     about = "transport local (one process)"
 
     def __init__(
-        self, device: torch.device | str = "cpu", ledger: Ledger | Side | None = None
+        self, device: torch.device | str = "cpu", ledger: Ledger | ThreadLedger | None = None
     ) -> None:
         self.device = torch.device(device)
-        self.ledger: Ledger | Side = ledger or Ledger(self.device)
+        self.ledger: Ledger | ThreadLedger = ledger or Ledger(self.device)
 
     def _record(self, tensor: Tensor, kind: str) -> _Done:
-        with self.ledger.arrive(kind, 0, 0, "local").wait():
+        with self.ledger.begin_collective(kind, 0, 0, "local").wait():
             return _Done(tensor)
 
     def all_to_all(
@@ -58,7 +58,7 @@ class LocalTransport:
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload]
 
-    def channel(self, ledger: Side, urgent: bool = False) -> LocalTransport:
+    def channel(self, ledger: ThreadLedger, urgent: bool = False) -> LocalTransport:
         return LocalTransport(self.device, ledger)
 
     def release(self, channel: Transport) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from freescale.ledger.ledger import Arrival, Ledger, Side
+from freescale.ledger.ledger import Collective, Ledger, ThreadLedger
 from freescale.streams import current_stream
 from freescale.transport.api import Handle, Transport, TransportError
 from freescale.transport.channel_pool import ChannelPool, ExchangeCount
@@ -58,20 +58,20 @@ class _Pending:
     def __init__(
         self,
         start: Callable[[], Started],
-        arrival: Arrival,
+        collective: Collective,
         describe: str,
         exchanges: ExchangeCount,
     ) -> None:
-        self._arrival, self._describe, self._exchanges = arrival, describe, exchanges
+        self._collective, self._describe, self._exchanges = collective, describe, exchanges
         exchanges.begun += 1
-        self.path, self.bytes = arrival.path, arrival.sent
+        self.path, self.bytes = collective.path, collective.sent
         self._started: Started | None = call_guarded(start, describe)
 
     def wait(self, host: bool = False) -> Tensor:
         """Once: what was sent, and the result but for the caller, are free afterwards."""
         assert self._started is not None, "a collective is waited for once"
         (work, result), self._started = self._started, None
-        with self._arrival.wait():
+        with self._collective.wait():
             call_guarded(work.wait, self._describe)
             if host and result.device.type == "cuda":
                 current_stream(result.device).synchronize()
@@ -91,7 +91,7 @@ class ProcessGroupTransport:
     def __init__(
         self,
         device: torch.device | str = "cpu",
-        ledger: Ledger | Side | None = None,
+        ledger: Ledger | ThreadLedger | None = None,
         group: dist.ProcessGroup | None = None,
         control: dist.ProcessGroup | None = None,
         owner: bool = False,
@@ -111,7 +111,7 @@ class ProcessGroupTransport:
         self.group: dist.ProcessGroup = world
         self.control: dist.ProcessGroup = control if control is not None else world
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.ledger: Ledger | Side = ledger or Ledger(self.device)
+        self.ledger: Ledger | ThreadLedger = ledger or Ledger(self.device)
 
     def _group(self, tensor: Tensor, kind: str) -> dist.ProcessGroup:
         """What is planned on the host travels beside the rows, not behind them, and never waits for
@@ -121,10 +121,10 @@ class ProcessGroupTransport:
     def _begin(
         self, kind: str, sent: int, received: int, path: str, start: Callable[[], Started]
     ) -> _Pending:
-        arrival = self.ledger.arrive(kind, sent, received, path)
+        collective = self.ledger.begin_collective(kind, sent, received, path)
         return _Pending(
             start,
-            arrival,
+            collective,
             (f"rank {self.rank}: exchange of {kind} ({sent:,} bytes out, {received:,} in)"),
             self.exchanges,
         )
@@ -229,7 +229,7 @@ class ProcessGroupTransport:
         dist.all_gather(parts, tensor, group=self.control)
         return parts
 
-    def channel(self, ledger: Side, urgent: bool = False) -> ProcessGroupTransport:
+    def channel(self, ledger: ThreadLedger, urgent: bool = False) -> ProcessGroupTransport:
         made, lost = self._channels.reuse(urgent, self.gather_bytes)
         for channel in lost:
             channel._abandon()
@@ -248,7 +248,7 @@ class ProcessGroupTransport:
         """Of a channel that failed. Groups stay until the transport closes: gloo would wait here
         for what is under way."""
 
-    def _open_channel(self, ledger: Side, urgent: bool) -> ProcessGroupTransport:
+    def _open_channel(self, ledger: ThreadLedger, urgent: bool) -> ProcessGroupTransport:
         """Groups of its own: connections and threads of its own."""
         ranks = dist.get_process_group_ranks(self.group)
         lines = [

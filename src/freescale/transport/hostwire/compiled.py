@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from freescale.folders import cache_folders, opened
+from freescale.folders import list_cache_folders, open_own_folder
 
 FLAGS = ("-O2", "-shared", "-fPIC")
 SOURCES = Path(__file__).with_name("csrc")
@@ -50,9 +50,9 @@ def compile_and_load(name: str, load: Callable[[str], _T]) -> tuple[_T | None, s
     if compiler is None:
         return None, "no C compiler (cc, gcc, clang or CC)"
     reasons = []
-    for folder in cache_folders():
+    for folder in list_cache_folders():
         try:
-            return _load_cached(name, opened(folder), compiler, load), ""
+            return _load_cached(name, open_own_folder(folder), compiler, load), ""
         except subprocess.CalledProcessError as error:
             lines = error.stderr.decode(errors="replace").strip().splitlines() or [str(error)]
             reasons.append(f"{compiler} failed: {lines[0]}")

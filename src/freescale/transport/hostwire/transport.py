@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freescale.config import TrainConfig
-from freescale.ledger.ledger import Arrival, Ledger, Side
+from freescale.ledger.ledger import Collective, Ledger, ThreadLedger
 from freescale.transport.channel_pool import ExchangeCount
 from freescale.transport.hostwire.bindings import explain_missing_engine, load_engine
 from freescale.transport.hostwire.channel import Channel, ChannelTransfer
@@ -42,16 +42,16 @@ class Pending:
         transfer: ChannelTransfer,
         sent: Tensor,
         output: Tensor,
-        arrival: Arrival,
+        collective: Collective,
         exchanges: ExchangeCount,
     ) -> None:
-        self._transfer, self._sent, self._output, self._arrival = transfer, sent, output, arrival
-        self.path, self.bytes = arrival.path, arrival.sent
+        self._transfer, self._sent, self._output, self._collective = transfer, sent, output, collective
+        self.path, self.bytes = collective.path, collective.sent
         self._exchanges: ExchangeCount | None = exchanges
         exchanges.begun += 1
 
     def wait(self, host: bool = False) -> Tensor:
-        with self._arrival.wait():
+        with self._collective.wait():
             self._transfer.wait()
             if host and self._transfer.arrived is not None:
                 self._transfer.arrived.synchronize()
@@ -84,7 +84,7 @@ class HostwireTransport(ProcessGroupTransport):
     def __init__(
         self,
         device: torch.device | str,
-        ledger: Ledger | Side,
+        ledger: Ledger | ThreadLedger,
         group: dist.ProcessGroup,
         control: dist.ProcessGroup,
         wire: str = "gloo",
@@ -132,7 +132,7 @@ class HostwireTransport(ProcessGroupTransport):
                 seconds,
             )
         return PythonChannel(
-            self.ledger.name if isinstance(self.ledger, Side) else "main",
+            self.ledger.name if isinstance(self.ledger, ThreadLedger) else "main",
             self.rank,
             self.device,
             self._wires.for_python(),
@@ -178,18 +178,18 @@ class HostwireTransport(ProcessGroupTransport):
         output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
         row = tensor.element_size() * math.prod(tensor.shape[1:])
         sent, received = (row * (sum(sizes) - sizes[self.rank]) for sizes in (send, receive))
-        arrival = self.ledger.arrive(kind, sent, received, self._path_name)
+        collective = self.ledger.begin_collective(kind, sent, received, self._path_name)
         transfer = self._channel.all_to_all(kind, self._urgent, tensor, send, output, receive)
-        return Pending(transfer, tensor, output, arrival, self.exchanges)
+        return Pending(transfer, tensor, output, collective, self.exchanges)
 
     def all_gather(self, tensor: Tensor, kind: str) -> Pending:
         tensor = tensor.contiguous()
         output = tensor.new_empty((self.world, *tensor.shape))
         output[self.rank].copy_(tensor)
         size = tensor.numel() * tensor.element_size() * (self.world - 1)
-        arrival = self.ledger.arrive(kind, size, size, self._path_name)
+        collective = self.ledger.begin_collective(kind, size, size, self._path_name)
         transfer = self._channel.all_gather(kind, self._urgent, tensor, output)
-        return Pending(transfer, tensor, output, arrival, self.exchanges)
+        return Pending(transfer, tensor, output, collective, self.exchanges)
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         """Of a channel over the channel: the thread that has the process group is another."""
@@ -197,7 +197,7 @@ class HostwireTransport(ProcessGroupTransport):
             return list(self.all_gather(tensor, "counts").wait())
         return super()._gather(tensor)
 
-    def _open_channel(self, ledger: Side, urgent: bool) -> HostwireTransport:
+    def _open_channel(self, ledger: ThreadLedger, urgent: bool) -> HostwireTransport:
         assert self._timeout is not None
         return HostwireTransport(
             self.device,

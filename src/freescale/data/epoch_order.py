@@ -1,0 +1,56 @@
+"""The order of the samples in an epoch: a pure function of (seed, epoch) and the sizes of the row
+groups."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from freescale.batch import compute_offsets, concat_ranges
+from freescale.random import derive, hash_name
+
+_GROUPS, _ROWS = hash_name("order of row groups"), hash_name("order of rows")
+
+
+class EpochOrder:
+    """Row groups are permuted, then rows inside windows of `window` consecutive permuted row
+    groups.
+
+    A reader that holds one window reads every row group once per epoch. Memory: O(row groups) and
+    two windows.
+    """
+
+    def __init__(self, starts: Tensor, *, seed: int, shuffle: bool, window: int):
+        self.starts = starts  # [groups + 1]: first sample of each row group
+        self.seed, self.shuffle, self.window = seed, shuffle, window
+        self._sizes = starts[1:] - starts[:-1]
+        self.groups = lru_cache(2)(self._groups)
+        self._shuffled_window = lru_cache(2)(self._shuffle_window)
+
+    def _groups(self, epoch: int) -> Tensor:
+        """Row groups in the order in which the epoch reads them."""
+        numbers = torch.arange(len(self._sizes))
+        if not self.shuffle:
+            return numbers
+        return torch.argsort(derive(self.seed, _GROUPS, epoch, numbers), stable=True)
+
+    def _shuffle_window(self, epoch: int, number: int) -> Tensor:
+        groups = self.groups(epoch)[number * self.window : (number + 1) * self.window]
+        samples = concat_ranges(self.starts[groups], self._sizes[groups])
+        return samples[torch.argsort(derive(self.seed, _ROWS, epoch, samples), stable=True)]
+
+    def samples(self, epoch: int, first: int, last: int) -> Tensor:
+        """Sample indices at positions [first, last) of the epoch."""
+        if not self.shuffle:
+            return torch.arange(first, last)
+        ends = compute_offsets(self._sizes[self.groups(epoch)])  # [groups + 1]
+        edges = torch.cat([ends[: -1 : self.window], ends[-1:]])  # [windows + 1]
+        low = int(torch.searchsorted(edges, first, right=True)) - 1
+        parts = [torch.empty(0, dtype=torch.int64)]
+        while low + 1 < len(edges) and int(edges[low]) < last:
+            start = int(edges[low])
+            parts.append(self._shuffled_window(epoch, low)[max(first - start, 0) : last - start])
+            low += 1
+        return torch.cat(parts)
