@@ -100,7 +100,7 @@ def test_too_few_are_an_error_before_the_ranks_meet(monkeypatch):
     }.items():
         monkeypatch.setenv(name, str(value))
     # a hard limit cannot be raised again
-    monkeypatch.setattr(sys.modules[connect.__module__], "raised", lambda: 4096)
+    monkeypatch.setattr(sys.modules[connect.__module__], "raise_limit", lambda: 4096)
     with pytest.raises(
         ValueError,
         match=(
