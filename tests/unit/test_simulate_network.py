@@ -126,7 +126,7 @@ def test_impossible_networks_are_refused(changed, words):
 
 def test_gpus_must_fill_their_nodes():
     with pytest.raises(ValueError, match="7 GPUs do not fill nodes of 2"):
-        network().check(7)
+        network().check_ranks(7)
     network().check(1)
     network().check(6)
 
