@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from results import claim, get_gpu_name, spread, write  # noqa: E402
 
 from freescale.balance.cost import CostModel  # noqa: E402
-from freescale.balance.partitioners.registry import PARTITIONERS, find_partitioner  # noqa: E402
+from freescale.balance.partitioners.lookup import PARTITIONERS, find_partitioner  # noqa: E402
 from freescale.balance.problem import Assignment, Partitioner, Problem, assign  # noqa: E402
 
 MEDIANS, CAPS = (3000, 800), (4096, 8192, 21_000)

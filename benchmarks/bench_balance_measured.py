@@ -30,7 +30,7 @@ from results import claim, get_gpu_name, spread, write  # noqa: E402
 import freescale  # noqa: E402
 from freescale.balance.balancer import Balancer  # noqa: E402
 from freescale.balance.cost import CostModel  # noqa: E402
-from freescale.balance.partitioners.registry import PARTITIONERS  # noqa: E402
+from freescale.balance.partitioners.lookup import PARTITIONERS  # noqa: E402
 from freescale.batch import Jagged, SequenceBatch  # noqa: E402
 from freescale.ledger.collector import Collector  # noqa: E402
 from freescale.ledger.ledger import Ledger  # noqa: E402
@@ -131,7 +131,7 @@ class Arm:
             torch.optim.AdamW(parallel.dense_parameters(), lr=1e-3),
             schedule="serial",
             precision="bf16" if device.type == "cuda" else "fp32",
-            balancer=self.balancer,
+            balance=self.balancer,
         )
         self.steps = self.pipeline.run(data)
         # bytes on the GPU: between steps, and at most beside that in a step

@@ -45,7 +45,7 @@ def _hostwire(base: ProcessGroupTransport, wire: str) -> tuple[Pair, str, int]:
         over.channel(ThreadLedger(over.ledger, name), urgent=name == "urgent")
         for name in ("bulk", "urgent")
     )
-    return pair, over.path_of(), over.piece  # type: ignore[return-value]
+    return pair, over.describe_path(), over.piece  # type: ignore[return-value]
 
 
 def _send(transport: Any, size: int, world: int) -> Any:

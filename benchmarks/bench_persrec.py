@@ -70,10 +70,10 @@ def requests(name: str) -> list[dict[str, Any]]:
     )
     with torch.no_grad():
         memory = cut.compress(old)
-        rows = full.catalogue(full.item.weight)
+        rows = full.encode_items(full.item.weight)
         work = {
-            "full": lambda: full.queries(batch) @ rows.T,
-            "segments, compressed before": lambda: cut.queries(recent, memory) @ rows.T,
+            "full": lambda: full.encode_queries(batch) @ rows.T,
+            "segments, compressed before": lambda: cut.encode_queries(recent, memory) @ rows.T,
             "segments, compression": lambda: cut.compress(old),
         }
         operations = {arm: _counted(function) for arm, function in work.items()}

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from results import claim, spread, write  # noqa: E402
 
 from freescale.balance.cost import CostModel  # noqa: E402
-from freescale.balance.partitioners.registry import PARTITIONERS  # noqa: E402
+from freescale.balance.partitioners.lookup import PARTITIONERS  # noqa: E402
 from freescale.balance.problem import Problem, assign  # noqa: E402
 from freescale.data.lengths import LengthDistribution  # noqa: E402
 from freescale.data.synthetic_draws import SyntheticSource  # noqa: E402

@@ -29,13 +29,13 @@ import freescale
 from freescale.batch import SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.prefetch import prefetch
-from freescale.embedding.parallelize import ShardedModel
+from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.merge import merge_step
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import Memory
 from freescale.train.build import evaluate_part, load_histories
-from freescale.train.learning_rate import learning_rate
+from freescale.train.learning_rate import build_learning_rate
 from freescale.transport.api import Transport
 from freescale.transport.local import LocalTransport
 
@@ -68,8 +68,8 @@ class Cut(Retrieval):
         self.lower, self.upper = nn.Linear(encoder.width, WIDE), nn.Linear(WIDE, encoder.width)
         self.exchange = freescale.ThresholdedExchange(LocalTransport(), keep)
 
-    def _encoded(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
-        events = super()._encoded(batch, memory)  # [tokens, width]
+    def encode_history(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
+        events = super().encode_history(batch, memory)  # [tokens, width]
         return events + self.upper(self.exchange(torch.relu(self.lower(events))))
 
 
@@ -137,7 +137,7 @@ def train(
         parallel,
         optimizer,
         schedule="serial",
-        learning_rate=learning_rate(settings.warmup, settings.decay, len(source)),
+        learning_rate=build_learning_rate(settings.warmup, settings.decay, len(source)),
         reducer=freescale.Thresholding(0.99, EVERY) if arm == GRADIENTS else None,
     )
     parallel.tables.place(source.batch(0))

@@ -41,7 +41,7 @@ from drawing import (
 from figure_simulate import over_lengths
 
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import PARTITIONERS
+from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.balance.problem import Problem, assign
 
 WIDTH, LEFT, ROW, GAP = 250, 60, 16, 30

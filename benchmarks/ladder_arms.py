@@ -15,7 +15,7 @@ from workload import Workload
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import find_partitioner
+from freescale.balance.partitioners.lookup import find_partitioner
 
 BASE, SPARSE_DIST = "TorchRec TrainPipelineBase", "TorchRec TrainPipelineSparseDist"
 SEMI_SYNC = "TorchRec TrainPipelineSemiSync"  # trains on stale rows; needs CUDA
@@ -32,7 +32,7 @@ def arm(
         rung = OURS[name]
         options = {
             "transport": rung.transport,
-            "balancer": _balancer(workload, rung, device),
+            "balance": _balancer(workload, rung, device),
             "dense_sums": rung.dense_sums,
         }
         return build(workload, rank, world, rung.schedule, device=device, **options)

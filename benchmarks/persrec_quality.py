@@ -178,13 +178,13 @@ def train(
 def recall(arm: str, model: Retrieval, data: Data, at: int = 10) -> float:
     """Share of held-out events among the `at` best of the catalogue. Outputs are causal: one pass
     answers for all of a user's."""
-    rows = model.catalogue(model.item.weight)
+    rows = model.encode_items(model.item.weight)
     found: list[Tensor] = []
     for users in _batches(np.arange(len(data.items))):
         items, times = data.items[users, HELD:], data.times[users, HELD:]
         batch = batch_of(arm, items, times, None, data.catalogue)
         outputs = (
-            model.catalogue(model._encoded(batch))
+            model.encode_items(model.encode_history(batch))
             .view(len(users), WINDOW, -1)[:, -HELD:]
             .flatten(0, 1)
         )

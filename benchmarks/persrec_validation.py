@@ -42,7 +42,7 @@ def expected(
     arm: str, model: Any, data: quality.Data, chances: np.ndarray, at: int = 10
 ) -> tuple[float, float]:
     """Of the last HELD events, and of the last one of the first segment."""
-    rows, sums = model.catalogue(model.item.weight), np.zeros(2)
+    rows, sums = model.encode_items(model.item.weight), np.zeros(2)
     for users in quality._batches(np.arange(len(data.items))):
         batch = quality.batch_of(
             arm,
@@ -51,7 +51,9 @@ def expected(
             None,
             data.catalogue,
         )
-        outputs = model.catalogue(model._encoded(batch)).view(len(users), quality.WINDOW, -1)
+        outputs = model.encode_items(model.encode_history(batch)).view(
+            len(users), quality.WINDOW, -1
+        )
         for i, part in enumerate(
             (outputs[:, -quality.HELD :], outputs[:, quality.SEGMENT - 1 : quality.SEGMENT])
         ):

@@ -9,22 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def offsets_of(lengths: Tensor) -> Tensor:
+def compute_offsets(lengths: Tensor) -> Tensor:
     """[n] lengths -> [n + 1] offsets."""
     offsets = lengths.new_zeros(lengths.numel() + 1)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
 
 
-def ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
+def concat_ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
     """Concatenated index ranges [starts[i], starts[i] + lengths[i]) -> [sum(lengths)]. Reads the
     device for their sum if no `total` is given."""
-    offsets = offsets_of(lengths)
+    offsets = compute_offsets(lengths)
     total = int(offsets[-1]) if total is None else total
     shift = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
     return torch.arange(total, device=lengths.device) + shift
@@ -58,7 +59,7 @@ class Jagged:
 
     @cached_property
     def offsets(self) -> Tensor:  # [samples + 1]
-        return offsets_of(self.lengths)
+        return compute_offsets(self.lengths)
 
     @cached_property
     def host_lengths(self) -> Tensor:  # [samples], on the CPU
@@ -83,7 +84,7 @@ class Jagged:
 
     def select(self, index: Tensor) -> Jagged:
         lengths = self.lengths[index]
-        return Jagged(self.values[ranges(self.offsets[:-1][index], lengths)], lengths)
+        return Jagged(self.values[concat_ranges(self.offsets[:-1][index], lengths)], lengths)
 
     def slice(self, start: int, stop: int) -> Jagged:
         """Samples [start, stop) as views: no copy of the values."""
@@ -132,7 +133,7 @@ class Nested:
 
     def select(self, index: Tensor) -> Nested:
         counts = self.counts[index]
-        inner = self.inner.select(ranges(self.outer.offsets[:-1][index], counts))
+        inner = self.inner.select(concat_ranges(self.outer.offsets[:-1][index], counts))
         return Nested(inner.values, inner.lengths, counts)
 
     def slice(self, start: int, stop: int) -> Nested:
@@ -200,7 +201,7 @@ class SequenceBatch:
         return parts
 
     def with_parts(self, parts: Mapping[str, Jagged | Nested | Tensor]) -> SequenceBatch:
-        columns: dict[str, dict] = {"s": {}, "c": {}, "d": {}, "w": {}, "k": {}}
+        columns: dict[str, dict[str, Any]] = {"s": {}, "c": {}, "d": {}, "w": {}, "k": {}}
         for name, part in parts.items():
             columns[name[0]][name[2:]] = part
         return replace(
@@ -325,3 +326,27 @@ class SequenceBatch:
                 counts, lengths = next(queue), next(queue)
                 parts[name] = Nested(next(queue), lengths, counts)
         return self.with_parts(parts)
+
+
+def check_is_batch(batch: object) -> SequenceBatch:
+    """The batch itself.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: its features are on different devices, or on the meta device.
+    """
+    if not isinstance(batch, SequenceBatch):
+        raise TypeError(
+            f"a batch is a freescale.SequenceBatch, not a {type(batch).__name__}: "
+            "SequenceBatch(sequences={...}, dense={...}, weights={...})"
+        )
+    devices = {
+        name[2:]: part.device if isinstance(part, Tensor) else part.values.device
+        for name, part in batch.parts().items()
+    }
+    if len(set(devices.values())) > 1 or torch.device("meta") in devices.values():
+        listed = ", ".join(f"{name or 'keys'} on {device}" for name, device in devices.items())
+        raise ValueError(
+            f"the batch is on several devices or on none ({listed}): put it on the CPU"
+        )
+    return batch

@@ -35,7 +35,7 @@ def pack(
     """
     edges = np.concatenate([[0], np.cumsum(np.asarray(counts, np.int64))])
     columns = [
-        column for part in batch.parts().values() for column in _selected(part, order, edges)
+        column for part in batch.parts().values() for column in _select_rows(part, order, edges)
     ]
     sizes = np.zeros((len(counts), len(columns)), np.int64)
     pieces: list[np.ndarray] = []
@@ -62,7 +62,7 @@ def unpack(like: SequenceBatch, message: Tensor, sizes: np.ndarray) -> SequenceB
     tensors = like.tensors()
     if sizes.ndim != 2 or sizes.shape[1] != len(tensors):
         raise ValueError(f"sizes of {sizes.shape[1:]} tensors do not fit a batch of {len(tensors)}")
-    bytes_each = sizes * np.array([_row_bytes(tensor) for tensor in tensors], np.int64)
+    bytes_each = sizes * np.array([_count_row_bytes(tensor) for tensor in tensors], np.int64)
     padded = -(-bytes_each // _ALIGNMENT) * _ALIGNMENT
     if message.dtype != torch.uint8 or int(padded.sum()) != message.numel() or (sizes < 0).any():
         raise ValueError(
@@ -89,7 +89,7 @@ def unpack(like: SequenceBatch, message: Tensor, sizes: np.ndarray) -> SequenceB
     return like.with_tensors(rebuilt)
 
 
-def schema_of(batch: SequenceBatch) -> str:
+def describe_schema(batch: SequenceBatch) -> str:
     """Names, kinds, dtypes and trailing shapes of a batch's features; empty if it has none."""
     columns = [
         [
@@ -104,7 +104,7 @@ def schema_of(batch: SequenceBatch) -> str:
     return json.dumps(columns) if columns else ""
 
 
-def empty_batch(schema: str) -> SequenceBatch:
+def build_empty_batch(schema: str) -> SequenceBatch:
     """No sample, with the features of a schema."""
     parts: dict[str, Jagged | Nested | Tensor] = {}
     none = torch.zeros(0, dtype=torch.int64)
@@ -120,11 +120,11 @@ def empty_batch(schema: str) -> SequenceBatch:
     return SequenceBatch().with_parts(parts)
 
 
-def _row_bytes(tensor: Tensor) -> int:
+def _count_row_bytes(tensor: Tensor) -> int:
     return torch.Size(tensor.shape[1:]).numel() * tensor.element_size()
 
 
-def _raw(tensor: Tensor) -> np.ndarray:
+def _view_as_numpy(tensor: Tensor) -> np.ndarray:
     """The values of a host tensor. What numpy has no dtype for is moved as integers of the same
     width."""
     if tensor.dtype in _FOREIGN:
@@ -132,26 +132,28 @@ def _raw(tensor: Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
-def _selected(
+def _select_rows(
     part: Jagged | Nested | Tensor, order: np.ndarray, edges: np.ndarray
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """The tensors of a column for the samples at `order`, each with its own edges of the parts."""
     if isinstance(part, Tensor):
-        return [(_raw(part)[order], edges)]
+        return [(_view_as_numpy(part)[order], edges)]
     if isinstance(part, Jagged):
         lengths = part.lengths.numpy()
-        index, chosen, ends = _ranges(lengths, order)
-        return [(chosen, edges), (_raw(part.values)[index], ends[edges])]
-    index, counts, ends = _ranges(part.counts.numpy(), order)
-    inner, lengths, inner_ends = _ranges(part.lengths.numpy(), index)
+        index, chosen, ends = _select_ranges(lengths, order)
+        return [(chosen, edges), (_view_as_numpy(part.values)[index], ends[edges])]
+    index, counts, ends = _select_ranges(part.counts.numpy(), order)
+    inner, lengths, inner_ends = _select_ranges(part.lengths.numpy(), index)
     return [
         (counts, edges),
         (lengths, ends[edges]),
-        (_raw(part.values)[inner], inner_ends[ends[edges]]),
+        (_view_as_numpy(part.values)[inner], inner_ends[ends[edges]]),
     ]
 
 
-def _ranges(lengths: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _select_ranges(
+    lengths: np.ndarray, order: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(indices of the values of the samples at `order`, their lengths, offsets [n + 1] among the
     chosen)."""
     starts = np.cumsum(lengths) - lengths

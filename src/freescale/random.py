@@ -17,16 +17,16 @@ _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical right shift: torch's >> keeps the sign."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
     """Scrambles each int64 of x, bijectively."""
-    x = (x ^ _shifted(x, 30)).mul_(_FIRST)
-    x = (x ^ _shifted(x, 27)).mul_(_SECOND)
-    return x.bitwise_xor_(_shifted(x, 31))
+    x = (x ^ _shift_right(x, 30)).mul_(_FIRST)
+    x = (x ^ _shift_right(x, 27)).mul_(_SECOND)
+    return x.bitwise_xor_(_shift_right(x, 31))
 
 
 def derive(key: Tensor | int, *counters: Tensor | int) -> Tensor:
@@ -38,7 +38,7 @@ def derive(key: Tensor | int, *counters: Tensor | int) -> Tensor:
     return result
 
 
-def key_of(text: str) -> int:
+def hash_name(text: str) -> int:
     """A stable int64 for a name (Python's hash() changes from process to process)."""
     value = 0xCBF29CE484222325
     for byte in text.encode():
@@ -49,33 +49,33 @@ def key_of(text: str) -> int:
 def uniform(keys: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """In [0, 1): as many bits as the type holds exactly, so that nothing is rounded up to 1."""
     bits = {torch.float64: 53, torch.float32: 24}[dtype]
-    return _shifted(keys, 64 - bits).to(dtype).mul_(2.0**-bits)
+    return _shift_right(keys, 64 - bits).to(dtype).mul_(2.0**-bits)
 
 
 def integers(keys: Tensor, bound: Tensor | int) -> Tensor:
     """In [0, bound). The bias of the remainder is below bound / 2^63."""
-    return _shifted(keys, 1) % bound
+    return _shift_right(keys, 1) % bound
 
 
 def normal(keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal by Box-Muller: one key, one number."""
     inner = torch.float64 if dtype == torch.float64 else torch.float32
     # 24 bits: exact in float32, never 0
-    first = _shifted(keys, 40).to(inner).add_(0.5).mul_(2.0**-24)
+    first = _shift_right(keys, 40).to(inner).add_(0.5).mul_(2.0**-24)
     second = keys.bitwise_and(0xFFFFFFFF).to(inner).mul_(2.0**-32)
     return first.log_().mul_(-2).sqrt_().mul_(second.mul_(2 * math.pi).cos_()).to(dtype)
 
 
-def keep_mask(keys: Tensor, width: int, probability: float) -> Tensor:
+def draw_keep_mask(keys: Tensor, width: int, probability: float) -> Tensor:
     """Bool [tokens, width], True with the given probability (to 1/65536), for token keys [tokens].
 
     Each hash yields four 16-bit draws: dropout would otherwise cost more than the layer it follows.
     """
     quads = -(-width // 4)
     draws = derive(keys[:, None], torch.arange(quads, device=keys.device))  # [tokens, quads]
-    return draws.view(torch.int16)[:, :width] < keep_threshold(probability)
+    return draws.view(torch.int16)[:, :width] < compute_keep_threshold(probability)
 
 
-def keep_threshold(probability: float) -> int:
-    """The 16-bit draws of `keep_mask`, signed, below this are kept."""
+def compute_keep_threshold(probability: float) -> int:
+    """The 16-bit draws of `draw_keep_mask`, signed, below this are kept."""
     return min(round(probability * 65536) - 32768, 32767)  # what int16 can be compared with

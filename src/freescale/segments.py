@@ -1,36 +1,39 @@
-"""Histories cut into segments (PerSRec, arXiv 2601.03479): who sees whom, counted and laid out.
-Pure arithmetic.
+"""Histories cut into segments (PerSRec, arXiv 2601.03479): who sees whom, as pure arithmetic.
 
-After each full segment of `length` events stand `tokens` learned tokens, here called summaries,
-since every row of a sequence is a token in these kernels. Later rows see a segment through its
-summaries alone:
+Each full segment of `length` events is followed by `tokens` learned tokens, called summaries. Later
+rows see a segment only through its summaries:
 
-    an event     sees the events of its own segment up to itself, and the summaries of all earlier segments
-    a summary    sees its whole segment, the summaries before it in its block, and those of all earlier segments
+    an event     sees its own segment up to itself, and the summaries of all earlier segments
+    a summary    sees its whole segment, the summaries before it in its block, and the summaries of
+                 all earlier segments
     a candidate  sees what the next event would see, and itself
 
-What is left after the last full segment is open: it has no summaries. A segment with its summaries
-attends like a sample of its own, causally; what it sees beyond itself is the first so many
+The events after the last full segment are open: they have no summaries. A segment with its
+summaries attends causally, like a sample of its own; beyond itself it sees a prefix of the
 summaries of its history. SiLU attention is a sum over keys, without a normalizer: the two parts are
-computed apart and added, what is not seen is not visited, and no mask is ever in memory.
+computed apart and added, pairs that do not see each other are not visited, and no mask is ever in
+memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from freescale.batch import HostSizes
 
-if TYPE_CHECKING:
-    from freescale.kernels.attention_checks import Sizes
-
 
 @dataclass(frozen=True)
 class Segments:
+    """How histories are cut.
+
+    Raises:
+        ValueError: If a segment has no event, or more summaries than events.
+    """
+
     length: int  # events of a segment
     tokens: int  # summaries after it
 
@@ -53,88 +56,49 @@ class Segments:
         return history // self.length
 
     def summaries(self, history: Any) -> Any:
+        """Summaries of histories of so many events: a number, an array or a tensor."""
         return self.closed(history) * self.tokens
 
     def pairs(self, history: np.ndarray, candidates: np.ndarray | int = 0) -> np.ndarray:
-        """[n] histories and candidates -> [n] float64: how many (query, key) pairs see each
-        other."""
+        """Counts the (query, key) pairs that see each other.
+
+        Args:
+            history: [n] events of each sample.
+            candidates: [n] candidates of each sample.
+
+        Returns:
+            [n] float64.
+        """
         history = np.asarray(history, np.float64)
         length, tokens, closed = self.length, self.tokens, history // self.length
         rest = history - closed * length
         earlier = closed * (closed - 1) / 2  # pairs of segments, one before the other
         within = closed * _triangle(self.period) + _triangle(rest)
         beyond = earlier * self.period * tokens + rest * closed * tokens
-        return within + beyond + candidates * (rest + closed * tokens + 1)
+        count: np.ndarray = within + beyond + candidates * (rest + closed * tokens + 1)
+        return count
 
-    def parts(self, sizes: Sizes) -> HostSizes:
-        """The segments of a batch as samples of their own, in the order of their rows: lengths with
-        the summaries, and candidates with the open parts. Segments without a row do not exist."""
-        closed = self.closed(sizes.history)
+    def split_rows(self, lengths: np.ndarray, history: np.ndarray) -> HostSizes:
+        """The segments of a batch as samples of their own, in the order of their rows.
+
+        Args:
+            lengths: [samples] int64 events and candidates of each sample.
+            history: [samples] int64 events before the candidates.
+
+        Returns:
+            Lengths with the summaries, and candidate counts: those of a sample belong to its open
+            part. Segments without a row are left out.
+        """
+        closed = self.closed(history)
         per_sample = closed + 1
         last = np.cumsum(per_sample) - 1  # the open part of each sample
-        lengths = np.full(int(per_sample.sum()), self.period, np.int64)
-        lengths[last] = sizes.lengths - closed * self.length
-        candidates = np.zeros_like(lengths)
-        candidates[last] = sizes.lengths - sizes.history
-        some = lengths > 0
-        return HostSizes(torch.from_numpy(lengths[some]), torch.from_numpy(candidates[some]))
+        rows = np.full(int(per_sample.sum()), self.period, np.int64)
+        rows[last] = lengths - closed * self.length
+        candidates = np.zeros_like(rows)
+        candidates[last] = lengths - history
+        some = rows > 0
+        return HostSizes(torch.from_numpy(rows[some]), torch.from_numpy(candidates[some]))
 
 
 def _triangle(rows: Any) -> Any:
     return rows * (rows + 1) / 2
-
-
-@dataclass(frozen=True)
-class SummaryPlan:
-    """Which rows see which summaries: row i of sample s the first (known + min(i // period,
-    closed)) * tokens of the sample's.
-
-    Rows lie sample after sample, and so do summaries: first those that were `known` before (kept
-    from an earlier run), then those of the sample's own segments. Arrays are [samples] int64 on the
-    host. `kept` holds what the kernels make of it."""
-
-    segments: Segments
-    lengths: np.ndarray  # rows
-    closed: np.ndarray  # own full segments
-    known: np.ndarray  # segments before the first row
-    kept: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> int:
-        return int(self.lengths.sum())
-
-    @property
-    def summaries(self) -> int:
-        return int(self.counts.sum())
-
-    @property
-    def counts(self) -> np.ndarray:
-        """[samples] summaries of each."""
-        return (self.known + self.closed) * self.segments.tokens
-
-    @property
-    def starts(self) -> tuple[np.ndarray, np.ndarray]:
-        """[samples] first row and first summary of each."""
-        return np.cumsum(self.lengths) - self.lengths, np.cumsum(self.counts) - self.counts
-
-    def blocks(self) -> np.ndarray:
-        """[blocks, 4] int64: first row, rows, first summary, summaries that they see; only where
-        both are some. The rows of a block see the same ones."""
-        per_sample = self.closed + 1
-        sample = np.repeat(np.arange(len(self.lengths)), per_sample)
-        # of the segment in its sample
-        number = np.arange(len(sample)) - (np.cumsum(per_sample) - per_sample)[sample]
-        period, tokens = self.segments.period, self.segments.tokens
-        row, summary = self.starts
-        rows = np.where(
-            number < self.closed[sample], period, self.lengths[sample] - number * period
-        )
-        table = np.column_stack(
-            [
-                row[sample] + number * period,
-                rows,
-                summary[sample],
-                (self.known[sample] + number) * tokens,
-            ]
-        )
-        return table[(table[:, 1] > 0) & (table[:, 3] > 0)]

@@ -16,7 +16,7 @@ from helpers.ranks import run_ranks
 
 from freescale.ledger.ledger import Ledger, ThreadLedger
 from freescale.transport.api import TransportError
-from freescale.transport.channel_pool import Channels, Use
+from freescale.transport.channel_pool import ChannelPool, ExchangeCount
 from freescale.transport.connect import connect
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
@@ -139,8 +139,8 @@ def test_a_channel_with_something_under_way_is_not_used_again():
 
 
 def test_a_channel_is_released_once_and_to_its_own_transport():
-    channels = Channels[str]()
-    channels.add("one", False, Use())
+    channels = ChannelPool[str]()
+    channels.add("one", False, ExchangeCount())
     assert channels.release("one")
     with pytest.raises(ValueError, match="released before"):
         channels.release("one")
@@ -149,20 +149,20 @@ def test_a_channel_is_released_once_and_to_its_own_transport():
 
 
 def test_ranks_that_release_in_another_order_agree():
-    ranks = [Channels[str]() for _ in range(2)]
+    ranks = [ChannelPool[str]() for _ in range(2)]
     for channels in ranks:
         for name, urgent in (("one", False), ("two", False), ("three", True)):
-            channels.add(name, urgent, Use(4, 4))
+            channels.add(name, urgent, ExchangeCount(4, 4))
     for channels, order in zip(ranks, (("two", "one", "three"), ("three", "two")), strict=True):
         for name in order:  # the second has not released "one" yet
             assert channels.release(name)
     said: list[bytes] = []
-    ranks[0].again(False, lambda payload: [said.append(payload) or payload])  # what it says
+    ranks[0].reuse(False, lambda payload: [said.append(payload) or payload])  # what it says
     ranks[0].release("one")
     both = [said[0], b'[{"1": 4, "2": 4}, []]']
-    assert [channels.again(False, lambda _: both)[0] for channels in ranks] == ["two", "two"]
-    assert [channels.again(False, lambda _: both)[0] for channels in ranks] == [None, None]
-    assert [channels.again(True, lambda _: both)[0] for channels in ranks] == ["three", "three"]
+    assert [channels.reuse(False, lambda _: both)[0] for channels in ranks] == ["two", "two"]
+    assert [channels.reuse(False, lambda _: both)[0] for channels in ranks] == [None, None]
+    assert [channels.reuse(True, lambda _: both)[0] for channels in ranks] == ["three", "three"]
 
 
 def test_one_process_has_nothing_to_release():

@@ -86,7 +86,7 @@ def expected():
     for seed, samples in ((0, 7), (1, 2)):
         batch = retrieval_batch(seed, samples)
         with torch.no_grad():
-            scores = model.queries(batch) @ model.catalogue(table).T
+            scores = model.encode_queries(batch) @ model.encode_items(table).T
         for row, target, weight in zip(
             scores, batch.dense["target"].tolist(), batch.weights["next_item"].tolist()
         ):
@@ -150,7 +150,7 @@ def test_ranking_metrics():
     for seed in range(3):
         batch = ranking_batch(seed)
         parallel.tables.fetch(parallel.tables.request([batch]), train=False)
-        guesses.append(parallel.module.predictions(batch).detach().float())
+        guesses.append(parallel.module.predict(batch).detach().float())
         labels.append(batch.sequences["labels"].values)
     for column, task in enumerate(("click", "like")):
         guess, label = torch.cat(guesses)[:, column], torch.cat(labels)[:, column]

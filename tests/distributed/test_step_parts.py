@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from functools import partial
 
 import pytest
 from helpers.collisions import batch_of, build, colliding, share_of
@@ -18,6 +19,7 @@ from freescale.ledger.merge import merge_step
 from freescale.ledger.record import CollectiveRecord
 from freescale.ledger.summary import Summary
 from freescale.ledger.waits import assign_waits
+from freescale.pipeline.staged import Staged
 
 HELD = 0.02  # seconds
 
@@ -32,11 +34,11 @@ def _slow_lane(transport, schedule, dense_sums):
         time.sleep(HELD)
         return collision_masks(current, following)
 
-    options = {"masks": masks} if schedule == "staged" else {}
-    parallel, pipeline = build(transport, schedule, dense_sums=dense_sums, **options)
+    made = partial(Staged, masks=masks) if schedule == "staged" else schedule
+    parallel, pipeline = build(transport, made, dense_sums=dense_sums)
     if schedule == "staged":
-        await_rows = pipeline._await_rows
-        pipeline._await_rows = lambda current: (waiting.set(), await_rows(current))
+        await_rows = pipeline.schedule._await_rows
+        pipeline.schedule._await_rows = lambda current: (waiting.set(), await_rows(current))
     batches = [
         share_of(batch_of(ids, number), transport)
         for number, ids in enumerate(colliding(0.3, steps=8))

@@ -236,10 +236,10 @@ rows = freescale.Adagrad(lr=0.1)
 parallel = freescale.parallelize(CudaClicks(), Clicks.ids, rows, transport=transport, placement="sharded", init_std=0.3)
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import find_partitioner
+from freescale.balance.partitioners.lookup import find_partitioner
 partitioner = sys.argv[2]
 balancer = None if partitioner == "none" else Balancer(find_partitioner(partitioner, "cuda"), CostModel.balanced_at(5), adapt=True)
-pipeline = freescale.Pipeline(parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2), clip=0.5, balancer=balancer)
+pipeline = freescale.Pipeline(parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2), clip=0.5, balance=balancer)
 batches = [rank_slice(clicks_batch(13, seed), transport.rank, transport.world) for seed in range(4)]
 losses = [r.loss for r in pipeline.run(batches)]
 from freescale.train.checkpoint import Checkpoints

@@ -6,13 +6,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers import segment_cases
+from helpers import segments_cases
 from helpers.attention_cases import compare, isolation
 
+from freescale.kernels.summary_plan import SummaryPlan
 from freescale.kernels.triton.attention import hstu_attention
 from freescale.kernels.triton.attention_plan import plan_attention
 from freescale.kernels.triton.summary_attention import summary_attention
-from freescale.segments import Segments, SummaryPlan
+from freescale.segments import Segments
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -160,10 +161,10 @@ def test_more_elements_than_32_bits_can_count():
 class TestSegments:
     LONG = [3000, 1, 0, 1024, 1025, 2100, 64], [900, 1, 0, 0, 1, 130, 0], [0, 3, 2, 0, 20, 1, 0]
 
-    @pytest.mark.parametrize("case", segment_cases.CASES)
+    @pytest.mark.parametrize("case", segments_cases.CASES)
     def test_cases_of_the_interpreter(self, case):
-        options = segment_cases.CASES[case]
-        errors = segment_cases.compare(device="cuda", **options)
+        options = segments_cases.CASES[case]
+        errors = segments_cases.compare(device="cuda", **options)
         # NaN fails
         assert all(error < LIMITS[options.get("dtype", "float32")] for error in errors.values()), (
             errors
@@ -173,16 +174,16 @@ class TestSegments:
     @pytest.mark.parametrize("widths", [(32, 32), (64, 64), (128, 128), (32, 128)])
     @pytest.mark.parametrize("dtype", LIMITS)
     def test_equals_the_plain_attention(self, dtype, widths, segment, tokens):
-        errors = segment_cases.compare(
+        errors = segments_cases.compare(
             self.LONG, segment, tokens, dtype=dtype, widths=widths, heads=3, device="cuda"
         )
         assert all(error < LIMITS[dtype] for error in errors.values()), errors
 
     def test_samples_do_not_reach_each_other(self):
-        assert segment_cases.isolation("cuda") == {"before": True, "after": True}
+        assert segments_cases.isolation("cuda") == {"before": True, "after": True}
 
     def test_the_same_bits_every_time_without_a_synchronization(self):
-        rows, leaves = segment_cases.drawn(
+        rows, leaves = segments_cases.drawn(
             self.LONG, 100, 7, 2, widths=(64, 64), device="cuda", dtype=torch.bfloat16
         )
         q = leaves[0]

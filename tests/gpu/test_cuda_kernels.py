@@ -8,7 +8,8 @@ import torch
 from helpers import kernel_cases
 
 from freescale.bench import jagged, triton_jagged
-from freescale.kernels.reference import rows
+from freescale.kernels.reference import row_updates
+from freescale.kernels.triton import row_updates as triton_row_updates
 from freescale.kernels.triton import rows as triton_rows
 from freescale.kernels.triton import unique as triton_unique
 
@@ -42,8 +43,8 @@ def test_optimizers_equal_plain_torch(name, width):
     weight, states, numbers, gradients = kernel_cases.setting(
         name, width, "cuda", table=5000, used=3000
     )
-    ours = kernel_cases.updated(triton_rows, name, weight, states, numbers, gradients)
-    plain = kernel_cases.updated(rows, name, weight, states, numbers, gradients)
+    ours = kernel_cases.updated(triton_row_updates, name, weight, states, numbers, gradients)
+    plain = kernel_cases.updated(row_updates, name, weight, states, numbers, gradients)
     for a, b in zip(ours, plain, strict=True):
         if name == "rowwise_adagrad":  # the sum over a row has another order
             torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
@@ -58,10 +59,10 @@ def test_a_row_does_not_depend_on_the_others(name):
     weight, states, numbers, gradients = kernel_cases.setting(
         name, 128, "cuda", table=5000, used=3000
     )
-    ours = kernel_cases.updated(triton_rows, name, weight, states, numbers, gradients)
+    ours = kernel_cases.updated(triton_row_updates, name, weight, states, numbers, gradients)
     for few in (1, 3, 40):
         alone = kernel_cases.updated(
-            triton_rows, name, weight, states, numbers[-few:], gradients[-few:]
+            triton_row_updates, name, weight, states, numbers[-few:], gradients[-few:]
         )
         assert all(
             torch.equal(a[numbers[-few:]], b[numbers[-few:]])
@@ -116,8 +117,8 @@ def test_nothing_synchronizes_but_the_sizes():
         triton_unique.deduplicate(index, edges)
         triton_unique.collision_masks(index, index[:99])
         numbers, sums = triton_rows.sum_duplicates(index, weight[index % 900], cut=False)
-        triton_rows.adagrad(
-            weight, total, numbers, triton_rows.clip_rows(sums, 1.0), lr=0.1, eps=1e-8
+        triton_row_updates.adagrad(
+            weight, total, numbers, triton_row_updates.clip_rows(sums, 1.0), lr=0.1, eps=1e-8
         )
 
     step()  # compiles
@@ -161,11 +162,11 @@ def test_tables_of_more_elements_than_32_bits_can_count():
     assert torch.equal(triton_rows.gather_rows(weight, numbers), before)
     gradients = torch.randn(5, width, device="cuda")
     states = {name: torch.zeros_like(weight) for name in ("first", "second")}
-    triton_rows.adam(
+    triton_row_updates.adam(
         weight, *states.values(), numbers, gradients, lr=0.1, betas=(0.9, 0.999), eps=1e-8, step=1
     )
     small = [before.clone(), torch.zeros_like(before), torch.zeros_like(before)]
-    rows.adam(
+    row_updates.adam(
         *small,
         torch.arange(5, device="cuda"),
         gradients,

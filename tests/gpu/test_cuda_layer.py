@@ -8,11 +8,11 @@ import torch
 from helpers import layer_cases
 
 from freescale.batch import Jagged, Nested, SequenceBatch
-from freescale.kernels.reference import attention
+from freescale.kernels.reference import attention_plan
 from freescale.kernels.triton.attention_plan import TilePlan
 from freescale.kernels.triton.layer import gated_norm, layer_norm, silu_split
 from freescale.models import HSTU, Ranking, Retrieval
-from freescale.random import derive, keep_mask
+from freescale.random import derive, draw_keep_mask
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -51,7 +51,7 @@ def test_a_layer_is_as_exact_as_the_plain_one(poisoned, dtype, dropout):
     if dtype == "float32":
         assert all(error < 1e-5 for error in ours.values()), ours
     else:
-        eager = layer_cases.whole(dtype, dropout, "cuda", planner=attention.plan_attention)
+        eager = layer_cases.whole(dtype, dropout, "cuda", planner=attention_plan.plan_attention)
         assert all(error < 1.3 * eager[name] + 2e-3 for name, error in ours.items()), (ours, eager)
 
 
@@ -68,7 +68,9 @@ def test_the_same_bits_every_time():
         grads = torch.autograd.grad((out, normed), leaves, (slope, slope))
         runs.append([out.detach(), *grads])
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
-    assert torch.equal(runs[0][0] != 0, keep_mask(derive(keys, 1), 512, 0.8) & (runs[0][0] != 0))
+    assert torch.equal(
+        runs[0][0] != 0, draw_keep_mask(derive(keys, 1), 512, 0.8) & (runs[0][0] != 0)
+    )
 
 
 def test_more_elements_than_32_bits_can_count():

@@ -19,17 +19,24 @@ LENGTHS = {
     "empty": ([0, 0], [0, 0]),
 }
 CASES = {
-    f"{name}{' candidates' * candidates}{' biases' * biases}": dict(name=name, candidates=candidates, biases=biases)
+    f"{name}{' candidates' * candidates}{' biases' * biases}": dict(
+        name=name, candidates=candidates, biases=biases
+    )
     for name, candidates, biases in [
-        ("mixed", False, False), ("mixed", True, True), ("equal", True, False), ("equal", False, True),
-        ("giant", True, True), ("ones", True, True), ("empty", True, True),
+        ("mixed", False, False),
+        ("mixed", True, True),
+        ("equal", True, False),
+        ("equal", False, True),
+        ("giant", True, True),
+        ("ones", True, True),
+        ("empty", True, True),
     ]
 } | {
     "half precision": dict(name="equal", candidates=True, biases=True, dtype="float16"),
     "different widths": dict(name="equal", candidates=False, biases=False, widths=(32, 64)),
     "slices of one projection": dict(name="equal", candidates=False, biases=False, sliced=True),
     "long times": dict(name="equal", candidates=True, biases=True, step=10**10),
-}  # fmt: skip
+}
 
 
 def compare(

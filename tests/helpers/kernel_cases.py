@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from freescale.bench import jagged, triton_jagged
-from freescale.kernels.reference import rows, unique
+from freescale.kernels.reference import row_updates, rows, unique
+from freescale.kernels.triton import row_updates as triton_row_updates
 from freescale.kernels.triton import rows as triton_rows
 from freescale.kernels.triton import unique as triton_unique
 
@@ -138,8 +139,8 @@ def optimizer(name, width, device="cpu"):
     """Relative error against the twin in float64; whether others are untouched, and whether a row
     depends on the others."""
     weight, states, numbers, gradients = setting(name, width, device)
-    ours = updated(triton_rows, name, weight, states, numbers, gradients)
-    exact = updated(rows, name, weight, states, numbers, gradients, torch.float64)
+    ours = updated(triton_row_updates, name, weight, states, numbers, gradients)
+    exact = updated(row_updates, name, weight, states, numbers, gradients, torch.float64)
     error = max(
         ((a.double() - b).norm() / b.norm()).item() for a, b in zip(ours, exact, strict=True)
     )
@@ -147,7 +148,7 @@ def optimizer(name, width, device="cpu"):
     for part in (slice(0, 1), slice(1, 20), slice(20, None)):
         padded = torch.cat([numbers[part], numbers.new_full((3,), -1)])
         more = torch.cat([gradients[part], torch.full_like(gradients[:3], torch.nan)])
-        apart = updated(triton_rows, name, apart[0], apart[1:], padded, more)
+        apart = updated(triton_row_updates, name, apart[0], apart[1:], padded, more)
     others = torch.ones(len(weight), dtype=torch.bool, device=device)
     others[numbers] = False
     return {
@@ -186,8 +187,8 @@ def gathers(width, device="cpu"):
         * torch.tensor([0, 1e-20, 1e-3, 0.1, 1, 10, 1e3, 1e10, 1], device=device)[:, None]
     )
     ours, plain = (
-        triton_rows.clip_rows(gradients.clone(), 0.7),
-        rows.clip_rows(gradients.clone(), 0.7),
+        triton_row_updates.clip_rows(gradients.clone(), 0.7),
+        row_updates.clip_rows(gradients.clone(), 0.7),
     )
     return found | {"clip": torch.allclose(ours, plain, rtol=2e-6, atol=0)}
 
@@ -298,7 +299,7 @@ def masks(name, device="cpu"):
     )
     return {
         "collisions": all(torch.equal(a, b) for a, b in pairs),
-        "empty": not triton_unique.members(current, following[:0]).any(),
+        "empty": not triton_unique.find_members(current, following[:0]).any(),
     }
 
 

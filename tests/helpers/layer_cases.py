@@ -10,11 +10,11 @@ import json
 
 import torch
 
-from freescale.kernels.reference import attention, layer
+from freescale.kernels.reference import attention_plan, layer
 from freescale.kernels.triton import attention_plan as triton_attention_plan
 from freescale.kernels.triton import layer as triton_layer
 from freescale.models.hstu import HSTULayer
-from freescale.random import derive, keep_mask
+from freescale.random import derive, draw_keep_mask
 
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 SIZES = [(0, 32), (1, 32), (37, 3), (37, 100), (21, 512)]  # tokens, width
@@ -46,9 +46,10 @@ def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, dev
     """Relative errors of outputs and gradients against the plain one in float64; whether exactly
     the masked elements are 0."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape, dtype=dtype: drawn(
-        *shape, dtype=dtype, device=device, generator=generator
-    )  # noqa: E731
+
+    def draw(*shape, dtype=dtype):
+        return drawn(*shape, dtype=dtype, device=device, generator=generator)
+
     x, weight, bias = (
         draw(tokens, width),
         draw(width, dtype="float32"),
@@ -96,7 +97,7 @@ def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, dev
         for name, value in exact.items()
     }
     if drop:
-        kept = keep_mask(derive(keys, 2), width, 0.7)
+        kept = draw_keep_mask(derive(keys, 2), width, 0.7)
         there = kept & (gate != 0)  # among many draws one is 0
         found["mask"] = torch.equal(ours["out"] != 0, there) and not ours["gate"][~kept].any()
     return found
@@ -130,7 +131,7 @@ def whole(dtype, dropout, device="cpu", planner=triton_attention_plan.plan_atten
         grads = torch.autograd.grad(out, [leaf, *named.values()], slope.to(out.dtype))
         return dict(zip(["out", "x", *named], [out.detach(), *grads], strict=True))
 
-    ours, exact = run(planner, torch.float32), run(attention.plan_attention, torch.float64)
+    ours, exact = run(planner, torch.float32), run(attention_plan.plan_attention, torch.float64)
     return {
         name: ((ours[name].double() - value).norm() / value.norm().clamp(min=1e-9)).item()
         for name, value in exact.items()

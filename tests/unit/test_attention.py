@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.kernels.groups import Groups, plan_groups
-from freescale.kernels.reference import attention as attention_module
-from freescale.kernels.reference.attention import hstu_attention, plan_attention
+from freescale.kernels.reference import attention_plan
+from freescale.kernels.reference.attention import hstu_attention
+from freescale.kernels.reference.attention_plan import plan_attention
 
 HEADS, D_QK, D_V, SCALE, ALPHA, BUCKETS = 2, 5, 3, 40, 0.3, 12
 
@@ -107,12 +108,18 @@ def test_equals_the_loops(case, with_candidates, biases, monkeypatch):
 
     def small_tiles():
         return plan_attention(
-            lengths, HEADS, candidate_counts=options.get("candidate_counts"), timestamps=options.get("timestamps"),
-            buckets=BUCKETS if biases else 0, distances=biases, budget=150, rows=4,
-        )  # fmt: skip
+            lengths,
+            HEADS,
+            candidate_counts=options.get("candidate_counts"),
+            timestamps=options.get("timestamps"),
+            buckets=BUCKETS if biases else 0,
+            distances=biases,
+            budget=150,
+            rows=4,
+        )
 
     plans = [None, small_tiles()]
-    monkeypatch.setattr(attention_module, "RELATION_BUDGET", -1)
+    monkeypatch.setattr(attention_plan, "RELATION_BUDGET", -1)
     plans.append(small_tiles())
     assert not plans[2].kept
     for plan in plans:

@@ -44,6 +44,7 @@ OTHER_THINGS = {
     (Histories, "epochs"),  # of a loader: one pass, as of any iterable. A run passes its own number
     (parallelize, "row_optimizer"),  # an object: below
     (parallelize, "transport"),  # an object
+    (Pipeline, "balance"),  # costs are the model's: the command line knows its own models
 }
 CALLABLES = [
     *(

@@ -7,16 +7,16 @@ import re
 import pytest
 import torch
 
-from freescale.cli.doctor import _kernels, examine
-from freescale.kernels.dispatch import attends_in_triton, has_triton, plan_attention
+from freescale.cli.doctor import _check_kernels, examine
+from freescale.kernels.dispatch import fits_triton_attention, has_triton, plan_attention
 from freescale.kernels.reference.attention import AttentionPlan
 
 
 @pytest.mark.parametrize("triton", [None, "3.6.0"])
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_kernels_that_doctor_names_are_those_that_run(gpu, triton):
-    _, found, says = _kernels(gpu, triton)
-    default = attends_in_triton(gpu, triton is not None, (32, 32), torch.float32)
+    _, found, says = _check_kernels(gpu, triton)
+    default = fits_triton_attention(gpu, triton is not None, (32, 32), torch.float32)
     assert found == (triton or "no")
     assert ("Triton kernels run" in says) == default and ("plain torch kernels run" in says) == (
         not default
@@ -24,14 +24,14 @@ def test_the_kernels_that_doctor_names_are_those_that_run(gpu, triton):
 
 
 def test_the_head_widths_that_doctor_names_are_those_of_the_rule():
-    named = {int(number) for number in re.findall(r"\d+", _kernels(True, "3.6.0")[2])}
+    named = {int(number) for number in re.findall(r"\d+", _check_kernels(True, "3.6.0")[2])}
     assert named == {
         width
         for width in range(1, 513)
-        if attends_in_triton(True, True, (width, width), torch.bfloat16)
+        if fits_triton_attention(True, True, (width, width), torch.bfloat16)
     }
-    assert not attends_in_triton(True, True, (32, 48), torch.bfloat16)
-    assert not attends_in_triton(True, True, (32, 32), torch.float64)
+    assert not fits_triton_attention(True, True, (32, 48), torch.bfloat16)
+    assert not fits_triton_attention(True, True, (32, 32), torch.float64)
 
 
 def test_doctor_speaks_of_this_machine():

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.models import HSTU, Ranking, Retrieval
-from freescale.models.hstu import projected
+from freescale.models.hstu_layer import project
 
 UNBIASED = {"position_bias": False, "time_bias": False}
 
@@ -169,7 +169,7 @@ class TestNeighbours:
 def naive_retrieval_loss(model, batch):
     """The definition, one position at a time, on the encoder's outputs."""
     with torch.no_grad():
-        outputs, start, total = model._encoded(batch), 0, 0.0
+        outputs, start, total = model.encode_history(batch), 0, 0.0
         weights = batch.sequences.get("target_weights")
         for sample, length in enumerate(batch.sequences["history"].lengths.tolist()):
             for position in range(start, start + length):
@@ -202,7 +202,7 @@ class TestRetrieval:
         assert float(model(batch)["next_item"].detach()) == pytest.approx(
             naive_retrieval_loss(model, batch), rel=1e-12
         )
-        monkeypatch.setattr("freescale.models.heads.LOGIT_BUDGET", 50)
+        monkeypatch.setattr("freescale.models.sampled_softmax.LOGIT_BUDGET", 50)
         assert float(model(batch)["next_item"].detach()) == pytest.approx(
             naive_retrieval_loss(model, batch), rel=1e-12
         )
@@ -213,7 +213,7 @@ class TestRetrieval:
 
     @pytest.mark.parametrize("weighted", [False, True])
     def test_loss_gradients(self, weighted):
-        from freescale.models.heads import _SampledSoftmax
+        from freescale.models.sampled_softmax import SampledSoftmax
 
         lengths = torch.tensor([2, 0, 4])
         generator = torch.Generator().manual_seed(1)
@@ -223,32 +223,35 @@ class TestRetrieval:
         ]
         targets, negatives = torch.arange(6) % 4, torch.arange(15).view(3, 5) % 4
         weights = torch.tensor([1.0, 0, 2, 0.5, 0, 3]) if weighted else None
-        call = lambda *x: _SampledSoftmax.apply(
-            *x, Jagged(targets, lengths), negatives, weights, True
-        )  # noqa: E731
+
+        def call(*x):
+            return SampledSoftmax.apply(*x, Jagged(targets, lengths), negatives, weights, True)
+
         assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in leaves])
 
     def test_queries_are_the_last_outputs(self):
         model, batch = model_of("retrieval").eval(), batch_of()
-        queries = model.queries(batch)
+        queries = model.encode_queries(batch)
         assert queries.shape == (len(LENGTHS), WIDTH)
         for sample, length in enumerate(LENGTHS):
             if length == 0:
                 assert not queries[sample].any()
             else:
-                alone = F.normalize(model._encoded(batch.slice(sample, sample + 1))[-1], dim=0)
+                alone = F.normalize(
+                    model.encode_history(batch.slice(sample, sample + 1))[-1], dim=0
+                )
                 torch.testing.assert_close(queries[sample], alone, rtol=1e-12, atol=1e-12)
-        rows = model.catalogue(model.item.weight)
+        rows = model.encode_items(model.item.weight)
         torch.testing.assert_close(rows.norm(dim=1), torch.ones(ITEMS, dtype=torch.float64))
-        assert model.queries(batch_of([], [])).shape == (0, WIDTH)
-        assert not model.queries(batch_of([0, 0], [0, 0])).any()
+        assert model.encode_queries(batch_of([], [])).shape == (0, WIDTH)
+        assert not model.encode_queries(batch_of([0, 0], [0, 0])).any()
 
     def test_causal(self):
         """Changing the last event changes no earlier output."""
         model, batch = model_of("retrieval").eval(), batch_of([6], [0])
-        before = model._encoded(batch)
+        before = model.encode_history(batch)
         batch.values("history")[5] = (batch.values("history")[5] + 1) % ITEMS
-        after = model._encoded(batch)
+        after = model.encode_history(batch)
         assert torch.equal(before[:5], after[:5]) and not torch.equal(before[5], after[5])
 
     def test_without_options(self):
@@ -256,7 +259,7 @@ class TestRetrieval:
         plain = HSTU(width=WIDTH, layers=1, heads=2, max_length=12, dropout=0.0, **UNBIASED)
         model = Retrieval(plain, num_items=ITEMS, normalize=False)
         assert model.features == {"item": ["history", "targets", "negatives"]}
-        assert torch.equal(model.catalogue(model.item.weight), model.item.weight)
+        assert torch.equal(model.encode_items(model.item.weight), model.item.weight)
         assert model(batch_of())["next_item"] > 0
 
     def test_learns_a_cycle(self):
@@ -281,14 +284,14 @@ class TestRetrieval:
             (model(batch)["next_item"] / items.numel()).backward()
             optimizer.step()
         model.eval()
-        best = (model.queries(batch) @ model.catalogue(model.item.weight).T).argmax(1)
+        best = (model.encode_queries(batch) @ model.encode_items(model.item.weight).T).argmax(1)
         assert torch.equal(best, (items.view(16, 8)[:, -1] + 1) % 12)
 
 
 class TestRanking:
     def test_candidates_do_not_see_each_other(self):
         model, batch = model_of("ranking").eval(), batch_of([5], [6])
-        every = model.predictions(batch)
+        every = model.predict(batch)
         assert every.shape == (6, 2) and ((every > 0) & (every < 1)).all()
 
         def some(index):
@@ -300,7 +303,7 @@ class TestRanking:
             )
             sequences["labels"] = Jagged(batch.values("labels")[index], counts)
             chosen = {"candidates": Nested(inner.values, inner.lengths, counts)}
-            return model.predictions(SequenceBatch(sequences, chosen, keys=batch.keys))
+            return model.predict(SequenceBatch(sequences, chosen, keys=batch.keys))
 
         for index in (
             torch.tensor([3, 0, 5, 1, 4, 2]),
@@ -327,7 +330,7 @@ class TestRanking:
                 rows.append(torch.sigmoid(model.judge(out[-1])))
                 number += 1
         expected = torch.stack(rows)
-        torch.testing.assert_close(model.predictions(batch), expected, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(model.predict(batch), expected, rtol=1e-12, atol=1e-13)
         labels = batch.values("labels").double()
         for task, loss in model(batch).items():
             column = TASKS.index(task)
@@ -343,11 +346,11 @@ class TestRanking:
         ]
         same = torch.repeat_interleave(torch.tensor(last), torch.tensor(COUNTS))
         given = dict(batch.sequences, candidate_timestamps=Jagged(same, torch.tensor(COUNTS)))
-        expected = model.predictions(SequenceBatch(given, batch.candidates, keys=batch.keys))
-        assert torch.equal(model.predictions(without(batch, "candidate_timestamps")), expected)
-        assert not torch.equal(model.predictions(batch), expected)
+        expected = model.predict(SequenceBatch(given, batch.candidates, keys=batch.keys))
+        assert torch.equal(model.predict(without(batch, "candidate_timestamps")), expected)
+        assert not torch.equal(model.predict(batch), expected)
         empty = without(batch_of([0, 0], [1, 2]), "candidate_timestamps")
-        assert model.predictions(empty).shape == (3, 2)
+        assert model.predict(empty).shape == (3, 2)
 
 
 class TestEncoder:
@@ -402,8 +405,8 @@ class TestEncoder:
             torch.randn(tokens, 8, dtype=torch.float64),
         )
         with torch.no_grad():
-            torch.testing.assert_close(projected(linear, x), linear(x), rtol=1e-12, atol=1e-12)
-        assert torch.equal(projected(linear, x), linear(x))
+            torch.testing.assert_close(project(linear, x), linear(x), rtol=1e-12, atol=1e-12)
+        assert torch.equal(project(linear, x), linear(x))
 
     def test_attention_scale_is_the_configured_length(self):
         """Two models that differ in max_length only differ in outputs: nothing is divided by the

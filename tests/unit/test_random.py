@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from freescale.random import derive, integers, keep_mask, key_of, mix, normal, uniform
+from freescale.random import derive, draw_keep_mask, hash_name, integers, mix, normal, uniform
 
 
 def _mix_in_python(x: int) -> int:
@@ -23,10 +23,10 @@ def test_a_value_depends_on_its_key_alone():
     keys = derive(5, torch.arange(100))
     order = torch.randperm(100)
     assert torch.equal(derive(5, order), keys[order])
-    assert torch.equal(keep_mask(keys[order], 7, 0.5), keep_mask(keys, 7, 0.5)[order])
+    assert torch.equal(draw_keep_mask(keys[order], 7, 0.5), draw_keep_mask(keys, 7, 0.5)[order])
     assert keys.unique().numel() == 100
     assert not torch.equal(derive(5, 1, 2), derive(5, 2, 1))
-    assert key_of("item") == key_of("item") != key_of("items")
+    assert hash_name("item") == hash_name("item") != hash_name("items")
 
 
 def test_distributions():
@@ -44,5 +44,5 @@ def test_distributions():
         )
     counts = torch.bincount(integers(keys, 7), minlength=7).double() / keys.numel()
     assert (counts - 1 / 7).abs().max() < 0.004
-    kept = keep_mask(keys[:20_000], 10, 0.8).double()
+    kept = draw_keep_mask(keys[:20_000], 10, 0.8).double()
     assert abs(kept.mean() - 0.8) < 0.003 and (kept.mean(0) - 0.8).abs().max() < 0.012

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from freescale.embedding.optimizers import ROW_OPTIMIZERS, SGD, Adagrad, Adam, RowWiseAdagrad
+from freescale.kernels.reference import row_updates
 from freescale.kernels.reference import rows as kernels
 
 torch_twins = [
@@ -19,7 +20,7 @@ torch_twins = [
 @pytest.mark.parametrize(("ours", "twin"), torch_twins, ids=lambda v: getattr(v, "name", ""))
 @pytest.mark.parametrize("block_bytes", [64, 1 << 19])
 def test_equals_torch_where_all_rows_are_read(ours, twin, block_bytes, monkeypatch):
-    monkeypatch.setattr(kernels, "_BLOCK_BYTES", block_bytes)  # many blocks, or one
+    monkeypatch.setattr(row_updates, "_BLOCK_BYTES", block_bytes)  # many blocks, or one
     torch.manual_seed(0)
     weight = torch.randn(9, 4, dtype=torch.float64)
     parameter = torch.nn.Parameter(weight.clone())
@@ -72,7 +73,7 @@ def test_sum_of_duplicates_is_in_order_and_independent_of_other_rows():
 
 
 def test_rows_are_clipped_one_by_one():
-    clipped = kernels.clip_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]]), 1.0)
+    clipped = row_updates.clip_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]]), 1.0)
     torch.testing.assert_close(clipped, torch.tensor([[0.6, 0.8], [0.3, 0.4], [0.0, 0.0]]))
 
 
@@ -103,7 +104,7 @@ def test_a_row_does_not_depend_on_the_others_of_the_call(name, width):
         for step in range(1, steps + 1):
             gradients = torch.randn(rows, width, generator=generator)
             for part in parts:
-                clipped = kernels.clip_rows(gradients.index_select(0, part), 0.7 * width**0.5)
+                clipped = row_updates.clip_rows(gradients.index_select(0, part), 0.7 * width**0.5)
                 optimizer.update(weight, state, part, clipped, step=step, factor=0.5)
         results.append([weight, *state.values()])
     for one, two in zip(*results, strict=True):

@@ -8,31 +8,32 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import segment_cases
+from helpers import segments_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel, features
-from freescale.balance.problem import greedy
+from freescale.balance.partitioners.greedy import greedy
 from freescale.kernels.reference import summary_attention as reference
+from freescale.kernels.summary_plan import SummaryPlan
 from freescale.kernels.triton import summary_attention as twin
-from freescale.models.segments import arrange
-from freescale.segments import Segments, SummaryPlan
+from freescale.models.segments.arrangement import arrange_rows
+from freescale.segments import Segments
 
 SMALL = {
     name: options
-    for name, options in segment_cases.CASES.items()
+    for name, options in segments_cases.CASES.items()
     if "dtype" not in options and "widths" not in options
 }
 
 
 def oracle(rows, case, q, k, v, old_k, old_v, position_bias, time_bias, timestamps):
     """One query and one key at a time; biases inside a segment only."""
-    lengths, counts, known = segment_cases.SAMPLES.get(case["samples"], case["samples"])
+    lengths, counts, known = segments_cases.SAMPLES.get(case["samples"], case["samples"])
     segments, out, row, old = rows.plan.segments, [], 0, 0
     for length, candidates, before in zip(lengths, counts, known, strict=True):
-        mask = segment_cases.visible(length, candidates, segments, before)
+        mask = segments_cases.visible(length, candidates, segments, before)
         remembered = before * segments.tokens
         history = len(mask) - candidates
         for i in range(len(mask)):
@@ -65,7 +66,7 @@ def oracle(rows, case, q, k, v, old_k, old_v, position_bias, time_bias, timestam
 def test_attention_equals_the_definition(case, biases, monkeypatch):
     """Outputs and all gradients in float64, parts and summaries added; summaries in one group and
     in many."""
-    rows, leaves = segment_cases.drawn(**SMALL[case], widths=(3, 2))
+    rows, leaves = segments_cases.drawn(**SMALL[case], widths=(3, 2))
     generator = torch.Generator().manual_seed(2)
     extra = {}
     if biases:
@@ -96,29 +97,29 @@ def test_attention_equals_the_definition(case, biases, monkeypatch):
     for budget in (reference.TILE_BUDGET, 1):
         monkeypatch.setattr(reference, "TILE_BUDGET", budget)
         for mine, wanted in zip(
-            gradients(segment_cases.segmented(rows, *leaves, segment_cases.REFERENCE, **extra)),
+            gradients(segments_cases.segmented(rows, *leaves, segments_cases.REFERENCE, **extra)),
             expected,
         ):
             torch.testing.assert_close(mine, wanted, rtol=1e-11, atol=1e-13)
 
 
 def test_keeps_no_scores_for_backward():
-    rows, leaves = segment_cases.drawn(([900], [0], [0]), 100, 10, widths=(4, 4))
+    rows, leaves = segments_cases.drawn(([900], [0], [0]), 100, 10, widths=(4, 4))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: saved.append(t.numel()) or t, lambda t: t
     ):
-        segment_cases.segmented(rows, *leaves, segment_cases.REFERENCE).sum().backward()
+        segments_cases.segmented(rows, *leaves, segments_cases.REFERENCE).sum().backward()
     assert max(saved) <= rows.plan.rows * 4
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
 def test_lower_precision_follows_the_inputs(dtype, tolerance):
-    rows, leaves = segment_cases.drawn("known", 5, 2, widths=(6, 4))
+    rows, leaves = segments_cases.drawn("known", 5, 2, widths=(6, 4))
     leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
     exact = [x.detach().double().requires_grad_() for x in leaves]
     ours, oracle = (
-        segment_cases.segmented(rows, *inputs, segment_cases.REFERENCE)
+        segments_cases.segmented(rows, *inputs, segments_cases.REFERENCE)
         for inputs in (leaves, exact)
     )
     grads, wanted = (
@@ -140,7 +141,7 @@ SIZES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5), st.integers(0,
 def test_layout_blocks_tiles_and_pairs_are_those_of_the_definition(sizes, segment, data):
     segments = Segments(segment, data.draw(st.integers(1, segment)))
     history, counts, known = (np.array([s[n] for s in sizes], np.int64) for n in range(3))
-    rows = arrange(
+    rows = arrange_rows(
         segments, torch.from_numpy(history + counts), torch.from_numpy(counts), None, known
     )
     assert sorted(rows.order.tolist()) == list(range(rows.plan.rows)) and rows.plan.rows == int(
@@ -148,24 +149,24 @@ def test_layout_blocks_tiles_and_pairs_are_those_of_the_definition(sizes, segmen
     )
     assert rows.plan.summaries == int(((known + history // segment) * segments.tokens).sum())
     masks = [
-        segment_cases.visible(h + c, c, segments, k)
+        segments_cases.visible(h + c, c, segments, k)
         for h, c, k in zip(history, counts, known, strict=True)
     ]
-    own = [segment_cases.visible(h + c, c, segments) for h, c in zip(history, counts, strict=True)]
+    own = [segments_cases.visible(h + c, c, segments) for h, c in zip(history, counts, strict=True)]
     assert [mask.sum() for mask in own] == segments.pairs(history, counts).tolist()
     # what the parts and the blocks see together is what the masks say
     seen = sum(
         int((n - c) * (n - c + 1) // 2 + c * (n - c + 1))
         for n, c in zip(rows.parts.tolist(), rows.candidate_counts.tolist())
     )
-    assert seen + int((rows.plan.blocks()[:, 1] * rows.plan.blocks()[:, 3]).sum()) == sum(
+    assert seen + int((rows.plan.find_blocks()[:, 1] * rows.plan.find_blocks()[:, 3]).sum()) == sum(
         int(mask.sum()) for mask in masks
     )
     for of, goal in (
-        ("rows", rows.plan.blocks()[:, :2]),
+        ("rows", rows.plan.find_blocks()[:, :2]),
         ("summaries", np.stack([rows.plan.starts[1], rows.plan.counts], 1)),
     ):
-        table = twin.tiles(rows.plan, of, 4)
+        table = twin.plan_tiles(rows.plan, of, 4)
         place, end = (
             (0, table[:, 1]) if of == "rows" else (2, (table[:, 3] + table[:, 4]) * segments.tokens)
         )
@@ -180,7 +181,7 @@ def test_layout_blocks_tiles_and_pairs_are_those_of_the_definition(sizes, segmen
 
 
 def test_events_keep_their_positions_and_summaries_stand_where_the_next_segment_begins():
-    rows = arrange(Segments(3, 2), torch.tensor([8]), torch.tensor([2]), None, np.array([4]))
+    rows = arrange_rows(Segments(3, 2), torch.tensor([8]), torch.tensor([2]), None, np.array([4]))
     assert rows.event_positions.tolist() == [12, 13, 14, 15, 16, 17, 18, 18]
     assert rows.events.tolist() == [0, 1, 2, 5, 6, 7, 10, 11]
     assert rows.summaries.tolist() == [3, 4, 8, 9] and rows.summary_positions.tolist() == [
@@ -198,7 +199,7 @@ class TestCost:
         lengths, candidates = np.array([0, 1, 4, 5, 13]), np.array([0, 2, 0, 1, 0])
         rows = features(lengths, candidates, segments)
         pairs = [
-            segment_cases.visible(n + c, c, segments).sum()
+            segments_cases.visible(n + c, c, segments).sum()
             for n, c in zip(lengths, candidates, strict=True)
         ]
         assert rows[:, 0].tolist() == [2 * n for n in pairs]

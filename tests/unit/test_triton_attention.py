@@ -16,7 +16,7 @@ from helpers import attention_cases, interpreter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.kernels.reference import attention
+from freescale.kernels.reference.attention_plan import BUCKET_WIDTH
 from freescale.kernels.triton import attention_plan as triton_attention_plan
 from freescale.kernels.triton.attention import hstu_attention
 from freescale.kernels.triton.attention_plan import plan_attention
@@ -96,9 +96,9 @@ def test_long_tiles_first():
     assert plan.query_tiles(128) is plan.query_tiles(128)  # made once
 
 
-def test_bucket_edges_are_those_of_the_reference():
-    edges = triton_attention_plan._bucket_edges(128)
-    bucket = lambda x: x.double().log().div(attention.BUCKET_WIDTH).to(torch.int64)  # noqa: E731
+def test_find_bucket_edges_are_those_of_the_reference():
+    edges = triton_attention_plan._find_bucket_edges(128)
+    bucket = lambda x: x.double().log().div(BUCKET_WIDTH).to(torch.int64)  # noqa: E731
     number = torch.arange(1, 129)
     assert (bucket(edges[1:]) >= number).all() and (bucket(edges[1:] - 1) < number).all()
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.kernels.reference import unique
+from freescale.kernels.triton import row_updates as triton_row_updates
 from freescale.kernels.triton import rows as triton_rows
 from freescale.kernels.triton import unique as triton_unique
 
@@ -67,25 +68,39 @@ class TestBadInput:
             "weight must be contiguous", triton_rows.gather_rows, self.weight.t(), self.numbers
         )
         self.refused("1 to 4096 wide", triton_rows.gather_rows, torch.zeros(1, 5000), self.numbers)
-        self.refused("weight must be .*float32, not torch.bfloat16", triton_rows.sgd, self.weight.bfloat16(), self.numbers,
-                     self.gradients, lr=1.0)  # fmt: skip
+        self.refused(
+            "weight must be .*float32, not torch.bfloat16",
+            triton_row_updates.sgd,
+            self.weight.bfloat16(),
+            self.numbers,
+            self.gradients,
+            lr=1.0,
+        )
 
     @pytest.mark.skipif(sys.platform != "linux", reason="triton exists for Linux alone")
     def test_no_gpu(self):
         self.refused("on a GPU", triton_rows.gather_rows, self.weight, self.numbers)
-        self.refused("on a GPU", triton_unique.members, self.numbers, self.numbers)
+        self.refused("on a GPU", triton_unique.find_members, self.numbers, self.numbers)
 
     def test_devices(self):
         there = self.weight.to("meta")
         self.refused("different devices", triton_rows.gather_rows, there, self.numbers)
-        self.refused("different devices", triton_rows.adagrad, self.weight, self.weight, self.numbers, self.gradients.to("meta"),
-                     lr=1.0, eps=1.0)  # fmt: skip
+        self.refused(
+            "different devices",
+            triton_row_updates.adagrad,
+            self.weight,
+            self.weight,
+            self.numbers,
+            self.gradients.to("meta"),
+            lr=1.0,
+            eps=1.0,
+        )
         self.refused(
             "different devices", triton_unique.deduplicate, self.numbers, self.numbers.to("meta")
         )
 
     def test_keys(self):
-        self.refused("keys must be", triton_unique.members, torch.tensor([True]), self.numbers)
+        self.refused("keys must be", triton_unique.find_members, torch.tensor([True]), self.numbers)
         for module in (unique, triton_unique):
             self.refused("int64 tensor", module.collision_masks, self.numbers, self.numbers.int())
             self.refused("edges must be", module.deduplicate, self.numbers, self.numbers.int())

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.kernels.launch import uploaded
+from freescale.kernels.upload import upload
 
 Shape = tuple[int, ...]
 
@@ -133,7 +133,7 @@ def move(values: Sequence[Tensor], plan: Move) -> list[Tensor]:
     flat = torch.cat([value.reshape(-1, unit) for value in values])
     first = np.cumsum([0, *plan.source.sizes])[plan.taken[:, 0]] + plan.taken[:, 1]
     lengths = plan.lengths // unit
-    shift, lengths = uploaded(
+    shift, lengths = upload(
         np.stack([first // unit - np.cumsum(lengths) + lengths, lengths]), device
     )
     total = flat.shape[0]

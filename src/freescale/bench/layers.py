@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from freescale.bench.measure import Bench, Call
-from freescale.kernels.reference import attention, layer
+from freescale.kernels.reference import attention_plan, layer
 from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import attention_plan as triton_attention_plan
 from freescale.kernels.triton import layer as triton_layer
@@ -121,7 +121,11 @@ def layers(bench: Bench) -> dict[str, float]:
     for name, dropout in (("", 0.0), (", dropout", DROPOUT)):
         ours, tokens = _step(bench, lengths, triton_attention_plan.plan_attention, dropout)
         # it takes many seconds
-        plain = _step(bench, lengths, attention.plan_attention, dropout)[0] if not dropout else None
+        plain = (
+            _step(bench, lengths, attention_plan.plan_attention, dropout)[0]
+            if not dropout
+            else None
+        )
         row = bench.measure(
             "layer", f"HSTU layer forward + backward{name}, {tokens:,} tokens", ours, plain
         )

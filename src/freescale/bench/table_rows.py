@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from freescale.bench.measure import Bench
-from freescale.kernels.reference import rows, unique
+from freescale.kernels.reference import row_updates, rows, unique
+from freescale.kernels.triton import row_updates as triton_row_updates
 from freescale.kernels.triton import rows as triton_rows
 from freescale.kernels.triton import unique as triton_unique
 
@@ -53,7 +54,8 @@ def table_rows(bench: Bench) -> dict[str, float]:
     }
     figures = {}
     for name, (size, call) in calls.items():
-        both = [lambda m=m, c=call: c(m) for m in (triton_rows, rows)]  # type: ignore[misc]
+        modules = (triton_rows, rows) if name == "gather" else (triton_row_updates, row_updates)
+        both = [lambda m=m, c=call: c(m) for m in modules]  # type: ignore[misc]
         found = bench.measure(
             "rows", f"{name}, {used:,} of {count:,} x {WIDTH}", *both, gigabytes=size
         )

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from freescale.bench.jagged import Move, check_values
-from freescale.kernels.launch import blocks, on, require_gpu, uploaded
+from freescale.kernels.triton.launch import count_blocks, require_gpu, use_device
+from freescale.kernels.upload import upload
 
 # Words that a program copies. Of 8 bytes, with 4 warps, they are 64 bytes a thread, four loads of
 # 16 in flight; and a batch of ids as small as 4 MB still gives each multiprocessor of an H200 four
@@ -70,9 +71,9 @@ def _launch(values: Sequence[Tensor], plan: Move) -> list[Tensor]:
         runs = _runs(plan, starts, device)
         # a whole number: results start at multiples of 16 elements, and of a unit if that is larger
         units = flat.numel() // unit
-        with on(device):
-            move_kernel[(blocks(units, each),)](
-                flat, pointers[0] if len(pointers) == 1 else uploaded(np.array(pointers, np.int64), device),
+        with use_device(device):
+            move_kernel[(count_blocks(units, each),)](
+                flat, pointers[0] if len(pointers) == 1 else upload(np.array(pointers, np.int64), device),
                 runs, runs.shape[1], runs.shape[1].bit_length(), units,
                 SINGLE=len(pointers) == 1, ITEM=dtype.itemsize, UNIT=unit, UNITS=each,
                 ALIGNED=math.gcd(unit * word, *pointers) % 16 == 0, num_warps=WARPS,
@@ -87,7 +88,7 @@ def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
-        end += blocks(size, _ALIGNMENT) * _ALIGNMENT
+        end += count_blocks(size, _ALIGNMENT) * _ALIGNMENT
     return starts, end
 
 
@@ -96,5 +97,5 @@ def _runs(plan: Move, starts: list[int], device: torch.device) -> Tensor:
     if ("runs", device) not in plan.kept:
         put = np.array(starts, np.int64)[plan.put[:, 0]] + plan.put[:, 1]
         table = np.stack([put, put + plan.lengths, plan.taken[:, 1], plan.taken[:, 0]])
-        plan.kept["runs", device] = uploaded(table, device)
+        plan.kept["runs", device] = upload(table, device)
     return plan.kept["runs", device]

@@ -8,10 +8,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from freescale.batch import offsets_of, ranges
-from freescale.random import derive, key_of
+from freescale.batch import compute_offsets, concat_ranges
+from freescale.random import derive, hash_name
 
-_GROUPS, _ROWS = key_of("order of row groups"), key_of("order of rows")
+_GROUPS, _ROWS = hash_name("order of row groups"), hash_name("order of rows")
 
 
 class EpochOrder:
@@ -38,14 +38,14 @@ class EpochOrder:
 
     def _shuffle_window(self, epoch: int, number: int) -> Tensor:
         groups = self.groups(epoch)[number * self.window : (number + 1) * self.window]
-        samples = ranges(self.starts[groups], self._sizes[groups])
+        samples = concat_ranges(self.starts[groups], self._sizes[groups])
         return samples[torch.argsort(derive(self.seed, _ROWS, epoch, samples), stable=True)]
 
     def samples(self, epoch: int, first: int, last: int) -> Tensor:
         """Sample indices at positions [first, last) of the epoch."""
         if not self.shuffle:
             return torch.arange(first, last)
-        ends = offsets_of(self._sizes[self.groups(epoch)])  # [groups + 1]
+        ends = compute_offsets(self._sizes[self.groups(epoch)])  # [groups + 1]
         edges = torch.cat([ends[: -1 : self.window], ends[-1:]])  # [windows + 1]
         low = int(torch.searchsorted(edges, first, right=True)) - 1
         parts = [torch.empty(0, dtype=torch.int64)]

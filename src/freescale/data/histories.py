@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from freescale.config import DataConfig
-from freescale.random import key_of
+from freescale.random import hash_name
 
 VERSION = 1
 KEY = b"freescale"
@@ -52,7 +52,7 @@ class RowGroup:
 
 def make_fingerprint(*parts: Any) -> str:
     """A short name for data that is made of `parts`."""
-    return f"{key_of(json.dumps(parts, default=str)) % (1 << 64):016x}"
+    return f"{hash_name(json.dumps(parts, default=str)) % (1 << 64):016x}"
 
 
 def is_histories(path: Path) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freescale.random import derive, key_of, uniform
+from freescale.random import derive, hash_name, uniform
 
 SHORTEST = 2  # events of a history
 
@@ -64,5 +64,5 @@ class LengthDistribution:
         Returns:
             [n] int64.
         """
-        drawn = uniform(derive(seed, key_of("length"), users)).numpy()
+        drawn = uniform(derive(seed, hash_name("length"), users)).numpy()
         return np.searchsorted(self.ends, drawn, "right").astype(np.int64)

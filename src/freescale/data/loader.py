@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.batch import Jagged, Nested, SequenceBatch, ranges
+from freescale.batch import Jagged, Nested, SequenceBatch, concat_ranges
 from freescale.config import DataConfig, ModelConfig, TrainConfig
 from freescale.data.epoch_order import EpochOrder
 from freescale.data.histories import HistoriesFile
@@ -266,20 +266,20 @@ class Histories:
         dense: dict[str, Tensor] = {}
         candidates: dict[str, Nested] = {}
         own_history, own_tail = history[:own], tail[:own]
-        before = ranges(offsets[:own], own_history)
+        before = concat_ranges(offsets[:own], own_history)
         sequences = {
             _NAMES[column]: Jagged(columns[column].values[before], own_history)
             for column in self._columns
         }
         if self.task == "ranking":
-            after = ranges(offsets[:own] + own_history, own_tail)
+            after = concat_ranges(offsets[:own] + own_history, own_tail)
             candidates["candidates"] = Nested(items.values[after], torch.ones_like(after), own_tail)
             sequences["candidate_timestamps"] = Jagged(columns["timestamp"].values[after], own_tail)
             labels = [columns[task].values[after].to(torch.float32) for task in self.tasks]
             sequences["labels"] = Jagged(torch.stack(labels, dim=1), own_tail)
             weights = {task: own_tail.to(torch.float32) for task in self.tasks}
         elif training:
-            targets = Jagged(items.values[ranges(offsets + 1, history)], history)
+            targets = Jagged(items.values[concat_ranges(offsets + 1, history)], history)
             sequences["targets"] = targets.slice(0, own)
             weights = {"next_item": own_history.to(torch.float32)}
             dense["negatives"] = draw_negatives(

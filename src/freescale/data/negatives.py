@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from freescale.batch import Jagged
-from freescale.random import derive, integers, key_of
+from freescale.random import derive, hash_name, integers
 
 _UNIFORM, _SAMPLE, _POSITION = (
-    key_of("uniform negative"),
-    key_of("negative's sample"),
-    key_of("negative's position"),
+    hash_name("uniform negative"),
+    hash_name("negative's sample"),
+    hash_name("negative's position"),
 )
 
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from freescale.batch import offsets_of
+from freescale.batch import compute_offsets
 from freescale.config import GenerateConfig
 from freescale.data.collision_rate import CollisionCounter, calibrate_mixing
 from freescale.data.histories import HistoriesMetadata, make_fingerprint
@@ -33,7 +33,7 @@ from freescale.data.synthetic_draws import (
     SyntheticSource,
 )
 from freescale.data.workspace import explain_full_disk, workspace
-from freescale.random import derive, integers, key_of, normal, uniform
+from freescale.random import derive, hash_name, integers, normal, uniform
 
 _EPOCH = 1_600_000_000  # seconds: last event of the first user
 
@@ -205,7 +205,7 @@ def _make_table(
     schema: pa.Schema,
     labels: Sequence[str],
 ) -> pa.Table:
-    offsets = offsets_of(batch.lengths)
+    offsets = compute_offsets(batch.lengths)
     lists = pa.array(offsets.numpy(), pa.int32())
     owner = torch.repeat_interleave(torch.arange(len(batch.users)), batch.lengths)
     # Gaps before each event: seconds inside a run, up to a day between runs (log-uniform).
@@ -215,12 +215,17 @@ def _make_table(
     end = clock[offsets[1:] - 1]
     times = _EPOCH + 60 * batch.users[owner] - (end[owner] - clock)
     columns = {"item_id": torch.from_numpy(items), "timestamp": times}
-    taste = integers(derive(source.seed, key_of("taste"), batch.users), TASTES)[owner]
+    taste = integers(derive(source.seed, hash_name("taste"), batch.users), TASTES)[owner]
     action = batch.inside_run.to(torch.int64)
     for number, name in enumerate(labels):
-        appeal = normal(derive(source.seed, key_of("appeal"), key_of(name), columns["item_id"])) * 2
+        appeal = (
+            normal(derive(source.seed, hash_name("appeal"), hash_name(name), columns["item_id"]))
+            * 2
+        )
         appeal += normal(
-            derive(source.seed, key_of("taste's appeal"), key_of(name), taste, columns["item_id"])
+            derive(
+                source.seed, hash_name("taste's appeal"), hash_name(name), taste, columns["item_id"]
+            )
         )
         flag = uniform(derive(batch.keys, 6 + number)) < torch.sigmoid(appeal.to(torch.float64))
         columns[name] = flag.to(torch.int8)

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from freescale.batch import offsets_of
+from freescale.batch import compute_offsets
 from freescale.data.lengths import LengthDistribution
-from freescale.random import derive, integers, key_of, uniform
+from freescale.random import derive, hash_name, integers, uniform
 
 TASTES = 4
 RUN_ENDS = 0.2  # probability that an event starts a new run
@@ -62,7 +62,7 @@ class SyntheticSource:
         self.lengths = lengths
         mass = np.arange(1, items + 1, dtype=np.float64) ** -popularity
         self.item_ends = np.cumsum(mass) / mass.sum()  # [items]
-        shuffled = derive(seed, key_of("item ids"), torch.arange(items))
+        shuffled = derive(seed, hash_name("item ids"), torch.arange(items))
         # popular items lie anywhere in the table
         self.id_of_rank = torch.argsort(shuffled, stable=True).numpy()
         # each often enough in a batch
@@ -74,7 +74,7 @@ class SyntheticSource:
         return -(-self.users // self.global_batch)
 
     def _draw(self, purpose: str, *counters: Tensor | int) -> Tensor:
-        return uniform(derive(self.seed, key_of(purpose), *counters))
+        return uniform(derive(self.seed, hash_name(purpose), *counters))
 
     def draw_batch(self, number: int) -> DrawnBatch:
         users = torch.arange(
@@ -84,12 +84,12 @@ class SyntheticSource:
         count = len(users)
         # [events]: place of the user in the batch
         owner = torch.repeat_interleave(torch.arange(count), lengths)
-        place = torch.arange(len(owner)) - offsets_of(lengths)[owner]
-        keys = derive(self.seed, key_of("event"), users[owner], place)
+        place = torch.arange(len(owner)) - compute_offsets(lengths)[owner]
+        keys = derive(self.seed, hash_name("event"), users[owner], place)
         starts = (place == 0) | (uniform(derive(keys, 0)) < RUN_ENDS)
         # of the event's run
         begin = torch.cummax(torch.where(starts, torch.arange(len(owner)), 0), 0).values
-        taste = integers(derive(self.seed, key_of("taste"), users), TASTES)[owner]
+        taste = integers(derive(self.seed, hash_name("taste"), users), TASTES)[owner]
         stride = self._draw("stride", torch.arange(TASTES))[taste]
         point = (
             uniform(derive(keys, 1))[begin] + (torch.arange(len(owner)) - begin) * stride

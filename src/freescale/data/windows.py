@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.batch import Jagged, ranges
+from freescale.batch import Jagged, concat_ranges
 from freescale.data.epoch_order import EpochOrder
 from freescale.data.histories import HistoriesFile, RowGroup
 from freescale.data.splits import Split
@@ -72,7 +72,7 @@ class WindowReader:
             rows = (samples[members] - self._order.starts[number]).numpy()
             window = self._split.find_window(group, rows, self._part, self._max_length, self._tail)
             lengths = torch.from_numpy(window.end - window.begin)
-            index = ranges(torch.from_numpy(window.begin), lengths)
+            index = concat_ranges(torch.from_numpy(window.begin), lengths)
             for name in self._columns:
                 values = torch.from_numpy(group.values[name])[index]
                 pieces[name].append(Jagged(values.to(_make_empty(name).dtype), lengths))
@@ -95,7 +95,7 @@ class WindowReader:
         for number in range(self._file.num_groups):
             group = self._file.read(number, ("item_id", "timestamp"))
             lengths = torch.from_numpy(self._split.find_ends(group, "train") - group.offsets[:-1])
-            index = ranges(torch.from_numpy(group.offsets[:-1]), lengths).numpy()
+            index = concat_ranges(torch.from_numpy(group.offsets[:-1]), lengths).numpy()
             np.add.at(counts, group.values["item_id"][index], 1)
         return torch.from_numpy(counts)
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.dispatch import collision_masks
-from freescale.kernels.launch import uploaded
-from freescale.kernels.reference.unique import grouped
+from freescale.kernels.reference.unique import group_by_tag
+from freescale.kernels.upload import upload
 
 # (rows that the current batch requests, that the following one requests) -> (which of the current
 # ones are shared, which of the following ones collide)
@@ -74,13 +74,13 @@ def divide_rows(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
         [edge + np.arange(len(one.sizes)) for edge, one in zip(edges, lists, strict=False)]
     )
     counts = np.concatenate([np.asarray(one.sizes, np.int64) for one in lists])
-    tags, times = uploaded(np.stack([first, counts]), device)
+    tags, times = upload(np.stack([first, counts]), device)
     tags = torch.repeat_interleave(tags, times, output_size=sum(sizes))
     pieces = [
         torch.where(one.marked, 0, ((one.rows & (one.pieces - 1)) + 1) * len(one.sizes))
         for one in lists
     ]
-    order, found = grouped(tags.add_(torch.cat(pieces)), int(edges[-1]))
+    order, found = group_by_tag(tags.add_(torch.cat(pieces)), int(edges[-1]))
     starts = np.cumsum([0] + sizes[:-1])
     parts = zip(torch.split(order, sizes), starts, strict=True)
     return [part - int(start) for part, start in parts], found

@@ -31,7 +31,12 @@ from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.request import Index, Request, RequestPart, SumGradients, collect_ids
 from freescale.embedding.storage import RowStorage, TableRange, UpdateOptions
-from freescale.kernels.dispatch import deduplicate, gather_rows, grouped, marked_rows
+from freescale.kernels.dispatch import (
+    deduplicate,
+    gather_rows,
+    group_duplicates,
+    select_marked_rows,
+)
 from freescale.transport.api import Handle, Transport
 
 Piece = TypeVar("Piece")
@@ -188,7 +193,7 @@ class Sharded:
             self.rows.update(*sum_gradients(received.to(self.rows.weight.dtype)), **options)
 
     def _prepare_sums(self, request: Request, part: RequestPart) -> SumGradients:
-        return grouped(_select_served(request, part), self.rows.weight)
+        return group_duplicates(_select_served(request, part), self.rows.weight)
 
     # ---- the blocking forms
 
@@ -271,7 +276,7 @@ class Replicated:
         joined = torch.cat([gradient.view(-1), request.owned])
         summed = transport.all_reduce(joined, "gradients").wait()
         with transport.ledger.span("update rows"):
-            rows, gradients = marked_rows(
+            rows, gradients = select_marked_rows(
                 summed[gradient.numel() :], summed[: gradient.numel()].view_as(gradient)
             )
             self.rows.update(rows, gradients, **options)

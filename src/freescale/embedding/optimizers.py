@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from freescale.config import TrainConfig
-from freescale.kernels.dispatch import optimizers_for
+from freescale.kernels.dispatch import choose_optimizers
 
 
 class RowOptimizer(Protocol):
@@ -54,6 +54,8 @@ class _Named:
 
 @dataclass(frozen=True)
 class SGD(_Named):
+    """Lazy SGD of table rows: row -= lr * gradient. `lr`: learning rate."""
+
     def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         return {}
 
@@ -67,11 +69,14 @@ class SGD(_Named):
         step: int,
         factor: float,
     ) -> None:
-        optimizers_for(weight).sgd(weight, rows, gradients, lr=self.lr * factor)
+        choose_optimizers(weight).sgd(weight, rows, gradients, lr=self.lr * factor)
 
 
 @dataclass(frozen=True)
 class Adagrad(_Named):
+    """Lazy Adagrad of table rows, with a sum of squares for each entry. `lr`: learning rate; `eps`
+    is added to the root."""
+
     eps: float = 1e-10
 
     def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
@@ -87,13 +92,16 @@ class Adagrad(_Named):
         step: int,
         factor: float,
     ) -> None:
-        optimizers_for(weight).adagrad(
+        choose_optimizers(weight).adagrad(
             weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps
         )
 
 
 @dataclass(frozen=True)
 class RowWiseAdagrad(_Named):
+    """Lazy Adagrad of table rows with one sum of squares per row, which saves memory. `lr`: learning
+    rate; `eps` is added to the root."""
+
     eps: float = 1e-10
 
     def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
@@ -109,13 +117,16 @@ class RowWiseAdagrad(_Named):
         step: int,
         factor: float,
     ) -> None:
-        optimizers_for(weight).rowwise_adagrad(
+        choose_optimizers(weight).rowwise_adagrad(
             weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps
         )
 
 
 @dataclass(frozen=True)
 class Adam(_Named):
+    """Lazy Adam of table rows: only rows that a step read change, bias correction goes by the step.
+    `lr`: learning rate; `betas`: decay of the two moments; `eps` is added to the root."""
+
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
@@ -132,7 +143,7 @@ class Adam(_Named):
         step: int,
         factor: float,
     ) -> None:
-        optimizers_for(weight).adam(
+        choose_optimizers(weight).adam(
             weight,
             state["first"],
             state["second"],

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from freescale.embedding.layout import TableSpec, find_ids
 from freescale.embedding.optimizers import RowOptimizer
-from freescale.kernels.dispatch import optimizers_for
-from freescale.random import derive, key_of, normal
+from freescale.kernels.dispatch import choose_optimizers
+from freescale.random import derive, hash_name, normal
 
 _CHUNK_ROWS = 2048
 
@@ -43,7 +43,7 @@ class TableRange:
 
 def draw_initial_rows(spec: TableSpec, ids: Tensor, seed: int, std: float) -> Tensor:
     """Rows [n, width] of a table, a function of (seed, table, row) alone."""
-    keys = derive(derive(seed, key_of(spec.name)).to(ids.device), ids)
+    keys = derive(derive(seed, hash_name(spec.name)).to(ids.device), ids)
     columns = torch.arange(spec.width, device=ids.device)
     rows = normal(derive(keys[:, None], columns), spec.dtype).mul_(std)
     if spec.padding is not None:
@@ -103,5 +103,5 @@ class RowStorage:
         """Unique local rows [u] and their summed gradients [u, width]; on a GPU a row of -1 is
         none."""
         if clip is not None:
-            gradients = optimizers_for(self.weight).clip_rows(gradients, clip)
+            gradients = choose_optimizers(self.weight).clip_rows(gradients, clip)
         self.optimizer.update(self.weight, self.state, rows, gradients, step=step, factor=factor)

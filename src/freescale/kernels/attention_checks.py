@@ -35,7 +35,7 @@ class Plan(Protocol):
     def longest_distance(self) -> int: ...
 
 
-def same_device(**tensors: Tensor | None) -> None:
+def check_same_device(**tensors: Tensor | None) -> None:
     devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     if len(set(devices.values())) > 1:
         raise ValueError(
@@ -120,7 +120,7 @@ def check_inputs(
         raise ValueError(
             f"scale_length must be at least 1 (the configured maximum length), not {scale_length}"
         )
-    same_device(
+    check_same_device(
         q=q,
         k=k,
         v=v,
@@ -155,7 +155,7 @@ def check_plan(
             f"the plan is for {plan.heads} heads and {plan.lengths.numel()} samples, not "
             f"{q.shape[1]} and {lengths.numel()}"
         )
-    same_device(q=q, plan=plan.lengths)
+    check_same_device(q=q, plan=plan.lengths)
     if (plan.candidate_counts is None) != (candidate_counts is None):
         raise ValueError("the plan and the call must both have candidate_counts, or neither")
     if time_bias is not None and (not plan.timed or plan.buckets != time_bias.numel() - 1):

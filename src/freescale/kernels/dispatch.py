@@ -1,7 +1,8 @@
-"""Which of two twins runs: the Triton kernel where it can, the plain-torch reference elsewhere.
+"""Chooses between the two versions of an operation: the Triton kernel where it can run, the
+reference in plain torch elsewhere.
 
-For the model decided once per batch, with its plan: what a layer does around the attention runs
-where the attention runs. For a table by its device, dtype and width, so always the same way.
+For the model this is decided once per batch, with its plan: the operations around the attention
+run where the attention runs. For a table it depends on device, dtype and width alone.
 """
 
 from __future__ import annotations
@@ -14,11 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.kernels.reference import attention, layer, rows, summary_attention, unique
-from freescale.kernels.reference.attention import AttentionPlan
+from freescale.kernels.reference import (
+    attention,
+    attention_plan,
+    layer,
+    row_updates,
+    rows,
+    summary_attention,
+    unique,
+)
+from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import attention_plan as triton_attention_plan
 from freescale.kernels.triton import layer as triton_layer
+from freescale.kernels.triton import row_updates as triton_row_updates
 from freescale.kernels.triton import rows as triton_rows
 from freescale.kernels.triton import summary_attention as triton_summary_attention
 from freescale.kernels.triton import unique as triton_unique
@@ -39,18 +49,34 @@ def plan_attention(
     buckets: int = 0,
     **options: Any,
 ) -> AttentionPlan | TilePlan:
-    """The plan of the kernel that fits: head widths (d_qk, d_v) and the dtype that q, k and v will
-    have."""
-    fits = attends_in_triton(lengths.is_cuda, has_triton(), widths, dtype, buckets)
-    plan = triton_attention_plan.plan_attention if fits else attention.plan_attention
-    return plan(lengths, heads, buckets=buckets, **options)
+    """Plans the attention for the version that fits.
+
+    Args:
+        lengths: [samples] int64, candidates included.
+        heads: Number of heads.
+        widths: (d_qk, d_v) of a head.
+        dtype: What q, k and v will have.
+        buckets: Of the time bias; 0 without one.
+        options: As in `plan_attention` of both versions.
+    """
+    fits = fits_triton_attention(lengths.is_cuda, has_triton(), widths, dtype, buckets)
+    if fits:
+        return triton_attention_plan.plan_attention(lengths, heads, buckets=buckets, **options)
+    return attention_plan.plan_attention(lengths, heads, buckets=buckets, **options)
 
 
-def attends_in_triton(
+def fits_triton_attention(
     gpu: bool, triton: bool, widths: tuple[int, int], dtype: torch.dtype, buckets: int = 0
 ) -> bool:
-    """The rule by which `plan_attention` chooses. `gpu`: the tensors lie on one; `triton`: it is
-    installed."""
+    """Whether the Triton attention can run.
+
+    Args:
+        gpu: Whether the tensors lie on a GPU.
+        triton: Whether Triton is installed.
+        widths: (d_qk, d_v) of a head.
+        dtype: Of q, k and v.
+        buckets: Of the time bias; 0 without one.
+    """
     fits = (
         all(width in triton_attention.WIDTHS for width in widths)
         and dtype in triton_attention.DTYPES
@@ -67,59 +93,69 @@ def hstu_attention(
     plan: AttentionPlan | TilePlan,
     **options: Any,
 ) -> Tensor:
-    """As `attention.hstu_attention`, by the kernel that the plan is for."""
+    """`reference.attention.hstu_attention`, in the version that the plan is for."""
     if isinstance(plan, TilePlan):
         return triton_attention.hstu_attention(q, k, v, lengths, plan=plan, **options)
     return attention.hstu_attention(q, k, v, lengths, plan=plan, **options)
 
 
-def summaries_attended(plan: AttentionPlan | TilePlan, *inputs: Any, **options: Any) -> Tensor:
-    """As `summary_attention.summary_attention`, where the attention runs."""
-    return (
-        triton_summary_attention if isinstance(plan, TilePlan) else summary_attention
-    ).summary_attention(*inputs, **options)
+def attend_to_summaries(plan: AttentionPlan | TilePlan, *inputs: Any, **options: Any) -> Tensor:
+    """`reference.summary_attention.summary_attention`, in the version that `plan` is for."""
+    if isinstance(plan, TilePlan):
+        return triton_summary_attention.summary_attention(*inputs, **options)
+    return summary_attention.summary_attention(*inputs, **options)
 
 
 def layer_norm(plan: AttentionPlan | TilePlan, x: Tensor, *parameters: Any) -> Tensor:
-    """As `layer.layer_norm`."""
-    return _layer(plan, x).layer_norm(x, *parameters)
+    """`reference.layer.layer_norm`, in the version that `plan` and x are for."""
+    if _fits_triton_layer(plan, x):
+        return triton_layer.layer_norm(x, *parameters)
+    return layer.layer_norm(x, *parameters)
 
 
 def silu_split(
     plan: AttentionPlan | TilePlan, x: Tensor, sizes: Sequence[int]
 ) -> tuple[Tensor, ...]:
-    """As `layer.silu_split`."""
-    return _layer(plan, x, widest=None).silu_split(x, sizes)
+    """`reference.layer.silu_split`, in the version that `plan` and x are for."""
+    if _fits_triton_layer(plan, x, widest=None):
+        return triton_layer.silu_split(x, sizes)
+    return layer.silu_split(x, sizes)
 
 
 def gated_norm(
     plan: AttentionPlan | TilePlan, x: Tensor, gate: Tensor, *parameters: Any, **options: Any
 ) -> Tensor:
-    """As `layer.gated_norm`."""
-    return _layer(plan, x).gated_norm(x, gate, *parameters, **options)
+    """`reference.layer.gated_norm`, in the version that `plan` and x are for."""
+    if _fits_triton_layer(plan, x):
+        return triton_layer.gated_norm(x, gate, *parameters, **options)
+    return layer.gated_norm(x, gate, *parameters, **options)
 
 
-def _layer(
+def _fits_triton_layer(
     plan: AttentionPlan | TilePlan, x: Tensor, widest: int | None = triton_layer.MAX_WIDTH
-) -> Any:
-    fits = x.dtype in triton_layer.DTYPES and (widest is None or x.shape[1] <= widest)
-    return triton_layer if isinstance(plan, TilePlan) and fits else layer
+) -> bool:
+    narrow = widest is None or x.shape[1] <= widest
+    return isinstance(plan, TilePlan) and x.dtype in triton_layer.DTYPES and narrow
 
 
 # ---- table rows
 
 
 def deduplicate(keys: Tensor, edges: Tensor) -> unique.Unique:
-    return (triton_unique if keys.is_cuda and has_triton() else unique).deduplicate(keys, edges)
+    """`reference.unique.deduplicate`, in Triton on a GPU."""
+    if keys.is_cuda and has_triton():
+        return triton_unique.deduplicate(keys, edges)
+    return unique.deduplicate(keys, edges)
 
 
 def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-    return (triton_unique if current.is_cuda and has_triton() else unique).collision_masks(
-        current, following
-    )
+    """`reference.unique.collision_masks`, in Triton on a GPU."""
+    if current.is_cuda and has_triton():
+        return triton_unique.collision_masks(current, following)
+    return unique.collision_masks(current, following)
 
 
-def _fits(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton_rows.DTYPES) -> bool:
+def _fits_triton_rows(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton_rows.DTYPES) -> bool:
     return (
         table.is_cuda
         and has_triton()
@@ -128,45 +164,47 @@ def _fits(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton_rows.DTYPES) -
     )
 
 
-def optimizers_for(weight: Tensor) -> Any:
-    """The module whose sgd, adagrad, rowwise_adagrad, adam and clip_rows update this table."""
-    return triton_rows if _fits(weight, (torch.float32,)) else rows
+def choose_optimizers(weight: Tensor) -> Any:
+    """Chooses the module whose sgd, adagrad, rowwise_adagrad, adam and clip_rows update this
+    table."""
+    return triton_row_updates if _fits_triton_rows(weight, (torch.float32,)) else row_updates
 
 
 def gather_rows(weight: Tensor, numbers: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return (triton_rows if _fits(weight) else rows).gather_rows(weight, numbers, dtype)
+    """`reference.rows.gather_rows`: weight [n, width], numbers [r] -> [r, width]."""
+    if _fits_triton_rows(weight):
+        return triton_rows.gather_rows(weight, numbers, dtype)
+    return rows.gather_rows(weight, numbers, dtype)
 
 
 def read_rows(table: Tensor, index: Tensor) -> Tensor:
     """table [u, width], index [...] into it -> [..., width]."""
-    return (
-        triton_rows.read_rows(table, index)
-        if _fits(table)
-        else torch.nn.functional.embedding(index, table)
-    )
+    if _fits_triton_rows(table):
+        return triton_rows.read_rows(table, index)
+    return torch.nn.functional.embedding(index, table)
 
 
 def sum_duplicates(numbers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """As `rows.sum_duplicates`. Where the optimizers pass over rows of -1, these fill the end:
-    nothing is read from the device."""
-    return grouped(numbers, gradients)(gradients)
+    """`reference.rows.sum_duplicates`. Where the optimizers skip rows of -1, these fill the end, so
+    that nothing is read from the device."""
+    return group_duplicates(numbers, gradients)(gradients)
 
 
-def grouped(numbers: Tensor, like: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The same, before the gradients are there; they will be `like` this one."""
+def group_duplicates(numbers: Tensor, like: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """`sum_duplicates` in two steps: groups now, and returns a function that sums gradients which
+    are `like` this tensor."""
     return (
-        triton_rows.grouped(numbers, cut=False)
-        if optimizers_for(like) is triton_rows
-        else rows.grouped(numbers)
+        triton_rows.group_duplicates(numbers, cut=False)
+        if choose_optimizers(like) is triton_row_updates
+        else rows.group_duplicates(numbers)
     )
 
 
-def marked_rows(marks: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """marks [n] and gradients [n, width] of all rows -> rows that are marked, and theirs; others
-    are -1 where that saves a read."""
-    if optimizers_for(gradients) is triton_rows:
-        return torch.where(
-            marks > 0, torch.arange(marks.numel(), device=marks.device), -1
-        ), gradients
+def select_marked_rows(marks: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """marks [n] and gradients [n, width] of all rows -> numbers of the marked rows, and their
+    gradients; where that saves a read, all n rows with a number of -1 for those not marked."""
+    if choose_optimizers(gradients) is triton_row_updates:
+        every = torch.arange(marks.numel(), device=marks.device)
+        return torch.where(marks > 0, every, -1), gradients
     numbers = marks.nonzero().squeeze(1)
     return numbers, gradients.index_select(0, numbers)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.batch import offsets_of, ranges
-from freescale.kernels.launch import uploaded
+from freescale.batch import compute_offsets, concat_ranges
+from freescale.kernels.upload import upload
 
 # What one more group costs (a few dozen small operations), in elements of its padded tensor:
 # padding up to this much is cheaper than another group.
@@ -135,7 +135,7 @@ class Groups:
                 f"lengths must be a 1-d int64 tensor, not {lengths.dtype} with {lengths.ndim} axes"
             )
         host = lengths.detach().cpu().numpy() if host is None else host
-        starts = offsets_of(lengths)[:-1]
+        starts = compute_offsets(lengths)[:-1]
         groups = []
         for index in plan_groups(host, cost, budget):
             own = host[index]
@@ -143,12 +143,14 @@ class Groups:
             if len(own) == len(host) and own[0] == own[-1]:
                 groups.append(Group.all(len(own), int(own[0]), lengths.device))
                 continue
-            samples = uploaded(index, lengths.device)
+            samples = upload(index, lengths.device)
             count, tokens = lengths[samples], int(own.sum())
             longest = int(own[0])
-            slots = ranges(torch.arange(len(index), device=lengths.device) * longest, count, tokens)
+            slots = concat_ranges(
+                torch.arange(len(index), device=lengths.device) * longest, count, tokens
+            )
             groups.append(
-                Group(samples, longest, ranges(starts[samples], count, tokens), slots, own)
+                Group(samples, longest, concat_ranges(starts[samples], count, tokens), slots, own)
             )
         return Groups(tuple(groups), lengths, host, int(host.sum()))
 
@@ -158,7 +160,8 @@ class Groups:
         if not self.groups:
             return []
         order = torch.cat([group.tokens for group in self.groups])
-        parts = values.index_select(0, order).split([group.tokens.numel() for group in self.groups])
+        sizes = [group.tokens.numel() for group in self.groups]
+        parts = torch.split(values.index_select(0, order), sizes)
         return [group.pad_own(part) for group, part in zip(self.groups, parts, strict=True)]
 
     def unpad(self, padded: Sequence[Tensor], like: Tensor) -> Tensor:

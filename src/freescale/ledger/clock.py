@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from freescale.streams import recorded
+from freescale.streams import record_event
 
 
 class Clock(Protocol):
@@ -49,7 +49,7 @@ class CudaClock:
         self._base_ns = time.perf_counter_ns()
 
     def stamp(self) -> torch.cuda.Event:
-        return recorded(enable_timing=True)
+        return record_event(enable_timing=True)
 
     def read(self, stamp: torch.cuda.Event) -> int | None:
         if not stamp.query():  # type: ignore[no-untyped-call]

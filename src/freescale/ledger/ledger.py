@@ -82,15 +82,15 @@ class Ledger:
         self._finished: deque[_Step] = deque(maxlen=_KEPT)
 
     def __repr__(self) -> str:
-        parts = [f"device='{self.device}'", f"undrained_steps={len(self._finished)}"]
-        if self._finished:
-            last = self._finished[-1]
-            begin, end = self.clock.read(last.begin), self.clock.read(last.end)
-            lasts = "" if begin is None or end is None else f" ({(end - begin) / 1e6:.2f} ms)"
-            parts.append(f"last_step={last.number}{lasts}")
-        if self._step is not None:
-            parts.append(f"open_step={self._step.number}")
-        return f"Ledger({', '.join(parts)})"
+        last = self._finished[-1] if self._finished else None
+        text = f"Ledger({len(self._finished)} finished steps"
+        if last is not None:
+            text += f", last: step {last.number}"
+            if isinstance(last.end, int):  # of a device it would have to be read
+                text += f" in {(last.end - last.begin) / 1e6:.2f} ms"
+            kinds = ", ".join(sorted({collective.kind for collective in last.collectives}))
+            text += f", {len(last.spans)} spans, {len(last.collectives)} collectives ({kinds})"
+        return text + ")"
 
     def begin_step(self, number: int) -> None:
         """Begins a step; what is recorded until `end_step` belongs to it."""

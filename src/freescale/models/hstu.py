@@ -6,23 +6,18 @@ length, dropout is drawn from the sample's own key, and nothing is normalised ov
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from freescale.batch import HostSizes, offsets_of
+from freescale.batch import HostSizes, compute_offsets
 from freescale.config import ModelConfig
-from freescale.kernels.dispatch import (
-    gated_norm,
-    hstu_attention,
-    layer_norm,
-    plan_attention,
-    silu_split,
-)
-from freescale.kernels.reference.attention import AttentionPlan
+from freescale.kernels.dispatch import plan_attention
+from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.triton.attention_plan import TilePlan
+from freescale.models.hstu_layer import HSTULayer, get_product_dtype
 from freescale.random import derive
 
 TOO_LONG = (
@@ -31,142 +26,10 @@ TOO_LONG = (
 )
 
 
-def positions_in_sample(lengths: Tensor, tokens: int) -> Tensor:
+def compute_positions(lengths: Tensor, tokens: int) -> Tensor:
     """[samples] lengths -> [tokens]: 0, 1, 2, ... within each sample."""
-    starts = torch.repeat_interleave(offsets_of(lengths)[:-1], lengths, output_size=tokens)
+    starts = torch.repeat_interleave(compute_offsets(lengths)[:-1], lengths, output_size=tokens)
     return torch.arange(tokens, device=lengths.device) - starts
-
-
-def product_dtype(parameter: Tensor) -> torch.dtype:
-    """What a matrix product with this parameter is computed in. Autocast leaves float64 alone."""
-    kind = parameter.device.type
-    cast = torch.is_autocast_enabled(kind) and parameter.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if cast else parameter.dtype
-
-
-def projected(linear: nn.Linear, x: Tensor) -> Tensor:
-    """linear(x) for x [tokens, in]. For a product with a transposed matrix torch asks oneDNN on ARM
-    processors, which prepares each for half a millisecond: longer than a small request's products
-    take. A served model lays the matrix out as it is read."""
-    served = (
-        x.device.type == "cpu"
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-    )
-    # of few tokens the copy would be the larger part
-    if not served or x.shape[0] < linear.out_features:
-        return linear(x)
-    return torch.addmm(linear.bias, x, linear.weight.t().contiguous())
-
-
-class InputNorm(nn.LayerNorm):
-    """LayerNorm in the dtype of the projection that follows."""
-
-    def forward(self, x: Tensor, plan: AttentionPlan | TilePlan) -> Tensor:  # type: ignore[override]
-        return layer_norm(plan, x, self.weight, self.bias, self.eps, product_dtype(self.weight))
-
-
-class GatedNorm(nn.LayerNorm):
-    """LayerNorm, gate and dropout, in the dtype of the projection that follows. Drops nothing
-    without keys."""
-
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        gate: Tensor,
-        plan: AttentionPlan | TilePlan,
-        keys: Tensor | None,
-        stream: int,
-        keep: float,
-    ) -> Tensor:
-        parameters = self.weight, self.bias, self.eps, product_dtype(self.weight)
-        return gated_norm(plan, x, gate, *parameters, keys=keys, stream=stream, keep=keep)
-
-
-class Earlier(Protocol):
-    """What a layer's tokens see beyond the samples of its plan: a sum that is added to theirs."""
-
-    def attended(
-        self, layer: HSTULayer, plan: AttentionPlan | TilePlan, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor | None: ...
-
-
-class HSTULayer(nn.Module):
-    """LayerNorm, projection to u, v, q, k, attention, gate by u, dropout, projection back,
-    residual."""
-
-    def __init__(
-        self,
-        *,
-        number: int,
-        width: int,
-        heads: int,
-        d_qk: int,
-        d_v: int,
-        max_length: int,
-        dropout: float,
-        position_bias: bool,
-        time_bias: bool,
-        num_time_buckets: int,
-        reach: int | None = None,  # positions that two tokens may be apart, if not max_length
-    ) -> None:
-        super().__init__()
-        self.number = number
-        self.heads = heads
-        self.d_qk = d_qk
-        self.d_v = d_v
-        self.max_length = max_length
-        self.dropout = dropout
-        self.input_norm = InputNorm(width, eps=1e-6)
-        self.projection = nn.Linear(width, 2 * heads * (d_qk + d_v))
-        self.attention_norm = GatedNorm(heads * d_v, eps=1e-6)
-        self.output = nn.Linear(heads * d_v, width)
-        self.position_bias = (
-            nn.Parameter(torch.empty((reach or max_length) + 1)) if position_bias else None
-        )
-        self.time_bias = nn.Parameter(torch.empty(num_time_buckets + 1)) if time_bias else None
-        nn.init.xavier_uniform_(self.projection.weight)
-        nn.init.zeros_(self.projection.bias)
-        nn.init.xavier_uniform_(self.output.weight)
-        nn.init.zeros_(self.output.bias)
-        for bias in (self.position_bias, self.time_bias):
-            if bias is not None:
-                nn.init.normal_(bias, std=0.02)
-
-    def forward(
-        self,
-        x: Tensor,  # [tokens, width]
-        lengths: Tensor,
-        token_keys: Tensor | None,  # [tokens] int64
-        timestamps: Tensor | None,
-        candidate_counts: Tensor | None,
-        plan: AttentionPlan | TilePlan,
-        earlier: Earlier | None = None,
-    ) -> Tensor:
-        sizes = [self.heads * self.d_v] * 2 + [self.heads * self.d_qk] * 2
-        u, v, q, k = silu_split(plan, projected(self.projection, self.input_norm(x, plan)), sizes)
-        q, k = (part.unflatten(1, (self.heads, self.d_qk)) for part in (q, k))
-        v = v.unflatten(1, (self.heads, self.d_v))
-        attended = hstu_attention(
-            q,
-            k,
-            v,
-            lengths,
-            scale_length=self.max_length,
-            alpha=self.d_qk**-0.5,
-            candidate_counts=candidate_counts,
-            position_bias=self.position_bias,
-            time_bias=self.time_bias,
-            timestamps=timestamps,
-            plan=plan,
-        )
-        beyond = None if earlier is None else earlier.attended(self, plan, q, k, v)
-        if beyond is not None:
-            attended = attended + beyond
-        gated = self.attention_norm(
-            attended.flatten(1), u, plan, token_keys, self.number, 1 - self.dropout
-        )
-        return x + projected(self.output, gated)  # gated is [tokens, heads * d_v]
 
 
 class HSTU(nn.Module):
@@ -247,25 +110,25 @@ class HSTU(nn.Module):
         candidate_counts: Tensor | None = None,  # [samples] int64
         host: HostSizes | None = None,  # of the above; without it they are read from the device
     ) -> Tensor:  # [tokens, width]
-        timestamps = self._checked(x, timestamps)
-        plan = self._plan(lengths, candidate_counts, timestamps, host)
+        timestamps = self._check_inputs(x, timestamps)
+        plan = self._plan_attention(lengths, candidate_counts, timestamps, host)
         if plan.longest_history > self.max_length:
             raise ValueError(TOO_LONG.format(plan.longest_history, self.max_length))
         if plan.tokens != x.shape[0]:
             raise ValueError(f"lengths add up to {plan.tokens}, but there are {x.shape[0]} tokens")
-        slots = positions_in_sample(lengths, x.shape[0])
+        slots = compute_positions(lengths, x.shape[0])
         positions = slots
         if candidate_counts is not None:  # all candidates of a sample stand right after its history
             history = torch.repeat_interleave(
                 lengths - candidate_counts, lengths, output_size=x.shape[0]
             )
             positions = torch.minimum(slots, history)
-        token_keys = self._token_keys(keys, lengths, slots)
+        token_keys = self._derive_token_keys(keys, lengths, slots)
         # the encoder's own dtype, whatever the tables hold
         x = x.to(self.position.dtype) + self.position[positions]
-        return self._through(x, lengths, token_keys, timestamps, candidate_counts, plan)
+        return self._run_layers(x, lengths, token_keys, timestamps, candidate_counts, plan)
 
-    def _checked(self, x: Tensor, timestamps: Tensor | None) -> Tensor | None:
+    def _check_inputs(self, x: Tensor, timestamps: Tensor | None) -> Tensor | None:
         """The timestamps, if they are used."""
         if x.ndim != 2 or x.shape[1] != self.width:
             raise ValueError(f"the encoder takes [tokens, {self.width}], not {list(x.shape)}")
@@ -275,7 +138,7 @@ class HSTU(nn.Module):
             )
         return timestamps if self.has_time_bias else None
 
-    def _plan(
+    def _plan_attention(
         self,
         lengths: Tensor,
         candidate_counts: Tensor | None,
@@ -291,14 +154,14 @@ class HSTU(nn.Module):
             distances=self.has_position_bias,
             host=host,
             widths=self.widths,
-            dtype=product_dtype(self.position),
+            dtype=get_product_dtype(self.position),
         )
 
     @property
     def drops(self) -> bool:
         return self.training and self.dropout > 0
 
-    def _token_keys(
+    def _derive_token_keys(
         self, keys: Tensor | None, lengths: Tensor, slots: Tensor | None
     ) -> Tensor | None:
         """[tokens] keys of what is dropped, from the samples' and the place in the sample; None
@@ -308,11 +171,11 @@ class HSTU(nn.Module):
         assert slots is not None
         if keys is None or keys.shape != lengths.shape:
             raise ValueError(
-                f"dropout needs keys, one per sample ({lengths.numel()}); got {_described(keys)}"
+                f"dropout needs keys, one per sample ({lengths.numel()}); got {_describe(keys)}"
             )
         return derive(torch.repeat_interleave(keys, lengths, output_size=slots.numel()), slots)
 
-    def _through(self, x: Tensor, *inputs: Any) -> Tensor:
+    def _run_layers(self, x: Tensor, *inputs: Any) -> Tensor:
         """Through all layers; `inputs` are those of a layer after x."""
         for layer in self.layers:
             if self.checkpoint and torch.is_grad_enabled():
@@ -323,5 +186,5 @@ class HSTU(nn.Module):
         return x
 
 
-def _described(keys: Tensor | None) -> str:
+def _describe(keys: Tensor | None) -> str:
     return "none" if keys is None else f"{keys.dtype} {list(keys.shape)}"

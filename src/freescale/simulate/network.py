@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 PRESETS = Path(__file__).parent / "networks"
 TRANSPORTS = ("collective", "hostwire")
-_CHUNK = 1 << 20  # bytes that hostwire copies at a time (transport/hostwire.py)
+_CHUNK = 1 << 20  # bytes that hostwire copies at a time (transport/hostwire/transfer.py)
 
 
 @dataclass(frozen=True)

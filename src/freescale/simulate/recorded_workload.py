@@ -17,7 +17,7 @@ from freescale.config import SimulateConfig
 from freescale.data.loader import Histories
 from freescale.embedding.collision import collision_masks
 from freescale.embedding.layout import ShardLayout, TableSpec
-from freescale.random import derive, integers, key_of
+from freescale.random import derive, hash_name, integers
 from freescale.simulate.workload import Demand, Rows
 
 
@@ -96,7 +96,7 @@ class RecordedWorkload:
             self._sampled = max(1, -(-len(ids) // self._events))
         if self._sampled > 1:
             kept = (
-                integers(derive(key_of("simulated"), torch.from_numpy(ids)), self._sampled) == 0
+                integers(derive(hash_name("simulated"), torch.from_numpy(ids)), self._sampled) == 0
             ).numpy()
             ids, consumer = ids[kept], consumer[kept]
         spec = TableSpec("item", self.items, 1, torch.float32, ())
@@ -149,7 +149,7 @@ class RecordedWorkload:
         looked at."""
         if read.scale == 1:
             return 0.0
-        groups = integers(derive(key_of("groups"), read.keys), 16).numpy()
+        groups = integers(derive(hash_name("groups"), read.keys), 16).numpy()
         counts = np.bincount(groups, minlength=16)
         return float(counts.std(ddof=1) / counts.mean() / 4)
 

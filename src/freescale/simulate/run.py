@@ -14,7 +14,7 @@ from typing import Any
 from freescale.config import SimulateConfig
 from freescale.data.prepare import prepare
 from freescale.embedding.placement import Placement
-from freescale.folders import cache_folder
+from freescale.folders import find_cache_folder
 from freescale.simulate.compute import Model, load_calibration
 from freescale.simulate.costs import Batch
 from freescale.simulate.generated_workload import GeneratedWorkload
@@ -77,7 +77,9 @@ def build_workload(config: SimulateConfig, gpus: int) -> Workload:
     """Makes the batches that options describe: of a file, or generated."""
     samples = config.batch * gpus
     if config.data:
-        histories = prepare(config.data, Path(config.cache) if config.cache else cache_folder())
+        histories = prepare(
+            config.data, Path(config.cache) if config.cache else find_cache_folder()
+        )
         return RecordedWorkload(histories, samples, cap=config.cap, seed=config.seed)
     shape = {"median": config.median, "sigma": config.sigma, "cap": config.cap}
     ids = {

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.registry import find_partitioner
+from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.balance.problem import Assignment
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.placement import CHOICES, Placement, choose_placement

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.kernels.dispatch import (
+    choose_optimizers,
     collision_masks,
     deduplicate,
     gather_rows,
-    optimizers_for,
     read_rows,
     sum_duplicates,
 )
@@ -121,7 +121,7 @@ def time_row_work(
     unique, edges = torch.unique(numbers), torch.tensor([table], device=device)
     gradients = torch.randn(unique.numel(), width, device=device)
     state = torch.zeros(table, device=device)
-    module = optimizers_for(weight)
+    module = choose_optimizers(weight)
     read = torch.randn(unique.numel(), width, device=device).requires_grad_()
     index = torch.randint(unique.numel(), (keys,), generator=generator).to(device)
     few, few_gradients = unique[:10], gradients[:10]

@@ -23,6 +23,8 @@ class _Done:
 
 
 class LocalTransport:
+    """A `Transport` of one rank: nothing travels, the ledger records what would."""
+
     rank = 0
     world = 1
     lines = 1
@@ -34,7 +36,7 @@ class LocalTransport:
         self.device = torch.device(device)
         self.ledger: Ledger | ThreadLedger = ledger or Ledger(self.device)
 
-    def _through(self, tensor: Tensor, kind: str) -> _Done:
+    def _record(self, tensor: Tensor, kind: str) -> _Done:
         with self.ledger.begin_collective(kind, 0, 0, "local").wait():
             return _Done(tensor)
 
@@ -42,16 +44,16 @@ class LocalTransport:
         self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
     ) -> _Done:
         assert list(send) == list(receive) == [tensor.shape[0]], (send, receive, tensor.shape)
-        return self._through(tensor, kind)
+        return self._record(tensor, kind)
 
     def all_gather(self, tensor: Tensor, kind: str) -> _Done:
-        return self._through(tensor[None], kind)
+        return self._record(tensor[None], kind)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> _Done:
-        return self._through(tensor, kind)
+        return self._record(tensor, kind)
 
     def broadcast(self, tensor: Tensor, kind: str) -> _Done:
-        return self._through(tensor, kind)
+        return self._record(tensor, kind)
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload]

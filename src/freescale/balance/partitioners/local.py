@@ -1,20 +1,33 @@
-"""`local`: an assignment that moves little. Only overloaded ranks give samples away, to their own
-node where it has room."""
+"""`local`: moves few samples. Only overloaded ranks give some away, to their own node if it has
+room."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from freescale.balance.problem import Problem, trade
+from freescale.balance.partitioners.common import trade_samples
+from freescale.balance.problem import Problem
 
-_TOLERANCE = 0.004  # above the bound: what a rank may keep
+_TOLERANCE = 0.004  # how far above the lower bound a load may stay
 
 
 def local(problem: Problem) -> np.ndarray:
-    """Every rank above the goal gives away its most expensive samples (they relieve most for the
-    tokens they move) until it is under it; what was given goes, most expensive first, to the least
-    loaded rank of the giver's node that stays under the goal, or to the least loaded of all; trades
-    between the fullest and the emptiest rank finish it."""
+    """Moves samples only from overloaded ranks, within a node where possible.
+
+    Every rank above the goal gives away its most expensive samples (they relieve most for the
+    tokens that move) until it is below. A sample goes to the least loaded rank of its node if that
+    stays below the goal, otherwise to the least loaded rank of all. Trades follow. Counts are free;
+    the cap is kept.
+
+    Args:
+        problem: Costs [n], tokens [n], home [n], ranks, the cap and the nodes [ranks].
+
+    Returns:
+        rank_of [n] int64.
+
+    Raises:
+        ValueError: If a sample fits on no rank under the cap.
+    """
     rank_of = problem.home.copy()
     if problem.ranks < 2 or not len(rank_of):
         return rank_of
@@ -22,12 +35,11 @@ def local(problem: Problem) -> np.ndarray:
     held = np.bincount(rank_of, problem.tokens, problem.ranks)
     goal = max(loads.mean(), problem.costs.max()) * (1 + _TOLERANCE)
     cap = np.inf if problem.cap is None else problem.cap
-    given = _given(problem, loads, held, goal, cap)
+    given = _choose_samples_to_give(problem, loads, held, goal, cap)
     np.subtract.at(loads, problem.home[given], problem.costs[given])
     np.subtract.at(held, problem.home[given], problem.tokens[given])
-    nodes = (
-        np.zeros(problem.ranks, np.int64) if problem.nodes is None else np.asarray(problem.nodes)
-    )
+    one_node = np.zeros(problem.ranks, np.int64)
+    nodes = one_node if problem.nodes is None else np.asarray(problem.nodes)
     neighbours = {int(node): np.flatnonzero(nodes == node) for node in np.unique(nodes)}
     for sample in given[np.lexsort((given, -problem.costs[given]))]:
         cost, tokens = problem.costs[sample], problem.tokens[sample]
@@ -44,16 +56,16 @@ def local(problem: Problem) -> np.ndarray:
         rank_of[sample] = taker
         loads[taker] += cost
         held[taker] += tokens
-    trade(problem, rank_of, goal)
+    trade_samples(problem, rank_of, goal)
     return rank_of
 
 
-def _given(
+def _choose_samples_to_give(
     problem: Problem, loads: np.ndarray, held: np.ndarray, goal: float, cap: float
 ) -> np.ndarray:
-    """Samples that overloaded ranks give away: as many of the most expensive as fit into the
-    excess, then the cheapest that covers what is left of it."""
-    # rank by rank, falling cost; equal costs in the order of the batch
+    """Samples that overloaded ranks give away, indices [k]: as many of the most expensive as fit
+    into the excess, then the cheapest that covers the remainder."""
+    # Rank by rank, by falling cost; equal costs keep the order of the batch.
     order = np.lexsort((-problem.costs, problem.home))
     ends = np.cumsum(np.bincount(problem.home, minlength=problem.ranks))
     given: list[int] = []

@@ -1,7 +1,7 @@
 """What surrounds the attention in an HSTU layer, in plain torch: the norm before, SiLU and split,
 the gated norm after.
 
-The reference of `triton_layer`, which rounds once where this rounds after each operation. `dtype`
+The reference of `triton.layer`, which rounds once where this rounds after each operation. `dtype`
 is that of the product that comes next.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from freescale.random import derive, keep_mask
+from freescale.random import derive, draw_keep_mask
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -23,7 +23,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch
 
 def silu_split(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """x [tokens, sum(sizes)] -> SiLU(x), cut into columns of these sizes."""
-    return F.silu(x).split(list(sizes), dim=1)
+    return torch.split(F.silu(x), list(sizes), dim=1)
 
 
 def gated_norm(
@@ -41,6 +41,6 @@ def gated_norm(
     """layer_norm(x) * gate, with dropout that is a function of the tokens' keys."""
     gated = F.layer_norm(x, weight.shape, weight, bias, eps) * gate
     if keys is not None:
-        mask = keep_mask(derive(keys, stream), gated.shape[1], keep)
+        mask = draw_keep_mask(derive(keys, stream), gated.shape[1], keep)
         gated = gated * mask.to(gated.dtype).mul_(1 / keep)
     return gated.to(dtype)

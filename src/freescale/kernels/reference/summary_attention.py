@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.batch import ranges
-from freescale.kernels.attention_checks import same_device
+from freescale.batch import concat_ranges
+from freescale.kernels.attention_checks import check_same_device
 from freescale.kernels.groups import Group, plan_groups
-from freescale.kernels.launch import uploaded
-from freescale.kernels.reference.attention import TILE_BUDGET, _by_head, _by_head_transposed, _put
-from freescale.segments import SummaryPlan
+from freescale.kernels.reference.attention import _by_head, _by_head_transposed, _put
+from freescale.kernels.reference.attention_plan import TILE_BUDGET
+from freescale.kernels.summary_plan import SummaryPlan
+from freescale.kernels.upload import upload
 
 
 def summary_attention(
@@ -32,12 +33,21 @@ def summary_attention(
     alpha: float,
 ) -> Tensor:  # [rows, heads, d_v]
     """In the inputs' dtype (SiLU itself in at least float32)."""
-    check(q, k, v, plan, scale_length)
-    return _SummaryAttention.apply(q, k, v, plan, float(alpha), float(scale_length))
+    check_summary_inputs(q, k, v, plan, scale_length)
+    out: Tensor = _SummaryAttention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, plan, float(alpha), float(scale_length)
+    )
+    return out
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan, scale_length: float) -> None:
-    """What both twins refuse."""
+def check_summary_inputs(
+    q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan, scale_length: float
+) -> None:
+    """Refuses inputs that fit neither each other nor the plan.
+
+    Raises:
+        ValueError: With the shapes, dtypes or sizes that differ.
+    """
     if (
         not q.ndim == k.ndim == v.ndim == 3
         or q.shape[1:] != k.shape[1:]
@@ -56,7 +66,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan, scale_length: floa
         raise ValueError(
             f"scale_length must be at least 1 (the configured maximum length), not {scale_length}"
         )
-    same_device(q=q, k=k, v=v)
+    check_same_device(q=q, k=k, v=v)
     if (plan.rows, plan.summaries) != (q.shape[0], k.shape[0]):
         raise ValueError(
             f"the plan is for {plan.rows} rows and {plan.summaries} summaries, not {q.shape[0]} "
@@ -64,21 +74,28 @@ def check(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan, scale_length: floa
         )
 
 
-def _groups(plan: SummaryPlan, heads: int, device: torch.device) -> list[tuple[Group, Group]]:
+def _group_blocks(plan: SummaryPlan, heads: int, device: torch.device) -> list[tuple[Group, Group]]:
     """Rows and summaries of the blocks that are computed together. Summaries that pad a block are
     zero: they add nothing."""
-    if "groups" not in plan.kept:
-        table = plan.blocks()
+    groups: list[tuple[Group, Group]] | None = plan.kept.get("groups")
+    if groups is None:
+        table = plan.find_blocks()
         cost = lambda seen: heads * plan.segments.period * seen  # noqa: E731
         indices = plan_groups(table[:, 3], cost, TILE_BUDGET)
-        plan.kept["groups"] = [
-            (_group(row, rows, plan.rows, device), _group(summary, seen, plan.summaries, device))
+        groups = [
+            (
+                _build_group(row, rows, plan.rows, device),
+                _build_group(summary, seen, plan.summaries, device),
+            )
             for row, rows, summary, seen in (table[i].T for i in indices)
         ]
-    return plan.kept["groups"]
+        plan.kept["groups"] = groups
+    return groups
 
 
-def _group(starts: np.ndarray, lengths: np.ndarray, total: int, device: torch.device) -> Group:
+def _build_group(
+    starts: np.ndarray, lengths: np.ndarray, total: int, device: torch.device
+) -> Group:
     """Of these blocks of `total` rows or summaries."""
     longest = int(lengths.max())
     if (
@@ -89,14 +106,14 @@ def _group(starts: np.ndarray, lengths: np.ndarray, total: int, device: torch.de
         return Group.all(len(lengths), longest, device)
     samples = np.arange(len(lengths))
     tokens, slots = (
-        ranges(torch.from_numpy(first), torch.from_numpy(lengths)).numpy()
+        concat_ranges(torch.from_numpy(first), torch.from_numpy(lengths)).numpy()
         for first in (starts, samples * longest)
     )
     return Group(
-        uploaded(samples, device),
+        upload(samples, device),
         longest,
-        uploaded(tokens, device),
-        uploaded(slots, device),
+        upload(tokens, device),
+        upload(slots, device),
         lengths,
     )
 
@@ -108,7 +125,7 @@ class _SummaryAttention(torch.autograd.Function):
         ctx.plan, ctx.alpha, ctx.scale = plan, alpha, scale
         out = q.new_zeros(*q.shape[:2], v.shape[2])
         with torch.autocast(q.device.type, enabled=False):
-            for rows, seen in _groups(plan, q.shape[1], q.device):
+            for rows, seen in _group_blocks(plan, q.shape[1], q.device):
                 # [n * heads, rows, summaries]
                 scores = torch.bmm(_by_head(rows, q) * alpha, _by_head_transposed(seen, k))
                 weights = torch.nn.functional.silu(_wide(scores), inplace=True)
@@ -125,7 +142,7 @@ class _SummaryAttention(torch.autograd.Function):
             for x in (k, v)
         )
         with torch.autocast(q.device.type, enabled=False):
-            for rows, seen in _groups(ctx.plan, q.shape[1], q.device):
+            for rows, seen in _group_blocks(ctx.plan, q.shape[1], q.device):
                 q_g, k_g, v_t = (
                     _by_head(rows, q) * ctx.alpha,
                     _by_head(seen, k),

@@ -37,7 +37,7 @@ def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]
     too, and the other way round)."""
     check_keys(current=current, following=following)
     joined = torch.cat([current, following])
-    order = stable_order(joined)
+    order = sort_stably(joined)
     ordered = joined[order]
     # Equal rows stand together, those of batch i first: both batches ask if one of i begins them
     # and one of i+1 ends them.
@@ -51,7 +51,7 @@ def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]
     return marks[: current.numel()], marks[current.numel() :]
 
 
-def grouped(tags: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+def group_by_tag(tags: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """tags [n] of 0 to bins - 1 -> (positions [n] by tag, in order within each; how many have each
     tag [bins])."""
     if tags.is_cuda:
@@ -60,10 +60,10 @@ def grouped(tags: Tensor, bins: int) -> tuple[Tensor, Tensor]:
             ordered, torch.arange(bins + 1, dtype=torch.int32, device=tags.device)
         ).diff()
     small = tags.to(torch.uint16) if bins <= 1 << 16 else tags  # numpy sorts 16 bits by counting
-    return stable_order(small), torch.bincount(tags, minlength=bins)
+    return sort_stably(small), torch.bincount(tags, minlength=bins)
 
 
-def stable_order(values: Tensor) -> Tensor:
+def sort_stably(values: Tensor) -> Tensor:
     """Positions [n] by value, equal ones in order of appearance. On the CPU by numpy, which merges
     runs that are sorted already: what one rank asks for is."""
     if values.is_cuda:

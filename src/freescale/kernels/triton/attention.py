@@ -1,75 +1,42 @@
-"""Jagged SiLU attention of HSTU as Triton kernels: the twin of `attention.hstu_attention`, for
-NVIDIA GPUs.
+"""Jagged SiLU attention of HSTU as Triton kernels: the twin of `reference.attention`, for NVIDIA
+GPUs.
 
 Same arguments, same function, memory linear in the tokens. float32, bfloat16 and float16, sums in
 float32; head widths 32, 64 and 128. The kernels read the lengths from tables of tiles that
-`triton_attention_plan` makes once per batch; nothing synchronizes after that. No sum depends on an
-order that may change: the same inputs give the same bits, gradients too. Adding the queries'
-gradients with atomics from the kernel for keys was slower than a kernel of their own.
+`attention_plan` makes once per batch; nothing synchronizes after that. No sum depends on an order
+that may change: the same inputs give the same bits, gradients too. Adding the queries' gradients
+with atomics in the kernel for keys was slower than a kernel of their own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from freescale.kernels.attention_checks import check_inputs, check_plan
-from freescale.kernels.launch import interpreted, on, require_gpu
+from freescale.kernels.triton.attention_launch import (
+    BACKWARD_KV,
+    BACKWARD_Q,
+    BIAS_SUMS,
+    BIASED_FORWARD,
+    BIASED_KV,
+    BIASED_Q,
+    FLOAT32_FORWARD,
+    FLOAT32_KV,
+    FLOAT32_PRECISION,
+    FLOAT32_Q,
+    FORWARD,
+    TIMED_KV,
+    TIMED_SUMS,
+    AttentionLaunch,
+)
 from freescale.kernels.triton.attention_plan import TilePlan, plan_attention
+from freescale.kernels.triton.launch import is_interpreted, require_gpu, use_device
 
 WIDTHS = (32, 64, 128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Shape of one kernel's work: `tile` tokens per program, `inner` per turn of its loop, a
-    multiple of which is `tile`."""
-
-    tile: int
-    inner: int
-    warps: int
-    stages: int
-    masked_stages: int = 1
-    # per thread, where fewer let one more program run on a multiprocessor
-    registers: int | None = None
-
-
-# The fastest of those tried on an H200, by head width.
-FORWARD = {
-    32: Launch(64, 64, 4, 3, registers=128),
-    64: Launch(128, 64, 4, 3, 2),
-    128: Launch(128, 64, 4, 2, 2),
-}
-BACKWARD_KV = {
-    32: Launch(64, 64, 4, 3, registers=128),
-    64: Launch(64, 64, 4, 3, registers=168),
-    128: Launch(64, 64, 4, 2, 2),
-}
-BACKWARD_Q = {
-    32: Launch(64, 64, 4, 3, registers=128),
-    64: Launch(64, 64, 4, 3, registers=168),
-    128: Launch(128, 64, 8, 3, 2),
-}
-# The arithmetic of a bias, above all of time, takes registers of its own.
-BIASED_FORWARD, BIASED_KV, BIASED_Q = (
-    Launch(64, 64, 4, 2),
-    Launch(64, 64, 4, 2),
-    Launch(64, 64, 4, 2),
-)
-TIMED_KV = Launch(64, 32, 4, 3)
-BIAS_SUMS, TIMED_SUMS = Launch(64, 64, 4, 1, registers=168), Launch(64, 64, 4, 1)
-# float32 operands are split in three bfloat16 each: six products on the tensor cores, exact to 24
-# bits.
-FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q = (
-    Launch(64, 64, 4, 1),
-    Launch(64, 32, 4, 1),
-    Launch(64, 64, 4, 1),
-)
-FLOAT32_PRECISION = "bf16x6"
 
 
 def hstu_attention(
@@ -112,14 +79,15 @@ def hstu_attention(
         )
     check_plan(plan, q, lengths, candidate_counts, position_bias, time_bias)
     require_gpu(q.device, "kernels.attention")
-    return _Attention.apply(
+    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         q, k, v, position_bias, time_bias, plan, float(alpha), float(scale_length)
     )
+    return out
 
 
-def _readable(x: Tensor) -> Tensor:
-    """[tokens, heads, d] as the descriptors need it: heads side by side, rows at multiples of 16
-    bytes. Copies what is not, but not a slice of a wider projection."""
+def make_readable(x: Tensor) -> Tensor:
+    """Copies x [tokens, heads, d] unless descriptors can read it as it is: heads side by side, rows
+    at multiples of 16 bytes. A slice of a wider projection is not copied."""
     heads, width = x.shape[1:]
     beside = x.stride(2) == 1 and (heads == 1 or x.stride(1) == width)
     if (
@@ -132,7 +100,8 @@ def _readable(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _descriptor(x: Tensor, rows: int) -> Any:
+def build_descriptor(x: Tensor, rows: int) -> Any:
+    """A TMA descriptor of x [tokens, heads, d], whose blocks are `rows` tokens of one head."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     tokens, heads, width = x.shape
@@ -153,7 +122,7 @@ class _Call:
     ):
         self.q, self.k, self.v, self.plan = q, k, v, plan
         position, time = (None if bias is None else bias.float().contiguous() for bias in biases)
-        narrow, compiled = q.dtype != torch.float32, not interpreted()
+        narrow, compiled = q.dtype != torch.float32, not is_interpreted()
         self.half_alpha = alpha / 2
         self.bias: dict[str, Any] = {
             "position_bias": position,
@@ -187,11 +156,17 @@ class _Call:
         launch = self.launches[0]
         tiles = self.plan.query_tiles(launch.tile)
         forward_kernel[(len(tiles) * self.plan.heads,)](
-            _descriptor(self.q, launch.tile), _descriptor(self.k, launch.inner), _descriptor(self.v, launch.inner), out, tiles,
-            half_alpha=self.half_alpha, inverse_scale=1 / scale, **self.bias, **self.constants,
-            M=launch.tile, N=launch.inner, STAGES=launch.stages, MASKED_STAGES=launch.masked_stages,
-            num_warps=launch.warps, maxnreg=launch.registers,
-        )  # fmt: skip
+            build_descriptor(self.q, launch.tile),
+            build_descriptor(self.k, launch.inner),
+            build_descriptor(self.v, launch.inner),
+            out,
+            tiles,
+            half_alpha=self.half_alpha,
+            inverse_scale=1 / scale,
+            M=launch.tile,
+            N=launch.inner,
+            **self._arguments(launch),
+        )
 
     def backward_kv(self, grad: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float) -> None:
         from freescale.kernels.triton.attention_kernels import backward_kv_kernel
@@ -199,12 +174,20 @@ class _Call:
         launch = self.launches[1]
         tiles = self.plan.key_tiles(launch.tile)
         backward_kv_kernel[(len(tiles) * self.plan.heads,)](
-            _descriptor(self.q, launch.inner), _descriptor(self.k, launch.tile), _descriptor(self.v, launch.tile),
-            _descriptor(grad, launch.inner), grad_k, grad_v, tiles,
-            half_alpha=self.half_alpha, factor=self.half_alpha / scale, inverse_scale=1 / scale, **self.bias, **self.constants,
-            M=launch.inner, N=launch.tile, STAGES=launch.stages, MASKED_STAGES=launch.masked_stages,
-            num_warps=launch.warps, maxnreg=launch.registers,
-        )  # fmt: skip
+            build_descriptor(self.q, launch.inner),
+            build_descriptor(self.k, launch.tile),
+            build_descriptor(self.v, launch.tile),
+            build_descriptor(grad, launch.inner),
+            grad_k,
+            grad_v,
+            tiles,
+            half_alpha=self.half_alpha,
+            factor=self.half_alpha / scale,
+            inverse_scale=1 / scale,
+            M=launch.inner,
+            N=launch.tile,
+            **self._arguments(launch),
+        )
 
     def backward_q(self, grad: Tensor, grad_q: Tensor, scale: float) -> None:
         from freescale.kernels.triton.attention_kernels import backward_q_kernel
@@ -212,12 +195,29 @@ class _Call:
         launch = self.launches[2]
         tiles = self.plan.query_tiles(launch.tile)
         backward_q_kernel[(len(tiles) * self.plan.heads,)](
-            _descriptor(self.q, launch.tile), _descriptor(self.k, launch.inner), _descriptor(self.v, launch.inner),
-            _descriptor(grad, launch.tile), grad_q, tiles,
-            half_alpha=self.half_alpha, factor=self.half_alpha / scale, **self.bias, **self.constants,
-            M=launch.tile, N=launch.inner, STAGES=launch.stages, MASKED_STAGES=launch.masked_stages,
-            num_warps=launch.warps, maxnreg=launch.registers,
-        )  # fmt: skip
+            build_descriptor(self.q, launch.tile),
+            build_descriptor(self.k, launch.inner),
+            build_descriptor(self.v, launch.inner),
+            build_descriptor(grad, launch.tile),
+            grad_q,
+            tiles,
+            half_alpha=self.half_alpha,
+            factor=self.half_alpha / scale,
+            M=launch.tile,
+            N=launch.inner,
+            **self._arguments(launch),
+        )
+
+    def _arguments(self, launch: AttentionLaunch) -> dict[str, Any]:
+        """What the kernels over tiles take besides their tensors."""
+        return {
+            **self.bias,
+            **self.constants,
+            "STAGES": launch.stages,
+            "MASKED_STAGES": launch.masked_stages,
+            "num_warps": launch.warps,
+            "maxnreg": launch.registers,
+        }
 
     def backward_bias(self, grad: Tensor, scale: float) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of both biases in float32: partial sums in memory, added up in a fixed
@@ -243,10 +243,22 @@ class _Call:
         by_self = None if by_key is None else grad.new_zeros(len(walks), dtype=torch.float32)
         by_bucket = None if time is None else empty(len(walks), bins, dtype=torch.float32)
         backward_bias_kernel[(len(walks),)](
-            *(_descriptor(x, size) for x in (self.q, self.k, self.v, grad)), walks, by_distance, by_key, by_self, by_bucket,
-            half_alpha=self.half_alpha, factor=0.5 / scale, **self.bias, **self.constants, B=size, BUCKETS=bins,
-            STAGES=launch.stages, num_warps=launch.warps, maxnreg=launch.registers,
-        )  # fmt: skip
+            *(build_descriptor(x, size) for x in (self.q, self.k, self.v, grad)),
+            walks,
+            by_distance,
+            by_key,
+            by_self,
+            by_bucket,
+            half_alpha=self.half_alpha,
+            factor=0.5 / scale,
+            B=size,
+            BUCKETS=bins,
+            STAGES=launch.stages,
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
+            **self.bias,
+            **self.constants,
+        )
         grad_position = grad_time = None
         if position is not None:
             grad_position = torch.zeros_like(position)
@@ -271,19 +283,19 @@ class _Call:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, position_bias, time_bias, plan, alpha, scale):  # type: ignore[no-untyped-def]
-        q, k, v = _readable(q), _readable(k), _readable(v)
+        q, k, v = make_readable(q), make_readable(k), make_readable(v)
         ctx.save_for_backward(q, k, v, position_bias, time_bias)
         ctx.plan, ctx.alpha, ctx.scale = plan, alpha, scale
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         if plan.tokens:
-            with on(q.device):
+            with use_device(q.device):
                 _Call(q, k, v, (position_bias, time_bias), plan, alpha).forward(out, scale)
         return out
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         q, k, v, position_bias, time_bias = ctx.saved_tensors
-        grad = _readable(grad)
+        grad = make_readable(grad)
         grad_q, grad_k, grad_v = (
             torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)
         )
@@ -292,7 +304,7 @@ class _Attention(torch.autograd.Function):
         )
         if not ctx.plan.tokens:
             return grad_q, grad_k, grad_v, grad_position, grad_time, None, None, None
-        with on(q.device):
+        with use_device(q.device):
             call = _Call(q, k, v, (position_bias, time_bias), ctx.plan, ctx.alpha)
             call.backward_kv(grad, grad_k, grad_v, ctx.scale)
             call.backward_q(grad, grad_q, ctx.scale)

@@ -1,9 +1,9 @@
-"""The Triton kernels of `triton_attention`: forward, backward, and the gradients of the biases.
+"""The Triton kernels of `attention`: forward, backward, and the gradients of the biases.
 
 One program works on one tile of one head: queries in forward, keys in backward. Tiles without a
-mask run in a loop of their own. TMA descriptors span the whole batch, so a tile at a sample's end
-also reads the next sample's tokens: the mask drops their scores, and their rows are zeroed where a
-product would meet them (0 * inf is not 0).
+mask run in a loop of their own, with the same body. TMA descriptors span the whole batch, so a tile
+at a sample's end also reads the next sample's tokens: the mask drops their scores, and their rows
+are zeroed where a product would meet them (0 * inf is not 0).
 
 SiLU is computed from h = score / 2 and t = tanh(h), one instruction of the special function unit
 instead of two:
@@ -17,7 +17,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freescale.kernels.triton.attention_plan import PieceColumn, TileColumn, WalkColumn
+
 BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / 0.301)
+
+# Columns of the plan's tables: kernels read only globals that are constexpr.
+TILE_START = tl.constexpr(TileColumn.START.value)
+TILE_LENGTH = tl.constexpr(TileColumn.LENGTH.value)
+TILE_HISTORY = tl.constexpr(TileColumn.HISTORY.value)
+TILE_ROW = tl.constexpr(TileColumn.ROW.value)
+TILE_COLUMNS = tl.constexpr(len(TileColumn))
+WALK_START = tl.constexpr(WalkColumn.START.value)
+WALK_LENGTH = tl.constexpr(WalkColumn.LENGTH.value)
+WALK_HISTORY = tl.constexpr(WalkColumn.HISTORY.value)
+WALK_ROW = tl.constexpr(WalkColumn.ROW.value)
+WALK_SLOT = tl.constexpr(WalkColumn.SLOT.value)
+WALK_KEY = tl.constexpr(WalkColumn.KEY.value)
+WALK_STOP = tl.constexpr(WalkColumn.STOP.value)
+WALK_COLUMNS = tl.constexpr(len(WalkColumn))
+PIECE_SLOT = tl.constexpr(PieceColumn.SLOT.value)
+PIECE_TILES = tl.constexpr(PieceColumn.TILES.value)
+PIECE_START = tl.constexpr(PieceColumn.START.value)
+PIECE_HISTORY = tl.constexpr(PieceColumn.HISTORY.value)
+PIECE_COLUMNS = tl.constexpr(len(PieceColumn))
 
 
 @triton.jit
@@ -94,10 +116,12 @@ def _bucket(i, j, start, length, times, edges, buckets, INLINE: tl.constexpr):
 
 
 @triton.jit
-def _half(scores, half_alpha, i, j, start, length, history, position_bias, farthest, time_bias, edges, times, buckets,
-          INLINE: tl.constexpr):  # fmt: skip
-    """Half of alpha * scores + bias. One of i, j is a column, the other a row."""
-    half = scores * half_alpha
+def _half_scores(products, half_alpha, i, j, sample, bias, INLINE: tl.constexpr):
+    """Half of alpha * products + bias, for products of queries i and keys j. One of i, j is a
+    column, the other a row."""
+    half = products * half_alpha
+    start, length, history = sample
+    position_bias, farthest, time_bias, edges, times, buckets = bias
     if position_bias is not None:
         half += 0.5 * _look_up(position_bias, _distance(i, j, history, farthest), INLINE)
     if time_bias is not None:
@@ -114,15 +138,24 @@ def _double_slope(half, t):
 
 
 @triton.jit
+def _load_tile(tiles, HEADS: tl.constexpr):
+    """The program's head, its sample (start, length, history) and the first row of its tile."""
+    program = tl.program_id(0)
+    tile = tiles + program // HEADS * TILE_COLUMNS
+    sample = (tl.load(tile + TILE_START), tl.load(tile + TILE_LENGTH), tl.load(tile + TILE_HISTORY))
+    return program % HEADS, sample, tl.load(tile + TILE_ROW)
+
+
+@triton.jit
 def _store(pointer, stride, start, rows, length, column, values, WIDTH: tl.constexpr):
     offsets = (start + rows).to(tl.int64)[:, None] * stride + column + tl.arange(0, WIDTH)[None, :]
     tl.store(pointer + offsets, values.to(pointer.dtype.element_ty), mask=(rows < length)[:, None])
 
 
 @triton.jit
-def _masked_keys(row, length, history, M: tl.constexpr, N: tl.constexpr, CANDIDATES: tl.constexpr):
+def _split_keys(row, length, history, M: tl.constexpr, N: tl.constexpr, CANDIDATES: tl.constexpr):
     """Queries [row, row + M) see the keys [0, full) without a mask, then `edge` tiles from `full`,
-    then the diagonal."""
+    then the diagonal. Returns full, edge and the number of tiles with a mask."""
     full = row
     edge = 0
     if CANDIDATES:
@@ -132,75 +165,65 @@ def _masked_keys(row, length, history, M: tl.constexpr, N: tl.constexpr, CANDIDA
     return full, edge, edge + tl.cdiv(tl.minimum(M, length - row), N)
 
 
-@triton.jit(do_not_specialize=["farthest", "buckets"])
-def forward_kernel(
-    q_desc, k_desc, v_desc, out, tiles, position_bias, farthest, time_bias, edges, times, buckets, half_alpha, inverse_scale,
-    HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr,
-    STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+@triton.jit
+def _add_values(
+    total, q, k_desc, v_desc, i, key, head, sample, bias, half_alpha,
+    D_QK: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, FAST: tl.constexpr,
+    INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    head = program % HEADS
-    tile = tiles + program // HEADS * 4
-    start, length, history, row = (
-        tl.load(tile),
-        tl.load(tile + 1),
-        tl.load(tile + 2),
-        tl.load(tile + 3),
-    )
-    i = row + tl.arange(0, M)
-    columns = tl.arange(0, N)
-    full, edge, masked = _masked_keys(row, length, history, M, N, CANDIDATES)
-    q = q_desc.load([start + row, head * D_QK])
-    total = tl.zeros([M, D_V], tl.float32)
-    for key in tl.range(0, full, N, num_stages=STAGES):
-        k = k_desc.load([start + key, head * D_QK])
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
-        j = key + columns
-        half = _half(scores, half_alpha, i[:, None], j[None, :], start, length, history,
-                     position_bias, farthest, time_bias, edges, times, buckets, INLINE)  # fmt: skip
-        weights = half * _tanh(half, FAST) + half
-        v = v_desc.load([start + key, head * D_V])
-        total = tl.dot(weights.to(v.dtype), v, total, input_precision=PRECISION)
-    for number in tl.range(0, masked, num_stages=MASKED_STAGES):
-        key = tl.where(number < edge, full + number * N, row + (number - edge) * N)
-        k = k_desc.load([start + key, head * D_QK])
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
-        j = key + columns
-        half = _half(scores, half_alpha, i[:, None], j[None, :], start, length, history,
-                     position_bias, farthest, time_bias, edges, times, buckets, INLINE)  # fmt: skip
-        weights = half * _tanh(half, FAST) + half
+    """total [M, D_V] plus the values of the keys [key, key + N), weighted for the queries i."""
+    start, length, history = sample
+    k = k_desc.load([start + key, head * D_QK])
+    products = tl.dot(q, k.T, input_precision=PRECISION)
+    j = key + tl.arange(0, N)
+    half = _half_scores(products, half_alpha, i[:, None], j[None, :], sample, bias, INLINE)
+    weights = half * _tanh(half, FAST) + half
+    if MASKED:
         weights = tl.where(
             _allowed(i[:, None], j[None, :], length, history, CANDIDATES), weights, 0.0
         )
-        v = v_desc.load([start + key, head * D_V])
+    v = v_desc.load([start + key, head * D_V])
+    if MASKED:
         v = tl.where((j < length)[:, None], v, 0.0)
-        total = tl.dot(weights.to(v.dtype), v, total, input_precision=PRECISION)
-    _store(out, HEADS * D_V, start, i, length, head * D_V, total * inverse_scale, D_V)
+    return tl.dot(weights.to(v.dtype), v, total, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["farthest", "buckets"])
-def backward_kv_kernel(
-    q_desc, k_desc, v_desc, grad_desc, grad_k, grad_v, tiles,
-    position_bias, farthest, time_bias, edges, times, buckets, half_alpha, factor, inverse_scale,
+def forward_kernel(
+    q_desc, k_desc, v_desc, out, tiles,
+    position_bias, farthest, time_bias, edges, times, buckets, half_alpha, inverse_scale,
     HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr,
     STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the keys [row, row + N) and of their values, summed over the queries in their
-    order."""
-    program = tl.program_id(0)
-    head = program % HEADS
-    tile = tiles + program // HEADS * 4
-    start, length, history, row = (
-        tl.load(tile),
-        tl.load(tile + 1),
-        tl.load(tile + 2),
-        tl.load(tile + 3),
-    )
-    j = row + tl.arange(0, N)
-    rows = tl.arange(0, M)
-    # masked tiles: the diagonal, then what is left of the sample after the full tiles
+    """The output of the queries [row, row + M), summed over the keys in their order."""
+    head, sample, row = _load_tile(tiles, HEADS)
+    start, length, history = sample
+    bias = (position_bias, farthest, time_bias, edges, times, buckets)
+    i = row + tl.arange(0, M)
+    full, edge, masked = _split_keys(row, length, history, M, N, CANDIDATES)
+    q = q_desc.load([start + row, head * D_QK])
+    total = tl.zeros([M, D_V], tl.float32)
+    for key in tl.range(0, full, N, num_stages=STAGES):
+        total = _add_values(
+            total, q, k_desc, v_desc, i, key, head, sample, bias, half_alpha,
+            D_QK, D_V, N, FAST, INLINE, PRECISION, CANDIDATES, MASKED=False,
+        )  # fmt: skip
+    for number in tl.range(0, masked, num_stages=MASKED_STAGES):
+        key = tl.where(number < edge, full + number * N, row + (number - edge) * N)
+        total = _add_values(
+            total, q, k_desc, v_desc, i, key, head, sample, bias, half_alpha,
+            D_QK, D_V, N, FAST, INLINE, PRECISION, CANDIDATES, MASKED=True,
+        )  # fmt: skip
+    _store(out, HEADS * D_V, start, i, length, head * D_V, total * inverse_scale, D_V)
+
+
+@triton.jit
+def _split_queries(
+    row, length, history, M: tl.constexpr, N: tl.constexpr, CANDIDATES: tl.constexpr
+):
+    """Keys [row, row + N) are seen by `diagonal` tiles of queries from `row` with a mask, by the
+    queries [first, last) without one, and by `rest` tiles from `last` with one."""
     diagonal = tl.cdiv(tl.minimum(N, length - row), M)
     first = row + N
     last = first + tl.maximum(length - first, 0) // M * M
@@ -211,42 +234,102 @@ def backward_kv_kernel(
         rest = tl.where(
             mixed, tl.where(row < history, tl.cdiv(tl.maximum(length - first, 0), M), 0), rest
         )
+    return diagonal, first, last, rest
+
+
+@triton.jit
+def _add_key_gradients(
+    total_k, total_v, k, v, q_desc, grad_desc, j, query, head, sample, bias, half_alpha,
+    D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, FAST: tl.constexpr,
+    INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """total_k [N, D_QK] and total_v [N, D_V] plus what the queries [query, query + M) add for the
+    keys j.
+
+    Without a mask the product with the values starts before tanh, which hides it; with one it comes
+    as late as possible, which saves registers.
+    """
+    start, length, history = sample
+    i = query + tl.arange(0, M)
+    q = q_desc.load([start + query, head * D_QK])
+    if MASKED:
+        grad = grad_desc.load([start + query, head * D_V])
+        q = tl.where((i < length)[:, None], q, 0.0)
+        grad = tl.where((i < length)[:, None], grad, 0.0)
+        seen = _allowed(i[None, :], j[:, None], length, history, CANDIDATES)
+    products = tl.dot(k, q.T, input_precision=PRECISION)  # [N, M]
+    half = _half_scores(products, half_alpha, i[None, :], j[:, None], sample, bias, INLINE)
+    if not MASKED:
+        grad = grad_desc.load([start + query, head * D_V])
+        change = tl.dot(v, grad.T, input_precision=PRECISION)
+    t = _tanh(half, FAST)
+    weights = half * t + half
+    if MASKED:
+        weights = tl.where(seen, weights, 0.0)
+    total_v = tl.dot(weights.to(grad.dtype), grad, total_v, input_precision=PRECISION)
+    if MASKED:
+        change = tl.dot(v, grad.T, input_precision=PRECISION)
+    change = change * _double_slope(half, t)
+    if MASKED:
+        change = tl.where(seen, change, 0.0)
+    return tl.dot(change.to(q.dtype), q, total_k, input_precision=PRECISION), total_v
+
+
+@triton.jit(do_not_specialize=["farthest", "buckets"])
+def backward_kv_kernel(
+    q_desc, k_desc, v_desc, grad_desc, grad_k, grad_v, tiles,
+    position_bias, farthest, time_bias, edges, times, buckets, half_alpha, factor, inverse_scale,
+    HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr,
+    STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the keys [row, row + N) and of their values, summed over the queries: tiles with
+    a mask first, then the others, each in their order."""
+    head, sample, row = _load_tile(tiles, HEADS)
+    start, length, history = sample
+    bias = (position_bias, farthest, time_bias, edges, times, buckets)
+    j = row + tl.arange(0, N)
+    diagonal, first, last, rest = _split_queries(row, length, history, M, N, CANDIDATES)
     k = k_desc.load([start + row, head * D_QK])
     v = v_desc.load([start + row, head * D_V])
     total_k = tl.zeros([N, D_QK], tl.float32)
     total_v = tl.zeros([N, D_V], tl.float32)
     for number in tl.range(0, diagonal + rest, num_stages=MASKED_STAGES):
         query = tl.where(number < diagonal, row + number * M, last + (number - diagonal) * M)
-        i = query + rows
-        q = q_desc.load([start + query, head * D_QK])
-        grad = grad_desc.load([start + query, head * D_V])
-        q = tl.where((i < length)[:, None], q, 0.0)
-        grad = tl.where((i < length)[:, None], grad, 0.0)
-        seen = _allowed(i[None, :], j[:, None], length, history, CANDIDATES)
-        scores = tl.dot(k, q.T, input_precision=PRECISION)  # [N, M]
-        half = _half(scores, half_alpha, i[None, :], j[:, None], start, length, history,
-                     position_bias, farthest, time_bias, edges, times, buckets, INLINE)  # fmt: skip
-        t = _tanh(half, FAST)
-        weights = tl.where(seen, half * t + half, 0.0)
-        total_v = tl.dot(weights.to(grad.dtype), grad, total_v, input_precision=PRECISION)
-        change = tl.dot(v, grad.T, input_precision=PRECISION)
-        change = tl.where(seen, change * _double_slope(half, t), 0.0).to(q.dtype)
-        total_k = tl.dot(change, q, total_k, input_precision=PRECISION)
+        total_k, total_v = _add_key_gradients(
+            total_k, total_v, k, v, q_desc, grad_desc, j, query, head, sample, bias, half_alpha,
+            D_QK, D_V, M, FAST, INLINE, PRECISION, CANDIDATES, MASKED=True,
+        )  # fmt: skip
     for query in tl.range(first, last, M, num_stages=STAGES):
-        i = query + rows
-        q = q_desc.load([start + query, head * D_QK])
-        scores = tl.dot(k, q.T, input_precision=PRECISION)
-        half = _half(scores, half_alpha, i[None, :], j[:, None], start, length, history,
-                     position_bias, farthest, time_bias, edges, times, buckets, INLINE)  # fmt: skip
-        grad = grad_desc.load([start + query, head * D_V])
-        change = tl.dot(v, grad.T, input_precision=PRECISION)
-        t = _tanh(half, FAST)
-        weights = half * t + half
-        total_v = tl.dot(weights.to(grad.dtype), grad, total_v, input_precision=PRECISION)
-        change = (change * _double_slope(half, t)).to(q.dtype)
-        total_k = tl.dot(change, q, total_k, input_precision=PRECISION)
+        total_k, total_v = _add_key_gradients(
+            total_k, total_v, k, v, q_desc, grad_desc, j, query, head, sample, bias, half_alpha,
+            D_QK, D_V, M, FAST, INLINE, PRECISION, CANDIDATES, MASKED=False,
+        )  # fmt: skip
     _store(grad_k, HEADS * D_QK, start, j, length, head * D_QK, total_k * factor, D_QK)
     _store(grad_v, HEADS * D_V, start, j, length, head * D_V, total_v * inverse_scale, D_V)
+
+
+@triton.jit
+def _add_query_gradients(
+    total, q, grad, k_desc, v_desc, i, key, head, sample, bias, half_alpha,
+    D_QK: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, FAST: tl.constexpr,
+    INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """total [M, D_QK] plus what the keys [key, key + N) add for the queries i."""
+    start, length, history = sample
+    k = k_desc.load([start + key, head * D_QK])
+    if MASKED:
+        k = tl.where((key + tl.arange(0, N) < length)[:, None], k, 0.0)
+    products = tl.dot(q, k.T, input_precision=PRECISION)
+    j = key + tl.arange(0, N)
+    half = _half_scores(products, half_alpha, i[:, None], j[None, :], sample, bias, INLINE)
+    change = tl.dot(grad, v_desc.load([start + key, head * D_V]).T, input_precision=PRECISION)
+    change = change * _double_slope(half, _tanh(half, FAST))
+    if MASKED:
+        change = tl.where(
+            _allowed(i[:, None], j[None, :], length, history, CANDIDATES), change, 0.0
+        )
+    return tl.dot(change.to(k.dtype), k, total, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["farthest", "buckets"])
@@ -258,44 +341,25 @@ def backward_q_kernel(
     STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries [row, row + M), summed over the keys in their order."""
-    program = tl.program_id(0)
-    head = program % HEADS
-    tile = tiles + program // HEADS * 4
-    start, length, history, row = (
-        tl.load(tile),
-        tl.load(tile + 1),
-        tl.load(tile + 2),
-        tl.load(tile + 3),
-    )
+    head, sample, row = _load_tile(tiles, HEADS)
+    start, length, history = sample
+    bias = (position_bias, farthest, time_bias, edges, times, buckets)
     i = row + tl.arange(0, M)
-    columns = tl.arange(0, N)
-    full, edge, masked = _masked_keys(row, length, history, M, N, CANDIDATES)
+    full, edge, masked = _split_keys(row, length, history, M, N, CANDIDATES)
     q = q_desc.load([start + row, head * D_QK])
     grad = grad_desc.load([start + row, head * D_V])
     total = tl.zeros([M, D_QK], tl.float32)
     for key in tl.range(0, full, N, num_stages=STAGES):
-        k = k_desc.load([start + key, head * D_QK])
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
-        j = key + columns
-        half = _half(scores, half_alpha, i[:, None], j[None, :], start, length, history,
-                     position_bias, farthest, time_bias, edges, times, buckets, INLINE)  # fmt: skip
-        change = tl.dot(grad, v_desc.load([start + key, head * D_V]).T, input_precision=PRECISION)
-        change = (change * _double_slope(half, _tanh(half, FAST))).to(k.dtype)
-        total = tl.dot(change, k, total, input_precision=PRECISION)
+        total = _add_query_gradients(
+            total, q, grad, k_desc, v_desc, i, key, head, sample, bias, half_alpha,
+            D_QK, D_V, N, FAST, INLINE, PRECISION, CANDIDATES, MASKED=False,
+        )  # fmt: skip
     for number in tl.range(0, masked, num_stages=MASKED_STAGES):
         key = tl.where(number < edge, full + number * N, row + (number - edge) * N)
-        j = key + columns
-        k = k_desc.load([start + key, head * D_QK])
-        k = tl.where((j < length)[:, None], k, 0.0)
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
-        half = _half(scores, half_alpha, i[:, None], j[None, :], start, length, history,
-                     position_bias, farthest, time_bias, edges, times, buckets, INLINE)  # fmt: skip
-        change = tl.dot(grad, v_desc.load([start + key, head * D_V]).T, input_precision=PRECISION)
-        change = change * _double_slope(half, _tanh(half, FAST))
-        change = tl.where(
-            _allowed(i[:, None], j[None, :], length, history, CANDIDATES), change, 0.0
-        ).to(k.dtype)
-        total = tl.dot(change, k, total, input_precision=PRECISION)
+        total = _add_query_gradients(
+            total, q, grad, k_desc, v_desc, i, key, head, sample, bias, half_alpha,
+            D_QK, D_V, N, FAST, INLINE, PRECISION, CANDIDATES, MASKED=True,
+        )  # fmt: skip
     _store(grad_q, HEADS * D_QK, start, i, length, head * D_QK, total * factor, D_QK)
 
 
@@ -303,8 +367,9 @@ def backward_q_kernel(
 def backward_bias_kernel(
     q_desc, k_desc, v_desc, grad_desc, walks, by_distance, by_key, by_self, by_bucket,
     position_bias, farthest, time_bias, edges, times, buckets, half_alpha, factor,
-    HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, B: tl.constexpr, BUCKETS: tl.constexpr,
-    FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr,
+    B: tl.constexpr, BUCKETS: tl.constexpr, FAST: tl.constexpr, INLINE: tl.constexpr,
+    PRECISION: tl.constexpr, CANDIDATES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of the biases' gradients, without atomics; all heads share the biases.
 
@@ -313,14 +378,14 @@ def backward_bias_kernel(
     Candidates share one position, so their distances repeat along columns: there (stop is -1) the
     program walks all queries of one tile of keys.
     """
-    walk = walks + tl.program_id(0) * 7
-    start, length, history, row = (
-        tl.load(walk),
-        tl.load(walk + 1),
-        tl.load(walk + 2),
-        tl.load(walk + 3),
-    )
-    slot, key, stop = tl.load(walk + 4), tl.load(walk + 5), tl.load(walk + 6)
+    walk = walks + tl.program_id(0) * WALK_COLUMNS
+    start = tl.load(walk + WALK_START)
+    length = tl.load(walk + WALK_LENGTH)
+    history = tl.load(walk + WALK_HISTORY)
+    row = tl.load(walk + WALK_ROW)
+    slot = tl.load(walk + WALK_SLOT)
+    key = tl.load(walk + WALK_KEY)
+    stop = tl.load(walk + WALK_STOP)
     candidates = stop < 0
     query, end, step = row + key, tl.minimum(row + stop, history), B
     if CANDIDATES:
@@ -393,17 +458,17 @@ def sum_distances_kernel(
     for first in range(0, tl.load(counts + block), S):  # pieces this long
         number = first + tl.arange(0, S)
         present = number < tl.load(counts + block)
-        piece = pieces + number * 4
-        slot = tl.load(piece, mask=present, other=0).to(tl.int64) + block
-        tiles = tl.load(piece + 1, mask=present, other=0)
+        piece = pieces + number * PIECE_COLUMNS
+        slot = tl.load(piece + PIECE_SLOT, mask=present, other=0).to(tl.int64) + block
+        tiles = tl.load(piece + PIECE_TILES, mask=present, other=0)
         offsets = slot[:, None] * 2 * B + lanes[None, :]
         total += tl.sum(tl.load(by_distance + offsets, mask=(block < tiles)[:, None], other=0.0), 0)
         total += tl.sum(
             tl.load(by_distance + offsets + 3 * B, mask=(block + 1 < tiles)[:, None], other=0.0), 0
         )
         if by_key is not None:
-            start = tl.load(piece + 2, mask=present, other=0)
-            history = tl.load(piece + 3, mask=present, other=0)
+            start = tl.load(piece + PIECE_START, mask=present, other=0)
+            history = tl.load(piece + PIECE_HISTORY, mask=present, other=0)
             key = history[:, None] - distance[None, :]
             total += tl.sum(
                 tl.load(

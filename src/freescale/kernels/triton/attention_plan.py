@@ -7,6 +7,7 @@ Made on the host, once per batch, for all layers of a step. Pure: no kernel is l
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cache
 from typing import Any
 
@@ -14,14 +15,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.batch import HostSizes, offsets_of
-from freescale.kernels.attention_checks import read_sizes, same_device
-from freescale.kernels.launch import uploaded
-from freescale.kernels.reference.attention import BUCKET_WIDTH
+from freescale.batch import HostSizes, compute_offsets
+from freescale.kernels.attention_checks import check_same_device, read_sizes
+from freescale.kernels.reference.attention_plan import BUCKET_WIDTH
+from freescale.kernels.upload import upload
 
 MAX_BUCKETS = 4095
 BAND = 4096  # keys; see TilePlan.query_tiles
 MIN_WALK, MAX_PIECES = 32, 8  # see TilePlan.walks
+
+
+class TileColumn(IntEnum):
+    """Columns of a table of tiles."""
+
+    START = 0  # the sample's first token in the batch
+    LENGTH = 1  # tokens of the sample
+    HISTORY = 2  # tokens before its candidates
+    ROW = 3  # the tile's first token in the sample
+
+
+class WalkColumn(IntEnum):
+    """Columns of a table of walks. A walk crosses tiles whose queries lie ROW tokens behind their
+    keys; if STOP is -1, all queries of the candidates for one tile of keys."""
+
+    START = 0  # as in a table of tiles
+    LENGTH = 1
+    HISTORY = 2
+    ROW = 3
+    SLOT = 4  # the row of the partial sums that the walk writes
+    KEY = 5  # its first key in the sample
+    STOP = 6  # the end of its keys
+
+
+class PieceColumn(IntEnum):
+    """Columns of a table of pieces. A piece is a run of a sample's keys; its walks write
+    consecutive slots."""
+
+    SLOT = 0  # of the piece's first walk
+    TILES = 1  # how many walks cross the piece
+    START = 2  # the sample's first token in the batch
+    HISTORY = 3  # tokens before its candidates, at the sample's first piece; 0 at the others
 
 
 @dataclass(frozen=True)
@@ -47,17 +80,17 @@ class TilePlan:
         return self.times is not None
 
     def query_tiles(self, size: int) -> Tensor:
-        """[tiles, 4] int32: start and length of the sample, its history, first row; most keys
-        first."""
-        return self._tiles(size, "queries")
+        """[tiles, TileColumn] int32: tiles of `size` queries, those with most keys first."""
+        return self._build_tiles(size, "queries")
 
     def key_tiles(self, size: int) -> Tensor:
-        """The same, most queries first."""
-        return self._tiles(size, "keys")
+        """[tiles, TileColumn] int32: tiles of `size` keys, those with most queries first."""
+        return self._build_tiles(size, "keys")
 
-    def _tiles(self, size: int, of: str) -> Tensor:
-        if (of, size) not in self.kept:
-            table, _ = self._rows(size)
+    def _build_tiles(self, size: int, of: str) -> Tensor:
+        tiles: Tensor | None = self.kept.get((of, size))
+        if tiles is None:
+            table, _ = self._build_rows(size)
             start, length, history, row = table.T
             cost = (
                 np.minimum(row, history) + size
@@ -67,18 +100,24 @@ class TilePlan:
             # Longest first: the last programs to start are the shortest, so that no multiprocessor
             # works on alone. In bands: within one, tiles of the same sample run together and find
             # each other's keys in the cache.
-            self.kept[of, size] = self._moved(table[np.lexsort((-cost, start, -(cost // BAND)))])
-        return self.kept[of, size]
+            tiles = self._upload(table[np.lexsort((-cost, start, -(cost // BAND)))])
+            self.kept[of, size] = tiles
+        return tiles
 
     def walks(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For the biases' gradients: [programs, 7] walks over tiles; [pieces, 4] where the sums
-        lie, by falling number of tiles; [blocks] how many pieces have more tiles than that.
+        """The tables by which the biases' gradients are summed.
 
-        A walk along a whole diagonal would keep one multiprocessor waiting for: samples are cut in
-        pieces by their keys, in a number that does not grow with the length.
+        A walk along a whole diagonal would run long after all others: samples are cut into pieces
+        by their keys, in a number that does not grow with the length.
+
+        Returns:
+            walks [programs, WalkColumn] int32, longest first; pieces [pieces, PieceColumn] int32,
+            by falling number of tiles; counts [blocks] int32: how many pieces have more tiles than
+            the block's number.
         """
-        if ("walks", size) not in self.kept:
-            table, tiles = self._rows(size)
+        tables: tuple[Tensor, Tensor, Tensor] | None = self.kept.get(("walks", size))
+        if tables is None:
+            table, tiles = self._build_rows(size)
             start = np.cumsum(self.host) - self.host
             span = np.maximum(MIN_WALK, -(-tiles // MAX_PIECES))  # tiles of keys in a piece
             per_sample = -(-tiles // span)
@@ -100,39 +139,37 @@ class TilePlan:
                 np.minimum(key + span[of] * size, self.host[of]),
             ]
             walks = np.column_stack(columns)
-            cost = np.maximum(np.minimum(walks[:, 6], walks[:, 2] - diagonal) - key, 0)
+            history = walks[:, WalkColumn.HISTORY]
+            cost = np.maximum(np.minimum(walks[:, WalkColumn.STOP], history - diagonal) - key, 0)
             cost *= np.where(diagonal <= size, 4, 1)  # short times fall in many buckets
             if self.candidate_counts is not None:
+                _, length, history, row = table.T
                 column = np.column_stack(
-                    [table, np.arange(len(table)), table[:, 3], np.full(len(table), -1)]
+                    [table, np.arange(len(table)), row, np.full(len(table), -1)]
                 )
-                several = np.where(table[:, 3] < table[:, 2], table[:, 1] - table[:, 2], size) * (
-                    table[:, 1] > table[:, 2]
-                )
+                several = np.where(row < history, length - history, size) * (length > history)
                 walks, cost = np.concatenate([walks, column]), np.concatenate([cost, several])
             order = np.argsort(-left, kind="stable")
             pieces = np.column_stack(
                 [slots, left, start[sample], np.where(piece == 0, self.history[sample], 0)]
             )[order]
             counts = np.searchsorted(-left[order], -np.arange(left.max(initial=0)), side="left")
-            self.kept["walks", size] = tuple(
-                map(self._moved, (walks[np.argsort(-cost, kind="stable")], pieces, counts))
-            )
-        return self.kept["walks", size]
+            walks = walks[np.argsort(-cost, kind="stable")]
+            tables = self._upload(walks), self._upload(pieces), self._upload(counts)
+            self.kept["walks", size] = tables
+        return tables
 
     def edges(self) -> Tensor:
         """[buckets + 1]: the shortest time of each bucket, in the dtype of the times."""
-        if "edges" not in self.kept:
+        edges: Tensor | None = self.kept.get("edges")
+        if edges is None:
             assert self.times is not None
-            edges = (
-                _bucket_edges(self.buckets)
-                .clamp(max=torch.iinfo(self.times.dtype).max)
-                .to(self.times.dtype)
-            )
-            self.kept["edges"] = uploaded(edges.numpy(), self.lengths.device)
-        return self.kept["edges"]
+            dtype = self.times.dtype
+            host = _find_bucket_edges(self.buckets).clamp(max=torch.iinfo(dtype).max).to(dtype)
+            edges = self.kept["edges"] = upload(host.numpy(), self.lengths.device)
+        return edges
 
-    def _rows(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+    def _build_rows(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         per_sample = -(-self.host // size)
         sample = np.repeat(np.arange(len(self.host)), per_sample)
         first = np.cumsum(per_sample) - per_sample
@@ -142,12 +179,12 @@ class TilePlan:
             [start[sample], self.host[sample], self.history[sample], row]
         ), per_sample
 
-    def _moved(self, table: np.ndarray) -> Tensor:
-        return uploaded(table.astype(np.int32), self.lengths.device)
+    def _upload(self, table: np.ndarray) -> Tensor:
+        return upload(table.astype(np.int32), self.lengths.device)
 
 
 @cache
-def _bucket_edges(buckets: int) -> Tensor:
+def _find_bucket_edges(buckets: int) -> Tensor:
     """[buckets + 1] int64: the smallest time between two tokens that falls in each bucket, by the
     reference's arithmetic."""
     number = torch.arange(buckets + 1)
@@ -175,7 +212,7 @@ def plan_attention(
     `distances`. Reads from the device what `host` does not know."""
     if heads < 1:
         raise ValueError(f"heads must be at least 1, not {heads}")
-    same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
+    check_same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
     if not 0 <= buckets <= MAX_BUCKETS:
         raise ValueError(f"there may be 0 to {MAX_BUCKETS} time buckets, not {buckets}")
     sizes = read_sizes(lengths, candidate_counts, host)
@@ -192,21 +229,30 @@ def plan_attention(
     times = (
         None
         if timestamps is None
-        else _relative(timestamps, lengths, None if host is None else host.time_span)
+        else _subtract_first(timestamps, lengths, None if host is None else host.time_span)
     )
     return TilePlan(
-        lengths, heads, tokens, sizes.lengths, sizes.history, candidate_counts, times, buckets, distances,
-        sizes.longest_history, sizes.longest_distance,
-    )  # fmt: skip
+        lengths=lengths,
+        heads=heads,
+        tokens=tokens,
+        host=sizes.lengths,
+        history=sizes.history,
+        candidate_counts=candidate_counts,
+        times=times,
+        buckets=buckets,
+        distances=distances,
+        longest_history=sizes.longest_history,
+        longest_distance=sizes.longest_distance,
+    )
 
 
-def _relative(timestamps: Tensor, lengths: Tensor, span: int | None) -> Tensor:
+def _subtract_first(timestamps: Tensor, lengths: Tensor, span: int | None) -> Tensor:
     """[tokens] times since the sample's first token; in 32 bits, which the kernels are faster with,
     if differences fit."""
     tokens = timestamps.numel()
     if not tokens:
         return timestamps.to(torch.int32)
-    first = timestamps[offsets_of(lengths)[:-1].clamp(max=tokens - 1)]
+    first = timestamps[compute_offsets(lengths)[:-1].clamp(max=tokens - 1)]
     relative = timestamps - torch.repeat_interleave(first, lengths, output_size=tokens)
     fits = (
         bool(torch.logical_and(relative.min() > -(2**30), relative.max() < 2**30))

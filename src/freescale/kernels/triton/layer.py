@@ -2,24 +2,28 @@
 GPUs.
 
 Each reads its inputs and writes its outputs once. The dropout's mask is never in memory: forward
-and backward hash the tokens' keys to the bits of `random.keep_mask`. SiLU itself is torch's, which
-moves no byte too many; its gradient is taken from those of the four parts, which nobody puts
-together before. Gradients of weights are sums of parts of the tokens, in an order that depends on
+and backward hash the tokens' keys to the bits of `random.draw_keep_mask`. SiLU itself is torch's,
+which moves no byte too many; its gradient is computed from those of the four parts, which are never
+concatenated. Gradients of weights are sums of parts of the tokens, in an order that depends on
 their number alone: the same inputs give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from freescale.kernels.attention_checks import same_device
-from freescale.kernels.launch import blocks, on, power_above, require_gpu
-from freescale.random import keep_threshold
+from freescale.kernels.attention_checks import check_same_device
+from freescale.kernels.triton.launch import (
+    RowLaunch,
+    count_blocks,
+    require_gpu,
+    use_device,
+)
+from freescale.random import compute_keep_threshold
 
 MAX_WIDTH = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,26 +31,10 @@ MOST_PARTS = 1024  # of the tokens, each with sums of its own: some for every mu
 SILU_ROWS, SILU_COLUMNS = 8, 256  # of a program
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Elements of a program's tile, for each tensor it reads or writes, and its warps."""
-
-    elements: int
-    warps: int
-
-    def shape(self, width: int) -> dict[str, int]:
-        columns = max(4, power_above(width))  # a hash of the dropout is for four
-        return {
-            "WIDTH": width,
-            "R": max(1, self.elements // columns),
-            "W": columns,
-            "num_warps": self.warps,
-        }
-
-
 # 16 elements a thread for each tensor: two loads of 16 bytes in bfloat16. Backward keeps two sums
 # of a tile in registers.
-FORWARD, BACKWARD = Launch(2048, 4), Launch(2048, 4)
+# A hash of the dropout yields four draws, hence four columns at least.
+FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(2048, 4, 4)
 WIDE = 2048  # from this width on a row has more warps
 
 
@@ -54,7 +42,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch
     """x [tokens, width] -> the same shape, in `dtype`."""
     _check(dtype, weight, bias, x=x)
     require_gpu(x.device, "kernels.layer")
-    return _LayerNorm.apply(x, weight, bias, float(eps), dtype)
+    out: Tensor = _LayerNorm.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, float(eps), dtype
+    )
+    return out
 
 
 def silu_split(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
@@ -69,7 +60,10 @@ def silu_split(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
             f"sizes must be four widths that add up to {x.shape[1]}, not {list(sizes)}"
         )
     require_gpu(x.device, "kernels.layer")
-    return _SiluSplit.apply(x, tuple(sizes))
+    parts: tuple[Tensor, ...] = _SiluSplit.apply(  # type: ignore[no-untyped-call]
+        x, tuple(sizes)
+    )
+    return parts
 
 
 def gated_norm(
@@ -96,9 +90,12 @@ def gated_norm(
             raise ValueError(
                 f"keep must be in (0, 1] and stream 0 or more, not {keep} and {stream}"
             )
-        same_device(x=x, keys=keys)
+        check_same_device(x=x, keys=keys)
     require_gpu(x.device, "kernels.layer")
-    return _GatedNorm.apply(x, gate, weight, bias, float(eps), dtype, keys, stream, float(keep))
+    out: Tensor = _GatedNorm.apply(  # type: ignore[no-untyped-call]
+        x, gate, weight, bias, float(eps), dtype, keys, stream, float(keep)
+    )
+    return out
 
 
 def _check(dtype: torch.dtype, weight: Tensor, bias: Tensor, **rows: Tensor) -> None:
@@ -122,10 +119,10 @@ def _check(dtype: torch.dtype, weight: Tensor, bias: Tensor, **rows: Tensor) -> 
             )
     if dtype not in DTYPES:
         raise ValueError(f"the result can be {DTYPES}, not {dtype}")
-    same_device(weight=weight, bias=bias, **rows)
+    check_same_device(weight=weight, bias=bias, **rows)
 
 
-def _shape(launch: Launch, width: int) -> dict[str, int]:
+def _shape(launch: RowLaunch, width: int) -> dict[str, int]:
     shape = launch.shape(width)
     return shape | {"num_warps": 2 * shape["num_warps"]} if width >= WIDE else shape
 
@@ -135,12 +132,12 @@ class _Parts:
 
     def __init__(self, x: Tensor) -> None:
         self.shape = _shape(BACKWARD, x.shape[1])
-        tiles = blocks(x.shape[0], self.shape["R"])
-        self.steps = blocks(tiles, min(tiles, MOST_PARTS))
-        self.count = blocks(tiles, self.steps)
+        tiles = count_blocks(x.shape[0], self.shape["R"])
+        self.steps = count_blocks(tiles, min(tiles, MOST_PARTS))
+        self.count = count_blocks(tiles, self.steps)
         self.sums = torch.empty(2, self.count, x.shape[1], dtype=torch.float32, device=x.device)
 
-    def added(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def sum_up(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of weight and bias."""
         both = self.sums.sum(1)
         return both[0].to(weight.dtype), both[1].to(bias.dtype)
@@ -159,8 +156,8 @@ class _LayerNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, mean, inverse)
         if out.numel():
             shape = _shape(FORWARD, x.shape[1])
-            with on(x.device):
-                layer_norm_kernel[(blocks(x.shape[0], shape["R"]),)](
+            with use_device(x.device):
+                layer_norm_kernel[(count_blocks(x.shape[0], shape["R"]),)](
                     x, weight, bias, out, mean, inverse, x.shape[0], eps, **shape
                 )
         return out
@@ -173,7 +170,7 @@ class _LayerNorm(torch.autograd.Function):
         if not x.numel():
             return torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(bias), None, None
         grad_x, parts = torch.empty_like(x), _Parts(x)
-        with on(x.device):
+        with use_device(x.device):
             layer_norm_backward_kernel[(parts.count,)](
                 grad.contiguous(),
                 x,
@@ -186,7 +183,7 @@ class _LayerNorm(torch.autograd.Function):
                 parts.steps,
                 **parts.shape,
             )
-        return grad_x, *parts.added(weight, bias), None, None
+        return grad_x, *parts.sum_up(weight, bias), None, None
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -204,13 +201,13 @@ class _GatedNorm(torch.autograd.Function):
         ctx.save_for_backward(x, gate, keys, weight, bias, mean, inverse)
         ctx.drawn = {
             "layer": stream,  # Triton takes `stream` for its own
-            "threshold": keep_threshold(keep),
+            "threshold": compute_keep_threshold(keep),
             "share": 1 / keep,
         }
         if out.numel():
             shape = _shape(FORWARD, x.shape[1])
-            with on(x.device):
-                gated_norm_kernel[(blocks(x.shape[0], shape["R"]),)](
+            with use_device(x.device):
+                gated_norm_kernel[(count_blocks(x.shape[0], shape["R"]),)](
                     x,
                     gate,
                     keys,
@@ -237,24 +234,16 @@ class _GatedNorm(torch.autograd.Function):
             torch.empty(gate.shape, dtype=gate.dtype, device=gate.device),
         )
         if not x.numel():
-            return (
-                grad_x,
-                grad_gate,
-                torch.zeros_like(weight),
-                torch.zeros_like(bias),
-                None,
-                None,
-                None,
-                None,
-                None,
-            )
+            none = (None,) * 5
+            return grad_x, grad_gate, torch.zeros_like(weight), torch.zeros_like(bias), *none
         parts = _Parts(x)
-        with on(x.device):
+        with use_device(x.device):
             gated_norm_backward_kernel[(parts.count,)](
-                grad.contiguous(), x, gate, keys, weight, bias, mean, inverse, grad_x, grad_gate, *parts.sums,
-                x.shape[0], parts.steps, gate.stride(0), **ctx.drawn, **parts.shape,
+                grad.contiguous(), x, gate, keys, weight, bias, mean, inverse,
+                grad_x, grad_gate, *parts.sums, x.shape[0], parts.steps, gate.stride(0),
+                **ctx.drawn, **parts.shape,
             )  # fmt: skip
-        return grad_x, grad_gate, *parts.added(weight, bias), None, None, None, None, None
+        return grad_x, grad_gate, *parts.sum_up(weight, bias), None, None, None, None, None
 
 
 class _SiluSplit(torch.autograd.Function):
@@ -262,7 +251,7 @@ class _SiluSplit(torch.autograd.Function):
     def forward(ctx, x, sizes):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x)
         ctx.sizes = sizes
-        return F.silu(x).split(list(sizes), dim=1)
+        return torch.split(F.silu(x), list(sizes), dim=1)
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
@@ -271,9 +260,9 @@ class _SiluSplit(torch.autograd.Function):
         x = ctx.saved_tensors[0].contiguous()
         out = torch.empty_like(x)
         if out.numel():
-            columns = sum(blocks(size, SILU_COLUMNS) for size in ctx.sizes)
-            with on(x.device):
-                silu_backward_kernel[(blocks(x.shape[0], SILU_ROWS), columns)](
+            columns = sum(count_blocks(size, SILU_COLUMNS) for size in ctx.sizes)
+            with use_device(x.device):
+                silu_backward_kernel[(count_blocks(x.shape[0], SILU_ROWS), columns)](
                     *(grad.contiguous() for grad in grads), x, out, x.shape[0], *ctx.sizes,
                     R=SILU_ROWS, C=SILU_COLUMNS, num_warps=4,
                 )  # fmt: skip

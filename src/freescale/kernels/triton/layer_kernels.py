@@ -34,8 +34,8 @@ def _derive(key, counter):
 
 @triton.jit
 def _kept(keys, row, tokens, layer, threshold, R: tl.constexpr, W: tl.constexpr):
-    """[R, W]: the bits of keep_mask(derive(keys, stream), ...). A hash gives four draws of 16 bits,
-    for four columns."""
+    """[R, W]: the bits of draw_keep_mask(derive(keys, stream), ...). A hash gives four draws of 16
+    bits, for four columns."""
     key = tl.load(keys + row, mask=row < tokens, other=0).to(tl.uint64, bitcast=True)
     key = _derive(key, layer)
     draws = _derive(key[:, None], tl.arange(0, W // 4)[None, :])
@@ -126,7 +126,8 @@ def layer_norm_backward_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "layer", "threshold"])
 def gated_norm_kernel(
-    x, gate, keys, weight, bias, out, means, inverses, tokens, gate_stride, eps, layer, threshold, share,
+    x, gate, keys, weight, bias, out, means, inverses,
+    tokens, gate_stride, eps, layer, threshold, share,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """share = 1 / what is kept; keys is None where nothing is dropped."""
@@ -215,7 +216,8 @@ def _silu_gradient(
 @triton.jit(do_not_specialize=["tokens"])
 def silu_backward_kernel(
     first_grad, second_grad, third_grad, fourth_grad, x, out, tokens,
-    FIRST_WIDTH: tl.constexpr, SECOND_WIDTH: tl.constexpr, THIRD_WIDTH: tl.constexpr, FOURTH_WIDTH: tl.constexpr,
+    FIRST_WIDTH: tl.constexpr, SECOND_WIDTH: tl.constexpr,
+    THIRD_WIDTH: tl.constexpr, FOURTH_WIDTH: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Programs (r, c): R tokens, C columns of one of the four parts; blocks of columns are counted

@@ -1,66 +1,44 @@
-"""Table rows as Triton kernels: the twins of `rows`, for NVIDIA GPUs, and the reading of fetched
-rows by many tokens.
+"""Table rows as Triton kernels: the twins of `reference.rows`, for NVIDIA GPUs, and the reading of
+fetched rows by many tokens.
 
 Nothing is added with atomics, and what is computed for a row depends on that row alone: the same
-bits whichever other rows are in the call. On a GPU SGD and Adagrad give the bits of their twins;
-Adam and what sums over a row (`rowwise_adagrad`, `clip_rows`) are within 2e-6 relative. Tables may
-have more than 2^31 elements. A row number of -1 names no row: it is neither read nor written.
-Whether other numbers lie in the table is not checked.
+bits whichever other rows are in the call. Tables may have more than 2^31 elements. A row number of
+-1 names no row: it is neither read nor written. Whether other numbers lie in the table is not
+checked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.kernels.launch import blocks, on, power_above, require_gpu
+from freescale.kernels.triton.launch import (
+    RowLaunch,
+    count_blocks,
+    require_gpu,
+    use_device,
+)
 
 MAX_WIDTH = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Elements of a program's tile, for each tensor it reads or writes, and its warps."""
-
-    elements: int
-    warps: int
-
-    def shape(self, width: int) -> dict[str, int]:
-        columns = power_above(width)
-        return {
-            "WIDTH": width,
-            "R": max(1, self.elements // columns),
-            "W": columns,
-            "num_warps": self.warps,
-        }
-
-
 # A warp reads a row of 128 floats with one instruction of 16 bytes a thread. With 4 warps, 2048
-# elements are 4 such loads in flight per thread, 8 KB a program; the more tensors an optimizer has,
-# the smaller its tile for the same number of registers.
-GATHER = Launch(2048, 4)
-CLIP = Launch(1024, 4)
-SGD, ADAGRAD, ADAM = Launch(1024, 4), Launch(1024, 4), Launch(512, 4)
-SEGMENTS, CHUNKS = Launch(1024, 4), Launch(2048, 4)
+# elements are 4 such loads in flight per thread, 8 KB a program.
+GATHER = RowLaunch(2048, 4)
+SEGMENTS, CHUNKS = RowLaunch(1024, 4), RowLaunch(2048, 4)
 UNROLL = 4  # rows of a segment in flight
 # values: longer segments are cut into chunks, so that no program adds up a hot row alone; a
 # multiple of a tile's rows
 CHUNK = 128
-# addcmul with a factor of 1: one rounding in torch's CUDA kernel of 2026, two before
-SQUARES_FUSED = True
-_EXACT = {"enable_fp_fusion": False}
 
 
 def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """weight [n, width], rows [r] -> [r, width], in another dtype if one is given. Behind a row of
     -1 nothing is written."""
-    _check(rows, dtypes=DTYPES, weight=weight)
+    check_rows(rows, dtypes=DTYPES, weight=weight)
     out = torch.empty(
         rows.numel(), weight.shape[1], dtype=dtype or weight.dtype, device=weight.device
     )
@@ -68,8 +46,8 @@ def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) 
         from freescale.kernels.triton.rows_kernels import gather_kernel
 
         shape = GATHER.shape(weight.shape[1])
-        with on(weight.device):
-            gather_kernel[(blocks(rows.numel(), shape["R"]),)](
+        with use_device(weight.device):
+            gather_kernel[(count_blocks(rows.numel(), shape["R"]),)](
                 weight, rows.contiguous(), out, rows.numel(), **shape
             )
     return out
@@ -82,10 +60,11 @@ def read_rows(rows: Tensor, index: Tensor) -> Tensor:
     Backward sums the gradients of each row's tokens in float32: up to CHUNK of them one after
     another, more by chunks.
     """
-    _check(index.reshape(-1), dtypes=DTYPES, rows=rows)
+    check_rows(index.reshape(-1), dtypes=DTYPES, rows=rows)
     if rows.shape[0] >= 2**31:
         raise ValueError(f"fewer than 2^31 fetched rows can be read, not {rows.shape[0]}")
-    return _Read.apply(rows, index)
+    out: Tensor = _Read.apply(rows, index)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Read(torch.autograd.Function):
@@ -104,7 +83,7 @@ class _Read(torch.autograd.Function):
         edges = torch.arange(count + 1, dtype=torch.int32, device=index.device)
         starts = torch.searchsorted(ordered, edges)
         values = grad.reshape(-1, width).contiguous()
-        return _segment_sums(values, order, starts, count, ctx.dtype, chunked=True), None
+        return _sum_segments(values, order, starts, count, ctx.dtype, chunked=True), None
 
 
 def sum_duplicates(rows: Tensor, gradients: Tensor, *, cut: bool = True) -> tuple[Tensor, Tensor]:
@@ -114,10 +93,12 @@ def sum_duplicates(rows: Tensor, gradients: Tensor, *, cut: bool = True) -> tupl
     With cut=False nothing is read from the device: both have length r; behind the last unique row
     are -1, and no sums.
     """
-    return grouped(rows, cut=cut)(gradients)
+    return group_duplicates(rows, cut=cut)(gradients)
 
 
-def grouped(rows: Tensor, *, cut: bool = True) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def group_duplicates(
+    rows: Tensor, *, cut: bool = True
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """`sum_duplicates` of these rows, all but the sums: what can be done before the gradients are
     there."""
     from freescale.kernels.triton.unique import deduplicate
@@ -130,20 +111,20 @@ def grouped(rows: Tensor, *, cut: bool = True) -> Callable[[Tensor], tuple[Tenso
         count = int(found.counts)
         keys, starts = keys[:count], starts[: count + 1]
 
-    def summed(gradients: Tensor) -> tuple[Tensor, Tensor]:
-        _check(rows, dtypes=DTYPES, gradients=gradients)
+    def sum_gradients(gradients: Tensor) -> tuple[Tensor, Tensor]:
+        check_rows(rows, dtypes=DTYPES, gradients=gradients)
         if gradients.shape[0] != rows.numel():
             raise ValueError(
                 f"{rows.numel()} rows need as many gradients, not {gradients.shape[0]}"
             )
-        return keys, _segment_sums(
+        return keys, _sum_segments(
             gradients.contiguous(), found.order, starts, count, gradients.dtype, chunked=False
         )
 
-    return summed
+    return sum_gradients
 
 
-def _segment_sums(
+def _sum_segments(
     values: Tensor,
     order: Tensor,
     starts: Tensor,
@@ -168,8 +149,8 @@ def _segment_sums(
     shape = SEGMENTS.shape(width)
     if 16 < shape["R"] < 128:
         shape["R"] = 16  # Triton 3.6 does not compile it for 32 and 64 rows a program
-    with on(device):
-        segments_kernel[(blocks(segments, shape["R"]),)](
+    with use_device(device):
+        segments_kernel[(count_blocks(segments, shape["R"]),)](
             values,
             order,
             starts,
@@ -198,148 +179,7 @@ def _segment_sums(
     return out
 
 
-def clip_rows(gradients: Tensor, limit: float) -> Tensor:
-    """Scales each row of gradients [r, width] to a norm of at most `limit`, in place."""
-    _check(None, gradients=gradients)
-    if not gradients.is_contiguous():
-        raise ValueError(
-            "gradients must be contiguous to be clipped in place, not of strides "
-            f"{gradients.stride()}"
-        )
-    if gradients.numel():
-        from freescale.kernels.triton.rows_kernels import clip_kernel
-
-        shape = CLIP.shape(gradients.shape[1])
-        with on(gradients.device):
-            clip_kernel[(blocks(len(gradients), shape["R"]),)](
-                gradients, len(gradients), float(limit), **shape
-            )
-    return gradients
-
-
-def sgd(weight: Tensor, rows: Tensor, gradients: Tensor, *, lr: float) -> None:
-    _update("sgd_kernel", SGD, (weight,), rows, gradients, lr=lr)
-
-
-def adagrad(
-    weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float
-) -> None:
-    """total [n, width]: running sum of squared gradients."""
-    _update(
-        "adagrad_kernel",
-        ADAGRAD,
-        (weight, total),
-        rows,
-        gradients,
-        lr=lr,
-        eps=eps,
-        FUSED=SQUARES_FUSED,
-    )
-
-
-def rowwise_adagrad(
-    weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float
-) -> None:
-    """total [n]: running sum of each row's mean squared gradient."""
-    inverse = 1 / max(1, weight.shape[-1])
-    _update(
-        "rowwise_adagrad_kernel",
-        ADAGRAD,
-        (weight, total),
-        rows,
-        gradients,
-        lr=lr,
-        eps=eps,
-        inverse=inverse,
-    )
-
-
-def adam(
-    weight: Tensor,
-    first: Tensor,
-    second: Tensor,
-    rows: Tensor,
-    gradients: Tensor,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    step: int,
-) -> None:
-    """first, second [n, width]: moments of the rows' gradients. Bias correction by the global step,
-    counted from 1."""
-    correction = 1 - betas[0] ** step
-    root = (1 - betas[1] ** step) ** 0.5
-    # torch rounds its scalars to float32 first, and divides by one by multiplying
-    share = np.float32(1 - betas[0])
-    numbers = {
-        "lr": lr / correction,
-        "share": float(share),
-        "other_share": float(np.float32(1) - share),
-        "beta": betas[1],
-        "other_beta": 1 - betas[1],
-        "inverse_root": float(np.float32(1) / np.float32(root)),
-        "eps": eps,
-    }
-    _update(
-        "adam_kernel",
-        ADAM,
-        (weight, first, second),
-        rows,
-        gradients,
-        **numbers,
-        SMALL=bool(abs(share) < 0.5),
-    )
-
-
-def _update(
-    kernel: str,
-    launch: Launch,
-    tensors: tuple[Tensor, ...],
-    rows: Tensor,
-    gradients: Tensor,
-    **options: Any,
-) -> None:
-    weight = tensors[0]
-    _check(rows, weight=weight, gradients=gradients)
-    if gradients.shape != (rows.numel(), weight.shape[1]):
-        raise ValueError(
-            f"gradients must be {[rows.numel(), weight.shape[1]]}, not {list(gradients.shape)}"
-        )
-    for state in tensors[1:]:
-        if (
-            state.shape not in (weight.shape, weight.shape[:1])
-            or state.dtype != weight.dtype
-            or not state.is_contiguous()
-        ):
-            raise ValueError(
-                f"state of {weight.dtype} {list(weight.shape)} does not fit: "
-                f"{state.dtype} {list(state.shape)}"
-            )
-        if (state.ndim == 1) != (kernel == "rowwise_adagrad_kernel"):
-            raise ValueError(
-                f"{kernel.removesuffix('_kernel')} does not keep state of shape {list(state.shape)}"
-            )
-        if state.device != weight.device:
-            raise ValueError(f"tensors lie on different devices: {weight.device}, {state.device}")
-    if not gradients.numel():
-        return
-    from freescale.kernels.triton import rows_kernels as triton_rows_kernels
-
-    shape = launch.shape(weight.shape[1])
-    with on(weight.device):
-        getattr(triton_rows_kernels, kernel)[(blocks(rows.numel(), shape["R"]),)](
-            *tensors,
-            rows.contiguous(),
-            gradients.contiguous(),
-            rows.numel(),
-            **options,
-            **shape,
-            **_EXACT,
-        )
-
-
-def _check(
+def check_rows(
     numbers: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,), **tables: Tensor
 ) -> None:
     """Before any launch: row numbers, and tables [n, width] that lie on one GPU in one piece."""

@@ -1,10 +1,7 @@
-"""The Triton kernels of `triton_rows`: gather, sums of segments, clipping, and row optimizers that
-read and write a row once.
+"""The Triton kernels of `rows`: gather, and sums of segments.
 
 A program works on R rows of up to W columns, a power of two. Row numbers are 64-bit before they are
-multiplied; a negative one names no row and is passed over. The optimizers' operations are torch's
-on CUDA, rounding by rounding: fused where torch's kernels are, and nowhere else (they are compiled
-with contraction off), with divisions and roots as IEEE rounds them.
+multiplied; a negative one names no row and is skipped.
 """
 
 # mypy: ignore-errors
@@ -17,7 +14,7 @@ INTERPRETED: bool = triton.knobs.runtime.interpret  # as it was when the kernels
 
 
 @triton.jit
-def _tile(rows, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+def _locate_rows(rows, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
     """(places in the table, places in the gradients, which are there, rows, which of them) of a
     program's rows."""
     number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -29,114 +26,9 @@ def _tile(rows, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def gather_kernel(weight, rows, out, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
-    place, target, there, _, _ = _tile(rows, count, WIDTH, R, W)
+    place, target, there, _, _ = _locate_rows(rows, count, WIDTH, R, W)
     values = tl.load(weight + place, mask=there)
     tl.store(out + target, values.to(out.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def clip_kernel(gradients, count, limit, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
-    number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    columns = tl.arange(0, W)[None, :]
-    there = (number < count)[:, None] & (columns < WIDTH)
-    at = gradients + number[:, None] * WIDTH + columns
-    values = tl.load(at, mask=there, other=0.0)
-    norm = tl.sqrt_rn(tl.sum(values * values, 1))
-    norm = tl.where(norm < 1e-30, 1e-30, norm)  # not minimum and maximum: NaN stays NaN
-    scale = tl.div_rn(tl.full([R], 1.0, tl.float32), norm) * limit
-    scale = tl.where(scale > 1, 1.0, scale)
-    tl.store(at, values * scale[:, None], mask=there)
-
-
-@triton.jit
-def sgd_kernel(
-    weight, rows, gradients, count, lr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr
-):
-    place, source, there, _, _ = _tile(rows, count, WIDTH, R, W)
-    gradient = tl.load(gradients + source, mask=there)
-    value = tl.load(weight + place, mask=there)
-    tl.store(weight + place, tl.fma(gradient, -lr, value), mask=there)
-
-
-# All loads come before the first store: the compiler, which does not know that the tensors are
-# different ones, cannot move a load over a store, and a row's loads would wait for each other.
-
-
-@triton.jit
-def adagrad_kernel(
-    weight,
-    total,
-    rows,
-    gradients,
-    count,
-    lr,
-    eps,
-    FUSED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-):
-    place, source, there, _, _ = _tile(rows, count, WIDTH, R, W)
-    gradient = tl.load(gradients + source, mask=there, other=0.0)
-    squares = tl.load(total + place, mask=there, other=0.0)
-    value = tl.load(weight + place, mask=there)
-    squares = tl.fma(gradient, gradient, squares) if FUSED else squares + gradient * gradient
-    tl.store(total + place, squares, mask=there)
-    step = tl.div_rn(gradient, tl.sqrt_rn(squares) + eps)
-    tl.store(weight + place, tl.fma(step, -lr, value), mask=there)
-
-
-@triton.jit
-def rowwise_adagrad_kernel(
-    weight,
-    total,
-    rows,
-    gradients,
-    count,
-    lr,
-    eps,
-    inverse,
-    WIDTH: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-):
-    """inverse = 1 / WIDTH."""
-    place, source, there, row, known = _tile(rows, count, WIDTH, R, W)
-    gradient = tl.load(gradients + source, mask=there, other=0.0)
-    squares = tl.load(total + row, mask=known, other=0.0)
-    value = tl.load(weight + place, mask=there)
-    squares += tl.sum(gradient * gradient, 1) * inverse
-    tl.store(total + row, squares, mask=known)
-    scale = tl.broadcast_to((tl.sqrt_rn(squares) + eps)[:, None], R, W)
-    tl.store(weight + place, tl.fma(tl.div_rn(gradient, scale), -lr, value), mask=there)
-
-
-@triton.jit
-def adam_kernel(
-    weight, first, second, rows, gradients, count,
-    lr, share, other_share, beta, other_beta, inverse_root, eps, SMALL: tl.constexpr,
-    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """share = 1 - beta1, other_share = 1 - share in float32; beta = beta2, other_beta = 1 - beta2;
-    SMALL: share < 0.5."""
-    place, source, there, _, _ = _tile(rows, count, WIDTH, R, W)
-    gradient = tl.load(gradients + source, mask=there, other=0.0)
-    mean = tl.load(first + place, mask=there, other=0.0)
-    square = tl.load(second + place, mask=there, other=0.0)
-    value = tl.load(weight + place, mask=there)
-    mean = (
-        tl.fma(gradient - mean, share, mean)
-        if SMALL
-        else tl.fma(mean - gradient, other_share, gradient)
-    )
-    square = tl.fma(gradient * gradient, other_beta, square * beta)
-    tl.store(first + place, mean, mask=there)
-    tl.store(second + place, square, mask=there)
-    step = tl.div_rn(mean, tl.sqrt_rn(square) * inverse_root + eps)
-    tl.store(weight + place, tl.fma(step, -lr, value), mask=there)
-
-
-# ---- sums of segments: the values at order[starts[i]], ..., order[starts[i + 1] - 1]
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""SiLU attention to summaries as Triton kernels: the twin of `summary_attention.summary_attention`,
-for NVIDIA GPUs.
+"""SiLU attention to summaries as Triton kernels: the twin of `reference.summary_attention`, for
+NVIDIA GPUs.
 
 Same arguments, same function. Programs exist for rows that see a summary and for summaries, and no
 others. No sum depends on an order that may change: the same inputs give the same bits, gradients
@@ -8,26 +8,22 @@ too.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.kernels.launch import interpreted, on, require_gpu, uploaded
-from freescale.kernels.reference.summary_attention import check
-from freescale.kernels.triton.attention import (
-    DTYPES,
-    FLOAT32_PRECISION,
-    WIDTHS,
-    Launch,
-    _descriptor,
-    _readable,
-)
-from freescale.segments import SummaryPlan
+from freescale.kernels.reference.summary_attention import check_summary_inputs
+from freescale.kernels.summary_plan import SummaryPlan
+from freescale.kernels.triton.attention import DTYPES, WIDTHS, build_descriptor, make_readable
+from freescale.kernels.triton.attention_launch import FLOAT32_PRECISION, AttentionLaunch
+from freescale.kernels.triton.launch import is_interpreted, require_gpu, use_device
+from freescale.kernels.upload import upload
 
 # Summaries are few: short tiles of them. Not tuned.
-LAUNCH, FLOAT32_LAUNCH = Launch(64, 32, 4, 2), Launch(64, 32, 4, 1)
+LAUNCH, FLOAT32_LAUNCH = AttentionLaunch(64, 32, 4, 2), AttentionLaunch(64, 32, 4, 1)
 
 
 def summary_attention(
@@ -40,7 +36,7 @@ def summary_attention(
     alpha: float,
 ) -> Tensor:  # [rows, heads, d_v]
     """In the inputs' dtype; scores, SiLU and sums in float32."""
-    check(q, k, v, plan, scale_length)
+    check_summary_inputs(q, k, v, plan, scale_length)
     if q.dtype not in DTYPES or q.shape[2] not in WIDTHS or v.shape[2] not in WIDTHS:
         raise ValueError(
             f"the kernels are for {DTYPES} and heads {WIDTHS} wide, not {q.dtype}, {q.shape[2]} "
@@ -48,37 +44,45 @@ def summary_attention(
             "use kernels.summary_attention"
         )
     require_gpu(q.device, "kernels.summary_attention")
-    return _SummaryAttention.apply(q, k, v, plan, float(alpha), float(scale_length))
+    out: Tensor = _SummaryAttention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, plan, float(alpha), float(scale_length)
+    )
+    return out
 
 
-def tiles(plan: SummaryPlan, of: str, size: int) -> np.ndarray:
-    """[tiles, 6]: first row, rows, first summary, full segments and known segments of the sample,
-    then the tile's first row (`of` "rows": only where some summary is seen) or summary; the longest
-    loop first."""
+class SummaryTileColumn(IntEnum):
+    """Columns of a table of tiles."""
+
+    START = 0  # the sample's first row in the batch
+    LENGTH = 1  # rows of the sample
+    FIRST = 2  # the sample's first summary in the batch
+    CLOSED = 3  # full segments of the sample
+    KNOWN = 4  # segments before its first row
+    PLACE = 5  # the tile's first row or summary in the sample
+
+
+def plan_tiles(plan: SummaryPlan, of: str, size: int) -> np.ndarray:
+    """Tiles of `size` rows that see some summary (`of` "rows") or of `size` summaries.
+
+    Returns:
+        [tiles, SummaryTileColumn] int64, the tile with the longest loop first.
+    """
     start, first = plan.starts
-    begin = (
-        np.where(plan.known > 0, 0, plan.segments.period) if of == "rows" else np.zeros_like(start)
-    )
-    end = (
-        np.where(plan.counts > 0, plan.lengths, 0)
-        if of == "rows"
-        else np.where(plan.lengths > 0, plan.counts, 0)
-    )
+    period, tokens = plan.segments.period, plan.segments.tokens
+    if of == "rows":
+        begin = np.where(plan.known > 0, 0, period)
+        end = np.where(plan.counts > 0, plan.lengths, 0)
+    else:
+        begin = np.zeros_like(start)
+        end = np.where(plan.lengths > 0, plan.counts, 0)
     per_sample = np.maximum(-(-(end - begin) // size), 0)
     sample = np.repeat(np.arange(len(start)), per_sample)
-    place = (
-        begin[sample]
-        + (np.arange(len(sample)) - (np.cumsum(per_sample) - per_sample)[sample]) * size
-    )
+    number = np.arange(len(sample)) - (np.cumsum(per_sample) - per_sample)[sample]  # in its sample
+    place = begin[sample] + number * size
+    cost = place if of == "rows" else plan.lengths[sample] - place // tokens * period
     columns = (start, plan.lengths, first, plan.closed, plan.known)
-    cost = (
-        place
-        if of == "rows"
-        else plan.lengths[sample] - place // plan.segments.tokens * plan.segments.period
-    )
-    return np.column_stack([*(column[sample] for column in columns), place])[
-        np.argsort(-cost, kind="stable")
-    ]
+    table = np.column_stack([*(column[sample] for column in columns), place])
+    return table[np.argsort(-cost, kind="stable")]
 
 
 class _Call:
@@ -87,7 +91,7 @@ class _Call:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan, alpha: float, scale: float
     ) -> None:
-        narrow, compiled = q.dtype != torch.float32, not interpreted()
+        narrow, compiled = q.dtype != torch.float32, not is_interpreted()
         self.plan, self.launch = plan, LAUNCH if narrow else FLOAT32_LAUNCH
         self.q, self.k, self.v = q, k, v
         self.half_alpha, self.scale = alpha / 2, scale
@@ -109,7 +113,7 @@ class _Call:
     def forward(self, out: Tensor) -> None:
         from freescale.kernels.triton.summary_attention_kernels import forward_kernel
 
-        self._launch(forward_kernel, "rows", self._described(), out, inverse_scale=1 / self.scale)
+        self._launch(forward_kernel, "rows", self._describe(), out, inverse_scale=1 / self.scale)
 
     def backward(self, grad: Tensor, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
         from freescale.kernels.triton.summary_attention_kernels import (
@@ -117,7 +121,7 @@ class _Call:
             backward_q_kernel,
         )
 
-        described = [*self._described(), _descriptor(grad, self.launch.tile)]
+        described = [*self._describe(), build_descriptor(grad, self.launch.tile)]
         factor = self.half_alpha / self.scale
         self._launch(
             backward_kv_kernel,
@@ -130,10 +134,11 @@ class _Call:
         )
         self._launch(backward_q_kernel, "rows", described, grad_q, factor=factor)
 
-    def _described(self) -> list[Any]:
+    def _describe(self) -> list[Any]:
         sizes = (self.launch.tile, self.launch.inner, self.launch.inner)
         return [
-            _descriptor(x, size) for x, size in zip((self.q, self.k, self.v), sizes, strict=True)
+            build_descriptor(x, size)
+            for x, size in zip((self.q, self.k, self.v), sizes, strict=True)
         ]
 
     def _launch(
@@ -142,7 +147,7 @@ class _Call:
         size = self.launch.tile if of == "rows" else self.launch.inner
         kept = self.plan.kept
         if (of, size) not in kept:
-            kept[of, size] = uploaded(tiles(self.plan, of, size).astype(np.int32), self.q.device)
+            kept[of, size] = upload(plan_tiles(self.plan, of, size).astype(np.int32), self.q.device)
         table = kept[of, size]
         if len(table):
             programs = (len(table) * self.q.shape[1],)
@@ -154,13 +159,13 @@ class _Call:
 class _SummaryAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, plan, alpha, scale):  # type: ignore[no-untyped-def]
-        q, k, v = _readable(q), _readable(k), _readable(v)
+        q, k, v = make_readable(q), make_readable(k), make_readable(v)
         ctx.save_for_backward(q, k, v)
         ctx.plan, ctx.alpha, ctx.scale = plan, alpha, scale
         # rows of a first segment see nothing and have no program
         out = q.new_zeros(*q.shape[:2], v.shape[2])
         if q.shape[0] and k.shape[0]:
-            with on(q.device):
+            with use_device(q.device):
                 _Call(q, k, v, plan, alpha, scale).forward(out)
         return out
 
@@ -169,6 +174,6 @@ class _SummaryAttention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
         if q.shape[0] and k.shape[0]:
-            with on(q.device):
-                _Call(q, k, v, ctx.plan, ctx.alpha, ctx.scale).backward(_readable(grad), *grads)
+            with use_device(q.device):
+                _Call(q, k, v, ctx.plan, ctx.alpha, ctx.scale).backward(make_readable(grad), *grads)
         return *grads, None, None, None

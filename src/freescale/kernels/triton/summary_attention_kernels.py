@@ -1,9 +1,8 @@
-"""The Triton kernels of `triton_summary_attention`: forward, and the gradients of summaries and of
-queries.
+"""The Triton kernels of `summary_attention`: forward, and the gradients of summaries and queries.
 
 One program works on one tile of one head: rows in forward and for the queries' gradient, summaries
 for theirs. A tile goes through exactly the tiles that see it or that it sees; the mask is
-arithmetic on row numbers. SiLU and descriptors as in `triton_attention_kernels`: tiles at a
+arithmetic on row numbers. SiLU and descriptors as in `attention_kernels`: tiles at a
 sample's end read the next sample's rows, which are zeroed where a product would meet them.
 """
 
@@ -14,10 +13,31 @@ import triton
 import triton.language as tl
 
 from freescale.kernels.triton.attention_kernels import _double_slope, _store, _tanh
+from freescale.kernels.triton.summary_attention import SummaryTileColumn
+
+# Columns of a table of tiles: kernels read only globals that are constexpr.
+START = tl.constexpr(SummaryTileColumn.START.value)
+LENGTH = tl.constexpr(SummaryTileColumn.LENGTH.value)
+FIRST = tl.constexpr(SummaryTileColumn.FIRST.value)
+CLOSED = tl.constexpr(SummaryTileColumn.CLOSED.value)
+KNOWN = tl.constexpr(SummaryTileColumn.KNOWN.value)
+PLACE = tl.constexpr(SummaryTileColumn.PLACE.value)
+COLUMNS = tl.constexpr(len(SummaryTileColumn))
 
 
 @triton.jit
-def _seen(i, closed, known, PERIOD: tl.constexpr, TOKENS: tl.constexpr):
+def _load_tile(tiles, HEADS: tl.constexpr):
+    """The program's head, and the columns of its tile."""
+    program = tl.program_id(0)
+    tile = tiles + program // HEADS * COLUMNS
+    start, length = tl.load(tile + START), tl.load(tile + LENGTH)
+    first, closed = tl.load(tile + FIRST), tl.load(tile + CLOSED)
+    known, place = tl.load(tile + KNOWN), tl.load(tile + PLACE)
+    return program % HEADS, start, length, first, closed, known, place
+
+
+@triton.jit
+def _count_seen(i, closed, known, PERIOD: tl.constexpr, TOKENS: tl.constexpr):
     """How many summaries row i of its sample sees."""
     return (known + tl.minimum(i // PERIOD, closed)) * TOKENS
 
@@ -26,22 +46,14 @@ def _seen(i, closed, known, PERIOD: tl.constexpr, TOKENS: tl.constexpr):
 def forward_kernel(
     q_desc, k_desc, v_desc, out, tiles, half_alpha, inverse_scale,
     HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PERIOD: tl.constexpr, TOKENS: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PERIOD: tl.constexpr, TOKENS: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    head = program % HEADS
-    tile = tiles + program // HEADS * 6
-    start, length, first, closed = (
-        tl.load(tile),
-        tl.load(tile + 1),
-        tl.load(tile + 2),
-        tl.load(tile + 3),
-    )
-    known, row = tl.load(tile + 4), tl.load(tile + 5)
+    head, start, length, first, closed, known, row = _load_tile(tiles, HEADS)
     i = row + tl.arange(0, M)
     columns = tl.arange(0, N)
-    seen = _seen(i, closed, known, PERIOD, TOKENS)
-    most = _seen(tl.minimum(row + M, length) - 1, closed, known, PERIOD, TOKENS)
+    seen = _count_seen(i, closed, known, PERIOD, TOKENS)
+    most = _count_seen(tl.minimum(row + M, length) - 1, closed, known, PERIOD, TOKENS)
     q = q_desc.load([start + row, head * D_QK])
     total = tl.zeros([M, D_V], tl.float32)
     for key in tl.range(0, most, N, num_stages=STAGES):
@@ -60,20 +72,12 @@ def forward_kernel(
 def backward_kv_kernel(
     q_desc, k_desc, v_desc, grad_desc, grad_k, grad_v, tiles, half_alpha, factor, inverse_scale,
     HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PERIOD: tl.constexpr, TOKENS: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PERIOD: tl.constexpr, TOKENS: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the summaries [row, row + N), summed over the rows that see any of them, in
     their order."""
-    program = tl.program_id(0)
-    head = program % HEADS
-    tile = tiles + program // HEADS * 6
-    start, length, first, closed = (
-        tl.load(tile),
-        tl.load(tile + 1),
-        tl.load(tile + 2),
-        tl.load(tile + 3),
-    )
-    known, row = tl.load(tile + 4), tl.load(tile + 5)
+    head, start, length, first, closed, known, row = _load_tile(tiles, HEADS)
     j = row + tl.arange(0, N)
     rows = tl.arange(0, M)
     count = (known + closed) * TOKENS
@@ -89,9 +93,8 @@ def backward_kv_kernel(
         grad = grad_desc.load([start + query, head * D_V])
         q = tl.where((i < length)[:, None], q, 0.0)
         grad = tl.where((i < length)[:, None], grad, 0.0)
-        seen = (j[:, None] < _seen(i, closed, known, PERIOD, TOKENS)[None, :]) & (i < length)[
-            None, :
-        ]
+        seen = j[:, None] < _count_seen(i, closed, known, PERIOD, TOKENS)[None, :]
+        seen = seen & (i < length)[None, :]
         half = tl.dot(k, q.T, input_precision=PRECISION) * half_alpha  # [N, M]
         t = _tanh(half, FAST)
         weights = tl.where(seen, half * t + half, 0.0)
@@ -107,23 +110,15 @@ def backward_kv_kernel(
 def backward_q_kernel(
     q_desc, k_desc, v_desc, grad_desc, grad_q, tiles, half_alpha, factor,
     HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PERIOD: tl.constexpr, TOKENS: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PERIOD: tl.constexpr, TOKENS: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries [row, row + M), summed over the summaries in their order."""
-    program = tl.program_id(0)
-    head = program % HEADS
-    tile = tiles + program // HEADS * 6
-    start, length, first, closed = (
-        tl.load(tile),
-        tl.load(tile + 1),
-        tl.load(tile + 2),
-        tl.load(tile + 3),
-    )
-    known, row = tl.load(tile + 4), tl.load(tile + 5)
+    head, start, length, first, closed, known, row = _load_tile(tiles, HEADS)
     i = row + tl.arange(0, M)
     columns = tl.arange(0, N)
-    seen = _seen(i, closed, known, PERIOD, TOKENS)
-    most = _seen(tl.minimum(row + M, length) - 1, closed, known, PERIOD, TOKENS)
+    seen = _count_seen(i, closed, known, PERIOD, TOKENS)
+    most = _count_seen(tl.minimum(row + M, length) - 1, closed, known, PERIOD, TOKENS)
     q = q_desc.load([start + row, head * D_QK])
     grad = grad_desc.load([start + row, head * D_V])
     total = tl.zeros([M, D_QK], tl.float32)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from freescale.kernels.launch import blocks, on, require_gpu
 from freescale.kernels.reference.unique import Unique, check_keys
+from freescale.kernels.triton.launch import count_blocks, require_gpu, use_device
 
 # Entries of a program: 8 a thread with 4 warps. A few loads and stores each; searches are bound by
 # latency, and want many warps.
@@ -25,7 +25,7 @@ _LIMIT = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Segments(Unique):
+class GroupedKeys(Unique):
     """Unique keys, and which inputs have each."""
 
     order: Tensor  # [n] inputs by key, equal ones in order of appearance
@@ -33,29 +33,26 @@ class Segments(Unique):
     starts: Tensor
 
 
-def deduplicate(keys: Tensor, edges: Tensor) -> Segments:
+def deduplicate(keys: Tensor, edges: Tensor) -> GroupedKeys:
     """keys [n] int64, none negative; edges [e] int64, rising, the last above every key."""
     check_keys(keys=keys, edges=edges)
     _check_size(keys)
     n = keys.numel()
     if not n:
         none = keys.new_zeros(0)
-        return Segments(none, none, torch.zeros_like(edges), none, keys.new_zeros(1))
+        return GroupedKeys(none, none, torch.zeros_like(edges), none, keys.new_zeros(1))
     from freescale.kernels.triton.unique_kernels import edges_kernel, unique_kernel
 
-    ordered, order, ranks = sorted_ranks(keys)
-    unique, inverse, starts = (
-        torch.empty_like(ordered),
-        torch.empty_like(ordered),
-        keys.new_empty(n + 1),
-    )
+    ordered, order, ranks = sort_and_rank(keys)
+    unique, inverse = torch.empty_like(ordered), torch.empty_like(ordered)
+    starts = keys.new_empty(n + 1)
     counts = torch.empty(edges.shape, dtype=torch.int64, device=keys.device)
-    with on(keys.device):
-        unique_kernel[(blocks(n + 1, BLOCK),)](
+    with use_device(keys.device):
+        unique_kernel[(count_blocks(n + 1, BLOCK),)](
             ordered, order, ranks, unique, inverse, starts, n, BLOCK=BLOCK, num_warps=WARPS
         )
         if edges.numel():
-            edges_kernel[(blocks(edges.numel(), EDGES),)](
+            edges_kernel[(count_blocks(edges.numel(), EDGES),)](
                 ordered,
                 ranks,
                 edges.contiguous(),
@@ -66,24 +63,24 @@ def deduplicate(keys: Tensor, edges: Tensor) -> Segments:
                 BLOCK=EDGES,
                 num_warps=WARPS,
             )
-    return Segments(unique, inverse, counts, order, starts)
+    return GroupedKeys(unique, inverse, counts, order, starts)
 
 
-def sorted_ranks(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sort_and_rank(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """keys [n] -> (sorted, their places before, equal ones in order of appearance; number of
     different ones up to each [n])."""
     from freescale.kernels.triton.unique_kernels import flags_kernel
 
     ordered, order = keys.sort(stable=True)
     flags = torch.empty(keys.shape, dtype=torch.int32, device=keys.device)
-    with on(keys.device):
-        flags_kernel[(blocks(keys.numel(), BLOCK),)](
+    with use_device(keys.device):
+        flags_kernel[(count_blocks(keys.numel(), BLOCK),)](
             ordered, flags, keys.numel(), BLOCK=BLOCK, num_warps=WARPS
         )
     return ordered, order, flags.cumsum(0, dtype=torch.int32)
 
 
-def members(keys: Tensor, among: Tensor) -> Tensor:
+def find_members(keys: Tensor, among: Tensor) -> Tensor:
     """keys [n], among [m], int64 -> [n] bool: which of the keys are there."""
     check_keys(keys=keys, among=among)
     _check_size(keys)
@@ -94,10 +91,10 @@ def members(keys: Tensor, among: Tensor) -> Tensor:
     from freescale.kernels.triton.unique_kernels import members_kernel
 
     out = torch.empty(n, dtype=torch.bool, device=keys.device)
-    with on(keys.device):
-        members_kernel[(blocks(n, SEARCH_BLOCK),)](
-            keys.contiguous(), among.sort().values, out.view(torch.int8), n, m, (m + 1).bit_length(),
-            BLOCK=SEARCH_BLOCK, num_warps=WARPS,
+    with use_device(keys.device):
+        members_kernel[(count_blocks(n, SEARCH_BLOCK),)](
+            keys.contiguous(), among.sort().values, out.view(torch.int8), n, m,
+            (m + 1).bit_length(), BLOCK=SEARCH_BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return out
 
@@ -105,7 +102,7 @@ def members(keys: Tensor, among: Tensor) -> Tensor:
 def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
     """Rows asked of an owner by batch i [r] and by batch i+1 [s] -> (which of i's batch i+1 asks
     too, and the other way round)."""
-    return members(current, following), members(following, current)
+    return find_members(current, following), find_members(following, current)
 
 
 def _check_size(keys: Tensor) -> None:

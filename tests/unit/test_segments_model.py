@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import segment_cases
+from helpers import segments_cases
 from helpers.model_cases import (
     ACTIONS,
     ITEMS,
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from freescale.batch import Jagged, SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig
 from freescale.models import HSTU, Ranking, Retrieval, SegmentedHSTU, split_history
-from freescale.random import derive, keep_mask
+from freescale.random import derive, draw_keep_mask
 from freescale.train.build import build_balancer, build_module
 
 OPTIONS = dict(
@@ -60,7 +60,7 @@ def defined(encoder, x, candidates, times, key):
     width]."""
     segments, length = encoder.segments, len(x)
     history = length - candidates
-    mask = torch.from_numpy(segment_cases.visible(length, candidates, segments))
+    mask = torch.from_numpy(segments_cases.visible(length, candidates, segments))
     rows, at, events = [], [], []
     for event in range(length):
         place = min(event, history)
@@ -112,7 +112,7 @@ def defined(encoder, x, candidates, times, key):
             * u
         )
         if encoder.training:
-            kept = keep_mask(derive(key, torch.arange(total), layer.number), 10, 0.7)
+            kept = draw_keep_mask(derive(key, torch.arange(total), layer.number), 10, 0.7)
             gated = gated * kept / 0.7
         rows = rows + layer.output(gated)
     return rows[events]
@@ -203,7 +203,7 @@ class TestBothHeads:
     ):
         model = model_of(kind, dtype, **changes).eval()
         batch = batch_of([5, 0, 1, 13, 4, 8, 9], [3, 2, 0, 5, 1, 2, 1])
-        score = model.queries if kind == "retrieval" else model.predictions
+        score = model.encode_queries if kind == "retrieval" else model.predict
         whole = score(batch)
         old, recent = split_history(batch, 4)
         assert old.sequences["history"].lengths.tolist() == [4, 0, 0, 12, 0, 4, 8]
@@ -299,15 +299,15 @@ class TestBadInput:
             model.compress(batch_of([4, 5], [0, 0]))
         memory = model.compress(batch_of([4, 8], [0, 0]))
         with pytest.raises(ValueError, match="memory is of 2 samples, the batch has 1"):
-            model.queries(batch_of([4], [0]), memory)
+            model.encode_queries(batch_of([4], [0]), memory)
         with pytest.raises(ValueError, match="a history has 15 events"):
-            model.queries(batch_of([1, 7], [0, 0]), memory)
+            model.encode_queries(batch_of([1, 7], [0, 0]), memory)
         with pytest.raises(ValueError, match="a history has 15 events"):
-            model.queries(batch_of([15], [0]))
+            model.encode_queries(batch_of([15], [0]))
         plain = model_of("retrieval", segment=None)
         for call in (
             lambda: plain.compress(batch_of([4], [0])),
-            lambda: plain.queries(batch_of([4, 1], [0, 0]), memory),
+            lambda: plain.encode_queries(batch_of([4, 1], [0, 0]), memory),
         ):
             with pytest.raises(ValueError, match="only an encoder with segments"):
                 call()

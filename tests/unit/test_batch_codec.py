@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.batch import Jagged, SequenceBatch
-from freescale.batch_codec import empty_batch, pack, schema_of, unpack
+from freescale.batch_codec import build_empty_batch, describe_schema, pack, unpack
 
 
 @settings(deadline=None)
@@ -63,8 +63,8 @@ def test_what_does_not_fit_is_refused():
 def test_a_rank_without_data_learns_the_features_from_the_others():
     items = [{"history": [1, 2], "candidates": [[3], []], "label": True, "key": 1}]
     batch = build_batch(items)
-    like = empty_batch(schema_of(batch))
-    assert len(like) == 0 and schema_of(like) == schema_of(batch) != ""
+    like = build_empty_batch(describe_schema(batch))
+    assert len(like) == 0 and describe_schema(like) == describe_schema(batch) != ""
     message, sizes, _ = pack(batch, np.arange(1), [1])
     assert list_samples(unpack(like, message, sizes)) == items
-    assert schema_of(SequenceBatch()) == "" and not empty_batch("").parts()
+    assert describe_schema(SequenceBatch()) == "" and not build_empty_batch("").parts()

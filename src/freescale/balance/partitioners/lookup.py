@@ -1,15 +1,24 @@
-"""Partitioners by name, and a user's own by `module:function`."""
+"""Finds a partitioner by name, or a user's own by `module:function`."""
 
 from __future__ import annotations
 
 from importlib import import_module
 
+import numpy as np
 import torch
 
-from freescale.balance.partitioners.device import FixedOnDevice
+from freescale.balance.partitioners.fixed import FixedOnDevice, fixed
+from freescale.balance.partitioners.greedy import greedy, greedy_equal
+from freescale.balance.partitioners.karmarkar_karp import karmarkar_karp
 from freescale.balance.partitioners.local import local
-from freescale.balance.partitioners.published import Variable, karmarkar_karp, variable
-from freescale.balance.problem import Partitioner, fixed, greedy, greedy_equal, stay
+from freescale.balance.partitioners.variable import Variable, variable
+from freescale.balance.problem import Partitioner, Problem
+
+
+def stay(problem: Problem) -> np.ndarray:
+    """`none`: every sample stays on its rank. Returns home [n]."""
+    return problem.home
+
 
 PARTITIONERS: dict[str, Partitioner] = {
     "none": stay,
@@ -23,9 +32,16 @@ PARTITIONERS: dict[str, Partitioner] = {
 
 
 def find_partitioner(name: str, device: torch.device | str = "cpu") -> Partitioner:
-    """One of PARTITIONERS, or `module:function` of the user's. `variable` comes with a tuner of its
-    own, which learns only where problems bring measured times; `fixed` is planned on the device if
-    that is a GPU."""
+    """Finds a partitioner by name.
+
+    Args:
+        name: One of `PARTITIONERS`, or `module:function`. `variable` comes with a tuner of its own,
+            which learns only from problems with measured times.
+        device: If it is a GPU, `fixed` sorts there.
+
+    Raises:
+        ValueError: If there is no such partitioner or it cannot be called.
+    """
     if name == "fixed" and torch.device(device).type == "cuda":
         return FixedOnDevice(torch.device(device))
     if name == "variable":
@@ -39,7 +55,7 @@ def find_partitioner(name: str, device: torch.device | str = "cpu") -> Partition
             "module:function of your own"
         )
     try:
-        found = getattr(import_module(module), function)
+        found: Partitioner = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"partitioner {name!r} cannot be found: {error}") from error
     if not callable(found):

@@ -14,19 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.device import FixedOnDevice
-from freescale.balance.partitioners.published import Variable, karmarkar_karp
-from freescale.balance.partitioners.registry import PARTITIONERS, find_partitioner
-from freescale.balance.problem import (
-    Problem,
-    _many_at_a_time,
-    _one_at_a_time,
-    assign,
-    descending,
-    fixed,
+from freescale.balance.partitioners.common import sort_descending
+from freescale.balance.partitioners.fixed import FixedOnDevice, fixed
+from freescale.balance.partitioners.greedy import (
+    _place_many_at_a_time,
+    _place_one_at_a_time,
     greedy,
-    stay,
 )
+from freescale.balance.partitioners.karmarkar_karp import karmarkar_karp
+from freescale.balance.partitioners.lookup import PARTITIONERS, find_partitioner, stay
+from freescale.balance.partitioners.variable import Variable
+from freescale.balance.problem import Problem, assign
 
 EQUAL_COUNTS = ("fixed", "greedy_equal", "karmarkar_karp")
 CAPPED = ("greedy", "local")
@@ -126,7 +124,7 @@ def test_corners(name):
 
 def test_fixed_is_the_zig_zag():
     lengths = np.random.default_rng(0).permutation(1000)[:37]
-    rank_of, order, n = fixed(problem_of(lengths, 5)), descending(lengths.astype(float)), 5
+    rank_of, order, n = fixed(problem_of(lengths, 5)), sort_descending(lengths.astype(float)), 5
     for rank in range(n):
         wanted = [
             p for k in range(9) for p in (2 * n * k + rank, 2 * n * (k + 1) - 1 - rank) if p < 37
@@ -139,12 +137,12 @@ def test_fixed_is_the_zig_zag():
 def test_rounds_place_samples_as_one_at_a_time_would(problem):
     heap = [(0.0, rank) for rank in range(problem.ranks)]
     expected = np.empty(len(problem.costs), np.int64)
-    for sample in descending(problem.costs):
+    for sample in sort_descending(problem.costs):
         load, rank = heapq.heappop(heap)
         expected[sample] = rank
         heapq.heappush(heap, (load + problem.costs[sample], rank))
     # Between equally loaded ranks either may be chosen: the loads are the same up to their order.
-    found = [expected, _one_at_a_time(problem), _many_at_a_time(problem)]
+    found = [expected, _place_one_at_a_time(problem), _place_many_at_a_time(problem)]
     loads = [np.sort(np.bincount(ranks, problem.costs, problem.ranks)) for ranks in found]
     assert loads[1] == pytest.approx(loads[0], rel=1e-12) and loads[2] == pytest.approx(
         loads[0], rel=1e-12
@@ -265,7 +263,7 @@ def test_bad_problems_are_refused():
 
 def test_names():
     assert find_partitioner("greedy") is greedy
-    assert find_partitioner("freescale.balance.problem:fixed") is fixed
+    assert find_partitioner("freescale.balance.partitioners.fixed:fixed") is fixed
     for name, message in (
         ("clever", "unknown partitioner 'clever'"),
         ("nowhere:f", "cannot be found"),

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from freescale.kernels.reference import attention, summary_attention
+from freescale.kernels.summary_plan import SummaryPlan
 from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import summary_attention as triton_summary_attention
-from freescale.models.segments import arrange
-from freescale.segments import Segments, SummaryPlan
+from freescale.models.segments.arrangement import arrange_rows
+from freescale.segments import Segments
 
 # events and candidates of each sample, segments that are known before them
 SAMPLES = {
@@ -63,7 +64,7 @@ def drawn(samples, segment, tokens, heads=1, widths=(32, 32), device="cpu", dtyp
     summaries."""
     lengths, counts, known = SAMPLES[samples] if isinstance(samples, str) else samples
     segments = Segments(segment, tokens)
-    rows = arrange(
+    rows = arrange_rows(
         segments,
         torch.tensor(lengths, device=device),
         torch.tensor(counts, device=device),

@@ -4,17 +4,17 @@ process of its own."""
 from __future__ import annotations
 
 import pytest
-from helpers import interpreter, segment_cases
+from helpers import interpreter, segments_cases
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    return interpreter.interpreted(segment_cases.__file__)
+    return interpreter.interpreted(segments_cases.__file__)
 
 
-@pytest.mark.parametrize("case", segment_cases.CASES)
+@pytest.mark.parametrize("case", segments_cases.CASES)
 def test_equals_the_plain_attention(interpreted, case):
-    limit = 2e-3 if "dtype" in segment_cases.CASES[case] else 1e-5
+    limit = 2e-3 if "dtype" in segments_cases.CASES[case] else 1e-5
     # NaN fails
     assert interpreted[case] and all(error < limit for error in interpreted[case].values()), (
         interpreted[case]

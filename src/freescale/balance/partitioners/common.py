@@ -1,0 +1,58 @@
+"""What several partitioners share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from freescale.balance.problem import Problem
+
+
+def sort_descending(costs: np.ndarray) -> np.ndarray:
+    """costs [n] -> indices [n] by falling cost; equal costs keep the order of the batch."""
+    return np.argsort(-costs, kind="stable")
+
+
+_TRADES = 4  # at most, per rank
+
+
+def trade_samples(problem: Problem, rank_of: np.ndarray, goal: float | None = None) -> None:
+    """Improves an assignment by trades between the most and the least loaded rank.
+
+    A trade gives one sample, or swaps two, whichever brings the pair of ranks closest to even.
+
+    Args:
+        problem: The samples; no trade breaks its cap.
+        rank_of: [n] rank of each sample, changed in place.
+        goal: Stop when the largest load is at most this; default: 0.05 % above the lower bound.
+            Trading also stops when no trade lowers the largest load.
+    """
+    ranks, costs, tokens = problem.ranks, problem.costs, problem.tokens
+    if ranks < 2 or not len(costs):
+        return
+    loads, held = np.bincount(rank_of, costs, ranks), np.bincount(rank_of, tokens, ranks)
+    cap = np.inf if problem.cap is None else problem.cap
+    goal = max(loads.mean(), costs.max()) * 1.0005 if goal is None else goal
+    for _ in range(_TRADES * ranks):
+        full, empty = int(loads.argmax()), int(loads.argmin())
+        if loads[full] <= goal:
+            return
+        gap = loads[full] - loads[empty]
+        mine, theirs = np.flatnonzero(rank_of == full), np.flatnonzero(rank_of == empty)
+        # Giving i and taking j (or nothing: the last column) changes both loads by costs[i] -
+        # costs[j]; best is half the gap.
+        shift = costs[mine][:, None] - np.append(costs[theirs], 0.0)[None, :]
+        extra = tokens[mine][:, None] - np.append(tokens[theirs], 0)[None, :]
+        allowed = (
+            (shift > 0) & (shift < gap) & (held[empty] + extra <= cap) & (held[full] - extra <= cap)
+        )
+        if not allowed.any():
+            return
+        best = int(np.where(allowed, np.abs(shift - gap / 2), np.inf).argmin())
+        i, j = divmod(best, shift.shape[1])
+        rank_of[mine[i]] = empty
+        if j < len(theirs):
+            rank_of[theirs[j]] = full
+        loads[full] -= shift[i, j]
+        loads[empty] += shift[i, j]
+        held[full] -= extra[i, j]
+        held[empty] += extra[i, j]

@@ -1,0 +1,147 @@
+"""The plan of the reference attention: from a batch's lengths to padded groups and their tiles.
+
+Made once per batch, for all layers of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freescale.batch import HostSizes
+from freescale.kernels.attention_checks import check_same_device, read_sizes
+from freescale.kernels.groups import Group, Groups
+
+TILE_BUDGET = 1 << 20  # scores (samples * heads * queries * keys) at a time
+TILE_ROWS = 128  # queries at a time: fewer skip more of the upper triangle, in more operations
+# pairs of tokens whose time buckets and masks are kept for all layers of a step
+RELATION_BUDGET = 1 << 24
+BUCKET_WIDTH = 0.301
+
+
+@dataclass(frozen=True)
+class Relation:
+    """How the queries [start, stop) of a group stand to its keys [0, stop). Axis n is 1 where
+    samples do not differ."""
+
+    start: int
+    stop: int
+    distance: Tensor | None  # [n, queries, keys] int32: difference of positions
+    bucket: Tensor | None  # [n, queries, keys] int32: of the difference in time
+    blocked: Tensor | None  # [n, 1, queries, keys] bool; None: blocked above the diagonal only
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What the layers of one step share. Made once from a batch's lengths: the only place that
+    reads the device."""
+
+    groups: Groups
+    heads: int
+    rows: int
+    budget: int
+    candidate_counts: Tensor | None
+    timestamps: Tensor | None
+    buckets: int
+    distances: bool
+    longest_history: int
+    longest_distance: int  # between two positions
+    kept: dict[int, list[Relation]]  # by group; empty where it would take too much memory
+
+    @property
+    def tokens(self) -> int:
+        return self.groups.tokens
+
+    @property
+    def lengths(self) -> Tensor:  # [samples] int64
+        return self.groups.lengths
+
+    @property
+    def timed(self) -> bool:
+        return self.timestamps is not None
+
+    def tiles(self, number: int) -> Iterator[Relation]:
+        """The tiles of a group, from the bottom up: the first has all keys."""
+        if number in self.kept:
+            yield from self.kept[number]
+            return
+        group = self.groups.groups[number]
+        positions, times = self._coordinates(group)
+        per_row = len(group) * self.heads * group.length
+        rows = max(1, min(self.rows, self.budget // per_row))
+        for stop in range(group.length, 0, -rows):
+            yield self._relation(group, max(0, stop - rows), stop, positions, times)
+
+    def _coordinates(self, group: Group) -> tuple[Tensor, Tensor | None]:
+        """Positions [n or 1, length] and times [n, length] of a group's slots."""
+        positions = torch.arange(group.length, device=group.slots.device)[None]
+        if self.candidate_counts is not None:  # every candidate stands right after the history
+            history = self.groups.lengths[group.samples] - self.candidate_counts[group.samples]
+            positions = torch.minimum(positions, history[:, None])
+        return positions, None if self.timestamps is None else group.pad(self.timestamps)
+
+    def _relation(
+        self, group: Group, start: int, stop: int, positions: Tensor, times: Tensor | None
+    ) -> Relation:
+        distance, bucket, blocked = None, None, None
+        if self.distances:
+            distance = (
+                (positions[:, start:stop, None] - positions[:, None, :stop])
+                .clamp_(min=0)
+                .to(torch.int32)
+            )
+        if times is not None:
+            # float64: integers next to a bucket's edge fall on the same side wherever they are
+            # computed
+            elapsed = (
+                (times[:, start:stop, None] - times[:, None, :stop]).clamp_(min=1).to(torch.float64)
+            )
+            bucket = elapsed.log_().div_(BUCKET_WIDTH).clamp_(max=self.buckets).to(torch.int32)
+        if self.candidate_counts is not None:
+            slots = torch.arange(stop, device=positions.device)
+            history = self.groups.lengths[group.samples] - self.candidate_counts[group.samples]
+            after = slots[None, :] > slots[start:stop, None]  # [queries, keys]
+            other = slots[None, :] != slots[start:stop, None]
+            candidate = slots[None, :] >= history[:, None]  # [n, keys]
+            blocked = (after | (other & candidate[:, None]))[:, None]
+        return Relation(start, stop, distance, bucket, blocked)
+
+
+def plan_attention(
+    lengths: Tensor,
+    heads: int,
+    *,
+    candidate_counts: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    buckets: int = 0,
+    distances: bool = False,
+    budget: int = TILE_BUDGET,
+    rows: int = TILE_ROWS,
+    host: HostSizes | None = None,
+) -> AttentionPlan:
+    """Groups and tiles for these lengths. A time bias needs `timestamps` and `buckets`, a position
+    bias `distances`. Reads from the device what `host` does not know."""
+    if heads < 1 or rows < 1:
+        raise ValueError(f"heads and rows must be at least 1, not {heads} and {rows}")
+    check_same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
+    sizes = read_sizes(lengths, candidate_counts, host)
+    groups = Groups.of(lengths, lambda length: heads * length * length, budget, sizes.lengths)
+    if timestamps is not None and (
+        timestamps.dtype != torch.int64 or timestamps.shape != (groups.tokens,)
+    ):
+        raise ValueError(
+            f"timestamps must be int64 [{groups.tokens}], one per token, not {timestamps.dtype} "
+            f"{list(timestamps.shape)}"
+        )
+    kept: dict[int, list[Relation]] = {}
+    plan = AttentionPlan(
+        groups, heads, rows, budget, candidate_counts, timestamps, buckets, distances,
+        sizes.longest_history, sizes.longest_distance, kept,
+    )  # fmt: skip
+    pairs = sum(len(group) * group.length**2 for group in groups.groups)
+    if pairs <= RELATION_BUDGET:
+        kept |= {number: list(plan.tiles(number)) for number in range(len(groups.groups))}
+    return plan

@@ -1,0 +1,90 @@
+"""Row optimizers in plain torch, which touch only the rows they are given.
+
+They work in blocks of rows that fit a core's cache: a step is bound by memory traffic, and each of
+the several passes over a block then costs one trip to memory instead of one each. The rows of a
+call are unique.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_BLOCK_BYTES = 1 << 19  # half an L2 cache slice of a server core
+
+
+def clip_rows(gradients: Tensor, limit: float) -> Tensor:
+    """Scales each row of gradients [r, width] to a norm of at most `limit`, in place."""
+    norms = gradients.norm(dim=1, keepdim=True)
+    return gradients.mul_((limit / norms.clamp(min=1e-30)).clamp(max=1.0))
+
+
+def _split_blocks(rows: Tensor, gradients: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    size = max(1, _BLOCK_BYTES // max(1, gradients.shape[1] * gradients.element_size()))
+    if rows.device.type != "cpu":
+        size = max(1, rows.numel())
+    yield from zip(torch.split(rows, size), torch.split(gradients, size), strict=True)
+
+
+def sgd(weight: Tensor, rows: Tensor, gradients: Tensor, *, lr: float) -> None:
+    for block, gradient in _split_blocks(rows, gradients):
+        weight.index_copy_(0, block, weight.index_select(0, block).add_(gradient, alpha=-lr))
+
+
+def adagrad(
+    weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float
+) -> None:
+    """total [n, width]: running sum of squared gradients."""
+    for block, gradient in _split_blocks(rows, gradients):
+        squares = total.index_select(0, block).addcmul_(gradient, gradient)
+        total.index_copy_(0, block, squares)
+        scale = squares.sqrt_().add_(eps)
+        weight.index_copy_(
+            0, block, weight.index_select(0, block).addcdiv_(gradient, scale, value=-lr)
+        )
+
+
+def rowwise_adagrad(
+    weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float
+) -> None:
+    """total [n]: running sum of each row's mean squared gradient."""
+    for block, gradient in _split_blocks(rows, gradients):
+        squares = total.index_select(0, block).add_(gradient.square().mean(dim=1))
+        total.index_copy_(0, block, squares)
+        scale = squares.sqrt_().add_(eps)[:, None]
+        weight.index_copy_(
+            0, block, weight.index_select(0, block).addcdiv_(gradient, scale, value=-lr)
+        )
+
+
+def adam(
+    weight: Tensor,
+    first: Tensor,
+    second: Tensor,
+    rows: Tensor,
+    gradients: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+) -> None:
+    """first, second [n, width]: moments of the rows' gradients. Bias correction by the global step,
+    counted from 1."""
+    correction = 1 - betas[0] ** step
+    root = (1 - betas[1] ** step) ** 0.5
+    for block, gradient in _split_blocks(rows, gradients):
+        mean = first.index_select(0, block).lerp_(gradient, 1 - betas[0])
+        first.index_copy_(0, block, mean)
+        square = (
+            second.index_select(0, block)
+            .mul_(betas[1])
+            .addcmul_(gradient, gradient, value=1 - betas[1])
+        )
+        second.index_copy_(0, block, square)
+        scale = square.sqrt_().div_(root).add_(eps)
+        weight.index_copy_(
+            0, block, weight.index_select(0, block).addcdiv_(mean, scale, value=-lr / correction)
+        )

@@ -1,0 +1,17 @@
+"""Puts small tables, made on the host, on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def upload(table: np.ndarray, device: torch.device) -> Tensor:
+    """Copies a small table to the device without waiting for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(table))
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )

@@ -1,0 +1,148 @@
+"""One layer of HSTU: norm, projection, attention, gate, projection back."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from freescale.kernels.dispatch import gated_norm, hstu_attention, layer_norm, silu_split
+from freescale.kernels.reference.attention_plan import AttentionPlan
+from freescale.kernels.triton.attention_plan import TilePlan
+
+
+def get_product_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a matrix product with this parameter. Autocast leaves float64 alone."""
+    kind = parameter.device.type
+    cast = torch.is_autocast_enabled(kind) and parameter.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if cast else parameter.dtype
+
+
+def project(linear: nn.Linear, x: Tensor) -> Tensor:
+    """linear(x) for x [tokens, in], fast for requests of a served model on ARM processors.
+
+    There torch leaves a product with a transposed matrix to oneDNN, which prepares each for half a
+    millisecond: longer than the products of a small request take. Without gradients the matrix is
+    laid out as it is read.
+    """
+    served = (
+        x.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+    )
+    # of few tokens the copy would be the larger part
+    if not served or x.shape[0] < linear.out_features:
+        out: Tensor = linear(x)
+        return out
+    return torch.addmm(linear.bias, x, linear.weight.t().contiguous())
+
+
+class InputNorm(nn.LayerNorm):
+    """LayerNorm in the dtype of the projection that follows."""
+
+    def forward(self, x: Tensor, plan: AttentionPlan | TilePlan) -> Tensor:  # type: ignore[override]
+        return layer_norm(plan, x, self.weight, self.bias, self.eps, get_product_dtype(self.weight))
+
+
+class GatedNorm(nn.LayerNorm):
+    """LayerNorm, gate and dropout, in the dtype of the projection that follows. Drops nothing
+    without keys."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        gate: Tensor,
+        plan: AttentionPlan | TilePlan,
+        keys: Tensor | None,
+        stream: int,
+        keep: float,
+    ) -> Tensor:
+        parameters = self.weight, self.bias, self.eps, get_product_dtype(self.weight)
+        return gated_norm(plan, x, gate, *parameters, keys=keys, stream=stream, keep=keep)
+
+
+class Earlier(Protocol):
+    """What a layer's tokens attend to beyond the samples of its plan; the result is added."""
+
+    def attend(
+        self, layer: HSTULayer, plan: AttentionPlan | TilePlan, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor | None: ...
+
+
+class HSTULayer(nn.Module):
+    """LayerNorm, projection to u, v, q, k, attention, gate by u, dropout, projection back,
+    residual."""
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        width: int,
+        heads: int,
+        d_qk: int,
+        d_v: int,
+        max_length: int,
+        dropout: float,
+        position_bias: bool,
+        time_bias: bool,
+        num_time_buckets: int,
+        reach: int | None = None,  # positions that two tokens may be apart, if not max_length
+    ) -> None:
+        super().__init__()
+        self.number = number
+        self.heads = heads
+        self.d_qk = d_qk
+        self.d_v = d_v
+        self.max_length = max_length
+        self.dropout = dropout
+        self.input_norm = InputNorm(width, eps=1e-6)
+        self.projection = nn.Linear(width, 2 * heads * (d_qk + d_v))
+        self.attention_norm = GatedNorm(heads * d_v, eps=1e-6)
+        self.output = nn.Linear(heads * d_v, width)
+        self.position_bias = (
+            nn.Parameter(torch.empty((reach or max_length) + 1)) if position_bias else None
+        )
+        self.time_bias = nn.Parameter(torch.empty(num_time_buckets + 1)) if time_bias else None
+        nn.init.xavier_uniform_(self.projection.weight)
+        nn.init.zeros_(self.projection.bias)
+        nn.init.xavier_uniform_(self.output.weight)
+        nn.init.zeros_(self.output.bias)
+        for bias in (self.position_bias, self.time_bias):
+            if bias is not None:
+                nn.init.normal_(bias, std=0.02)
+
+    def forward(
+        self,
+        x: Tensor,  # [tokens, width]
+        lengths: Tensor,
+        token_keys: Tensor | None,  # [tokens] int64
+        timestamps: Tensor | None,
+        candidate_counts: Tensor | None,
+        plan: AttentionPlan | TilePlan,
+        earlier: Earlier | None = None,
+    ) -> Tensor:
+        sizes = [self.heads * self.d_v] * 2 + [self.heads * self.d_qk] * 2
+        u, v, q, k = silu_split(plan, project(self.projection, self.input_norm(x, plan)), sizes)
+        q, k = (part.view(x.shape[0], self.heads, self.d_qk) for part in (q, k))
+        v = v.view(x.shape[0], self.heads, self.d_v)
+        attended = hstu_attention(
+            q,
+            k,
+            v,
+            lengths,
+            scale_length=self.max_length,
+            alpha=self.d_qk**-0.5,
+            candidate_counts=candidate_counts,
+            position_bias=self.position_bias,
+            time_bias=self.time_bias,
+            timestamps=timestamps,
+            plan=plan,
+        )
+        beyond = None if earlier is None else earlier.attend(self, plan, q, k, v)
+        if beyond is not None:
+            attended = attended + beyond
+        gated = self.attention_norm(
+            attended.flatten(1), u, plan, token_keys, self.number, 1 - self.dropout
+        )
+        return x + project(self.output, gated)  # gated is [tokens, heads * d_v]

@@ -1,0 +1,185 @@
+"""HSTU over histories cut into segments, with learned summaries between them (PerSRec, arXiv
+2601.03479).
+
+`freescale.segments` defines who sees whom. Summaries stand among the events inside the encoder
+only: no head sees them, so they have no loss, and the last event of a segment predicts the next
+event. In serving, old segments are computed once (`compress`), which keeps the keys and values of
+their summaries; a request computes its recent events alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from freescale.batch import HostSizes
+from freescale.config import ModelConfig
+from freescale.models.hstu import HSTU, TOO_LONG, compute_positions
+from freescale.models.segments.arrangement import Rows, arrange_rows
+from freescale.models.segments.earlier import EarlierSegments
+from freescale.models.segments.memory import Memory
+from freescale.segments import Segments
+
+
+class SegmentedHSTU(HSTU):
+    """HSTU whose events see segments of `segment` events before their own only through
+    `segment_tokens` learned summaries of each.
+
+    Where they are seen, each counts for `segment_weight` events: 1, or up to the segment /
+    segment_tokens events that it stands for. With `segment_pooling` a summary starts from its
+    learned vector and the pooled events of its segment; else from the vector alone. The other
+    parameters are those of HSTU with the same options, and drawn the same; events keep their
+    positions."""
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        max_length: int,
+        segment: int,
+        segment_tokens: int = ModelConfig.segment_tokens,
+        segment_weight: float = ModelConfig.segment_weight,
+        segment_pooling: bool = ModelConfig.segment_pooling,
+        **options: Any,
+    ) -> None:
+        segments = Segments(segment, segment_tokens)
+        if not 0 < segment_weight <= segment / segment_tokens:
+            raise ValueError(
+                f"a token counts for at most the {segment / segment_tokens:g} events that it "
+                "stands for, segment / segment_tokens, "
+                f"and for more than 0, not segment_weight={segment_weight}"
+            )
+        if segment > max_length:
+            raise ValueError(
+                f"a segment of {segment} events is longer than the longest history, "
+                f"max_length={max_length}"
+            )
+        super().__init__(
+            width=width,
+            max_length=max_length,
+            reach=max(max_length, segments.period - 1),
+            **options,
+        )
+        self.segments = segments
+        self.segment_weight = segment_weight
+        self.segment_pooling = segment_pooling
+        self.summaries = nn.Parameter(torch.empty(segment_tokens, width))
+        nn.init.normal_(self.summaries, std=width**-0.5)
+
+    def forward(
+        self,
+        x: Tensor,
+        lengths: Tensor,
+        keys: Tensor | None = None,
+        timestamps: Tensor | None = None,
+        candidate_counts: Tensor | None = None,
+        host: HostSizes | None = None,
+        memory: Memory | None = None,  # of what came before the first of these events
+    ) -> Tensor:  # [tokens, width]
+        rows = self._arrange(x, lengths, candidate_counts, host, memory)
+        outputs = self._run(
+            x, rows, EarlierSegments(rows, memory, self.segment_weight), keys, timestamps
+        )
+        return outputs if rows.open else outputs.index_select(0, rows.events)
+
+    @torch.no_grad()
+    def compress(
+        self,
+        x: Tensor,  # [events, width]
+        lengths: Tensor,  # [samples] int64, whole segments
+        timestamps: Tensor | None = None,
+        host: HostSizes | None = None,
+        memory: Memory | None = None,
+    ) -> Memory:
+        """Computes what later events will see of these, and of `memory` before them.
+
+        Raises:
+            ValueError: If a sample has events after its last full segment.
+        """
+        rows = self._arrange(x, lengths, None, host, memory)
+        plan = rows.plan
+        rest = plan.lengths - plan.closed * self.segments.period
+        if rest.any():
+            sample = int(rest.argmax())
+            raise ValueError(
+                f"sample {sample} has {rest[sample]} events after its last full segment of "
+                f"{self.segments.length}: "
+                "compress whole segments and score with the rest"
+            )
+        earlier = EarlierSegments(rows, memory, self.segment_weight, keep=True)
+        self._run(x, rows, earlier, None, timestamps)
+        assert earlier.kept is not None
+        keys, values = zip(*earlier.kept, strict=True)
+        return Memory(torch.from_numpy(plan.known + plan.closed), keys, values)
+
+    def _arrange(
+        self,
+        x: Tensor,
+        lengths: Tensor,
+        candidate_counts: Tensor | None,
+        host: HostSizes | None,
+        memory: Memory | None,
+    ) -> Rows:
+        if memory is not None and memory.segments.shape != lengths.shape:
+            raise ValueError(
+                f"the memory is of {memory.segments.numel()} samples, the batch has "
+                f"{lengths.numel()}"
+            )
+        known = None if memory is None else memory.segments.numpy()
+        rows = arrange_rows(self.segments, lengths, candidate_counts, host, known)
+        if rows.events.numel() != x.shape[0]:
+            raise ValueError(
+                f"lengths add up to {rows.events.numel()}, but there are {x.shape[0]} tokens"
+            )
+        if rows.longest_history > self.max_length:
+            raise ValueError(TOO_LONG.format(rows.longest_history, self.max_length))
+        return rows
+
+    def _run(
+        self,
+        x: Tensor,
+        rows: Rows,
+        earlier: EarlierSegments,
+        keys: Tensor | None,
+        timestamps: Tensor | None,
+    ) -> Tensor:
+        """[events, width] -> [rows, width]."""
+        timestamps = self._check_inputs(x, timestamps)
+        x = x.to(self.position.dtype) + self.position[rows.event_positions]
+        # in training the summaries have a gradient in every batch, if only zeros
+        if not rows.open or torch.is_grad_enabled():
+            x, timestamps = self._interleave(x, timestamps, rows)
+        plan = self._plan_attention(rows.parts, rows.candidate_counts, timestamps, rows.host)
+        slots = compute_positions(rows.lengths, x.shape[0]) if self.drops else None
+        token_keys = self._derive_token_keys(keys, rows.lengths, slots)
+        return self._run_layers(
+            x, rows.parts, token_keys, timestamps, rows.candidate_counts, plan, earlier
+        )
+
+    def _interleave(
+        self, x: Tensor, timestamps: Tensor | None, rows: Rows
+    ) -> tuple[Tensor, Tensor | None]:
+        """Events -> rows: the summaries between them."""
+        length, tokens = self.segments.length, self.segments.tokens
+        blocks = rows.summaries.numel() // tokens
+        summaries = self.summaries.expand(blocks, -1, -1)  # [blocks, tokens, width]
+        # over the root of their number: of the size of one event, if they have nothing in common
+        if self.segment_pooling:
+            # [blocks, length]
+            events = rows.last_events[::tokens, None] + torch.arange(1 - length, 1, device=x.device)
+            pooled = (
+                x.index_select(0, events.flatten())
+                .view(blocks, length, self.width)
+                .sum(1, keepdim=True)
+            )
+            summaries = summaries + pooled * length**-0.5
+        summaries = summaries.reshape(-1, self.width) + self.position[rows.summary_positions]
+        order = rows.order
+        x = torch.cat([x, summaries])
+        x = torch.empty_like(x).index_copy(0, order, x)
+        if timestamps is not None:
+            timestamps = torch.cat([timestamps, timestamps.index_select(0, rows.last_events)])
+            timestamps = torch.empty_like(timestamps).index_copy(0, order, timestamps)
+        return x, timestamps
