@@ -221,15 +221,15 @@ def test_a_ledger_records_inside_steps_only():
 
 def test_a_ledger_shows_its_steps():
     ledger = freescale.Ledger()
-    assert repr(ledger) == "Ledger(device='cpu', undrained_steps=0)"
-    ledger.clock = clock = _LateClock()
+    assert repr(ledger) == "Ledger(0 finished steps)"
+    ledger.clock = _LateClock()
     ledger.begin_step(7)
+    with ledger.span("forward"), ledger.begin_collective("rows", 1, 1, "gloo").wait():
+        pass
     ledger.end_step()
     ledger.begin_step(8)
-    # the device has not finished step 7
-    assert repr(ledger) == "Ledger(device='cpu', undrained_steps=1, last_step=7, open_step=8)"
-    clock.now = 99
-    assert "last_step=7 (0.00 ms), open_step=8" in repr(ledger)
+    shown = "1 finished steps, last: step 7 in 0.00 ms, 1 spans, 1 collectives (rows)"
+    assert repr(ledger) == f"Ledger({shown})"
 
 
 def test_a_ledger_that_nobody_drains_stays_small():

@@ -126,9 +126,9 @@ def test_impossible_networks_are_refused(changed, words):
 
 def test_gpus_must_fill_their_nodes():
     with pytest.raises(ValueError, match="7 GPUs do not fill nodes of 2"):
-        network().check(7)
-    network().check(1)
-    network().check(6)
+        network().check_ranks(7)
+    network().check_ranks(1)
+    network().check_ranks(6)
 
 
 def test_a_file_with_unknown_or_missing_entries_is_refused(tmp_path):

@@ -8,7 +8,6 @@ timestamp, user), to order the users.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from freescale.data.histories import HistoriesMetadata
 from freescale.data.histories_writer import HistoriesWriter, make_schema
 from freescale.data.interactions import Interactions
+from freescale.data.spill import partition, read_batches, read_table, spill
 from freescale.random import derive, integers
 
 _FAN_OUT = 128  # files open at once in a partition
@@ -106,7 +106,7 @@ def build_histories(
             yield table
 
     unordered = folder / "unordered.arrow"
-    _spill(make_histories(), unordered)
+    spill(make_histories(), unordered)
     if kept_users == 0:
         raise ValueError(
             f"{interactions.paths[0]}: no user has 2 or more events ({dropped} users "
@@ -117,7 +117,7 @@ def build_histories(
     path = folder / "histories.parquet"
     writer, written, metadata = HistoriesWriter(path, schema), 0, None
     try:
-        for table in _sort_by_last_event(_read_batches(unordered), order, folder):
+        for table in _sort_by_last_event(read_batches(unordered), order, folder):
             writer.write(table.drop_columns("last"))
             written += table.num_rows
             report("write", written / kept_users)
@@ -152,12 +152,12 @@ def _partition_by_user(
         users = torch.from_numpy(batch.column("user_id").to_numpy().copy())
         return integers(derive(seed, users), parts).numpy()
 
-    for path, count in _partition(batches, part, parts, folder / f"users{level}"):
+    for path, count in partition(batches, part, parts, folder / f"users{level}"):
         # one user may be larger than a bucket: no use cutting again
         if count > limit and (count < rows or level == 0):
-            yield from _partition_by_user(_read_batches(path), count, folder, limit, level + 1)
+            yield from _partition_by_user(read_batches(path), count, folder, limit, level + 1)
         elif count:
-            yield _read_table(path)
+            yield read_table(path)
         path.unlink()
 
 
@@ -187,40 +187,11 @@ def _sort_by_last_event(
         return ranks[len(splitters) :]
 
     edges = [0, *cuts.tolist(), len(samples)]
-    for index, (path, count) in enumerate(_partition(tables, part, parts, folder / f"last{level}")):
+    for index, (path, count) in enumerate(partition(tables, part, parts, folder / f"last{level}")):
         if count:
             inner = samples[edges[index] : edges[index + 1]]
-            yield from _sort_by_last_event(_read_batches(path), inner, folder, level + 1)
+            yield from _sort_by_last_event(read_batches(path), inner, folder, level + 1)
         path.unlink()
-
-
-def _partition(
-    batches: Iterable[pa.RecordBatch],
-    part: Callable[[pa.RecordBatch], NDArray[Any]],
-    parts: int,
-    folder: Path,
-) -> list[tuple[Path, int]]:
-    """Writes each row to the file of its part, in order; returns path and number of rows of each
-    part."""
-    folder.mkdir(exist_ok=True)
-    paths = [folder / f"{p}.arrow" for p in range(parts)]
-    counts = np.zeros(parts, np.int64)
-    with ExitStack() as stack:
-        writers: list[pa.ipc.RecordBatchStreamWriter] = []
-        for batch in batches:
-            if not writers:
-                for path in paths:
-                    sink = stack.enter_context(pa.OSFile(str(path), "wb"))
-                    writers.append(stack.enter_context(pa.ipc.new_stream(sink, batch.schema)))
-            belongs = part(batch)
-            order = np.argsort(belongs, kind="stable")
-            sizes = np.bincount(belongs, minlength=parts)
-            ordered, start = batch.take(pa.array(order)), 0
-            for p in np.flatnonzero(sizes):
-                writers[p].write_batch(ordered.slice(start, sizes[p]))
-                start += sizes[p]
-            counts += sizes
-    return list(zip(paths, counts.tolist(), strict=True))
 
 
 def _group_events(events: pa.Table) -> tuple[pa.Table, int]:
@@ -275,26 +246,6 @@ def _write_vocabulary(vocabulary: dict[str, dict[str, int]], path: Path) -> None
                 pa.array(list(codes), pa.string()),
             ]
             writer.write_table(pa.table(columns, schema=schema))
-
-
-def _spill(tables: Iterable[pa.Table], path: Path) -> None:
-    with ExitStack() as stack:
-        writer = None
-        for table in tables:
-            if writer is None:
-                sink = stack.enter_context(pa.OSFile(str(path), "wb"))
-                writer = stack.enter_context(pa.ipc.new_stream(sink, table.schema))
-            writer.write_table(table)
-
-
-def _read_batches(path: Path) -> Iterator[pa.RecordBatch]:
-    with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
-        yield from reader
-
-
-def _read_table(path: Path) -> pa.Table:
-    with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
-        return reader.read_all()
 
 
 def _read_schema(path: Path) -> pa.Schema:

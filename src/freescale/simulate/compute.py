@@ -1,13 +1,13 @@
-"""What a rank's own work takes: curves that were measured on a device (calibrate.py), kept as data
-in calibrations/*.json.
+"""Predicts the time of a rank's own work by curves that were measured on a device (calibrate.py)
+and are kept in calibrations/*.json.
 
     forward, backward of a layer    quadratic * sum L^2 + linear * tokens + sample * samples
                                     + constant; and of the head, once
     lookup, update, ... of rows     seconds per byte or per key, and a constant per call
     dense optimizer                 seconds per parameter, and a constant
 
-A file speaks of the model shapes that were measured and of no others; lengths beyond the longest
-one measured are an extrapolation, and what is computed from them says so.
+A file holds for the model shapes that were measured. Lengths beyond the longest one measured are an
+extrapolation, and notes say so.
 """
 
 from __future__ import annotations
@@ -111,6 +111,8 @@ class RowWork:
 
 @dataclass(frozen=True)
 class Shape:
+    """The curves of a model shape."""
+
     width: int
     heads: int
     precision: str
@@ -123,6 +125,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Calibration:
+    """The compute curves of a machine."""
+
     name: str
     source: str
     machine: Mapping[str, Any]
@@ -138,6 +142,7 @@ class Calibration:
     jitter: float = 0.0
 
     def find_shape(self, model: Model) -> Shape:
+        """Finds the curves of a model. Raises ValueError if its shape was not measured."""
         wanted = (model.width, model.heads, model.precision)
         for shape in self.shapes:
             if (shape.width, shape.heads, shape.precision) == wanted:
@@ -150,7 +155,7 @@ class Calibration:
         )
 
     def list_notes(self, model: Model, lengths: NDArray[Any]) -> list[str]:
-        """What a reader of the results must know about the curve."""
+        """Lists what a reader of the results must know about the curve."""
         said = [f"compute curve: {self.name} ({self.source})"]
         if not self.find_shape(model).head_forward.linear:
             said.append("the curve is that of the layers: no head stands behind them")
@@ -168,7 +173,8 @@ def list_calibrations() -> list[str]:
 
 
 def load_calibration(name: str | Path) -> Calibration:
-    """One that is shipped, by its name, or a file."""
+    """Loads a calibration: a shipped one by its name, or a file. Raises ValueError if it is
+    none."""
     path = CALIBRATIONS / f"{name}.json" if str(name) in list_calibrations() else Path(name)
     if not path.is_file():
         raise ValueError(
@@ -185,6 +191,7 @@ def load_calibration(name: str | Path) -> Calibration:
 
 
 def parse_calibration(raw: Mapping[str, Any]) -> Calibration:
+    """Parses the content of a calibration file."""
     shapes = tuple(
         Shape(
             *(one[name] for name in ("width", "heads", "precision", "longest")),

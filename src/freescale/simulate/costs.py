@@ -1,5 +1,5 @@
-"""Seconds and bytes of everything that a step does, from the calibration, the network and what the
-ranks ask for."""
+"""Computes the seconds and bytes of everything that a step does, from the calibration, the network
+and the requests of the ranks."""
 
 from __future__ import annotations
 
@@ -40,6 +40,19 @@ class Batch:
 
 
 class Costs:
+    """Seconds of work ([ranks]) and messages of a step.
+
+    Args:
+        model: The model.
+        calibration: The compute curve.
+        network: The network.
+        world: Number of ranks.
+        transport: What carries the exchanges, `collective` or `hostwire`.
+        samples: Of a rank, in the mean.
+        jitter: Standard deviation of a rank's compute; None takes the calibration's.
+        items: Rows of the table.
+    """
+
     def __init__(
         self,
         model: Model,
@@ -51,8 +64,6 @@ class Costs:
         jitter: float | None = None,
         items: int = 0,
     ) -> None:
-        """`samples` of a rank, on the mean; `items` of the table. `jitter` of a rank's compute;
-        None: the calibration's."""
         network.check_ranks(world)
         self.model = model
         self.calibration = calibration
@@ -230,6 +241,6 @@ class Costs:
 
     @property
     def _host(self) -> str:
-        """What is on the host already crosses no PCIe; the slower path of the two is close enough
-        for some kilobytes."""
+        """The transport of messages that are on the host already. They cross no PCIe, but the
+        slower path of the two is close enough for some kilobytes."""
         return "hostwire" if self._device.type == "cuda" else "collective"

@@ -27,7 +27,24 @@ class _ExpectedRequests:
 
 
 class GeneratedWorkload:
-    """Log-normal lengths and Zipf ids of any size of catalogue."""
+    """Log-normal lengths and Zipf ids, for a catalogue of any size.
+
+    Args:
+        samples: Of a global batch.
+        median: Of the lengths.
+        sigma: Of the logarithm of the lengths.
+        cap: Longest history.
+        items: Size of the catalogue.
+        popularity: Zipf exponent of the items.
+        collisions: Share of a batch's requests that the batch before makes too, for the mean rank.
+            Items are bound to batches or made hot as in data/synthetic.py. None leaves what the
+            popularity gives.
+        seed: Of the lengths.
+        strata: Parts of the catalogue over which expectations are summed.
+
+    Raises:
+        ValueError: An option is out of range; or later, the collisions are out of reach.
+    """
 
     def __init__(
         self,
@@ -42,9 +59,6 @@ class GeneratedWorkload:
         seed: int = SimulateConfig.seed,
         strata: int = 1024,
     ) -> None:
-        """`samples` of a global batch. `collisions`: share of a batch's requests that the batch
-        before makes too, by binding items to batches or making them hot as data/synthetic.py does;
-        None leaves what the popularity gives. Met for the mean rank."""
         if collisions is not None and not 0 <= collisions <= 1:
             raise ValueError(f"collisions is {collisions}; it is a share, from 0 to 1")
         if items < 2 or samples < 1 or strata < 8:
@@ -96,8 +110,8 @@ class GeneratedWorkload:
         return Demand(*(Rows.spread(asked[:, column]) for column in range(3)))
 
     def _compute_chance(self, mixing: float, parity: int) -> NDArray[Any]:
-        """[strata, 2]. mixing: 0 binds every event to its batch's item of the pair, 1 none, 2 makes
-        every event hot."""
+        """[strata, 2]: the probability that an event is a given item. mixing: 0 binds every event
+        to its batch's item of the pair, 1 none, 2 makes every event hot."""
         free, hot = min(mixing, 1.0), max(mixing - 1.0, 0.0)
         mass = self._mass[:, None] / 2 * np.ones(2)
         bound = self._mass[:, None] * (np.arange(2) == parity)

@@ -1,13 +1,12 @@
-"""What a collective takes on a cluster: pure functions of the bytes that each rank sends and
-receives.
+"""Predicts the time of collectives on a cluster: pure functions of the bytes that each rank sends
+and receives.
 
 A rank has two ways out: to ranks of its node (`near`) and to other nodes by a network card (`far`).
 Both run at once; an exchange is over when the slower one is. Over hostwire everything crosses PCIe
 and the host's memory: near traffic is bound by PCIe, not by the GPUs' own links, far traffic by the
 slower of PCIe and the card.
 
-A network is a TOML file (networks/*.toml are the presets); every number of it says where it is
-from.
+A network is a TOML file (networks/*.toml are the presets), which gives the source of every number.
 """
 
 from __future__ import annotations
@@ -61,6 +60,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Network:
+    """A cluster's links, as a TOML file describes them."""
+
     name: str
     gpus_per_node: int
     cards_per_node: int
@@ -110,6 +111,7 @@ class Network:
     # ---- shape
 
     def check_ranks(self, ranks: int) -> None:
+        """Raises ValueError unless the ranks fill whole nodes, or a part of one."""
         if ranks < 1:
             raise ValueError(f"{ranks} GPUs: there must be at least one")
         if ranks > self.gpus_per_node and ranks % self.gpus_per_node:
@@ -216,6 +218,7 @@ def list_presets() -> list[str]:
 
 
 def load_preset(name: str) -> Network:
+    """Loads a preset by its name. Raises ValueError if there is none."""
     if name not in list_presets():
         raise ValueError(
             f"unknown preset {name!r}; there is {', '.join(list_presets())}, or a TOML "
@@ -225,6 +228,7 @@ def load_preset(name: str) -> Network:
 
 
 def load_network(path: str | Path) -> Network:
+    """Loads a TOML file. Raises ValueError if it is not a network."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(

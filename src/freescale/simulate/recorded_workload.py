@@ -31,8 +31,16 @@ class _Requests:
 
 
 class RecordedWorkload:
-    """The lengths and ids of a histories file. Where it has fewer users than a global batch, they
-    come again: noted."""
+    """The lengths and ids of a histories file. Users are repeated where a global batch has more
+    samples than the file; a note says so.
+
+    Args:
+        path: A histories file.
+        samples: Of a global batch.
+        cap: Longest history; of longer ones the last events are taken.
+        seed: Of the order of users.
+        events: Of a step, at most; of more, a sample by the hash of the id is looked at.
+    """
 
     def __init__(
         self,
@@ -43,7 +51,6 @@ class RecordedWorkload:
         seed: int = SimulateConfig.seed,
         events: int = 4_000_000,
     ) -> None:
-        """`events` of a step are looked at, at most; of more, a sample by the hash of the id."""
         self.samples, self._events = samples, events
         whole = Histories(path, 1, split="none", max_length=cap, seed=seed)
         self._size = min(samples, whole.num_samples)
@@ -148,8 +155,8 @@ class RecordedWorkload:
 
 
 def _smooth(asked: NDArray[Any], tokens: NDArray[Any]) -> NDArray[Any]:
-    """Rows a rank asks for as a power of its tokens, fitted over the ranks: a sample of the ids
-    makes each rank's own count noisy, and the slowest rank of many would be the noisiest."""
+    """Fits the rows that a rank asks for as a power of its tokens. A sample of the ids makes each
+    rank's own count noisy, and of many ranks the slowest would be the noisiest."""
     seen = (asked > 0) & (tokens > 0)
     if seen.sum() < 3 or np.ptp(tokens[seen]) == 0:
         return np.where(tokens > 0, asked[seen].mean() if seen.any() else 0.0, 0.0)

@@ -1,5 +1,5 @@
-"""`freescale simulate`: configurations side by side, and what each technique and each part of the
-machine would give."""
+"""Runs `freescale simulate`: compares configurations, and predicts what each technique and each
+better part of the machine would give."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from freescale.simulate.workload import Workload
 
 @dataclass(frozen=True)
 class Outcome:
+    """The figures of one simulated configuration."""
+
     label: str
     setting: Setting
     gpus: int
@@ -61,6 +63,7 @@ class Outcome:
 
 
 def build_cluster(config: SimulateConfig, gpus: int) -> Cluster:
+    """Makes the cluster that options describe. Raises ValueError where it cannot be simulated."""
     network = load_network(config.network) if config.network else load_preset(config.preset)
     calibration = load_calibration(config.calibration or network.calibration)
     precision = "bf16" if network.device == "cuda" else "fp32"
@@ -71,6 +74,7 @@ def build_cluster(config: SimulateConfig, gpus: int) -> Cluster:
 
 
 def build_workload(config: SimulateConfig, gpus: int) -> Workload:
+    """Makes the batches that options describe: of a file, or generated."""
     samples = config.batch * gpus
     if config.data:
         histories = prepare(
@@ -87,7 +91,7 @@ def build_workload(config: SimulateConfig, gpus: int) -> Workload:
 
 
 def list_arms(config: SimulateConfig) -> list[tuple[str, Setting]]:
-    """Each technique alone, and together; or the one configuration that was asked for."""
+    """Lists each technique alone and all together, or the one configuration that was asked for."""
 
     def balanced(schedule: str, transport: str) -> Setting:
         adapt = config.adapt and config.balance != "none"
@@ -114,7 +118,7 @@ def list_arms(config: SimulateConfig) -> list[tuple[str, Setting]]:
 
 
 class Plans:
-    """Batches of one source, planned once for each partitioner."""
+    """The batches of a workload, planned once for each partitioner."""
 
     def __init__(self, cluster: Cluster, source: Workload, steps: int) -> None:
         self.cluster, self.source, self.steps = cluster, source, steps
@@ -139,7 +143,7 @@ class Plans:
         steps: int | None = None,
         folder: Path | None = None,
     ) -> Outcome:
-        """One configuration, on another network or over fewer steps if asked."""
+        """Simulates one configuration, on another network or over fewer steps if given."""
         begin = time.perf_counter()
         cluster = self.cluster if network is None else replace(self.cluster, network=network)
         count = steps or self.steps
@@ -151,7 +155,7 @@ class Plans:
 
 
 def improve_network(network: Network) -> dict[str, Network]:
-    """The same with twice of one thing."""
+    """Makes variants of a network, each with one part twice as good."""
     faster = {
         way: replace(getattr(network, way), gb_per_s=2 * getattr(network, way).gb_per_s)
         for way in ("near", "far", "pcie")
@@ -178,8 +182,19 @@ def run_simulation(
     gpus: Sequence[int],
     report: Callable[[Outcome], None] = lambda one: None,
 ) -> dict[str, Any]:
-    """Everything that the command prints, as plain data; with --out also as files, a folder for
-    each configuration."""
+    """Simulates all configurations on all numbers of GPUs.
+
+    Args:
+        config: The options of the command; `out` names a folder for ledgers and traces.
+        gpus: Numbers of GPUs.
+        report: Called with each outcome.
+
+    Returns:
+        Everything that the command prints, as plain data.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
     out = Path(config.out) if config.out else None
     rows: list[dict[str, Any]] = []
     changes: list[dict[str, Any]] = []
@@ -217,8 +232,8 @@ def run_simulation(
 def _compare_changes(
     config: SimulateConfig, plans: Plans, found: dict[str, Outcome]
 ) -> list[dict[str, Any]]:
-    """How much shorter a sample's time gets if one part of the machine were better, or the batch
-    larger."""
+    """Predicts how many more samples a second a better part of the machine, or a larger batch,
+    would give."""
     steps = min(config.steps, 5)
     asked = {label: found[label].setting for label in ("none", "all", "as asked") if label in found}
     made = []

@@ -1,4 +1,4 @@
-"""What a person sees of `freescale simulate` in the terminal."""
+"""Prints the results of `freescale simulate`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _WIDE = 120  # of a table that goes to no terminal
 
 
 def print_simulation(config: SimulateConfig, gpus: Sequence[int]) -> None:
+    """Simulates and prints tables, or lists the networks."""
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDE)
     if config.preset == "list":
@@ -74,7 +75,7 @@ def _make_technique_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def _make_change_table(changes: Sequence[dict[str, Any]]) -> Table:
-    """The bottleneck is what helps most."""
+    """What helps most is the bottleneck."""
     arms = list(dict.fromkeys(row["arm"] for row in changes))
     table = Table(title="what a better machine or a larger batch would give, more samples/s")
     table.add_column("change")
@@ -109,7 +110,7 @@ def _make_gpu_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def write_calibration(device: str, out: Path, shapes: Sequence[str], repetitions: int) -> None:
-    """Measures and writes the file."""
+    """Measures this machine and writes the calibration to `out`."""
     pairs = [_parse_shape(text) for text in shapes]
     data = calibrate(
         device,

@@ -1,8 +1,7 @@
-"""A simulated run: batches from a source, assigned by the partitioners of training, through a
-schedule, step by step.
+"""Simulates a run: assigns the batches of a workload by the partitioners of training, and runs a
+schedule over them, step by step.
 
-Memory is bounded: of the ids of three batches are held, of the steps none (each is handed to
-whoever asked).
+Memory is bounded: the ids of three batches are held, and no steps.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a run happens on."""
+    """The model and the machine of a run."""
 
     model: Model
     calibration: Calibration
@@ -86,8 +85,18 @@ class Cluster:
 def simulate(
     setting: Setting, cluster: Cluster, source: Workload, steps: int, planned: Sequence[Batch] = ()
 ) -> Iterator[Step]:
-    """The steps of a run; the first one fetches everything blocking, in every schedule. `planned`:
-    of `plan`, if it was called."""
+    """Simulates a run; in every schedule the first step fetches everything blocking.
+
+    Args:
+        setting: The configuration.
+        cluster: The model and the machine.
+        source: The batches.
+        steps: How many.
+        planned: What `plan_batches` returned, to use it again.
+
+    Yields:
+        The steps.
+    """
     samples = -(-len(source.get_lengths(0)) // cluster.gpus)
     machine = (cluster.model, cluster.calibration, cluster.network, cluster.gpus)
     costs = Costs(*machine, setting.transport, samples, cluster.jitter, source.items)
@@ -120,7 +129,7 @@ def simulate(
 
 
 def choose_table_placement(setting: Setting, model: Model, items: int, first: Batch) -> Placement:
-    """Whether the table is sharded, by training's own rule and the first batch."""
+    """Chooses whether the table is sharded, by the rule of training and the first batch."""
     if setting.placement != "auto":
         return Placement(setting.placement, "as asked")
     spec = TableSpec("item", items, model.width, torch.float32, ())
@@ -128,14 +137,13 @@ def choose_table_placement(setting: Setting, model: Model, items: int, first: Ba
 
 
 def plan_batches(balance: str, cluster: Cluster, source: Workload, steps: int) -> list[Batch]:
-    """The batches of a run, to be used by several: they depend on the partitioner and on nothing
-    else of a setting (as long as its cost model does not learn). A few numbers for each rank and
-    step."""
+    """Plans the batches of a run, for several settings: they depend on nothing of a setting but the
+    partitioner, as long as its cost model does not learn."""
     return list(_AssignedBatches(balance, False, cluster, source, steps))
 
 
 def _apply_setting(setting: Setting, batch: Batch) -> Batch:
-    """What the setting makes of a batch's requests."""
+    """Changes the requests of a batch as the setting demands."""
     demand = batch.demand
     if setting.schedule == "stale":
         nothing = Rows(np.zeros_like(demand.whole.requested), np.zeros_like(demand.whole.requested))
@@ -146,8 +154,7 @@ def _apply_setting(setting: Setting, batch: Batch) -> Batch:
 
 
 class _AssignedBatches:
-    """Batches by the partitioners of training, one after another, each compared with its
-    neighbours."""
+    """The batches as a partitioner of training assigns them, each compared with its neighbours."""
 
     def __init__(
         self, balance: str, adapt: bool, cluster: Cluster, source: Workload, steps: int
@@ -200,8 +207,7 @@ class _AssignedBatches:
 
 
 def _list_counters(batch: Batch) -> dict[str, NDArray[Any]]:
-    """As the ledgers count: sums over ranks, or the largest of them where the name begins with
-    max_."""
+    """The counters that the ledgers would hold."""
     counted = {
         "samples": batch.load.samples,
         "tokens": batch.load.tokens,

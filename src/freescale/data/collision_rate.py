@@ -1,0 +1,93 @@
+"""Measures the collision rate of synthetic batches, and finds the mixing that meets a given rate
+(see synthetic.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freescale.data.synthetic_draws import DrawnBatch, SyntheticSource
+
+_SAMPLE_EVENTS = 2_000_000  # on which the collision rate is calibrated first
+_CLOSE = 0.002  # to the target: good enough to stop looking
+
+
+class CollisionCounter:
+    """Counts the requests of each batch that the batch before also made."""
+
+    def __init__(self, items: int):
+        self._seen = np.zeros(items, bool)
+        self._last = np.zeros(0, np.int64)
+        self.hits = self.total = 0
+
+    def count(self, requests: NDArray[Any]) -> int:
+        return int(self._seen[requests].sum())
+
+    def add(self, requests: NDArray[Any], first: bool) -> None:
+        if not first:
+            self.hits += self.count(requests)
+            self.total += len(requests)
+        self._seen[self._last] = False
+        self._seen[requests] = True
+        self._last = requests
+
+    @property
+    def rate(self) -> float | None:
+        return self.hits / self.total if self.total else None
+
+
+def _measure_rate(source: SyntheticSource, batches: Iterable[DrawnBatch], mixing: float) -> float:
+    """Collision rate over consecutive batches."""
+    collisions = CollisionCounter(source.items)
+    for number, batch in enumerate(batches):
+        collisions.add(
+            source.list_requests(batch, source.choose_items(batch, mixing)), first=number == 0
+        )
+    return collisions.rate or 0.0
+
+
+def _bisect(measure: Callable[[float], float], target: float) -> tuple[float, float]:
+    """Finds the point of [0, 2] where an increasing function comes closest to the target. Returns
+    the point and the value there."""
+    low, high = 0.0, 2.0
+    best = (0.0, measure(0.0))
+    for _ in range(26):
+        if abs(best[1] - target) <= _CLOSE:
+            break
+        middle = (low + high) / 2
+        value = measure(middle)
+        best = min(best, (middle, value), key=lambda point: abs(point[1] - target))
+        low, high = (middle, high) if value < target else (low, middle)
+    return best
+
+
+def calibrate_mixing(source: SyntheticSource, target: float) -> float:
+    """Finds the mixing that meets the target, on the first batches, or on all where that misses.
+
+    Only the first few batches are kept; the others are drawn again for each try, so that memory
+    does not grow with the file.
+    """
+    sample: list[DrawnBatch] = []
+    while len(sample) < min(2, source.batches) or (
+        len(sample) < source.batches and sum(len(batch.ranks) for batch in sample) < _SAMPLE_EVENTS
+    ):
+        sample.append(source.draw_batch(len(sample)))
+
+    def measure_file(mixing: float) -> float:
+        return _measure_rate(source, map(source.draw_batch, range(source.batches)), mixing)
+
+    mixing, rate = _bisect(lambda mixing: _measure_rate(source, sample, mixing), target)
+    if len(sample) < source.batches:
+        rate = measure_file(mixing)
+        if abs(rate - target) > 2 * _CLOSE:
+            mixing, rate = _bisect(measure_file, target)
+    if abs(rate - target) > 0.01:
+        raise ValueError(
+            f"collision {target} is out of reach: with {source.items} items and global batches of "
+            f"{source.global_batch} users the nearest is {rate:.4f}; ask for that, or change "
+            "those two"
+        )
+    return mixing
