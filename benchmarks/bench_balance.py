@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from results import claim, gpu_name, spread, write  # noqa: E402
+from results import claim, get_gpu_name, spread, write  # noqa: E402
 
 from freescale.balance.cost import CostModel  # noqa: E402
 from freescale.balance.partitioners.lookup import PARTITIONERS, find_partitioner  # noqa: E402
@@ -123,7 +123,7 @@ def planning_on_a_gpu(seeds: int, repetitions: int, commit: str | None) -> None:
         f"python3 benchmarks/bench_balance.py --device cuda --seeds {seeds} --repetitions "
         f"{repetitions}"
     )
-    write("balance", gpu_name(), command, rows, claims, **copied)
+    write("balance", get_gpu_name(), command, rows, claims, **copied)
 
 
 def configuration(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from results import claim, gpu_name, spread, write  # noqa: E402
+from results import claim, get_gpu_name, spread, write  # noqa: E402
 
 import freescale  # noqa: E402
 from freescale.balance.balancer import Balancer  # noqa: E402
@@ -131,7 +131,7 @@ class Arm:
             torch.optim.AdamW(parallel.dense_parameters(), lr=1e-3),
             schedule="serial",
             precision="bf16" if device.type == "cuda" else "fp32",
-            balancer=self.balancer,
+            balance=self.balancer,
         )
         self.steps = self.pipeline.run(data)
         # bytes on the GPU: between steps, and at most beside that in a step
@@ -254,7 +254,7 @@ def report(
                     at_least=False,
                 )
             )
-    testbed = gpu_name() if device == "cuda" else "cpu"
+    testbed = get_gpu_name() if device == "cuda" else "cpu"
     copied = {"commit": commit} if commit else {}
     write(
         f"balance-measured-{world}ranks",

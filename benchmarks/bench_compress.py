@@ -46,7 +46,7 @@ from hosts import RATE, hosts  # noqa: E402
 from results import claim, commit, spread, write  # noqa: E402
 from workload import Workload  # noqa: E402
 
-from freescale.ledger.summary import merge_step  # noqa: E402
+from freescale.ledger.merge import merge_step  # noqa: E402
 
 ETA = 0.99
 # 21 million dense parameters; every sample is one token.

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hosts import hosts  # noqa: E402
 from results import claim, spread, write  # noqa: E402
 
-from freescale.ledger.ledger import Ledger, Side  # noqa: E402
+from freescale.ledger.ledger import Ledger, ThreadLedger  # noqa: E402
 from freescale.transport.hostwire.transport import HostwireTransport  # noqa: E402
 from freescale.transport.process_group import ProcessGroupTransport  # noqa: E402
 
@@ -42,10 +42,10 @@ def _hostwire(base: ProcessGroupTransport, wire: str) -> tuple[Pair, str, int]:
         "cpu", Ledger(), base.group, base.control, wire, timeout=timedelta(seconds=60)
     )
     pair = tuple(
-        over.channel(Side(over.ledger, name), urgent=name == "urgent")
+        over.channel(ThreadLedger(over.ledger, name), urgent=name == "urgent")
         for name in ("bulk", "urgent")
     )
-    return pair, over.path_of(), over.piece  # type: ignore[return-value]
+    return pair, over.describe_path(), over.piece  # type: ignore[return-value]
 
 
 def _send(transport: Any, size: int, world: int) -> Any:
@@ -56,7 +56,7 @@ def _send(transport: Any, size: int, world: int) -> Any:
 def measure(rank: int, world: int, repetitions: int) -> dict[str, Any]:
     os.environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": os.environ["GLOO_SOCKET_IFNAME"]}
     base = ProcessGroupTransport("cpu", Ledger(), timeout=timedelta(seconds=60))
-    groups = [base.channel(Side(base.ledger, name)) for name in ("bulk", "urgent")]
+    groups = [base.channel(ThreadLedger(base.ledger, name)) for name in ("bulk", "urgent")]
     arms: dict[str, Pair] = {}
     about: dict[str, Any] = {}
     for wire in ("tcp", "gloo", "ucx"):

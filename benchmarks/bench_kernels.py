@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
-from results import Asked, claims_of, gpu_name, write  # noqa: E402
+from results import Asked, claims_of, get_gpu_name, write  # noqa: E402
 
 from freescale.bench.kernels import PARTS, measure_kernels  # noqa: E402
 from freescale.bench.report import COLUMNS, cells, line  # noqa: E402
@@ -75,7 +75,7 @@ def main() -> None:
     command = "python3 benchmarks/bench_kernels.py"
     write(
         "kernels",
-        gpu_name(),
+        get_gpu_name(),
         command,
         bench.rows,
         claims_of(asked(), figures),

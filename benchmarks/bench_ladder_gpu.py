@@ -37,12 +37,12 @@ sys.path[:0] = [
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from ladder_arms import BASE, SEMI_SYNC, SPARSE_DIST, arm, taken  # noqa: E402
-from results import claim, gpu_name, settings, spread, write  # noqa: E402
+from results import claim, get_gpu_name, get_gpu_settings, spread, write  # noqa: E402
 from rungs import OURS, PARTS, SERIAL  # noqa: E402
 from workload import Workload  # noqa: E402
 
 from freescale.bench.ranks import divided_gpu, is_rank, join, queues  # noqa: E402
-from freescale.ledger.summary import merge_step  # noqa: E402
+from freescale.ledger.merge import merge_step  # noqa: E402
 
 # The paper's shape divided by 3: log-normal histories of median 3,000 and at most 21,000 items, 12
 # % collisions.
@@ -279,13 +279,13 @@ def rank_main(options: argparse.Namespace) -> None:
             name = f"ladder-paper-{collective.world}ranks"
             write(
                 name,
-                gpu_name(),
+                get_gpu_name(),
                 command,
                 rows,
                 made,
                 packages,
                 workload=asdict(workload),
-                settings=settings(),
+                settings=get_gpu_settings(),
                 **more,
             )
         else:

@@ -46,7 +46,7 @@ def _torch_alone() -> int:
 def measure(rank: int, world: int, workload: Workload) -> dict[str, int]:
     from freescale_arm import build, feed
 
-    from freescale.ledger.peak_memory import peak_memory
+    from freescale.ledger.peak_memory import measure_peak_memory
 
     batch = next(feed(workload, rank, world))
     before = _torch_alone()
@@ -61,7 +61,7 @@ def measure(rank: int, world: int, workload: Workload) -> dict[str, int]:
         "optimizer_state": shard.numel() * shard.element_size(),
         "batch": tokens * (8 + workload.width * shard.element_size()),
         "process_before": before,
-        "process_peak": peak_memory()["host"],
+        "process_peak": measure_peak_memory()["host"],
     }
 
 

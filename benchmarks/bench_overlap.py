@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
-from results import Asked, claims_of, gpu_name, write  # noqa: E402
+from results import Asked, claims_of, get_gpu_name, write  # noqa: E402
 
 from freescale.bench.overlap import PARTS, bench_overlap, best_collective  # noqa: E402
 from freescale.bench.overlapped import FULL  # noqa: E402
@@ -102,7 +102,7 @@ def main() -> None:
     copied = {"commit": options.commit} if options.commit else {}
     command = f"python3 benchmarks/bench_overlap.py --nproc {options.nproc}"
     more = {"settings": found["settings"], **copied}
-    write(f"overlap-{options.nproc}ranks", gpu_name(), command, rows, made, ["triton"], **more)
+    write(f"overlap-{options.nproc}ranks", get_gpu_name(), command, rows, made, ["triton"], **more)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from results import claim, gpu_name, settings, spread, write  # noqa: E402
+from results import claim, get_gpu_name, get_gpu_settings, spread, write  # noqa: E402
 from stale import no_collisions  # noqa: E402
 
 import freescale  # noqa: E402
 from freescale.batch import Jagged, SequenceBatch  # noqa: E402
 from freescale.ledger.ledger import Ledger  # noqa: E402
-from freescale.ledger.summary import merge_step  # noqa: E402
+from freescale.ledger.merge import merge_step  # noqa: E402
+from freescale.pipeline.staged import Staged  # noqa: E402
 from freescale.transport.hostwire.transport import HostwireTransport  # noqa: E402
 from freescale.transport.process_group import ProcessGroupTransport  # noqa: E402
 
@@ -110,13 +112,12 @@ class Arm:
             placement="sharded",
             init_std=0.1,
         )
-        options: dict[str, Any] = {"masks": no_collisions} if name == "stale" else {}
+        stale = partial(Staged, masks=no_collisions)
         self.pipeline = freescale.Pipeline(
             parallel,
             torch.optim.AdamW(parallel.dense_parameters(), lr=1e-3),
-            schedule="serial" if name == "serial" else "staged",
+            schedule=stale if name == "stale" else name,
             precision="bf16" if device.type == "cuda" else "fp32",
-            **options,
         )
         self._steps = self.pipeline.run(batches(shape, rank, world))
         self.results: list[Any] = []
@@ -273,7 +274,7 @@ def report(
         rows,
         claims,
         collisions=COLLISIONS,
-        settings=settings(),
+        settings=get_gpu_settings(),
         **copied,
     )
 
@@ -300,7 +301,9 @@ def main() -> None:
             f"torchrun --nproc-per-node {transport.world} benchmarks/bench_priority_gpu.py "
             f"--turns {options.turns}"
         )
-        report(found, transport.world, gpu_name() if cuda else "cpu-trial", command, options.commit)
+        report(
+            found, transport.world, get_gpu_name() if cuda else "cpu-trial", command, options.commit
+        )
     transport.close()
 
 

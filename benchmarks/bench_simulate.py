@@ -24,12 +24,13 @@ from results import claim, write  # noqa: E402
 from simulate_validation import validate  # noqa: E402
 
 from freescale.config import SimulateConfig  # noqa: E402
-from freescale.simulate.run import Plans, cluster_of, source_of  # noqa: E402
+from freescale.simulate.generated_workload import GeneratedWorkload  # noqa: E402
+from freescale.simulate.run import Plans, build_cluster, build_workload  # noqa: E402
 from freescale.simulate.simulator import Setting  # noqa: E402
-from freescale.simulate.workload import Demand, Generated, Rows  # noqa: E402
+from freescale.simulate.workload import Demand, Rows  # noqa: E402
 
 
-class Colliding(Generated):
+class Colliding(GeneratedWorkload):
     """The generated rows, of which just this share collides: a changed mixture of ids would change
     how many there are, too."""
 
@@ -37,10 +38,10 @@ class Colliding(Generated):
         super().__init__(samples, collisions=0.1)
         self._share = share
 
-    def demand(self, before: Any, now: Any, after: Any) -> Demand:
-        whole = super().demand(before, now, after).whole
+    def compute_demand(self, before: Any, now: Any, after: Any) -> Demand:
+        whole = super().compute_demand(before, now, after).whole
         late, shared = (
-            Rows.spread(whole.asked * (0.0 if other is None else self._share))
+            Rows.spread(whole.requested * (0.0 if other is None else self._share))
             for other in (before, after)
         )
         return Demand(whole, late, shared)
@@ -52,8 +53,8 @@ def scaled(cap: int, **more: Any) -> SimulateConfig:
 
 
 def outcomes(config: SimulateConfig, gpus: int, arms: dict[str, Setting]) -> list[dict[str, Any]]:
-    plans = Plans(cluster_of(config, gpus), source_of(config, gpus), config.steps)
-    return [plans.outcome(label, setting).row for label, setting in arms.items()]
+    plans = Plans(build_cluster(config, gpus), build_workload(config, gpus), config.steps)
+    return [plans.simulate(label, setting).row for label, setting in arms.items()]
 
 
 NONE, BALANCED, ALL = Setting(), Setting(balance="greedy"), Setting("staged", "greedy", "hostwire")
@@ -72,10 +73,10 @@ ARMS = {
 def single(config: SimulateConfig, total: int, gpus: int) -> dict[str, Any]:
     """A fixed global batch on ever more GPUs: when one sample is more than a rank's share."""
     config = replace(config, batch=max(1, total // gpus), steps=6)
-    cluster = cluster_of(config, gpus)
+    cluster = build_cluster(config, gpus)
     shape, length = (
-        cluster.calibration.shape(cluster.model),
-        source_of(config, gpus).lengths(0).astype(float),
+        cluster.calibration.find_shape(cluster.model),
+        build_workload(config, gpus).get_lengths(0).astype(float),
     )
     curve = [shape.forward, shape.backward]
     cost = sum(c.quadratic * length**2 + c.linear * length for c in curve)
@@ -109,11 +110,11 @@ def paper(most: int) -> None:
             add("by GPUs", {}, outcomes(SimulateConfig(steps=20 if gpus <= 256 else 5), gpus, ARMS))
     for rate in (0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0):
         config = SimulateConfig(steps=8)
-        plans = Plans(cluster_of(config, 256), Colliding(config.batch * 256, rate), config.steps)  # type: ignore[arg-type]
+        plans = Plans(build_cluster(config, 256), Colliding(config.batch * 256, rate), config.steps)  # type: ignore[arg-type]
         add(
             "by collisions",
             {"collisions": rate},
-            [plans.outcome("all", ALL).row, plans.outcome("none", NONE).row],
+            [plans.simulate("all", ALL).row, plans.simulate("none", NONE).row],
         )
     for jitter in (0.01, 0.02):
         add(
@@ -145,7 +146,7 @@ def paper(most: int) -> None:
 
 def slow_network() -> list[dict[str, Any]]:
     config = SimulateConfig(steps=8)
-    plans = Plans(cluster_of(config, 256), source_of(config, 256), config.steps)
+    plans = Plans(build_cluster(config, 256), build_workload(config, 256), config.steps)
     network = plans.cluster.network
     links = {
         way: replace(getattr(network, way), latency_us=4 * getattr(network, way).latency_us)
@@ -153,7 +154,7 @@ def slow_network() -> list[dict[str, Any]]:
     }
     slow = replace(network, **links, per_peer_us=4 * network.per_peer_us)
     return [
-        plans.outcome(label, setting, network=slow).row
+        plans.simulate(label, setting, network=slow).row
         for label, setting in (("none", NONE), ("all", ALL))
     ]
 

@@ -28,8 +28,9 @@ from results import claim, spread, write  # noqa: E402
 from freescale.balance.cost import CostModel  # noqa: E402
 from freescale.balance.partitioners.lookup import PARTITIONERS  # noqa: E402
 from freescale.balance.problem import Problem, assign  # noqa: E402
-from freescale.data.draws import Source, length_distribution  # noqa: E402
-from freescale.simulate.workload import Generated  # noqa: E402
+from freescale.data.lengths import LengthDistribution  # noqa: E402
+from freescale.data.synthetic_draws import SyntheticSource  # noqa: E402
+from freescale.simulate.generated_workload import GeneratedWorkload  # noqa: E402
 
 MEDIAN = 3000
 USUAL = {"cap": 21_000, "batch": 128, "ranks": 64}
@@ -65,13 +66,13 @@ DRAWN = {
 def shape(sweep: str, value: int) -> list[dict[str, Any]]:
     """Sparsity and predicted straggler % of one configuration, by partitioner."""
     at = USUAL | {sweep: value}
-    source = Generated(
+    source = GeneratedWorkload(
         at["batch"] * at["ranks"], median=MEDIAN, cap=at["cap"], items=1000, collisions=None
     )
     home = np.repeat(np.arange(at["ranks"]), at["batch"])
     found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
     for step in range(STEPS):
-        lengths = source.lengths(step)
+        lengths = source.get_lengths(step)
         problem = Problem(COST(lengths), lengths, home, at["ranks"])
         for arm in ARMS:
             given = assign(problem, PARTITIONERS[arm])
@@ -96,17 +97,17 @@ def sparsity(lengths: np.ndarray, rank_of: np.ndarray, ranks: int) -> float:
     return float(np.mean(1 - tokens / np.maximum(samples * longest, 1)))
 
 
-def expected_percent(source: Generated, rank_of: np.ndarray, ranks: int) -> float:
+def expected_percent(source: GeneratedWorkload, rank_of: np.ndarray, ranks: int) -> float:
     """Of a step's requests, those whose row the step before reads too."""
-    before, now = (source.asked(step, rank_of, ranks) for step in (0, 1))
-    demand = source.demand(before, now, None)
-    return 100 * float(demand.late.asked.sum() / demand.whole.asked.sum())
+    before, now = (source.find_requests(step, rank_of, ranks) for step in (0, 1))
+    demand = source.compute_demand(before, now, None)
+    return 100 * float(demand.late.requested.sum() / demand.whole.requested.sum())
 
 
 def expected(sweep: str, value: float) -> dict[str, Any]:
     at = CATALOGUE | {sweep: value}
     cap, ranks, batch = int(at["cap"]), int(at["ranks"]), USUAL["batch"]
-    source = Generated(
+    source = GeneratedWorkload(
         batch * ranks,
         median=MEDIAN,
         cap=cap,
@@ -130,13 +131,16 @@ def drawn(ranks: int) -> list[dict[str, Any]]:
     """The same small configuration twice: ids drawn and compared, and expected."""
     at = DRAWN | {"ranks": ranks}
     samples, cap, median = int(at["batch"]) * ranks, int(at["cap"]), at["median"]
-    sizes = length_distribution("lognormal", median, 1.0, 0.0, cap)
-    source = Source(2 * samples, int(at["items"]), sizes, at["popularity"], samples, ranks, 0)
+    lengths = LengthDistribution.from_options("lognormal", median, 1.0, 0.0, cap)
+    source = SyntheticSource(
+        2 * samples, int(at["items"]), lengths, at["popularity"], samples, ranks, 0
+    )
     before, now = (
-        source.requests(batch, source.items_of(batch, None)) for batch in map(source.batch, (0, 1))
+        source.list_requests(batch, source.choose_items(batch, None))
+        for batch in map(source.draw_batch, (0, 1))
     )
     counted = 100 * float(np.isin(now, before).mean())
-    model = Generated(
+    model = GeneratedWorkload(
         samples,
         median=median,
         cap=cap,

@@ -28,14 +28,14 @@ from torch import Tensor, nn
 import freescale
 from freescale.batch import SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from freescale.data.prefetch import prefetched
-from freescale.embedding.parallelize import ShardedModel
-from freescale.ledger.summary import merge_step
+from freescale.data.prefetch import prefetch
+from freescale.embedding.sharded_model import ShardedModel
+from freescale.ledger.merge import merge_step
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import Memory
 from freescale.train.build import evaluate_part, load_histories
-from freescale.train.learning_rate import learning_rate
+from freescale.train.learning_rate import build_learning_rate
 from freescale.transport.api import Transport
 from freescale.transport.local import LocalTransport
 
@@ -137,13 +137,13 @@ def train(
         parallel,
         optimizer,
         schedule="serial",
-        learning_rate=learning_rate(settings.warmup, settings.decay, len(source)),
+        learning_rate=build_learning_rate(settings.warmup, settings.decay, len(source)),
         reducer=freescale.Thresholding(0.99, EVERY) if arm == GRADIENTS else None,
     )
     parallel.tables.place(source.batch(0))
     best = Best(parallel)
     records: list[dict] = []
-    with closing(prefetched(source)) as batches:
+    with closing(prefetch(source)) as batches:
         for result in pipeline.run(batches):
             records += pipeline.ledger.drain()
             if result.step % source.batches_per_epoch == 0:

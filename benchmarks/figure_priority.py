@@ -247,7 +247,7 @@ def typical(records: Sequence[dict]) -> Sequence[dict]:
 def trace() -> str:
     from hosts import hosts
     from priority_arms import SERIAL, STAGED
-    from results import commit, machine
+    from results import commit, describe_machine
     from workload import Workload
 
     kept = json.loads(RESULTS.read_text(encoding="utf-8"))["workloads"]["unique ids"]
@@ -296,7 +296,11 @@ def trace() -> str:
         fill = "url(#stopped)" if name == "wait" else COLOURS[name]
         parts.append(f'<rect x="{x}" y="{y}" width="13" height="13" fill="{fill}"/>')
         parts.append(text(x + 18, y + 11, "compute stopped" if name == "wait" else name))
-    about = {"machine": machine(), "commit": commit(), "date": datetime.now(UTC).isoformat()}
+    about = {
+        "machine": describe_machine(),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(),
+    }
     parts.append(
         text(MARGIN, height - 8, f"Measured, one rank of two: {origin(about)}", style=SMALL)
     )

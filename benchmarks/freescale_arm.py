@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 import freescale
 from freescale.batch import Jagged, SequenceBatch
 from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
-from freescale.ledger.ledger import Arrival, Ledger
+from freescale.ledger.ledger import Collective, Ledger
+from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.staged import Staged
-from freescale.transport.connect import agreed
+from freescale.transport.connect import agree_on_transport
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.process_group import ProcessGroupTransport
 
@@ -70,8 +71,8 @@ class WaitLedger(Ledger):
     """Counts how long the main thread stood still for other threads, whatever they were doing:
     sending, looking up, updating."""
 
-    def waited_for(self, arrivals: list[Arrival], begin: Any) -> None:
-        super().waited_for(arrivals, begin)
+    def record_wait(self, collectives: list[Collective], begin: Any) -> None:
+        super().record_wait(collectives, begin)
         self.count("lanes_ns", self.clock.stamp() - begin)
 
 
@@ -83,17 +84,17 @@ class Arm:
         workload: Workload,
         rank: int,
         world: int,
-        schedule: str = "serial",
+        schedule: str | Callable[..., Schedule] = "serial",
         transport: str = "collective",
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> None:
-        """`options` are the schedule's; `permuted`: the samples of every batch are."""
+        """`options` are the pipeline's; `permuted`: the samples of every batch are."""
         self.ledger = WaitLedger(device) if device == "cpu" else Ledger(device)
         limit = timedelta(seconds=120)
         control = dist.new_group(backend="gloo", timeout=limit) if device != "cpu" else None
         self.transport = ProcessGroupTransport(device, self.ledger, control=control, timeout=limit)
-        self.carrier, _ = agreed(transport, self.transport)
+        self.carrier, _ = agree_on_transport(transport, self.transport)
         if self.carrier != "collective":
             wire = self.carrier.removeprefix("hostwire-")
             self.transport = HostwireTransport(
@@ -127,8 +128,8 @@ class Arm:
 
     def quiet(self) -> None:
         """Returns when nothing is under way any more; what the schedule has deferred stays so."""
-        if isinstance(self.pipeline, Staged):
-            for lane in self.pipeline.lanes:
+        if isinstance(self.pipeline.schedule, Staged):
+            for lane in self.pipeline.schedule.lanes:
                 lane.submit(lambda: None).wait()  # jobs of a lane run one after another
 
     def checksum(self) -> str:

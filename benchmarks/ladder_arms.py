@@ -32,7 +32,7 @@ def arm(
         rung = OURS[name]
         options = {
             "transport": rung.transport,
-            "balancer": _balancer(workload, rung, device),
+            "balance": _balancer(workload, rung, device),
             "dense_sums": rung.dense_sums,
         }
         return build(workload, rank, world, rung.schedule, device=device, **options)

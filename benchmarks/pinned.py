@@ -18,10 +18,10 @@ def pinned_ranks(
         raise SystemExit(
             f"{world} timed ranks need {world} cores, this machine has {os.cpu_count()}"
         )
-    from freescale.train.launch import free_port
+    from freescale.train.launch import find_free_port
 
     context = multiprocessing.get_context("spawn")
-    queue, port = context.Queue(), free_port()
+    queue, port = context.Queue(), find_free_port()
     processes = [
         context.Process(target=_rank, args=(r, world, port, function, args, queue))
         for r in range(world)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from freescale_arm import build
 from stale import no_collisions
 from workload import Workload
+
+from freescale.pipeline.staged import Staged
 
 SERIAL, STALE, STAGED = "serial", "stale", "staged"
 TORCHREC, DEDUPLICATED = (
@@ -24,7 +27,7 @@ def arm(name: str, workload: Workload, rank: int, world: int) -> Any:
     if name in (SERIAL, STAGED):
         return build(workload, rank, world, name)
     if name == STALE:
-        return build(workload, rank, world, "staged", masks=no_collisions)
+        return build(workload, rank, world, partial(Staged, masks=no_collisions))
     # TorchRec's tracing makes it warn on every start
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     import torchrec_arms

@@ -10,7 +10,7 @@ from typing import Any
 from priority_arms import DEDUPLICATED, SERIAL, STAGED, STALE, TORCHREC
 from results import claim, spread
 
-from freescale.ledger.summary import merge_step
+from freescale.ledger.merge import merge_step
 
 EMBEDDING = ("ids", "rows", "gradients")
 TENTH = "10 % collisions"

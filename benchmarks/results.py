@@ -16,18 +16,18 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from freescale.bench.report import spread  # noqa: E402
 from freescale.bench.repository import commit as commit_of  # noqa: E402
-from freescale.ledger.machine import gpu_name, machine, settings, versions  # noqa: E402
+from freescale.ledger.machine import describe_machine, get_gpu_name, get_gpu_settings, get_versions  # noqa: E402
 
 __all__ = [
     "Asked",
     "claim",
     "claims_of",
     "commit",
-    "gpu_name",
-    "machine",
-    "settings",
+    "get_gpu_name",
+    "describe_machine",
+    "get_gpu_settings",
     "spread",
-    "versions",
+    "get_versions",
     "write",
 ]
 FOLDER = ROOT / "benchmarks" / "results"
@@ -85,8 +85,8 @@ def write(
     result = {
         "name": name,
         "command": command,
-        "machine": machine(),
-        "versions": versions(*packages),
+        "machine": describe_machine(),
+        "versions": get_versions(*packages),
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         **more,

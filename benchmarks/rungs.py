@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from freescale.config import TrainConfig  # noqa: E402
-from freescale.transport.choice import choose  # noqa: E402
+from freescale.transport.choice import choose_transport  # noqa: E402
 
 SERIAL, PERMUTED, FULL = "serial", "serial, samples permuted", "staged + balancing + hostwire"
 PARTS = f"{FULL}, dense by parts"
@@ -75,7 +75,7 @@ def about(result: Mapping[str, Any], tick: str = "") -> str:
             f'{said}. "{DEFAULTS}" takes what freescale train takes by default on these ranks, '
             f"{tick}{taken}{tick}; {_SHARED}."
         )
-    carrier, _ = choose(Rung().transport, device, 1, ucx=False, rdma=False, engine=True)
+    carrier, _ = choose_transport(Rung().transport, device, 1, ucx=False, rdma=False, engine=True)
     taken = words(asdict(replace(Rung(), transport=carrier)))
     return (
         f"{said}. The defaults of freescale train on these ranks, {tick}{taken}{tick}, were "

@@ -15,8 +15,8 @@ import numpy as np
 from results import FOLDER, claim, write
 
 from freescale.simulate.compute import Calibration, Curve, Model, Shape, load_calibration
-from freescale.simulate.network import Network, preset
-from freescale.simulate.output import collected
+from freescale.simulate.network import Network, load_preset
+from freescale.simulate.output import collect_run
 from freescale.simulate.simulator import Cluster, Setting, simulate
 from freescale.simulate.workload import Demand, Rows
 
@@ -35,13 +35,13 @@ class Given:
     ) -> None:
         self._lengths, self._rows, self._collisions = lengths, rows, collisions
 
-    def lengths(self, step: int) -> np.ndarray:
+    def get_lengths(self, step: int) -> np.ndarray:
         return self._lengths[step % len(self._lengths)].reshape(-1).astype(np.int64)
 
-    def asked(self, step: int, rank_of: np.ndarray, ranks: int) -> np.ndarray:
+    def find_requests(self, step: int, rank_of: np.ndarray, ranks: int) -> np.ndarray:
         return np.broadcast_to(np.asarray(self._rows, float), (ranks,)).copy()
 
-    def demand(self, before: Any, now: np.ndarray, after: Any) -> Demand:
+    def compute_demand(self, before: Any, now: np.ndarray, after: Any) -> Demand:
         late, shared = (0.0 if other is None else self._collisions for other in (before, after))
         return Demand(*(Rows.spread(now * share) for share in (1.0, late, shared)))
 
@@ -97,10 +97,10 @@ def testbed_a() -> list[dict[str, Any]]:
         ):
             continue
         model = Model(128, row["passes"], 1, "fp32", row["length"], dense=8515)
-        cluster = Cluster(model, load_calibration("testbed-a"), preset("testbed-a"), 2)
+        cluster = Cluster(model, load_calibration("testbed-a"), load_preset("testbed-a"), 2)
         share = row["collisions"] / 100
         source = Given([np.full((2, 64), row["length"])], 64.0 * row["length"], share)
-        found = collected(simulate(Setting(row["arm"]), cluster, source, 12), 2)  # type: ignore[arg-type]
+        found = collect_run(simulate(Setting(row["arm"]), cluster, source, 12), 2)  # type: ignore[arg-type]
         step = row["step_ms"]["median"]
         measured = {
             "step_ms": step,
@@ -139,7 +139,7 @@ def hstu(
         adapt = row["arm"] == "adapted"
         setting = Setting("serial", "greedy" if adapt else row["arm"], adapt=adapt)
         cluster = Cluster(model, calibration, network, world)
-        found = collected(
+        found = collect_run(
             simulate(
                 setting,
                 cluster,
@@ -183,7 +183,7 @@ def shared_gpu(quarter: Calibration, network: Network) -> list[dict[str, Any]]:
         setting = Setting(
             row["arm"], transport="collective" if row["arm"] == "serial" else "hostwire"
         )
-        found = collected(
+        found = collect_run(
             simulate(setting, cluster, Given(lengths, float(tokens), data["collisions"]), 20), 4
         )  # type: ignore[arg-type]
         step = row["step_ms"]["median"]
@@ -214,7 +214,7 @@ def half(calibration: Calibration) -> Calibration:
 
 
 def validate() -> None:
-    quarter, loopback = load_calibration("testbed-c"), preset("testbed-c")
+    quarter, loopback = load_calibration("testbed-c"), load_preset("testbed-c")
     # Twice the ranks on one GPU and one host: half of the device and of the loopback for each.
     shared = replace(loopback.near, gb_per_s=loopback.near.gb_per_s / 2)
     rows = testbed_a()
@@ -222,7 +222,7 @@ def validate() -> None:
         "A",
         "balance-measured-2ranks-cpu",
         load_calibration("this-machine"),
-        preset("this-machine"),
+        load_preset("this-machine"),
         (),
     )
     rows += hstu("C", "balance-measured-4ranks-h200", quarter, loopback, ("none",))

@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 examples/own_model.py        # or: python examples/own_model.py
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -16,14 +18,15 @@ class ClickModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # no memory here: parallelize makes the rows, on all ranks
+        # on the meta device it needs no memory: parallelize draws the rows, on all ranks
         self.item = nn.Embedding(100_000, 32, device="meta")
         self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, batch: SequenceBatch) -> dict[str, torch.Tensor]:
         history = batch.sequences["history"]
-        sample = torch.repeat_interleave(torch.arange(len(batch)), history.lengths)
-        pooled = torch.zeros(len(batch), 32).index_add(0, sample, self.item(history.values))
+        rows = self.item(history.values)  # [tokens, 32]
+        sample = torch.arange(len(batch), device=rows.device).repeat_interleave(history.lengths)
+        pooled = rows.new_zeros(len(batch), 32).index_add(0, sample, rows)
         logits = self.layers(pooled).squeeze(1)
         return {
             "click": nn.functional.binary_cross_entropy_with_logits(
@@ -32,7 +35,7 @@ class ClickModel(nn.Module):
         }
 
 
-def batches(rank: int, steps: int, samples: int = 64):
+def batches(rank: int, steps: int, samples: int = 64) -> Iterator[SequenceBatch]:
     """This rank's data: any iterable of SequenceBatch. Ranks may have different numbers of
     batches."""
     generator = torch.Generator().manual_seed(rank)
@@ -49,7 +52,7 @@ def batches(rank: int, steps: int, samples: int = 64):
 
 def main() -> None:
     torch.manual_seed(0)
-    transport = freescale.connect("cpu")
+    transport = freescale.connect()  # a GPU for each rank if there are any, else the CPU
     sharded = freescale.parallelize(
         ClickModel(),
         ids={"item": ["history"]},
@@ -63,7 +66,7 @@ def main() -> None:
         if transport.rank == 0 and step.step % 5 == 0:
             print(f"step {step.step}  loss {step.loss:.4f}")
     if transport.rank == 0:
-        print("\n".join(sharded.tables.describe()))
+        print(sharded)
     transport.close()
 
 

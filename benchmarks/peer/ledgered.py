@@ -22,21 +22,21 @@ from torch import Tensor
 from torch.futures import Future
 from torchrec_arms import Arm
 
-from freescale.ledger.ledger import Arrival, Ledger
+from freescale.ledger.ledger import Collective, Ledger
 
 
 class _Waited(dist.Work):
     """A collective under way, as TorchRec sees it. (It waits only for what is a `dist.Work`, in
     places.)"""
 
-    def __init__(self, work: dist.Work, arrival: Arrival) -> None:
+    def __init__(self, work: dist.Work, collective: Collective) -> None:
         super().__init__()
-        self._work, self._arrival = work, arrival
+        self._work, self._collective = work, collective
 
     def wait(self, *arguments: Any) -> Any:
-        if self._arrival.waited is not None:  # once more, to be sure
+        if self._collective.waited is not None:  # once more, to be sure
             return self._work.wait(*arguments)
-        with self._arrival.wait():
+        with self._collective.wait():
             return self._work.wait(*arguments)
 
 
@@ -59,10 +59,10 @@ def recorded(ledger: Ledger, rank: int) -> Iterator[None]:
             _remote(input, input_split_sizes, rank),
             _remote(output, output_split_sizes, rank),
         )
-        arrival = ledger.arrive(kind, sent, received, "torchrec")
+        collective = ledger.begin_collective(kind, sent, received, "torchrec")
         work = _Waited(
             plain(output, input, output_split_sizes, input_split_sizes, group, async_op=True),
-            arrival,
+            collective,
         )
         return work if async_op else work.wait()
 
@@ -83,16 +83,16 @@ def summed(ledger: Ledger, bucket: dist.GradBucket) -> Future[Tensor]:
     """A hook of DistributedDataParallel: what it does without one, the mean over the ranks."""
     flat, world = bucket.buffer(), dist.get_world_size()
     moved = 2 * flat.numel() * flat.element_size() * (world - 1) // world  # as of a ring
-    arrival = ledger.arrive("dense", moved, moved, "torchrec")
+    collective = ledger.begin_collective("dense", moved, moved, "torchrec")
 
     def waits() -> None:
-        arrival.waited = ledger.clock.stamp()
-        if arrival.done is not None:  # before anybody waited
-            arrival.done = arrival.waited
-        ledger.record(arrival)
+        collective.waited = ledger.clock.stamp()
+        if collective.done is not None:  # before anybody waited
+            collective.done = collective.waited
+        ledger.record(collective)
 
     def came(sums: Future[list[Tensor]]) -> Tensor:
-        arrival.done = ledger.clock.stamp()
+        collective.done = ledger.clock.stamp()
         return sums.value()[0]
 
     # Before DistributedDataParallel's own, which waits: it is queued once this hook has returned.

@@ -326,3 +326,27 @@ class SequenceBatch:
                 counts, lengths = next(queue), next(queue)
                 parts[name] = Nested(next(queue), lengths, counts)
         return self.with_parts(parts)
+
+
+def check_is_batch(batch: object) -> SequenceBatch:
+    """The batch itself.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: its features are on different devices, or on the meta device.
+    """
+    if not isinstance(batch, SequenceBatch):
+        raise TypeError(
+            f"a batch is a freescale.SequenceBatch, not a {type(batch).__name__}: "
+            "SequenceBatch(sequences={...}, dense={...}, weights={...})"
+        )
+    devices = {
+        name[2:]: part.device if isinstance(part, Tensor) else part.values.device
+        for name, part in batch.parts().items()
+    }
+    if len(set(devices.values())) > 1 or torch.device("meta") in devices.values():
+        listed = ", ".join(f"{name or 'keys'} on {device}" for name, device in devices.items())
+        raise ValueError(
+            f"the batch is on several devices or on none ({listed}): put it on the CPU"
+        )
+    return batch

@@ -53,6 +53,9 @@ class _Checked:
 
 @dataclass(frozen=True)
 class DataConfig(_Checked):
+    """What is read, how it is split and what a sample holds. Every field is an option of
+    `freescale train`."""
+
     heading: ClassVar[str] = "Data"
 
     data: str = option("", "histories or interactions: Parquet, MovieLens, Amazon or KuaiRand file")
@@ -84,6 +87,8 @@ class DataConfig(_Checked):
 
 @dataclass(frozen=True)
 class ModelConfig(_Checked):
+    """The shape of the model. Every field is an option of `freescale train`."""
+
     heading: ClassVar[str] = "Model"
 
     task: str = option("retrieval", "what to train", choices=("retrieval", "ranking"))
@@ -116,6 +121,8 @@ class ModelConfig(_Checked):
 
 @dataclass(frozen=True)
 class TrainConfig(_Checked):
+    """How a run trains. Every field is an option of `freescale train`."""
+
     heading: ClassVar[str] = _OPTIMIZATION
 
     global_batch: int = option(64, "samples of a step, over all ranks", minimum=1)
@@ -173,7 +180,7 @@ class TrainConfig(_Checked):
         "collective",
         (
             "what sums gradients of dense parameters: the process group (NCCL on GPUs), or the "
-            "ranks, partition by partition, over --transport"
+            "ranks, a partition each, over --transport"
         ),
         choices=("collective", "partitioned"),
         heading=_DISTRIBUTION,

@@ -1,4 +1,4 @@
-"""Where a user's files are kept between runs: prepared histories, the compiled engine."""
+"""The folders in which files are kept between runs: prepared histories, the compiled engine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def cache_folders() -> list[Path]:
-    """In order of preference: the user's cache, and one beside temporary files, for who has no
-    home. They need not exist."""
+def list_cache_folders() -> list[Path]:
+    """The candidates, in order of preference: the user's cache, then a folder beside temporary
+    files, for users without a home. They need not exist."""
     found = []
     if given := os.environ.get("XDG_CACHE_HOME"):
         found.append(Path(given))
     else:
-        # no HOME, and a user that the machine does not know: a container's
+        # in a container there may be no HOME, and no entry for the user
         with suppress(RuntimeError):
             found.append(Path.home() / ".cache")
     return [
@@ -25,12 +25,12 @@ def cache_folders() -> list[Path]:
     ]
 
 
-def cache_folder() -> Path:
-    """The first of them that can be written to."""
+def find_cache_folder() -> Path:
+    """The first candidate that can be written to. ValueError says why there is none."""
     reasons = []
-    for folder in cache_folders():
+    for folder in list_cache_folders():
         try:
-            return opened(folder)
+            return open_own_folder(folder)
         except OSError as error:
             reasons.append(str(error))
     raise ValueError(
@@ -38,9 +38,12 @@ def cache_folder() -> Path:
     )
 
 
-def opened(folder: Path) -> Path:
-    """Made if need be. OSError unless it is this user's own: what lies in somebody else's may be
-    anything."""
+def open_own_folder(folder: Path) -> Path:
+    """Makes the folder if it does not exist, and returns it.
+
+    Raises:
+        OSError: unless it belongs to this user alone; the files in another's could be anything.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & stat.S_IWOTH:

@@ -12,9 +12,12 @@ import torch
 
 # torch never gives a stream's number to another
 _known: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+_stream: Any = torch.cuda.Stream  # torch does not annotate these
+_event: Any = torch.cuda.Event
 
 
 def current_stream(device: torch.device | None = None) -> torch.cuda.Stream:
+    """The current stream of `device`, or of the current device."""
     calls: Any = torch._C  # they are not in torch's stubs
     index = (
         device.index if device is not None and device.index is not None else calls._cuda_getDevice()
@@ -23,14 +26,37 @@ def current_stream(device: torch.device | None = None) -> torch.cuda.Stream:
     stream = _known.get(found)
     if stream is None:
         number, index, kind = found
-        stream = _known[found] = torch.cuda.Stream(
-            stream_id=number, device_index=index, device_type=kind
-        )
+        stream = _known[found] = _stream(stream_id=number, device_index=index, device_type=kind)
     return stream
 
 
-def recorded(**options: bool) -> torch.cuda.Event:
-    """An event at this point of the current stream. `options`: of torch.cuda.Event."""
-    event = torch.cuda.Event(**options)
-    event.record(current_stream())
+def record_event(stream: torch.cuda.Stream | None = None, **options: bool) -> torch.cuda.Event:
+    """Records an event on a stream.
+
+    Args:
+        stream: the current one of the current device if None.
+        options: of torch.cuda.Event.
+    """
+    event: torch.cuda.Event = _event(**options)
+    event.record(stream if stream is not None else current_stream())
     return event
+
+
+def record_event_on(
+    device: torch.device, stream: torch.cuda.Stream | None = None, **options: bool
+) -> torch.cuda.Event | None:
+    """As `record_event`, on `device`; None on a CPU, where nothing is asynchronous."""
+    if device.type != "cuda":
+        return None
+    return record_event(stream if stream is not None else current_stream(device), **options)
+
+
+def has_happened(event: torch.cuda.Event) -> bool:
+    """Whether the device has reached the event. Does not wait."""
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """A stream of its own. A negative `priority` goes before the default streams' work."""
+    stream: torch.cuda.Stream = _stream(device, priority=priority)
+    return stream

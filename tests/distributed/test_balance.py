@@ -85,11 +85,11 @@ def train(transport, path, task, numbers, partitioner, accumulate=2):
     parallel.tables.place()
     balancer = None if partitioner is None else Balancer(PARTITIONERS[partitioner], COST)
     optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=0.1)
-    pipeline = freescale.Pipeline(parallel, optimizer, accumulate=accumulate, balancer=balancer)
+    pipeline = freescale.Pipeline(parallel, optimizer, accumulate=accumulate, balance=balancer)
     losses = []
     seen.append([])
     for result in pipeline.run(data.batch(number) for number in numbers):
-        losses.append((result.number, result.loss))
+        losses.append((result.batch_number, result.loss))
         seen.append([])
     return losses, snapshot(parallel), seen[: len(numbers)]
 
@@ -192,7 +192,7 @@ def _capped(transport, path):
     pipeline = freescale.Pipeline(
         parallel,
         torch.optim.SGD(parallel.dense_parameters(), lr=0.1),
-        balancer=Balancer(PARTITIONERS["greedy"], COST, cap=3),
+        balance=Balancer(PARTITIONERS["greedy"], COST, cap=3),
     )
     list(pipeline.run(data))
 
@@ -201,10 +201,10 @@ def _uneven(transport, counts, balanced=True):
     from helpers.toys import clicks_batch
 
     _, pipeline = build(
-        transport, balancer=Balancer(PARTITIONERS["greedy"], COST) if balanced else None
+        transport, balance=Balancer(PARTITIONERS["greedy"], COST) if balanced else None
     )
     batches = [clicks_batch(4, seed) for seed in range(counts[transport.rank])]
-    return [(r.number, r.loss) for r in pipeline.run(batches)]
+    return [(r.batch_number, r.loss) for r in pipeline.run(batches)]
 
 
 @pytest.mark.parametrize("counts", [(3, 5, 2), (0, 5, 2), (5, 0, 0)])
@@ -237,7 +237,7 @@ def _adapting(transport, schedule, steps, state=None):
 
     logged = Logged()
     balancer = Balancer(logged, COST, adapt=True)
-    _, pipeline = build(transport, balancer=balancer, schedule=schedule)
+    _, pipeline = build(transport, balance=balancer, schedule=schedule)
     if state is not None:
         pipeline.load_state_dict(state)
     first = pipeline.steps
@@ -276,7 +276,7 @@ def _frozen(transport):
 
     logged = Logged()
     balancer = Balancer(logged, COST)
-    _, pipeline = build(transport, balancer=balancer)
+    _, pipeline = build(transport, balance=balancer)
     list(pipeline.run([clicks_batch(6, seed) for seed in range(5)]))
     return logged.times, balancer.error, pipeline.state_dict()["balancer"]
 

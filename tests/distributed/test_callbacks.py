@@ -11,7 +11,7 @@ from helpers.ranks import run_ranks
 
 from freescale import Callback, RunConfig, Trainer
 from freescale.data.synthetic import generate
-from freescale.pipeline.agreement import RemoteError
+from freescale.transport.failures import RemoteError
 from freescale.transport.local import LocalTransport
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ import pytest
 import torch
 from helpers.ranks import run_ranks
 
-from freescale.ledger.ledger import Ledger, Side
+from freescale.ledger.ledger import Ledger, ThreadLedger
 from freescale.transport.api import TransportError
-from freescale.transport.channel_pool import Channels, Use
+from freescale.transport.channel_pool import ChannelPool, ExchangeCount
 from freescale.transport.connect import connect
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
@@ -74,7 +74,7 @@ def _swept(transport, wire):
     made = _over(transport, wire)
     found, used = [], []
     for number in range(6):
-        sides = [Side(made.ledger, name) for name in ("ahead", "urgent", "input")]
+        sides = [ThreadLedger(made.ledger, name) for name in ("ahead", "urgent", "input")]
         channels = [made.channel(side, urgent=side.name == "urgent") for side in sides]
         found.append(all(_exchanged(channel, number) for channel in channels))
         assert [channel.ledger for channel in channels] == sides and all(
@@ -106,7 +106,7 @@ def test_a_sweep_takes_no_more_than_its_first_turn(wire):
 
 def _failed(transport, wire):
     made = _over(transport, wire, seconds=3.0)
-    sides = [Side(made.ledger, name) for name in ("first", "second", "third", "fourth")]
+    sides = [ThreadLedger(made.ledger, name) for name in ("first", "second", "third", "fourth")]
     lost, good = made.channel(sides[0]), made.channel(sides[1])
     assert _exchanged(good, 1)
     if made.rank == 0:  # it waits for what rank 1 never sends
@@ -126,10 +126,10 @@ def test_a_channel_that_failed_on_one_rank_is_used_again_by_none(wire):
 
 def _under_way(transport):
     made = _over(transport, "shared memory")
-    channel = made.channel(Side(made.ledger, "first"))
+    channel = made.channel(ThreadLedger(made.ledger, "first"))
     handle = channel.all_to_all(torch.zeros(2), [1, 1], [1, 1], "rows")
     made.release(channel)  # before anybody waited for it
-    other = made.channel(Side(made.ledger, "second"))
+    other = made.channel(ThreadLedger(made.ledger, "second"))
     del handle
     return other is channel, _exchanged(other, 1)
 
@@ -139,8 +139,8 @@ def test_a_channel_with_something_under_way_is_not_used_again():
 
 
 def test_a_channel_is_released_once_and_to_its_own_transport():
-    channels = Channels[str]()
-    channels.add("one", False, Use())
+    channels = ChannelPool[str]()
+    channels.add("one", False, ExchangeCount())
     assert channels.release("one")
     with pytest.raises(ValueError, match="released before"):
         channels.release("one")
@@ -149,22 +149,22 @@ def test_a_channel_is_released_once_and_to_its_own_transport():
 
 
 def test_ranks_that_release_in_another_order_agree():
-    ranks = [Channels[str]() for _ in range(2)]
+    ranks = [ChannelPool[str]() for _ in range(2)]
     for channels in ranks:
         for name, urgent in (("one", False), ("two", False), ("three", True)):
-            channels.add(name, urgent, Use(4, 4))
+            channels.add(name, urgent, ExchangeCount(4, 4))
     for channels, order in zip(ranks, (("two", "one", "three"), ("three", "two")), strict=True):
         for name in order:  # the second has not released "one" yet
             assert channels.release(name)
     said: list[bytes] = []
-    ranks[0].again(False, lambda payload: [said.append(payload) or payload])  # what it says
+    ranks[0].reuse(False, lambda payload: [said.append(payload) or payload])  # what it says
     ranks[0].release("one")
     both = [said[0], b'[{"1": 4, "2": 4}, []]']
-    assert [channels.again(False, lambda _: both)[0] for channels in ranks] == ["two", "two"]
-    assert [channels.again(False, lambda _: both)[0] for channels in ranks] == [None, None]
-    assert [channels.again(True, lambda _: both)[0] for channels in ranks] == ["three", "three"]
+    assert [channels.reuse(False, lambda _: both)[0] for channels in ranks] == ["two", "two"]
+    assert [channels.reuse(False, lambda _: both)[0] for channels in ranks] == [None, None]
+    assert [channels.reuse(True, lambda _: both)[0] for channels in ranks] == ["three", "three"]
 
 
 def test_one_process_has_nothing_to_release():
     local = LocalTransport()
-    local.release(local.channel(Side(local.ledger, "ahead")))
+    local.release(local.channel(ThreadLedger(local.ledger, "ahead")))

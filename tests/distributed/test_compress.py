@@ -184,7 +184,7 @@ def saved(transport, folder, steps):
         parallel,
         pipeline.optimizer,
         {"step": steps, "pipeline": pipeline.state_dict()},
-        pipeline.buckets,
+        pipeline.reducer,
     )
     return errors_of(pipeline)
 
@@ -193,14 +193,14 @@ def loaded(transport, folder, reducer=None):
     parallel, pipeline = build(transport, reducer or Thresholding(ETA, EVERY))
     checkpoints = Checkpoints(Path(folder), transport)
     progress = checkpoints.load(
-        checkpoints.latest(), parallel, pipeline.optimizer, pipeline.buckets
+        checkpoints.latest(), parallel, pipeline.optimizer, pipeline.reducer
     )
     pipeline.load_state_dict(progress["pipeline"])
     return parallel, pipeline
 
 
 def errors_of(pipeline):
-    return [entries["error"].clone() for entries in pipeline.buckets.state.values()]
+    return [entries["error"].clone() for entries in pipeline.reducer.state.values()]
 
 
 def resumed_in_the_middle(transport, folder, expected, stop=5):
@@ -322,10 +322,10 @@ def test_exact_and_compressed_checkpoints_load_into_each_other(tmp_path):
     saved(LocalTransport(), tmp_path / "compressed", 3)
     parallel, pipeline = build(LocalTransport(), None)
     checkpoints = Checkpoints(tmp_path / "compressed", LocalTransport())
-    checkpoints.load(checkpoints.latest(), parallel, pipeline.optimizer, pipeline.buckets)
+    checkpoints.load(checkpoints.latest(), parallel, pipeline.optimizer, pipeline.reducer)
     exact = Checkpoints(tmp_path / "exact", LocalTransport())
     path = exact.save(
-        parallel, pipeline.optimizer, {"step": 3, "pipeline": {"steps": 3}}, pipeline.buckets
+        parallel, pipeline.optimizer, {"step": 3, "pipeline": {"steps": 3}}, pipeline.reducer
     )
     assert "carried" not in json.loads((path / "state.json").read_text())
     _, pipeline = loaded(LocalTransport(), tmp_path / "exact")

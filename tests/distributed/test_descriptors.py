@@ -15,7 +15,7 @@ import freescale
 from freescale.cli import doctor
 from freescale.transport import descriptors
 from freescale.transport.connect import connect
-from freescale.transport.descriptors import fitting, needed, per_rank
+from freescale.transport.descriptors import count_fitting_ranks, count_needed, count_per_rank
 from freescale.transport.hostwire import opening
 
 
@@ -24,7 +24,7 @@ def _opened(transport, name, together):
     that are open then."""
     os.environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
     if not together:
-        opening.machine = lambda: b"machine %d" % transport.rank
+        opening.identify_machine = lambda: b"machine %d" % transport.rank
     before = len(os.listdir("/proc/self/fd"))
     made = connect("cpu", transport=name)
     parallel = freescale.parallelize(
@@ -54,9 +54,11 @@ def test_descriptors_for_each_other_rank(name, together):
     more = {third - first for (first, _), (third, _) in zip(two, three, strict=False)}
     # Less the connection of torch's own group, which was there before, and that of the store, which
     # is a file here.
-    assert more == {per_rank(name, "cpu", neighbour=together) - 2}
+    assert more == {count_per_rank(name, "cpu", neighbour=together) - 2}
     for world, found in ((2, two), (3, three)):
-        assert max(all_ for _, all_ in found) < needed(name, "cpu", world, world if together else 1)
+        assert max(all_ for _, all_ in found) < count_needed(
+            name, "cpu", world, world if together else 1
+        )
 
 
 def _limited(transport, soft, hard):
@@ -116,17 +118,21 @@ def test_too_few_are_an_error_before_the_ranks_meet(monkeypatch):
 @pytest.mark.parametrize("local", [1, 8, 500])
 def test_as_many_fit_as_are_needed_for(name, device, local):
     for limit in (1024, 4096, 65_536):
-        world = fitting(name, device, limit, local)
-        assert needed(name, device, world, local) <= limit < needed(name, device, world + 1, local)
+        world = count_fitting_ranks(name, device, limit, local)
+        assert (
+            count_needed(name, device, world, local)
+            <= limit
+            < count_needed(name, device, world + 1, local)
+        )
 
 
 def test_doctor_says_how_many_ranks_fit(monkeypatch):
-    monkeypatch.setattr(descriptors, "hard_limit", lambda: 1024)
+    monkeypatch.setattr(descriptors, "read_hard_limit", lambda: 1024)
     ((found, follows),) = [row[1:] for row in doctor.examine() if row[0] == "open files"]
     name = "collective" if not torch.cuda.is_available() else ""
     assert found == "1,024" and "ranks fit" in follows
     assert (
         not name
-        or f"about {fitting(name, 'cpu', 1024)} ranks" in follows
-        and f"{per_rank(name, 'cpu')} for each" in follows
+        or f"about {count_fitting_ranks(name, 'cpu', 1024)} ranks" in follows
+        and f"{count_per_rank(name, 'cpu')} for each" in follows
     )

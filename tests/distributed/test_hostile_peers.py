@@ -11,13 +11,13 @@ import torch
 from helpers.ranks import gather_ranks, run_ranks
 
 from freescale.transport.api import TransportError
-from freescale.transport.hostwire.calls import calls
-from freescale.transport.hostwire.channel import Channel
+from freescale.transport.hostwire.bindings import load_engine
 from freescale.transport.hostwire.engine import EngineChannel, EngineGate
 from freescale.transport.hostwire.gate import Gate
-from freescale.transport.hostwire.pinned import Pinned, shared_file
+from freescale.transport.hostwire.pinned import Pinned, create_shared_file
+from freescale.transport.hostwire.python_channel import PythonChannel
 from freescale.transport.hostwire.steps import LARGEST, SLOTS
-from freescale.transport.hostwire.transfer import Part, Round, Transfer
+from freescale.transport.hostwire.transfer import Block, Round, Transfer
 from freescale.transport.hostwire.wires.shared import SharedWire
 
 RING, SIZE = SLOTS * LARGEST, 1000
@@ -32,15 +32,15 @@ NONSENSE = {
 
 def _met(transport, carrier, message, answers=b""):
     """This rank exchanges with a peer that is not there: what it would say waits in the sockets."""
-    ring, theirs = (Pinned(RING, CPU, shared_file(RING)) for _ in range(2))
+    ring, theirs = (Pinned(RING, CPU, create_shared_file(RING)) for _ in range(2))
     (out, told), (into, telling) = socket.socketpair(), socket.socketpair()
     telling.sendall(message)
     told.sendall(answers)
     wire = SharedWire(ring, {1: out}, {1: into}, {1: theirs})
     sent, came = torch.zeros(2 * RING, dtype=torch.uint8), torch.zeros(SIZE, dtype=torch.uint8)
-    channel: EngineChannel | Channel
+    channel: EngineChannel | PythonChannel
     if carrier == "engine":
-        found = calls()
+        found = load_engine()
         assert found is not None
         channel = EngineChannel(
             found, 0, CPU, [wire], ring, EngineGate(found, 0.001), LARGEST // 2, 5.0
@@ -48,11 +48,13 @@ def _met(transport, carrier, message, answers=b""):
         laid = [([0, tensor.data_ptr()], [0, tensor.numel()]) for tensor in (sent, came)]
         wait = lambda: channel.submit("rows", False, (sent, came), *laid[0], *laid[1]).wait()  # noqa: E731
     else:
-        channel = Channel(
-            "test", 0, CPU, [wire, wire], ring, Gate(0.001), LARGEST // 2, 5.0, patient=True
+        channel = PythonChannel(
+            "test", 0, CPU, [wire, wire], ring, Gate(0.001), LARGEST // 2, 5.0, caller_drives=True
         )
-        transfer = Transfer("rows", [Round([Part(1, sent)])], [Round([Part(1, came)])], False, CPU)
-        wait = lambda: (channel.submit(transfer), transfer.wait())  # noqa: E731
+        transfer = Transfer(
+            "rows", [Round([Block(1, sent)])], [Round([Block(1, came)])], False, CPU
+        )
+        wait = lambda: channel.submit(transfer).wait()  # noqa: E731
     said = ""
     try:
         wait()

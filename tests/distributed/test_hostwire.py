@@ -1,5 +1,5 @@
-"""HostwireTransport against the definition of its collectives, over every wire; ranks that are slow, silent
-or dead; urgent and bulk."""
+"""HostwireTransport against the definition of its collectives, over every wire; ranks that are
+slow, silent or dead; urgent and bulk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 import torch
 from helpers.ranks import gather_ranks, run_ranks
 
-from freescale.ledger.ledger import Ledger, Side
+from freescale.ledger.ledger import Ledger, ThreadLedger
 from freescale.transport.api import TransportError
-from freescale.transport.choice import choose
+from freescale.transport.choice import choose_transport
 from freescale.transport.hostwire import opening
 from freescale.transport.hostwire.gate import Gate
 from freescale.transport.hostwire.transport import HostwireTransport
@@ -46,7 +46,7 @@ def _mixed(transport, wire, messages, delays):
     at random."""
     wire = hostwire(transport, wire)
     channels = [
-        wire.channel(Side(wire.ledger, name), urgent=name == "urgent")
+        wire.channel(ThreadLedger(wire.ledger, name), urgent=name == "urgent")
         for name in ("bulk", "urgent")
     ]
     threads, errors = [], []
@@ -67,7 +67,7 @@ def _mixed(transport, wire, messages, delays):
         threads[-1].start()
     for thread in threads:
         thread.join()
-    path = wire.path_of()
+    path = wire.describe_path()
     wire.close()
     assert not errors, errors
     return path
@@ -137,19 +137,19 @@ def _counted(transport, wire):
     wire.all_gather(torch.zeros(2), "counts").wait()
     wire.ledger.end_step()
     (record,) = wire.ledger.drain()
-    path = wire.path_of()
+    path = wire.describe_path()
     wire.close()
     assert handle.bytes == record["collectives"][0][1] and handle.path == path
     return [entry[:3] for entry in record["collectives"]], record["paths"]
 
 
 def _two_machines(transport, wire, seed):
-    opening.machine = lambda: b"machine %d" % (transport.rank // 2)
+    opening.identify_machine = lambda: b"machine %d" % (transport.rank // 2)
     made = HostwireTransport(
         "cpu", Ledger(), transport.group, transport.control, wire, timeout=timedelta(seconds=30)
     )
     _exchange(made, 60, random.Random(seed), random.Random(transport.rank))
-    path = made.path_of()
+    path = made.describe_path()
     made.close()
     return path
 
@@ -216,7 +216,7 @@ def test_bytes_and_path_are_in_the_ledger(wire):
 
 def _fails(transport, wire, how):
     wire = hostwire(transport, wire, seconds=4.0)
-    lane = wire.channel(Side(wire.ledger, "urgent"), urgent=True)
+    lane = wire.channel(ThreadLedger(wire.ledger, "urgent"), urgent=True)
     world, size = wire.world, 50_000
     lane.all_to_all(torch.zeros(size * world), [size] * world, [size] * world, "rows").wait()
     begin = time.monotonic()
@@ -254,7 +254,7 @@ def test_a_lost_rank_is_an_error_on_all_others(wire, how):
 def _closed(transport, wire):
     """A thread waits for a rank that does nothing, and another closes the transport."""
     wire = hostwire(transport, wire, seconds=30.0)
-    lane = wire.channel(Side(wire.ledger, "ahead"))
+    lane = wire.channel(ThreadLedger(wire.ledger, "ahead"))
     caught = []
 
     def wait():
@@ -288,7 +288,7 @@ def test_closing_wakes_a_thread_that_waits():
 def _idle(transport, wire):
     """Processor time of a rank that waits a second for another."""
     wire = hostwire(transport, wire)
-    lane = wire.channel(Side(wire.ledger, "ahead"))
+    lane = wire.channel(ThreadLedger(wire.ledger, "ahead"))
     lane.all_to_all(torch.zeros(wire.world), [1] * wire.world, [1] * wire.world, "rows").wait()
     wire.gather_bytes(b"")
     if wire.rank:
@@ -315,11 +315,11 @@ def test_no_core_is_busy_while_nothing_moves(wire):
 def _one_is_late(transport, wire):
     """Processor time of ranks that have answers of one peer to read while they wait for another,
     with more to send than slots."""
-    opening.machine = lambda: b"machine %d" % (transport.rank // 2)
+    opening.identify_machine = lambda: b"machine %d" % (transport.rank // 2)
     made = HostwireTransport(
         "cpu", Ledger(), transport.group, transport.control, wire, timeout=timedelta(seconds=30)
     )
-    lane, size = made.channel(Side(made.ledger, "ahead")), 20_000_000
+    lane, size = made.channel(ThreadLedger(made.ledger, "ahead")), 20_000_000
     lane.all_to_all(torch.zeros(3, dtype=torch.uint8), [1] * 3, [1] * 3, "rows").wait()
     made.gather_bytes(b"")
     sent = torch.full((3 * size,), made.rank, dtype=torch.uint8)
@@ -373,7 +373,7 @@ def _carrier(transport, wire):
 
 def test_what_carries():
     assert run_ranks(2, _carrier, "shared memory") == ["EngineChannel"] * 2
-    assert run_ranks(2, _carrier, "shared memory: mixed") == ["EngineChannel", "Channel"]
+    assert run_ranks(2, _carrier, "shared memory: mixed") == ["EngineChannel", "PythonChannel"]
 
 
 def test_bulk_gives_way_but_not_for_good():
@@ -390,7 +390,7 @@ def test_bulk_gives_way_but_not_for_good():
     thread.start()
     for _ in range(12):  # it moves: bulk waits
         time.sleep(0.06)
-        gate.moved()
+        gate.note_movement()
     assert not order
     gate.end()
     thread.join()
@@ -405,8 +405,8 @@ def _slow_rank(transport, wire):
     """A rank's urgent traffic waits for another's, which comes after the bulk that this rank still
     has to send."""
     wire = hostwire(transport, wire)
-    bulk = wire.channel(Side(wire.ledger, "ahead"))
-    urgent = wire.channel(Side(wire.ledger, "urgent"), urgent=True)
+    bulk = wire.channel(ThreadLedger(wire.ledger, "ahead"))
+    urgent = wire.channel(ThreadLedger(wire.ledger, "urgent"), urgent=True)
     world, size = wire.world, 2_000_000
     given = torch.full((size * world,), float(wire.rank))
     slow = wire.rank == 1
@@ -427,15 +427,18 @@ def test_urgent_that_waits_for_bulk_elsewhere(wire):
 
 
 def test_the_choice_of_a_transport():
-    assert choose("auto", "cpu", 1, True, True, True)[0] == "collective"
-    assert choose("auto", "cuda", 1, True, False, True)[0] == "hostwire-gloo"
-    assert choose("auto", "cuda", 2, True, True, True)[0] == "hostwire-ucx"
-    name, why = choose("auto", "cuda", 2, False, True, True)
+    assert choose_transport("auto", "cpu", 1, True, True, True)[0] == "collective"
+    assert choose_transport("auto", "cuda", 1, True, False, True)[0] == "hostwire-gloo"
+    assert choose_transport("auto", "cuda", 2, True, True, True)[0] == "hostwire-ucx"
+    name, why = choose_transport("auto", "cuda", 2, False, True, True)
     assert name == "hostwire-tcp" and "ucxx is missing" in why
-    name, why = choose("auto", "cuda", 2, False, True, False)
+    name, why = choose_transport("auto", "cuda", 2, False, True, False)
     assert name == "hostwire-gloo" and "engine" in why
-    assert choose("hostwire-gloo", "cpu", 1, False, False, False) == ("hostwire-gloo", "as asked")
+    assert choose_transport("hostwire-gloo", "cpu", 1, False, False, False) == (
+        "hostwire-gloo",
+        "as asked",
+    )
     with pytest.raises(ValueError, match="pip install"):
-        choose("hostwire-ucx", "cuda", 1, False, True, True)
+        choose_transport("hostwire-ucx", "cuda", 1, False, True, True)
     with pytest.raises(ValueError, match="transport must be one of"):
-        choose("pigeon", "cpu", 1, False, False, False)
+        choose_transport("pigeon", "cpu", 1, False, False, False)

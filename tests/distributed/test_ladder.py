@@ -41,7 +41,7 @@ def climb(transport, names):
         found[name] = {
             "losses": [running.step() for _ in range(3)],
             "options": ladder_arms.taken(name, running),
-            "schedule": type(running.pipeline),
+            "schedule": type(running.pipeline.schedule),
             "partitioner": balancer.partitioner.__name__ if balancer else "none",
             "adapts": bool(balancer and balancer.adaptive),
         }

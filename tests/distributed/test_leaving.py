@@ -21,8 +21,8 @@ from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.ledger.ledger import Ledger
-from freescale.pipeline.agreement import RemoteError
 from freescale.train.checkpoint import Checkpoints
+from freescale.transport.failures import RemoteError
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
 
@@ -37,7 +37,7 @@ def stream(transport, steps=12, seed=0):
 
 
 def balanced():
-    return {"balancer": Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))}
+    return {"balance": Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))}
 
 
 def same(left, right):
@@ -128,7 +128,7 @@ def _left_and_gone_on(transport, schedule, options):
     batches, numbers = iter(stream(transport)), []
     for leave in (4, 5, None):
         for result in pipeline.run(batches):
-            numbers.append(result.number)
+            numbers.append(result.batch_number)
             if result.step == leave:
                 break
     return numbers, state_of(parallel)
@@ -289,10 +289,10 @@ def test_training_goes_on_after_a_backward_that_failed(schedule, accumulate):
     )
     numbers = []
     for result in other.run(batches):
-        numbers.append(result.number)
-        if result.number == 6:
+        numbers.append(result.batch_number)
+        if result.batch_number == 6:
             break
-    assert numbers + [result.number for result in pipeline.run(batches)] == list(range(4, 12))
+    assert numbers + [result.batch_number for result in pipeline.run(batches)] == list(range(4, 12))
     expected = build(LocalTransport(), "serial", model=lambda: Clicks(items=6000))
     left = [batch for batch in stream(LocalTransport()) if batch.number != 3]
     list(expected[1].run(left[:3]))
@@ -406,7 +406,7 @@ def _diverging(transport, schedule):
     for result in pipeline.run(stream(transport)):
         if result.step == 3 and transport.rank == 0:
             with torch.no_grad():
-                next(pipeline.parallel.dense_parameters()).fill_(float("nan"))
+                next(pipeline.model.dense_parameters()).fill_(float("nan"))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -12,7 +12,7 @@ from helpers.ranks import run_ranks
 from helpers.wires import wired
 
 from freescale.ledger.ledger import Ledger
-from freescale.ledger.summary import merge_step
+from freescale.ledger.merge import merge_step
 from freescale.pipeline.dense import buckets
 from freescale.pipeline.dense.partitioned import PartitionedAllReduce, partition
 from freescale.pipeline.dense.thresholded import Thresholding
@@ -79,7 +79,7 @@ def test_sums_in_rank_order(world, wire):
 
 def _schedules(transport, wire, sums):
     buckets._LEAST_BYTES["cpu"] = 256
-    assert len(build(transport, "serial")[1].buckets.flat) > 1
+    assert len(build(transport, "serial")[1].reducer.flat) > 1
     found = []
     for schedule in ("serial", "staged"):
         over = _over(transport, wire)

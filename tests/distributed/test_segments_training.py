@@ -72,7 +72,7 @@ def one_step(transport, path, balance):
     before = {name: value.detach().clone() for name, value in parallel.module.named_parameters()}
     optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=1.0)
     pipeline = freescale.Pipeline(
-        parallel, optimizer, balancer=build_balancer(config, transport.device)
+        parallel, optimizer, balance=build_balancer(config, transport.device)
     )
     list(pipeline.run([data.batch(0)]))
     return {

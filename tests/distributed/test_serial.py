@@ -141,7 +141,7 @@ def test_ranks_without_samples_and_uneven_ends():
 def _uneven(transport):
     _, pipeline = build(transport)
     batches = [clicks_batch(4, seed) for seed in range((0, 5, 2)[transport.rank])]
-    return [(r.number, r.loss) for r in pipeline.run(batches)]
+    return [(r.batch_number, r.loss) for r in pipeline.run(batches)]
 
 
 def test_data_error_on_one_rank_reaches_all():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ from freescale.batch import SequenceBatch
 from freescale.embedding import collision, exchange
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.ledger.ledger import Ledger
+from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
@@ -149,7 +151,7 @@ def _variants(transport):
     ones = [ids[:1] if step % 3 else [] for step, ids in enumerate(colliding(0.5))]
     ones[0] = [7]
     found["one sample or none"] = differences(transport, ones, optimizer="adam")
-    balancer = {"balancer": Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))}
+    balancer = {"balance": Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))}
     found["balanced"] = differences(transport, colliding(0.3), optimizer="adam", **balancer)
     return found
 
@@ -335,7 +337,7 @@ def test_errors_reach_all_ranks(wire):
 
 
 def _broken_lane(transport):
-    parallel, pipeline = build(transport, "staged", masks=_crash)
+    parallel, pipeline = build(transport, partial(Staged, masks=_crash))
     batches = [
         share_of(batch_of(ids, number), transport)
         for number, ids in enumerate(colliding(0.3, steps=4))
@@ -360,9 +362,9 @@ def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
         raise RuntimeError("no memory today")
 
     parallel, pipeline = build(LocalTransport(), "staged")
-    jobs, submit = [], pipeline.urgent.submit
+    jobs, submit = [], pipeline.schedule.urgent.submit
     monkeypatch.setattr(
-        pipeline.urgent, "submit", lambda *job: jobs.append(submit(*job)) or jobs[-1]
+        pipeline.schedule.urgent, "submit", lambda *job: jobs.append(submit(*job)) or jobs[-1]
     )
     monkeypatch.setattr(exchange.Sharded, "allocate_rows", crash)
     batches = [batch_of(ids, number) for number, ids in enumerate(colliding(0.3, steps=4))]

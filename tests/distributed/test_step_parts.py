@@ -6,16 +6,20 @@ from __future__ import annotations
 import json
 import threading
 import time
+from functools import partial
 
 import pytest
 from helpers.collisions import batch_of, build, colliding, share_of
 from helpers.ranks import run_ranks
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.embedding.collision import collision_masks
-from freescale.ledger.busy import own_waits
-from freescale.ledger.summary import Summary, merge_step
+from freescale.ledger.merge import merge_step
+from freescale.ledger.record import CollectiveRecord
+from freescale.ledger.summary import Summary
+from freescale.ledger.waits import assign_waits
+from freescale.pipeline.staged import Staged
 
 HELD = 0.02  # seconds
 
@@ -30,11 +34,11 @@ def _slow_lane(transport, schedule, dense_sums):
         time.sleep(HELD)
         return collision_masks(current, following)
 
-    options = {"masks": masks} if schedule == "staged" else {}
-    parallel, pipeline = build(transport, schedule, dense_sums=dense_sums, **options)
+    made = partial(Staged, masks=masks) if schedule == "staged" else schedule
+    parallel, pipeline = build(transport, made, dense_sums=dense_sums)
     if schedule == "staged":
-        await_rows = pipeline._await_rows
-        pipeline._await_rows = lambda current: (waiting.set(), await_rows(current))
+        await_rows = pipeline.schedule._await_rows
+        pipeline.schedule._await_rows = lambda current: (waiting.set(), await_rows(current))
     batches = [
         share_of(batch_of(ids, number), transport)
         for number, ids in enumerate(colliding(0.3, steps=8))
@@ -67,7 +71,7 @@ def test_the_parts_of_a_step_add_up_to_it(schedule, dense_sums):
         # the first to wait: nobody communicates yet
         assert not held or max(figures["lane_ms"]) >= 0.9 * 1e3 * HELD
         assert not {"arrive", "await batch", "await sums"} & set(figures["busy_ms"])
-    result = summary.result()
+    result = summary.summarize()
     assert len(result["lane_ms_per_rank"]) == 3 and result["step_ms"]["mean"] == pytest.approx(
         sum(sum(values) for values in result["busy_ms_per_rank"].values()) / 3
         + sum(sum(result[f"{name}_ms_per_rank"]) for name in ("straggler", "exposed", "lane")) / 3,
@@ -75,11 +79,12 @@ def test_the_parts_of_a_step_add_up_to_it(schedule, dense_sums):
     )
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=8))
 def test_overlapping_waits_are_counted_once(drawn):
     """Moment by moment: each belongs to the collective that is done last."""
-    entries = [["rows", 1, 1, 0, begin, begin + length] for begin, length in drawn]
-    parts = own_waits(entries)
+    entries = [CollectiveRecord("rows", 1, 1, 0, begin, begin + length) for begin, length in drawn]
+    parts = assign_waits(entries)
     for moment in range(31):
         covering = [
             number for number, entry in enumerate(entries) if entry[-2] <= moment < entry[-1]

@@ -46,7 +46,7 @@ def test_where_the_engine_cannot_be_loaded(name, tmp_path):
     for got, carrier, asked, _ in (first, second):
         assert got == [0, 1]
         assert (carrier, asked) == (
-            ("Channel", True) if name == "hostwire-gloo" else ("NoneType", False)
+            ("PythonChannel", True) if name == "hostwire-gloo" else ("NoneType", False)
         )
     assert second[3] == ""
     if name == "hostwire-gloo":

@@ -19,7 +19,7 @@ import torch
 from helpers.command import freescale, started
 from helpers.small_runs import SMALL, interactions, metrics, train
 
-from freescale.train.launch import free_port
+from freescale.train.launch import find_free_port
 
 
 def test_train_resume_eval_export(tmp_path):
@@ -338,7 +338,7 @@ def test_a_default_folder_is_the_same_on_all_ranks(tmp_path):
         "1",
     ]
     ranks = []
-    port = free_port()
+    port = find_free_port()
     for rank in range(2):
         ranks.append(
             subprocess.Popen(
@@ -375,7 +375,7 @@ def test_a_run_is_not_overwritten(tmp_path):
 
 def test_a_free_port_is_none_that_a_connection_may_get():
     first = 32_768  # Linux's own setting; where somebody lowered it there may be no such port
-    for port in {free_port() for _ in range(5)}:
+    for port in {find_free_port() for _ in range(5)}:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", port))
         assert port < first
@@ -455,7 +455,7 @@ def test_killed_rank_is_noticed_without_a_launcher(tmp_path):
     """Ranks that nobody watches: the one that is left stops by itself, with an error, within a
     minute."""
     data = interactions(tmp_path / "events.parquet")
-    port = free_port()
+    port = find_free_port()
     arguments = [
         "train",
         "--data",

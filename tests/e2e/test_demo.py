@@ -28,7 +28,7 @@ def test_compare_trains_the_same_steps_twice_and_says_what_it_shows(tmp_path, mo
     monkeypatch.setattr(demo, "SHORT_SETTINGS", {**demo.SHORT_SETTINGS, **SMALL})
     data = tmp_path / "data.parquet"
     generate(data, users=40, items=2000, median=10, cap=20, global_batch=8, ranks=2)
-    assert demo.compare(data, tmp_path, 2, format_arguments) == 0
+    assert demo.compare_schedules(data, tmp_path, 2, format_arguments) == 0
     said = capfd.readouterr().out
     ledgers = [
         json.loads((tmp_path / f"short-{name}" / "ledger.json").read_text())
@@ -57,7 +57,7 @@ def test_compare_trains_the_same_steps_twice_and_says_what_it_shows(tmp_path, mo
 
 
 def test_a_comparison_that_fails_is_the_demo_failing(tmp_path, capfd):
-    assert demo.compare(tmp_path / "nowhere.parquet", tmp_path, 2, format_arguments) == 1
+    assert demo.compare_schedules(tmp_path / "nowhere.parquet", tmp_path, 2, format_arguments) == 1
     assert "nowhere.parquet" in capfd.readouterr().err
 
 
@@ -73,7 +73,7 @@ def test_the_demo_ends_with_the_comparison(ranks, status, expected, tmp_path, mo
     """Not after a failure, and not where one rank waits for nobody."""
     called: list[str] = []
     monkeypatch.setattr(cli, "train_run", lambda *given: called.append("train") or status)
-    monkeypatch.setattr(demo, "demo_data", lambda path: path)
-    monkeypatch.setattr(demo, "short_data", lambda path: path)
-    monkeypatch.setattr(demo, "compare", lambda *given: called.append("compare") or 0)
+    monkeypatch.setattr(demo, "make_demo_data", lambda path: path)
+    monkeypatch.setattr(demo, "make_short_data", lambda path: path)
+    monkeypatch.setattr(demo, "compare_schedules", lambda *given: called.append("compare") or 0)
     assert cli.run_demo(ranks, tmp_path) == status and called == expected

@@ -39,6 +39,17 @@ def test_own_model_on_two_ranks():
     assert "table item: 100,000 x 32, RowWiseAdagrad, sharded" in done.stdout
 
 
+def test_ranking_model_on_two_ranks():
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run(*ranks, "examples/ranking_model.py")
+    assert done.returncode == 0, done.stderr
+    steps = [line.split() for line in done.stdout.splitlines() if line.startswith("step")]
+    assert [words[1] for words in steps] == ["0", "20", "40", "60"]
+    first, last = (float(words[-1]) for words in (steps[0], steps[-1]))  # click accuracy
+    assert first < 0.6 and last > 0.8
+    assert "table category: 20 x 16, Adam, replicated" in done.stdout
+
+
 def test_snippets_of_own_model(tmp_path):
     """docs/own_model.md, block after block, on two ranks."""
     blocks = re.findall(
@@ -46,9 +57,10 @@ def test_snippets_of_own_model(tmp_path):
         (ROOT / "docs" / "own_model.md").read_text(encoding="utf-8"),
         re.DOTALL,
     )
-    assert len(blocks) == 7
+    assert len(blocks) == 9
     checks = """
 assert len(losses) == 6 and len(batch) == 2 and len(more) == 3 and more[0] < losses[0]  # the same batch, a second time
+assert 0 < found["click"] < 1 and 24 < found["length"] < 26 and set(output) == {"click"}
 list(freescale.Pipeline(other, torch.optim.AdamW(other.dense_parameters())).run(batches(transport.rank, steps=1)))
 assert "Adam, sharded" in "".join(other.tables.describe()), other.tables.describe()
 if transport.rank == 0:

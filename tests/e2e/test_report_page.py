@@ -18,8 +18,10 @@ VIEW = (
 # The widest transfer of a lane that is in view: where its middle is in the window, and what it is.
 EVENT = """
 const lanes = arguments[0];
-const rects = [...document.querySelectorAll('.timeline rect.event')].filter((r) => lanes.includes(r.event[1]) && r.event[6].path);
-const widest = rects.reduce((a, b) => (a.getBoundingClientRect().width > b.getBoundingClientRect().width ? a : b));
+const events = [...document.querySelectorAll('.timeline rect.event')];
+const rects = events.filter((r) => lanes.includes(r.event[1]) && r.event[6].path);
+const width = (rect) => rect.getBoundingClientRect().width;
+const widest = rects.reduce((a, b) => (width(a) > width(b) ? a : b));
 widest.scrollIntoView({ block: 'center' });
 const box = widest.getBoundingClientRect();
 return [box.left + box.width / 2, box.top + box.height / 2, widest.event];
@@ -30,7 +32,9 @@ SVG = (
 )
 FIGURES = """
 const found = [...document.querySelectorAll('[data-figure]')];
-return found.map((one) => [one.dataset.run, one.dataset.figure, one.dataset.value, one.textContent]);
+return found.map(
+  (one) => [one.dataset.run, one.dataset.figure, one.dataset.value, one.textContent]
+);
 """
 TIP = "const t = document.getElementById('tip'); return t.hidden ? null : t.textContent;"
 
@@ -96,9 +100,11 @@ def test_figures_on_the_page_are_the_ledgers(made, desk: Browser):
         assert words[run, "straggler_percent"] == f"{ledger['straggler_percent']:.1f} %"
         assert words[run, "exposed_percent"] == f"{ledger['exposed_percent']:.1f} %"
     # The bars are as wide as their figures say, and add up to the step.
-    wide = desk.run("return [...document.querySelectorAll('.bar')].slice(0, 2).map((b) => "
-                    "[...b.querySelectorAll('span')].map("
-                    "(s) => [JSON.parse(s.dataset.value), s.getBoundingClientRect().width]))")  # fmt: skip
+    wide = desk.run(
+        "return [...document.querySelectorAll('.bar')].slice(0, 2).map((b) => "
+        "[...b.querySelectorAll('span')].map("
+        "(s) => [JSON.parse(s.dataset.value), s.getBoundingClientRect().width]))"
+    )
     for bar in wide:
         total, pixels = sum(v for v, _ in bar), sum(w for _, w in bar)
         assert all(abs(w - v / total * pixels) < 1 for v, w in bar)
@@ -130,8 +136,12 @@ def test_timeline_zooms_and_moves(made, desk: Browser):
     desk.drag([(left + width / 2, top + 8), (left + width * 3 / 4, top + 8)])
     part = desk.run(VIEW)
     assert part[1] - part[0] < (whole[1] - whole[0]) / 2 and part[0] > whole[0]
-    for action, holds in (("zoom-in", lambda a, b: b[1] - b[0] < a[1] - a[0]), ("left", lambda a, b: b[0] < a[0]),
-                          ("right", lambda a, b: b[0] > a[0]), ("zoom-out", lambda a, b: b[1] - b[0] > a[1] - a[0])):  # fmt: skip
+    for action, holds in (
+        ("zoom-in", lambda a, b: b[1] - b[0] < a[1] - a[0]),
+        ("left", lambda a, b: b[0] < a[0]),
+        ("right", lambda a, b: b[0] > a[0]),
+        ("zoom-out", lambda a, b: b[1] - b[0] > a[1] - a[0]),
+    ):
         before = desk.run(VIEW)
         desk.click(f"[data-action={action}]")
         assert holds(before, desk.run(VIEW)), action

@@ -21,7 +21,7 @@ from helpers.toys import Clicks, clicks_batch, rank_slice
 import freescale
 from freescale.batch import SequenceBatch
 from freescale.ledger.ledger import Ledger
-from freescale.ledger.summary import merge_step
+from freescale.ledger.merge import merge_step
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.transport.local import LocalTransport
@@ -146,7 +146,7 @@ def test_the_ledger_adds_no_synchronization():
             with ledger.span("forward"):
                 for _ in range(20):
                     x = x @ x * 1e-3
-            with ledger.arrive("rows", 1, 1, "nccl").wait():
+            with ledger.begin_collective("rows", 1, 1, "nccl").wait():
                 y = x + 1
             ledger.count("samples", y[:2].numel())
             ledger.end_step()
@@ -239,7 +239,7 @@ from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import find_partitioner
 partitioner = sys.argv[2]
 balancer = None if partitioner == "none" else Balancer(find_partitioner(partitioner, "cuda"), CostModel.balanced_at(5), adapt=True)
-pipeline = freescale.Pipeline(parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2), clip=0.5, balancer=balancer)
+pipeline = freescale.Pipeline(parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2), clip=0.5, balance=balancer)
 batches = [rank_slice(clicks_batch(13, seed), transport.rank, transport.world) for seed in range(4)]
 losses = [r.loss for r in pipeline.run(batches)]
 from freescale.train.checkpoint import Checkpoints

@@ -10,7 +10,7 @@ from helpers.toys import Clicks, clicks_batch
 
 import freescale
 from freescale.train.checkpoint import Checkpoints
-from freescale.train.checkpoint.finite_check import first_not_finite
+from freescale.train.checkpoint.finite_check import find_not_finite
 from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -59,12 +59,12 @@ def test_resumes_with_its_state_where_it_belongs(tmp_path, name, before):
     run(pipeline, 0, 3)
     checkpoints = Checkpoints(tmp_path, parallel.transport)
     checkpoints.save(
-        parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()}, pipeline.buckets
+        parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()}, pipeline.reducer
     )
     resumed, fresh, again = build("cuda", OPTIMIZERS[name])
     checkpoints = Checkpoints(tmp_path, resumed.transport)
     again.load_state_dict(
-        checkpoints.load(checkpoints.path(3), resumed, fresh, again.buckets)["pipeline"]
+        checkpoints.load(checkpoints.path(3), resumed, fresh, again.reducer)["pipeline"]
     )
     if before == "cuda":
         assert places(fresh) == places(dense)
@@ -87,14 +87,14 @@ def test_one_number_that_is_not_finite_is_found(dtype, bad):
     for size in (1, 33, 100_000):
         for place in (0, size // 2, size - 1):
             values = torch.ones(size, dtype=dtype, device="cuda")
-            assert first_not_finite({"a": values}) is None
+            assert find_not_finite({"a": values}) is None
             values[place] = bad
-            assert first_not_finite({"a": values, "b": torch.ones(2)}) == "a"
+            assert find_not_finite({"a": values, "b": torch.ones(2)}) == "a"
 
 
 def test_looking_for_them_takes_no_second_tensor():
     values = torch.ones(1 << 26, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    assert first_not_finite({"a": values}) is None
+    assert find_not_finite({"a": values}) is None
     assert torch.cuda.max_memory_allocated() - before < 1 << 22

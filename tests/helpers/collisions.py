@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ import freescale
 from freescale.batch import Jagged, SequenceBatch
 from freescale.embedding import collision
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.pipeline.staged import Staged
 from freescale.transport.process_group import ProcessGroupTransport
 from helpers.toys import Clicks
 from helpers.training import gather_tables
@@ -95,7 +97,7 @@ def build(
     shape = {"placement": placement, "init_std": 0.3, "seed": 5, "wire_dtype": wire}
     parallel = freescale.parallelize(model, model.ids, rows, transport=transport, **shape)
     if schedule == "stale":
-        schedule, options["masks"] = "staged", no_collisions
+        schedule = partial(Staged, masks=no_collisions)
     dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
     return parallel, freescale.Pipeline(parallel, dense, schedule=schedule, **options)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 import freescale
@@ -10,6 +12,7 @@ from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.embedding import collision
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.pipeline.staged import Staged
 from helpers.toys import Clicks, clicks_batch, rank_slice
 
 
@@ -44,9 +47,9 @@ def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.
         init_std=0.3,
     )
     if balanced:
-        options["balancer"] = Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))
+        options["balance"] = Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))
     if schedule == "stale":
-        schedule, options["masks"] = "staged", no_collisions
+        schedule = partial(Staged, masks=no_collisions)
     pipeline = freescale.Pipeline(
         parallel,
         torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from freescale.ledger.busy import busy
-from freescale.ledger.summary import Summary, merge_step
-from freescale.ledger.trace import header, step_events, write_trace
+from freescale.ledger.busy import sum_busy
+from freescale.ledger.merge import merge_step
+from freescale.ledger.record import CollectiveRecord, Span
+from freescale.ledger.summary import Summary
+from freescale.ledger.trace import make_header, make_step_events, write_trace
 
 MS = 1_000_000
 
@@ -39,9 +41,9 @@ def records(step: int, ranks: int = 2, balanced: bool = True) -> list[dict]:
                 "max_predicted_imbalance": 1.0,
                 "max_moved_tokens": 20,
             }
-        timed = [[name, begin + a * MS, begin + b * MS] for name, a, b in spans]
+        timed = [Span(name, begin + a * MS, begin + b * MS) for name, a, b in spans]
         arrived = [
-            [kind, sent, back, *(begin + t * MS for t in times)]
+            CollectiveRecord(kind, sent, back, *(begin + t * MS for t in times))
             for kind, sent, back, *times in collectives
         ]
         found.append(
@@ -52,7 +54,7 @@ def records(step: int, ranks: int = 2, balanced: bool = True) -> list[dict]:
                 "spans": timed,
                 "collectives": arrived,
                 "carriers": [["ahead", "gloo"], ["", "gloo"]],
-                "busy": busy(begin, begin + 55 * MS, timed, arrived),
+                "busy": sum_busy(begin, begin + 55 * MS, timed, arrived),
                 "paths": {"rows": {"gloo": 1000}, "dense": {"gloo": 400}},
                 "counters": {**counters, "requests": 10, "collisions": 2},
             }
@@ -65,7 +67,7 @@ def run_folder(
 ) -> Path:
     """A run's folder; `older` leaves out what earlier versions did not write."""
     folder.mkdir(parents=True)
-    summary, lines, events = Summary(ranks), [], header(ranks)
+    summary, lines, events = Summary(ranks), [], make_header(ranks)
     for step in range(steps):
         found = records(step, ranks, balanced)
         figures = merge_step(found)
@@ -81,8 +83,8 @@ def run_folder(
             }
         summary.add(figures)
         lines.append(json.dumps(figures))
-        events += step_events(found, 0)
-    result = summary.result()
+        events += make_step_events(found, 0)
+    result = summary.summarize()
     if older:
         del result["busy_ms_per_rank"], result["exposed_ms_per_rank"]
     else:

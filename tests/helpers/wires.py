@@ -8,8 +8,8 @@ WIRES = ["shared memory", "gloo", "ucx: tcp", "ucx: shared memory", "shared memo
 
 
 def wired(wire: str, rank: int = 0) -> tuple[str, bool]:
-    """(kind, shared) of a HostwireTransport, in a rank; UCX is told what to use before it is loaded. Mixed:
-    odd ranks have no compiler."""
+    """(wire, shared) of a HostwireTransport, in a rank; UCX is told what to use before it is
+    loaded. Mixed: odd ranks have no compiler."""
     if wire.startswith("ucx"):
         os.environ["UCX_TLS"] = "tcp,self" if wire.endswith("tcp") else "sm,self"
         os.environ["UCX_NET_DEVICES"] = "lo" if wire.endswith("tcp") else "all"

@@ -36,7 +36,7 @@ def fingerprint(path: Path) -> str:
 @pytest.fixture
 def settled(monkeypatch):
     """A file system that keeps its own times, and files old enough to be remembered."""
-    monkeypatch.setattr(digest, "keeps_its_times", lambda path, mounts: True)
+    monkeypatch.setattr(digest, "keeps_own_times", lambda path, mounts: True)
     monkeypatch.setattr(digest, "_SETTLED_S", -1.0)
 
 
@@ -100,7 +100,7 @@ def test_what_may_have_changed_unseen_is_read_again(tmp_path, settled, monkeypat
     monkeypatch.setattr(digest, "_SETTLED_S", 1e6)
     assert hashed(path, tmp_path / "cache") and hashed(path, tmp_path / "cache")
     monkeypatch.setattr(digest, "_SETTLED_S", -1.0)
-    monkeypatch.setattr(digest, "keeps_its_times", lambda path, mounts: False)
+    monkeypatch.setattr(digest, "keeps_own_times", lambda path, mounts: False)
     assert hashed(path, tmp_path / "cache") and hashed(path, tmp_path / "cache")
     assert not (tmp_path / "cache" / "digests").exists()
 
@@ -140,7 +140,7 @@ MOUNTS = """\
     ],
 )
 def test_only_file_systems_that_set_the_time_of_a_change_are_trusted(path, kept):
-    assert digest.keeps_its_times(Path(path), MOUNTS) == kept
+    assert digest.keeps_own_times(Path(path), MOUNTS) == kept
 
 
 def test_a_file_that_changes_while_it_is_prepared_is_refused(tmp_path):
@@ -193,7 +193,7 @@ def test_content_is_all_bytes_in_their_order(tmp_path, monkeypatch):
         path = tmp_path / str(number)
         path.write_bytes(content)
         shares: list[float] = []
-        (found,) = digest.contents([path], tmp_path / "memory", shares.append)
+        (found,) = digest.read_contents([path], tmp_path / "memory", shares.append)
         assert shares == sorted(shares) and shares[-1] == 1.0
         seen.add(found.digest)
     assert len(seen) == 7

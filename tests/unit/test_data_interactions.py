@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from freescale.data import interactions, layouts
+from freescale.data import interactions, text_formats
 from freescale.data.interactions import read_interactions
 
 
@@ -141,7 +141,7 @@ def test_amazon_json(tmp_path, names):
 
 
 def test_codes_go_on_over_blocks_and_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(layouts, "_BLOCK", 16)  # less than a line
+    monkeypatch.setattr(text_formats, "_BLOCK", 16)  # less than a line
     content = "".join(",".join(map(str, row)) + "\n" for row in AMAZON)
     first, second = text(tmp_path, "a.csv", content), text(tmp_path, "b.csv", "AXY,NEW,3.0,7\n")
     reader = read_interactions([first, second])

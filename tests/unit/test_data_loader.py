@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.batch import SequenceBatch
-from freescale.data import Histories, prefetched
+from freescale.data import Histories, prefetch
 from freescale.random import derive
 
 USERS, GROUP = 53, 6  # 9 row groups, the last one short
@@ -259,7 +259,7 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
     monkeypatch.setattr(
         loader.file, "read", lambda group, columns: (reads.append(group), read(group, columns))[1]
     )
-    held = [len(loader._groups) for _ in loader]
+    held = [len(loader._reader.groups) for _ in loader]
     assert max(held) <= 6
     assert len(reads) <= 3 * 24, len(reads)
     assert set(reads) == set(range(24))
@@ -363,7 +363,7 @@ def test_item_counts(data, split, split_time):
     part = "train" if split == "none" else "test"
     counts = Histories(
         path, 4, split=split, split_time=split_time, part=part, num_items=400
-    ).item_counts()
+    ).count_items()
     expected = torch.zeros(400, dtype=torch.int64)
     for row in rows:
         for item in row["item_id"][: part_of(row, "train", split, split_time)[0]]:
@@ -532,7 +532,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, one_thread):
         try:
             loader = Histories(tmp_path / "h.parquet", 64, negatives=2)
             assert sum(len(batch) for batch in loader) == users
-            assert len(loader._groups) <= 10
+            assert len(loader._reader.groups) <= 10
             peaks.append(pool.max_memory())
         finally:
             pa.set_memory_pool(usual)
@@ -541,7 +541,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, one_thread):
 
 def test_prefetched_yields_all_and_stops():
     before = threading.active_count()
-    assert list(prefetched(range(100), depth=3)) == list(range(100))
+    assert list(prefetch(range(100), depth=3)) == list(range(100))
     closed, made = [], []
 
     def source():
@@ -552,13 +552,13 @@ def test_prefetched_yields_all_and_stops():
         finally:
             closed.append(threading.current_thread().name)
 
-    some = prefetched(source(), depth=2)
+    some = prefetch(source(), depth=2)
     assert [next(some), next(some)] == [0, 1]
     some.close()
     assert closed == ["freescale-prefetch"] and len(made) <= 5
     assert threading.active_count() == before
     with pytest.raises(ValueError, match="depth is 0"):
-        prefetched([], depth=0)
+        prefetch([], depth=0)
 
 
 def test_prefetched_raises_in_the_consumer():
@@ -566,7 +566,7 @@ def test_prefetched_raises_in_the_consumer():
         yield 1
         raise OSError("the disk is gone")
 
-    some = prefetched(source())
+    some = prefetch(source())
     assert next(some) == 1
     with pytest.raises(OSError, match="the disk is gone"):
         next(some)
@@ -576,5 +576,5 @@ def test_prefetched_batches_are_the_batches(data):
     loader = Histories(data[0], 9, epochs=2)
     assert all(
         same(a, b)
-        for a, b in zip(prefetched(loader), list(Histories(data[0], 9, epochs=2)), strict=True)
+        for a, b in zip(prefetch(loader), list(Histories(data[0], 9, epochs=2)), strict=True)
     )

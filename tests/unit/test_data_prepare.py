@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.data import build, histories, interactions, prepare
+from freescale.data import histories_writer, history_builder, interactions, prepare
 
 events = st.lists(
     st.tuples(st.integers(0, 12), st.integers(0, 30), st.integers(-5, 5), st.integers(0, 9)),
@@ -95,12 +95,16 @@ def large(path: Path, count: int, ties: bool = False) -> Path:
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("fan_out", [3, 128])
 def test_many_buckets_recursion_and_ties(tmp_path, monkeypatch, ties, fan_out):
-    monkeypatch.setattr(build, "_FAN_OUT", fan_out)  # 3: both partitions recurse several times
-    monkeypatch.setattr(build, "_SAMPLES", 4)
+    monkeypatch.setattr(
+        history_builder, "_FAN_OUT", fan_out
+    )  # 3: both partitions recurse several times
+    monkeypatch.setattr(history_builder, "_SAMPLES", 4)
     source = large(tmp_path / "e.parquet", 20_000, ties)
     buckets = []
-    whole = build._histories
-    monkeypatch.setattr(build, "_histories", lambda table: (buckets.append(table), whole(table))[1])
+    whole = history_builder._group_events
+    monkeypatch.setattr(
+        history_builder, "_group_events", lambda table: (buckets.append(table), whole(table))[1]
+    )
     made = prepare(source, tmp_path / "cache", bucket_events=400)
     for bucket in buckets:  # bounded, whatever the one long history that it may hold besides
         longest = max(
@@ -118,7 +122,7 @@ def test_many_buckets_recursion_and_ties(tmp_path, monkeypatch, ties, fan_out):
 
 
 def test_row_groups_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(histories, "GROUP_EVENTS", 1500)
+    monkeypatch.setattr(histories_writer, "GROUP_EVENTS", 1500)
     rows = [(u, e, e, 0) for u in range(700) for e in range(2 if u < 600 else 40)]
     one = prepare(write(tmp_path / "e.parquet", rows), tmp_path / "one")
     many = prepare(tmp_path / "e.parquet", tmp_path / "many", bucket_events=64)

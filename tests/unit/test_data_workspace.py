@@ -110,7 +110,7 @@ def test_only_folders_of_makers_that_are_surely_dead_are_cleared(
     tmp_path, name, mark, age, cleared
 ):
     folder = left(tmp_path, name, mark, age)
-    workspace.clear(tmp_path)
+    workspace.remove_dead_workspaces(tmp_path)
     assert folder.exists() != cleared
 
 
@@ -119,9 +119,9 @@ def test_a_locked_folder_stays_however_old_it_is(tmp_path, mark):
     folder = left(tmp_path, ".key-1", mark, 1000 * HOUR)
     with open(folder / workspace.MARK, "rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        workspace.clear(tmp_path)
+        workspace.remove_dead_workspaces(tmp_path)
         assert (folder / "users0" / "0.arrow").exists()
-    workspace.clear(tmp_path)
+    workspace.remove_dead_workspaces(tmp_path)
     assert not folder.exists()
 
 
@@ -187,12 +187,15 @@ import os, shutil, sys
 from pathlib import Path
 from freescale.data import generate, prepare
 source, cache = Path(sys.argv[1]), Path(sys.argv[2])
-for work in (lambda: prepare(source, cache), lambda: generate(cache / "h.parquet", users=8_000, items=1000, median=40)):
+def fill():
+    return generate(cache / "h.parquet", users=8_000, items=1000, median=40)
+for work in (lambda: prepare(source, cache), fill):
     try:
         work()
     except OSError as error:
         print(error)
-    print([name for name in os.listdir(cache) if name != "digests"], shutil.disk_usage(cache).used < 20_000)
+    left = [name for name in os.listdir(cache) if name != "digests"]
+    print(left, shutil.disk_usage(cache).used < 20_000)
 """
 
 

@@ -25,7 +25,8 @@ from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.thresholded import ThresholdedGradients
 from freescale.pipeline.schedule import Schedule
 from freescale.simulate.compute import Model
-from freescale.simulate.workload import Generated, Recorded
+from freescale.simulate.generated_workload import GeneratedWorkload
+from freescale.simulate.recorded_workload import RecordedWorkload
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.hostwire.transport import HostwireTransport
 
@@ -43,6 +44,7 @@ OTHER_THINGS = {
     (Histories, "epochs"),  # of a loader: one pass, as of any iterable. A run passes its own number
     (parallelize, "row_optimizer"),  # an object: below
     (parallelize, "transport"),  # an object
+    (Pipeline, "balance"),  # costs are the model's: the command line knows its own models
 }
 CALLABLES = [
     *(
@@ -95,8 +97,8 @@ def test_constructors_have_the_defaults_of_the_command_line(function):
     ("kind", "function", "names"),
     [
         (GenerateConfig, generate, {}),
-        (SimulateConfig, Generated, {}),
-        (SimulateConfig, Recorded, {}),
+        (SimulateConfig, GeneratedWorkload, {}),
+        (SimulateConfig, RecordedWorkload, {}),
         (SimulateConfig, Model, {"longest": "cap"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -7,15 +7,15 @@ import re
 import pytest
 import torch
 
-from freescale.cli.doctor import _kernels, examine
+from freescale.cli.doctor import _check_kernels, examine
 from freescale.kernels.dispatch import fits_triton_attention, has_triton, plan_attention
-from freescale.kernels.reference.attention_plan import AttentionPlan
+from freescale.kernels.reference.attention import AttentionPlan
 
 
 @pytest.mark.parametrize("triton", [None, "3.6.0"])
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_kernels_that_doctor_names_are_those_that_run(gpu, triton):
-    _, found, says = _kernels(gpu, triton)
+    _, found, says = _check_kernels(gpu, triton)
     default = fits_triton_attention(gpu, triton is not None, (32, 32), torch.float32)
     assert found == (triton or "no")
     assert ("Triton kernels run" in says) == default and ("plain torch kernels run" in says) == (
@@ -24,7 +24,7 @@ def test_the_kernels_that_doctor_names_are_those_that_run(gpu, triton):
 
 
 def test_the_head_widths_that_doctor_names_are_those_of_the_rule():
-    named = {int(number) for number in re.findall(r"\d+", _kernels(True, "3.6.0")[2])}
+    named = {int(number) for number in re.findall(r"\d+", _check_kernels(True, "3.6.0")[2])}
     assert named == {
         width
         for width in range(1, 513)

@@ -1,4 +1,4 @@
-"""engine.c under AddressSanitizer and UndefinedBehaviorSanitizer: random exchanges between ranks,
+"""The engine under AddressSanitizer and UndefinedBehaviorSanitizer: random exchanges between ranks,
 and peers that say anything."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from freescale.transport.hostwire.compiled import FLAGS, source
+from freescale.transport.hostwire.compiled import FLAGS, SOURCES
 
 SANITIZERS = [
     "-g",
@@ -37,7 +37,7 @@ def test_random_exchanges_and_hostile_peers_under_sanitizers(tmp_path):
     library = tmp_path / "engine.so"
     flags = [flag for flag in FLAGS if flag != "-O2"]
     subprocess.run(
-        [compiler, *flags, *SANITIZERS, "-o", str(library), str(source("engine"))],
+        [compiler, *flags, *SANITIZERS, "-o", str(library), str(SOURCES / "engine.c")],
         check=True,
         timeout=60,
     )

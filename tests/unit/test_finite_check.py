@@ -4,7 +4,7 @@ the size."""
 import pytest
 import torch
 
-from freescale.train.checkpoint.finite_check import first_not_finite
+from freescale.train.checkpoint.finite_check import find_not_finite
 
 NAN, INFINITE = float("nan"), float("inf")
 
@@ -25,32 +25,32 @@ def test_one_number_anywhere_is_found(dtype, bad):
     for size in (1, 7, 64, 1000):
         for place in (0, size // 2, size - 1):
             values = torch.ones(size, dtype=torch.float32).to(dtype)
-            assert first_not_finite({"a": values}) is None
+            assert find_not_finite({"a": values}) is None
             values[place] = bad
-            assert first_not_finite({"a": torch.ones(3), "b": values}) == "b"
+            assert find_not_finite({"a": torch.ones(3), "b": values}) == "b"
 
 
 def test_the_largest_numbers_are_finite():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         largest = torch.finfo(dtype).max
         assert (
-            first_not_finite({"a": torch.tensor([largest, -largest, largest], dtype=dtype)}) is None
+            find_not_finite({"a": torch.tensor([largest, -largest, largest], dtype=dtype)}) is None
         )
 
 
 def test_what_has_no_such_numbers_is_passed_over():
     assert (
-        first_not_finite(
+        find_not_finite(
             {"a": torch.tensor([1, 2]), "b": torch.tensor([True]), "c": torch.empty(0, 3)}
         )
         is None
     )
-    assert first_not_finite({}) is None
+    assert find_not_finite({}) is None
 
 
 def test_what_is_not_trained_may_be_infinite_and_must_be_numbers():
     """Masks of attention are."""
     mask = torch.full((4, 4), -INFINITE).triu(1)
-    assert first_not_finite({"mask": mask}) == "mask"
-    assert first_not_finite({"mask": mask}, {"mask"}) is None
-    assert first_not_finite({"mask": mask * 0}, {"mask"}) == "mask"
+    assert find_not_finite({"mask": mask}) == "mask"
+    assert find_not_finite({"mask": mask}, {"mask"}) is None
+    assert find_not_finite({"mask": mask * 0}, {"mask"}) == "mask"

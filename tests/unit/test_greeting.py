@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from freescale.transport.hostwire import greeting
-from freescale.transport.hostwire.pinned import Pinned, shared_file
-from freescale.transport.hostwire.wires import shared, tcp
+from freescale.transport.hostwire.pinned import Pinned, create_shared_file
+from freescale.transport.hostwire.wires import greeting, shared, tcp
 
 SIZE = 1 << 12
 
@@ -52,7 +51,7 @@ def _by_stream(rank, gather):
 
 
 def _by_memory(rank, gather):
-    file = shared_file(SIZE)
+    file = create_shared_file(SIZE)
     ring = Pinned(SIZE, torch.device("cpu"), file)
     try:
         return shared.connect(rank, [1 - rank], ring, file, torch.device("cpu"), gather, 20.0)
@@ -78,7 +77,9 @@ def _called(text: bytes) -> socket.socket:
 
 @pytest.mark.parametrize("connect", [_by_stream, _by_memory])
 def test_callers_that_say_nothing_hold_nobody_up(connect, monkeypatch):
-    monkeypatch.setattr(greeting, "_GREETING", 600.0)  # none of them is sent away for its silence
+    monkeypatch.setattr(
+        greeting, "_GREETING_SECONDS", 600.0
+    )  # none of them is sent away for its silence
     before = set(Path("/proc/self/fd").iterdir())
     with ExitStack() as strangers:
 
@@ -95,7 +96,7 @@ def test_callers_that_say_nothing_hold_nobody_up(connect, monkeypatch):
 
 
 def _file(size=SIZE, sealed=True):
-    file = shared_file(size) if sealed else os.memfd_create("unsealed")
+    file = create_shared_file(size) if sealed else os.memfd_create("unsealed")
     os.ftruncate(file, size)
     return file
 
@@ -128,13 +129,13 @@ def test_a_ring_that_is_none_is_not_mapped():
 
 
 def test_who_says_nothing_is_sent_away(monkeypatch):
-    monkeypatch.setattr(greeting, "_GREETING", 0.05)
+    monkeypatch.setattr(greeting, "_GREETING_SECONDS", 0.05)
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname(), 5.0) as calling,
     ):
         with pytest.raises(TimeoutError):
-            next(greeting.heard(listener, 4, 1, time.monotonic() + 0.3))
+            next(greeting.accept_callers(listener, 4, 1, time.monotonic() + 0.3))
         assert calling.recv(1) == b""
 
 
@@ -145,6 +146,6 @@ def test_what_comes_in_parts_is_heard():
     ):
         calling.sendall(b"he")
         threading.Timer(0.1, calling.sendall, [b"llo"]).start()
-        caller = next(greeting.heard(listener, 4, 1, time.monotonic() + 5.0))
+        caller = next(greeting.accept_callers(listener, 4, 1, time.monotonic() + 5.0))
         assert caller.hello == b"hell"
         caller.close()

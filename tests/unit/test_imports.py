@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import freescale
+
+ROOT = Path(__file__).resolve().parents[2]
 
 CORE = [
     "freescale.batch",
@@ -39,7 +45,7 @@ sys.meta_path.insert(0, Block())
 import freescale
 for name in {CORE}:
     __import__(name)
-freescale.parallelize, freescale.Pipeline, freescale.SequenceBatch
+[getattr(freescale, name) for name in freescale.__all__ if name not in ("data", "Trainer")]
 """)
 
 
@@ -54,6 +60,38 @@ except SystemExit:
 print("torch" in sys.modules, "pyarrow" in sys.modules)
 """)
     assert out.endswith("False False\n") and "--global-batch" in out
+
+
+@pytest.mark.parametrize("name", freescale.__all__)
+def test_a_public_name_is_there_with_a_description(name):
+    text = inspect.getdoc(getattr(freescale, name))
+    assert text and name in dir(freescale)
+    assert not text.startswith(f"{name}("), "that is what a dataclass makes up"
+
+
+def test_an_unknown_name_is_no_attribute():
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = freescale.Nothing
+    assert (Path(freescale.__file__).parent / "py.typed").exists()
+
+
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py")]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_use_the_public_names_alone(path):
+    text = path.read_text(encoding="utf-8")
+    assert not re.findall(r"^\s*(?:from|import) freescale\.\S+", text, re.MULTILINE)
+    named = {
+        name.strip().split(" as ")[0]
+        for line in re.findall(r"^\s*from freescale import (.+)$", text, re.MULTILINE)
+        for name in line.partition("#")[0].strip("() ").split(",")
+        if name.strip()
+    }
+    if path.suffix == ".py" or "```python" in text:
+        code = "".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)) or text
+        named |= set(re.findall(r"\bfreescale\.([A-Za-z_]+)", code))
+    assert named <= set(freescale.__all__), sorted(named - set(freescale.__all__))
 
 
 def imported(path: Path) -> set[str]:

@@ -8,9 +8,13 @@ import json
 import pytest
 import torch
 
+import freescale
 from freescale.ledger.collector import Collector
 from freescale.ledger.ledger import Ledger
-from freescale.ledger.summary import Summary, merge_step, shifted
+from freescale.ledger.merge import merge_step
+from freescale.ledger.record import shift_clock
+from freescale.ledger.summary import Summary
+from freescale.ledger.waits import split_wait
 
 MS = 1_000_000
 
@@ -24,6 +28,29 @@ def record(step, begin, end, spans=(), collectives=(), **counters):
         "collectives": [[k, s, r, *(t * MS for t in times)] for k, s, r, *times in collectives],
         "counters": counters,
     }
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "last_arrival", "straggler", "exposed"),
+    [
+        (10, 35, 30, 20, 5),  # the last rank arrives during the wait
+        (30, 35, 30, 0, 5),  # this rank is the last
+        (20, 22, 5, 0, 2),  # overlapped: all had arrived before compute stopped
+        (10, 35, 35, 25, 0),  # the result is there at once when the last rank arrives
+        (10, 35, 40, 25, 0),  # the other host's clock is ahead
+        (20, 20, 5, 0, 0),  # the result was there
+        (20, 20, 30, 0, 0),
+    ],
+)
+def test_a_wait_is_split_into_straggler_and_exposed(begin, end, last_arrival, straggler, exposed):
+    parts = split_wait(begin, end, last_arrival)
+    assert (parts.straggler, parts.exposed) == (straggler, exposed)
+    # the same through the merge: rank 0 waits, rank 1 arrives last or long before
+    waits = record(0, 0, 50, [], [("rows", 1, 1, min(begin, last_arrival), begin, end)])
+    other = record(0, 0, 50, [], [("rows", 1, 1, last_arrival, end, end)])
+    figures = merge_step([waits, other])
+    assert figures["straggler_ms"][0] == straggler
+    assert figures["exposed_ms_per_rank"][0] == exposed
 
 
 def test_wait_is_split_at_the_last_arrival():
@@ -72,7 +99,7 @@ def test_an_overlapped_collective_exposes_only_what_stops_compute():
 
 def test_clock_offsets_are_taken_out():
     here = record(0, 0, 50, [], [("rows", 1, 1, 10, 10, 35)])
-    there = shifted(record(0, 1000, 1050, [], [("rows", 1, 1, 1030, 1030, 1035)]), -1000 * MS)
+    there = shift_clock(record(0, 1000, 1050, [], [("rows", 1, 1, 1030, 1030, 1035)]), -1000 * MS)
     assert merge_step([here, there])["straggler_ms"] == [20, 0]
 
 
@@ -145,7 +172,7 @@ def test_bytes_by_path_are_the_bytes():
                 ]
             )
         )
-    result = summary.result()
+    result = summary.summarize()
     assert result["paths"]["samples"]["gloo"] == result["bytes_per_step"]["samples"] == 30
     older = {
         k: v
@@ -153,7 +180,7 @@ def test_bytes_by_path_are_the_bytes():
         if k not in ("paths", "busy_ms", "exposed_ms_per_rank")
     }
     summary.add(older)
-    result = summary.result()
+    result = summary.summarize()
     assert result["paths"]["samples"]["gloo"] == 30 and result["busy_ms_per_rank"] == {
         "forward": [3]
     }
@@ -163,19 +190,19 @@ def test_summary_leaves_the_warm_up_out():
     summary = Summary(1, warmup=2)
     for step, end in enumerate((1000, 1000, 10, 20, 60)):
         summary.add(merge_step([record(step, 0, end, samples=3, tokens=6)]))
-    result = summary.result()
+    result = summary.summarize()
     assert result["steps"] == 5 and result["measured_steps"] == 3
     assert result["step_ms"] == {"mean": 30, "median": 20}
     assert result["samples_per_second"] == pytest.approx(9 / 0.09)
-    assert Summary(1).result()["measured_steps"] == 0
+    assert Summary(1).summarize()["measured_steps"] == 0
 
 
 def test_a_ledger_records_inside_steps_only():
     ledger = Ledger()
-    with ledger.span("outside"), ledger.arrive("rows", 1, 1, "gloo").wait():
+    with ledger.span("outside"), ledger.begin_collective("rows", 1, 1, "gloo").wait():
         pass
     ledger.begin_step(4)
-    with ledger.span("forward"), ledger.arrive("ids", 5, 6, "gloo").wait():
+    with ledger.span("forward"), ledger.begin_collective("ids", 5, 6, "gloo").wait():
         pass
     ledger.count("samples", torch.tensor(2))
     ledger.count("samples", 3)
@@ -190,6 +217,19 @@ def test_a_ledger_records_inside_steps_only():
     assert (kind, sent, received) == ("ids", 5, 6) and drained["carriers"] == [["", "gloo"]]
     assert sum(drained["busy"].values()) == drained["end"] - drained["begin"] - (done - waited)
     assert drained["begin"] <= issued <= waited <= done <= drained["end"]
+
+
+def test_a_ledger_shows_its_steps():
+    ledger = freescale.Ledger()
+    assert repr(ledger) == "Ledger(device='cpu', undrained_steps=0)"
+    ledger.clock = clock = _LateClock()
+    ledger.begin_step(7)
+    ledger.end_step()
+    ledger.begin_step(8)
+    # the device has not finished step 7
+    assert repr(ledger) == "Ledger(device='cpu', undrained_steps=1, last_step=7, open_step=8)"
+    clock.now = 99
+    assert "last_step=7 (0.00 ms), open_step=8" in repr(ledger)
 
 
 def test_a_ledger_that_nobody_drains_stays_small():
@@ -236,7 +276,7 @@ def test_files_of_a_run(tmp_path):
     collector = Collector(ledger, 0, 1, lambda payload: [payload], tmp_path, trace_steps=3)
     for number in range(5):
         ledger.begin_step(number)
-        with ledger.span("forward"), ledger.arrive("rows", 10, 10, "gloo").wait():
+        with ledger.span("forward"), ledger.begin_collective("rows", 10, 10, "gloo").wait():
             pass
         ledger.end_step()
         if number == 2:

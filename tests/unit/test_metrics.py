@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from freescale.train.evaluate import better_items
-from freescale.train.learning_rate import learning_rate
+from freescale.train.learning_rate import build_learning_rate
 from freescale.train.metrics import area_under_curve, normalized_entropy, ranking_quality
 
 
@@ -64,11 +64,11 @@ def test_scores_that_are_no_number_never_flatter():
 
 
 def test_learning_rate():
-    constant = learning_rate(4, "constant", 100)
+    constant = build_learning_rate(4, "constant", 100)
     assert [constant(s) for s in (1, 2, 4, 5, 100)] == [0.25, 0.5, 1.0, 1.0, 1.0]
-    linear = learning_rate(0, "linear", 10)
+    linear = build_learning_rate(0, "linear", 10)
     assert linear(5) == pytest.approx(0.5) and linear(10) == 0 and linear(12) == 0
-    cosine = learning_rate(2, "cosine", 12)
+    cosine = build_learning_rate(2, "cosine", 12)
     assert cosine(7) == pytest.approx(0.5) and cosine(12) == pytest.approx(0.0)
     with pytest.raises(ValueError, match="decay must be constant, linear or cosine"):
-        learning_rate(0, "steps", 10)
+        build_learning_rate(0, "steps", 10)

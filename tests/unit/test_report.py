@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 from helpers.report_cases import run_folder
 
-from freescale.ledger.busy import busy
+from freescale.ledger.busy import sum_busy
+from freescale.ledger.collector import Collector
+from freescale.ledger.ledger import Ledger
+from freescale.ledger.record import CollectiveRecord, Span
 from freescale.ledger.summary import Summary
 from freescale.ledger.trace import write_trace
-from freescale.report.charts import Series, lines, thinned, ticks
-from freescale.report.page import page
+from freescale.report.charts import Series, choose_ticks, draw_lines, thin
+from freescale.report.page import render_page
 from freescale.report.runs import read_run, read_runs
-from freescale.report.timeline import RANKS, STEPS, chosen, timeline
+from freescale.report.timeline import RANKS, STEPS, build_timeline, choose_ranks
 
 
 class Page(HTMLParser):
@@ -69,7 +72,7 @@ def test_figures_are_the_ledgers(tmp_path):
     follow from it."""
     folders = [run_folder(tmp_path / "a"), run_folder(tmp_path / "b", balanced=False)]
     ledgers = [json.loads((folder / "ledger.json").read_text()) for folder in folders]
-    text = page(read_runs(folders))
+    text = render_page(read_runs(folders))
     shown = figures_of(text)
     for run, path, value in shown:
         assert looked_up(ledgers[run], path) == value, path
@@ -108,25 +111,26 @@ def test_a_bar_adds_up_to_the_step(tmp_path):
 
 def test_busy_counts_the_innermost_span_and_no_wait():
     spans = [
-        ["inner", 20, 30],
-        ["outer", 10, 50],
-        ["same", 60, 70],
-        ["longer", 60, 80],
-        ["ahead/lookup", 0, 90],
-        ["empty", 5, 5],
+        Span("inner", 20, 30),
+        Span("outer", 10, 50),
+        Span("same", 60, 70),
+        Span("longer", 60, 80),
+        Span("ahead/lookup", 0, 90),
+        Span("empty", 5, 5),
     ]
-    assert busy(0, 100, spans, [["rows", 1, 1, 0, 25, 40]]) == {
+    assert sum_busy(0, 100, spans, [CollectiveRecord("rows", 1, 1, 0, 25, 40)]) == {
         "other": 40,
         "outer": 20,
         "inner": 5,
         "longer": 10,
         "same": 10,
     }
-    assert busy(0, 10, [["late", 5, 20]], []) == {"other": 5, "late": 5}  # a span of the next step
+    # a span of the next step
+    assert sum_busy(0, 10, [Span("late", 5, 20)], []) == {"other": 5, "late": 5}
 
 
 def test_names_cannot_break_the_page(tmp_path):
-    text = page([read_run(run_folder(tmp_path / "a"), '<img src=x onerror=alert(1)>"')])
+    text = render_page([read_run(run_folder(tmp_path / "a"), '<img src=x onerror=alert(1)>"')])
     parsed = Page(text)
     assert parsed.open == [] and not [tag for tag, _ in parsed.found if tag == "img"]
     assert [a.get("type") for tag, a in parsed.found if tag == "script"] == [
@@ -151,7 +155,7 @@ def test_the_page_loads_nothing():
 
 
 def test_older_runs_say_what_is_missing(tmp_path):
-    text = page(read_runs([run_folder(tmp_path / "a", older=True)]))
+    text = render_page(read_runs([run_folder(tmp_path / "a", older=True)]))
     assert Page(text).open == []
     missing = unescape(text[text.index('id="missing"') : text.index("</aside>")])
     for words in (
@@ -163,7 +167,9 @@ def test_older_runs_say_what_is_missing(tmp_path):
         assert words in missing
     assert "compute_ms_per_rank/0" in text and "Not recorded" in text
     complete = run_folder(tmp_path / "b")
-    assert read_run(complete).missing == [] and 'id="missing"' not in page(read_runs([complete]))
+    assert read_run(complete).missing == [] and 'id="missing"' not in render_page(
+        read_runs([complete])
+    )
 
 
 def test_a_run_that_did_not_end(tmp_path):
@@ -179,7 +185,7 @@ def test_a_run_that_did_not_end(tmp_path):
         run.ledger["step_ms"] == ledger["step_ms"]
         and run.ledger["busy_ms_per_rank"] == ledger["busy_ms_per_rank"]
     )
-    text = page([run])
+    text = render_page([run])
     assert (
         "the run did not end" in text and "there is no timeline" in text and "is not whole" in text
     )
@@ -233,8 +239,29 @@ def test_damage_is_named(tmp_path, name, content, words):
 def test_what_is_no_run(tmp_path):
     with pytest.raises(ValueError, match="no such folder"):
         read_run(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="has no config.json"):
+    with pytest.raises(ValueError, match="has no config.json and no ledger.json and no ledger"):
         read_run(tmp_path)
+
+
+def test_the_run_of_a_loop_of_ones_own_has_a_page(tmp_path):
+    """A ledger and nothing else: the page says what is unknown, alone and beside another run."""
+    ledger = Ledger()
+    collector = Collector(ledger, 0, 1, lambda payload: [payload], tmp_path)
+    for number in range(4):
+        ledger.begin_step(number)
+        with ledger.span("forward"):
+            pass
+        ledger.end_step()
+    collector.close()
+    for folders in ([tmp_path], [run_folder(tmp_path / "b"), tmp_path]):
+        text = render_page(read_runs(folders))
+        assert Page(text).open == []
+        missing = unescape(text[text.index('id="missing"') : text.index("</aside>")])
+        assert "config.json: the settings are unknown" in missing and "metrics.jsonl" in missing
+        assert ("Unknown: there is no config.json" in text) is (len(folders) == 1)
+        assert ("<td>unknown</td>" in text) is (len(folders) == 2)
+        shown = figures_of(text)
+        assert (len(folders) - 1, "measured_steps", 2) in shown
 
 
 @pytest.mark.parametrize(
@@ -266,7 +293,7 @@ def test_a_run_that_was_killed_early_has_a_page(tmp_path, left, words):
         if path.name not in left:
             path.unlink()
     for folders in ([folder], [folder, run_folder(tmp_path / "b")], [tmp_path / "b", folder]):
-        text = page(read_runs(folders))
+        text = render_page(read_runs(folders))
         assert Page(text).open == []
         missing = unescape(text[text.index('id="missing"') : text.index("</aside>")])
         assert words in missing and "Nothing was measured" in text
@@ -293,7 +320,7 @@ def test_names_tell_runs_apart(tmp_path):
 
 def test_timeline(tmp_path):
     """Steps, lanes and bubbles of known records."""
-    drawn = timeline(read_run(run_folder(tmp_path / "a")).events)
+    drawn = build_timeline(read_run(run_folder(tmp_path / "a")).events)
     assert drawn["ranks"] == [0, 1] and drawn["traced"] == 12 and len(drawn["steps"]) == STEPS
     assert 0 <= drawn["pick"] < STEPS - 1 and drawn["steps"][0][0] >= 2  # the first two are warm-up
     assert [name for name, _ in drawn["lanes"]] == ["compute", "communication", "ahead"]
@@ -323,36 +350,36 @@ def test_a_former_name_of_a_lane_is_read_as_its_present_one(tmp_path):
     write_trace(folder / "trace.json.gz", events)
     run = read_run(folder)
     assert "input/data" in run.ledger["spans_ms"] and "input/data" in run.steps[0]["spans_ms"]
-    assert {e[1] for e in timeline(run.events)["events"] if e[3] == "rows"} == {"input"}
+    assert {e[1] for e in build_timeline(run.events)["events"] if e[3] == "rows"} == {"input"}
     summary = Summary(2)
     for line in (folder / "ledger.jsonl").read_text().splitlines():  # as a resumed run reads them
         summary.add(json.loads(line))
-    assert "input/data" in summary.result()["spans_ms"]
+    assert "input/data" in summary.summarize()["spans_ms"]
 
 
 def test_the_page_stays_small(tmp_path):
     """Many ranks and steps: some are chosen, the slowest rank always."""
-    few = page(read_runs([run_folder(tmp_path / "few", steps=40, ranks=16)]))
-    many = page(read_runs([run_folder(tmp_path / "many", steps=80, ranks=64)]))
+    few = render_page(read_runs([run_folder(tmp_path / "few", steps=40, ranks=16)]))
+    many = render_page(read_runs([run_folder(tmp_path / "many", steps=80, ranks=64)]))
     assert len(many) < 1.5 * len(few) < 1.5 * 600_000
     assert len(block(many, "timelines")[0]["ranks"]) == RANKS and f"{RANKS}" in many
-    picked = chosen(range(100), 8, 37)
+    picked = choose_ranks(range(100), 8, 37)
     assert len(picked) == 8 and 37 in picked and 0 in picked
 
 
 def test_short_runs(tmp_path):
     """One measured step, one rank: less to show, nothing breaks."""
     for steps, ranks in ((3, 1), (4, 2)):
-        text = page(read_runs([run_folder(tmp_path / f"{steps}", steps=steps, ranks=ranks)]))
+        text = render_page(read_runs([run_folder(tmp_path / f"{steps}", steps=steps, ranks=ranks)]))
         assert Page(text).open == []
-    assert timeline([]) is None
+    assert build_timeline([]) is None
 
 
 def test_axes():
     assert (
-        ticks(0, 10) == [0, 2, 4, 6, 8, 10]
-        and ticks(3, 3)[0] <= 3 <= ticks(3, 3)[-1]
-        and ticks(0, 0) != []
+        choose_ticks(0, 10) == [0, 2, 4, 6, 8, 10]
+        and choose_ticks(3, 3)[0] <= 3 <= choose_ticks(3, 3)[-1]
+        and choose_ticks(0, 0) != []
     )
-    assert thinned(range(1000), 4) == [249, 499, 749, 999] and thinned([1, 2], 4) == [1, 2]
-    assert "loss" in lines([Series("a", "r-0", [(1, 2.0)])], "loss")
+    assert thin(range(1000), 4) == [249, 499, 749, 999] and thin([1, 2], 4) == [1, 2]
+    assert "loss" in draw_lines([Series("a", "r-0", [(1, 2.0)])], "loss")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from freescale.transport.hostwire.pinned import Pinned, shared_file
+from freescale.transport.hostwire.pinned import Pinned, create_shared_file
 from freescale.transport.hostwire.wires import shared
 
 SIZE = 1 << 12
@@ -39,7 +39,7 @@ def _together(between=lambda names: None, size=2):
     found: list[object] = [None] * size
 
     def rank_of(rank: int) -> None:
-        file = shared_file(SIZE)
+        file = create_shared_file(SIZE)
         ring = Pinned(SIZE, torch.device("cpu"), file)
 
         def gather(name: bytes) -> list[bytes]:

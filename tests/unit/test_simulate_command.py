@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from freescale.cli.main import main
 from freescale.config import SimulateConfig
 from freescale.data.synthetic import generate
-from freescale.simulate.calibrate import calibrate, fit
-from freescale.simulate.compute import Model, calibrations, load_calibration, of_json
-from freescale.simulate.run import run
+from freescale.simulate.calibrate import calibrate, fit_shape
+from freescale.simulate.compute import Model, list_calibrations, load_calibration, parse_calibration
+from freescale.simulate.run import run_simulation
 
 
 def simulated(*arguments: str):
@@ -94,15 +94,16 @@ def test_presets_can_be_listed():
 
 def test_longer_histories_than_were_measured_are_marked():
     config = SimulateConfig(cap=30_000, median=9000.0, batch=4, steps=3)
-    assert any("EXTRAPOLATED" in note for note in run(config, [8])["notes"])
+    assert any("EXTRAPOLATED" in note for note in run_simulation(config, [8])["notes"])
     assert not any(
-        "EXTRAPOLATED" in note for note in run(SimulateConfig(batch=4, steps=3), [8])["notes"]
+        "EXTRAPOLATED" in note
+        for note in run_simulation(SimulateConfig(batch=4, steps=3), [8])["notes"]
     )
 
 
 def test_natural_collisions_are_those_of_the_popularity():
     rates = [
-        run(
+        run_simulation(
             SimulateConfig(batch=4, steps=4, items=1_000_000, natural=natural, schedule="serial"),
             [8],
         )["rows"][0]["collision_percent"]
@@ -112,12 +113,12 @@ def test_natural_collisions_are_those_of_the_popularity():
 
 
 def test_shipped_calibrations_load():
-    assert {"h200", "testbed-a", "testbed-c", "this-machine"} <= set(calibrations())
-    for name in calibrations():
+    assert {"h200", "testbed-a", "testbed-c", "this-machine"} <= set(list_calibrations())
+    for name in list_calibrations():
         found = load_calibration(name)
         assert found.source and found.date
         shape = found.shapes[0]
-        assert found.shape(Model(shape.width, 1, shape.heads, shape.precision)) == shape
+        assert found.find_shape(Model(shape.width, 1, shape.heads, shape.precision)) == shape
 
 
 def test_a_file_that_is_no_calibration_is_refused(tmp_path):
@@ -150,7 +151,7 @@ def test_a_fit_finds_the_curve_and_nothing_negative():
                 "head_backward_ms": 0.0,
             }
         )
-    shape = fit(rows, 64, 2, "fp32")
+    shape = fit_shape(rows, 64, 2, "fp32")
     assert shape["forward"]["quadratic"] == pytest.approx(3e-9, rel=0.01)
     assert shape["backward"]["linear"] == pytest.approx(4e-6, rel=0.01)
     assert min(shape["forward"].values()) >= 0 and shape["forward_error_percent"]["largest"] < 1
@@ -170,7 +171,7 @@ def test_calibrating_gives_a_file_that_can_be_simulated(monkeypatch):
     monkeypatch.setitem(module.CASES, "cpu", small)
     data = json.loads(json.dumps(calibrate("cpu", "small", repetitions=2)))
     assert len(data["measured"]) == 5 and data["machine"]["torch"]
-    assert of_json(data).shape(Model(16, 1, 2, "fp32")).longest == 32
+    assert parse_calibration(data).find_shape(Model(16, 1, 2, "fp32")).longest == 32
     with pytest.raises(ValueError, match="width 15 is not a multiple"):
         calibrate("cpu", "bad", shapes=[(15, 2)])
     with pytest.raises(ValueError, match="not one of"):

@@ -11,12 +11,12 @@ import pytest
 
 from freescale.simulate.compute import Calibration, Curve, Model, RowWork, Shape
 from freescale.simulate.costs import Costs
+from freescale.simulate.generated_workload import GeneratedWorkload
 from freescale.simulate.network import Link, Network
-from freescale.simulate.output import collected, records
+from freescale.simulate.output import collect_run, make_records
 from freescale.simulate.ranks import Beside, slow_down
 from freescale.simulate.schedules import SCHEDULES
-from freescale.simulate.simulator import Cluster, Setting, plan, simulate
-from freescale.simulate.workload import Generated
+from freescale.simulate.simulator import Cluster, Setting, plan_batches, simulate
 
 STEPS = 6
 MODEL = Model(width=8, layers=2, heads=2, longest=1000)
@@ -38,15 +38,15 @@ CALIBRATION = Calibration(
 )
 
 
-def source(ranks: int, **changed) -> Generated:
-    return Generated(
+def source(ranks: int, **changed) -> GeneratedWorkload:
+    return GeneratedWorkload(
         8 * ranks, **({"median": 150, "cap": 1000, "items": 200_000, "collisions": 0.2} | changed)
     )
 
 
 def figures(setting: Setting, ranks: int = 8, network: Network = NETWORK, **changed) -> dict:
     cluster = Cluster(MODEL, CALIBRATION, network, ranks)
-    return collected(simulate(setting, cluster, source(ranks, **changed), STEPS), ranks)
+    return collect_run(simulate(setting, cluster, source(ranks, **changed), STEPS), ranks)
 
 
 @pytest.mark.parametrize("balance", ["none", "greedy"])
@@ -107,8 +107,8 @@ def test_more_collisions_expose_more():
 
 def test_planned_batches_change_nothing():
     cluster, setting = Cluster(MODEL, CALIBRATION, NETWORK, 8), Setting("staged", "greedy")
-    planned = plan("greedy", cluster, source(8), STEPS)
-    assert collected(simulate(setting, cluster, source(8), STEPS, planned), 8) == figures(setting)
+    planned = plan_batches("greedy", cluster, source(8), STEPS)
+    assert collect_run(simulate(setting, cluster, source(8), STEPS, planned), 8) == figures(setting)
 
 
 def test_a_learning_cost_model_balances_what_the_frozen_one_does_not():
@@ -117,7 +117,7 @@ def test_a_learning_cost_model_balances_what_the_frozen_one_does_not():
     shape = Shape(8, 2, "bf16", 1000, Curve(2e-8, 0.0, 2e-3), Curve(5e-8, 0.0, 3e-3))
     cluster = Cluster(MODEL, replace(CALIBRATION, shapes=(shape,)), NETWORK, 8)
     frozen, adapted = (
-        collected(simulate(Setting("serial", "greedy", adapt=adapt), cluster, source(8), 12), 8)[
+        collect_run(simulate(Setting("serial", "greedy", adapt=adapt), cluster, source(8), 12), 8)[
             "straggler_percent"
         ]
         for adapt in (False, True)
@@ -128,7 +128,7 @@ def test_a_learning_cost_model_balances_what_the_frozen_one_does_not():
 def test_jitter_is_what_balancing_cannot_mend():
     cluster = Cluster(MODEL, CALIBRATION, NETWORK, 8, jitter=0.05)
     assert (
-        collected(simulate(Setting("serial", "greedy"), cluster, source(8), STEPS), 8)[
+        collect_run(simulate(Setting("serial", "greedy"), cluster, source(8), STEPS), 8)[
             "straggler_percent"
         ]
         > 2
@@ -148,7 +148,7 @@ def test_a_small_table_is_replicated_by_the_rule_of_training():
     cluster = Cluster(MODEL, CALIBRATION, NETWORK, 8)
     small = source(8, items=2000, collisions=None)
     found = {
-        name: collected(simulate(Setting("staged", placement=name), cluster, small, STEPS), 8)
+        name: collect_run(simulate(Setting("staged", placement=name), cluster, small, STEPS), 8)
         for name in ("auto", "sharded")
     }
     assert (
@@ -173,7 +173,7 @@ def test_unknown_names_are_refused():
 def test_records_have_the_ledgers_form():
     cluster = Cluster(MODEL, CALIBRATION, NETWORK, 4)
     steps = list(simulate(Setting("staged", "greedy"), cluster, source(4), 4))
-    made = records(steps[2])
+    made = make_records(steps[2])
     assert len(made) == 4 and set(made[0]) == {
         "step",
         "begin",
@@ -203,7 +203,7 @@ def test_of_the_dense_gradients_only_the_last_bucket_is_exposed():
     network = replace(NETWORK, near=Link(50.0, 20.0), far=Link(10.0, 50.0), pcie=Link(40.0, 10.0))
     cluster = Cluster(wide, calibration, network, 4)
     exposed = {
-        name: collected(simulate(Setting(name), cluster, source(4, median=50, cap=2), STEPS), 4)[
+        name: collect_run(simulate(Setting(name), cluster, source(4, median=50, cap=2), STEPS), 4)[
             "exposed_ms"
         ]["dense"]
         for name in ("serial", "stale")
@@ -315,7 +315,7 @@ def test_a_tiny_run_against_ticks(schedule):
         )
         cluster, setting = Cluster(MODEL, calibration, network, 4), Setting(schedule)
         steps = list(simulate(setting, cluster, source(4), 4))
-        batches = plan("none", cluster, source(4), 4)
+        batches = plan_batches("none", cluster, source(4), 4)
         costs = Costs(MODEL, calibration, network, 4, "collective", 8)
         tick = steps[-1].end.max() / 20_000
         loop = Ticking(4, 1.2, tick)
@@ -340,15 +340,11 @@ def test_a_tiny_run_against_ticks(schedule):
                 yield "compute", float(costs.forward(batch)[rank])  # noqa: B023
                 yield "compute", float(costs.backward(batch)[rank])  # noqa: B023
                 if schedule == "serial":
-                    yield (
-                        f"meet gradients {number}",
-                        float(costs.gradients(batch.demand.whole)[2][rank]),
-                    )  # noqa: B023
+                    gradients = costs.gradients(batch.demand.whole)[2]  # noqa: B023
+                    yield f"meet gradients {number}", float(gradients[rank])
                     yield "work", float(costs.update(batch.demand.whole)[rank])  # noqa: B023
-                yield (
-                    f"meet dense {number}",
-                    sum(float(message[2][rank]) for message in costs.dense()),
-                )  # noqa: B023
+                dense = costs.dense()  # noqa: B023
+                yield f"meet dense {number}", sum(float(message[2][rank]) for message in dense)
                 yield "work", costs.optimizer  # noqa: B023
                 if schedule == "stale" and number < 3:
                     yield "until", lambda: told[rank] >= number  # type: ignore[misc] # noqa: B023
@@ -365,10 +361,8 @@ def test_a_tiny_run_against_ticks(schedule):
                 if number < 3:
                     yield from ask(rank, number + 1, "ahead")
                     yield "work", float(costs.compare(batches[number], batches[number + 1])[rank])  # noqa: B023
-                    yield (
-                        f"meet marks {number}",
-                        float(costs.marks(batches[number], batches[number + 1])[2][rank]),
-                    )  # noqa: B023
+                    marks = costs.marks(batches[number], batches[number + 1])[2]  # noqa: B023
+                    yield f"meet marks {number}", float(marks[rank])
                 if number:
                     last = batches[number - 1].demand.whole  # noqa: B023
                     yield f"meet give {number}", float(costs.gradients(last)[2][rank])  # noqa: B023
@@ -382,10 +376,8 @@ def test_a_tiny_run_against_ticks(schedule):
         def take_input(rank: int) -> Thread:
             for number in range(3):
                 yield "until", lambda: started[rank] >= number  # type: ignore[misc] # noqa: B023
-                yield (
-                    f"meet counts of the batch after {number}",
-                    float(costs.counts(False)[3][rank]),
-                )  # noqa: B023
+                counts = costs.counts(False)[3]  # noqa: B023
+                yield f"meet counts of the batch after {number}", float(counts[rank])
                 told[rank] = number  # noqa: B023
 
         threads = {(rank, "main"): main(rank) for rank in range(4)}

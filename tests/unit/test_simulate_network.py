@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from freescale.simulate.network import Exchange, Link, Network, load, preset, presets
+from freescale.simulate.network import (
+    Exchange,
+    Link,
+    Network,
+    list_presets,
+    load_network,
+    load_preset,
+)
 
 
 def network(**changed) -> Network:
@@ -25,27 +32,27 @@ def exchange(ranks: int, near: float, far: float) -> Exchange:
 
 
 def test_all_to_all_is_the_slower_way_plus_latency_and_peers():
-    seconds = network().all_to_all(exchange(4, 1e9, 1e9))
+    seconds = network().time_all_to_all(exchange(4, 1e9, 1e9))
     # far: 1 GB at 10 GB/s = 0.1 s against 0.01 s near; latency 5 us; 3 peers at 1 us
     np.testing.assert_allclose(seconds, 0.1 + 5e-6 + 3e-6)
-    np.testing.assert_allclose(network().all_to_all(exchange(2, 1e9, 0)), 0.01 + 1e-6 + 1e-6)
+    np.testing.assert_allclose(network().time_all_to_all(exchange(2, 1e9, 0)), 0.01 + 1e-6 + 1e-6)
 
 
 def test_what_comes_in_counts_like_what_goes_out():
     moved = Exchange(np.zeros(4), np.zeros(4), np.zeros(4), np.array([1e9, 0, 0, 0]))
     np.testing.assert_allclose(
-        network(per_peer_us=0.0).all_to_all(moved), [0.1 + 5e-6, 5e-6, 5e-6, 5e-6]
+        network(per_peer_us=0.0).time_all_to_all(moved), [0.1 + 5e-6, 5e-6, 5e-6, 5e-6]
     )
 
 
 def test_cards_are_shared_by_the_gpus_of_a_node():
-    slow = network(cards_per_node=1).all_to_all(exchange(4, 0, 1e9))
+    slow = network(cards_per_node=1).time_all_to_all(exchange(4, 0, 1e9))
     np.testing.assert_allclose(slow, 0.2 + 5e-6 + 3e-6)
 
 
 def test_incast_takes_bandwidth_from_the_second_sender_on():
     two, many = (
-        network(incast=0.5, per_peer_us=0.0).all_to_all(exchange(ranks, 0, 1e9))[0]
+        network(incast=0.5, per_peer_us=0.0).time_all_to_all(exchange(ranks, 0, 1e9))[0]
         for ranks in (4, 10)
     )
     np.testing.assert_allclose(two, 0.1 + 5e-6)  # one other node
@@ -53,17 +60,19 @@ def test_incast_takes_bandwidth_from_the_second_sender_on():
 
 
 def test_hostwire_crosses_pcie():
-    inside = network(per_peer_us=0.0).all_to_all(exchange(2, 1e9, 0), "hostwire")
+    inside = network(per_peer_us=0.0).time_all_to_all(exchange(2, 1e9, 0), "hostwire")
     np.testing.assert_allclose(inside, 1 / 50 + 4e-6 + 2 * (1 << 20) / 50e9)
     with pytest.raises(ValueError, match="pigeon"):
-        network().all_to_all(exchange(2, 1, 1), "pigeon")
+        network().time_all_to_all(exchange(2, 1, 1), "pigeon")
 
 
 def test_all_gather_and_all_reduce():
     # 4 ranks in 2 nodes: 3 messages come near, 2 from outside by 2 cards
-    assert network().all_gather(1e9, 4) == pytest.approx(max(3 / 100, 2 / 2 / 10) + 1e-6 + 5e-6)
+    assert network().time_all_gather(1e9, 4) == pytest.approx(
+        max(3 / 100, 2 / 2 / 10) + 1e-6 + 5e-6
+    )
     # half of the buffer near, each GPU its half of it far: 2 * 0.5 GB * 1/2
-    assert network().all_reduce(1e9, 4) == pytest.approx(
+    assert network().time_all_reduce(1e9, 4) == pytest.approx(
         max(2 * 0.5 / 100, 2 * 0.5 * 0.5 / 10) + 2e-6 + 2 * 5e-6
     )
 
@@ -71,26 +80,26 @@ def test_all_gather_and_all_reduce():
 def test_one_gpu_communicates_nothing():
     alone = exchange(1, 0, 0)
     assert (
-        network().all_to_all(alone).sum()
-        == network().all_gather(1e9, 1)
-        == network().all_reduce(1e9, 1)
+        network().time_all_to_all(alone).sum()
+        == network().time_all_gather(1e9, 1)
+        == network().time_all_reduce(1e9, 1)
         == 0
     )
 
 
 def test_an_exchange_leaves_a_rank_its_own_part():
-    moved = network().exchange(np.full(4, 8.0), np.full(4, 8.0))
+    moved = network().split_exchange(np.full(4, 8.0), np.full(4, 8.0))
     np.testing.assert_allclose([moved.sent_near[0], moved.sent_far[0]], [2.0, 4.0])
 
 
 def test_presets_load_and_say_what_they_are():
-    assert {"paper", "h200", "ethernet", "this-machine"} <= set(presets())
-    for name in presets():
-        assert preset(name).about
-    paper = preset("paper")
+    assert {"paper", "h200", "ethernet", "this-machine"} <= set(list_presets())
+    for name in list_presets():
+        assert load_preset(name).about
+    paper = load_preset("paper")
     assert (paper.near.gb_per_s, paper.far.gb_per_s, paper.cards_per_node) == (300.0, 25.0, 8)
     with pytest.raises(ValueError, match="unknown preset 'mars'.*paper"):
-        preset("mars")
+        load_preset("mars")
 
 
 @pytest.mark.parametrize(
@@ -126,15 +135,15 @@ def test_a_file_with_unknown_or_missing_entries_is_refused(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("gpus_per_node = 8\nlane = 3\n[near]\ngb_per_s = 1\n")
     with pytest.raises(ValueError, match="unknown 'lane'.*'cards_per_node' is missing"):
-        load(path)
+        load_network(path)
     path.write_text("gpus_per_node = ")
     with pytest.raises(ValueError, match="not readable as TOML"):
-        load(path)
+        load_network(path)
     with pytest.raises(ValueError, match="no such file"):
-        load(tmp_path / "none.toml")
+        load_network(tmp_path / "none.toml")
     links = "".join(f"[{way}]\ngb_per_s = 2\nlatency_us = 1\n" for way in ("near", "far", "pcie"))
     path.write_text(f"gpus_per_node = 4\ncards_per_node = 2\n{links}")
-    assert load(path).far == Link(2.0, 1.0) and load(path).name == "mine"
+    assert load_network(path).far == Link(2.0, 1.0) and load_network(path).name == "mine"
     path.write_text(f"gpus_per_node = 4\ncards_per_node = 2\n{links}width = 3\n")
     with pytest.raises(ValueError, match="tables with gb_per_s and latency_us"):
-        load(path)
+        load_network(path)

@@ -8,7 +8,8 @@ import torch
 
 from freescale.data.synthetic import generate
 from freescale.embedding.collision import collision_masks
-from freescale.simulate.workload import Generated, Recorded
+from freescale.simulate.generated_workload import GeneratedWorkload
+from freescale.simulate.recorded_workload import RecordedWorkload
 
 RANKS = 4
 
@@ -19,13 +20,15 @@ def home(samples: int) -> np.ndarray:
 
 def test_expected_rows_are_those_of_drawn_ids():
     """Zipf ids drawn one by one, deduplicated per rank and compared by training's own masks."""
-    source = Generated(64, median=200, cap=1000, items=20_000, popularity=1.0, collisions=None)
+    source = GeneratedWorkload(
+        64, median=200, cap=1000, items=20_000, popularity=1.0, collisions=None
+    )
     random = np.random.default_rng(0)
     mass = np.arange(1, 10_001) ** -1.0
     ends = np.cumsum(mass) / mass.sum()
     drawn, requests = [], []
     for step in range(2):
-        lengths = source.lengths(step)
+        lengths = source.get_lengths(step)
         consumer = np.repeat(home(64), lengths)
         items = 2 * np.searchsorted(ends, random.random(len(consumer))) + random.integers(
             0, 2, len(consumer)
@@ -34,30 +37,34 @@ def test_expected_rows_are_those_of_drawn_ids():
         drawn.append(both)
         requests.append(torch.from_numpy(both % 20_000))
     late = collision_masks(*requests)[1].numpy()
-    asked = [source.asked(step, home(64), RANKS) for step in range(2)]
-    demand = source.demand(asked[0], asked[1], None)
-    np.testing.assert_allclose(demand.whole.asked, np.bincount(drawn[1] // 20_000), rtol=0.04)
-    assert demand.late.asked.sum() == pytest.approx(late.sum(), rel=0.03)
-    assert demand.urgent.asked.sum() == 0  # nothing comes after
+    asked = [source.find_requests(step, home(64), RANKS) for step in range(2)]
+    demand = source.compute_demand(asked[0], asked[1], None)
+    np.testing.assert_allclose(demand.whole.requested, np.bincount(drawn[1] // 20_000), rtol=0.04)
+    assert demand.late.requested.sum() == pytest.approx(late.sum(), rel=0.03)
+    assert demand.urgent.requested.sum() == 0  # nothing comes after
 
 
 @pytest.mark.parametrize("target", [0.0, 0.1, 0.5, 0.9])
 def test_collisions_are_those_asked_for(target):
-    source = Generated(64, median=200, cap=1000, items=50_000, collisions=target)
-    asked = [source.asked(step, home(64), RANKS) for step in range(3)]
-    demand = source.demand(asked[0], asked[1], asked[2])
-    assert demand.late.asked.sum() / demand.whole.asked.sum() == pytest.approx(target, abs=0.02)
-    assert demand.urgent.asked.sum() / demand.whole.asked.sum() == pytest.approx(target, abs=0.03)
+    source = GeneratedWorkload(64, median=200, cap=1000, items=50_000, collisions=target)
+    asked = [source.find_requests(step, home(64), RANKS) for step in range(3)]
+    demand = source.compute_demand(asked[0], asked[1], asked[2])
+    assert demand.late.requested.sum() / demand.whole.requested.sum() == pytest.approx(
+        target, abs=0.02
+    )
+    assert demand.urgent.requested.sum() / demand.whole.requested.sum() == pytest.approx(
+        target, abs=0.03
+    )
 
 
 def test_strata_of_the_catalogue_do_not_matter():
     rows = []
     for strata in (256, 4096):
-        source = Generated(
+        source = GeneratedWorkload(
             64, median=200, cap=1000, items=1_000_000, collisions=None, strata=strata
         )
-        one = source.asked(0, home(64), RANKS)
-        rows.append(source.demand(one, one, one).late.asked.sum())
+        one = source.find_requests(0, home(64), RANKS)
+        rows.append(source.compute_demand(one, one, one).late.requested.sum())
     assert rows[0] == pytest.approx(rows[1], rel=0.01)
 
 
@@ -69,9 +76,9 @@ def histories(tmp_path_factory):
 
 
 def test_a_file_gives_the_rows_of_its_ids(histories):
-    source = Recorded(histories, 64, cap=200)
-    asked = [source.asked(step, home(64), RANKS) for step in range(2)]
-    demand = source.demand(asked[0], asked[1], None)
+    source = RecordedWorkload(histories, 64, cap=200)
+    asked = [source.find_requests(step, home(64), RANKS) for step in range(2)]
+    demand = source.compute_demand(asked[0], asked[1], None)
     sets = []
     for step in range(2):
         lengths, ids = source._batch(step)
@@ -79,35 +86,38 @@ def test_a_file_gives_the_rows_of_its_ids(histories):
             [set(ids[np.repeat(home(64), lengths) == rank].tolist()) for rank in range(RANKS)]
         )
     before = set().union(*sets[0])
-    assert demand.whole.asked.tolist() == [len(mine) for mine in sets[1]]
-    assert demand.late.asked.tolist() == [len(mine & before) for mine in sets[1]]
-    assert demand.whole.owed.sum() == demand.whole.asked.sum()
-    assert source.error_note(RANKS).startswith("rows: of all ids")
+    assert demand.whole.requested.tolist() == [len(mine) for mine in sets[1]]
+    assert demand.late.requested.tolist() == [len(mine & before) for mine in sets[1]]
+    assert demand.whole.owned.sum() == demand.whole.requested.sum()
+    assert source.describe_error(RANKS).startswith("rows: of all ids")
 
 
 def test_a_sample_of_the_ids_says_how_far_it_is_off(histories):
-    whole, part = Recorded(histories, 64, cap=200), Recorded(histories, 64, cap=200, events=600)
+    whole, part = (
+        RecordedWorkload(histories, 64, cap=200),
+        RecordedWorkload(histories, 64, cap=200, events=600),
+    )
     rows = []
     for source in (whole, part):
-        one = source.asked(0, home(64), RANKS)
-        rows.append(source.demand(None, one, None).whole.asked.sum())
-    assert "SAMPLED" in part.error_note(RANKS)
-    error = part.sampling_error(part.asked(0, home(64), RANKS))
+        one = source.find_requests(0, home(64), RANKS)
+        rows.append(source.compute_demand(None, one, None).whole.requested.sum())
+    assert "SAMPLED" in part.describe_error(RANKS)
+    error = part.estimate_error(part.find_requests(0, home(64), RANKS))
     assert 0 < error < 0.2 and abs(rows[1] / rows[0] - 1) < 4 * error
 
 
 def test_users_that_come_again_are_noted(histories):
-    source = Recorded(histories, 1000, cap=200)
-    assert len(source.lengths(0)) == 1000 and any("REPEATED" in note for note in source.notes)
-    assert len(source._batch(0)[1]) == source.lengths(0).sum()
+    source = RecordedWorkload(histories, 1000, cap=200)
+    assert len(source.get_lengths(0)) == 1000 and any("REPEATED" in note for note in source.notes)
+    assert len(source._batch(0)[1]) == source.get_lengths(0).sum()
 
 
 def test_bad_workloads_are_refused(tmp_path):
     with pytest.raises(ValueError, match="collisions is 1.5"):
-        Generated(8, collisions=1.5)
+        GeneratedWorkload(8, collisions=1.5)
     with pytest.raises(ValueError, match="out of reach"):
-        Generated(1, median=2, cap=2, items=1_000_000, collisions=1.0).asked(
+        GeneratedWorkload(1, median=2, cap=2, items=1_000_000, collisions=1.0).find_requests(
             0, np.zeros(1, np.int64), 1
         )
     with pytest.raises(ValueError, match="no such file"):
-        Recorded(tmp_path / "none.parquet", 8)
+        RecordedWorkload(tmp_path / "none.parquet", 8)

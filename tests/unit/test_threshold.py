@@ -200,7 +200,7 @@ def test_off_by_default():
     optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=1.0)
     for schedule in ("serial", "staged"):
         assert (
-            type(freescale.Pipeline(parallel, optimizer, schedule=schedule).buckets)
+            type(freescale.Pipeline(parallel, optimizer, schedule=schedule).reducer)
             is GradientBuckets
         )
     assert TrainConfig().compress_dense is None

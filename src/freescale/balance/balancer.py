@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from freescale.balance.cost import AdaptiveCost, CostModel, features
 from freescale.balance.partitioners.greedy import greedy
 from freescale.balance.partitioners.local import local
+from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.balance.problem import Assignment, Partitioner, Problem, assign
+from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
 from freescale.segments import Segments
 
@@ -26,28 +30,53 @@ _REMEMBERED = 8  # steps whose measurement may still come
 
 @dataclass(frozen=True)
 class _Planned:
-    rank_of: np.ndarray  # [n]
-    summed: np.ndarray  # [ranks, 4]: features of each rank's samples
-    predicted: np.ndarray  # [ranks]
+    rank_of: NDArray[Any]  # [n]
+    summed: NDArray[Any]  # [ranks, 4]: features of each rank's samples
+    predicted: NDArray[Any]  # [ranks]
     in_seconds: bool
 
 
 class Balancer:
-    """The same calls with the same gathered arguments on every rank."""
+    """Distributes the samples of each global batch over the ranks, by what they will cost.
+
+    Every rank makes the same calls with the same gathered arguments.
+
+    Args:
+        partitioner: the name of a partitioner ("greedy"), or a function from `Problem` to the rank
+            of each sample ([n] int64). A function runs on every rank with the same argument and
+            has to be deterministic.
+        cost: what a sample costs; None counts an event of `feature` as one unit.
+        cap: tokens that a rank may hold. Partitioners that keep a cap have a default, mean +
+            largest sample, which can always be met.
+        nodes: [ranks] the machine of each rank; None: all are on one.
+        adapt: corrects the cost model by measured times, and gives them to the partitioner.
+        segments: how the model cuts histories into segments.
+        feature: the sequence feature whose length is the L of the cost.
+
+    Raises:
+        ValueError: there is no partitioner of this name.
+    """
 
     def __init__(
         self,
-        partitioner: Partitioner,
-        cost: CostModel,
+        partitioner: str | Partitioner,
+        cost: CostModel | None = None,
         cap: int | None = TrainConfig.balance_cap,
-        nodes: np.ndarray | None = None,
+        nodes: NDArray[np.int64] | None = None,
         adapt: bool = TrainConfig.balance_adapt,
         segments: Segments | None = None,
+        feature: str = "history",
     ) -> None:
-        """`cap` is the tokens a rank may hold; partitioners that keep one have a default, mean +
-        largest sample, which always can be met. `adapt` corrects the cost model and gives
-        partitioners the measured times. `segments`: how the model cuts histories."""
-        self.partitioner = partitioner
+        if isinstance(partitioner, str):
+            partitioner = find_partitioner(partitioner)
+        elif not callable(partitioner):
+            raise TypeError(
+                f"partitioner is {partitioner!r}: give a name ('greedy') or a function from "
+                "Problem to the rank of each sample"
+            )
+        self.partitioner: Partitioner = partitioner
+        self.feature = feature
+        cost = CostModel(quadratic=0.0, linear=1.0) if cost is None else cost
         self.cost = cost
         self.cap = cap
         self.nodes = nodes
@@ -56,14 +85,24 @@ class Balancer:
         self.errors = np.zeros(0)
         """Of the last prediction that was measured: |predicted - measured| / measured of each rank.
         A frozen model predicts no seconds: its costs are scaled to the measured total first."""
-        self._times: np.ndarray | None = None  # [ranks], of the last step measured
+        self._times: NDArray[Any] | None = None  # [ranks], of the last step measured
         self._planned: dict[int, _Planned] = {}  # by step
         # by step: assignments that a checkpoint had in flight
-        self._restored: dict[int, np.ndarray] = {}
+        self._restored: dict[int, NDArray[Any]] = {}
 
-    def plan(self, step: int, table: np.ndarray, home: np.ndarray, ranks: int) -> Assignment:
-        """table [n, 3]: history length, candidates and tokens of every sample of a step's global
-        batch; home [n]: its rank now."""
+    def check(self, batch: SequenceBatch) -> None:
+        """Raises a ValueError if the cost takes the length of a feature that the batch lacks."""
+        by_length = self.adaptive is not None or self.cost.quadratic or self.cost.linear
+        if by_length and len(batch) and self.feature not in batch.sequences:
+            raise ValueError(
+                f"balancing takes the length of the sequence feature {self.feature!r}, which the "
+                f"batch lacks; its sequences are {', '.join(sorted(batch.sequences)) or 'none'}: "
+                "name one of them, Balancer(..., feature=...), or give a cost without lengths"
+            )
+
+    def plan(self, step: int, table: NDArray[Any], home: NDArray[Any], ranks: int) -> Assignment:
+        """table [n, 3]: length of the feature, candidates and tokens of every sample of a step's
+        global batch; home [n]: its rank now."""
         rows, tokens = features(table[:, 0], table[:, 1], self.segments), table[:, 2]
         if self.segments is not None:
             tokens = tokens + self.segments.summaries(table[:, 0])
@@ -89,7 +128,7 @@ class Balancer:
         return assignment
 
     def _remember(
-        self, step: int, assignment: Assignment, of_sample: np.ndarray, ranks: int
+        self, step: int, assignment: Assignment, of_sample: NDArray[Any], ranks: int
     ) -> None:
         summed = np.empty((ranks, of_sample.shape[1]))
         for column in range(of_sample.shape[1]):
@@ -104,7 +143,7 @@ class Balancer:
         for old in [number for number in self._planned if number <= step - _REMEMBERED]:
             del self._planned[old]
 
-    def learn(self, step: int, seconds: np.ndarray) -> None:
+    def learn(self, step: int, seconds: NDArray[Any]) -> None:
         """seconds [ranks] that each rank computed in a step, gathered; 0 where it is not known."""
         planned = self._planned.get(step)
         if planned is None or len(planned.summed) != len(seconds):
@@ -123,6 +162,11 @@ class Balancer:
     def error(self) -> float | None:
         """Median of `errors`; None before anything was measured."""
         return float(np.median(self.errors)) if self.errors.size else None
+
+    def __repr__(self) -> str:
+        name = getattr(self.partitioner, "__name__", type(self.partitioner).__name__)
+        kind = "adaptive" if self.adaptive is not None else "frozen"
+        return f"Balancer({name}, feature={self.feature!r}, {kind} {self.cost}, cap={self.cap})"
 
     # ---- state: nothing to keep while the cost is frozen
 
@@ -151,3 +195,25 @@ class Balancer:
                 int(step): np.array(rank_of, np.int64)
                 for step, rank_of in state["assignments"].items()
             }
+
+
+def make_balancer(
+    balance: str | Partitioner | Balancer | None, device: torch.device | str = "cpu"
+) -> Balancer | None:
+    """Resolves the `balance` of a pipeline.
+
+    Args:
+        balance: None or "none"; a partitioner's name; a function `Problem -> ranks`; a `Balancer`.
+        device: where the model computes: `fixed` plans there if it is a GPU.
+
+    Returns:
+        The balancer; None where samples stay on their ranks.
+
+    Raises:
+        TypeError, ValueError: it is none of these.
+    """
+    if balance is None or (isinstance(balance, str) and balance == "none"):
+        return None
+    if isinstance(balance, str):
+        balance = find_partitioner(balance, device)
+    return balance if isinstance(balance, Balancer) else Balancer(balance)

@@ -7,18 +7,31 @@ checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from freescale.segments import Segments
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Coefficients of the features [L^2, L, candidates, 1]. The unit does not matter: only ratios
-    enter an assignment."""
+    """What a sample costs: quadratic * L^2 + linear * L + candidate * candidates + constant, where L
+    is the length of the balancer's feature. The unit does not matter: only ratios enter an
+    assignment. `CostModel.of_hstu` counts the operations of an HSTU encoder.
+
+    Args:
+        quadratic: attention between the events of a sample.
+        linear: what an event costs whatever the others are.
+        candidate: what a candidate of a ranking model costs.
+        constant: what a sample costs, however long.
+
+    Raises:
+        ValueError: a coefficient is negative or not finite, or all are 0.
+    """
 
     quadratic: float
     linear: float
@@ -39,14 +52,14 @@ class CostModel:
 
     def __call__(
         self,
-        lengths: np.ndarray,
-        candidates: np.ndarray | None = None,
+        lengths: NDArray[Any],
+        candidates: NDArray[Any] | None = None,
         segments: Segments | None = None,
-    ) -> np.ndarray:
+    ) -> NDArray[Any]:
         """lengths [n], candidates [n] -> costs [n] float64."""
         return self.of(features(lengths, candidates, segments))
 
-    def of(self, rows: np.ndarray) -> np.ndarray:
+    def of(self, rows: NDArray[Any]) -> NDArray[Any]:
         """rows [n, 4] of `features` -> costs [n] float64."""
         return _product(rows, np.array(self.coefficients))
 
@@ -80,8 +93,8 @@ class CostModel:
 
 
 def features(
-    lengths: np.ndarray, candidates: np.ndarray | None = None, segments: Segments | None = None
-) -> np.ndarray:
+    lengths: NDArray[Any], candidates: NDArray[Any] | None = None, segments: Segments | None = None
+) -> NDArray[Any]:
     """[n, 4]: L^2, L, candidates, 1. In histories cut into segments the pairs that see each other
     take the place of L^2 / 2, and summaries count as candidates: like these they are projected and
     attend, and predict no next item."""
@@ -95,10 +108,10 @@ def features(
     return np.stack([2 * pairs, length, count + summaries, np.ones_like(length)], axis=1)
 
 
-def _product(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def _product(rows: NDArray[Any], weights: NDArray[Any]) -> NDArray[Any]:
     """rows [n, k] times weights [k], term by term from the left. A matrix product may round
     differently on another processor, and ranks that round differently may assign differently."""
-    total: np.ndarray = rows[:, 0] * weights[0]
+    total: NDArray[np.float64] = rows[:, 0] * weights[0]
     for column in range(1, rows.shape[1]):
         total = total + rows[:, column] * weights[column]
     return total
@@ -127,7 +140,7 @@ class AdaptiveCost:
         if not 0 < forgetting <= 1:
             raise ValueError(f"forgetting must be above 0 and at most 1, got {forgetting}")
         self.start, self.forgetting = start, forgetting
-        self._scale: np.ndarray | None = None  # [5]: feature sizes at the first update
+        self._scale: NDArray[Any] | None = None  # [5]: feature sizes at the first update
         self._weights = np.zeros(5)  # of the scaled features: seconds
         self._information = np.zeros((5, 5))  # sum of x x^T over what was measured, fading
         self._moment = np.zeros(5)  # sum of x * seconds
@@ -146,14 +159,14 @@ class AdaptiveCost:
         coefficients = np.maximum(self._weights, 0.0)[:4] / self._scale[:4]
         return CostModel(*coefficients.tolist()) if coefficients.any() else self.start
 
-    def predict(self, summed: np.ndarray) -> np.ndarray:
+    def predict(self, summed: NDArray[Any]) -> NDArray[Any]:
         """summed [ranks, 4]: features added up over each rank's samples -> seconds [ranks]; before
         the first update, the start's costs."""
         if self._scale is None:
             return _product(summed, np.array(self.start.coefficients))
         return _product(_with_constant(summed) / self._scale, self._weights)
 
-    def update(self, summed: np.ndarray, seconds: np.ndarray) -> None:
+    def update(self, summed: NDArray[Any], seconds: NDArray[Any]) -> None:
         """summed [ranks, 4] and measured seconds [ranks] of a step, in rank order. Ranks with
         nothing measured (0) are left out."""
         summed, seconds = np.asarray(summed, np.float64), np.asarray(seconds, np.float64)
@@ -185,7 +198,7 @@ class AdaptiveCost:
             )
         )
 
-    def _begin(self, summed: np.ndarray, seconds: np.ndarray) -> None:
+    def _begin(self, summed: NDArray[Any], seconds: NDArray[Any]) -> None:
         """The unit of time is unknown before the first measurement: the start's proportions, scaled
         to it."""
         self._scale = np.maximum(_with_constant(summed).mean(axis=0), 1e-30)
@@ -202,7 +215,7 @@ class AdaptiveCost:
         known = {"weights": self._weights, "information": self._information, "moment": self._moment}
         return {"scale": scale} | {name: value.tolist() for name, value in known.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._scale = None if state["scale"] is None else np.array(state["scale"])
         self._weights, self._information, self._moment = (
             np.array(state[n]) for n in ("weights", "information", "moment")
@@ -228,7 +241,7 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
     return solution
 
 
-def _with_constant(summed: np.ndarray) -> np.ndarray:
+def _with_constant(summed: NDArray[Any]) -> NDArray[Any]:
     """[ranks, 4] -> [ranks, 5]."""
     rows = np.empty((len(summed), 5))
     rows[:, :4] = summed

@@ -1,11 +1,12 @@
 """Executes an assignment: the samples of one global batch change ranks, in three stages that a
 pipeline hides behind a step.
 
-    I    AllGather   of each sample's length, candidates and tokens, and of the compute time of each
-                     rank in a past step: in the message by which the ranks agree on the step
-                     (pipeline/agreement.py); all ranks call the same partitioner
-    II   AllToAll    of the sizes of what will be sent, with a digest of the assignment
-    III  AllToAll    of whole samples: histories, candidates, side features, labels, keys
+    I    AllGather  of each sample's length, number of candidates and tokens, and of how long each
+                    rank computed in a past step: in the message by which the ranks agree on the
+                    step (pipeline/agreement.py); all run the same partitioner
+    II   AllToAll   of the sizes of what will be sent, with a digest of the assignment
+    III  AllToAll   of the samples, whole: histories, two-level candidates, side features, labels,
+                    keys
 
 A stage is issued at one juncture of the step before and waited for at the next; the last one when
 the batch is needed. Planning and packing happen on the host, where the batch comes from, and so do
@@ -28,7 +29,7 @@ from freescale.batch import SequenceBatch
 from freescale.batch_codec import pack, unpack
 from freescale.transport.api import Transport
 
-COLUMNS = 3  # of stage I: history length, candidates, tokens
+COLUMNS = 3  # of stage I: length of the feature, candidates, tokens
 
 
 class Shuffle:
@@ -116,12 +117,12 @@ class Shuffle:
         ).tolist()
 
 
-def measured(batch: SequenceBatch) -> np.ndarray:
-    """[samples, 3]: history length, candidates, tokens (history and all values of the
-    candidates)."""
+def measure_samples(batch: SequenceBatch, feature: str) -> np.ndarray:
+    """[samples, 3]: length of the feature, candidates, tokens (of the feature, and all values of
+    the candidates)."""
     table = np.zeros((len(batch), COLUMNS), np.int64)
-    if "history" in batch.sequences:
-        table[:, 0] = table[:, 2] = batch.sequences["history"].lengths.numpy()
+    if feature in batch.sequences:
+        table[:, 0] = table[:, 2] = batch.sequences[feature].lengths.numpy()
     for nested in batch.candidates.values():
         counts = nested.counts.numpy()
         table[:, 1] += counts

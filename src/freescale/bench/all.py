@@ -17,7 +17,7 @@ from pathlib import Path
 from freescale.bench.ranks import divided_gpu, queues
 from freescale.bench.registry import Benchmark, Machine, chosen, done_before, read_registry
 from freescale.bench.repository import changed, commit, peer_python
-from freescale.ledger.machine import machine as described
+from freescale.ledger.machine import describe_machine
 
 FAILED, LEFT_OUT = "FAILED", "left out"
 
@@ -36,7 +36,7 @@ class Runner:
     def run(self, benchmarks: Sequence[Benchmark], skip_done: bool) -> int:
         """The exit status: 1 if one failed."""
         waiting = []
-        tree, edited, here = commit(self.root), changed(self.root), described()
+        tree, edited, here = commit(self.root), changed(self.root), describe_machine()
         for one in benchmarks:
             date = (
                 done_before(self.folder / self.machine.result_of(one), tree, edited, here)

@@ -12,9 +12,9 @@ from itertools import accumulate
 import torch
 
 from freescale.bench.arms import SECONDS, Bed
-from freescale.transport.hostwire.calls import Calls
-from freescale.transport.hostwire.engine import Carry, EngineChannel, EngineGate
-from freescale.transport.hostwire.pinned import Pinned, shared_file
+from freescale.transport.hostwire.bindings import EngineLibrary
+from freescale.transport.hostwire.engine import EngineChannel, EngineGate, EngineTransfer
+from freescale.transport.hostwire.pinned import Pinned, create_shared_file
 from freescale.transport.hostwire.steps import SLOTS
 from freescale.transport.hostwire.transfer import cut
 from freescale.transport.hostwire.wires.shared import PIECE, READ, SharedWire
@@ -25,7 +25,7 @@ _DRAINED = 1 << 20
 
 
 class Copies:
-    def __init__(self, bed: Bed, calls: Calls) -> None:
+    def __init__(self, bed: Bed, library: EngineLibrary) -> None:
         self._piece, self._device = bed.hostwire.piece, bed.device
         self._peers = [peer for peer in range(bed.world) if peer != bed.rank]
         self._out, self._into = (_shared(SLOTS * self._piece, bed.device) for _ in WAYS)
@@ -33,12 +33,12 @@ class Copies:
         self._pairs = {peer: (socket.socketpair(), socket.socketpair()) for peer in self._peers}
         ours = [{peer: pairs[way][0] for peer, pairs in self._pairs.items()} for way in range(2)]
         self._wire = SharedWire(self._out, ours[0], ours[1], dict.fromkeys(self._peers, self._into))
-        gate = EngineGate(calls, 0.001)
+        gate = EngineGate(library, 0.001)
         self._channel = EngineChannel(
-            calls, bed.rank, bed.device, [self._wire], self._out, gate, self._piece, SECONDS
+            library, bed.rank, bed.device, [self._wire], self._out, gate, self._piece, SECONDS
         )
         self._tensors: dict[int, torch.Tensor] = {}
-        self._under_way: deque[Carry] = deque()
+        self._under_way: deque[EngineTransfer] = deque()
         self._slot = 0
 
     def copy(self, way: str, size: int) -> None:
@@ -92,7 +92,7 @@ class Copies:
 
 
 def _shared(size: int, device: torch.device) -> Pinned:
-    file = shared_file(size)
+    file = create_shared_file(size)
     try:
         return Pinned(size, device, file)
     finally:

@@ -20,7 +20,7 @@ from freescale.bench.moves import moves
 from freescale.bench.report import show_table
 from freescale.bench.table_rows import table_rows
 from freescale.kernels.dispatch import has_triton
-from freescale.ledger.machine import machine, versions
+from freescale.ledger.machine import describe_machine, get_versions
 
 # Each returns figures by name, what a claim can be made of.
 PARTS: dict[str, Callable[[Bench], dict[str, float]]] = {
@@ -80,8 +80,8 @@ def bench_kernels(device: str, only: Sequence[str], output: Path) -> None:
     result = {
         "name": "kernels",
         "device": device,
-        "machine": machine(),
-        "versions": versions("triton", "freescale"),
+        "machine": describe_machine(),
+        "versions": get_versions("triton", "freescale"),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "ceilings": bench.ceilings,
         "rows": bench.rows,

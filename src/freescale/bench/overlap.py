@@ -19,7 +19,7 @@ from freescale.bench.report import show_table
 from freescale.bench.transfers import WAYS, alone, throughput
 from freescale.bench.witness import witness
 from freescale.kernels.dispatch import has_triton
-from freescale.ledger.machine import machine, settings, versions
+from freescale.ledger.machine import describe_machine, get_gpu_settings, get_versions
 
 LIMIT = 300.0  # seconds of a whole run
 PARTS: dict[str, Callable[[Bed], None]] = {
@@ -80,9 +80,9 @@ def _result(bed: Bed, device: str) -> dict[str, Any]:
         "name": "overlap",
         "device": device,
         "ranks": bed.world,
-        "machine": machine(),
-        "versions": versions("triton", "freescale"),
-        "settings": settings(),
+        "machine": describe_machine(),
+        "versions": get_versions("triton", "freescale"),
+        "settings": get_gpu_settings(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "rows": bed.rows,
         "figures": figures(bed.rows),

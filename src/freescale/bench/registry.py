@@ -50,7 +50,7 @@ class Machine:
     def here(file: str | None) -> Machine:
         import torch
 
-        from freescale.ledger.machine import gpu_name
+        from freescale.ledger.machine import get_gpu_name
 
         hosts = (
             os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
@@ -59,7 +59,7 @@ class Machine:
         return Machine(
             os.cpu_count() or 1,
             hosts,
-            gpu_name(),
+            get_gpu_name(),
             gpus,
             shutil.which("nvidia-cuda-mps-control") is not None,
             file,

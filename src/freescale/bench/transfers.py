@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from freescale.bench.arms import Arm, Bed, closed, gigabytes, leaving, words
 from freescale.bench.copies import WAYS, Copies
-from freescale.transport.hostwire.calls import calls
+from freescale.transport.hostwire.bindings import load_engine
 
 
 def alone(bed: Bed) -> None:
@@ -35,7 +35,7 @@ def throughput(bed: Bed) -> None:
     """Plain pinned copies, hostwire's copies without a wire, whole hostwire: over shared memory,
     which copies nothing on the way, and over gloo and TCP; gloo's own AllToAll of host tensors is
     the wire's speed."""
-    found = calls()
+    found = load_engine()
     ring = Copies(bed, found) if found is not None else None
     wires = [
         bed.wired(f"hostwire over {wire}", wire, shared=False)

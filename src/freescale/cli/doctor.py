@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from freescale.cli.errors import exit_cleanly
-from freescale.transport.choice import choose, rdma_devices, ucx_installed
+from freescale.transport.choice import choose_transport, find_rdma_devices, is_ucx_installed
 
 Row = tuple[str, str, str]  # what, found, what follows
 
@@ -47,34 +47,34 @@ def examine() -> list[Row]:
     rows: list[Row] = []
     supported = sys.version_info[:2] >= (3, 11)
     rows.append(
-        ("python", platform.python_version(), "ok" if supported else ("3.11 or newer is needed"))
+        ("python", platform.python_version(), "ok" if supported else "3.11 or newer is needed")
     )
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     tested = (2, 11) <= version <= (2, 13)
     rows.append(("torch", torch.__version__, "ok" if tested else "2.11 to 2.13 are tested"))
     rows.append(
-        ("cpu cores", str(os.cpu_count()), (f"up to {os.cpu_count()} ranks without sharing a core"))
+        ("cpu cores", str(os.cpu_count()), f"up to {os.cpu_count()} ranks without sharing a core")
     )
-    rows += _gpus(torch)
+    rows += _check_gpus(torch)
     available = dist.is_available()
     rows.append(
         (
             "gloo",
             _yes(available and dist.is_gloo_available()),
-            ("ranks on CPU, and control traffic"),
+            "ranks on CPU, and control traffic",
         )
     )
     nccl = available and dist.is_nccl_available()
     rows.append(
-        ("nccl", _yes(nccl), "ranks on GPUs" if nccl else ("GPU ranks need a CUDA build of torch"))
+        ("nccl", _yes(nccl), "ranks on GPUs" if nccl else "GPU ranks need a CUDA build of torch")
     )
-    rows.append(_rdma())
-    rows.append(_ucx())
-    rows.append(_shared_memory(torch))
-    rows.append(_engine())
-    rows += _transports(torch)
-    rows.append(_descriptors(torch))
-    rows.append(_kernels(torch.cuda.is_available(), _triton()))
+    rows.append(_check_rdma())
+    rows.append(_check_ucx())
+    rows.append(_check_shared_memory(torch))
+    rows.append(_check_engine())
+    rows += _check_transports(torch)
+    rows.append(_check_descriptors(torch))
+    rows.append(_check_kernels(torch.cuda.is_available(), _find_triton()))
     for name, purpose in (
         ("pyarrow", "data files"),
         ("rich", "terminal output"),
@@ -86,14 +86,12 @@ def examine() -> list[Row]:
             (
                 name,
                 found or "no",
-                purpose if found else (f"needed for {purpose}: pip install {name}"),
+                purpose if found else f"needed for {purpose}: pip install {name}",
             )
         )
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     plan = (
-        f"--device auto takes {gpus} GPU(s), NCCL"
-        if gpus
-        else ("--device auto takes the CPU, gloo")
+        f"--device auto takes {gpus} GPU(s), NCCL" if gpus else "--device auto takes the CPU, gloo"
     )
     rows.append(
         ("would run", f"freescale train --nproc {gpus or min(os.cpu_count() or 1, 2)}", plan)
@@ -105,7 +103,7 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _gpus(torch: Any) -> list[Row]:
+def _check_gpus(torch: Any) -> list[Row]:
     if not torch.cuda.is_available():
         reason = (
             "this build of torch has no CUDA"
@@ -129,14 +127,14 @@ def _gpus(torch: Any) -> list[Row]:
     return rows
 
 
-def _triton() -> str | None:
+def _find_triton() -> str | None:
     """Its version; None where the kernels would not find it."""
     from freescale.kernels.dispatch import has_triton
 
     return (_find_version("triton") or "yes") if has_triton() else None
 
 
-def _kernels(gpu: bool, triton: str | None) -> Row:
+def _check_kernels(gpu: bool, triton: str | None) -> Row:
     """What `kernels.dispatch` chooses on a machine with or without a GPU and Triton."""
     from freescale.kernels.triton.attention import WIDTHS
 
@@ -146,40 +144,40 @@ def _kernels(gpu: bool, triton: str | None) -> Row:
         return (
             "triton",
             "no",
-            ("plain torch kernels run, slowly on GPUs: pip install triton (Linux)"),
+            "plain torch kernels run, slowly on GPUs: pip install triton (Linux)",
         )
     widths = f"{', '.join(map(str, WIDTHS[:-1]))} or {WIDTHS[-1]}"
     return (
         "triton",
         triton,
-        (f"Triton kernels run; attention and layers only where --width / --heads is {widths}"),
+        f"Triton kernels run; attention and layers only where --width / --heads is {widths}",
     )
 
 
-def _rdma() -> Row:
-    if devices := rdma_devices():
+def _check_rdma() -> Row:
+    if devices := find_rdma_devices():
         return (
             "rdma",
             ", ".join(devices),
-            ("NCCL uses it; gloo and UCX do where they were built with ibverbs"),
+            "NCCL uses it; gloo and UCX do where they were built with ibverbs",
         )
     return ("rdma", "no", "no device under /sys/class/infiniband: traffic goes over TCP")
 
 
-def _ucx() -> Row:
+def _check_ucx() -> Row:
     names = ("ucxx-cu13", "ucxx-cu12", "ucxx")
     found = next((f"{name} {_find_version(name)}" for name in names if _find_version(name)), None)
-    if found and ucx_installed():
+    if found and is_ucx_installed():
         return ("ucx", found, "for --transport hostwire-ucx; UCX_TLS says what it may use")
     return ("ucx", "no", "needed for --transport hostwire-ucx: pip install 'freescale[ucx]'")
 
 
-def _shared_memory(torch: Any) -> Row:
+def _check_shared_memory(torch: Any) -> Row:
     """Tries what hostwire needs between ranks of one machine."""
-    from freescale.transport.hostwire.pinned import Pinned, shared_file
+    from freescale.transport.hostwire.pinned import Pinned, create_shared_file
 
     try:
-        file = shared_file(1 << 20)
+        file = create_shared_file(1 << 20)
         try:
             Pinned(
                 1 << 20, torch.device("cuda" if torch.cuda.is_available() else "cpu"), file
@@ -191,19 +189,19 @@ def _shared_memory(torch: Any) -> Row:
     return (
         "shared memory",
         "yes",
-        ("ranks of one machine exchange through it (hostwire-gloo and -tcp)"),
+        "ranks of one machine exchange through it (hostwire-gloo and -tcp)",
     )
 
 
-def _engine() -> Row:
+def _check_engine() -> Row:
     """Tries to compile it."""
-    from freescale.transport.hostwire.calls import lacking
+    from freescale.transport.hostwire.bindings import explain_missing_engine
 
-    if not (why := lacking()):
+    if not (why := explain_missing_engine()):
         return (
             "engine",
             "yes",
-            ("transfers inside a machine and over TCP run in C, without Python's lock"),
+            "transfers inside a machine and over TCP run in C, without Python's lock",
         )
     return (
         "engine",
@@ -215,32 +213,39 @@ def _engine() -> Row:
     )
 
 
-def _transports(torch: Any) -> list[Row]:
-    from freescale.transport.hostwire.calls import lacking
+def _check_transports(torch: Any) -> list[Row]:
+    from freescale.transport.hostwire.bindings import explain_missing_engine
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
     for machines in (1, 2):
-        name, why = choose(
-            "auto", device, machines, ucx_installed(), bool(rdma_devices()), not lacking()
+        name, why = choose_transport(
+            "auto",
+            device,
+            machines,
+            is_ucx_installed(),
+            bool(find_rdma_devices()),
+            not explain_missing_engine(),
         )
         rows.append((f"transport, {'one machine' if machines == 1 else 'several'}", name, why))
     return rows
 
 
-def _descriptors(torch: Any) -> Row:
-    from freescale.transport.descriptors import fitting, hard_limit, per_rank
+def _check_descriptors(torch: Any) -> Row:
+    from freescale.transport.descriptors import count_fitting_ranks, count_per_rank, read_hard_limit
 
-    limit, device = hard_limit(), "cuda" if torch.cuda.is_available() else "cpu"
+    limit, device = read_hard_limit(), "cuda" if torch.cuda.is_available() else "cpu"
     if limit is None:
         return ("open files", "unlimited", "any number of ranks")
-    name, _ = choose("auto", device, 2, ucx_installed(), bool(rdma_devices()), engine=True)
+    name, _ = choose_transport(
+        "auto", device, 2, is_ucx_installed(), bool(find_rdma_devices()), engine=True
+    )
     fits = (
-        f"about {fitting(name, device, limit):,} ranks fit over {name}: "
-        f"{per_rank(name, device)} for each other rank"
+        f"about {count_fitting_ranks(name, device, limit):,} ranks fit over {name}: "
+        f"{count_per_rank(name, device)} for each other rank"
     )
     return (
         "open files",
         f"{limit:,}",
-        f"{fits}, {per_rank('hostwire-tcp', device, neighbour=True)} over shared memory",
+        f"{fits}, {count_per_rank('hostwire-tcp', device, neighbour=True)} over shared memory",
     )

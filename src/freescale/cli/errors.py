@@ -46,7 +46,7 @@ def exit_cleanly(command: Callable[P, int | None]) -> Callable[P, NoReturn]:
 
 def _is_remote(error: Exception) -> bool:
     """Whether the error is about another rank or the way to it."""
-    from freescale.pipeline.agreement import RemoteError
     from freescale.transport.api import TransportError
+    from freescale.transport.failures import RemoteError
 
     return isinstance(error, (RemoteError, TransportError))

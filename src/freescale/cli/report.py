@@ -24,14 +24,14 @@ from freescale.cli.errors import exit_cleanly
 @exit_cleanly
 def report(runs: tuple[Path, ...], out: Path, show: bool) -> None:
     """Write an HTML page that shows where the time of one or several runs went."""
-    from freescale.report.page import page
+    from freescale.report.page import render_page
     from freescale.report.runs import read_runs
 
     if not out.absolute().parent.is_dir():
         raise ValueError(f"there is no folder {out.absolute().parent} to write {out.name} into")
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder: name a file")
-    out.write_text(page(read_runs(list(runs))), encoding="utf-8")
+    out.write_text(render_page(read_runs(list(runs))), encoding="utf-8")
     click.echo(f"{out}: {out.stat().st_size / 1024:,.0f} KiB")
     if show:
         import webbrowser

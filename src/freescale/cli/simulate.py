@@ -33,9 +33,9 @@ def simulate(context: click.Context, /, gpus: tuple[int, ...], **given: Any) -> 
 
 @exit_cleanly
 def _simulate(gpus: tuple[int, ...], given: dict[str, Any]) -> None:
-    from freescale.simulate.show import show
+    from freescale.simulate.show import print_simulation
 
-    show(SimulateConfig(**select_given(given)), gpus)
+    print_simulation(SimulateConfig(**select_given(given)), gpus)
 
 
 @simulate.command()
@@ -70,6 +70,6 @@ def _simulate(gpus: tuple[int, ...], given: dict[str, Any]) -> None:
 def calibrate(device: str, out: Path, shapes: tuple[str, ...], repetitions: int) -> None:
     """Measure the compute curve of this machine: forward, backward, rows and optimizer over
     lengths, batch and width."""
-    from freescale.simulate.show import calibrated
+    from freescale.simulate.show import write_calibration
 
-    calibrated(device, out, shapes, repetitions)
+    write_calibration(device, out, shapes, repetitions)

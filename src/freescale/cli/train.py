@@ -190,14 +190,19 @@ def demo(nproc: int, run_folder: Path | None) -> int:
 
 def run_demo(nproc: int, run_folder: Path | None) -> int:
     """Returns the exit status."""
-    from freescale.train.demo import DEMO_SETTINGS, compare, demo_data, short_data
+    from freescale.train.demo import (
+        DEMO_SETTINGS,
+        compare_schedules,
+        make_demo_data,
+        make_short_data,
+    )
     from freescale.train.run_folder import new_folder
 
     name = datetime.now().strftime("demo-%Y-%m-%d-%H%M%S")
     folder = run_folder or new_folder(Path("runs") / name)
-    path = demo_data(Path("runs") / "demo-data.parquet")
+    path = make_demo_data(Path("runs") / "demo-data.parquet")
     status = train_run(nproc, folder, False, None, {**DEMO_SETTINGS, "data": str(path)})
     if status or nproc == 1:  # one rank waits for nobody: nothing to compare
         return status
-    short = short_data(Path("runs") / "demo-short.parquet")
-    return compare(short, folder, nproc, format_arguments)
+    short = make_short_data(Path("runs") / "demo-short.parquet")
+    return compare_schedules(short, folder, nproc, format_arguments)

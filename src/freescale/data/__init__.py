@@ -1,12 +1,12 @@
-"""Data: interaction files -> histories file -> rank slices of global batches; and synthetic
-histories."""
+"""Data: interaction files, the histories file made of them, and each rank's slices of global
+batches; and synthetic histories."""
 
 from __future__ import annotations
 
 from freescale.data.interactions import read_interactions
 from freescale.data.loader import Histories
-from freescale.data.prefetch import prefetched
+from freescale.data.prefetch import prefetch
 from freescale.data.prepare import prepare
 from freescale.data.synthetic import SyntheticReport, generate
 
-__all__ = ["Histories", "SyntheticReport", "generate", "prefetched", "prepare", "read_interactions"]
+__all__ = ["Histories", "SyntheticReport", "generate", "prefetch", "prepare", "read_interactions"]

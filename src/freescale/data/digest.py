@@ -1,11 +1,11 @@
-"""Which data a file holds: a digest of all its bytes, remembered while the file is certainly the
+"""Identifies the content of files by a digest of all bytes, cached while a file is certainly the
 same.
 
-A name, a size and a time of change do not tell files apart: archives and images carry times along.
-The kernel's own time of the last change (ctime) cannot be carried along, so a digest is used again
-where path, inode, size and both times are those that it was made of, in the same boot of the
-machine. Where the file system takes times from elsewhere (images, overlays, FUSE), and where a file
-is so new that another change might bear the same time, every start reads it whole.
+Name, size and modification time do not tell files apart, since archives and images preserve
+modification times. They cannot preserve the kernel's own time of the last change (ctime), so a
+cached digest is used where path, inode, size and both times are unchanged in the same boot of the
+machine. Files are read whole at every start where the file system takes times from elsewhere
+(images, overlays, FUSE), and where a file is so new that another change might get the same time.
 """
 
 from __future__ import annotations
@@ -55,50 +55,60 @@ class Content:
     stamp: Stamp
 
     def check_unchanged(self) -> None:
-        """Of size and times: what is made of a file that changed under the reader's hands belongs
-        to no digest."""
-        if _stamp(os.stat(self.path))[2:] != self.stamp[2:]:
-            raise _changed(self.path)
+        """Raises ValueError if size or times changed: what was made of the file belongs to no
+        digest then."""
+        if _make_stamp(os.stat(self.path))[2:] != self.stamp[2:]:
+            raise _make_changed_error(self.path)
 
 
-def digest_of(*parts: Any) -> str:
+def compute_digest(*parts: Any) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def contents(paths: Sequence[Path], memory: Path, report: Callable[[float], None]) -> list[Content]:
-    """`memory`: a folder for digests, which other processes and machines may use too. `report` gets
-    the share done, where files have to be read."""
+def read_contents(
+    paths: Sequence[Path], memory: Path, report: Callable[[float], None]
+) -> list[Content]:
+    """Computes or looks up the digests of files.
+
+    Args:
+        paths: The files.
+        memory: A folder of known digests, which other processes and machines may use too.
+        report: Called with the share done, where files have to be read.
+
+    Raises:
+        ValueError: A file changed while it was read.
+    """
     sizes = [path.stat().st_size for path in paths]
 
     def read_on(before: int, read: int) -> None:
         report(min((before + read) / max(sum(sizes), 1), 1.0))
 
     return [
-        _content(path, memory, partial(read_on, sum(sizes[:number])))
+        _read_content(path, memory, partial(read_on, sum(sizes[:number])))
         for number, path in enumerate(paths)
     ]
 
 
-def _content(path: Path, memory: Path, report: Callable[[int], None]) -> Content:
+def _read_content(path: Path, memory: Path, report: Callable[[int], None]) -> Content:
     with open(path, "rb", buffering=0) as file:
-        stamp = _stamp(os.fstat(file.fileno()))
-        known = _known(path, memory)
+        stamp = _make_stamp(os.fstat(file.fileno()))
+        known = _find_known(path, memory)
         if known is not None:
             with suppress(OSError, ValueError, KeyError, TypeError):  # of no use: the file is read
                 about = json.loads(known.read_text(encoding="utf-8"))
                 if tuple(about["stamp"]) == stamp:
                     return Content(path, str(about["digest"]), stamp)
-        content = Content(path, _digest(file, report), stamp)
-        if _stamp(os.fstat(file.fileno())) != stamp:
-            raise _changed(path)
+        content = Content(path, _compute_digest(file, report), stamp)
+        if _make_stamp(os.fstat(file.fileno())) != stamp:
+            raise _make_changed_error(path)
     content.check_unchanged()  # another file may have taken the name
     if known is not None and time.time() - stamp[4] / 1e9 > _SETTLED_S:
         _remember(known, content)
     return content
 
 
-def _digest(file: FileIO, report: Callable[[int], None]) -> str:
-    """Of the digests of its blocks, which threads make at once."""
+def _compute_digest(file: FileIO, report: Callable[[int], None]) -> str:
+    """The digest of the digests of the blocks, which several threads compute."""
     whole, pending, read = hashlib.blake2b(digest_size=16), deque[Future[bytes]](), 0
     with ThreadPoolExecutor(_THREADS) as threads:
         while block := file.read(_BLOCK):
@@ -115,20 +125,20 @@ def _digest(file: FileIO, report: Callable[[int], None]) -> str:
     return whole.hexdigest()
 
 
-def _known(path: Path, memory: Path) -> Path | None:
-    """Where the digest of a file is remembered, if it may be."""
+def _find_known(path: Path, memory: Path) -> Path | None:
+    """The file in which the digest of `path` is remembered; None where times prove nothing."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8")
     except OSError:
         return None
     resolved = path.resolve()
-    if not keeps_its_times(resolved, mounts):
+    if not keeps_own_times(resolved, mounts):
         return None
-    return memory / f"{digest_of(boot, str(resolved))}.json"
+    return memory / f"{compute_digest(boot, str(resolved))}.json"
 
 
-def keeps_its_times(path: Path, mounts: str) -> bool:
+def keeps_own_times(path: Path, mounts: str) -> bool:
     """Whether the file system under `path` sets the time of a change itself. `mounts`: as
     /proc/self/mountinfo."""
     best, answer = -1, False
@@ -145,8 +155,7 @@ def keeps_its_times(path: Path, mounts: str) -> bool:
 
 
 def _remember(known: Path, content: Content) -> None:
-    """An attempt: a folder that cannot be written, or a full disk, costs the next start a reading
-    and no more."""
+    """Writes the digest where it can; otherwise the next start reads the file again."""
     with suppress(OSError):
         known.parent.mkdir(parents=True, exist_ok=True)
         for other in known.parent.iterdir():
@@ -162,11 +171,11 @@ def _remember(known: Path, content: Content) -> None:
             mine.unlink(missing_ok=True)
 
 
-def _stamp(about: os.stat_result) -> Stamp:
+def _make_stamp(about: os.stat_result) -> Stamp:
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 
-def _changed(path: Path) -> ValueError:
+def _make_changed_error(path: Path) -> ValueError:
     return ValueError(
         f"{path}: the file changed while it was read; start again when it is complete"
     )

@@ -1,27 +1,27 @@
-"""Labels of ranking are 0 or 1: what is found beside them while files are read, and the refusal of
-such a column as a label."""
+"""Checks that the labels of ranking are 0 or 1."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
 from freescale.data.histories import HistoriesFile
 
 
-def not_a_label(values: np.ndarray) -> str | None:
-    """The first value that is neither 0 nor 1."""
+def find_non_label(values: NDArray[Any]) -> str | None:
+    """Returns the first value that is neither 0 nor 1, as text; None if there is none."""
     wrong = ~((values == 0) | (values == 1))  # a value that is no number equals neither
     return str(values[wrong.argmax()]) if wrong.any() else None
 
 
 def check_labels(file: HistoriesFile, names: Sequence[str]) -> None:
-    """Refuses columns that hold something else. Prepared files say in their metadata what their
-    sources hold; others are read."""
+    """Raises ValueError for columns with other values than 0 and 1. The metadata of prepared files
+    says what their sources hold; other files are read."""
     for name in names:
         if file.no_labels is None:
-            found = _looked_for(file, name)
+            found = _find_non_label_in(file, name)
             where, column, value = str(file.path), repr(name), found or ""
         else:
             where, column, value = file.no_labels.get(name, ("", "", ""))
@@ -32,13 +32,13 @@ def check_labels(file: HistoriesFile, names: Sequence[str]) -> None:
             )
 
 
-def _looked_for(file: HistoriesFile, name: str) -> str | None:
+def _find_non_label_in(file: HistoriesFile, name: str) -> str | None:
     for group in range(file.num_groups):
         # of integers only: those of fractions say nothing of what lies between
-        extremes = file.extremes(group, name)
+        extremes = file.read_extremes(group, name)
         if extremes is not None and extremes[0] >= 0 and extremes[1] <= 1:
             continue
-        value = not_a_label(file.read(group, (name,)).values[name])
+        value = find_non_label(file.read(group, (name,)).values[name])
         if value is not None:
             return value
     return None

@@ -7,28 +7,26 @@ the file, the options and n: to resume is to start at another n.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from freescale.batch import Jagged, Nested, SequenceBatch, concat_ranges
 from freescale.config import DataConfig, ModelConfig, TrainConfig
-from freescale.data.histories import Group, HistoriesFile
+from freescale.data.epoch_order import EpochOrder
+from freescale.data.histories import HistoriesFile
 from freescale.data.labels import check_labels
 from freescale.data.negatives import draw_negatives
-from freescale.data.order import EpochOrder
+from freescale.data.splits import PARTS, SPLITS, Split
+from freescale.data.windows import WindowReader
 from freescale.random import derive
 
-PARTS, SPLITS, TASKS = (
-    ("train", "validation", "test"),
-    ("leave-one-out", "time", "none"),
-    ("retrieval", "ranking"),
-)
+TASKS = ("retrieval", "ranking")
+# The columns of a file and what a batch calls them.
+_NAMES = {"item_id": "history", "timestamp": "timestamps", "action": "actions"}
 
 
 class Histories:
@@ -36,18 +34,51 @@ class Histories:
 
     A sample is one user. Of its events the part takes:
 
-    | split         | train            | validation: history, target | test: history, target             |
-    |---------------|------------------|-----------------------------|-----------------------------------|
-    | leave-one-out | all but last two | [:-2], [-2]                 | [:-1], [-1]                       |
-    | time          | [:c-1]           | [:c-1], [c-1]               | [:c], [c]; c = events before time |
-    | none          | all              |                             |                                   |
+    | split         | train            | validation: history, target | test: history, target |
+    |---------------|------------------|-----------------------------|-----------------------|
+    | leave-one-out | all but last two | [:-2], [-2]                 | [:-1], [-1]           |
+    | time          | [:c-1]           | [:c-1], [c-1]               | [:c], [c]             |
+    | none          | all              |                             |                       |
+
+    where c is the number of events before `split_time`.
 
     A sample without history or target stays in its place, with empty sequences and weight 0.
-    retrieval, train: sequences history, timestamps, [actions], targets (the next item of each);
-    dense negatives. retrieval, else: the same without targets and negatives; dense target.
-    ranking: history as above; candidates (train: the last `candidates` events of the part, fewer
-    where the history would be empty; else the target), sequences candidate_timestamps and labels
-    [candidates, tasks]. Not for two threads at once: it keeps the row groups that it read last.
+
+    | task, part       | sequences                               | beside them                    |
+    |------------------|-----------------------------------------|--------------------------------|
+    | retrieval, train | history, timestamps, [actions], targets | dense negatives [n, negatives] |
+    | retrieval, else  | history, timestamps, [actions]          | dense target [n]               |
+    | ranking          | history, timestamps, [actions],         | candidates                     |
+    |                  | candidate_timestamps, labels [., tasks] |                                |
+
+    Targets are the next item of each event. Candidates of ranking are the last `candidates` events
+    of the train part (fewer where the history would be empty), else the target. Not for two threads
+    at once: it keeps the row groups that it read last.
+
+    Args:
+        path: A histories file, as `prepare` and `generate` write it.
+        global_batch: Samples of a batch over all ranks.
+        rank: This rank.
+        world: Number of ranks.
+        max_length: Longest history; of longer ones the last events are taken.
+        task: `retrieval` or `ranking`.
+        tasks: Label columns, for ranking.
+        part: `train`, `validation` or `test`.
+        split: `leave-one-out`, `time` or `none`.
+        split_time: With split `time`: where it cuts, in the file's unit.
+        negatives: Negatives per sample, for retrieval.
+        in_batch_share: Share of the negatives that are targets of other samples of the batch.
+        halo: How many samples further such negatives may come from.
+        candidates: Candidates per sample, for training of ranking.
+        seed: Of the order and the negatives.
+        shuffle: Whether an epoch has an order of its own.
+        shuffle_groups: Row groups that are shuffled together.
+        epochs: Of the run.
+        start: First batch of the run to yield.
+        num_items: Rows of the item table; by default the largest id plus 1.
+
+    Raises:
+        ValueError: An option is out of range, or the file does not fit it.
     """
 
     def __init__(
@@ -74,9 +105,9 @@ class Histories:
         start: int = 0,
         num_items: int | None = DataConfig.num_items,
     ):
-        _choose("task", task, TASKS)
-        _choose("part", part, PARTS)
-        _choose("split", split, SPLITS)
+        _check_choice("task", task, TASKS)
+        _check_choice("part", part, PARTS)
+        _check_choice("split", split, SPLITS)
         for name, value, least in (
             ("global_batch", global_batch, 1),
             ("world", world, 1),
@@ -122,13 +153,19 @@ class Histories:
         self._check_tasks()
         present = self.file.columns
         self._columns = ("item_id", "timestamp", *(["action"] if "action" in present else []))
-        self._read_columns = tuple(
-            dict.fromkeys([*self._columns, *(self.tasks if task == "ranking" else ())])
-        )
         starts = torch.from_numpy(self.file.starts)
         self._order = EpochOrder(starts, seed=seed, shuffle=shuffle, window=shuffle_groups)
-        # decoded, the least recently used first
-        self._groups: OrderedDict[int, Group] = OrderedDict()
+        ranking = task == "ranking"
+        self._reader = WindowReader(
+            self.file,
+            self._order,
+            Split(split, split_time),
+            part,
+            tuple(dict.fromkeys([*self._columns, *(self.tasks if ranking else ())])),
+            max_length=max_length,
+            tail=candidates if ranking and part == "train" else 1,
+            kept_groups=shuffle_groups + 2,
+        )
         self._seek(start)
 
     def _check_tasks(self) -> None:
@@ -159,7 +196,7 @@ class Histories:
     @property
     def num_actions(self) -> int:
         """Largest action plus one; 0 without actions."""
-        return self.file.largest("action") + 1 if "action" in self.file.columns else 0
+        return self.file.find_largest("action") + 1 if "action" in self.file.columns else 0
 
     @property
     def num_samples(self) -> int:
@@ -222,7 +259,7 @@ class Histories:
         beyond = min(self.halo, size - 1) if draws and self._in_batch and own else 0
         places = torch.arange(low, low + min(own + beyond, size)) % size
         samples = self._order.samples(epoch, first, first + size)[places]
-        columns, tail = self._windows(epoch, samples)
+        columns, tail = self._reader.read(epoch, samples)
         items = columns["item_id"]
         offsets, history = items.offsets[:-1], items.lengths - tail  # [samples] each
         keys = derive(self.seed, number, samples[:own])
@@ -230,19 +267,17 @@ class Histories:
         candidates: dict[str, Nested] = {}
         own_history, own_tail = history[:own], tail[:own]
         before = concat_ranges(offsets[:own], own_history)
-        names = {"item_id": "history", "timestamp": "timestamps", "action": "actions"}
         sequences = {
-            names[c]: Jagged(columns[c].values[before], own_history) for c in self._columns
+            _NAMES[column]: Jagged(columns[column].values[before], own_history)
+            for column in self._columns
         }
         if self.task == "ranking":
             after = concat_ranges(offsets[:own] + own_history, own_tail)
             candidates["candidates"] = Nested(items.values[after], torch.ones_like(after), own_tail)
             sequences["candidate_timestamps"] = Jagged(columns["timestamp"].values[after], own_tail)
-            labels = torch.stack(
-                [columns[t].values[after].to(torch.float32) for t in self.tasks], dim=1
-            )
-            sequences["labels"] = Jagged(labels, own_tail)
-            weights = {t: own_tail.to(torch.float32) for t in self.tasks}
+            labels = [columns[task].values[after].to(torch.float32) for task in self.tasks]
+            sequences["labels"] = Jagged(torch.stack(labels, dim=1), own_tail)
+            weights = {task: own_tail.to(torch.float32) for task in self.tasks}
         elif training:
             targets = Jagged(items.values[concat_ranges(offsets + 1, history)], history)
             sequences["targets"] = targets.slice(0, own)
@@ -264,82 +299,16 @@ class Histories:
             weights = {"next_item": tail.to(torch.float32)}
         return SequenceBatch(sequences, candidates, dense, weights, keys, number)
 
-    def _windows(self, epoch: int, samples: Tensor) -> tuple[dict[str, Jagged], Tensor]:
-        """The events that the samples need, by column, and how many at the end of each are beyond
-        the history."""
-        group_of = torch.searchsorted(self._order.starts, samples, right=True) - 1
-        read_order = self._order.groups(epoch)
-        place = torch.empty_like(read_order)
-        place[read_order] = torch.arange(len(read_order))
-        # group by group, in the epoch's order: each is read once
-        turn = torch.argsort(place[group_of], stable=True)
-        pieces = {
-            c: [Jagged(_empty(c), torch.empty(0, dtype=torch.int64))] for c in self._read_columns
-        }
-        tails = [torch.empty(0, dtype=torch.int64)]
-        groups, sizes = torch.unique_consecutive(group_of[turn], return_counts=True)
-        for number, members in zip(groups.tolist(), turn.split(sizes.tolist()), strict=True):
-            group = self._decoded(number)
-            begin, end, tail = self._bounds(
-                group, (samples[members] - self._order.starts[number]).numpy()
-            )
-            index = concat_ranges(torch.from_numpy(begin), torch.from_numpy(end - begin))
-            lengths = torch.from_numpy(end - begin)
-            for name in self._read_columns:
-                values = torch.from_numpy(group.values[name])[index]
-                pieces[name].append(Jagged(values.to(_empty(name).dtype), lengths))
-            tails.append(torch.from_numpy(tail))
-        back = torch.argsort(turn)
-        return {
-            name: Jagged.concat(parts).select(back) for name, parts in pieces.items()
-        }, torch.cat(tails)[back]
+    def count_items(self) -> Tensor:
+        """Counts how often each item occurs in the train part, whatever `part` this is. Reads the
+        whole file.
 
-    def _part_ends(self, group: Group, part: str) -> np.ndarray:
-        """[users]: where the part ends, its target included."""
-        start, stop = group.offsets[:-1], group.offsets[1:]
-        if self.split == "none":
-            return stop
-        if self.split == "leave-one-out":
-            return np.maximum(stop - {"train": 2, "validation": 1, "test": 0}[part], start)
-        earlier = np.concatenate([[0], np.cumsum(group.values["timestamp"] < self.split_time)])
-        cut = start + earlier[stop] - earlier[start]  # first event at or after the split
-        if part == "test":
-            return np.where(cut < stop, cut + 1, start)
-        return np.maximum(cut - (part == "train"), start)
-
-    def _bounds(self, group: Group, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        start, end = group.offsets[rows], self._part_ends(group, self.part)[rows]
-        usable = end - start >= 2
-        most = self.candidates if self.task == "ranking" and self.part == "train" else 1
-        tail = np.where(usable, np.minimum(most, end - start - 1), 0)
-        begin = np.where(usable, np.maximum(start, end - tail - self.max_length), end)
-        return begin, end, tail
-
-    def _decoded(self, number: int) -> Group:
-        if number not in self._groups:
-            while len(self._groups) > self.shuffle_groups + 1:
-                self._groups.popitem(last=False)
-            self._groups[number] = self.file.read(number, self._read_columns)
-        self._groups.move_to_end(number)
-        return self._groups[number]
-
-    def item_counts(self) -> Tensor:
-        """[num_items] int64: how often each item occurs in the train part, whatever `part` this is;
-        reads all."""
-        counts = np.zeros(self.num_items, np.int64)
-        for number in range(self.file.num_groups):
-            group = self.file.read(number, ("item_id", "timestamp"))
-            lengths = torch.from_numpy(self._part_ends(group, "train") - group.offsets[:-1])
-            index = concat_ranges(torch.from_numpy(group.offsets[:-1]), lengths).numpy()
-            np.add.at(counts, group.values["item_id"][index], 1)
-        return torch.from_numpy(counts)
+        Returns:
+            [num_items] int64.
+        """
+        return self._reader.count_items()
 
 
-def _empty(column: str) -> Tensor:
-    whole = column in ("item_id", "timestamp", "action")
-    return torch.empty(0, dtype=torch.int64 if whole else torch.float32)
-
-
-def _choose(name: str, value: str, choices: Sequence[str]) -> None:
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}")

@@ -1,5 +1,4 @@
-"""Negatives of a sample: drawn from its key, so that they are the same on any rank and travel with
-it."""
+"""Draws the negatives of a sample from its key, so that they are the same on any rank."""
 
 from __future__ import annotations
 
@@ -26,12 +25,21 @@ def draw_negatives(
     batch_size: int,
     num_items: int,
 ) -> Tensor:
-    """[n] keys -> [n, count] item ids: `in_batch` from the targets of the next `halo` samples, the
-    rest uniform.
+    """Draws negatives: some from the targets of other samples, the rest uniformly.
 
-    targets: those of the n samples themselves, then of the samples that follow in the global batch
-    of `batch_size` (cyclically), as many as the halo needs. A chosen sample without targets gives
-    way to a uniform draw.
+    Args:
+        keys: [n] random keys of the samples.
+        targets: Of the n samples, then of as many samples that follow them in the global batch
+            (cyclically) as the halo needs.
+        count: Negatives per sample.
+        in_batch: How many of these are targets of the next `halo` samples. A sample without
+            targets is replaced by a uniform draw.
+        halo: Samples.
+        batch_size: Of the global batch.
+        num_items: Ids are below it.
+
+    Returns:
+        [n, count] item ids.
     """
     numbers = torch.arange(count)
     negatives = integers(derive(keys[:, None], _UNIFORM, numbers), num_items)  # [n, count]

@@ -10,11 +10,18 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def prefetched(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
+def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     """Yields what `iterable` yields, up to `depth` items ahead of the consumer.
 
     The iterable runs in a thread of its own. What it raises is raised here; when the consumer stops
     early (break, close, an exception), the thread ends before this generator does.
+
+    Args:
+        iterable: What to run ahead, for example a `Histories`.
+        depth: Items that wait for the consumer, at most.
+
+    Raises:
+        ValueError: `depth` is below 1.
     """
     if depth < 1:
         raise ValueError(f"depth is {depth}; it must be 1 or more")

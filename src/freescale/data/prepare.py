@@ -1,5 +1,5 @@
-"""Turns interaction files into a histories file, once: the cache of what was made, by path and
-content of the sources."""
+"""Turns interaction files into a histories file, and caches it by path and content of its
+sources."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from freescale.config import DataConfig
-from freescale.data.build import Progress, Spilled, build
-from freescale.data.digest import contents, digest_of
+from freescale.data.digest import compute_digest, read_contents
 from freescale.data.histories import VERSION, HistoriesFile, is_histories
+from freescale.data.history_builder import Progress, Spilled, build_histories
 from freescale.data.interactions import read_interactions
-from freescale.data.workspace import clear, full_disk_named, workspace
+from freescale.data.workspace import explain_full_disk, remove_dead_workspaces, workspace
 from freescale.file_lock import lock
 
 BUCKET_EVENTS = 2_000_000
@@ -28,14 +28,27 @@ def prepare(
     *,
     bucket_events: int = BUCKET_EVENTS,
 ) -> Path:
-    """Path of the histories file of `source`: from the cache, or made now, or `source` itself if it
-    is one already.
+    """Makes a histories file of interaction files, or finds it in the cache.
 
     Users with fewer than two events are dropped (and counted in the metadata). Events of equal
-    timestamp keep the order of the file; exact duplicates are kept. String ids are numbered;
-    `vocabulary.parquet` beside the result says how. Data is found in the cache by the paths and all
-    bytes of its files. `progress` is called with a stage ("hash", "read", "sort", "write") and the
-    share done.
+    timestamp keep the order of the file; exact duplicates are kept. String ids are numbered, and
+    `vocabulary.parquet` beside the result says how.
+
+    Args:
+        source: An interaction file, several, or a histories file.
+        cache: The folder of prepared data, which is found there by the paths and all bytes of its
+            sources.
+        format: `auto`, or one of `text_formats.FORMATS`.
+        num_items: Rows of the item table; by default the largest id plus 1.
+        progress: Called with a stage ("hash", "read", "sort", "write") and the share done.
+        bucket_events: Events in memory at once, about.
+
+    Returns:
+        The path of the histories file; `source` itself if it is one.
+
+    Raises:
+        ValueError: A file is missing, damaged or not of the format, or an id is out of range.
+        OSError: The disk is full; the message says how much is needed.
     """
     cache, report = Path(cache), progress or (lambda stage, share: None)
     interactions = read_interactions(source, format)
@@ -47,25 +60,29 @@ def prepare(
         and is_histories(interactions.paths[0])
     ):
         return HistoriesFile(interactions.paths[0], num_items).path
-    sources = contents(interactions.paths, cache / "digests", lambda share: report("hash", share))
+    sources = read_contents(
+        interactions.paths, cache / "digests", lambda share: report("hash", share)
+    )
     # A run goes on with the same data wherever it lies. The cache tells paths apart, since what it
     # holds names them in errors.
-    fingerprint = digest_of([source.digest for source in sources], interactions.formats, num_items)
-    key = digest_of(VERSION, fingerprint, [str(path.resolve()) for path in interactions.paths])
+    fingerprint = compute_digest(
+        [source.digest for source in sources], interactions.formats, num_items
+    )
+    key = compute_digest(VERSION, fingerprint, [str(path.resolve()) for path in interactions.paths])
     target = cache / key / "histories.parquet"
-    clear(cache)
+    remove_dead_workspaces(cache)
     if target.is_file():
         return target
     spilled = Spilled()
     work = f"preparing {interactions.paths[0]}"
-    with full_disk_named(
-        cache, work, "make room, or name a cache folder on another disk", spilled.most
+    with explain_full_disk(
+        cache, work, "make room, or name a cache folder on another disk", spilled.estimate_peak
     ):
         cache.mkdir(parents=True, exist_ok=True)
-        with _alone(cache), workspace(cache, key) as folder:
+        with _lock_cache(cache), workspace(cache, key) as folder:
             if target.is_file():  # another rank made it while this one waited
                 return target
-            made = build(
+            made = build_histories(
                 interactions, folder, num_items, fingerprint, report, bucket_events, spilled
             )
             for content in sources:
@@ -77,12 +94,12 @@ def prepare(
 
 
 @contextmanager
-def _alone(cache: Path) -> Iterator[None]:
-    """One process at a time: the ranks of a machine all ask for the same file. The lock ends with
-    its holder, however it ends.
+def _lock_cache(cache: Path) -> Iterator[None]:
+    """Admits one process at a time, since the ranks of a machine all ask for the same file. The
+    lock ends with its holder.
 
-    NFS locks no folders but files; where nothing can be locked, ranks may each make the file, and
-    the last one's stays.
+    NFS locks files but no folders. Where nothing can be locked, every rank makes the file, and the
+    last one stays.
     """
     with ExitStack() as stack:
         for path, flags in ((cache, os.O_RDONLY), (cache / "lock", os.O_RDWR | os.O_CREAT)):

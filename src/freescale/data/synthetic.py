@@ -3,9 +3,9 @@ between batches.
 
 Items of adjacent popularity are paired. An event that is *bound* takes the even item of its pair in
 even batches and the odd one in odd batches, and can collide with no bound event of the neighbouring
-batches. Binding every event gives 0 % collisions, binding none what the popularity gives by itself;
-beyond that, events are *hot*: drawn from the most popular items only. One number from 0 to 2 goes
-through all of it; it is found by bisection on the rate as measured.
+batches. Binding every event gives 0 % collisions, binding none those of the popularity alone. For
+more, events are *hot*: drawn from the most popular items only. One number from 0 to 2, the mixing,
+covers all of this; bisection on the measured rate finds it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,24 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 
 from freescale.batch import compute_offsets
 from freescale.config import GenerateConfig
-from freescale.data.draws import SHORTEST, TASTES, Draws, Source, length_distribution
-from freescale.data.histories import HistoriesWriter, Summary, describe_schema, fingerprint_of
-from freescale.data.workspace import full_disk_named, workspace
+from freescale.data.histories import HistoriesMetadata, make_fingerprint
+from freescale.data.histories_writer import HistoriesWriter, make_schema
+from freescale.data.lengths import SHORTEST, LengthDistribution
+from freescale.data.synthetic_draws import (
+    TASTES,
+    DrawnBatch,
+    SyntheticSource,
+)
+from freescale.data.workspace import explain_full_disk, workspace
 from freescale.random import derive, hash_name, integers, normal, uniform
 
 _EPOCH = 1_600_000_000  # seconds: last event of the first user
@@ -51,10 +59,10 @@ class _Collisions:
         self._last = np.zeros(0, np.int64)
         self.hits = self.total = 0
 
-    def count(self, requests: np.ndarray) -> int:
+    def count(self, requests: NDArray[Any]) -> int:
         return int(self._seen[requests].sum())
 
-    def add(self, requests: np.ndarray, first: bool) -> None:
+    def add(self, requests: NDArray[Any], first: bool) -> None:
         if not first:
             self.hits += self.count(requests)
             self.total += len(requests)
@@ -86,42 +94,61 @@ def generate(
     labels: Sequence[str] = (),
     progress: Callable[[str, float], None] | None = None,
 ) -> SyntheticReport:
-    """Writes a histories file of `users` users in the order of their last event, one global batch
-    at a time.
+    """Writes a histories file, users in the order of their last event, one global batch at a time.
 
-    lengths: "lognormal" (median, sigma) or "zipf" (zipf_exponent), between 2 and `cap` events.
-    popularity: Zipf exponent of the items; 0 is uniform.
-    collision: share of a global batch's requests (distinct item ids of each of `ranks` ranks, added
-    up) that the batch before also makes, in file order, over all events of the histories (negatives
-    come on top; a loader sees it with shuffle=False, split="none" and a max_length that cuts
-    nothing). Met to a percentage point, or ValueError. actions: a column `action`: 1 inside a run,
-    plus 2 << i where label i is 1. labels: 0/1 columns that depend on the item, the taste of the
-    user and chance.
+    Args:
+        path: Where to write.
+        users: Histories in the file.
+        items: Size of the catalogue.
+        lengths: "lognormal" (median, sigma) or "zipf" (zipf_exponent).
+        median: Of the lengths.
+        sigma: Of the logarithm of the lengths.
+        zipf_exponent: Of the lengths.
+        cap: Longest history; the shortest has 2 events.
+        popularity: Zipf exponent of the items; 0 is uniform.
+        collision: Share of a global batch's requests (distinct item ids of each rank, added up)
+            that the batch before also makes, in file order, over all events of the histories. A
+            loader sees it with shuffle=False, split="none" and a max_length that cuts nothing;
+            negatives are not counted. Met to a percentage point. None leaves what the popularity
+            gives.
+        global_batch: Users of a global batch.
+        ranks: Ranks that share a global batch.
+        seed: Of everything that is drawn.
+        actions: Whether to add a column `action`: 1 inside a run, plus 2 << i where label i is 1.
+        labels: Names of 0/1 columns, which depend on the item, the user's taste and chance.
+        progress: Called with "generate" and the share done.
+
+    Returns:
+        What was written, with the collision rate as measured.
+
+    Raises:
+        ValueError: An option is out of range, or the collision rate is out of reach.
+        OSError: The disk is full.
     """
     path = Path(path)
-    _check(users, items, cap, sigma, popularity, collision, global_batch, ranks, labels)
-    sizes = length_distribution(lengths, median, sigma, zipf_exponent, cap)
-    source = Source(users, items, sizes, popularity, global_batch, ranks, seed)
+    _check_options(users, items, cap, sigma, popularity, collision, global_batch, ranks, labels)
+    distribution = LengthDistribution.from_options(lengths, median, sigma, zipf_exponent, cap)
+    source = SyntheticSource(users, items, distribution, popularity, global_batch, ranks, seed)
     mixing = None if collision is None else _calibrate(source, collision)
     columns = {"item_id": pa.int64(), "timestamp": pa.int64()} | (
         {"action": pa.int64()} if actions else {}
     )
-    schema = describe_schema(columns | {name: pa.int8() for name in labels})
-    collisions, histogram = _Collisions(items), np.zeros(len(sizes), np.int64)
+    schema = make_schema(columns | {name: pa.int8() for name in labels})
+    collisions, histogram = _Collisions(items), np.zeros(cap + 1, np.int64)
     path.parent.mkdir(parents=True, exist_ok=True)
-    full = full_disk_named(
+    full = explain_full_disk(
         path.parent, f"generating {path.name}", ("make room, or name another folder")
     )
     with full, workspace(path.parent, path.name) as folder:
         made = folder / path.name
-        writer, summary = HistoriesWriter(made, schema), None
+        writer, metadata = HistoriesWriter(made, schema), None
         try:
             for number in range(source.batches):
-                batch = source.batch(number)
-                ids = source.items_of(batch, mixing)
-                collisions.add(source.requests(batch, ids), first=number == 0)
+                batch = source.draw_batch(number)
+                ids = source.choose_items(batch, mixing)
+                collisions.add(source.list_requests(batch, ids), first=number == 0)
                 histogram += np.bincount(batch.lengths.numpy(), minlength=len(histogram))
-                writer.write(_table(source, batch, ids, schema, labels))
+                writer.write(_make_table(source, batch, ids, schema, labels))
                 if progress is not None:
                     progress("generate", (number + 1) / source.batches)
             rate, tokens = collisions.rate, int((histogram * np.arange(len(histogram))).sum())
@@ -137,12 +164,14 @@ def generate(
                 popularity,
                 collision,
             )
-            fingerprint = fingerprint_of(
+            fingerprint = make_fingerprint(
                 "synthetic", options, global_batch, ranks, seed, actions, list(labels)
             )
-            summary = Summary(items, users, tokens, 0, tuple(schema.names[1:]), fingerprint)
+            metadata = HistoriesMetadata(
+                items, users, tokens, 0, tuple(schema.names[1:]), fingerprint
+            )
         finally:
-            writer.close(summary)
+            writer.close(metadata)
         os.replace(made, path)
     ends = np.cumsum(histogram)
     quantiles = {f"p{q}": int(np.searchsorted(ends, q / 100 * users)) for q in (50, 90, 99)}
@@ -150,7 +179,7 @@ def generate(
     return SyntheticReport(path, users, items, tokens, quantiles, source.batches, rate)
 
 
-def _check(
+def _check_options(
     users: int,
     items: int,
     cap: int,
@@ -194,17 +223,19 @@ def _check(
         )
 
 
-def _rate(source: Source, batches: Iterable[Draws], mixing: float) -> float:
+def _measure_rate(source: SyntheticSource, batches: Iterable[DrawnBatch], mixing: float) -> float:
     """Collision rate over consecutive batches."""
     collisions = _Collisions(source.items)
     for number, batch in enumerate(batches):
-        collisions.add(source.requests(batch, source.items_of(batch, mixing)), first=number == 0)
+        collisions.add(
+            source.list_requests(batch, source.choose_items(batch, mixing)), first=number == 0
+        )
     return collisions.rate or 0.0
 
 
 def _bisect(measure: Callable[[float], float], target: float) -> tuple[float, float]:
-    """Where an increasing function of [0, 2] comes closest to the target, of the points tried, and
-    its value there."""
+    """Finds the point of [0, 2] where an increasing function comes closest to the target. Returns
+    the point and the value there."""
     low, high = 0.0, 2.0
     best = (0.0, measure(0.0))
     for _ in range(26):
@@ -217,27 +248,26 @@ def _bisect(measure: Callable[[float], float], target: float) -> tuple[float, fl
     return best
 
 
-def _calibrate(source: Source, target: float) -> float:
-    """The mixing that meets the target: chosen on the first batches, checked on all, chosen on all
-    where that fails.
+def _calibrate(source: SyntheticSource, target: float) -> float:
+    """Finds the mixing that meets the target, on the first batches, or on all where that misses.
 
-    Batches are drawn again for each try, never kept beyond the first few: memory does not grow with
-    the file.
+    Only the first few batches are kept; the others are drawn again for each try, so that memory
+    does not grow with the file.
     """
-    sample: list[Draws] = []
+    sample: list[DrawnBatch] = []
     while len(sample) < min(2, source.batches) or (
         len(sample) < source.batches and sum(len(batch.ranks) for batch in sample) < _SAMPLE_EVENTS
     ):
-        sample.append(source.batch(len(sample)))
+        sample.append(source.draw_batch(len(sample)))
 
-    def of_file(mixing: float) -> float:
-        return _rate(source, map(source.batch, range(source.batches)), mixing)
+    def measure_file(mixing: float) -> float:
+        return _measure_rate(source, map(source.draw_batch, range(source.batches)), mixing)
 
-    mixing, rate = _bisect(lambda mixing: _rate(source, sample, mixing), target)
+    mixing, rate = _bisect(lambda mixing: _measure_rate(source, sample, mixing), target)
     if len(sample) < source.batches:
-        rate = of_file(mixing)
+        rate = measure_file(mixing)
         if abs(rate - target) > 2 * _CLOSE:
-            mixing, rate = _bisect(of_file, target)
+            mixing, rate = _bisect(measure_file, target)
     if abs(rate - target) > 0.01:
         raise ValueError(
             f"collision {target} is out of reach: with {source.items} items and global batches of "
@@ -247,8 +277,12 @@ def _calibrate(source: Source, target: float) -> float:
     return mixing
 
 
-def _table(
-    source: Source, batch: Draws, items: np.ndarray, schema: pa.Schema, labels: Sequence[str]
+def _make_table(
+    source: SyntheticSource,
+    batch: DrawnBatch,
+    items: NDArray[Any],
+    schema: pa.Schema,
+    labels: Sequence[str],
 ) -> pa.Table:
     offsets = compute_offsets(batch.lengths)
     lists = pa.array(offsets.numpy(), pa.int32())

@@ -1,5 +1,5 @@
-"""Folders to work in. What a killed process leaves, a later one clears; what a full disk ends says
-so."""
+"""Temporary folders for work on data. A later process removes what a killed one left; a full disk
+is reported as such."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 
 @contextmanager
 def workspace(parent: Path, name: str) -> Iterator[Path]:
-    """A new folder in `parent`, gone at the end."""
-    clear(parent)
+    """Makes a new folder in `parent` and removes it at the end."""
+    remove_dead_workspaces(parent)
     folder = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name}-"))
     try:
         mark = os.open(folder / MARK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # first locked, then signed: who finds the signature and no lock knows that the maker is
-            # dead
+            # First locked, then signed: a signature without a lock means that the maker is dead.
             if lock(mark):
-                os.write(mark, _boot())
+                os.write(mark, _read_boot_id())
             yield folder
         finally:
             os.close(mark)
@@ -41,9 +40,8 @@ def workspace(parent: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def clear(parent: Path) -> None:
-    """Removes the folders of makers that are dead. An attempt: `parent` may not be there, or not be
-    ours to write."""
+def remove_dead_workspaces(parent: Path) -> None:
+    """Removes the folders whose makers are dead, as far as `parent` exists and is writable."""
     try:
         hidden = [
             Path(entry.path)
@@ -53,31 +51,33 @@ def clear(parent: Path) -> None:
     except OSError:
         return
     for folder in hidden:
-        if _dead(folder):
+        if _is_dead(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _dead(folder: Path) -> bool:
-    """Of this boot of this machine the lock says it. Other machines' locks may not be seen here, so
-    their folders must also have lain untouched for a day: nobody works for so long without
-    writing."""
+def _is_dead(folder: Path) -> bool:
+    """Whether the process that made the folder is gone.
+
+    In the same boot of the same machine the lock proves it. Locks of other machines may be
+    invisible here, so their folders must also be untouched for a day.
+    """
     try:
         mark = os.open(folder / MARK, os.O_RDWR)
     except FileNotFoundError:
-        return bool(_UNMARKED.fullmatch(folder.name)) and _untouched(folder)
+        return bool(_UNMARKED.fullmatch(folder.name)) and _is_untouched(folder)
     except OSError:
         return False
     try:
         if not lock(mark, wait=False):
-            return _untouched(folder)
-        return os.read(mark, 100) == _boot() != b"" or _untouched(folder)
+            return _is_untouched(folder)
+        return os.read(mark, 100) == _read_boot_id() != b"" or _is_untouched(folder)
     except BlockingIOError:
         return False
     finally:
         os.close(mark)
 
 
-def _untouched(folder: Path) -> bool:
+def _is_untouched(folder: Path) -> bool:
     try:
         newest = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
     except OSError:  # somebody is at it
@@ -85,7 +85,7 @@ def _untouched(folder: Path) -> bool:
     return time.time() - newest > _FORGOTTEN_S
 
 
-def _boot() -> bytes:
+def _read_boot_id() -> bytes:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:
@@ -93,26 +93,32 @@ def _boot() -> bytes:
 
 
 @contextmanager
-def full_disk_named(
+def explain_full_disk(
     folder: Path, work: str, mend: str, needed: Callable[[], float | None] = lambda: None
 ) -> Iterator[None]:
-    """Around a workspace: a full disk is one line that says so, with the bytes that the work needs
-    where they are known."""
+    """Turns the error of a full disk into one line with the cause and the fix.
+
+    Args:
+        folder: On the disk.
+        work: What was going on, for the message.
+        mend: The fix, for the message.
+        needed: Returns the bytes that the work needs, where they are known.
+    """
     try:
         yield
     except OSError as error:
         if error.errno not in _FULL:
             raise
         amount = needed()
-        needs = f"; it needs up to {_size(amount)}" if amount else ""
+        needs = f"; it needs up to {_format_bytes(amount)}" if amount else ""
         known = error.errno == errno.ENOSPC and folder.exists()
-        free = f"; {_size(shutil.disk_usage(folder).free)} are free now" if known else ""
+        free = f"; {_format_bytes(shutil.disk_usage(folder).free)} are free now" if known else ""
         full = OSError(f"{folder}: {_FULL[error.errno]} while {work}{needs}{free}; {mend}")
         full.errno = error.errno
         raise full from error
 
 
-def _size(amount: float) -> str:
+def _format_bytes(amount: float) -> str:
     for unit in ("bytes", "kB", "MB", "GB"):
         if amount < 1000:
             return f"{amount:.3g} {unit}"

@@ -54,6 +54,8 @@ class _Named:
 
 @dataclass(frozen=True)
 class SGD(_Named):
+    """Lazy SGD of table rows: row -= lr * gradient. `lr`: learning rate."""
+
     def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         return {}
 
@@ -72,6 +74,9 @@ class SGD(_Named):
 
 @dataclass(frozen=True)
 class Adagrad(_Named):
+    """Lazy Adagrad of table rows, with a sum of squares for each entry. `lr`: learning rate; `eps`
+    is added to the root."""
+
     eps: float = 1e-10
 
     def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
@@ -94,6 +99,9 @@ class Adagrad(_Named):
 
 @dataclass(frozen=True)
 class RowWiseAdagrad(_Named):
+    """Lazy Adagrad of table rows with one sum of squares per row, which saves memory. `lr`: learning
+    rate; `eps` is added to the root."""
+
     eps: float = 1e-10
 
     def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
@@ -116,6 +124,9 @@ class RowWiseAdagrad(_Named):
 
 @dataclass(frozen=True)
 class Adam(_Named):
+    """Lazy Adam of table rows: only rows that a step read change, bias correction goes by the step.
+    `lr`: learning rate; `betas`: decay of the two moments; `eps` is added to the root."""
+
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 

@@ -1,9 +1,9 @@
-"""`parallelize`: finds a model's nn.Embedding modules, swaps them for readers of sharded tables,
-leaves its code alone."""
+"""`parallelize`: finds a model's nn.Embedding modules and puts readers of sharded tables in their
+place; the model's code stays as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,18 @@ from torch import Tensor, nn
 from freescale.config import TrainConfig
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import ROW_OPTIMIZERS, RowOptimizer
-from freescale.embedding.replicas import refuse, take_from_rank_zero
+from freescale.embedding.replicas import (
+    check_replicable,
+    copy_dense_from_rank_zero,
+    copy_from_rank_zero,
+)
+from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
 from freescale.transport.api import Transport
 from freescale.transport.local import LocalTransport
+
+_INITS = ("auto", "weights", "rows")
+_USUAL_STD = 1.0  # torch's own of nn.Embedding
 
 
 class TableReader(nn.Module):
@@ -30,6 +38,7 @@ class TableReader(nn.Module):
         self.padding_idx = spec.padding
 
     def forward(self, ids: Tensor) -> Tensor:
+        """ids [...] -> rows [..., width]."""
         return self._tables.read(self.table, ids)
 
     def extra_repr(self) -> str:
@@ -44,25 +53,6 @@ class TableReader(nn.Module):
         return super().__getattr__(name)
 
 
-class ShardedModel:
-    """A model whose tables are sharded. Call it like the model; train it with a Pipeline."""
-
-    def __init__(self, module: nn.Module, tables: Tables) -> None:
-        self.module = module
-        self.tables = tables
-
-    @property
-    def transport(self) -> Transport:
-        return self.tables.transport
-
-    def dense_parameters(self) -> Iterator[nn.Parameter]:
-        """Everything that is not a table: replicated on every rank."""
-        return self.module.parameters()
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        return self.module(*args, **kwargs)
-
-
 def parallelize(
     model: nn.Module,
     ids: Mapping[str, Sequence[str]],
@@ -70,75 +60,128 @@ def parallelize(
     *,
     transport: Transport | None = None,
     placement: str | Mapping[str, str] = TrainConfig.placement,
-    init: str = "rows",
-    init_std: float | Mapping[str, float] = 1.0,
+    init: str = "auto",
+    init_std: float | Mapping[str, float] | None = None,
     seed: int = TrainConfig.seed,
     row_clip: float | None = TrainConfig.row_clip,
     wire_dtype: torch.dtype | None = None,
 ) -> ShardedModel:
-    """Swaps the nn.Embedding modules named in `ids` for tables over all ranks of `transport`;
-    changes `model` in place.
+    """Puts tables over all ranks in the place of a model's nn.Embedding modules. Changes `model` in
+    place and moves it to the transport's device. A collective.
 
-    `ids` maps a module's name (or an unambiguous end of it) to the batch features it reads.
-    Embeddings that are not named stay as they are, as dense parameters. With init="rows" rows are
-    drawn from a normal distribution (`init_std`) as a function of (seed, table, row), so that the
-    number of ranks does not matter; modules may then be on the meta device and need no memory.
-    init="weights" keeps the modules' values. `placement` is auto, sharded or replicated, for all
-    tables or per table. Dense parameters and buffers are rank 0's, bit for bit. `wire_dtype`
-    (torch.bfloat16) rounds rows and gradients on the wire.
+    Args:
+        model: a plain module; `forward(batch)` returns a summed loss per task.
+        ids: for each embedding to shard, by name or an unambiguous end of it, the batch features
+            that it reads. Embeddings that are not named stay dense parameters.
+        row_optimizer: `SGD`, `Adagrad`, `RowWiseAdagrad` or `Adam` of freescale: one for all
+            tables, or one for each by name. None: Adam.
+        transport: what `connect` returned. None: this process alone.
+        placement: "auto", "sharded" or "replicated", for all tables or by name.
+        init: where the first rows come from. "auto" keeps the weight of an embedding that has one
+            and draws the rows of an embedding on the meta device, which needs no memory. "weights"
+            keeps all weights, "rows" draws all rows. Weights that are kept are rank 0's. Drawn
+            rows are a function of (seed, table, row), whatever the number of ranks.
+        init_std: standard deviation of drawn rows, for all tables or by name; None: 1, as of
+            nn.Embedding.
+        seed: of drawn rows.
+        row_clip: largest norm of a row's gradient; None does not clip.
+        wire_dtype: rounds rows and gradients on their way between ranks, to torch.bfloat16.
+
+    Returns:
+        The model, its tables not allocated yet: that happens before the first step, evaluation or
+        load. Dense parameters and buffers are rank 0's, bit for bit.
+
+    Raises:
+        TypeError: `row_optimizer` is not one of freescale's.
+        ValueError: a module cannot be sharded or replicated, a name is unknown, or the ranks have
+            different models; the message names it.
     """
     transport = transport or LocalTransport()
-    given = _given_names(model, ids)
+    if init not in _INITS:
+        raise ValueError(f"init must be one of {', '.join(_INITS)}, not {init!r}")
+    given = _find_modules(model, ids)
     modules: dict[str, nn.Embedding] = {name: model.get_submodule(name) for name in given}  # type: ignore[misc]
-    _refuse(model, modules, init)
-    refuse(model, [module.weight for module in modules.values()], transport)
-    features = {name: tuple(ids[short]) for name, short in given.items()}
+    _refuse_unsupported(model, modules, init)
+    kept = {
+        name: module.weight.detach()
+        for name, module in modules.items()
+        if init != "rows" and not module.weight.is_meta
+    }
+    if init_std is not None and len(kept) == len(modules):
+        raise ValueError(
+            f"init_std={init_std} has no effect: the embeddings ({', '.join(kept)}) have weights, "
+            "which are kept; init='rows' draws their rows instead"
+        )
+    tables = {f"embedding {name!r}": (m.weight, name in kept) for name, m in modules.items()}
+    check_replicable(model, tables, transport)
+    copy_from_rank_zero(kept.values(), transport)
     specs = [
         TableSpec(
-            name, m.num_embeddings, m.embedding_dim, m.weight.dtype, features[name], m.padding_idx
+            name,
+            module.num_embeddings,
+            module.embedding_dim,
+            module.weight.dtype,
+            tuple(ids[given[name]]),
+            module.padding_idx,
         )
-        for name, m in modules.items()
+        for name, module in modules.items()
     ]
-    names = [spec.name for spec in specs]
-    usual = ROW_OPTIMIZERS[TrainConfig.row_optimizer]()
-    optimizer: RowOptimizer | Mapping[str, RowOptimizer] = (
-        usual if row_optimizer is None else row_optimizer
-    )
-    optimizers = optimizer if isinstance(optimizer, Mapping) else dict.fromkeys(names, optimizer)
-    stds = init_std if isinstance(init_std, Mapping) else dict.fromkeys(names, init_std)
-    for what, mapping in (("row_optimizer", optimizers), ("init_std", stds)):
-        if set(mapping) != set(names):
-            raise ValueError(f"{what} names {sorted(mapping)}, the tables are {sorted(names)}")
-    weights = (
-        {name: m.weight.detach() for name, m in modules.items()} if init == "weights" else None
-    )
-    tables = Tables(
+    sharded = Tables(
         specs,
-        optimizers,
+        _choose_optimizers(row_optimizer, list(modules)),
         transport,
         placement=placement,
         seed=seed,
-        std=stds,
-        weights=weights,
+        std=_by_table("init_std", _USUAL_STD if init_std is None else init_std, list(modules)),
+        weights=kept,
         row_clip=row_clip,
         wire=wire_dtype,
     )
-    readers = {id(modules[spec.name]): TableReader(tables, spec) for spec in specs}
+    readers = {id(modules[spec.name]): TableReader(sharded, spec) for spec in specs}
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in readers:
             parent, _, attribute = path.rpartition(".")
             setattr(model.get_submodule(parent), attribute, readers[id(module)])
     model.to(transport.device)
-    take_from_rank_zero(model, transport)
-    return ShardedModel(model, tables)
+    copy_dense_from_rank_zero(model, transport)
+    return ShardedModel(model, sharded)
 
 
-def _given_names(model: nn.Module, ids: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def _choose_optimizers(
+    given: RowOptimizer | Mapping[str, RowOptimizer] | None, names: list[str]
+) -> Mapping[str, RowOptimizer]:
+    usual: RowOptimizer = ROW_OPTIMIZERS[TrainConfig.row_optimizer]()
+    optimizers = _by_table("row_optimizer", usual if given is None else given, names)
+    for optimizer in optimizers.values():
+        if not hasattr(optimizer, "state_shapes") or isinstance(optimizer, type):
+            kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+            raise TypeError(
+                f"row_optimizer is {kind.__module__}.{kind.__name__}, which cannot update rows of "
+                "a table: give freescale.SGD, Adagrad, RowWiseAdagrad or Adam, with lr; torch "
+                "optimizers are for sharded.dense_parameters()"
+            )
+    return optimizers
+
+
+def _by_table(what: str, value: Any, names: list[str]) -> dict[str, Any]:
+    """One value for all tables, or one for each."""
+    values = dict(value) if isinstance(value, Mapping) else dict.fromkeys(names, value)
+    if set(values) != set(names):
+        raise ValueError(f"{what} names {sorted(values)}, the tables are {sorted(names)}")
+    return values
+
+
+def _find_modules(model: nn.Module, ids: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Full module name -> the name that the user gave."""
     found: dict[str, str] = {}
     embeddings = {
         n: m for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
     }
+    if not isinstance(ids, Mapping):
+        raise ValueError(
+            f"ids is {ids!r}: map each embedding to the batch features that it reads, "
+            "{'item': ['history']}"
+        )
     for given, features in ids.items():
         if isinstance(features, str) or not features:
             raise ValueError(f"ids[{given!r}] must be a list of batch features, got {features!r}")
@@ -146,11 +189,8 @@ def _given_names(model: nn.Module, ids: Mapping[str, Sequence[str]]) -> dict[str
             n for n in embeddings if n.endswith(f".{given}")
         ]
         if len(matches) != 1:
-            what = (
-                f"matches {matches}"
-                if matches
-                else (f"matches none; the embeddings are {sorted(embeddings) or 'none'}")
-            )
+            known = sorted(embeddings) or "none"
+            what = f"matches {matches}" if matches else f"matches none; the embeddings are {known}"
             raise ValueError(f"ids names a module {given!r}, which {what}")
         if matches[0] in found:
             raise ValueError(
@@ -164,10 +204,8 @@ def _given_names(model: nn.Module, ids: Mapping[str, Sequence[str]]) -> dict[str
     return found
 
 
-def _refuse(model: nn.Module, modules: Mapping[str, nn.Embedding], init: str) -> None:
-    """What a sharded table cannot do, by name."""
-    if init not in ("rows", "weights"):
-        raise ValueError(f"init must be 'rows' or 'weights', not {init!r}")
+def _refuse_unsupported(model: nn.Module, modules: Mapping[str, nn.Embedding], init: str) -> None:
+    """Raises for what a sharded table cannot do, and names the module."""
     uses: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         uses.setdefault(id(parameter), []).append(name)

@@ -33,8 +33,13 @@ class Placement:
 def choose_placement(
     spec: TableSpec, state_bytes_per_row: int, rows_read: float | None
 ) -> Placement:
-    """`rows_read`: distinct rows that a rank reads in a step, mean over ranks; None if nobody has
-    looked."""
+    """Where a table lives, and why.
+
+    Args:
+        spec: the table.
+        state_bytes_per_row: of its row optimizer.
+        rows_read: distinct rows that a rank reads in a step, mean over ranks; None if unknown.
+    """
     total = spec.rows * (spec.bytes_per_row + state_bytes_per_row)
     size = f"{total / 2**20:.1f} MiB with its optimizer state"
     if total <= TINY:
@@ -49,8 +54,15 @@ def choose_placement(
 
 
 def parse_placement(wanted: str | Mapping[str, str], names: list[str]) -> dict[str, str]:
-    """The user's wish per table: `auto`, one of CHOICES for all, or a mapping from table to
-    choice."""
+    """The user's choice for each table that has one.
+
+    Args:
+        wanted: `auto`, one of CHOICES for all tables, or a mapping from table to choice.
+        names: of all tables.
+
+    Raises:
+        ValueError: no such table or choice.
+    """
     mapping = dict.fromkeys(names, wanted) if isinstance(wanted, str) else dict(wanted)
     for name, kind in mapping.items():
         if name not in names:

@@ -1,16 +1,17 @@
-"""What is not a table is the same on every rank: dense parameters and buffers, rank 0's bit for
-bit, whatever their dtype."""
+"""What all ranks take from rank 0, bit for bit and whatever its dtype: dense parameters and
+buffers, and the weights that tables start from."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from freescale.transport.api import Transport
 
+_CHUNK_BYTES = 1 << 26  # of a table's weight, in one message
 # by gloo and NCCL
 _SUMMED = (
     torch.float32,
@@ -22,11 +23,28 @@ _SUMMED = (
 )
 
 
-def refuse(model: nn.Module, sharded: Iterable[Tensor], transport: Transport) -> None:
-    """By name, and on all ranks alike, what cannot be replicated; `sharded` becomes tables. A
-    collective."""
-    apart = {id(tensor) for tensor in sharded}
-    mine = [_told(name, tensor) for name, tensor in _named(model) if id(tensor) not in apart]
+def check_replicable(
+    model: nn.Module, tables: Mapping[str, tuple[Tensor, bool]], transport: Transport
+) -> None:
+    """Raises on all ranks alike, by name, for what cannot be replicated and for models that differ
+    between ranks. A collective.
+
+    Args:
+        model: everything in it that is not one of `tables` will be replicated.
+        tables: by name, the weights that become tables, and whether their values are kept.
+        transport: over all ranks.
+
+    Raises:
+        ValueError: a parameter or buffer cannot be replicated, or differs between ranks.
+    """
+    apart = {id(tensor) for tensor, _ in tables.values()}
+    mine = [
+        [name, f"{_describe_shape(weight)}, {'with' if kept else 'without'} weights", ""]
+        for name, (weight, kept) in tables.items()
+    ]
+    mine += [
+        _describe(name, tensor) for name, tensor in _name_tensors(model) if id(tensor) not in apart
+    ]
     everybody: list[list[list[str]]] = [
         json.loads(told) for told in transport.gather_bytes(json.dumps(mine).encode())
     ]
@@ -51,12 +69,26 @@ def refuse(model: nn.Module, sharded: Iterable[Tensor], transport: Transport) ->
             )
 
 
-def take_from_rank_zero(model: nn.Module, transport: Transport) -> None:
-    """Of a model that was not refused. A collective."""
+def copy_from_rank_zero(weights: Iterable[Tensor], transport: Transport) -> None:
+    """Overwrites weights [rows, width], on any device, with rank 0's: some rows at a time, since a
+    second copy of a table may not fit. A collective."""
     if transport.world == 1:
         return
-    for _, tensor in _named(model):
-        value = _once(tensor.detach())
+    for weight in weights:
+        rows = max(1, _CHUNK_BYTES // max(1, weight.shape[1] * weight.element_size()))
+        for part in torch.split(weight.detach(), rows):
+            carried = part.to(transport.device).contiguous()
+            transport.broadcast(carried.view(-1).view(torch.uint8), "dense").wait()
+            if transport.rank != 0:
+                part.copy_(carried)
+
+
+def copy_dense_from_rank_zero(model: nn.Module, transport: Transport) -> None:
+    """Overwrites dense parameters and buffers of a checked model with rank 0's. A collective."""
+    if transport.world == 1:
+        return
+    for _, tensor in _name_tensors(model):
+        value = _drop_repeats(tensor.detach())
         if not value.numel():
             continue
         # Bytes, which are copied and never added: no dtype is too odd for that, and nothing is
@@ -70,14 +102,14 @@ def take_from_rank_zero(model: nn.Module, transport: Transport) -> None:
             value.copy_(carried)
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _name_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         yield f"dense parameter {name!r}", parameter
     for name, buffer in model.named_buffers():
         yield f"buffer {name!r}", buffer
 
 
-def _once(tensor: Tensor) -> Tensor:
+def _drop_repeats(tensor: Tensor) -> Tensor:
     """Each element once: what was expanded has it many times."""
     repeated = [
         size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -103,17 +135,19 @@ def _overlaps(tensor: Tensor) -> bool:
     return False
 
 
-def _told(name: str, tensor: Tensor) -> list[str]:
+def _describe(name: str, tensor: Tensor) -> list[str]:
     """[name, what it is, why it is refused]."""
+    trained = "trained" if tensor.requires_grad else "not trained"
+    return [name, f"{_describe_shape(tensor)}, {trained}", _explain_refusal(tensor)]
+
+
+def _describe_shape(tensor: Tensor) -> str:
     shape = "of no shape yet" if nn.parameter.is_lazy(tensor) else str(list(tensor.shape))
-    what = (
-        f"{str(tensor.dtype).removeprefix('torch.')} {shape}, "
-        f"{'trained' if tensor.requires_grad else 'not trained'}"
-    )
-    return [name, what, _refused(tensor)]
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
 
 
-def _refused(tensor: Tensor) -> str:
+def _explain_refusal(tensor: Tensor) -> str:
+    """Why a tensor cannot be replicated; empty if it can."""
     if nn.parameter.is_lazy(tensor):
         return "has no shape yet: call the model with a batch before parallelize"
     if tensor.is_meta:
@@ -124,7 +158,7 @@ def _refused(tensor: Tensor) -> str:
         return f"is stored as {tensor.layout}: keep it dense (.to_dense())"
     if tensor.is_quantized:
         return "is quantized: keep it as numbers (.dequantize())"
-    if _overlaps(_once(tensor)):
+    if _overlaps(_drop_repeats(tensor)):
         return "has elements that share memory: keep a copy of it (.clone())"
     if tensor.requires_grad and tensor.dtype not in _SUMMED:
         return (

@@ -29,8 +29,8 @@ class Deferring(Protocol):
 
 
 class Tables:
-    """Lives from `parallelize` on; has memory from `place` on, which happens before step 1 and
-    once."""
+    """All tables of a model on this rank. `parallelize` makes it; `place`, once and before step 1,
+    allocates the rows."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Tables:
     # ---- what a schedule has deferred
 
     def take_over(self, schedule: Deferring) -> Deferring | None:
-        """From now on this one trains; what another has deferred is settled. -> who trained before.
-        A collective."""
+        """Makes `schedule` the one that trains; what another has deferred is settled. Returns the
+        schedule that trained before. A collective."""
         before = self._schedule
         if before is not schedule:
             self.settle()
@@ -76,19 +76,19 @@ class Tables:
         return before
 
     def hand_back(self, schedule: Deferring) -> None:
-        """It trains no more. A collective."""
+        """Settles what `schedule` has deferred: it trains no more. A collective."""
         if self._schedule is schedule:
             self.settle()
             self._schedule = None
 
     def settle(self) -> None:
-        """Before the tables are read: what is deferred is applied. A collective."""
+        """Applies deferred gradients, before the tables are read. A collective."""
         if self._schedule is not None:
             self._schedule.flush()
 
     def discard(self) -> None:
-        """Before the tables are replaced: what is deferred is forgotten, what was fetched ahead is
-        fetched anew. A collective."""
+        """Forgets deferred gradients and rows that were fetched ahead, before the tables are
+        replaced. A collective."""
         if self._schedule is not None:
             self._schedule.discard()
 
@@ -97,8 +97,15 @@ class Tables:
     def place(
         self, batch: SequenceBatch | None = None, recorded: Mapping[str, str] | None = None
     ) -> None:
-        """Decides where each table lives and allocates it. A collective; `recorded` repeats a
-        decision made earlier (a resumed run must not change it)."""
+        """Decides where each table lives and allocates it. A collective.
+
+        Args:
+            batch: this rank's first batch; None if nobody has looked at the data.
+            recorded: placement of each table in an earlier run, which is kept.
+
+        Raises:
+            ValueError: the tables do not fit into the memory of a machine.
+        """
         assert not self.placed, "tables are placed once"
         rows_read = self._count_rows_read(batch)
         for name, spec in self.specs.items():
@@ -135,7 +142,7 @@ class Tables:
         self._weights.clear()
 
     def _count_rows_read(self, batch: SequenceBatch | None) -> dict[str, float]:
-        """Distinct rows that a rank reads of each table, mean over ranks that have a batch."""
+        """How many distinct rows of each table a rank reads, mean over ranks that have a batch."""
         mine: dict[str, int] = {}
         if batch is not None and len(batch):
             for name, spec in self.specs.items():
@@ -163,11 +170,14 @@ class Tables:
 
     def describe(self) -> list[str]:
         """One line per table, for the start of a run."""
-        return [
-            f"table {name}: {spec.rows:,} x {spec.width}, {self.optimizers[name].name}, "
-            f"{self.placements[name].kind} ({self.placements[name].reason})"
-            for name, spec in self.specs.items()
-        ]
+        lines = []
+        for name, spec in self.specs.items():
+            placed = self.placements.get(name)
+            where = f"{placed.kind} ({placed.reason})" if placed else "not placed yet"
+            lines.append(
+                f"table {name}: {spec.rows:,} x {spec.width}, {self.optimizers[name].name}, {where}"
+            )
+        return lines
 
     def get_group(self, name: str) -> Sharded | Replicated:
         """The group that holds a table."""
@@ -186,8 +196,15 @@ class Tables:
     # ---- every step
 
     def check(self, batch: SequenceBatch, *, strict: bool = True) -> None:
-        """Refuses ids that no table row has. Reads the ids: call it while the batch is on the
-        host."""
+        """Refuses ids that no table row has. Reads the ids: call it while the batch is on the host.
+
+        Args:
+            batch: on the host.
+            strict: whether the batch must have all features that the tables read.
+
+        Raises:
+            ValueError: an id is not an integer, or no row of its table.
+        """
         for name, spec in self.specs.items():
             for feature, ids in find_feature_ids(batch, spec, strict=strict):
                 if ids.dtype not in (torch.int64, torch.int32):
@@ -208,8 +225,8 @@ class Tables:
     def request(
         self, batches: Sequence[SequenceBatch], transport: Transport | None = None
     ) -> list[Request]:
-        """Deduplicates and exchanges the ids of some (micro-)batches. A collective, over another
-        transport if one is given."""
+        """Deduplicates the ids of some (micro-)batches and sends them to the owners of their rows.
+        Returns a request for each group. A collective, over `transport` if it is given."""
         return [group.request(batches, transport or self.transport) for group in self.groups]
 
     def fetch(self, requests: list[Request], train: bool = True) -> None:
@@ -245,8 +262,8 @@ class Tables:
         fetched."""
         if self._requests is None:
             raise RuntimeError(
-                f"table {name!r} is read outside a step: its rows are fetched by a "
-                "pipeline or an evaluation"
+                f"table {name!r} is read outside a step: use freescale.evaluate(sharded, batches), "
+                "or call the model inside `with sharded.reading(batch) as batch:`"
             )
         spec = self.specs[name]
         group, table = self._where[name]
@@ -272,8 +289,8 @@ class Tables:
         return self.get_group(name).rows.get_tensors(name)
 
     def get_local_rows(self, name: str) -> tuple[Tensor, Tensor]:
-        """(ids [n], rows [n, width]): a part of the table, so that the ranks' parts make up the
-        whole, each row once."""
+        """(ids [n], rows [n, width]): this rank's part of a table. The parts of all ranks make up
+        the table, each row once."""
         rows = self.get_group(name).rows
         ids, weight = rows.get_ids(name), rows.get_tensors(name)["rows"]
         if self.placements[name].kind == "sharded":

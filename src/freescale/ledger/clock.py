@@ -8,10 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
-from freescale.streams import recorded
+from freescale.streams import record_event
 
 
 class Clock(Protocol):
+    """Stamps moments now and reads their times later."""
+
     def stamp(self) -> Any:
         """Marks now: on the host, or at this point of the current stream."""
 
@@ -21,6 +23,8 @@ class Clock(Protocol):
 
 
 class HostClock:
+    """Stamps are nanoseconds of the host's monotonic clock."""
+
     def stamp(self) -> int:
         return time.perf_counter_ns()
 
@@ -39,16 +43,16 @@ class CudaClock:
     _REBASE_NS = 4_000_000_000
 
     def __init__(self) -> None:
-        self._base = torch.cuda.Event(enable_timing=True)
+        self._base = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._base.record()
         torch.cuda.synchronize()
         self._base_ns = time.perf_counter_ns()
 
     def stamp(self) -> torch.cuda.Event:
-        return recorded(enable_timing=True)
+        return record_event(enable_timing=True)
 
     def read(self, stamp: torch.cuda.Event) -> int | None:
-        if not stamp.query():
+        if not stamp.query():  # type: ignore[no-untyped-call]
             return None
         elapsed = int(self._base.elapsed_time(stamp) * 1e6)
         moment = self._base_ns + elapsed
@@ -57,5 +61,6 @@ class CudaClock:
         return moment
 
 
-def clock_for(device: torch.device) -> Clock:
+def make_clock(device: torch.device) -> Clock:
+    """Returns a clock that stamps what `device` does."""
     return CudaClock() if device.type == "cuda" else HostClock()

@@ -1,9 +1,7 @@
-"""Brings the ranks' ledgers together in the run's folder, now and then and at the end, in bounded
-memory.
+"""Collects the ledgers of all ranks in the run's folder, in bounded memory.
 
-Every rank calls `collect` at the same steps (it is a collective: `gather` brings every rank's bytes
-to all). Rank 0 merges the steps that all ranks have finished and writes `ledger.jsonl` (a line per
-step), `ledger.json` and `trace.json.gz`.
+Rank 0 merges the steps that all ranks have finished and writes `ledger.jsonl` (a line per step),
+`ledger.json` and `trace.json.gz`.
 """
 
 from __future__ import annotations
@@ -12,18 +10,37 @@ import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from freescale.config import TrainConfig
 from freescale.ledger.ledger import Ledger
-from freescale.ledger.machine import machine, versions
-from freescale.ledger.peak_memory import peak_memory
-from freescale.ledger.summary import Summary, merge_step, shifted
-from freescale.ledger.trace import header, step_events, write_trace
+from freescale.ledger.machine import describe_machine, get_versions
+from freescale.ledger.merge import merge_step
+from freescale.ledger.peak_memory import measure_peak_memory
+from freescale.ledger.record import shift_clock
+from freescale.ledger.summary import Summary
+from freescale.ledger.trace import make_header, make_step_events, write_trace
 
 
 class Collector:
+    """Gathers the ledgers of all ranks and writes the figures of the run.
+
+    Every rank calls `collect` at the same steps and `close` at the end: both are collectives.
+
+    Args:
+        ledger: This rank's ledger.
+        rank: This rank.
+        world: Number of ranks.
+        gather: Brings every rank's bytes to all ranks, in the order of the ranks.
+        folder: The run's folder. None keeps the figures in memory.
+        offsets: Measures the clock offset to rank 0 and its uncertainty, in nanoseconds, of every
+            rank. Called now and at the end.
+        trace_steps: How many steps from here on the trace holds.
+        resumed: Continues with the figures of the steps that the folder's `ledger.jsonl` holds.
+    """
+
     def __init__(
         self,
         ledger: Ledger,
@@ -36,21 +53,14 @@ class Collector:
         trace_steps: int = TrainConfig.trace_steps,
         resumed: bool = False,
     ) -> None:
-        """`offsets` measures (clock offset to rank 0, its uncertainty) of every rank in ns; called
-        now and at the end.
-
-        `folder` None keeps the figures in memory only. The trace holds the first `trace_steps`
-        steps from here on. `resumed` goes on with the figures of the steps that `ledger.jsonl`
-        holds.
-        """
         self._ledger, self._rank, self._world = ledger, rank, world
         self._gather, self._folder = gather, folder
         self._measure = offsets
         self._offsets, self._residuals = offsets() if offsets else ([0] * world, [0] * world)
         self._drift = [0] * world
-        self._queues: list[deque[dict]] = [deque() for _ in range(world)]
+        self._queues: list[deque[dict[str, Any]]] = [deque() for _ in range(world)]
         self._trace_steps = trace_steps
-        self._trace: list[dict] = []
+        self._trace: list[dict[str, Any]] = []
         self._traced = 0
         self._origin: int | None = None
         self.summary = Summary(world)
@@ -60,12 +70,13 @@ class Collector:
                     self.summary.add(json.loads(line))
 
     def collect(self) -> None:
+        """Gathers what the ledgers finished since the last call; rank 0 merges and writes it."""
         payload = json.dumps(self._ledger.drain()).encode()
         parts = self._gather(payload)
         if self._rank != 0:
             return
         for queue, part, offset in zip(self._queues, parts, self._offsets, strict=True):
-            queue.extend(shifted(record, offset) for record in json.loads(part))
+            queue.extend(shift_clock(record, offset) for record in json.loads(part))
         lines: list[str] = []
         while all(self._queues):
             records = [queue.popleft() for queue in self._queues]
@@ -77,16 +88,16 @@ class Collector:
             with open(self._folder / "ledger.jsonl", "a", encoding="utf-8") as file:
                 file.writelines(lines)
 
-    def _add_to_trace(self, records: Sequence[dict]) -> None:
+    def _add_to_trace(self, records: Sequence[dict[str, Any]]) -> None:
         if self._traced >= self._trace_steps:
             return
         self._traced += 1
         if self._origin is None:
             self._origin = min(record["begin"] for record in records)
-        self._trace += step_events(records, self._origin)
+        self._trace += make_step_events(records, self._origin)
 
-    def close(self, device: torch.device | str = "cpu") -> dict | None:
-        """The last collection; writes the run's figures. Returns them on rank 0."""
+    def close(self, device: torch.device | str = "cpu") -> dict[str, Any] | None:
+        """Collects what is left and writes the run's figures. Returns them on rank 0, else None."""
         self.collect()
         if self._measure:
             offsets, residuals = self._measure()
@@ -94,15 +105,16 @@ class Collector:
                 after - before for before, after in zip(self._offsets, offsets, strict=True)
             ]
             self._residuals = [max(a, b) for a, b in zip(self._residuals, residuals, strict=True)]
-        mine = [peak_memory(device), {**machine(), "versions": versions("freescale", "triton")}]
+        about = {**describe_machine(), "versions": get_versions("freescale", "triton")}
+        mine = [measure_peak_memory(device), about]
         peaks, machines = zip(
             *(json.loads(part) for part in self._gather(json.dumps(mine).encode())), strict=True
         )
         if self._rank != 0:
             return None
-        result = self.summary.result()
+        result = self.summary.summarize()
         result["peak_memory_bytes_per_rank"] = list(peaks)
-        result["machines"] = _distinct(machines)
+        result["machines"] = _group_machines(machines)
         result["clock"] = {
             "offset_us": [o / 1e3 for o in self._offsets],
             "residual_us": [r / 1e3 for r in self._residuals],
@@ -112,13 +124,13 @@ class Collector:
             temporary = self._folder / "ledger.json.tmp"
             temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             temporary.replace(self._folder / "ledger.json")
-            write_trace(self._folder / "trace.json.gz", header(self._world) + self._trace)
+            write_trace(self._folder / "trace.json.gz", make_header(self._world) + self._trace)
         return result
 
 
-def _distinct(machines: Sequence[dict]) -> list[dict]:
-    """Machines that differ in what they are, each with its ranks."""
-    found: list[dict] = []
+def _group_machines(machines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lists the different machines, each with its ranks."""
+    found: list[dict[str, Any]] = []
     for rank, one in enumerate(machines):
         alike = next(
             (other for other in found if {**other, "ranks": None} == {**one, "ranks": None}), None

@@ -1,13 +1,13 @@
 """The ledger of one rank: named spans, collectives with their arrival, counters, step by step.
 
-A collective has three stamps. `issued`: this rank arrived and asked for it. `waited`: its compute
-stopped for the result. `done`: the result was there. A blocking collective has issued == waited.
-Merging the ranks (summary.py) splits the wait at the moment the last rank arrived: straggler time
-before it, exposed communication after it.
+A collective has three stamps. `issued`: this rank arrived at it. `waited`: compute stopped for the
+result. `done`: the result was there. A blocking collective has issued == waited. Merging the ranks
+(merge.py) splits the wait at the moment when the last rank arrived: straggler time before it,
+exposed communication after it (waits.py).
 
-Another thread of the rank that communicates for it has a `Side` of the ledger. Its collectives stop
-nobody until the main thread waits for that thread: what counts as waiting is then the part of each
-that falls into this window.
+Another thread that communicates for the rank has a `ThreadLedger`. Its collectives stop nobody
+until the main thread waits for that thread; of each of them, the part that falls into this wait
+counts as waiting.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from typing import Any
 
 import torch
 
-from freescale.ledger.busy import LANES, busy
-from freescale.ledger.clock import clock_for
+from freescale.ledger.busy import LANE_WAITS, sum_busy
+from freescale.ledger.clock import make_clock
+from freescale.ledger.record import KINDS, CollectiveRecord, Span
 
-KINDS = ("counts", "ids", "rows", "gradients", "samples", "dense")
-
-
-_KEPT = 1024  # finished steps that wait to be drained; who never drains keeps the last ones
+_KEPT = 1024  # finished steps that wait to be drained; without draining the last ones are kept
 
 
-class Arrival:
-    """One collective under way."""
+class Collective:
+    """One collective under way, from `Ledger.begin_collective`."""
 
     def __init__(
-        self, ledger: Ledger | Side, kind: str, sent: int, received: int, path: str
+        self, ledger: Ledger | ThreadLedger, kind: str, sent: int, received: int, path: str
     ) -> None:
+        assert kind in KINDS, kind
         self._ledger, self._clock = ledger, ledger.clock
         self.kind, self.sent, self.received, self.path = kind, sent, received, path
-        self.lane = ledger.name
+        self.thread = ledger.name
         self.issued = self._clock.stamp()
         self.waited: Any = None
         self.done: Any = None
@@ -45,8 +44,8 @@ class Arrival:
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """Around the blocking part. The collective is recorded in the step that waits for it, which
-        may be a later one."""
+        """Surrounds the blocking part. The collective is recorded in the step that waits for it,
+        which may be a later one."""
         self._ledger.record(self)
         self.waited = self._clock.stamp()
         try:
@@ -59,37 +58,58 @@ class _Step:
     def __init__(self, number: int, begin: Any) -> None:
         self.number, self.begin, self.end = number, begin, None
         self.spans: list[tuple[str, Any, Any]] = []
-        self.arrivals: list[Arrival] = []
+        self.collectives: list[Collective] = []
         self.counters: dict[str, float | torch.Tensor] = {}
 
 
 class Ledger:
-    """Records between `begin_step` and `end_step`; outside a step (evaluation, checkpoints) nothing
-    is recorded."""
+    """Records where the time of each step goes on this rank.
 
-    name = ""  # of the thread; the main one has none
+    The pipeline begins and ends the steps; the transport records its collectives. Outside a step
+    (evaluation, checkpoints) nothing is recorded. On a GPU the stamps are events on the current
+    stream that `drain` reads once the device has passed them: the ledger itself never synchronizes.
+
+    Args:
+        device: The device that this rank computes on.
+    """
+
+    name = ""  # of the thread; the main thread has none
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.clock = clock_for(torch.device(device))
+        self.device = torch.device(device)
+        self.clock = make_clock(self.device)
         self._step: _Step | None = None
         self._finished: deque[_Step] = deque(maxlen=_KEPT)
 
+    def __repr__(self) -> str:
+        last = self._finished[-1] if self._finished else None
+        text = f"Ledger({len(self._finished)} finished steps"
+        if last is not None:
+            text += f", last: step {last.number}"
+            if isinstance(last.end, int):  # of a device it would have to be read
+                text += f" in {(last.end - last.begin) / 1e6:.2f} ms"
+            kinds = ", ".join(sorted({collective.kind for collective in last.collectives}))
+            text += f", {len(last.spans)} spans, {len(last.collectives)} collectives ({kinds})"
+        return text + ")"
+
     def begin_step(self, number: int) -> None:
+        """Begins a step; what is recorded until `end_step` belongs to it."""
         self._step = _Step(number, self.clock.stamp())
 
     def end_step(self) -> None:
+        """Ends the step. `drain` returns it."""
         assert self._step is not None, "end_step without begin_step"
         self._step.end = self.clock.stamp()
         self._finished.append(self._step)
         self._step = None
 
     def cancel_step(self) -> None:
-        """Forgets a step that did not take place (the data had ended)."""
+        """Forgets a step that did not take place because the data had ended."""
         self._step = None
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """A stage of the step; also a label in torch's own profiler."""
+        """Times a stage of the step, and labels it in torch's profiler as `freescale/name`."""
         step = self._step
         with torch.profiler.record_function(f"freescale/{name}"):
             if step is None:
@@ -101,116 +121,148 @@ class Ledger:
             finally:
                 step.spans.append((name, begin, self.clock.stamp()))
 
-    def arrive(self, kind: str, sent: int, received: int, path: str) -> Arrival:
-        """This rank has arrived at a collective; call `wait()` on the result around the blocking
-        part. `path`: what carries it."""
-        assert kind in KINDS, kind
-        return Arrival(self, kind, sent, received, path)
+    def begin_collective(self, kind: str, sent: int, received: int, path: str) -> Collective:
+        """Stamps this rank's arrival at a collective.
 
-    def record(self, arrival: Arrival) -> None:
+        Args:
+            kind: What is exchanged: one of `KINDS`.
+            sent: Bytes that leave this rank.
+            received: Bytes that reach this rank.
+            path: What carries them, for example `nccl`.
+
+        Returns:
+            The collective; its `wait()` surrounds the blocking part.
+        """
+        return Collective(self, kind, sent, received, path)
+
+    def record(self, collective: Collective) -> None:
+        """Adds a collective to the current step."""
         if self._step is not None:
-            self._step.arrivals.append(arrival)
+            self._step.collectives.append(collective)
 
-    def waited_for(self, arrivals: list[Arrival], begin: Any) -> None:
-        """The compute stopped from `begin` until now for what another thread did."""
+    def record_wait(self, collectives: list[Collective], begin: Any) -> None:
+        """Adds collectives of another thread for which compute stopped from `begin` until now.
+
+        Args:
+            collectives: From `ThreadLedger.take`.
+            begin: A stamp of `clock`.
+        """
         end = self.clock.stamp()
-        for arrival in arrivals:
-            arrival.window = (begin, end)
-            self.record(arrival)
+        for collective in collectives:
+            collective.window = (begin, end)
+            self.record(collective)
 
     def count(self, name: str, value: float | torch.Tensor) -> None:
         """Adds to a counter of the step. A tensor is read when the step is drained, not now."""
         if self._step is not None:
             self._step.counters[name] = self._step.counters.get(name, 0) + value
 
-    def drain(self) -> list[dict]:
-        """Finished steps as plain data, times in nanoseconds of this host's clock. Steps that the
-        device has not finished stay for the next call; nothing is waited for."""
-        records: list[dict] = []
+    def drain(self) -> list[dict[str, Any]]:
+        """Returns the finished steps and forgets them.
+
+        Waits for nothing: steps that the device has not finished stay for the next call.
+
+        Returns:
+            A plain record per step (see record.py), times in nanoseconds of this host's clock.
+        """
+        records: list[dict[str, Any]] = []
         while self._finished:
-            record = self._plain(self._finished[0])
+            record = self._read_step(self._finished[0])
             if record is None:
                 break
             records.append(record)
             self._finished.popleft()
         return records
 
-    def _plain(self, step: _Step) -> dict | None:
+    def _read_step(self, step: _Step) -> dict[str, Any] | None:
         read = self.clock.read
         end = read(step.end)
         if end is None:
             return None
         begin = read(step.begin)
         assert begin is not None
-        # What another thread's stream has not reached yet is left out.
-        spans = [
-            [name, *times]
-            for name, *stamps in step.spans
-            if None not in (times := [read(s) for s in stamps])
-        ]
-        arrivals = [arrival for arrival in step.arrivals if arrival.done is not None]
-        collectives = [self._times(arrival) for arrival in arrivals]
-        # here and not where ranks are merged: each rank does its own
-        spent = busy(begin, end, spans, collectives)
-        lanes = sum(spent.pop(name, 0) for name in LANES)
+        spans: list[Span] = []
+        for name, *stamps in step.spans:
+            first, last = (read(stamp) for stamp in stamps)
+            # What another thread's stream has not reached yet is left out.
+            if first is not None and last is not None:
+                spans.append(Span(name, first, last))
+        collectives = [collective for collective in step.collectives if collective.done is not None]
+        records = [self._read_collective(collective) for collective in collectives]
+        # Here and not where ranks are merged: each rank sums its own.
+        busy = sum_busy(begin, end, spans, records)
+        lanes = sum(busy.pop(name, 0) for name in LANE_WAITS)
         return {
             "step": step.number,
             "begin": begin,
             "end": end,
-            "spans": spans,
-            "collectives": collectives,
-            # of each collective: thread and path
-            "carriers": [[arrival.lane, arrival.path] for arrival in arrivals],
-            "busy": spent,
-            "lanes": lanes,  # waits for what this rank's other threads do themselves
-            "paths": _by_path(arrivals),
+            "spans": [list(span) for span in spans],
+            "collectives": [list(record) for record in records],
+            "carriers": [[collective.thread, collective.path] for collective in collectives],
+            "busy": busy,
+            "lanes": lanes,
+            "paths": _sum_by_path(collectives),
             "counters": {name: float(value) for name, value in step.counters.items()},
         }
 
-    def _times(self, arrival: Arrival) -> list:
-        read = self.clock.read
-        waited, done = read(arrival.waited), read(arrival.done)
-        if arrival.window is not None:
-            begin, end = (read(stamp) for stamp in arrival.window)
-            assert waited is not None and done is not None and begin is not None and end is not None
+    def _read_collective(self, collective: Collective) -> CollectiveRecord:
+        issued, waited, done = (
+            self._read_passed(stamp)
+            for stamp in (collective.issued, collective.waited, collective.done)
+        )
+        if collective.window is not None:
+            begin, end = (self._read_passed(stamp) for stamp in collective.window)
             done = min(done, end)
             waited = min(max(waited, begin), done)
-        return [arrival.kind, arrival.sent, arrival.received, read(arrival.issued), waited, done]
+        return CollectiveRecord(
+            collective.kind, collective.sent, collective.received, issued, waited, done
+        )
+
+    def _read_passed(self, stamp: Any) -> int:
+        """Reads a stamp before the end of the step, which the device has passed."""
+        time = self.clock.read(stamp)
+        assert time is not None
+        return time
 
 
-def _by_path(arrivals: Iterable[Arrival]) -> dict[str, dict[str, int]]:
+def _sum_by_path(collectives: Iterable[Collective]) -> dict[str, dict[str, int]]:
     """Bytes that left this rank, by kind and by what carried them."""
     paths: dict[str, dict[str, int]] = {}
-    for arrival in arrivals:
-        of_kind = paths.setdefault(arrival.kind, {})
-        of_kind[arrival.path] = of_kind.get(arrival.path, 0) + arrival.sent
+    for collective in collectives:
+        of_kind = paths.setdefault(collective.kind, {})
+        of_kind[collective.path] = of_kind.get(collective.path, 0) + collective.sent
     return paths
 
 
-class Side:
-    """The ledger of another thread: its spans carry its name, its collectives wait until the main
-    thread takes them over."""
+class ThreadLedger:
+    """The ledger of another thread of the rank.
 
-    def __init__(self, ledger: Ledger | Side, name: str) -> None:
+    Its spans carry the thread's name; its collectives are kept until the main thread takes them.
+    """
+
+    def __init__(self, ledger: Ledger | ThreadLedger, name: str) -> None:
         self._ledger: Ledger = ledger if isinstance(ledger, Ledger) else ledger._ledger
         self.name = name
-        self._arrivals: list[Arrival] = []
+        self._collectives: list[Collective] = []
         self.clock = self._ledger.clock
 
     def span(self, name: str) -> AbstractContextManager[None]:
+        """Times a stage of this thread in the main thread's step."""
         return self._ledger.span(f"{self.name}/{name}")
 
-    def arrive(self, kind: str, sent: int, received: int, path: str) -> Arrival:
-        assert kind in KINDS, kind
-        return Arrival(self, kind, sent, received, path)
+    def begin_collective(self, kind: str, sent: int, received: int, path: str) -> Collective:
+        """Like `Ledger.begin_collective`."""
+        return Collective(self, kind, sent, received, path)
 
-    def record(self, arrival: Arrival) -> None:
-        self._arrivals.append(arrival)
+    def record(self, collective: Collective) -> None:
+        """Keeps a collective for the next `take`."""
+        self._collectives.append(collective)
 
     def count(self, name: str, value: float | torch.Tensor) -> None:
+        """Adds to a counter of the main thread's step."""
         self._ledger.count(name, value)
 
-    def take(self) -> list[Arrival]:
-        """What was recorded since the last call."""
-        taken, self._arrivals = self._arrivals, []
+    def take(self) -> list[Collective]:
+        """Returns what was recorded since the last call, for `Ledger.record_wait`."""
+        taken, self._collectives = self._collectives, []
         return taken

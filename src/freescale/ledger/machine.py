@@ -1,4 +1,4 @@
-"""On which machine, with which versions."""
+"""Describes the machine and the versions of what runs on it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 
-def machine() -> dict[str, Any]:
-    """CPU, cores, memory and GPU of this machine."""
+def describe_machine() -> dict[str, Any]:
+    """Returns CPU, cores, memory and GPU of this machine."""
     import torch
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -30,8 +30,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def gpu_name() -> str:
-    """The first GPU in short, as result files are named by it: `h200`. Empty without one."""
+def get_gpu_name() -> str:
+    """Short name of the first GPU, as in the names of result files: `h200`. Empty without one."""
     import torch
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
@@ -50,7 +50,8 @@ def _lscpu() -> str | None:
     )
 
 
-def versions(*packages: str) -> dict[str, str]:
+def get_versions(*packages: str) -> dict[str, str]:
+    """Returns the versions of Python, torch, numpy and those of `packages` that are installed."""
     found = {"python": platform.python_version()}
     for package in ("torch", "numpy", *packages):
         try:
@@ -60,7 +61,7 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def settings() -> dict[str, str]:
-    """What the environment told CUDA and NCCL."""
-    told = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NCCL_")
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(told)}
+def get_gpu_settings() -> dict[str, str]:
+    """Environment variables that configure CUDA and NCCL."""
+    prefixes = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NCCL_")
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}

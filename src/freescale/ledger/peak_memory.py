@@ -8,8 +8,9 @@ import sys
 import torch
 
 
-def peak_memory(device: torch.device | str = "cpu") -> dict[str, int]:
-    """Peak bytes of this process: resident on the host, and allocated on its GPU if it has one."""
+def measure_peak_memory(device: torch.device | str = "cpu") -> dict[str, int]:
+    """Returns the peak bytes of this process: `host` (resident) and, with a GPU, `gpu`
+    (allocated)."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if torch.device(device).type == "cuda":

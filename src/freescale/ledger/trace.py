@@ -1,5 +1,8 @@
-"""Records of all ranks as a Chrome/Perfetto trace: one process per rank; lanes for compute, for
-communication and for each thread that communicates beside the compute."""
+"""Writes the records of all ranks as a Chrome/Perfetto trace.
+
+A rank is a process of the trace. Its lanes are compute, communication, and each thread that
+communicates beside the compute.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import gzip
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from freescale.ledger.record import StepRecord
 
 COMPUTE_LANE, COMMUNICATION_LANE = 0, 1
 LANES = ("compute", "communication", "ahead", "urgent", "input")
@@ -19,8 +25,9 @@ def rename_lane(name: str) -> str:
     return _FORMER_LANES.get(lane, lane) + slash + span
 
 
-def header(ranks: int) -> list[dict]:
-    events: list[dict] = []
+def make_header(ranks: int) -> list[dict[str, Any]]:
+    """Events that name the ranks and their lanes."""
+    events: list[dict[str, Any]] = []
     for rank in range(ranks):
         events.append(
             {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
@@ -32,41 +39,41 @@ def header(ranks: int) -> list[dict]:
     return events
 
 
-def step_events(records: Sequence[Mapping], origin: int) -> list[dict]:
-    """Events of one step. A collective lasts from its arrival to its end; `wait_us` is how long
-    compute stood still."""
-    events: list[dict] = []
+def make_step_events(records: Sequence[Mapping[str, Any]], origin: int) -> list[dict[str, Any]]:
+    """Makes the events of one step.
 
-    def add(rank: int, lane: int, name: str, begin: int, end: int, args: dict) -> None:
+    A collective lasts from this rank's arrival to its end; `wait_us` says how long compute stood
+    still for it.
+
+    Args:
+        records: A plain record per rank, on one clock.
+        origin: The time 0 of the trace, in nanoseconds.
+    """
+    events: list[dict[str, Any]] = []
+
+    def add(rank: int, lane: int, name: str, begin: int, end: int, args: dict[str, Any]) -> None:
         timing = {"ts": (begin - origin) / 1e3, "dur": (end - begin) / 1e3}
         events.append({"ph": "X", "name": name, "pid": rank, "tid": lane, **timing, "args": args})
 
-    for rank, record in enumerate(records):
-        add(rank, COMPUTE_LANE, f"step {record['step']}", record["begin"], record["end"], {})
-        for name, begin, end in record["spans"]:
-            thread, slash, short = name.partition("/")
-            add(
-                rank,
-                LANES.index(thread) if slash else COMPUTE_LANE,
-                short if slash else name,
-                begin,
-                end,
-                {},
-            )
-        carriers = record.get("carriers", [[None, None]] * len(record["collectives"]))
-        for (kind, sent, received, issued, waited, done), (thread, path) in zip(
-            record["collectives"], carriers, strict=True
-        ):
+    for rank, step in enumerate(StepRecord.parse(record) for record in records):
+        add(rank, COMPUTE_LANE, f"step {step.step}", step.begin, step.end, {})
+        for span in step.spans:
+            # A span of another thread is called `thread/name`.
+            thread, name = span.name.split("/", 1) if "/" in span.name else ("compute", span.name)
+            add(rank, LANES.index(thread), name, span.begin, span.end, {})
+        for collective, carrier in zip(step.collectives, step.carriers, strict=True):
             args = {
-                "sent_bytes": sent,
-                "received_bytes": received,
-                "wait_us": (done - waited) / 1e3,
+                "sent_bytes": collective.sent,
+                "received_bytes": collective.received,
+                "wait_us": (collective.done - collective.waited) / 1e3,
+                "lane": carrier.thread,
+                "path": carrier.path,
             }
-            args |= {"lane": thread, "path": path}
-            add(rank, COMMUNICATION_LANE, kind, issued, done, args)
+            add(rank, COMMUNICATION_LANE, collective.kind, collective.issued, collective.done, args)
     return events
 
 
-def write_trace(path: Path, events: Sequence[Mapping]) -> None:
+def write_trace(path: Path, events: Sequence[Mapping[str, Any]]) -> None:
+    """Writes events as a gzipped trace file."""
     with gzip.open(path, "wt", encoding="utf-8") as file:
         json.dump({"traceEvents": list(events), "displayTimeUnit": "ms"}, file)

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from freescale.balance.shuffle import COLUMNS, measured
+from freescale.balance.shuffle import COLUMNS, measure_samples
 from freescale.batch import SequenceBatch
 from freescale.batch_codec import build_empty_batch, describe_schema
 from freescale.transport.api import Handle, Transport
+from freescale.transport.failures import RemoteError, find_first_error
 
 MAX_TASKS = 16
 _EXHAUSTED, _READY, _FAILED, _STOPPING, _LEFT = range(5)
@@ -23,10 +24,6 @@ _EXHAUSTED, _READY, _FAILED, _STOPPING, _LEFT = range(5)
 # that there is room for.
 _STATE, _NUMBER, _SAMPLES, _FEATURES, _COMPUTED_STEP, _COMPUTED, _WEIGHTS = range(7)
 _ROWS = _WEIGHTS + MAX_TASKS
-
-
-class RemoteError(RuntimeError):
-    """Another rank failed or left the loop; this one stops with it."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,7 @@ class Proposal:
     like: SequenceBatch  # has the features of earlier batches
     # samples to leave room for, the same on every rank; None: lengths are not needed
     room: int | None = None
+    feature: str = "history"  # whose lengths they are
     # the last step that was measured and its nanoseconds of compute
     computed: tuple[int, int] = (0, 0)
     stopping: bool = False  # this rank wants the run to end
@@ -98,7 +96,7 @@ class PendingAgreement:
             weights = message[_WEIGHTS:_ROWS].view(np.float64)
             weights[: len(names)] = [float(batch.weights[name].double().sum()) for name in names]
             if proposal.room is not None:
-                self._rows = measured(batch)
+                self._rows = measure_samples(batch, proposal.feature)
                 message[_ROWS:].reshape(self._room, COLUMNS)[: len(self._rows)] = self._rows[
                     : self._room
                 ]
@@ -122,7 +120,7 @@ class PendingAgreement:
                 )
             return self._refuse_step()
         if (states == _FAILED).any():
-            return self._refuse_step(error=_first_error(self._error, transport))
+            return self._refuse_step(error=find_first_error(self._error, transport))
         if (states == _STOPPING).any():
             return self._refuse_step(stopping=True)
         ready = states == _READY
@@ -200,13 +198,3 @@ def _agree_on_features(
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def _first_error(error: Exception | None, transport: Transport) -> Exception:
-    """What to raise: a rank's own error, or that of the first rank that has one."""
-    message = f"{type(error).__name__}: {error}" if error is not None else ""
-    messages = transport.gather_bytes(message.encode())
-    if error is not None:
-        return error
-    rank, first = next((r, m.decode()) for r, m in enumerate(messages) if m)
-    return RemoteError(f"rank {rank} stopped: {first}")

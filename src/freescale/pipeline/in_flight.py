@@ -12,7 +12,7 @@ from torch import Tensor
 from freescale.batch import SequenceBatch
 from freescale.embedding.request import Request
 from freescale.embedding.storage import UpdateOptions
-from freescale.ledger.ledger import Arrival, Ledger
+from freescale.ledger.ledger import Collective, Ledger
 from freescale.pipeline.agreement import Agreement
 from freescale.pipeline.lane import Job, Lane, Moment
 from freescale.pipeline.next_batch import BatchPreparation
@@ -46,7 +46,7 @@ class IncomingBatch:
         """Submits the preparation to `lane`; `split` cuts the batch into micro-batches."""
         self.agreed = Moment(torch.device("cpu"))  # the ranks have agreed: none has left
         self._preparation, self._lane, self._split = preparation, lane, split
-        self._arrivals: list[Arrival] = []  # collectives of the agreement
+        self._collectives: list[Collective] = []  # collectives of the agreement
         self._batch: StagedBatch | None = None  # once the job is done; None: the data has ended
         self.job: Job = lane.submit(self._prepare)
 
@@ -55,15 +55,15 @@ class IncomingBatch:
         begin = ledger.clock.stamp()
         with ledger.span("await batch"):
             self.agreed.wait()
-        arrivals, self._arrivals = self._arrivals, []
-        ledger.waited_for(arrivals, begin)
+        collectives, self._collectives = self._collectives, []
+        ledger.record_wait(collectives, begin)
 
     def wait(self, ledger: Ledger) -> tuple[StagedBatch | None, Agreement]:
         """The main thread and its stream wait for the batch; None if there is none, on any rank."""
         begin = ledger.clock.stamp()
         with ledger.span("await batch"):
             self.job.wait()
-        ledger.waited_for(self._arrivals + self._lane.side.take(), begin)
+        ledger.record_wait(self._collectives + self._lane.side.take(), begin)
         for batch in self._batch.micro if self._batch is not None else ():
             for tensor in batch.tensors():
                 self._lane.lend(tensor)
@@ -77,7 +77,7 @@ class IncomingBatch:
         except BaseException as error:
             self.agreed.fail(error)
             raise
-        self._arrivals = self._lane.side.take()
+        self._collectives = self._lane.side.take()
         self.agreed.reach()
         batch, agreement = self._preparation.complete()
         if agreement.ready:

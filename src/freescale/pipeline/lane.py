@@ -17,10 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from freescale.ledger.ledger import Side
-from freescale.streams import current_stream, recorded
+from freescale.ledger.ledger import ThreadLedger
+from freescale.streams import current_stream, record_event
 from freescale.transport.api import Transport
-from freescale.transport.threads import reached, started
+from freescale.transport.threads import start_thread, wait_for_event
 
 
 class Moment:
@@ -37,7 +37,7 @@ class Moment:
 
     def reach(self) -> None:
         if self._device.type == "cuda":
-            self._event = recorded(blocking=True)  # a core that waits is free for others
+            self._event = record_event(blocking=True)  # a core that waits is free for others
         self._reached.set()
 
     def fail(self, error: BaseException) -> None:
@@ -45,13 +45,13 @@ class Moment:
         self._reached.set()
 
     def wait(self, host: bool = False) -> None:
-        """What this thread issues from now on happens after the moment; with `host` it has
-        happened. Raises what did instead."""
+        """What this thread issues from now on happens after the moment; with `host`, the moment
+        has passed on return. Raises the error of `fail`."""
         self._reached.wait()
         if self._error is not None:
             raise self._error
         if self._event is not None and host:
-            reached(self._event)
+            wait_for_event(self._event)
         elif self._event is not None:
             current_stream(self._device).wait_event(self._event)
 
@@ -67,16 +67,17 @@ class Job(Moment):
 
 
 class Lane:
+    """Runs jobs one after another, on a thread, a channel and a stream of its own."""
+
     def __init__(self, name: str, transport: Transport, urgent: bool = False) -> None:
         """Opens a channel: a collective."""
         self.name, self.device = name, transport.device
-        self.side = Side(transport.ledger, name)
+        self.side = ThreadLedger(transport.ledger, name)
         self._transport, self.transport = transport, transport.channel(self.side, urgent)
-        cuda = self.device.type == "cuda"
-        # Ahead of the compute, whose kernels fill the device: a lane's are many, small, and wait
-        # for each other.
+        # A higher priority than the compute, whose kernels fill the device: a lane's kernels are
+        # many, small, and wait for each other.
         self.stream: torch.cuda.Stream | None = None
-        if cuda:
+        if self.device.type == "cuda":
             priority = -2 if urgent else -1
             self.stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
                 self.device, priority=priority
@@ -86,12 +87,12 @@ class Lane:
         self._ending: list[threading.Thread] = []
 
     def submit(self, function: Callable[[], None], tensors: Sequence[Tensor] = ()) -> Job:
-        """`tensors`: those of another stream that the function uses."""
+        """Queues a job. `tensors`: those of another stream that the function uses."""
         self.borrow(*tensors)
         job = Job(self.device, function)
         if self._thread is None:
             self._ending = [thread for thread in self._ending if thread.is_alive()]
-            self._thread = started(
+            self._thread = start_thread(
                 self.name, partial(self._work, self._jobs), partial(self._jobs.put, None)
             )
         self._jobs.put(job)
@@ -112,15 +113,15 @@ class Lane:
         self._transport.release(self.transport)
 
     def borrow(self, *tensors: Tensor | None) -> None:
-        """Tensors of another stream that this lane's stream uses: their memory is not given to
-        others before it has."""
+        """Marks tensors of another stream that this lane's stream uses: their memory is reused
+        only after that."""
         if self.stream is not None:
             for tensor in tensors:
                 if tensor is not None:
                     tensor.record_stream(self.stream)
 
     def lend(self, tensor: Tensor) -> None:
-        """A tensor that this lane made, to the caller's stream."""
+        """Marks a tensor of this lane's stream that the caller's stream uses."""
         if self.stream is not None:
             tensor.record_stream(current_stream(self.device))
 

@@ -1,4 +1,4 @@
-"""A loss that is not a number ends a run: what is trained from there on is lost."""
+"""Ends a run whose loss is not finite: its weights are lost from there on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from freescale.streams import recorded
+from freescale.streams import record_event
 
-_LATER = 2  # steps, on a GPU: the host waits only where it is further ahead of the device than this
+# Steps after which a loss is read on a GPU: the host waits only if it is further ahead than that.
+_LATER = 2
 
 
 class LossNotFinite(ValueError):
@@ -19,34 +20,38 @@ class LossNotFinite(ValueError):
     def __init__(self, step: int, loss: float) -> None:
         super().__init__(
             f"the loss is {loss} at step {step}: lower the learning rates of dense parameters and "
-            "rows, or clip their gradients "
-            "(`clip` of the pipeline, `row_clip` of parallelize)"
+            "rows, or clip their gradients (`clip` of the pipeline, `row_clip` of parallelize)"
         )
         self.step, self.loss = step, loss
 
 
 class LossWatch:
-    """Looks at the summed loss, which all ranks share: they raise at the same step."""
+    """Checks the summed loss, which is the same on all ranks: they raise at the same step."""
 
     def __init__(self) -> None:
-        self._coming: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
+        self._pending: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
 
-    def see(self, step: int, total: Tensor) -> None:
+    def watch(self, step: int, total: Tensor) -> None:
+        """Takes the loss of a step, a scalar; on a GPU it is read some steps later.
+
+        Raises:
+            LossNotFinite: this loss or an earlier one is not finite.
+        """
         if total.device.type == "cpu":
             _check(step, total)
             return
         copy = torch.empty(total.shape, dtype=total.dtype, pin_memory=True)
         copy.copy_(total, non_blocking=True)
-        self._coming.append((step, copy, recorded(blocking=True)))
+        self._pending.append((step, copy, record_event(blocking=True)))
         self._check_all_but(_LATER)
 
     def finish(self) -> None:
-        """The run ends: the last ones."""
+        """Checks the losses that are left, at the end of a run."""
         self._check_all_but(0)
 
     def _check_all_but(self, newest: int) -> None:
-        while len(self._coming) > newest:
-            step, copy, event = self._coming.popleft()
+        while len(self._pending) > newest:
+            step, copy, event = self._pending.popleft()
             event.synchronize()
             _check(step, copy)
 

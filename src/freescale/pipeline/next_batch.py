@@ -75,6 +75,7 @@ class BatchPreparation:
         self.step, self._source, self._tables, self._transport = step, source, tables, transport
         self._balancer, self._computed, self._copies = balancer, computed, copies
         self._stopping, self._ahead = stopping, ahead
+        self._feature = balancer.feature if balancer is not None else "history"
         self._stages_run = 0
         self._shuffle: Shuffle | None = None
         self._counters: dict[str, float] = {}
@@ -110,7 +111,8 @@ class BatchPreparation:
     def meet(self, left: int | None = None) -> None:
         """The ranks tell each other that they are still there. A rank that has left the loop says
         after which step (`left`), here or where the others agree on the batch."""
-        proposal = Proposal(None, None, self.like, self._space, self._computed(), left=left)
+        computed = self._computed()
+        proposal = Proposal(None, None, self.like, self._space, computed=computed, left=left)
         PendingAgreement(proposal, self._transport).wait()
 
     def complete(self) -> tuple[SequenceBatch, Agreement]:
@@ -159,11 +161,15 @@ class BatchPreparation:
                         # anyway.
                         self.taken = batch = batch.map(Tensor.clone)
                     self._tables.check(batch)
+                    if self._balancer is not None:
+                        self._balancer.check(batch)
                     self._count_taken(batch)
             except Exception as caught:  # noqa: BLE001 - raised on all ranks, with the answer
                 batch, error, self.taken = None, caught, None
         with self._transport.ledger.span("agree"):
-            proposal = Proposal(batch, error, self.like, self._space, self._computed(), stopping)
+            proposal = Proposal(
+                batch, error, self.like, self._space, self._feature, self._computed(), stopping
+            )
             self._pending = PendingAgreement(proposal, self._transport)
 
     @property
@@ -221,10 +227,10 @@ class BatchPreparation:
     def _count_taken(self, batch: SequenceBatch) -> None:
         """Sizes of the batch as it came. Their sums do not change by balancing."""
         self._counters["samples"] = len(batch)
-        if "history" in batch.sequences and len(batch):
-            history = batch.sequences["history"]
-            self._counters["tokens"] = history.values.shape[0]
-            self._counters["max_length"] = int(history.lengths.max())
+        if self._feature in batch.sequences and len(batch):
+            sequences = batch.sequences[self._feature]
+            self._counters["tokens"] = sequences.values.shape[0]
+            self._counters["max_length"] = int(sequences.lengths.max())
 
     def _count_balanced(self, batch: SequenceBatch, assignment: Assignment) -> None:
         """What balancing did, and what this rank had before it and has now."""
@@ -234,10 +240,10 @@ class BatchPreparation:
         self._counters["before_cost"] = float(assignment.loads_before[rank])
         self._counters["after_cost"] = float(assignment.loads[rank])
         self._counters["after_samples"] = len(batch)
-        if "history" in batch.sequences:
-            history = batch.sequences["history"]
-            self._counters["after_tokens"] = history.values.shape[0]
-            self._counters["after_longest"] = int(history.lengths.max()) if len(batch) else 0
+        if self._feature in batch.sequences:
+            sequences = batch.sequences[self._feature]
+            self._counters["after_tokens"] = sequences.values.shape[0]
+            self._counters["after_longest"] = int(sequences.lengths.max()) if len(batch) else 0
 
     def _balance_span(self) -> AbstractContextManager[None]:
         """Around all that balancing keeps this rank from computing: planning, packing and

@@ -16,12 +16,13 @@ from torch import Tensor
 from freescale.balance.balancer import Balancer
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
-from freescale.embedding.parallelize import ShardedModel
+from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.agreement import MAX_TASKS, Agreement
 from freescale.pipeline.dense.buckets import GradientBuckets
 from freescale.pipeline.dense.partitioned import PartitionedAllReduce
 from freescale.pipeline.dense.reducer import MakeReducer, Reducer
+from freescale.pipeline.first_batch import FirstBatchCheck, check_losses
 from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.loss_watch import LossWatch
 from freescale.pipeline.next_batch import BatchPreparation
@@ -32,22 +33,39 @@ from freescale.transport.api import Transport
 DENSE_SUMS = ("collective", "partitioned")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepResult:
-    """What a step did. Losses stay tensors until someone reads them: reading waits for the
-    device."""
+    """What a step did; the same on every rank. Losses stay tensors until they are read: reading
+    waits for the device.
 
-    number: int  # of the global batch
-    step: int  # optimizer steps made so far, this one included
-    # global mean per task (empty on a rank that never had a batch: it knows no task)
+    Attributes:
+        step: optimizer steps made so far, this one included.
+        batch_number: number of the global batch, as its `SequenceBatch.number` says.
+        losses: mean per task over the global batch, scalars (empty on a rank that never had a
+            batch: it knows no task).
+        counts: weight per task of the global batch: what the losses were divided by.
+        total: scalar that was differentiated: the weighted sum of the losses.
+        gradient_norm: scalar norm of the dense gradients before clipping; None without `clip`.
+    """
+
+    step: int
+    batch_number: int
     losses: Mapping[str, Tensor]
-    counts: Mapping[str, float]  # global weight per task
-    total: Tensor  # what was differentiated: the weighted sum of the losses, over all ranks
+    counts: Mapping[str, float]
+    total: Tensor
     gradient_norm: Tensor | None
 
     @property
     def loss(self) -> float:
+        """`total` as a number. Waits for the device."""
         return float(self.total)
+
+    def __repr__(self) -> str:
+        losses = ", ".join(f"{task} {float(loss):.6g}" for task, loss in self.losses.items())
+        return (
+            f"StepResult(step={self.step}, batch_number={self.batch_number}, "
+            f"loss={self.loss:.6g}" + (f", {losses}" if len(self.losses) > 1 else "") + ")"
+        )
 
 
 class Schedule(ABC):
@@ -67,18 +85,9 @@ class Schedule(ABC):
         balancer: Balancer | None = None,
         reducer: MakeReducer | None = None,
         dense_sums: str = TrainConfig.dense_sums,
+        check: bool = True,
     ) -> None:
-        """`learning_rate(step)` scales the learning rates of the dense optimizer and of the rows;
-        steps count from 1. Without it the optimizer's are left alone, for a scheduler of torch's,
-        say.
-
-        `accumulate` cuts a rank's batch into that many micro-batches; the step stays one step.
-        `precision` is fp32 (whatever the model's parameters are) or bf16 (autocast; no loss
-        scaling). `balancer` moves the samples of the next batch while this one computes. `reducer`
-        sums the dense gradients over the ranks in another way than exactly
-        (`freescale.Thresholding(0.99)`). `dense_sums`: by the process group (collective), or by
-        partitions over the transport's own exchanges (dense/partitioned.py).
-        """
+        """The keywords are those of `Pipeline`, with `balance` resolved to a `balancer`."""
         if accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {accumulate}")
         if precision not in ("fp32", "bf16"):
@@ -113,6 +122,7 @@ class Schedule(ABC):
         self._taken: list[BatchPreparation] = []  # batches on their way, in their order
         self._source: BatchSource | None = None  # of the last run
         self._loss_watch = LossWatch()
+        self._first_batch = FirstBatchCheck(parallel.module, self.transport, check)
         parts = dense_sums == "partitioned" and self.transport.world > 1
         self._summing = PartitionedAllReduce(self.transport) if parts else None
         exact = partial(GradientBuckets, summing=self._summing)
@@ -239,6 +249,7 @@ class Schedule(ABC):
         """Forward and backward of every micro-batch; `forwarded` is called before the last
         backward. Returns this rank's part of the global losses [tasks + total]."""
         device = self.transport.device
+        self._first_batch.run(micro, agreement.samples, self._autocast)
         self.buckets.clear()
         # Sized for any number of tasks, so that a rank without a batch (which knows none) reduces
         # the same vector; the total last.
@@ -265,11 +276,7 @@ class Schedule(ABC):
     def _total(self, sums: Mapping[str, Tensor], agreement: Agreement, losses: Tensor) -> Tensor:
         """The scalar to differentiate: sums over samples / global counts. Adds the task's means to
         `losses`."""
-        if set(sums) != set(agreement.counts):
-            raise ValueError(
-                f"the model returned tasks {sorted(sums)}, the batch has weights for "
-                f"{sorted(agreement.counts)}"
-            )
+        check_losses(sums, sorted(agreement.counts))
         parts: list[Tensor] = []
         for position, (task, count) in enumerate(sorted(agreement.counts.items())):
             mean = sums[task] / count if count else sums[task] * 0
@@ -305,9 +312,9 @@ class Schedule(ABC):
         self, batch: SequenceBatch, agreement: Agreement, losses: Tensor, norm: Tensor | None
     ) -> StepResult:
         """losses: summed over the ranks."""
-        self._loss_watch.see(self.steps, losses[-1])
+        self._loss_watch.watch(self.steps, losses[-1])
         by_task = dict(zip(sorted(agreement.counts), losses.unbind()))
-        return StepResult(batch.number, self.steps, by_task, agreement.counts, losses[-1], norm)
+        return StepResult(self.steps, batch.number, by_task, agreement.counts, losses[-1], norm)
 
     def flush(self) -> None:  # noqa: B027 - a schedule that defers nothing has nothing to do
         """Applies what the schedule has deferred; afterwards the tables are those of the serial
@@ -340,6 +347,8 @@ class Schedule(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = int(state["steps"])
+        if self.steps:
+            self._first_batch.skip()
         if "order" in state:
             numbers = {name: number for number, name in enumerate(self._trained())}
             kept = state["order"] or ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from freescale.batch import SequenceBatch
+from freescale.batch import SequenceBatch, check_is_batch
 
 
 class BatchSource:
@@ -30,7 +30,7 @@ class BatchSource:
             self._open = False
             raise
         self._open = batch is not None
-        return batch
+        return None if batch is None else check_is_batch(batch)
 
     def close(self) -> None:
         """This run takes no more."""

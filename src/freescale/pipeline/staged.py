@@ -258,7 +258,7 @@ class Staged(Schedule):
         begin = self.ledger.clock.stamp()
         with self.ledger.span("arrive"):
             self._in_flight.wait_for_jobs()
-        self.ledger.waited_for(self.ahead.side.take() + self.urgent.side.take(), begin)
+        self.ledger.record_wait(self.ahead.side.take() + self.urgent.side.take(), begin)
         if self._in_flight.replaced:
             self._in_flight.replaced = False
             self.tables.fetch(current.requests)

@@ -1,4 +1,4 @@
-"""How long this rank computed in a step: what adaptive balancing learns from."""
+"""Measures how long this rank computes in a step: adaptive balancing learns from it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from freescale.ledger.clock import Clock
 
 
-class _Worked:
-    """Nanoseconds that this thread has worked: on a CPU other threads of the rank take the core in
-    between, and what they do is no property of a sample."""
+class _ThreadClock:
+    """Nanoseconds that this thread has worked. On a CPU the rank's other threads take the core in
+    between, and their work is no property of a sample."""
 
     def stamp(self) -> int:
         return time.thread_time_ns()
@@ -24,10 +24,11 @@ class _Worked:
 
 
 class Stopwatch:
-    """Stamps on the device's clock, read once the device has passed them and never waited for."""
+    """Takes stamps on the device's clock and reads them once the device has passed them; it never
+    waits for the device."""
 
     def __init__(self, clock: Clock, device: torch.device) -> None:
-        self._clock: Clock | _Worked = _Worked() if device.type == "cpu" else clock
+        self._clock: Clock | _ThreadClock = _ThreadClock() if device.type == "cpu" else clock
         self._running: list[tuple[Any, Any]] = []
         self._last: tuple[int, list[tuple[Any, Any]]] = (0, [])
 
@@ -39,12 +40,12 @@ class Stopwatch:
         self._running.append((begin, self._clock.stamp()))
 
     def finish(self, step: int) -> None:
-        """The compute of a step is issued."""
+        """Ends the measurement of a step whose compute is issued."""
         self._last, self._running = (step, self._running), []
 
     def last(self) -> tuple[int, int]:
-        """(the last step that was finished, nanoseconds of its compute; 0 if the device is not
-        there yet or had nothing to do)."""
+        """The last step that was finished and its nanoseconds of compute: 0 if the device has not
+        reached its end yet, or had nothing to do."""
         step, stamps = self._last
         read = [(self._clock.read(begin), self._clock.read(end)) for begin, end in stamps]
         if any(end is None for _, end in read):

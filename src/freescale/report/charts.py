@@ -1,5 +1,5 @@
-"""Small pictures for the report, as SVG text. Colours are classes of static/style.css, so that they
-follow light and dark."""
+"""Draws the small charts of the report, as SVG text. Colours are classes of static/style.css, so
+that they follow light and dark."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TypeVar
 
-# A panel is about as wide as a phone, so that its words stay readable there; wider pages have
+T = TypeVar("T")
+
+# A panel is about as wide as a phone, so that its words stay readable there; wider screens show
 # several beside each other.
 WIDTH, HEIGHT = 320, 195
 LEFT, RIGHT, TOP, BOTTOM = 52, 8, 10, 40
@@ -17,13 +20,25 @@ POINTS = 400  # of a line, at most
 
 @dataclass(frozen=True)
 class Series:
+    """A line of a chart."""
+
     name: str
-    style: str  # a class
+    style: str  # a CSS class
     points: Sequence[tuple[float, float]]
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers from below `low` to above `high`."""
+def render_panel(title: str, chart: str) -> str:
+    """A chart with its caption."""
+    return f"<figure><figcaption>{escape(title)}</figcaption>{chart}</figure>"
+
+
+def render_panels(panels: Sequence[str]) -> str:
+    """Charts beside each other, where there is room."""
+    return f'<div class="panels">{"".join(panels)}</div>'
+
+
+def choose_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Chooses round numbers from below `low` to above `high`."""
     span = (high - low) or abs(high) or 1.0
     unit = 10.0 ** math.floor(math.log10(span / most))
     unit *= next(factor for factor in (1, 2, 2.5, 5, 10, 20) if span / (unit * factor) <= most)
@@ -31,8 +46,8 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [place * unit for place in range(first, max(last, first + 1) + 1)]
 
 
-def short(value: float) -> str:
-    """A number for an axis."""
+def format_tick(value: float) -> str:
+    """Formats a number for an axis."""
     size = abs(value)
     for unit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= unit:
@@ -40,20 +55,20 @@ def short(value: float) -> str:
     return f"{value:.6g}"
 
 
-def thinned(points: Sequence, most: int) -> list:
-    """Evenly chosen ones, the last among them."""
+def thin(points: Sequence[T], most: int) -> list[T]:
+    """Chooses at most `most` points evenly, the last among them."""
     if len(points) <= most:
         return list(points)
     return [points[(place + 1) * len(points) // most - 1] for place in range(most)]
 
 
 class Panel:
-    """Axes with labels; what is drawn in them comes between."""
+    """The axes of a chart with their labels, and the scale for what is drawn between them."""
 
     def __init__(
         self, x: tuple[float, float], y: tuple[float, float], x_label: str, y_label: str
     ) -> None:
-        self.marks = ticks(*y)
+        self.marks = choose_ticks(*y)
         self._x0, self._x1 = x[0], x[1] if x[1] > x[0] else x[0] + 1
         self._y0, self._y1 = self.marks[0], self.marks[-1]
         self._x_label, self._y_label = x_label, y_label
@@ -66,7 +81,8 @@ class Panel:
             HEIGHT - BOTTOM - (value - self._y0) / (self._y1 - self._y0) * (HEIGHT - TOP - BOTTOM)
         )
 
-    def drawn(self, inside: Sequence[str], title: str) -> str:
+    def draw(self, inside: Sequence[str], title: str) -> str:
+        """Draws the axes, and `inside` (SVG) between them."""
         words = escape(title, quote=True)
         parts = [
             (
@@ -77,16 +93,15 @@ class Panel:
         for value in self.marks:
             y = self.y(value)
             parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(
-                f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>'
-            )
-        for value in ticks(self._x0, self._x1):
+            words_at = f'x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end"'
+            parts.append(f"<text {words_at}>{format_tick(value)}</text>")
+        for value in choose_ticks(self._x0, self._x1):
             if self._x0 <= value <= self._x1:
                 x = self.x(value)
                 parts.append(f'<path class="axis" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>')
                 parts.append(
                     f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" '
-                    f'text-anchor="middle">{short(value)}</text>'
+                    f'text-anchor="middle">{format_tick(value)}</text>'
                 )
         parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
         middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
@@ -103,25 +118,27 @@ class Panel:
         return "".join([*parts, *inside, "</svg>"])
 
 
-def lines(series: Sequence[Series], y_label: str, x_label: str = "step", zero: bool = False) -> str:
-    """A line per series; one point alone is a dot. With `zero` the axis begins there."""
+def draw_lines(
+    series: Sequence[Series], y_label: str, x_label: str = "step", zero: bool = False
+) -> str:
+    """Draws a line per series; one point alone is a dot. With `zero` the y axis begins at 0."""
     everything = [point for one in series for point in one.points]
     low, high = min(y for _, y in everything), max(y for _, y in everything)
     reach = (min(x for x, _ in everything), max(x for x, _ in everything))
     panel = Panel(reach, (min(0.0, low) if zero else low, high), x_label, y_label)
     parts = []
     for one in series:
-        points = thinned(one.points, POINTS)
+        points = thin(one.points, POINTS)
         path = "L".join(f"{panel.x(x):.1f} {panel.y(y):.1f}" for x, y in points)
         title = f"<title>{escape(one.name)}</title>"
         parts.append(
             f'<path class="line {one.style}" '
             f'd="M{path}{"h0" if len(points) == 1 else ""}">{title}</path>'
         )
-    return panel.drawn(parts, f"{y_label} over {x_label}: {', '.join(one.name for one in series)}")
+    return panel.draw(parts, f"{y_label} over {x_label}: {', '.join(one.name for one in series)}")
 
 
-def dots(
+def draw_dots(
     steps: Sequence[float],
     values: Sequence[Sequence[float]],
     reach: tuple[float, float],
@@ -129,7 +146,7 @@ def dots(
     title: str,
     style: str,
 ) -> str:
-    """values [steps][ranks]: a dot per rank and step, with a line at 1, the mean."""
+    """Draws a dot per rank and step, with a line at 1, the mean. `values`: [steps][ranks]."""
     panel = Panel((steps[0], steps[-1]), reach, "step", y_label)
     parts = [f'<path class="mean" d="M{LEFT} {panel.y(1):.1f}H{WIDTH - RIGHT}"/>']
     for of_rank in zip(*values, strict=True):
@@ -138,4 +155,4 @@ def dots(
             for step, value in zip(steps, of_rank, strict=True)
         )
         parts.append(f'<path class="dots {style}" d="{path}"/>')
-    return panel.drawn(parts, title)
+    return panel.draw(parts, title)

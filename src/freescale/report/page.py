@@ -1,8 +1,7 @@
-"""One self-contained HTML page from one run or several: run data in, text out. `freescale report`
-writes it to a file.
+"""Renders one self-contained HTML page from one run or several.
 
-Words, tables and curves are made here; static/timeline.js draws the timeline from the data in the
-page. Nothing is loaded from anywhere, and every number comes from the run's folder.
+The sections are modules of this package; static/timeline.js draws the timeline from the data in the
+page. The page loads nothing from anywhere, and every number comes from the run's folder.
 """
 
 from __future__ import annotations
@@ -14,81 +13,79 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from freescale.report.curves import balance, curves
+from freescale.report.curves import render_curves
+from freescale.report.environment import render_machines, render_settings
+from freescale.report.markup import COLOURED, render_name
+from freescale.report.overview import render_overview
+from freescale.report.rank_balance import render_balance
 from freescale.report.runs import Run
-from freescale.report.sections import COLOURED, machines, settings, step_time, summary, traffic
-from freescale.report.timeline import timeline
+from freescale.report.step_time import render_step_time
+from freescale.report.timeline import build_timeline
+from freescale.report.traffic import render_traffic
 
+# Id, title, and what renders it.
 _SECTIONS = (
-    ("time", "Where a step's time goes", step_time),
-    ("timeline", "Two steps", lambda runs: _timelines(runs)),
-    ("balance", "Balance of the ranks", balance),
-    ("traffic", "Traffic and collisions", traffic),
-    ("curves", "Over the steps", curves),
-    ("settings", "Settings", settings),
-    ("machine", "Machine", machines),
+    ("time", "Where a step's time goes", render_step_time),
+    ("timeline", "Two steps", lambda runs: _render_timelines(runs)),
+    ("balance", "Balance of the ranks", render_balance),
+    ("traffic", "Traffic and collisions", render_traffic),
+    ("curves", "Over the steps", render_curves),
+    ("settings", "Settings", render_settings),
+    ("machine", "Machine", render_machines),
 )
 
 _HELP = (
     '<p class="help">Wheel, pinch or the buttons zoom; drag moves; drag on the time axis (or with '
-    "shift) zooms into a part; arrow "
-    "keys walk from event to event. Hatched: compute stands still. Dashed: a step begins. The "
-    "whole trace, trace.json.gz, opens in "
-    "Perfetto.</p>"
+    "shift) zooms into a part; arrow keys walk from event to event. Hatched: compute stands "
+    "still. Dashed: a step begins. The whole trace, trace.json.gz, opens in Perfetto.</p>"
 )
 
 
-def page(runs: Sequence[Run]) -> str:
-    """The report."""
-    drawn = []
+def render_page(runs: Sequence[Run]) -> str:
+    """Renders the report as HTML. The first run is what the others are compared with."""
+    timelines = []
     for run in runs:
         compute = run.ledger["compute_ms_per_rank"] if run.measured else [0.0]
-        drawn.append(timeline(run.events, compute.index(max(compute))))
+        timelines.append(build_timeline(run.events, compute.index(max(compute))))
     parts = "".join(
-        f'<section id="{name}"><h2>{title}</h2>{made(runs)}</section>'
-        for name, title, made in _SECTIONS
+        f'<section id="{name}"><h2>{title}</h2>{render(runs)}</section>'
+        for name, title, render in _SECTIONS
     )
     names = ", ".join(run.name for run in runs)
     fill = {
         "TITLE": escape(names),
         "COLOURED": " ".join(sorted(COLOURED)),
-        "STYLE": _asset("style.css"),
+        "STYLE": _read_asset("style.css"),
         "LINKS": "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in _SECTIONS),
-        "MISSING": _missing(runs),
-        "SUMMARY": summary(runs),
+        "MISSING": _render_missing(runs),
+        "SUMMARY": render_overview(runs),
         "SECTIONS": parts,
         # Anyone (and the tests) can read here what the page was made from.
-        "LEDGERS": _block([{"name": run.name, "ledger": run.ledger} for run in runs]),
-        "TIMELINES": _block(drawn),
-        "SCRIPT": "".join(_asset(name) for name in ("timeline.js", "timeline_input.js", "page.js")),
+        "LEDGERS": _embed_json([{"name": run.name, "ledger": run.ledger} for run in runs]),
+        "TIMELINES": _embed_json(timelines),
+        "SCRIPT": "".join(
+            _read_asset(name) for name in ("timeline.js", "timeline_input.js", "page.js")
+        ),
     }
-    text = _asset("page.html")
+    text = _read_asset("page.html")
     pieces = text.split("@@")  # @@NAME@@: what is filled in is not searched again
     return "".join(piece if place % 2 == 0 else fill[piece] for place, piece in enumerate(pieces))
 
 
-def _timelines(runs: Sequence[Run]) -> str:
+def _render_timelines(runs: Sequence[Run]) -> str:
     parts = []
     for place, run in enumerate(runs):
-        title = (
-            f'<h3><i class="run r-{place % 8}"></i>{escape(run.name)}</h3>' if len(runs) > 1 else ""
-        )
+        title = f"<h3>{render_name(place, run)}</h3>" if len(runs) > 1 else ""
         empty = "" if run.events else "<p>The run has no trace.</p>"
         parts.append(
             f'{title}{empty}<div class="timeline" data-run="{place}" '
             f'data-name="{escape(run.name, quote=True)}"></div>'
         )
-    return (
-        _HELP
-        + "".join(parts)
-        + (
-            "<noscript><p>The timeline needs JavaScript; trace.json.gz opens "
-            "in Perfetto too.</p></noscript>"
-        )
-    )
+    without = "The timeline needs JavaScript; trace.json.gz opens in Perfetto too."
+    return f"{_HELP}{''.join(parts)}<noscript><p>{without}</p></noscript>"
 
 
-def _missing(runs: Sequence[Run]) -> str:
+def _render_missing(runs: Sequence[Run]) -> str:
     found = [(run.name, words) for run in runs for words in run.missing]
     if not found:
         return ""
@@ -99,7 +96,7 @@ def _missing(runs: Sequence[Run]) -> str:
     return f'<aside id="missing"><b>Missing in the run\'s folder</b><ul>{rows}</ul></aside>'
 
 
-def _block(data: object) -> str:
+def _embed_json(data: object) -> str:
     """JSON inside a script element: no `<` may end it, and JavaScript knows no NaN."""
 
     def finite(value: Any) -> Any:
@@ -112,5 +109,5 @@ def _block(data: object) -> str:
     return json.dumps(finite(data), separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return (files("freescale.report") / "static" / name).read_text(encoding="utf-8")

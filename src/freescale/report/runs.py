@@ -1,5 +1,5 @@
-"""A run's folder, read for the report. What is missing is said; what is damaged is an error that
-names the file."""
+"""Reads a run's folder for the report. Missing files are listed on the page; a damaged file is an
+error that names it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from freescale.ledger.summary import Summary
 from freescale.ledger.trace import rename_lane
+
+WARM_UP = 2  # first steps, which are not averaged
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind, as plain data."""
+    """The files of a run, as plain data."""
 
     name: str
-    config: dict[str, Any]
+    config: dict[str, Any]  # config.json; empty if there is none
     ledger: dict[str, Any]  # ledger.json
     steps: list[dict[str, Any]]  # ledger.jsonl
     metrics: list[dict[str, Any]]  # metrics.jsonl
     events: list[dict[str, Any]]  # of trace.json.gz
-    missing: list[str] = field(default_factory=list)  # in words, for the page
+    missing: list[str] = field(default_factory=list)  # what the page cannot show, in words
 
     @property
     def measured(self) -> bool:
@@ -32,7 +35,7 @@ class Run:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """All runs, with names that tell them apart."""
+    """Reads runs, and names them by as much of their paths as tells them apart."""
     depth = 1
     parts = [folder.resolve().parts for folder in folders]
     while len({part[-depth:] for part in parts}) < len(set(parts)):
@@ -44,16 +47,28 @@ def read_runs(folders: list[Path]) -> list[Run]:
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
+    """Reads a run.
+
+    Args:
+        folder: The run's folder. A loop of one's own with a `Ledger` leaves no config.json and
+            perhaps no metrics.jsonl: what they would say is unknown then.
+        name: What the page calls the run; the folder's name by default.
+
+    Raises:
+        ValueError: The folder is not that of a run, or a file in it is damaged.
+    """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not the folder of a run: there is no such folder")
-    if not (folder / "config.json").exists():
-        raise ValueError(f"{folder} is not the folder of a run: it has no config.json")
+    if not any((folder / file).exists() for file in _ENOUGH):
+        raise ValueError(
+            f"{folder} is not the folder of a run: it has no {' and no '.join(_ENOUGH)}"
+        )
     missing: list[str] = []
-    config = _parsed(folder / "config.json", (folder / "config.json").read_bytes())
-    steps = [_rename_lanes(line) for line in _lines(folder / "ledger.jsonl", missing)]
-    metrics = _lines(folder / "metrics.jsonl", missing)
-    ledger = _ledger(folder, steps, missing)
-    events = _events(folder / "trace.json.gz", missing)
+    config = _read_config(folder / "config.json", missing)
+    steps = [_rename_lanes(line) for line in _read_lines(folder / "ledger.jsonl", missing)]
+    metrics = _read_lines(folder / "metrics.jsonl", missing)
+    ledger = _read_ledger(folder, steps, missing)
+    events = _read_trace(folder / "trace.json.gz", missing)
     if ledger.get("measured_steps"):
         missing += [words for key, words in _LATER.items() if not ledger.get(key)]
     if steps and not any("before" in figures for figures in steps):
@@ -67,6 +82,8 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     return Run(name or folder.resolve().name, config, ledger, steps, metrics, events, missing)
 
 
+# Any of these makes a folder that of a run.
+_ENOUGH = ("config.json", "ledger.json", "ledger.jsonl")
 # Figures that runs of older versions lack.
 _LATER = {
     "busy_ms_per_rank": "what each rank did when it did not wait (older version)",
@@ -87,22 +104,26 @@ _NEEDED = (
 )
 
 
-def _ledger(folder: Path, steps: list[dict], missing: list[str]) -> dict[str, Any]:
-    """ledger.json, or what the lines of ledger.jsonl say where these go further; of a run without
-    figures, why it has none."""
-    path = folder / "ledger.json"
-    ledger = _rename_lanes(_parsed(path, path.read_bytes())) if path.exists() else {}
-    if len(steps) > (ledger.get("steps", len(steps)) if ledger else 0):
-        # imports torch; only a run that did not end needs it
-        from freescale.ledger.summary import Summary
+def _read_config(path: Path, missing: list[str]) -> dict[str, Any]:
+    if not path.exists():
+        missing.append("config.json: the settings are unknown")
+        return {}
+    return _parse_json(path, path.read_bytes())
 
+
+def _read_ledger(folder: Path, steps: list[dict[str, Any]], missing: list[str]) -> dict[str, Any]:
+    """Reads ledger.json, or makes it anew from the lines of ledger.jsonl where these go further. Of
+    a run without figures, adds the reason to `missing`."""
+    path = folder / "ledger.json"
+    ledger = _rename_lanes(_parse_json(path, path.read_bytes())) if path.exists() else {}
+    if len(steps) > (ledger.get("steps", len(steps)) if ledger else 0):
         missing.append(
             "ledger.json: the run did not end; its figures are those of the steps in ledger.jsonl"
         )
         summary = Summary(len(steps[-1]["straggler_ms"]))
         for figures in steps:
             summary.add(figures)
-        ledger = {**ledger, **summary.result()}
+        ledger = {**ledger, **summary.summarize()}
     if not ledger:
         missing.append(
             "where the time went: the run ended before its first figures, or is still "
@@ -126,7 +147,7 @@ def _rename_lanes(figures: dict[str, Any]) -> dict[str, Any]:
     return {**figures, "spans_ms": {rename_lane(name): value for name, value in spans.items()}}
 
 
-def _events(path: Path, missing: list[str]) -> list[dict]:
+def _read_trace(path: Path, missing: list[str]) -> list[dict[str, Any]]:
     if not path.exists():
         missing.append(
             "trace.json.gz: there is no timeline (the run did not end, or had --trace-steps 0)"
@@ -137,20 +158,21 @@ def _events(path: Path, missing: list[str]) -> list[dict]:
             text = file.read()
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    trace = _parsed(path, text)
-    if not isinstance(trace.get("traceEvents"), list):
+    trace = _parse_json(path, text)
+    events = trace.get("traceEvents")
+    if not isinstance(events, list):
         raise ValueError(f"{path} is damaged: it is not a trace")
-    for event in trace["traceEvents"]:
+    for event in events:
         if not isinstance(event, dict) or (
             event.get("ph") == "X" and not {"name", "pid", "tid", "ts", "dur"} <= set(event)
         ):
             raise ValueError(f"{path} is damaged: {event} is not an event of a trace")
-    return trace["traceEvents"]
+    return events
 
 
-def _lines(path: Path, missing: list[str]) -> list[dict]:
-    """Of a file with a JSON object a line. A run that was killed may have left half a line at the
-    end."""
+def _read_lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
+    """Reads a file with a JSON object per line. A run that was killed may have left half a line at
+    the end."""
     if not path.exists():
         missing.append(f"{path.name}")
         return []
@@ -158,7 +180,7 @@ def _lines(path: Path, missing: list[str]) -> list[dict]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(_parsed(path, line, f", line {number}"))
+            found.append(_parse_json(path, line, f", line {number}"))
         except ValueError:
             if number < len(lines):
                 raise
@@ -166,7 +188,7 @@ def _lines(path: Path, missing: list[str]) -> list[dict]:
     return found
 
 
-def _parsed(path: Path, text: bytes, where: str = "") -> dict[str, Any]:
+def _parse_json(path: Path, text: bytes, where: str = "") -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:  # JSON or encoding

@@ -1,173 +1,221 @@
-"""From a trace to what the report's timeline draws: a few steps, lanes per rank, and the bubbles in
-the compute. Pure functions."""
+"""Turns a trace into what the report's timeline draws: a few steps, lanes per rank, and the bubbles
+in the compute. Pure functions."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from freescale.ledger.trace import LANES, rename_lane
+from freescale.ledger.trace import COMMUNICATION_LANE, COMPUTE_LANE, LANES, rename_lane
+from freescale.ledger.waits import split_wait
 
 STEPS, RANKS = 8, 16  # at most on the page: it stays small whatever the run was
-_COMPUTE, _COMMUNICATION = 0, 1
-_ROWS = 4  # of a lane, where things overlap
+_ROWS = 4  # of a lane, where events overlap
+_SHORTEST = 0.05  # microseconds: a shorter bubble is not drawn
 
 
-def timeline(events: Iterable[Mapping], slowest: int = 0) -> dict[str, Any] | None:
-    """None without steps. Times in microseconds since the first step shown. `slowest`: a rank that
-    is shown in any case.
+class _Span(NamedTuple):
+    lane: int
+    name: str
+    begin: float
+    duration: float
 
-    `steps`: [number, begin, end]; `pick`: the first of two typical ones. `events`: [rank, lane,
-    row, name, begin, duration, more], where `more` says what is known: bytes `sent` and `received`,
-    `path`, `wait`, and for bubbles `for`, the collective's kind.
+
+class _Collective(NamedTuple):
+    kind: str
+    begin: float  # this rank's arrival
+    end: float
+    about: Mapping[str, Any]  # the arguments of the trace's event
+
+
+@dataclass
+class _Step:
+    """A step of one rank, in the order of the trace, which is that of the ledger."""
+
+    begin: float
+    end: float
+    spans: list[_Span] = field(default_factory=list)
+    collectives: list[_Collective] = field(default_factory=list)
+
+
+@dataclass
+class _Event:
+    """Something to draw."""
+
+    rank: int
+    lane: int
+    name: str
+    begin: float
+    duration: float
+    more: dict[str, Any]
+    row: int = 0  # in its lane
+
+    def to_list(self, origin: float) -> list[Any]:
+        begin, duration = round(self.begin - origin, 1), round(self.duration, 1)
+        return [self.rank, LANES[self.lane], self.row, self.name, begin, duration, self.more]
+
+
+def build_timeline(events: Iterable[Mapping[str, Any]], slowest: int = 0) -> dict[str, Any] | None:
+    """Chooses and arranges what static/timeline.js draws.
+
+    Args:
+        events: Of a trace, as in trace.json.gz.
+        slowest: A rank that is shown in any case.
+
+    Returns:
+        None without steps. Else, with times in microseconds since the first step shown:
+        `steps`: [number, begin, end] of each; `pick`: the place of the first of two typical ones;
+        `starts`: [ranks][steps]; `lanes`: [name, rows]; `events`: [rank, lane, row, name, begin,
+        duration, more], where `more` says what is known: bytes `sent` and `received`, `path`,
+        `wait`, and for a bubble `for`, the kind of the collective; `ranks`: those shown, out of
+        `of`; `traced`: steps in the trace.
     """
-    records = _records(events)
-    if not records:
-        return None
-    numbers = sorted(set.intersection(*(set(of_rank) for of_rank in records.values())))
+    ranks = _parse_steps(events)
+    numbers = sorted(set.intersection(*map(set, ranks.values()))) if ranks else []
     if not numbers:
         return None
-    edges = {
-        n: (
-            min(r[n]["begin"] for r in records.values()),
-            max(r[n]["end"] for r in records.values()),
+    edges = [
+        (
+            min(steps[number].begin for steps in ranks.values()),
+            max(steps[number].end for steps in ranks.values()),
         )
-        for n in numbers
-    }
-    shown, pick = _shown([edges[n] for n in numbers])
-    begin, end = edges[numbers[shown.start]][0], edges[numbers[shown.stop - 1]][1]
-    ranks = chosen(sorted(records), RANKS, slowest)
-    drawn = [
-        e for e in _drawn(records, numbers) if e[0] in ranks and e[4] < end and e[4] + e[5] > begin
+        for number in numbers
     ]
-    rows = _pack(drawn)
-    for event in drawn:
-        event[4:6] = [round(event[4] - begin, 1), round(event[5], 1)]
+    shown, pick = _choose_steps(edges)
+    begin, end = edges[shown.start][0], edges[shown.stop - 1][1]
+    chosen = choose_ranks(sorted(ranks), RANKS, slowest)
+    drawn = [
+        event
+        for event in _list_events(ranks, numbers)
+        if event.rank in chosen and event.begin < end and event.begin + event.duration > begin
+    ]
+    rows = _assign_rows(drawn)
     return {
-        "ranks": ranks,
-        "of": len(records),
+        "ranks": chosen,
+        "of": len(ranks),
         "lanes": [[name, rows[lane]] for lane, name in enumerate(LANES) if lane in rows],
         "steps": [
-            [n, round(edges[n][0] - begin, 1), round(edges[n][1] - begin, 1)]
-            for n in numbers[shown.start : shown.stop]
+            [numbers[place], *(round(edge - begin, 1) for edge in edges[place])] for place in shown
         ],
         "starts": [
-            [round(records[r][n]["begin"] - begin, 1) for n in numbers[shown.start : shown.stop]]
-            for r in ranks
+            [round(ranks[rank][numbers[place]].begin - begin, 1) for place in shown]
+            for rank in chosen
         ],
         "pick": pick - shown.start,
         "traced": len(numbers),
-        "events": [[e[0], LANES[e[1]], *e[2:]] for e in drawn],
+        "events": [event.to_list(begin) for event in drawn],
     }
 
 
-def chosen(ranks: Sequence[int], limit: int, slowest: int) -> list[int]:
-    """At most `limit` ranks, evenly spread, the slowest among them."""
+def choose_ranks(ranks: Sequence[int], limit: int, slowest: int) -> list[int]:
+    """Chooses at most `limit` ranks, evenly spread, the slowest among them."""
     if len(ranks) <= limit:
         return list(ranks)
     spread = [ranks[place * len(ranks) // (limit - 1)] for place in range(limit - 1)]
     return sorted({*spread, slowest})
 
 
-def _records(events: Iterable[Mapping]) -> dict[int, dict[int, dict]]:
-    """By rank and step number: begin, end, spans and collectives, in the order of the file, which
-    is that of the ledger."""
-    records: dict[int, dict[int, dict]] = {}
-    current: dict[int, dict] = {}
+def _parse_steps(events: Iterable[Mapping[str, Any]]) -> dict[int, dict[int, _Step]]:
+    """The steps of a trace, by rank and number."""
+    ranks: dict[int, dict[int, _Step]] = {}
+    current: dict[int, _Step] = {}
     for event in events:
         if event.get("ph") != "X":
             continue
-        rank, lane, begin, lasts = event["pid"], event["tid"], event["ts"], event["dur"]
+        rank, lane, begin, duration = event["pid"], event["tid"], event["ts"], event["dur"]
         word, _, number = event["name"].partition(" ")
-        if lane == _COMPUTE and word == "step" and number.isdigit():
-            current[rank] = {"begin": begin, "end": begin + lasts, "spans": [], "collectives": []}
-            records.setdefault(rank, {})[int(number)] = current[rank]
+        if lane == COMPUTE_LANE and word == "step" and number.isdigit():
+            current[rank] = _Step(begin, begin + duration)
+            ranks.setdefault(rank, {})[int(number)] = current[rank]
         elif rank not in current:
             continue  # of a step that is not in the file
-        elif lane == _COMMUNICATION:
-            current[rank]["collectives"].append(
-                (event["name"], begin, begin + lasts, event.get("args", {}))
+        elif lane == COMMUNICATION_LANE:
+            current[rank].collectives.append(
+                _Collective(event["name"], begin, begin + duration, event.get("args", {}))
             )
         else:
-            current[rank]["spans"].append((lane, event["name"], begin, lasts))
-    return records
+            current[rank].spans.append(_Span(lane, event["name"], begin, duration))
+    return ranks
 
 
-def _shown(edges: Sequence[tuple[float, float]]) -> tuple[range, int]:
-    """Which steps are on the page, and the first of a pair among them that lasts as long as pairs
-    mostly do."""
+def _choose_steps(edges: Sequence[tuple[float, float]]) -> tuple[range, int]:
+    """Which steps are on the page, and the first of a pair among them of median duration.
+
+    `edges`: begin and end of each step, over all ranks.
+    """
     first = min(2, max(0, len(edges) - 2))  # the first two are warm-up
-    lasts = [edges[place + 1][1] - edges[place][0] for place in range(first, len(edges) - 1)]
-    pick = first + lasts.index(statistics.median_low(lasts)) if lasts else first
+    durations = [edges[place + 1][1] - edges[place][0] for place in range(first, len(edges) - 1)]
+    pick = first + durations.index(statistics.median_low(durations)) if durations else first
     start = max(first, min(pick - STEPS // 2 + 1, len(edges) - STEPS))
     return range(start, min(start + STEPS, len(edges))), pick
 
 
-def _drawn(records: Mapping[int, Mapping[int, dict]], numbers: Sequence[int]) -> list[list]:
-    """[rank, lane, row, name, begin, duration, more] of everything, longer before shorter where
-    they begin together."""
-    found: list[list] = []
-    for rank, steps in records.items():
+def _list_events(ranks: Mapping[int, Mapping[int, _Step]], numbers: Sequence[int]) -> list[_Event]:
+    """All that can be drawn, by rank, lane and time; of events that begin together, the longer one
+    first."""
+    events: list[_Event] = []
+    for rank, steps in ranks.items():
         for number in numbers:
-            for lane, name, begin, lasts in steps[number]["spans"]:
-                found.append([rank, lane, 0, name, begin, lasts, {}])
-            for name, begin, end, about in steps[number]["collectives"]:
-                thread = rename_lane(about.get("lane") or "")
-                lane = LANES.index(thread) if thread in LANES else _COMMUNICATION
-                more = {
-                    "sent": about.get("sent_bytes"),
-                    "received": about.get("received_bytes"),
-                    "wait": about.get("wait_us"),
-                }
-                found.append(
-                    [
-                        rank,
-                        lane,
-                        0,
-                        name,
-                        begin,
-                        end - begin,
-                        {**more, "path": about.get("path") or "not recorded"},
-                    ]
-                )
+            step = steps[number]
+            events += [
+                _Event(rank, span.lane, span.name, span.begin, span.duration, {})
+                for span in step.spans
+            ]
+            events += [_make_transfer(rank, collective) for collective in step.collectives]
     for number in numbers:
-        found += _bubbles({rank: steps[number]["collectives"] for rank, steps in records.items()})
-    return sorted(found, key=lambda e: (e[0], e[1], e[4], -e[5]))
+        events += _find_bubbles({rank: steps[number].collectives for rank, steps in ranks.items()})
+    return sorted(events, key=lambda e: (e.rank, e.lane, e.begin, -e.duration))
 
 
-def _bubbles(collectives: Mapping[int, Sequence[tuple]]) -> list[list]:
-    """A wait is split at the moment the last rank arrived, as in summary.py: straggler before it,
-    exposed communication after."""
-    found: list[list] = []
+def _make_transfer(rank: int, collective: _Collective) -> _Event:
+    about = collective.about
+    thread = rename_lane(about.get("lane") or "")
+    lane = LANES.index(thread) if thread in LANES else COMMUNICATION_LANE
+    more = {
+        "sent": about.get("sent_bytes"),
+        "received": about.get("received_bytes"),
+        "wait": about.get("wait_us"),
+        "path": about.get("path") or "not recorded",
+    }
+    duration = collective.end - collective.begin
+    return _Event(rank, lane, collective.kind, collective.begin, duration, more)
+
+
+def _find_bubbles(collectives: Mapping[int, Sequence[_Collective]]) -> list[_Event]:
+    """The waits in the compute of one step, each split into straggler time and exposed
+    communication. `collectives`: of each rank."""
+    bubbles: list[_Event] = []
     if len({len(of_rank) for of_rank in collectives.values()}) > 1:
-        return found  # a file that was cut: nothing can be said about who waited for whom
-    for entries in zip(*collectives.values(), strict=True):
-        last = max(begin for _, begin, _, _ in entries)
-        for rank, (kind, _, end, about) in zip(collectives, entries, strict=True):
-            waited = end - about.get("wait_us", 0.0)
-            split = min(max(waited, last), end)
-            for name, a, b in (("straggler", waited, split), ("exposed", split, end)):
-                if b - a > 0.05:
-                    found.append([rank, _COMPUTE, 0, name, a, b - a, {"for": kind}])
-    return found
+        return bubbles  # a file that was cut: nothing can be said about who waited for whom
+    for meeting in zip(*collectives.values(), strict=True):
+        last_arrival = max(collective.begin for collective in meeting)
+        for rank, collective in zip(collectives, meeting, strict=True):
+            begin = collective.end - collective.about.get("wait_us", 0.0)
+            parts = split_wait(begin, collective.end, last_arrival)
+            for name, duration in parts._asdict().items():
+                if duration > _SHORTEST:
+                    more = {"for": collective.kind}
+                    bubbles.append(_Event(rank, COMPUTE_LANE, name, begin, duration, more))
+                begin += duration
+    return bubbles
 
 
-def _pack(drawn: Sequence[list]) -> dict[int, int]:
-    """Sets the row of each event in the lanes of communication, so that little overlaps. -> rows of
-    each lane."""
-    rows = {_COMPUTE: 1}
-    free: dict[tuple[int, int], list[float]] = {}
-    for event in drawn:
-        rank, lane, _, _, begin, lasts, _ = event
-        if lane == _COMPUTE:
+def _assign_rows(events: Sequence[_Event]) -> dict[int, int]:
+    """Sets the row of each event in the lanes of communication, so that little overlaps. Returns
+    the number of rows of each lane."""
+    rows = {COMPUTE_LANE: 1}
+    free: dict[tuple[int, int], list[float]] = {}  # when each row of a rank's lane is free again
+    for event in events:
+        if event.lane == COMPUTE_LANE:
             continue
-        ends = free.setdefault((rank, lane), [])
-        row = next((place for place, end in enumerate(ends) if end <= begin), None)
+        ends = free.setdefault((event.rank, event.lane), [])
+        row = next((place for place, end in enumerate(ends) if end <= event.begin), None)
         if row is None:
             row = min(len(ends), _ROWS - 1)
             ends.extend([0.0] * (row + 1 - len(ends)))
-        ends[row] = max(ends[row], begin + lasts)
-        event[2] = row
-        rows[lane] = max(rows.get(lane, 1), row + 1)
+        ends[row] = max(ends[row], event.begin + event.duration)
+        event.row = row
+        rows[event.lane] = max(rows.get(event.lane, 1), row + 1)
     return rows

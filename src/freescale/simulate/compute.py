@@ -1,7 +1,8 @@
 """What a rank's own work takes: curves that were measured on a device (calibrate.py), kept as data
 in calibrations/*.json.
 
-    forward, backward of a layer    quadratic * sum L^2 + linear * tokens + sample * samples + constant; and of the head, once
+    forward, backward of a layer    quadratic * sum L^2 + linear * tokens + sample * samples
+                                    + constant; and of the head, once
     lookup, update, ... of rows     seconds per byte or per key, and a constant per call
     dense optimizer                 seconds per parameter, and a constant
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from freescale.config import SimulateConfig
 
@@ -63,7 +65,7 @@ class Curve:
     sample: float = 0.0
     constant: float = 0.0
 
-    def __call__(self, load: Load) -> np.ndarray:
+    def __call__(self, load: Load) -> NDArray[Any]:
         """[ranks]; a rank without samples computes nothing."""
         seconds = (
             self.quadratic * load.squares
@@ -78,12 +80,12 @@ class Curve:
 class Load:
     """What each rank computes in a step, each [ranks]."""
 
-    samples: np.ndarray
-    tokens: np.ndarray
-    squares: np.ndarray  # sum of L^2
+    samples: NDArray[Any]
+    tokens: NDArray[Any]
+    squares: NDArray[Any]  # sum of L^2
 
     @staticmethod
-    def of(lengths: np.ndarray, rank_of: np.ndarray, ranks: int) -> Load:
+    def from_assignment(lengths: NDArray[Any], rank_of: NDArray[Any], ranks: int) -> Load:
         length = lengths.astype(np.float64)
         return Load(
             *(
@@ -135,7 +137,7 @@ class Calibration:
     # standard deviation of a rank's forward, and of its backward, from the curve
     jitter: float = 0.0
 
-    def shape(self, model: Model) -> Shape:
+    def find_shape(self, model: Model) -> Shape:
         wanted = (model.width, model.heads, model.precision)
         for shape in self.shapes:
             if (shape.width, shape.heads, shape.precision) == wanted:
@@ -147,12 +149,12 @@ class Calibration:
             f"{model.precision}; measure yours with `freescale simulate calibrate`"
         )
 
-    def notes(self, model: Model, lengths: np.ndarray) -> list[str]:
+    def list_notes(self, model: Model, lengths: NDArray[Any]) -> list[str]:
         """What a reader of the results must know about the curve."""
         said = [f"compute curve: {self.name} ({self.source})"]
-        if not self.shape(model).head_forward.linear:
+        if not self.find_shape(model).head_forward.linear:
             said.append("the curve is that of the layers: no head stands behind them")
-        measured, longest = self.shape(model).longest, int(lengths.max(initial=0))
+        measured, longest = self.find_shape(model).longest, int(lengths.max(initial=0))
         if longest > measured:
             said.append(
                 f"EXTRAPOLATED: histories of up to {longest:,} events, the curve was "
@@ -161,20 +163,20 @@ class Calibration:
         return said
 
 
-def calibrations() -> list[str]:
+def list_calibrations() -> list[str]:
     return sorted(path.stem for path in CALIBRATIONS.glob("*.json"))
 
 
 def load_calibration(name: str | Path) -> Calibration:
     """One that is shipped, by its name, or a file."""
-    path = CALIBRATIONS / f"{name}.json" if str(name) in calibrations() else Path(name)
+    path = CALIBRATIONS / f"{name}.json" if str(name) in list_calibrations() else Path(name)
     if not path.is_file():
         raise ValueError(
-            f"{name}: no such calibration; there is {', '.join(calibrations())}, or "
+            f"{name}: no such calibration; there is {', '.join(list_calibrations())}, or "
             "a file that `calibrate` made"
         )
     try:
-        return of_json(json.loads(path.read_text(encoding="utf-8")))
+        return parse_calibration(json.loads(path.read_text(encoding="utf-8")))
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: not a calibration ({type(error).__name__}: {error}); make one "
@@ -182,12 +184,12 @@ def load_calibration(name: str | Path) -> Calibration:
         ) from error
 
 
-def of_json(raw: Mapping[str, Any]) -> Calibration:
+def parse_calibration(raw: Mapping[str, Any]) -> Calibration:
     shapes = tuple(
         Shape(
             *(one[name] for name in ("width", "heads", "precision", "longest")),
             *(
-                _positive(Curve(**one[way]), f"{way} of width {one['width']}")
+                _check_not_negative(Curve(**one[way]), f"{way} of width {one['width']}")
                 for way in WAYS
                 if way in one
             ),
@@ -204,7 +206,7 @@ def of_json(raw: Mapping[str, Any]) -> Calibration:
         raw["machine"],
         raw["date"],
         shapes,
-        _positive(RowWork(**raw["rows"]), "rows"),
+        _check_not_negative(RowWork(**raw["rows"]), "rows"),
         float(raw["optimizer"]["per_parameter"]),
         float(raw["optimizer"]["constant"]),
         slowdown,
@@ -213,7 +215,7 @@ def of_json(raw: Mapping[str, Any]) -> Calibration:
     )
 
 
-def _positive(curve: Any, what: str) -> Any:
+def _check_not_negative(curve: Any, what: str) -> Any:
     for entry in fields(curve):
         value = getattr(curve, entry.name)
         if not (np.isfinite(value) and value >= 0):

@@ -4,9 +4,11 @@ ranks ask for."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from freescale.embedding.collision import count_pieces
 from freescale.pipeline.dense.buckets import compute_bucket_limit
@@ -21,7 +23,7 @@ _TOKEN_BYTES = 16  # of a sample that moves: id and target of each event
 _ID_BYTES = 4
 
 # bytes sent, bytes received, seconds: each [ranks]
-Message = tuple[np.ndarray, np.ndarray, np.ndarray]
+Message = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Batch:
 
     load: Load
     demand: Demand
-    moved_out: np.ndarray  # [ranks] tokens that leave, and come, by balancing
-    moved_in: np.ndarray
+    moved_out: NDArray[Any]  # [ranks] tokens that leave, and come, by balancing
+    moved_in: NDArray[Any]
     longest: int
     predicted_imbalance: float | None
     moved_tokens: int
@@ -51,13 +53,13 @@ class Costs:
     ) -> None:
         """`samples` of a rank, on the mean; `items` of the table. `jitter` of a rank's compute;
         None: the calibration's."""
-        network.check(world)
+        network.check_ranks(world)
         self.model = model
         self.calibration = calibration
         self.network = network
         self.world = world
         self.transport = transport
-        self.shape = calibration.shape(model)
+        self.shape = calibration.find_shape(model)
         self._samples, self._device = samples, torch.device(network.device)
         self._jitter = calibration.jitter if jitter is None else jitter
         self._random = np.random.default_rng(0)
@@ -80,56 +82,57 @@ class Costs:
 
     # ---- a rank's own work, [ranks] seconds
 
-    def forward(self, batch: Batch) -> np.ndarray:
+    def forward(self, batch: Batch) -> NDArray[Any]:
         read = self.calibration.rows.read_per_byte * self.model.row_bytes * batch.load.tokens
-        return self._varied(
+        return self._vary(
             self.model.layers * self.shape.forward(batch.load)
             + self.shape.head_forward(batch.load)
             + read
         )
 
-    def backward(self, batch: Batch) -> np.ndarray:
+    def backward(self, batch: Batch) -> NDArray[Any]:
         read = (
             self.calibration.rows.read_backward_per_byte * self.model.row_bytes * batch.load.tokens
         )
-        return self._varied(
+        return self._vary(
             self.model.layers * self.shape.backward(batch.load)
             + self.shape.head_backward(batch.load)
             + read
         )
 
-    def _varied(self, seconds: np.ndarray) -> np.ndarray:
+    def _vary(self, seconds: NDArray[Any]) -> NDArray[Any]:
         if not self._jitter:
             return seconds
         return seconds * np.maximum(
             1 + self._jitter * self._random.standard_normal(self.world), 0.0
         )
 
-    def deduplicate(self, batch: Batch) -> np.ndarray:
+    def deduplicate(self, batch: Batch) -> NDArray[Any]:
         return (
             self.calibration.rows.deduplicate_per_key * batch.load.tokens
             + self.calibration.rows.constant
         )
 
-    def compare(self, current: Batch, following: Batch) -> np.ndarray:
-        keys = current.demand.whole.owed + following.demand.whole.owed
-        return self.calibration.rows.compare_per_key * keys + self.calibration.rows.constant
+    def compare(self, current: Batch, following: Batch) -> NDArray[Any]:
+        keys = current.demand.whole.owned + following.demand.whole.owned
+        rows = self.calibration.rows
+        return np.asarray(rows.compare_per_key * keys + rows.constant)
 
-    def lookup(self, rows: Rows) -> np.ndarray:
+    def lookup(self, rows: Rows) -> NDArray[Any]:
         return (
-            self.calibration.rows.lookup_per_byte * self.model.row_bytes * rows.owed
+            self.calibration.rows.lookup_per_byte * self.model.row_bytes * rows.owned
             + self.calibration.rows.constant
         )
 
-    def update(self, rows: Rows) -> np.ndarray:
+    def update(self, rows: Rows) -> NDArray[Any]:
         return (
-            self.calibration.rows.update_per_byte * self.model.row_bytes * rows.owed
+            self.calibration.rows.update_per_byte * self.model.row_bytes * rows.owned
             + self.calibration.rows.constant
         )
 
-    def update_table(self, batch: Batch) -> np.ndarray:
+    def update_table(self, batch: Batch) -> NDArray[Any]:
         """Every rank updates all rows that any rank read: at most the whole table."""
-        rows = min(float(batch.demand.whole.asked.sum()), float(self._items))
+        rows = min(float(batch.demand.whole.requested.sum()), float(self._items))
         return np.full(
             self.world,
             self.calibration.rows.update_per_byte * self.model.row_bytes * rows
@@ -137,14 +140,14 @@ class Costs:
         )
 
     def pieces(self, batch: Batch) -> int:
-        ranks = len(batch.demand.whole.asked)
+        ranks = len(batch.demand.whole.requested)
         return count_pieces(
-            int(batch.demand.whole.asked.mean() * self.model.row_bytes), self._device, ranks
+            int(batch.demand.whole.requested.mean() * self.model.row_bytes), self._device, ranks
         )
 
     # ---- messages
 
-    def counts(self, balanced: bool) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
+    def counts(self, balanced: bool) -> tuple[str, NDArray[Any], NDArray[Any], NDArray[Any]]:
         """The AllGather by which ranks agree on a step, on the host."""
         size = 8.0 * (_COUNTS + (3 * self._samples if balanced else 0))
         sent = np.full(self.world, size * (self.world - 1))
@@ -152,33 +155,36 @@ class Costs:
             "counts",
             sent,
             sent,
-            np.full(self.world, self.network.all_gather(size, self.world, self._host)),
+            np.full(self.world, self.network.time_all_gather(size, self.world, self._host)),
         )
 
     def ids(self, batch: Batch) -> list[Message]:
         """Sizes, then ids: from the requesters to the owners."""
         numbers = np.full(self.world, 16.0 * self.world)
-        return [self._exchanged(numbers, numbers), self._to_owners(batch.demand.whole, _ID_BYTES)]
+        return [
+            self._time_exchange(numbers, numbers),
+            self._time_to_owners(batch.demand.whole, _ID_BYTES),
+        ]
 
     def marks(self, current: Batch, following: Batch) -> Message:
         """A byte for each request of both batches, from the owners to the requesters."""
-        both = [current.demand.whole, following.demand.whole]
-        return self._exchanged(sum(rows.owed for rows in both), sum(rows.asked for rows in both))  # type: ignore[arg-type]
+        now, then = current.demand.whole, following.demand.whole
+        return self._time_exchange(now.owned + then.owned, now.requested + then.requested)
 
     def rows(self, rows: Rows, pieces: int = 1) -> Message:
-        return self._exchanged(
-            rows.owed * self.model.row_bytes, rows.asked * self.model.row_bytes, pieces
+        return self._time_exchange(
+            rows.owned * self.model.row_bytes, rows.requested * self.model.row_bytes, pieces
         )
 
     def gradients(self, rows: Rows, pieces: int = 1) -> Message:
-        return self._to_owners(rows, self.model.row_bytes, pieces)
+        return self._time_to_owners(rows, self.model.row_bytes, pieces)
 
     def sample_sizes(self) -> Message:
         numbers = np.full(self.world, 80.0 * self.world)
-        return self._exchanged(numbers, numbers, transport=self._host)
+        return self._time_exchange(numbers, numbers, transport=self._host)
 
     def samples(self, batch: Batch) -> Message:
-        return self._exchanged(
+        return self._time_exchange(
             batch.moved_out * _TOKEN_BYTES,
             batch.moved_in * _TOKEN_BYTES,
             transport=self._host,
@@ -189,24 +195,27 @@ class Costs:
         """The losses, then the gradients in buckets: an AllReduce each."""
         size = 4.0 * self.model.parameters
         buckets = max(1, int(-(-size // compute_bucket_limit(int(size)))))
-        return [self._reduced(0.0), *(self._reduced(size / buckets) for _ in range(buckets))]
+        return [
+            self._time_reduction(0.0),
+            *(self._time_reduction(size / buckets) for _ in range(buckets)),
+        ]
 
-    def _reduced(self, size: float) -> Message:
+    def _time_reduction(self, size: float) -> Message:
         sent = np.full(self.world, 2 * size * (self.world - 1) / self.world)
-        return sent, sent, np.full(self.world, self.network.all_reduce(size, self.world))
+        return sent, sent, np.full(self.world, self.network.time_all_reduce(size, self.world))
 
     def table(self) -> Message:
         """Gradients of a replicated table, and the marks of the rows that were read: one
         AllReduce."""
-        return self._reduced(self._items * (self.model.row_bytes + 4.0))
+        return self._time_reduction(self._items * (self.model.row_bytes + 4.0))
 
-    def _to_owners(self, rows: Rows, width: int, pieces: int = 1) -> Message:
-        return self._exchanged(rows.asked * width, rows.owed * width, pieces)
+    def _time_to_owners(self, rows: Rows, width: int, pieces: int = 1) -> Message:
+        return self._time_exchange(rows.requested * width, rows.owned * width, pieces)
 
-    def _exchanged(
+    def _time_exchange(
         self,
-        sent: np.ndarray,
-        received: np.ndarray,
+        sent: NDArray[Any],
+        received: NDArray[Any],
         pieces: int = 1,
         transport: str | None = None,
         own: bool = True,
@@ -214,8 +223,8 @@ class Costs:
         """`own`: a part of it stays on the rank. Pieces follow each other closely: only what each
         peer costs comes again."""
         share = 1.0 if own else self.world / max(1, self.world - 1)
-        moved = self.network.exchange(sent * share, received * share)
-        seconds = self.network.all_to_all(moved, transport or self.transport)
+        moved = self.network.split_exchange(sent * share, received * share)
+        seconds = self.network.time_all_to_all(moved, transport or self.transport)
         again = (pieces - 1) * (self.world - 1) * self.network.per_peer_us * 1e-6
         return moved.sent, moved.received, seconds + again
 

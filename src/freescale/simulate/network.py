@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 PRESETS = Path(__file__).parent / "networks"
 TRANSPORTS = ("collective", "hostwire")
-_CHUNK = 1 << 20  # bytes that hostwire copies at a time (transport/hostwire.py)
+_CHUNK = 1 << 20  # bytes that hostwire copies at a time (transport/hostwire/transfer.py)
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Link:
     gb_per_s: float
     latency_us: float
 
-    def seconds(self, size: np.ndarray | float) -> Any:
+    def time_transfer(self, size: NDArray[Any] | float) -> Any:
         return np.asarray(size) / (self.gb_per_s * 1e9)
 
     @property
@@ -44,18 +45,18 @@ class Link:
 class Exchange:
     """Bytes of an AllToAll, each [ranks]. What stays on a rank is in none of them."""
 
-    sent_near: np.ndarray
-    sent_far: np.ndarray
-    received_near: np.ndarray
-    received_far: np.ndarray
+    sent_near: NDArray[Any]
+    sent_far: NDArray[Any]
+    received_near: NDArray[Any]
+    received_far: NDArray[Any]
 
     @property
-    def sent(self) -> np.ndarray:
-        return self.sent_near + self.sent_far
+    def sent(self) -> NDArray[Any]:
+        return np.asarray(self.sent_near + self.sent_far)
 
     @property
-    def received(self) -> np.ndarray:
-        return self.received_near + self.received_far
+    def received(self) -> NDArray[Any]:
+        return np.asarray(self.received_near + self.received_far)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Network:
 
     # ---- shape
 
-    def check(self, ranks: int) -> None:
+    def check_ranks(self, ranks: int) -> None:
         if ranks < 1:
             raise ValueError(f"{ranks} GPUs: there must be at least one")
         if ranks > self.gpus_per_node and ranks % self.gpus_per_node:
@@ -120,14 +121,14 @@ class Network:
     def node_size(self, ranks: int) -> int:
         return min(ranks, self.gpus_per_node)
 
-    def nodes(self, ranks: int) -> int:
+    def count_nodes(self, ranks: int) -> int:
         return -(-ranks // self.gpus_per_node)
 
-    def node_of(self, ranks: int) -> np.ndarray:
+    def assign_nodes(self, ranks: int) -> NDArray[Any]:
         """[ranks]: the node of each, as the partitioners take it."""
         return np.arange(ranks) // self.gpus_per_node
 
-    def exchange(self, sent: np.ndarray, received: np.ndarray) -> Exchange:
+    def split_exchange(self, sent: NDArray[Any], received: NDArray[Any]) -> Exchange:
         """sent and received [ranks]: bytes of each rank, its own part included, spread evenly over
         all ranks (as rows are: a table's layout scatters them)."""
         ranks, node = len(sent), self.node_size(len(sent))
@@ -136,65 +137,65 @@ class Network:
 
     # ---- collectives: seconds after the last rank has arrived
 
-    def all_to_all(self, moved: Exchange, transport: str = "collective") -> np.ndarray:
+    def time_all_to_all(self, moved: Exchange, transport: str = "collective") -> NDArray[Any]:
         """[ranks] seconds."""
         ranks = len(moved.sent_near)
         if ranks == 1:
             return np.zeros(1)
-        near, far = self._ways(transport)
-        nodes = self.nodes(ranks)
-        seconds = near.seconds(np.maximum(moved.sent_near, moved.received_near))
+        near, far = self._find_links(transport)
+        nodes = self.count_nodes(ranks)
+        seconds = near.time_transfer(np.maximum(moved.sent_near, moved.received_near))
         latency = near.latency if self.node_size(ranks) > 1 else 0.0
         if nodes > 1:
             crowded = 1 - self.incast * (1 - 1 / (nodes - 1))  # one sender alone loses nothing
-            outside = far.seconds(np.maximum(moved.sent_far, moved.received_far / crowded))
+            outside = far.time_transfer(np.maximum(moved.sent_far, moved.received_far / crowded))
             seconds = np.maximum(seconds, outside)
             latency = max(latency, far.latency)
-        filling = self._filling(np.maximum(moved.sent, moved.received), transport)
-        return seconds + latency + filling + self.per_peer_us * 1e-6 * (ranks - 1)
+        filling = self._time_filling(np.maximum(moved.sent, moved.received), transport)
+        return np.asarray(seconds + latency + filling + self.per_peer_us * 1e-6 * (ranks - 1))
 
-    def all_gather(self, size: float, ranks: int, transport: str = "collective") -> float:
+    def time_all_gather(self, size: float, ranks: int, transport: str = "collective") -> float:
         """Seconds; `size` bytes from each rank. A ring in which the cards of a node share what
         comes from outside."""
-        near, far = self._ways(transport)
-        node, nodes = self.node_size(ranks), self.nodes(ranks)
+        near, far = self._find_links(transport)
+        node, nodes = self.node_size(ranks), self.count_nodes(ranks)
         if ranks == 1:
             return 0.0
-        seconds = float(near.seconds(size * (ranks - 1))) if node > 1 else 0.0
+        seconds = float(near.time_transfer(size * (ranks - 1))) if node > 1 else 0.0
         if nodes > 1:
-            seconds = max(seconds, float(far.seconds(size * (ranks - node) / node)))
+            seconds = max(seconds, float(far.time_transfer(size * (ranks - node) / node)))
         return (
             seconds
             + (node - 1) * near.latency
             + (nodes - 1) * far.latency
-            + float(self._filling(size, transport))
+            + float(self._time_filling(size, transport))
         )
 
-    def all_reduce(self, size: float, ranks: int) -> float:
+    def time_all_reduce(self, size: float, ranks: int) -> float:
         """Seconds; `size` bytes on each rank. Reduced and gathered inside the node, and between
         nodes by each GPU for its part of the buffer: a ring for the bytes, a tree for the latency.
         Adds numbers, so it never goes over hostwire."""
-        near, far = self._ways("collective")
-        node, nodes = self.node_size(ranks), self.nodes(ranks)
+        near, far = self._find_links("collective")
+        node, nodes = self.node_size(ranks), self.count_nodes(ranks)
         if ranks == 1:
             return 0.0
-        seconds = float(near.seconds(2 * size * (node - 1) / node))
+        seconds = float(near.time_transfer(2 * size * (node - 1) / node))
         if nodes > 1:
-            seconds = max(seconds, float(far.seconds(2 * size / node * (nodes - 1) / nodes)))
+            seconds = max(seconds, float(far.time_transfer(2 * size / node * (nodes - 1) / nodes)))
         return (
             seconds + 2 * (node - 1) * near.latency + 2 * math.ceil(math.log2(nodes)) * far.latency
         )
 
-    def _filling(self, size: np.ndarray | float, transport: str) -> Any:
+    def _time_filling(self, size: NDArray[Any] | float, transport: str) -> Any:
         """Seconds until hostwire's line is full: the first chunk on its way to the host, the last
         one on its way back."""
         return (
-            2 * self.pcie.seconds(np.minimum(size, _CHUNK))
+            2 * self.pcie.time_transfer(np.minimum(size, _CHUNK))
             if transport == "hostwire"
             else np.zeros_like(size, dtype=float)
         )
 
-    def _ways(self, transport: str) -> tuple[Link, Link]:
+    def _find_links(self, transport: str) -> tuple[Link, Link]:
         """(near, far) of a transport, for one GPU. All GPUs of a node send at once: each has its
         share of the cards."""
         share = self.far.gb_per_s * self.cards_per_node / self.gpus_per_node
@@ -210,20 +211,20 @@ class Network:
         return inside, through
 
 
-def presets() -> list[str]:
+def list_presets() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
-def preset(name: str) -> Network:
-    if name not in presets():
+def load_preset(name: str) -> Network:
+    if name not in list_presets():
         raise ValueError(
-            f"unknown preset {name!r}; there is {', '.join(presets())}, or a TOML "
+            f"unknown preset {name!r}; there is {', '.join(list_presets())}, or a TOML "
             "file of your own (--network)"
         )
-    return load(PRESETS / f"{name}.toml")
+    return load_network(PRESETS / f"{name}.toml")
 
 
-def load(path: str | Path) -> Network:
+def load_network(path: str | Path) -> Network:
     path = Path(path)
     if not path.is_file():
         raise ValueError(

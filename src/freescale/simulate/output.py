@@ -1,5 +1,5 @@
-"""Simulated steps in the ledger's own form: `merge_step` and `Summary` make the figures, `trace`
-the picture, as of a real run."""
+"""Writes simulated steps in the ledger's own form: `merge_step` and `Summary` make the figures, and
+`write_trace` the trace, as for a real run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from freescale.ledger.summary import Summary, merge_step
-from freescale.ledger.trace import header, step_events, write_trace
+from freescale.ledger.merge import merge_step
+from freescale.ledger.summary import Summary
+from freescale.ledger.trace import make_header, make_step_events, write_trace
 from freescale.simulate.ranks import Step
 
 # steps that fetch everything, or compare with none: counted, not averaged (as in a measured run)
@@ -19,19 +21,19 @@ WARMUP = 2
 TRACED = 16  # ranks in the trace, at most
 
 
-def records(step: Step) -> list[dict[str, Any]]:
-    """What each rank's ledger would have drained, in nanoseconds."""
-    begin, end = _ns(step.begin), _ns(step.end)
-    spans = [(name, _ns(a), _ns(b)) for name, a, b in step.spans]
+def make_records(step: Step) -> list[dict[str, Any]]:
+    """Makes what `Ledger.drain` would have returned on each rank, in nanoseconds."""
+    begin, end = _to_ns(step.begin), _to_ns(step.end)
+    spans = [(name, _to_ns(a), _to_ns(b)) for name, a, b in step.spans]
+    # kind, path, and of each rank: bytes sent, bytes received, issued, waited, done
     meetings = [
         (
-            m.kind,
-            m.path,
-            np.rint(m.sent).astype(np.int64).tolist(),
-            np.rint(m.received).astype(np.int64).tolist(),
+            meeting.kind,
+            meeting.path,
+            *(np.rint(size).astype(np.int64).tolist() for size in (meeting.sent, meeting.received)),
+            *(_to_ns(times) for times in (meeting.issued, meeting.waited, meeting.done)),
         )
-        + (_ns(m.issued), _ns(m.waited), _ns(m.done))
-        for m in step.meetings
+        for meeting in step.meetings
     ]
     counters = {name: values.tolist() for name, values in step.counters.items()}
     made = []
@@ -56,27 +58,28 @@ def records(step: Step) -> list[dict[str, Any]]:
     return made
 
 
-def _ns(seconds: np.ndarray) -> list[int]:
-    return np.rint(seconds * 1e9).astype(np.int64).tolist()
+def _to_ns(seconds: NDArray[Any]) -> list[int]:
+    times: list[int] = np.rint(seconds * 1e9).astype(np.int64).tolist()
+    return times
 
 
-def collected(steps: Iterable[Step], gpus: int, folder: Path | None = None) -> dict[str, Any]:
-    """Figures of a run. With a folder, also `ledger.jsonl`, `ledger.json` and `trace.json.gz` there
-    (of the first TRACED ranks)."""
+def collect_run(steps: Iterable[Step], gpus: int, folder: Path | None = None) -> dict[str, Any]:
+    """Returns the figures of a run, as in ledger.json. With a folder, writes `ledger.jsonl`,
+    `ledger.json` and `trace.json.gz` (of the first TRACED ranks) there."""
     summary = Summary(gpus, WARMUP)
     lines: list[str] = []
-    events: list[dict] = []
+    events: list[dict[str, Any]] = []
     for step in steps:
-        of_ranks = records(step)
+        of_ranks = make_records(step)
         figures = merge_step(of_ranks)
         summary.add(figures)
         if folder is not None:
             lines.append(json.dumps(figures) + "\n")
-            events += step_events(of_ranks[:TRACED], 0)
-    result = summary.result()
+            events += make_step_events(of_ranks[:TRACED], 0)
+    result = summary.summarize()
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "ledger.jsonl").write_text("".join(lines), encoding="utf-8")
         (folder / "ledger.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        write_trace(folder / "trace.json.gz", header(min(gpus, TRACED)) + events)
+        write_trace(folder / "trace.json.gz", make_header(min(gpus, TRACED)) + events)
     return result

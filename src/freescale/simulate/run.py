@@ -14,13 +14,21 @@ from typing import Any
 from freescale.config import SimulateConfig
 from freescale.data.prepare import prepare
 from freescale.embedding.placement import Placement
-from freescale.folders import cache_folder
+from freescale.folders import find_cache_folder
 from freescale.simulate.compute import Model, load_calibration
 from freescale.simulate.costs import Batch
-from freescale.simulate.network import Network, load, preset
-from freescale.simulate.output import collected
-from freescale.simulate.simulator import Cluster, Setting, placed, plan, simulate
-from freescale.simulate.workload import Generated, Recorded, Source
+from freescale.simulate.generated_workload import GeneratedWorkload
+from freescale.simulate.network import Network, load_network, load_preset
+from freescale.simulate.output import collect_run
+from freescale.simulate.recorded_workload import RecordedWorkload
+from freescale.simulate.simulator import (
+    Cluster,
+    Setting,
+    choose_table_placement,
+    plan_batches,
+    simulate,
+)
+from freescale.simulate.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Outcome:
 
     @property
     def exposed_ms(self) -> float:
-        return sum(self.figures["exposed_ms"].values())
+        return float(sum(self.figures["exposed_ms"].values()))
 
     @property
     def row(self) -> dict[str, Any]:
@@ -52,31 +60,33 @@ class Outcome:
         }
 
 
-def cluster_of(config: SimulateConfig, gpus: int) -> Cluster:
-    network = load(config.network) if config.network else preset(config.preset)
+def build_cluster(config: SimulateConfig, gpus: int) -> Cluster:
+    network = load_network(config.network) if config.network else load_preset(config.preset)
     calibration = load_calibration(config.calibration or network.calibration)
     precision = "bf16" if network.device == "cuda" else "fp32"
     model = Model(config.width, config.layers, config.heads, precision, config.cap)
-    network.check(gpus)
-    calibration.shape(model)
+    network.check_ranks(gpus)
+    calibration.find_shape(model)
     return Cluster(model, calibration, network, gpus, config.jitter)
 
 
-def source_of(config: SimulateConfig, gpus: int) -> Source:
+def build_workload(config: SimulateConfig, gpus: int) -> Workload:
     samples = config.batch * gpus
     if config.data:
-        histories = prepare(config.data, Path(config.cache) if config.cache else cache_folder())
-        return Recorded(histories, samples, cap=config.cap, seed=config.seed)
+        histories = prepare(
+            config.data, Path(config.cache) if config.cache else find_cache_folder()
+        )
+        return RecordedWorkload(histories, samples, cap=config.cap, seed=config.seed)
     shape = {"median": config.median, "sigma": config.sigma, "cap": config.cap}
     ids = {
         "items": config.items,
         "popularity": config.popularity,
         "collisions": None if config.natural else config.collisions,
     }
-    return Generated(samples, **shape, **ids, seed=config.seed)  # type: ignore[arg-type]
+    return GeneratedWorkload(samples, **shape, **ids, seed=config.seed)  # type: ignore[arg-type]
 
 
-def arms(config: SimulateConfig) -> list[tuple[str, Setting]]:
+def list_arms(config: SimulateConfig) -> list[tuple[str, Setting]]:
     """Each technique alone, and together; or the one configuration that was asked for."""
 
     def balanced(schedule: str, transport: str) -> Setting:
@@ -106,19 +116,21 @@ def arms(config: SimulateConfig) -> list[tuple[str, Setting]]:
 class Plans:
     """Batches of one source, planned once for each partitioner."""
 
-    def __init__(self, cluster: Cluster, source: Source, steps: int) -> None:
+    def __init__(self, cluster: Cluster, source: Workload, steps: int) -> None:
         self.cluster, self.source, self.steps = cluster, source, steps
         self._planned: dict[str, list[Batch]] = {}
 
-    def placement(self, setting: Setting) -> Placement:
-        return placed(setting, self.cluster.model, self.source.items, self._plan("none")[0])
+    def choose_placement(self, setting: Setting) -> Placement:
+        return choose_table_placement(
+            setting, self.cluster.model, self.source.items, self._plan("none")[0]
+        )
 
     def _plan(self, balance: str) -> list[Batch]:
         if balance not in self._planned:
-            self._planned[balance] = plan(balance, self.cluster, self.source, self.steps)
+            self._planned[balance] = plan_batches(balance, self.cluster, self.source, self.steps)
         return self._planned[balance]
 
-    def outcome(
+    def simulate(
         self,
         label: str,
         setting: Setting,
@@ -132,13 +144,13 @@ class Plans:
         cluster = self.cluster if network is None else replace(self.cluster, network=network)
         count = steps or self.steps
         planned = () if setting.adapt else self._plan(setting.balance)[:count]
-        figures = collected(
+        figures = collect_run(
             simulate(setting, cluster, self.source, count, planned), cluster.gpus, folder
         )
         return Outcome(label, setting, cluster.gpus, figures, time.perf_counter() - begin)
 
 
-def better(network: Network) -> dict[str, Network]:
+def improve_network(network: Network) -> dict[str, Network]:
     """The same with twice of one thing."""
     faster = {
         way: replace(getattr(network, way), gb_per_s=2 * getattr(network, way).gb_per_s)
@@ -161,8 +173,10 @@ def better(network: Network) -> dict[str, Network]:
     }
 
 
-def run(
-    config: SimulateConfig, gpus: Sequence[int], seen: Callable[[Outcome], None] = lambda one: None
+def run_simulation(
+    config: SimulateConfig,
+    gpus: Sequence[int],
+    report: Callable[[Outcome], None] = lambda one: None,
 ) -> dict[str, Any]:
     """Everything that the command prints, as plain data; with --out also as files, a folder for
     each configuration."""
@@ -171,21 +185,24 @@ def run(
     changes: list[dict[str, Any]] = []
     notes: list[str] = []
     for count in gpus:
-        cluster, source = cluster_of(config, count), source_of(config, count)
+        cluster, source = build_cluster(config, count), build_workload(config, count)
         plans = Plans(cluster, source, config.steps)
         found: dict[str, Outcome] = {}
-        for label, setting in arms(config):
+        for label, setting in list_arms(config):
             folder = out / f"{count}-{re.sub('[^a-z]+', '-', label.lower())}" if out else None
-            found[label] = plans.outcome(label, setting, folder=folder)
-            seen(found[label])
+            found[label] = plans.simulate(label, setting, folder=folder)
+            report(found[label])
             rows.append(found[label].row)
-        notes += [*cluster.calibration.notes(cluster.model, source.lengths(0)), *source.notes]
-        placement = plans.placement(Setting(placement=config.placement))
+        notes += [
+            *cluster.calibration.list_notes(cluster.model, source.get_lengths(0)),
+            *source.notes,
+        ]
+        placement = plans.choose_placement(Setting(placement=config.placement))
         notes.append(f"item table on {count} GPUs: {placement.kind} ({placement.reason})")
         notes += [f"network: {cluster.network.name} ({cluster.network.about})"]
-        if isinstance(source, Recorded):
-            notes.append(source.error_note(count))
-        changes += _changes(config, plans, found)
+        if isinstance(source, RecordedWorkload):
+            notes.append(source.describe_error(count))
+        changes += _compare_changes(config, plans, found)
     data = {
         "config": asdict(config),
         "notes": list(dict.fromkeys(notes)),
@@ -197,7 +214,7 @@ def run(
     return data
 
 
-def _changes(
+def _compare_changes(
     config: SimulateConfig, plans: Plans, found: dict[str, Outcome]
 ) -> list[dict[str, Any]]:
     """How much shorter a sample's time gets if one part of the machine were better, or the batch
@@ -207,22 +224,22 @@ def _changes(
     made = []
     twice = None
     if not config.data:
-        source = source_of(replace(config, batch=2 * config.batch), plans.cluster.gpus)
+        source = build_workload(replace(config, batch=2 * config.batch), plans.cluster.gpus)
         twice = Plans(plans.cluster, source, steps)
     for label, setting in asked.items():
-        base = plans.outcome(label, setting, steps=steps)
-        for what, network in better(plans.cluster.network).items():
+        base = plans.simulate(label, setting, steps=steps)
+        for what, network in improve_network(plans.cluster.network).items():
             made.append(
-                _change(
-                    label, what, base, plans.outcome(label, setting, network=network, steps=steps)
+                _compare(
+                    label, what, base, plans.simulate(label, setting, network=network, steps=steps)
                 )
             )
         if twice is not None:
-            made.append(_change(label, "twice the batch", base, twice.outcome(label, setting)))
+            made.append(_compare(label, "twice the batch", base, twice.simulate(label, setting)))
     return made
 
 
-def _change(label: str, what: str, base: Outcome, changed: Outcome) -> dict[str, Any]:
+def _compare(label: str, what: str, base: Outcome, changed: Outcome) -> dict[str, Any]:
     gain = 100 * (changed.figures["samples_per_second"] / base.figures["samples_per_second"] - 1)
     return {
         "gpus": base.gpus,

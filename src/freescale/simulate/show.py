@@ -13,28 +13,28 @@ from rich.table import Table
 from freescale.config import SimulateConfig
 from freescale.report.console import print_ledger
 from freescale.simulate.calibrate import calibrate
-from freescale.simulate.network import preset, presets
-from freescale.simulate.run import Outcome, run
+from freescale.simulate.network import list_presets, load_preset
+from freescale.simulate.run import Outcome, run_simulation
 
 _WIDE = 120  # of a table that goes to no terminal
 
 
-def show(config: SimulateConfig, gpus: Sequence[int]) -> None:
+def print_simulation(config: SimulateConfig, gpus: Sequence[int]) -> None:
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDE)
     if config.preset == "list":
-        for name in presets():
-            console.print(f"{name:14s} {preset(name).about}", highlight=False)
+        for name in list_presets():
+            console.print(f"{name:14s} {load_preset(name).about}", highlight=False)
         return
     outcomes: list[Outcome] = []
-    data = run(config, gpus, outcomes.append)
+    data = run_simulation(config, gpus, outcomes.append)
     for count in gpus:
-        console.print(_techniques([one for one in outcomes if one.gpus == count]))
+        console.print(_make_technique_table([one for one in outcomes if one.gpus == count]))
         changes = [row for row in data["changes"] if row["gpus"] == count]
         if changes:
-            console.print(_machine(changes))
+            console.print(_make_change_table(changes))
     if len(gpus) > 1:
-        console.print(_over_gpus(outcomes))
+        console.print(_make_gpu_table(outcomes))
     if config.schedule is not None:
         for one in outcomes:
             print_ledger(console, one.figures)
@@ -44,7 +44,7 @@ def show(config: SimulateConfig, gpus: Sequence[int]) -> None:
         console.print(f"ledgers and traces: {config.out}", highlight=False, soft_wrap=True)
 
 
-def _techniques(outcomes: Sequence[Outcome]) -> Table:
+def _make_technique_table(outcomes: Sequence[Outcome]) -> Table:
     table = Table(title=f"what each technique would give on {outcomes[0].gpus:,} GPUs")
     for column in (
         "technique",
@@ -73,7 +73,7 @@ def _techniques(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def _machine(changes: Sequence[dict[str, Any]]) -> Table:
+def _make_change_table(changes: Sequence[dict[str, Any]]) -> Table:
     """The bottleneck is what helps most."""
     arms = list(dict.fromkeys(row["arm"] for row in changes))
     table = Table(title="what a better machine or a larger batch would give, more samples/s")
@@ -90,7 +90,7 @@ def _machine(changes: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _over_gpus(outcomes: Sequence[Outcome]) -> Table:
+def _make_gpu_table(outcomes: Sequence[Outcome]) -> Table:
     counts = list(dict.fromkeys(one.gpus for one in outcomes))
     table = Table(title="straggler % / exposed % by GPUs")
     table.add_column("technique")
@@ -108,15 +108,15 @@ def _over_gpus(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def calibrated(device: str, out: Path, shapes: Sequence[str], repetitions: int) -> None:
+def write_calibration(device: str, out: Path, shapes: Sequence[str], repetitions: int) -> None:
     """Measures and writes the file."""
-    pairs = [_shape(text) for text in shapes]
+    pairs = [_parse_shape(text) for text in shapes]
     data = calibrate(
         device,
         out.stem,
         shapes=pairs,
         repetitions=repetitions,
-        seen=lambda line: print(line, flush=True),
+        report=lambda line: print(line, flush=True),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -132,7 +132,7 @@ def calibrated(device: str, out: Path, shapes: Sequence[str], repetitions: int) 
     print(out)
 
 
-def _shape(text: str) -> tuple[int, int]:
+def _parse_shape(text: str) -> tuple[int, int]:
     width, colon, heads = text.partition(":")
     if not (colon and width.isdigit() and heads.isdigit() and int(heads)):
         raise ValueError(f"--shape {text!r} is not WIDTH:HEADS, like 512:4")

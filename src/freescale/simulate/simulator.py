@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
@@ -26,7 +27,7 @@ from freescale.simulate.costs import Batch, Costs
 from freescale.simulate.network import TRANSPORTS, Network
 from freescale.simulate.ranks import Ranks, Step
 from freescale.simulate.schedules import SCHEDULES, SimulatedSchedule
-from freescale.simulate.workload import Demand, Rows, Source
+from freescale.simulate.workload import Demand, Rows, Workload
 
 _STATE_BYTES = 4  # of a row: row-wise Adagrad
 
@@ -83,23 +84,26 @@ class Cluster:
 
 
 def simulate(
-    setting: Setting, cluster: Cluster, source: Source, steps: int, planned: Sequence[Batch] = ()
+    setting: Setting, cluster: Cluster, source: Workload, steps: int, planned: Sequence[Batch] = ()
 ) -> Iterator[Step]:
     """The steps of a run; the first one fetches everything blocking, in every schedule. `planned`:
     of `plan`, if it was called."""
-    samples = -(-len(source.lengths(0)) // cluster.gpus)
+    samples = -(-len(source.get_lengths(0)) // cluster.gpus)
     machine = (cluster.model, cluster.calibration, cluster.network, cluster.gpus)
     costs = Costs(*machine, setting.transport, samples, cluster.jitter, source.items)
     ranks = Ranks(cluster.gpus, cluster.network.queue_ms * 1e-3)
     assigned = (
-        None if planned else _Assigned(setting.balance, setting.adapt, cluster, source, steps)
+        None
+        if planned
+        else _AssignedBatches(setting.balance, setting.adapt, cluster, source, steps)
     )
-    batches = map(partial(_asked, setting), planned or assigned or ())
+    batches = map(partial(_apply_setting, setting), planned or assigned or ())
     previous: Batch | None = None
     current = next(batches, None)
     replicated = (
         current is not None
-        and placed(setting, cluster.model, source.items, current).kind == "replicated"
+        and choose_table_placement(setting, cluster.model, source.items, current).kind
+        == "replicated"
     )
     schedule = SimulatedSchedule(
         ranks, costs, setting.schedule, setting.balance != "none", replicated
@@ -108,45 +112,45 @@ def simulate(
     while current is not None:
         following = next(batches, None)
         step = schedule.run(number, previous, current, following)
-        step.counters = _counters(current)
+        step.counters = _list_counters(current)
         if assigned is not None:
             assigned.learn(step)
         yield step
         previous, current, number = current, following, number + 1
 
 
-def placed(setting: Setting, model: Model, items: int, first: Batch) -> Placement:
+def choose_table_placement(setting: Setting, model: Model, items: int, first: Batch) -> Placement:
     """Whether the table is sharded, by training's own rule and the first batch."""
     if setting.placement != "auto":
         return Placement(setting.placement, "as asked")
     spec = TableSpec("item", items, model.width, torch.float32, ())
-    return choose_placement(spec, _STATE_BYTES, float(first.demand.whole.asked.mean()))
+    return choose_placement(spec, _STATE_BYTES, float(first.demand.whole.requested.mean()))
 
 
-def plan(balance: str, cluster: Cluster, source: Source, steps: int) -> list[Batch]:
+def plan_batches(balance: str, cluster: Cluster, source: Workload, steps: int) -> list[Batch]:
     """The batches of a run, to be used by several: they depend on the partitioner and on nothing
     else of a setting (as long as its cost model does not learn). A few numbers for each rank and
     step."""
-    return list(_Assigned(balance, False, cluster, source, steps))
+    return list(_AssignedBatches(balance, False, cluster, source, steps))
 
 
-def _asked(setting: Setting, batch: Batch) -> Batch:
+def _apply_setting(setting: Setting, batch: Batch) -> Batch:
     """What the setting makes of a batch's requests."""
     demand = batch.demand
     if setting.schedule == "stale":
-        nothing = Rows(np.zeros_like(demand.whole.asked), np.zeros_like(demand.whole.asked))
+        nothing = Rows(np.zeros_like(demand.whole.requested), np.zeros_like(demand.whole.requested))
         demand = Demand(demand.whole, nothing, nothing)
     if not setting.deduplicate:
         demand = Demand(Rows.spread(batch.load.tokens), demand.late, demand.urgent)
     return replace(batch, demand=demand)
 
 
-class _Assigned:
+class _AssignedBatches:
     """Batches by the partitioners of training, one after another, each compared with its
     neighbours."""
 
     def __init__(
-        self, balance: str, adapt: bool, cluster: Cluster, source: Source, steps: int
+        self, balance: str, adapt: bool, cluster: Cluster, source: Workload, steps: int
     ) -> None:
         self._balanced, self._adapt = balance != "none", adapt
         self._gpus, self._source, self._steps = cluster.gpus, source, steps
@@ -154,7 +158,7 @@ class _Assigned:
         cost = CostModel.of_hstu(
             width=model.width, layers=model.layers, heads=model.heads, d_qk=head, d_v=head
         )
-        nodes = cluster.network.node_of(cluster.gpus)
+        nodes = cluster.network.assign_nodes(cluster.gpus)
         self._balancer = Balancer(find_partitioner(balance), cost, nodes=nodes, adapt=adapt)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -162,26 +166,26 @@ class _Assigned:
         now = self._assign(0)
         for step in range(self._steps):
             after = self._assign(step + 1) if step + 1 < self._steps else None
-            demand = self._source.demand(before and before[3], now[3], after and after[3])
-            yield self._batch(*now[:3], demand)
+            demand = self._source.compute_demand(before and before[3], now[3], after and after[3])
+            yield self._make_batch(*now[:3], demand)
             if after is not None:
                 before, now = now, after
 
-    def _assign(self, step: int) -> tuple[np.ndarray, np.ndarray, Assignment, Any]:
+    def _assign(self, step: int) -> tuple[NDArray[Any], NDArray[Any], Assignment, Any]:
         """(lengths [n], ranks that read them [n], their assignment, what the ranks ask for)."""
-        lengths, gpus = self._source.lengths(step), self._gpus
+        lengths, gpus = self._source.get_lengths(step), self._gpus
         home = np.arange(len(lengths)) * gpus // len(lengths)
         table = np.stack([lengths, np.zeros_like(lengths), lengths], axis=1)
         assignment = self._balancer.plan(step, table, home, gpus)
-        return lengths, home, assignment, self._source.asked(step, assignment.rank_of, gpus)
+        return lengths, home, assignment, self._source.find_requests(step, assignment.rank_of, gpus)
 
-    def _batch(
-        self, lengths: np.ndarray, home: np.ndarray, assignment: Assignment, demand: Demand
+    def _make_batch(
+        self, lengths: NDArray[Any], home: NDArray[Any], assignment: Assignment, demand: Demand
     ) -> Batch:
         moving = assignment.rank_of != home
         out = np.bincount(home[moving], lengths[moving], self._gpus)
         into = np.bincount(assignment.rank_of[moving], lengths[moving], self._gpus)
-        load = Load.of(lengths, assignment.rank_of, self._gpus)
+        load = Load.from_assignment(lengths, assignment.rank_of, self._gpus)
         imbalance = assignment.imbalance if self._balanced else None
         return Batch(
             load, demand, out, into, int(lengths.max(initial=0)), imbalance, assignment.moved_tokens
@@ -195,14 +199,14 @@ class _Assigned:
             self._balancer.learn(step.number, np.sum(spans, axis=0))
 
 
-def _counters(batch: Batch) -> dict[str, np.ndarray]:
+def _list_counters(batch: Batch) -> dict[str, NDArray[Any]]:
     """As the ledgers count: sums over ranks, or the largest of them where the name begins with
     max_."""
     counted = {
         "samples": batch.load.samples,
         "tokens": batch.load.tokens,
-        "requests": batch.demand.whole.owed,
-        "collisions": batch.demand.late.owed,
+        "requests": batch.demand.whole.owned,
+        "collisions": batch.demand.late.owned,
     }
     ranks = len(batch.load.samples)
     most = {"max_length": float(batch.longest)}

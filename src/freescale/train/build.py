@@ -13,28 +13,28 @@ from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.config import DataConfig, RunConfig
-from freescale.data.build import Progress
+from freescale.data.history_builder import Progress
 from freescale.data.loader import Histories
 from freescale.data.prepare import prepare
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
-from freescale.embedding.parallelize import ShardedModel, parallelize
-from freescale.folders import cache_folder
+from freescale.embedding.parallelize import parallelize
+from freescale.embedding.sharded_model import ShardedModel
+from freescale.folders import find_cache_folder
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.pipeline import Pipeline
-from freescale.pipeline.schedule import Schedule
 from freescale.segments import Segments
 from freescale.train.evaluate import evaluate_ranking, evaluate_retrieval
-from freescale.train.learning_rate import learning_rate
+from freescale.train.learning_rate import build_learning_rate
 from freescale.transport.api import Transport
 
 
 def prepare_data(config: DataConfig, progress: Progress | None = None) -> Path:
     """The histories file of the data, from the cache or made now. One process of a machine makes
     it; the others wait for it. `progress` is called with a stage and the share done."""
-    cache = Path(config.cache) if config.cache else cache_folder()
+    cache = Path(config.cache) if config.cache else find_cache_folder()
     return prepare(config.data, cache, config.format, config.num_items, progress)
 
 
@@ -150,8 +150,8 @@ def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optim
 
 def build_pipeline(
     config: RunConfig, model: ShardedModel, optimizer: torch.optim.Optimizer, total: int
-) -> Schedule:
-    """The schedule of a run of `total` steps."""
+) -> Pipeline:
+    """The pipeline of a run of `total` steps."""
     train = config.train
     return Pipeline(
         model,
@@ -160,8 +160,8 @@ def build_pipeline(
         accumulate=train.accumulate,
         clip=train.clip,
         precision=train.precision,
-        learning_rate=learning_rate(train.warmup, train.decay, total),
-        balancer=build_balancer(config, model.transport.device),
+        learning_rate=build_learning_rate(train.warmup, train.decay, total),
+        balance=build_balancer(config, model.transport.device),
         reducer=build_reducer(config),
         dense_sums=train.dense_sums,
     )
@@ -187,5 +187,5 @@ def evaluate_part(
         return evaluate_ranking(model, data, config.label_names)
     popularity = None
     if baseline:
-        popularity = load_histories(config, path, model.transport).item_counts()
+        popularity = load_histories(config, path, model.transport).count_items()
     return evaluate_retrieval(model, data, popularity=popularity)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from freescale.pipeline.agreement import RemoteError
 from freescale.pipeline.schedule import StepResult
 from freescale.transport.api import Transport
+from freescale.transport.failures import RemoteError
 
 if TYPE_CHECKING:
     from freescale.train.trainer import Trainer

@@ -61,9 +61,9 @@ _FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
 )
 
 
-def demo_data(path: Path) -> Path:
-    """4,000 users, 1,000 items, log-normal history lengths; what comes next depends on what was
-    last. Made once."""
+def make_demo_data(path: Path) -> Path:
+    """Generates 4,000 histories of log-normal length over 1,000 items, unless `path` exists. The
+    next item depends on the last one."""
     from freescale.data.synthetic import generate
 
     if not path.exists():
@@ -81,8 +81,8 @@ def demo_data(path: Path) -> Path:
     return path
 
 
-def short_data(path: Path) -> Path:
-    """1,280 users, 200,000 items, 12 % collisions. Made once."""
+def make_short_data(path: Path) -> Path:
+    """Generates 1,280 histories over 200,000 items with 12 % collisions, unless `path` exists."""
     from freescale.data.synthetic import generate
 
     if not path.exists():
@@ -97,15 +97,15 @@ def short_data(path: Path) -> Path:
     return path
 
 
-def compare(
+def compare_schedules(
     data: Path, folder: Path, ranks: int, as_arguments: Callable[[dict[str, Any]], Sequence[str]]
 ) -> int:
-    """Trains the same steps serially and with all techniques, one after the other; a table, and a
-    page that compares the two runs. Returns the exit status."""
+    """Trains the same steps serially and with all techniques, one after the other, then prints a
+    table and writes a page that compares the two runs. Returns the exit status."""
     from rich.console import Console
     from rich.table import Table
 
-    from freescale.report.page import page
+    from freescale.report.page import render_page
     from freescale.report.runs import read_runs
 
     console = Console()
@@ -141,21 +141,14 @@ def compare(
     console.print(table)
     faster = ledgers[1]["samples_per_second"] / ledgers[0]["samples_per_second"]
     report = folder / "compare.html"
-    report.write_text(page(read_runs(list(runs.values()))), encoding="utf-8")
+    report.write_text(render_page(read_runs(list(runs.values()))), encoding="utf-8")
     for line in (
-        (
-            f"the full system made {faster:.2f} times serial's samples/s here: one run of each, "
-            "over "
-            "loopback, on these cores."
-        ),
-        (
-            "It shows where the time of a step goes, not what a network would make of it: between "
-            "ranks of one machine there is little"
-        ),
-        (
-            "communication to hide. Measured against TorchRec, arms in turn, with a network where "
-            "root allows: freescale bench ladder"
-        ),
+        f"the full system made {faster:.2f} times serial's samples/s here: one run of each, over "
+        "loopback, on these cores.",
+        "It shows where the time of a step goes, not what a network would make of it: between "
+        "ranks of one machine there is little",
+        "communication to hide. Measured against TorchRec, arms in turn, with a network where "
+        "root allows: freescale bench ladder",
         f"the two runs beside each other: {report.absolute()}",
     ):
         console.print(line, highlight=False, soft_wrap=True)

@@ -1,45 +1,146 @@
-"""Evaluation over all ranks: retrieval against the full catalogue, ranking by NE and AUC.
+"""Evaluation over all ranks: any model by means of your own (`evaluate`), retrieval against the
+full catalogue, ranking by NE and AUC.
 
-Every rank scores all queries of a batch against its own part of the item table; the target's score
-and the number of better items are summed over ranks. No rank ever holds the whole table, and
-nothing is sampled.
+In retrieval every rank scores all queries of a batch against its own part of the item table; the
+target's score and the number of better items are summed over ranks. No rank ever holds the whole
+table, and nothing is sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.parallelize import ShardedModel
+from freescale.embedding.sharded_model import ShardedModel, evaluation_mode
 from freescale.train.metrics import area_under_curve, normalized_entropy, ranking_quality
 from freescale.transport.api import Transport
+from freescale.transport.failures import raise_together
 
 _SCORE_ELEMENTS = 1 << 24  # scores held at a time
 
+# What an evaluation makes of a batch: by name, one value per sample [n], or (sum, weight).
+Measures = Mapping[str, Tensor | tuple[Tensor | float, Tensor | float]]
 
-def _evaluated(
+
+def evaluate(
+    model: ShardedModel,
+    batches: Iterable[SequenceBatch],
+    fn: Callable[[SequenceBatch, Any], Measures] | None = None,
+) -> dict[str, float]:
+    """Means over the samples of all ranks, with the model in evaluation mode and without gradients.
+
+    Works before the first step and between the steps of a pipeline, whose deferred gradients are
+    applied first. Afterwards every submodule is in the mode that it was in. A collective: ranks may
+    have different numbers of batches, and none.
+
+    Args:
+        model: what `parallelize` returned.
+        batches: this rank's batches. Features that only training needs may be missing.
+        fn: `fn(batch, output)` gets a batch on the model's device and what the model returned for
+            it, and returns measures by name: one value per sample ([n]; the mean over all samples)
+            or a pair (sum, weight) of scalars (sums divided by weights). None: the mean loss of
+            each task, from the sums that the model returns and the weights of the batch.
+
+    Returns:
+        The mean of each measure over all batches of all ranks, the same on every rank; not a number
+        where the weight is 0. Empty if no rank has a sample.
+
+    Raises:
+        TypeError, ValueError: a batch or a measure of this rank has another form.
+        RemoteError: the data, the model or `fn` failed on another rank.
+    """
+    transport = model.transport
+    measure = fn if fn is not None else _measure_losses
+    source = iter(batches)
+    totals: dict[str, Tensor] = {}  # (sum, weight) of each measure, float64
+    error: Exception | None = None
+    ended = False
+    with evaluation_mode(model.module), torch.no_grad():
+        while True:
+            batch = SequenceBatch()
+            try:
+                if not ended and error is None:
+                    taken = next(source, None)
+                    ended = taken is None
+                    batch = model.check_batch(taken) if taken is not None else batch
+            except Exception as caught:  # noqa: BLE001 - raised on all ranks
+                error = caught
+            state = b"failed" if error is not None else b"ended" if ended else b"ready"
+            states = transport.gather_bytes(state)
+            if b"failed" in states:
+                raise_together(error, transport)
+            if b"ready" not in states:
+                break
+            with model.rows_fetched(batch):
+                try:
+                    if len(batch):
+                        _add_measures(totals, measure(batch, model.module(batch)), len(batch))
+                except Exception as caught:  # noqa: BLE001 - raised on all ranks, in the next round
+                    error = caught
+    return _merge_totals(totals, transport)
+
+
+def _measure_losses(batch: SequenceBatch, output: Any) -> Measures:
+    if not isinstance(output, Mapping) or set(output) != set(batch.weights):
+        returned = sorted(output) if isinstance(output, Mapping) else type(output).__name__
+        raise ValueError(
+            f"the model returned {returned} and the batch has weights for "
+            f"{sorted(batch.weights)}: give evaluate an fn(batch, output) that returns measures"
+        )
+    return {task: (output[task], weight.sum()) for task, weight in batch.weights.items()}
+
+
+def _add_measures(totals: dict[str, Tensor], measures: Measures, samples: int) -> None:
+    if not isinstance(measures, Mapping):
+        raise TypeError(
+            f"fn(batch, output) returned a {type(measures).__name__}: return a dict of measures, "
+            "each [samples] or (sum, weight)"
+        )
+    for name, value in measures.items():
+        if isinstance(value, Tensor) and value.shape == (samples,):
+            pair = torch.stack(
+                [value.double().sum(), value.new_tensor(samples, dtype=torch.double)]
+            )
+        elif isinstance(value, tuple) and len(value) == 2:
+            pair = torch.stack([torch.as_tensor(part).double().cpu().reshape(()) for part in value])
+        else:
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"measure {name!r} is {shape}: return one value for each of the {samples} samples, "
+                "or a pair (sum, weight)"
+            )
+        totals[name] = totals.get(name, torch.zeros(2, dtype=torch.float64)) + pair.cpu()
+
+
+def _merge_totals(totals: Mapping[str, Tensor], transport: Transport) -> dict[str, float]:
+    """Adds up in the order of ranks, so that all ranks round alike."""
+    mine = json.dumps({name: total.tolist() for name, total in totals.items()})
+    summed: dict[str, list[float]] = {}
+    for theirs in map(json.loads, transport.gather_bytes(mine.encode())):
+        for name, (value, weight) in theirs.items():
+            before = summed.get(name, [0.0, 0.0])
+            summed[name] = [before[0] + value, before[1] + weight]
+    return {
+        name: value / weight if weight else float("nan")
+        for name, (value, weight) in sorted(summed.items())
+    }
+
+
+def _visit_batches(
     parallel: ShardedModel, data: Iterable[SequenceBatch], visit: Callable[[SequenceBatch], None]
 ) -> None:
     """Visits batches with the model in evaluation mode and the batch's rows fetched. All ranks have
     equally many batches."""
-    tables, module = parallel.tables, parallel.module
-    tables.settle()
-    training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            for batch in data:
-                tables.check(batch, strict=False)
-                batch = batch.to(parallel.transport.device)
-                tables.fetch(tables.request([batch]), train=False)
+    with evaluation_mode(parallel.module), torch.no_grad():
+        for batch in data:
+            batch = parallel.check_batch(batch)
+            with parallel.rows_fetched(batch):
                 visit(batch)
-                tables.release()
-    finally:
-        tables.release()
-        module.train(training)
 
 
 def _gather_rows(tensor: Tensor, transport: Transport) -> tuple[Tensor, list[int]]:
@@ -84,11 +185,8 @@ def evaluate_retrieval(
     parallel.tables.settle()
     ids, rows = parallel.tables.get_local_rows(table)
     module = parallel.module
-    with torch.no_grad():
-        was = module.training
-        module.eval()
-        catalogue = module.encode_items(rows)  # type: ignore[operator]  # [n, width]
-        module.train(was)
+    with torch.no_grad(), evaluation_mode(module):
+        catalogue = module.catalogue(rows)  # type: ignore[operator]  # [n, width]
     # In its own dtype: rounded counts would tie, and ties would make the baseline look worse than
     # it is.
     counts = popularity.to(ids.device)[ids] if popularity is not None else None
@@ -111,7 +209,7 @@ def evaluate_retrieval(
             if counts is not None:
                 popular.append(_ranks(counts.expand(goal.numel(), -1), ids, goal, transport))
 
-    _evaluated(parallel, data, visit)
+    _visit_batches(parallel, data, visit)
     results = {"model": ranking_quality(torch.cat(ranks).cpu())} if ranks else {"model": {}}
     if popular:
         results["popularity"] = ranking_quality(torch.cat(popular).cpu())
@@ -119,7 +217,7 @@ def evaluate_retrieval(
 
 
 def _chunks(tensor: Tensor, items: int) -> tuple[Tensor, ...]:
-    return tensor.split(max(1, _SCORE_ELEMENTS // max(1, items)))
+    return torch.split(tensor, max(1, _SCORE_ELEMENTS // max(1, items)))
 
 
 def _ranks(scores: Tensor, ids: Tensor, targets: Tensor, transport: Transport) -> Tensor:
@@ -148,7 +246,7 @@ def evaluate_ranking(
         predictions.append(_gather_rows(guess, transport)[0].cpu())
         labels.append(_gather_rows(truth, transport)[0].cpu())
 
-    _evaluated(parallel, data, visit)
+    _visit_batches(parallel, data, visit)
     if not predictions:
         return {"model": {}}
     guesses, truths = torch.cat(predictions), torch.cat(labels)

@@ -22,6 +22,25 @@ from freescale.transport.local import LocalTransport
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
+def export(checkpoint: str | Path | Intact, folder: str | Path) -> list[Path]:
+    """Writes a checkpoint as safetensors, for whoever serves the model. On one rank; needs no
+    others.
+
+    Args:
+        checkpoint: what `Checkpoints.save`, `latest` or `last_intact` returned.
+        folder: where the files go; it is made.
+
+    Returns:
+        The files: `dense.safetensors` (dense weights by parameter name) and
+        `table.NAME.safetensors` (tensor `weight` [rows, width] in the order of ids) for each table.
+
+    Raises:
+        ValueError: the checkpoint is damaged or cannot be read.
+    """
+    found = Path(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    return list(export_checkpoint(found, Path(folder)))
+
+
 def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
     """Writes `dense.safetensors` and `table.NAME.safetensors` (tensor `weight` [rows, width] in the
     order of ids)."""

@@ -20,9 +20,9 @@ from freescale.train.stop_signals import SAME_PRESS
 _GRACE = 20.0  # seconds that the other ranks have to notice a failure by themselves
 
 
-def free_port() -> int:
-    """Not one of those that the system gives to any connection (from 32,768 on by default, on
-    Linux): the ranks take some seconds until they listen, and it may be gone by then."""
+def find_free_port() -> int:
+    """A free port below those that the system gives to connections (from 32,768 on by default, on
+    Linux): the ranks take some seconds until they listen, and such a port may be gone by then."""
     for _ in range(100):
         port = 15_000 + secrets.randbelow(15_000)
         with socket.socket() as probe, suppress(OSError):
@@ -34,6 +34,7 @@ def free_port() -> int:
 
 
 def check_port(port: int) -> None:
+    """Raises ValueError if the port is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -52,12 +53,26 @@ def launch(
     extra: Callable[[int], Mapping[str, str]] = lambda rank: {},
     seconds: float | None = None,
 ) -> int:
-    """Runs `python -m freescale ARGUMENTS` as `ranks` local ranks. Returns 0 if all succeeded, 1
-    after a failure, 128 and the signal's number if they stopped for one. `extra`: what a rank has
-    in its environment besides. After `seconds`, if given, all are stopped: TimeoutError."""
+    """Runs `python -m freescale ARGUMENTS` as local ranks.
+
+    Args:
+        arguments: of the command.
+        ranks: how many to start.
+        port: where they meet; None finds a free one.
+        extra: (rank) -> more environment variables of that rank.
+        seconds: a limit, after which all ranks are stopped.
+
+    Returns:
+        0 if all ranks succeeded, 1 after a failure, 128 and the signal's number if they stopped for
+        a signal.
+
+    Raises:
+        TimeoutError: if the ranks run longer than `seconds`.
+        ValueError: if `port` is in use.
+    """
     if port is not None:
         check_port(port)
-    port = port or free_port()
+    port = port or find_free_port()
     said: set[str] = set()
     lock = threading.Lock()
     processes: list[subprocess.Popen[str]] = []

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 
-def learning_rate(warmup: int, decay: str, total: int) -> Callable[[int], float]:
+def build_learning_rate(warmup: int, decay: str, total: int) -> Callable[[int], float]:
     """step (from 1) -> factor: linear warm-up over `warmup` steps, then constant, or linear or
     cosine decay to 0 at `total`."""
     if decay not in ("constant", "linear", "cosine"):

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from freescale.data.loader import Histories
-from freescale.embedding.parallelize import ShardedModel
-from freescale.pipeline.schedule import Schedule
+from freescale.embedding.sharded_model import ShardedModel
+from freescale.pipeline.pipeline import Pipeline
 from freescale.train.checkpoint import Checkpoints
 
 
@@ -20,7 +20,7 @@ class RunState:
     checkpoints: Checkpoints
     model: ShardedModel
     optimizer: torch.optim.Optimizer
-    pipeline: Schedule
+    pipeline: Pipeline
     data: Histories
     _saved: int = field(default=0, init=False)  # the last step in a checkpoint
 
@@ -44,7 +44,7 @@ class RunState:
             "pipeline": self.pipeline.state_dict(),
             "data": self.data.state_dict(number + 1),
         }
-        path = self.checkpoints.save(self.model, self.optimizer, progress, self.pipeline.buckets)
+        path = self.checkpoints.save(self.model, self.optimizer, progress, self.pipeline.reducer)
         self._saved = self.pipeline.steps
         return path
 
@@ -53,7 +53,7 @@ class RunState:
         found = self.checkpoints.last_intact()
         if found is None:
             raise ValueError(f"nothing to resume: {self.checkpoints.folder} holds no checkpoint")
-        progress = self.checkpoints.load(found, self.model, self.optimizer, self.pipeline.buckets)
+        progress = self.checkpoints.load(found, self.model, self.optimizer, self.pipeline.reducer)
         self.pipeline.load_state_dict(progress["pipeline"])
         self.data.load_state_dict(progress["data"])
         return int(progress["step"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from freescale.config import RunConfig
-from freescale.data.prefetch import prefetched
+from freescale.data.prefetch import prefetch
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.schedule import StepResult
@@ -169,7 +169,6 @@ class Trainer:
 
     def _train(self, signals: StopSignals) -> dict[str, Any]:
         self._callbacks.call("on_start", self)
-        self._callbacks.check()
         results: dict[str, Any] = {}
         collector = self._start_ledger()
         try:
@@ -202,12 +201,12 @@ class Trainer:
         """Trains until the data or --steps ends, or a rank asks to stop; the last step's result."""
         settings, last = self.config.train, None
         clock, seen, supervised = time.perf_counter(), 0, 0.0
-        with closing(prefetched(self.data)) as batches:
+        with closing(prefetch(self.data)) as batches:
             for last in self.pipeline.run(self._callbacks.guard(batches)):
-                self._number = last.number
+                self._number = last.batch_number
                 signals.note_step()
                 self._callbacks.call("on_step", self, last)
-                seen += self.data.batch_size(last.number)
+                seen += self.data.batch_size(last.batch_number)
                 if self.step % settings.log_every == 0 or self.step == self.total:
                     loss = last.loss  # waits for the device, hence not every step
                     rate = seen / (time.perf_counter() - clock)

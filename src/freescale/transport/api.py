@@ -1,4 +1,5 @@
-"""The protocol that the exchange, the pipeline and the tests use, whatever carries the bytes."""
+"""The protocol that the embedding exchange, the pipeline and the tests use, whatever carries the
+bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from freescale.ledger.ledger import Ledger, Side
+from freescale.ledger.ledger import Ledger, ThreadLedger
 
 
 class TransportError(RuntimeError):
@@ -16,58 +17,170 @@ class TransportError(RuntimeError):
 
 
 class Handle(Protocol):
-    """A collective under way."""
+    """A collective under way.
 
-    path: str  # what carries it
-    bytes: int  # that leave this rank
+    Attributes:
+        path: what carries it, as the ledger names it.
+        bytes: number of bytes that leave this rank.
+    """
+
+    path: str
+    bytes: int
 
     def wait(self, host: bool = False) -> Tensor:
-        """The result, for what the current stream does next. The host waits as long as it has a
-        part in it; with `host`, until the bytes are there."""
+        """Waits for the collective. To be called once.
+
+        Args:
+            host: also block the host until the bytes are there. Otherwise, on a GPU, the result is
+                ready for what the current stream does next, and the host waits only as long as it
+                takes part in the transfer.
+
+        Returns:
+            The result. What was sent may be overwritten afterwards.
+
+        Raises:
+            TransportError: a rank died, fell silent or disagrees on sizes.
+        """
 
 
 class Transport(Protocol):
-    """All ranks call the same methods in the same order. `kind` is one of the ledger's kinds of
-    traffic."""
+    """Collectives between the ranks of a run.
+
+    All ranks call the same methods in the same order. Methods that return a `Handle` start the
+    collective; the tensor that they send must not change until it was waited for. `kind` is the
+    kind of traffic that the ledger accounts the bytes under: counts, ids, rows, gradients, samples
+    or dense.
+
+    Attributes:
+        rank: of this process, from 0.
+        world: number of ranks.
+        device: of the tensors.
+        ledger: records every collective.
+        lines: messages that it can carry beside each other.
+        about: its name, and why it was chosen.
+    """
 
     rank: int
     world: int
     device: torch.device
-    ledger: Ledger | Side
-    lines: int  # messages that it can carry beside each other
-    about: str  # its name, and why it was chosen
+    ledger: Ledger | ThreadLedger
+    lines: int
+    about: str
 
     def all_to_all(
         self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
     ) -> Handle:
-        """Rows of tensor [sum(send), ...] to the ranks, in rank order -> [sum(receive), ...], in
-        rank order."""
+        """Sends rows to every rank and receives rows from every rank.
+
+        Args:
+            tensor: [sum(send), ...], contiguous: the rows, in the order of the ranks they go to.
+            send: [world], number of rows for each rank, this one included.
+            receive: [world], number of rows from each rank: its `send[self.rank]`.
+            kind: of traffic.
+
+        Returns:
+            A handle on [sum(receive), ...], rows in the order of the ranks they come from.
+
+        Raises:
+            TransportError: the transport has failed before, or a peer is gone.
+        """
 
     def all_gather(self, tensor: Tensor, kind: str) -> Handle:
-        """tensor [...] of one shape on every rank -> [world, ...]."""
+        """Gathers a tensor of every rank.
+
+        Args:
+            tensor: [...], of the same shape and dtype on every rank.
+            kind: of traffic.
+
+        Returns:
+            A handle on [world, ...], in rank order.
+
+        Raises:
+            TransportError: the transport has failed before, or a peer is gone.
+        """
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
-        """The sum over ranks, in place."""
+        """Adds a tensor up over the ranks, in place.
+
+        Args:
+            tensor: [...], of the same shape and dtype on every rank.
+            kind: of traffic.
+
+        Returns:
+            A handle on `tensor`, which then holds the sum.
+
+        Raises:
+            TransportError: the transport has failed before, or a peer is gone.
+        """
 
     def broadcast(self, tensor: Tensor, kind: str) -> Handle:
-        """Rank 0's, in place; tensor of one shape on every rank."""
+        """Overwrites a tensor by rank 0's, in place.
+
+        Args:
+            tensor: [...], of the same shape and dtype on every rank.
+            kind: of traffic.
+
+        Returns:
+            A handle on `tensor`, which then holds rank 0's values.
+
+        Raises:
+            TransportError: the transport has failed before, or a peer is gone.
+        """
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes, of any length, in rank order. Blocking; for control, not for the
-        step."""
+        """Exchanges control messages. Blocks; not meant for every step.
 
-    def channel(self, ledger: Side, urgent: bool = False) -> Transport:
-        """Another transport over the same ranks, for another thread: its traffic neither waits for
-        this one's nor holds it up, and what is urgent goes ahead of the rest where the transport
-        can. For AllToAll, AllGather and control messages: what is summed by torch's groups is the
-        main thread's. One that was released is handed out again. A collective."""
+        Args:
+            payload: of any length, also empty, and not necessarily of the same on every rank.
+
+        Returns:
+            [world], every rank's payload, in rank order.
+
+        Raises:
+            TransportError: a rank died or fell silent.
+        """
+
+    def channel(self, ledger: ThreadLedger, urgent: bool = False) -> Transport:
+        """Opens another transport over the same ranks, for another thread. A collective.
+
+        Its traffic neither waits for this transport's nor holds it up. It carries all_to_all,
+        all_gather and gather_bytes; what torch's groups sum belongs to the main thread. A channel
+        that all ranks have released is handed out again.
+
+        Args:
+            ledger: records the channel's collectives.
+            urgent: its traffic overtakes that of channels which are not, where the transport can.
+
+        Returns:
+            The channel.
+
+        Raises:
+            TransportError: a rank died, fell silent or has no memory or connections for it.
+        """
 
     def release(self, channel: Transport) -> None:
-        """Gives a channel back, which nobody uses any more: the thread that did has ended. Once all
-        ranks have released it, the next `channel` of that urgency gets it. One that failed, or has
-        something under way, is closed instead."""
+        """Gives a channel back. The thread that used it must have ended.
+
+        Once all ranks have released it, the next call of `channel` with the same urgency returns
+        it. A channel that failed, or has something under way, is closed instead.
+
+        Args:
+            channel: what `channel` of this transport returned.
+
+        Raises:
+            ValueError: it was released before, or is another transport's.
+        """
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
-        """Each rank's clock offset to rank 0 and its uncertainty, in nanoseconds."""
+        """Compares the clocks (`time.perf_counter_ns`) of the ranks. A collective.
 
-    def close(self) -> None: ...
+        Returns:
+            ([world] what to add to a rank's clock to get rank 0's, [world] the uncertainty of it),
+            in nanoseconds.
+
+        Raises:
+            TransportError: a rank died or fell silent.
+        """
+
+    def close(self) -> None:
+        """Closes connections, threads and channels. Peers that still wait for this rank fail."""

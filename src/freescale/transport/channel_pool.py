@@ -1,5 +1,5 @@
 """The channels of a transport. Those that were released are handed out again: many pipelines, one
-after another, take no more connections, threads and memory than one.
+after another, take no more connections, threads and memory than one does.
 
 Ranks agree on which: a channel is used again where every rank has released it after as many
 exchanges, none of which failed or is still under way.
@@ -16,40 +16,48 @@ _T = TypeVar("_T")
 
 
 @dataclass
-class Use:
-    """Exchanges that a channel began, and those of them that were waited for and came."""
+class ExchangeCount:
+    """Exchanges that a channel began, and those of them that were waited for and succeeded."""
 
     begun: int = 0
     ended: int = 0
 
 
 @dataclass
-class _Channel(Generic[_T]):
+class _Entry(Generic[_T]):
     made: _T
     urgent: bool
-    use: Use
+    exchanges: ExchangeCount
 
 
-class Channels(Generic[_T]):
+class ChannelPool(Generic[_T]):
     """Numbered in the order in which they were opened: the same on every rank."""
 
     def __init__(self) -> None:
-        self._open: dict[int, _Channel[_T]] = {}
-        self._released: dict[int, _Channel[_T]] = {}
+        self._open: dict[int, _Entry[_T]] = {}
+        self._released: dict[int, _Entry[_T]] = {}
         self._lost: set[int] = set()  # that some rank closed, as far as this one knows
         self._to_tell: list[int] = []  # of them, those that this rank did
         self._count = 0
 
-    def add(self, made: _T, urgent: bool, use: Use) -> None:
-        self._open[self._count] = _Channel(made, urgent, use)
+    def add(self, made: _T, urgent: bool, exchanges: ExchangeCount) -> None:
+        self._open[self._count] = _Entry(made, urgent, exchanges)
         self._count += 1
 
-    def again(
+    def reuse(
         self, urgent: bool, gather: Callable[[bytes], list[bytes]]
     ) -> tuple[_T | None, list[_T]]:
-        """The first channel that can be used again, now open; and released ones that never can,
-        because a rank closed its end. A collective."""
-        mine = {str(number): channel.use.begun for number, channel in self._released.items()}
+        """Opens a released channel again. A collective.
+
+        Args:
+            urgent: of the channel.
+            gather: exchanges control messages, as `Transport.gather_bytes` does.
+
+        Returns:
+            (the first channel that can be used again or None, released channels that never can,
+            because a rank closed its end).
+        """
+        mine = {str(number): channel.exchanges.begun for number, channel in self._released.items()}
         found = [
             json.loads(answer) for answer in gather(json.dumps([mine, self._to_tell]).encode())
         ]
@@ -60,14 +68,18 @@ class Channels(Generic[_T]):
         ]
         for number, channel in sorted(self._released.items(), key=lambda item: item[0]):
             if channel.urgent == urgent and all(
-                begun.get(str(number)) == channel.use.begun for begun, _ in found
+                begun.get(str(number)) == channel.exchanges.begun for begun, _ in found
             ):
                 self._open[number] = self._released.pop(number)
                 return channel.made, ended
         return None, ended
 
     def release(self, made: _T) -> bool:
-        """Whether it is kept; otherwise whoever calls closes it."""
+        """Takes a channel back. Returns whether it is kept; otherwise the caller closes it.
+
+        Raises:
+            ValueError: the channel is not open, or not of this pool.
+        """
         number = next(
             (number for number, channel in self._open.items() if channel.made is made), None
         )
@@ -78,12 +90,13 @@ class Channels(Generic[_T]):
         channel = self._open.pop(number)
         if number in self._lost:
             return False
-        if channel.use.begun != channel.use.ended:
+        if channel.exchanges.begun != channel.exchanges.ended:
             self._lost.add(number)
             self._to_tell.append(number)
             return False
         self._released[number] = channel
         return True
 
-    def all(self) -> list[_T]:
+    def list_all(self) -> list[_T]:
+        """Open and released ones."""
         return [channel.made for channel in (*self._open.values(), *self._released.values())]

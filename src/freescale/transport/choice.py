@@ -1,4 +1,4 @@
-"""Which transport a run takes, and why. A pure function of what is there."""
+"""Chooses the transport of a run, and says why: a pure function of what the ranks have."""
 
 from __future__ import annotations
 
@@ -8,67 +8,68 @@ from pathlib import Path
 TRANSPORTS = ("auto", "collective", "hostwire-gloo", "hostwire-tcp", "hostwire-ucx")
 
 
-def ucx_installed() -> bool:
+def is_ucx_installed() -> bool:
     return importlib.util.find_spec("ucxx") is not None
 
 
-def rdma_devices() -> list[str]:
+def find_rdma_devices() -> list[str]:
+    """Names of this machine's RDMA devices, as the kernel lists them."""
     folder = Path("/sys/class/infiniband")
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
-def may_need_engine(asked: str, device: str) -> bool:
-    """Whether the choice depends on what is compiled. Where it does not, nothing is."""
+def depends_on_engine(asked: str, device: str) -> bool:
+    """Whether the choice depends on the compiled engine. Where it does not, nothing is compiled."""
     return asked == "auto" and device != "cpu"
 
 
-def choose(
+def choose_transport(
     asked: str, device: str, machines: int, ucx: bool, rdma: bool, engine: bool
 ) -> tuple[str, str]:
-    """(transport, why). `device`: cpu or cuda. `machines`: that the ranks are on. `ucx`, `rdma`,
-    `engine` (in C): whether every rank has it."""
+    """Chooses what carries a run's traffic.
+
+    Args:
+        asked: one of TRANSPORTS.
+        device: cpu or cuda.
+        machines: number of machines that the ranks are on.
+        ucx, rdma, engine: whether every rank has the package ucxx, an RDMA device, the engine in C.
+
+    Returns:
+        (one of TRANSPORTS but auto, the reason).
+
+    Raises:
+        ValueError: `asked` is unknown, or not possible here.
+    """
     if asked not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {asked!r}")
     if asked == "hostwire-ucx" and not ucx:
         raise ValueError(
-            "transport hostwire-ucx needs the package ucxx on every rank: pip "
-            "install 'freescale[ucx]'"
+            "transport hostwire-ucx needs the package ucxx on every rank: "
+            "pip install 'freescale[ucx]'"
         )
     if asked != "auto":
         return asked, "as asked"
     if device == "cpu":
-        return (
-            "collective",
-            (
-                "on CPUs there are no multiprocessors to spare; hostwire-tcp lets urgent traffic "
-                "overtake"
-            ),
+        return "collective", (
+            "on CPUs there are no multiprocessors to spare; hostwire-tcp lets urgent traffic "
+            "overtake"
         )
     if machines == 1:
-        return (
-            "hostwire-gloo",
-            (
-                "GPUs of one machine: copy engines and shared memory carry what is not summed, "
-                "NCCL "
-                "the rest"
-            ),
+        return "hostwire-gloo", (
+            "GPUs of one machine: copy engines and shared memory carry what is not summed, "
+            "NCCL the rest"
         )
     if ucx and rdma:
         return "hostwire-ucx", "copy engines and RDMA (UCX) carry what is not summed, NCCL the rest"
-    lacking = " and ".join(
+    missing = " and ".join(
         what for what, there in (("ucxx", ucx), ("an RDMA device", rdma)) if not there
     )
     if engine:
-        return (
-            "hostwire-tcp",
-            (
-                f"copy engines and TCP carry what is not summed, NCCL the rest; for UCX {lacking} "
-                "is "
-                "missing"
-            ),
+        return "hostwire-tcp", (
+            "copy engines and TCP carry what is not summed, NCCL the rest; "
+            f"for UCX {missing} is missing"
         )
-    why = (
-        "copy engines and TCP (gloo) carry what is not summed, NCCL the rest; for UCX "
-        f"{lacking} is missing"
+    return "hostwire-gloo", (
+        "copy engines and TCP (gloo) carry what is not summed, NCCL the rest; "
+        f"for UCX {missing} is missing, for hostwire-tcp the engine (freescale doctor says why)"
     )
-    return "hostwire-gloo", f"{why}, for hostwire-tcp the engine (freescale doctor says why)"

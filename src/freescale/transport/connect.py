@@ -12,20 +12,29 @@ import torch.distributed as dist
 from freescale.config import TrainConfig
 from freescale.ledger.ledger import Ledger
 from freescale.transport.api import Transport, TransportError
-from freescale.transport.choice import choose, may_need_engine, rdma_devices, ucx_installed
-from freescale.transport.descriptors import check, raised
-from freescale.transport.hostwire.calls import lacking
+from freescale.transport.choice import (
+    choose_transport,
+    depends_on_engine,
+    find_rdma_devices,
+    is_ucx_installed,
+)
+from freescale.transport.descriptors import check_limit, raise_limit
+from freescale.transport.hostwire.bindings import explain_missing_engine
 from freescale.transport.hostwire.transport import HostwireTransport
-from freescale.transport.hostwire.wires.shared import machine
+from freescale.transport.hostwire.wires.shared import identify_machine
 from freescale.transport.local import LocalTransport
 from freescale.transport.process_group import ProcessGroupTransport
 
 # seconds that the first rank waits for the last: machines prepare their data at different speeds
-_MEETING = 600.0
+_JOIN_SECONDS = 600.0
 
 
 def choose_device(device: str, local_rank: int, local_world: int) -> torch.device:
-    """`auto` takes a GPU per local rank if there are enough of them, the CPU if there is none."""
+    """The device of a rank. `auto` takes a GPU per local rank, the CPU if there is no GPU.
+
+    Raises:
+        ValueError: there are fewer GPUs than local ranks, or `device` is unknown.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cpu" or (device == "auto" and gpus == 0):
         return torch.device("cpu")
@@ -44,10 +53,26 @@ def connect(
     timeout: float = TrainConfig.timeout,
     transport: str = TrainConfig.transport,
 ) -> Transport:
-    """A transport over all ranks. Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ... are set) it
-    joins them; alone it is `LocalTransport`. A process group that exists already is used as it is. `timeout`
-    bounds every collective, in seconds. `transport`: auto, collective, hostwire-gloo, hostwire-tcp
-    or hostwire-ucx; `about` of what is returned says which and why."""
+    """Joins all ranks of a run. A collective.
+
+    Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ... are set) it initialises torch's process group
+    and joins the ranks; a process group that exists already is used as it is. A process that was
+    started alone gets a transport of one rank.
+
+    Args:
+        device: auto (a GPU for each local rank where there is any), cpu, cuda, or a torch.device.
+        timeout: seconds that bound every collective.
+        transport: auto, collective, hostwire-gloo, hostwire-tcp or hostwire-ucx.
+
+    Returns:
+        The transport; its `about` says which it is and why.
+
+    Raises:
+        ValueError: there is no such device or transport, or a rank may not open as many files as
+            the transport takes.
+        TransportError: the ranks do not reach each other, or one cannot open what the transport
+            needs.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     chosen = (
@@ -58,22 +83,22 @@ def connect(
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if dist.is_initialized():
-        return _joined(chosen, timeout, transport, owner=False)
+        return _join(chosen, timeout, transport, owner=False)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return LocalTransport(chosen, Ledger(chosen))
-    check(
+    check_limit(
         transport,
         chosen.type,
         int(os.environ["WORLD_SIZE"]),
         local_world,
-        raised(),
+        raise_limit(),
         int(os.environ["RANK"]),
     )
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     try:
-        meeting = timedelta(seconds=max(timeout, _MEETING))
+        longest = timedelta(seconds=max(timeout, _JOIN_SECONDS))
         dist.init_process_group(
-            backend, timeout=meeting, device_id=chosen if chosen.type == "cuda" else None
+            backend, timeout=longest, device_id=chosen if chosen.type == "cuda" else None
         )
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -81,22 +106,22 @@ def connect(
         raise TransportError(
             f"rank {os.environ['RANK']} could not join the others at {where}: {reason}"
         ) from error
-    return _joined(chosen, timeout, transport, owner=True)
+    return _join(chosen, timeout, transport, owner=True)
 
 
-def _joined(
+def _join(
     device: torch.device, timeout: float, transport: str, owner: bool
 ) -> ProcessGroupTransport:
-    """Groups of our own for the step's tensors and for control traffic: the two never mix, and
-    `timeout` holds for both."""
+    """Makes groups of our own for the step's tensors and for control traffic: the two never mix,
+    and `timeout` holds for both."""
     limit = timedelta(seconds=timeout)
-    raised()  # before connections are made
+    raise_limit()  # before connections are made
     group = dist.new_group(timeout=limit)
     control = dist.new_group(timeout=limit, backend="gloo")
     made = ProcessGroupTransport(
         device, Ledger(device), group=group, control=control, owner=owner, timeout=limit
     )
-    chosen, why = agreed(transport, made)
+    chosen, why = agree_on_transport(transport, made)
     if chosen != "collective":
         made = HostwireTransport(
             device,
@@ -111,15 +136,35 @@ def _joined(
     return made
 
 
-def agreed(transport: str, made: ProcessGroupTransport) -> tuple[str, str]:
-    """(what joined ranks take, why). They may have different packages and devices, and decide by
-    what all of them have. Where a rank may not open as many files as that takes, all say so."""
+def agree_on_transport(transport: str, made: ProcessGroupTransport) -> tuple[str, str]:
+    """Chooses the transport of ranks that have joined. A collective.
+
+    Ranks may have different packages and devices, and decide by what all of them have.
+
+    Args:
+        transport: one of choice.TRANSPORTS.
+        made: connects the ranks.
+
+    Returns:
+        (the transport's name, the reason).
+
+    Raises:
+        ValueError: on all ranks, if one may not open as many files as the transport takes.
+    """
     device = made.device.type
-    engine = may_need_engine(transport, device) and not lacking()
-    here = [machine().hex(), raised(), ucx_installed(), bool(rdma_devices()), engine]
+    engine = depends_on_engine(transport, device) and not explain_missing_engine()
+    here = [
+        identify_machine().hex(),
+        raise_limit(),
+        is_ucx_installed(),
+        bool(find_rdma_devices()),
+        engine,
+    ]
     found = [json.loads(part) for part in made.gather_bytes(json.dumps(here).encode())]
     machines, limits, *everywhere = zip(*found, strict=True)
-    chosen, why = choose(transport, device, len(set(machines)), *(all(has) for has in everywhere))
+    chosen, why = choose_transport(
+        transport, device, len(set(machines)), *(all(has) for has in everywhere)
+    )
     for rank, most in enumerate(limits):
-        check(chosen, device, made.world, machines.count(machines[rank]), most, rank)
+        check_limit(chosen, device, made.world, machines.count(machines[rank]), most, rank)
     return chosen, why

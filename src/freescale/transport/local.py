@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from freescale.ledger.ledger import Ledger, Side
+from freescale.ledger.ledger import Ledger, ThreadLedger
 from freescale.transport.api import Transport
 
 
@@ -23,40 +23,42 @@ class _Done:
 
 
 class LocalTransport:
+    """A `Transport` of one rank: nothing travels, the ledger records what would."""
+
     rank = 0
     world = 1
     lines = 1
     about = "transport local (one process)"
 
     def __init__(
-        self, device: torch.device | str = "cpu", ledger: Ledger | Side | None = None
+        self, device: torch.device | str = "cpu", ledger: Ledger | ThreadLedger | None = None
     ) -> None:
         self.device = torch.device(device)
-        self.ledger: Ledger | Side = ledger or Ledger(self.device)
+        self.ledger: Ledger | ThreadLedger = ledger or Ledger(self.device)
 
-    def _through(self, tensor: Tensor, kind: str) -> _Done:
-        with self.ledger.arrive(kind, 0, 0, "local").wait():
+    def _record(self, tensor: Tensor, kind: str) -> _Done:
+        with self.ledger.begin_collective(kind, 0, 0, "local").wait():
             return _Done(tensor)
 
     def all_to_all(
         self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
     ) -> _Done:
         assert list(send) == list(receive) == [tensor.shape[0]], (send, receive, tensor.shape)
-        return self._through(tensor, kind)
+        return self._record(tensor, kind)
 
     def all_gather(self, tensor: Tensor, kind: str) -> _Done:
-        return self._through(tensor[None], kind)
+        return self._record(tensor[None], kind)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> _Done:
-        return self._through(tensor, kind)
+        return self._record(tensor, kind)
 
     def broadcast(self, tensor: Tensor, kind: str) -> _Done:
-        return self._through(tensor, kind)
+        return self._record(tensor, kind)
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload]
 
-    def channel(self, ledger: Side, urgent: bool = False) -> LocalTransport:
+    def channel(self, ledger: ThreadLedger, urgent: bool = False) -> LocalTransport:
         return LocalTransport(self.device, ledger)
 
     def release(self, channel: Transport) -> None:

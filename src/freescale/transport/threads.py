@@ -9,34 +9,43 @@ from collections.abc import Callable
 
 import torch
 
-# seconds that a thread looks for an event before it sleeps: to be woken takes longer than many a
-# copy
+from freescale.streams import has_happened
+
+# seconds that a thread polls an event before it sleeps: to be woken takes longer than many a copy
 _SPIN = 0.0003
 _PATIENCE = 2.0  # seconds that a process which ends waits for its threads
 _running: dict[threading.Thread, Callable[[], None]] = {}
 
 
-def started(name: str, work: Callable[[], None], end: Callable[[], None]) -> threading.Thread:
-    """Starts a thread; `end` makes it finish what it has and return. A daemon, because one that
-    waits for a dead rank must not keep the process from ending; but asked to end first, because one
-    that is cut off inside torch takes the process with it (abort)."""
+def start_thread(name: str, work: Callable[[], None], end: Callable[[], None]) -> threading.Thread:
+    """Starts a thread that ends with the process.
 
-    def until_done() -> None:
+    It is a daemon, because a thread that waits for a dead rank must not keep the process from
+    ending; but it is asked to end first, because one that is cut off inside torch aborts the
+    process.
+
+    Args:
+        name: of the thread, after "freescale".
+        work: what it runs.
+        end: makes `work` finish what it has and return; called from another thread.
+    """
+
+    def run() -> None:
         try:
             work()
         finally:
             _running.pop(thread, None)
 
-    thread = threading.Thread(target=until_done, name=f"freescale {name}", daemon=True)
+    thread = threading.Thread(target=run, name=f"freescale {name}", daemon=True)
     _running[thread] = end
     thread.start()
     return thread
 
 
-def reached(event: torch.cuda.Event) -> None:
-    """Waits on the host; for long only asleep, if the event was made so."""
+def wait_for_event(event: torch.cuda.Event) -> None:
+    """Blocks the host: polls for a moment, then sleeps if the event was made with blocking=True."""
     end = time.perf_counter() + _SPIN
-    while not event.query():
+    while not has_happened(event):
         if time.perf_counter() > end:
             event.synchronize()
             return

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from freescale.ledger.ledger import Arrival, Ledger
+from freescale.ledger.ledger import Collective, Ledger
 from freescale.pipeline.lane import Job, Lane
 from freescale.transport.api import Handle, Transport
 
@@ -45,7 +45,7 @@ class PartitionedAllReduce:
 class _Sum:
     def __init__(self, summing: PartitionedAllReduce, tensor: Tensor, kind: str) -> None:
         self._summing, self._tensor, self._kind = summing, tensor, kind
-        self._arrivals: list[Arrival] = []
+        self._collectives: list[Collective] = []
         self.path, self.bytes = "", 0  # known once it has travelled
         self._job: Job = summing.lane.submit(self._run, [tensor])
 
@@ -55,9 +55,9 @@ class _Sum:
             torch.add(*lane.transport.all_gather(tensor, self._kind).wait(), out=tensor)
         else:
             self._sum_partitions()
-        self._arrivals = lane.side.take()
-        self.path = self._arrivals[0].path
-        self.bytes = sum(arrival.sent for arrival in self._arrivals)
+        self._collectives = lane.side.take()
+        self.path = self._collectives[0].path
+        self.bytes = sum(collective.sent for collective in self._collectives)
 
     def _sum_partitions(self) -> None:
         lane, tensor = self._summing.lane, self._tensor
@@ -75,7 +75,7 @@ class _Sum:
         begin = self._summing.ledger.clock.stamp()
         with self._summing.ledger.span("await sums"):
             self._job.wait(host)
-        self._summing.ledger.waited_for(self._arrivals, begin)
+        self._summing.ledger.record_wait(self._collectives, begin)
         return self._tensor
 
 

@@ -6,7 +6,6 @@ import json
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from freescale.config import TrainConfig
-from freescale.embedding.parallelize import ShardedModel
+from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.checkpoint.compression_state import CompressionState
 from freescale.train.checkpoint.files import (
@@ -29,7 +28,7 @@ from freescale.train.checkpoint.files import (
     verify_checkpoint,
     write_state,
 )
-from freescale.train.checkpoint.finite_check import NotFinite, first_not_finite
+from freescale.train.checkpoint.finite_check import NotFinite, find_not_finite
 from freescale.train.checkpoint.model import (
     collect_dense,
     collect_random,
@@ -59,24 +58,36 @@ from freescale.transport.api import Transport
 from freescale.transport.process_group import ProcessGroupTransport
 
 
-@dataclass
 class Checkpoints:
-    """The checkpoints of a run's folder. `save`, `load` and `last_intact` are collectives.
+    """The checkpoints in a folder. `check`, `save`, `load` and `last_intact` are collectives.
 
-    A folder holds one run. Steps ahead of the one that is saved are refused: they are another
-    run's. Who goes back to an earlier checkpoint, by loading it with its optimizer, leaves the
-    later ones behind: the next save removes them.
+    A folder holds one run. Steps ahead of the one that is saved are refused: they belong to another
+    run. Loading an earlier checkpoint with its optimizer leaves the later ones behind: the next
+    save removes them.
+
+    Args:
+        folder: where the checkpoints are, one folder `step-00000100` each.
+        transport: what `connect` returned; `sharded.transport`.
+        keep: how many checkpoints stay; a save removes older ones.
+
+    Raises:
+        ValueError: `keep` is less than 1.
     """
 
-    folder: Path
-    transport: Transport
-    keep: int = TrainConfig.keep_checkpoints
-    _left_behind: set[int] = field(default_factory=set, init=False, repr=False)  # rank 0's
+    def __init__(
+        self, folder: str | Path, transport: Transport, keep: int = TrainConfig.keep_checkpoints
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        self.folder = Path(folder)
+        self.transport = transport
+        self.keep = keep
+        self._left_behind: set[int] = set()  # rank 0's
 
-    def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ValueError(f"keep must be at least 1, got {self.keep}")
-        self.folder = Path(self.folder)
+    def __repr__(self) -> str:
+        steps = self.steps()
+        last = f", last step {steps[-1]}" if steps else ""
+        return f"Checkpoints({str(self.folder)!r}, {len(steps)} saved{last}, keep={self.keep})"
 
     @property
     def files(self) -> CheckpointFolder:
@@ -91,7 +102,7 @@ class Checkpoints:
         return self.files.path(step)
 
     def latest(self) -> Path | None:
-        """By its name; whether its files are as they were written, `last_intact` finds out."""
+        """The last one by its name; its files are not verified, as `last_intact` does."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
@@ -104,8 +115,16 @@ class Checkpoints:
     def check(
         self, model: ShardedModel, optimizer: torch.optim.Optimizer, step: int | None = 0
     ) -> None:
-        """Before training, at `step`: whatever could not be saved later is refused now, by name.
-        Without a step the folder is not looked at: it is not known yet. A collective."""
+        """Refuses, before training, what could not be saved later.
+
+        Args:
+            model: to be saved.
+            optimizer: of its dense parameters.
+            step: where training begins. None leaves the folder unchecked.
+
+        Raises:
+            ValueError: names what a checkpoint cannot hold, or checkpoints ahead of `step`.
+        """
         if step is not None:
             self._run_on_rank_0(lambda: self._refuse_ahead(step))
 
@@ -123,9 +142,27 @@ class Checkpoints:
         progress: Mapping[str, Any],
         reducer: Reducer | None = None,
     ) -> Path:
-        """`progress` is plain JSON with at least `step`: where the run stands. `reducer` is the
-        pipeline's (`pipeline.buckets`): it carries the order of sums, and errors where it
-        compresses, from step to step."""
+        """Writes a checkpoint. A collective.
+
+        Args:
+            model: what `parallelize` returned.
+            optimizer: of its dense parameters.
+            progress: plain JSON with at least `step` (`pipeline.steps`): where the run stands, for
+                instance `pipeline.state_dict()` and the position of the data.
+            reducer: `pipeline.reducer`: carries the order of sums, and errors where it compresses,
+                from step to step.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            ValueError: something cannot be saved or written, on all ranks.
+            NotFinite: a weight or optimizer state is not finite.
+        """
+        if not isinstance(progress, Mapping) or "step" not in progress:
+            raise ValueError(
+                f"progress is {progress!r} and has no 'step': give {{'step': pipeline.steps, ...}}"
+            )
         step = int(progress["step"])
         self._run_on_rank_0(lambda: self._refuse_ahead(step))
         model.tables.settle()
@@ -228,7 +265,7 @@ class Checkpoints:
     def _refuse_diverged(
         self, step: int, tensors: Mapping[str, Tensor], untrained: Collection[str]
     ) -> None:
-        if name := first_not_finite(tensors, untrained):
+        if name := find_not_finite(tensors, untrained):
             raise NotFinite(
                 f"{name} is not finite at step {step}, which is therefore not saved: "
                 "the checkpoints before it stay"
@@ -253,10 +290,23 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None = None,
         reducer: Reducer | None = None,
     ) -> dict[str, Any]:
-        """Restores tables, dense weights and (if given) optimizer state and random state; returns
-        the progress. An optimizer's settings (learning rate, weight decay, ...) stay the caller's:
-        they may have changed on purpose. Errors of compression and the order of sums go to the
-        pipeline's `reducer`; where they were not saved it begins anew."""
+        """Restores tables, dense weights and, with an optimizer, its state and the random state. A
+        collective.
+
+        Args:
+            checkpoint: a checkpoint's folder, or what `last_intact` returned.
+            model: the model, on any number of ranks.
+            optimizer: of its dense parameters. Its settings (learning rate, weight decay, ...) stay
+                as they are: they may have changed on purpose.
+            reducer: `pipeline.reducer`, for errors of compression and the order of sums; where they
+                were not saved it begins anew.
+
+        Returns:
+            The progress that was saved.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or another model's; on all ranks.
+        """
         if not isinstance(checkpoint, Intact):
             checkpoint = verify_checkpoint(Path(checkpoint), self.transport)
         path, state = checkpoint.path, checkpoint.state

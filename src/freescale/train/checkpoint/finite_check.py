@@ -1,4 +1,4 @@
-"""Whether numbers are finite, before they take the place of numbers that were."""
+"""Whether tensors are finite, checked before they replace an earlier checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# without a copy; others are small
+# reduced as they are; others are small and are copied
 _REDUCED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -17,10 +17,12 @@ class NotFinite(ValueError):
     """A model has diverged."""
 
 
-def first_not_finite(tensors: Mapping[str, Tensor], untrained: Collection[str] = ()) -> str | None:
-    """The name of a tensor with a number that is none, or infinite, in this rank's part. What is
-    not trained may be infinite: masks of attention are. One pass over each tensor, without a second
-    one; the host waits once for each device."""
+def find_not_finite(tensors: Mapping[str, Tensor], untrained: Collection[str] = ()) -> str | None:
+    """The name of a tensor that holds NaN or infinity in this rank's part, or None.
+
+    Tensors that are not trained may be infinite: attention masks are. Takes one pass over each
+    tensor, without a copy; the host waits once for each device.
+    """
     ends: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         values = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -28,7 +30,7 @@ def first_not_finite(tensors: Mapping[str, Tensor], untrained: Collection[str] =
             values = torch.view_as_real(values)
         if values.is_floating_point() and values.numel():
             values = values if values.dtype in _REDUCED else values.float()
-            # not a number, if any is none
+            # NaN if any value is
             ends.setdefault(values.device, {})[name] = torch.stack(torch.aminmax(values)).double()
     for found in ends.values():
         for name, (low, high) in zip(found, torch.stack([*found.values()]).tolist(), strict=True):

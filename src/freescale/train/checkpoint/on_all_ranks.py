@@ -1,4 +1,4 @@
-"""What one rank does for all, or each for itself: it fails on all of them, with the same words."""
+"""Work that fails on all ranks with the same words if it fails on one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def run_on_all_ranks(transport: Transport, work: Callable[[], T], *kinds: type[ValueError]) -> T:
-    """`work` on this rank; what it returns here. What fails on any rank is a ValueError on all, of
-    its own kind if it is one of `kinds`. A collective."""
+    """Runs `work` on every rank and returns its result on this one. A collective.
+
+    Raises:
+        ValueError: on all ranks, if `work` raises OSError or ValueError on any; of the same class
+            if that is one of `kinds`.
+    """
     problem: list[str] | None = None
     try:
         result = work()
@@ -36,8 +40,8 @@ def run_on_all_ranks(transport: Transport, work: Callable[[], T], *kinds: type[V
 
 @contextmanager
 def explain_errors(failure: str) -> Iterator[None]:
-    """Around torch's save and load: what fails on any rank is one line on all. A single process is
-    no accident here, so that torch need not warn about it."""
+    """Around torch's save and load: a failure on any rank is one line on all. Torch's warning about
+    a single process is suppressed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
@@ -48,8 +52,8 @@ def explain_errors(failure: str) -> Iterator[None]:
 
 
 class CheckpointWriter(FileSystemWriter):
-    """torch's writer, whose errors say what the system said: other ranks hear only the words of an
-    exception, not its causes."""
+    """torch's writer, with the system's error in its exceptions: other ranks receive the words of
+    an exception, not its causes."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         return self._explain(super().write_data, *args, **kwargs)
@@ -65,7 +69,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 def describe_error(error: BaseException) -> str:
-    """In a line. A full disk is behind whatever torch's writer makes of it."""
+    """One line. A full disk is found behind whatever torch's writer makes of it."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _FULL:

@@ -1,5 +1,5 @@
-"""Compiles the C files of this package, once per machine and version, with the compiler that is
-there. Triton needs one too."""
+"""Compiles the C sources of this package, once per machine and version, with the compiler that is
+installed. Triton needs one too."""
 
 from __future__ import annotations
 
@@ -14,86 +14,93 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from freescale.folders import cache_folders, opened
+from freescale.folders import list_cache_folders, open_own_folder
 
 FLAGS = ("-O2", "-shared", "-fPIC")
-_SECONDS = 60.0
+SOURCES = Path(__file__).with_name("csrc")
+_SECONDS = 60.0  # that the compiler may take
 _T = TypeVar("_T")
 
 
-def compiler() -> str | None:
-    return next(
-        (
-            path
-            for name in (os.environ.get("CC"), "cc", "gcc", "clang")
-            if name and (path := shutil.which(name))
-        ),
-        None,
-    )
+def find_compiler() -> str | None:
+    """The path of the C compiler: $CC, or the first of cc, gcc and clang."""
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and (path := shutil.which(name)):
+            return path
+    return None
 
 
-def source(name: str) -> Path:
-    return Path(__file__).with_name(f"{name}.c")
+def compile_and_load(name: str, load: Callable[[str], _T]) -> tuple[_T | None, str]:
+    """Loads the compiled csrc/`name`.c from the cache, and compiles it first where it is not there.
 
+    Every folder that it may be kept in is tried: one can be full, another user's, or on a mount
+    that nothing is executed from.
 
-def loaded(name: str, load: Callable[[str], _T]) -> tuple[_T | None, str]:
-    """What `load` makes of the path of the compiled `name`.c; or None and why. Every folder that it
-    may be kept in is tried: one can be full, another user's, or on a mount that nothing is executed
-    from."""
-    found = compiler()
+    Args:
+        name: of the file that is compiled; it includes the others.
+        load: takes the path of the library; its OSError or AttributeError makes the library one
+            that this machine cannot use.
+
+    Returns:
+        (what `load` returned, ""), or (None, the reason).
+    """
+    compiler = find_compiler()
     if platform.system() != "Linux":
         return None, f"it is for Linux, not {platform.system()}"
-    if found is None:
+    if compiler is None:
         return None, "no C compiler (cc, gcc, clang or CC)"
     reasons = []
-    for folder in cache_folders():
+    for folder in list_cache_folders():
         try:
-            return _kept(name, opened(folder), found, load), ""
+            return _load_cached(name, open_own_folder(folder), compiler, load), ""
         except subprocess.CalledProcessError as error:
-            reasons.append(
-                f"{found} failed: "
-                f"{(error.stderr.decode(errors='replace').strip().splitlines() or [str(error)])[0]}"
-            )
+            lines = error.stderr.decode(errors="replace").strip().splitlines() or [str(error)]
+            reasons.append(f"{compiler} failed: {lines[0]}")
         except (OSError, AttributeError, subprocess.SubprocessError) as error:
             reasons.append(str(error))
     return None, "; ".join(dict.fromkeys(reasons))
 
 
-def _kept(name: str, folder: Path, found: str, load: Callable[[str], _T]) -> _T:
+def _load_cached(name: str, folder: Path, compiler: str, load: Callable[[str], _T]) -> _T:
     """The file's name ends with the digest of its bytes: a damaged one may take the process that
     loads it down."""
-    # homes are shared by machines
-    libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
-    key = hashlib.sha256(
-        source(name).read_bytes() + f"{platform.machine()} {libc}".encode()
-    ).hexdigest()[:16]
-    for made in sorted(folder.glob(f"{name}-{key}-*.so")):
+    stem = f"{name}-{_hash_sources()}"
+    for library in sorted(folder.glob(f"{stem}-*.so")):
         with suppress(OSError, AttributeError):
-            if made.stem.rpartition("-")[2] == _digest(made):
-                return load(str(made))
+            if library.stem.rpartition("-")[2] == _hash_file(library):
+                return load(str(library))
         with suppress(OSError):
-            made.unlink()
-    return _compile(found, source(name), folder / f"{name}-{key}", load)
+            library.unlink()
+    return _compile(compiler, SOURCES / f"{name}.c", folder / stem, load)
 
 
-def _compile(found: str, code: Path, stem: Path, load: Callable[[str], _T]) -> _T:
+def _compile(compiler: str, source: Path, stem: Path, load: Callable[[str], _T]) -> _T:
     """Several ranks may do it at once: each for itself. Only what can be loaded is kept."""
     handle, name = tempfile.mkstemp(dir=stem.parent, suffix=".so")
     os.close(handle)
-    own = Path(name)
+    library = Path(name)
     try:
         subprocess.run(
-            [found, *FLAGS, "-o", name, str(code)],
+            [compiler, *FLAGS, "-o", name, str(source)],
             check=True,
             capture_output=True,
             timeout=_SECONDS,
         )
-        made = load(name)
-        os.replace(own, stem.with_name(f"{stem.name}-{_digest(own)}.so"))
-        return made
+        loaded = load(name)
+        os.replace(library, stem.with_name(f"{stem.name}-{_hash_file(library)}.so"))
+        return loaded
     finally:
-        own.unlink(missing_ok=True)
+        library.unlink(missing_ok=True)
 
 
-def _digest(file: Path) -> str:
+def _hash_sources() -> str:
+    """Of every file that is compiled, and of the machine: several may share a home."""
+    libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
+    digest = hashlib.sha256(f"{platform.machine()} {libc}".encode())
+    for file in sorted(SOURCES.glob("*.[ch]")):
+        digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _hash_file(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]

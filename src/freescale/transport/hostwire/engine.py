@@ -1,79 +1,82 @@
-"""A channel whose transfers are carried in C (engine.c), without Python's lock: in memory that
+"""A channel whose transfers are driven in C (csrc/engine.c), without Python's lock: in memory that
 ranks of one machine share, and on streams between machines.
 
-The thread that waits carries, as with `CallerDriven`. In Python a transfer keeps the interpreter, which
-the main thread then lacks for launching kernels; here only building the call does. Where there is
-no engine (calls.py), channel.py runs.
+The thread that waits for a transfer drives it, as with `CallerDriven`. In Python a transfer keeps
+the interpreter, which the main thread then lacks for launching kernels; here only building the call
+does. Where there is no engine (bindings.py), python_channel.py runs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 from collections import deque
 from collections.abc import Sequence
 from ctypes import byref, c_int, c_int64, c_uint64, c_void_p
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from freescale.streams import current_stream, recorded
+from freescale.streams import current_stream, new_stream, record_event, record_event_on
 from freescale.transport.api import TransportError
-from freescale.transport.hostwire.calls import Calls, Driver
+from freescale.transport.hostwire.bindings import Driver, EngineLibrary, ErrorCode
 from freescale.transport.hostwire.pinned import Pinned
 from freescale.transport.hostwire.steps import LARGEST, SLOTS, URGENT_TIMES
-from freescale.transport.hostwire.wires.shared import SharedWire
-from freescale.transport.hostwire.wires.tcp import TcpWire
+from freescale.transport.hostwire.transfer import make_error
+from freescale.transport.hostwire.wires.api import EngineWire
 
-# seconds that who waits looks around before it naps; a CPU has other things to do
-_AWAKE = {"cpu": 0.0, "cuda": 0.0003}
+# seconds that a thread polls before it naps; a CPU has other things to do
+_SPIN = {"cpu": 0.0, "cuda": 0.0003}
 _REASONS = {
-    1: "the connection was closed",
-    2: "the time ran out",
-    3: "a piece of {:,} bytes came that was not expected: ranks disagree on sizes",
-    4: "the driver of the GPU refused",
-    5: "it names bytes from {:,} on, which are outside its ring",
+    ErrorCode.CLOSED: "the connection was closed",
+    ErrorCode.TIMED_OUT: "the time ran out",
+    ErrorCode.SIZE_MISMATCH: (
+        "a piece of {:,} bytes came that was not expected: ranks disagree on sizes"
+    ),
+    ErrorCode.DEVICE: "the driver of the GPU refused, error {}",
+    ErrorCode.OUTSIDE_RING: "it names bytes from {:,} on, which are outside its ring",
 }
 _PATIENCE = 2.0  # seconds that closing waits for a thread
 # bytes of pieces that share a slot: what is large leaves as soon as it is copied
 _TOGETHER = 1 << 20
 _INBOX = 1 << 20  # bytes of a slot that a stream fills before they are copied to a GPU, at most
 _INBOXES = 64 << 20  # of all of them
-_WAITING = 4  # pieces, that may wait in a stream of a slow network
+_WAITING = 4  # pieces that may wait in a stream of a slow network
+_DRIVER_CALLS = (
+    "cuMemcpyAsync",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuCtxSetCurrent",
+)
 
 
-def _driver() -> Driver:
-    """Of the current thread's context: torch's."""
+def _load_driver() -> Driver:
+    """With the current thread's context: torch's."""
     cuda = ctypes.CDLL("libcuda.so.1")
     context = c_void_p()
     if cuda.cuCtxGetCurrent(byref(context)) or not context.value:
         raise RuntimeError("there is no CUDA context in this thread")
-    names = (
-        "cuMemcpyAsync",
-        "cuEventRecord",
-        "cuEventQuery",
-        "cuEventCreate",
-        "cuEventDestroy_v2",
-        "cuCtxSetCurrent",
-    )
-    return Driver(
-        *(ctypes.cast(getattr(cuda, name), c_void_p).value for name in names), context.value
-    )
+    calls = (ctypes.cast(getattr(cuda, name), c_void_p).value for name in _DRIVER_CALLS)
+    return Driver(*calls, context.value)
 
 
 class EngineGate:
-    """As `gate.Gate`, for the channels of a rank."""
+    """As `gate.Gate`, for the engine's channels of a rank."""
 
-    def __init__(self, calls: Calls, patience: float) -> None:
-        self._calls, self.handle = calls, calls.gate_new(patience)
+    def __init__(self, library: EngineLibrary, patience: float) -> None:
+        self._library, self.handle = library, library.gate_new(patience)
 
     def __del__(self) -> None:
-        self._calls.gate_free(self.handle)
+        self._library.gate_free(self.handle)
 
 
-class Carry:
-    """One transfer. Whoever waits for it carries it, and those before it."""
+class EngineTransfer:
+    """One transfer. The thread that waits for it drives it, and those before it."""
 
     def __init__(
         self, channel: EngineChannel, number: int, kind: str, urgent: bool, kept: tuple[object, ...]
@@ -83,83 +86,104 @@ class Carry:
         self.arrived: torch.cuda.Event | None = None  # of what does not travel
 
     def wait(self) -> None:
-        """Until the result is in its place, but for what `arrived` tells of: that is so for the
-        current stream."""
-        self._channel.carry(self)
+        """Waits until what travels is in its place; what the current stream does next has the rest
+        as well. Raises TransportError."""
+        self._channel.drive_until(self)
         if self.arrived is not None:
             current_stream(self._channel.device).wait_event(self.arrived)
 
 
 class EngineChannel:
+    """A `Channel` that the engine drives.
+
+    Args:
+        library: the compiled engine.
+        rank: of this process.
+        device: of the tensors.
+        wires: to all other ranks.
+        ring: SLOTS slots, which ranks of this machine can read.
+        gate: shared by the channels of a rank.
+        piece: the largest of bulk traffic, in bytes.
+        seconds: that a peer may be silent.
+    """
+
     def __init__(
         self,
-        calls: Calls,
+        library: EngineLibrary,
         rank: int,
         device: torch.device,
-        wires: Sequence[SharedWire | TcpWire],
+        wires: Sequence[EngineWire],
         ring: Pinned,
         gate: EngineGate,
         piece: int,
         seconds: float,
     ) -> None:
-        """`ring`: SLOTS slots. `piece`: the largest, in bytes."""
         self.rank, self.device, self._seconds = rank, device, seconds
-        self._calls, self._wires, self._gate, self._ring = calls, wires, gate, ring
+        self._library, self._wires, self._gate, self._ring = library, wires, gate, ring
         self._largest = {False: piece, True: min(LARGEST, URGENT_TIMES * piece)}  # by urgency
-        rings = {peer: wire for wire in wires if isinstance(wire, SharedWire) for peer in wire.out}
-        streams = {
-            peer: stream
-            for wire in wires
-            if isinstance(wire, TcpWire)
-            for peer, stream in wire.streams.items()
+        endpoints = {
+            peer: endpoint for wire in wires for peer, endpoint in wire.endpoints().items()
         }
-        self._world = len(rings) + len(streams) + 1
-        self._under_way: deque[Carry] = deque()
+        self._world = len(endpoints) + 1
+        self._under_way: deque[EngineTransfer] = deque()
         self._error: BaseException | None = None
         self._inside = threading.Lock()  # while C has the channel: another thread may close it
         cuda = device.type == "cuda"
-        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)] if cuda else []
+        self._streams = [new_stream(device, priority=-1) for _ in range(2)] if cuda else []
         slot = ring.bytes.numel() // SLOTS
         assert not slot or self._largest[True] <= slot, (piece, slot)
         # One for each stream at least: ranks whose slots hold beginnings of others' pieces must not
         # wait for each other.
-        slots, size = (
-            2 * len(streams) if cuda else 0,
-            max(64 << 10, min(_INBOX, _INBOXES // max(1, 2 * len(streams)))),
-        )
-        self._inbox = Pinned(slots * size, device)
-        made = self._calls.channel_new(
-            *(
-                self._world,
-                rank,
-                ring.bytes.data_ptr(),
-                SLOTS,
-                slot,
-                min(_TOGETHER, slot or _TOGETHER),
-                self._inbox.bytes.data_ptr(),
-                slots,
-                size,
-            ),
-            *(gate.handle, _AWAKE[device.type], byref(_driver()) if cuda else None),
+        streams = sum(endpoint.ring is None for endpoint in endpoints.values())
+        inbox_slots = 2 * streams if cuda else 0
+        inbox_bytes = max(64 << 10, min(_INBOX, _INBOXES // max(1, 2 * streams)))
+        self._inbox = Pinned(inbox_slots * inbox_bytes, device)
+        made = library.channel_new(
+            *(self._world, rank),
+            *(ring.bytes.data_ptr(), SLOTS, slot, min(_TOGETHER, slot or _TOGETHER)),
+            *(self._inbox.bytes.data_ptr(), inbox_slots, inbox_bytes),
+            *(gate.handle, _SPIN[device.type], byref(_load_driver()) if cuda else None),
             *([stream.cuda_stream for stream in self._streams] or (None, None)),
         )
         if not made:
             raise RuntimeError("no memory, or no events of the GPU, for a channel")
         self._handle: int | None = made
-        for peer, shared in rings.items():
-            out, into = shared.out[peer].fileno(), shared.into[peer].fileno()
-            theirs = shared.rings[peer].bytes
-            assert theirs.numel() == ring.bytes.numel(), (
-                "rings are of one size: what a peer names is checked against it"
-            )
-            self._calls.peer(made, peer, out, into, theirs.data_ptr())
-        for peer, stream in streams.items():
-            self._calls.peer(made, peer, stream.fileno(), stream.fileno(), None)
-        for wire in wires:
-            # what is urgent waits for less than a few milliseconds
-            if isinstance(wire, TcpWire) and piece < LARGEST:
-                wire.limit(_WAITING // 2 * piece)  # the kernel doubles it
+        for peer, endpoint in endpoints.items():
+            theirs = None
+            if endpoint.ring is not None:
+                assert endpoint.ring.bytes.numel() == ring.bytes.numel(), (
+                    "rings are of one size: what a peer names is checked against it"
+                )
+                theirs = endpoint.ring.bytes.data_ptr()
+            sockets = endpoint.send_socket, endpoint.receive_socket
+            library.channel_set_peer(made, peer, *sockets, theirs)
+        if piece < LARGEST:  # what is urgent waits for less than a few milliseconds
+            for wire in wires:
+                wire.limit_buffers(_WAITING // 2 * piece)  # the kernel doubles it
         self._addresses, self._sizes = c_uint64 * self._world, c_int64 * self._world
+
+    def all_to_all(
+        self,
+        kind: str,
+        urgent: bool,
+        tensor: Tensor,
+        send: Sequence[int],
+        output: Tensor,
+        receive: Sequence[int],
+    ) -> EngineTransfer:
+        row = tensor.element_size() * math.prod(tensor.shape[1:])
+        out, into = _lay_out(tensor, send, row), _lay_out(output, receive, row)
+        transfer = self.submit(kind, urgent, (tensor, output), *out, *into)
+        # beside what travels, which need not wait for it
+        _select(output, receive, self.rank).copy_(_select(tensor, send, self.rank))
+        transfer.arrived = record_event_on(output.device)
+        return transfer
+
+    def all_gather(self, kind: str, urgent: bool, tensor: Tensor, output: Tensor) -> EngineTransfer:
+        size = tensor.numel() * tensor.element_size()
+        out = [tensor.data_ptr()] * self._world, [size] * self._world
+        into = _lay_out(output, [1] * self._world, size)
+        return self.submit(kind, urgent, (tensor, output), *out, *into)
 
     def submit(
         self,
@@ -170,70 +194,79 @@ class EngineChannel:
         out_sizes: Sequence[int],
         into: Sequence[int],
         into_sizes: Sequence[int],
-    ) -> Carry:
-        """Addresses and sizes in bytes, by rank, inside `tensors`: what is sent and what is
-        received into."""
+    ) -> EngineTransfer:
+        """Starts a transfer.
+
+        Args:
+            kind: of traffic, for messages.
+            urgent: bulk gives way to it.
+            tensors: what is sent, what is received into.
+            out, out_sizes: [world], addresses inside the first and bytes, by rank.
+            into, into_sizes: the same inside the second.
+
+        Raises:
+            TransportError: the channel failed or was closed.
+        """
         if self._error is not None:
             raise self._error
-        host = tensors[0].device.type == "cpu"
-        begun = None if host else recorded()
-        event = None if begun is None else begun.cuda_event
+        on_host = tensors[0].device.type == "cpu"
+        inputs_ready = None if on_host else record_event()
+        event = None if inputs_ready is None else inputs_ready.cuda_event
         arrays = (
             self._addresses(*out),
             self._sizes(*out_sizes),
             self._addresses(*into),
             self._sizes(*into_sizes),
         )
-        arguments = (self._handle, urgent, host, event, self._largest[urgent], *arrays)
-        while (number := self._submitted(arguments)) < 0:
-            self.carry(self._under_way[0])
-        carry = Carry(self, number, kind, urgent, (*tensors, begun))
-        self._under_way.append(carry)
-        return carry
+        arguments = (urgent, on_host, event, self._largest[urgent], *arrays)
+        while (number := self._try_submit(arguments)) < 0:
+            self.drive_until(self._under_way[0])
+        transfer = EngineTransfer(self, number, kind, urgent, (*tensors, inputs_ready))
+        self._under_way.append(transfer)
+        return transfer
 
-    def _submitted(self, arguments: tuple[object, ...]) -> int:
-        """Its number; -1 if there are too many."""
+    def _try_submit(self, arguments: tuple[object, ...]) -> int:
+        """The transfer's number; -1 if too many are under way."""
         with self._inside:
             if self._handle is None:
                 raise self._error or TransportError(f"rank {self.rank}: this transport was closed")
-            return self._calls.submit(*arguments)
+            return int(self._library.channel_submit(self._handle, *arguments))
 
-    def carry(self, last: Carry) -> None:
+    def drive_until(self, last: EngineTransfer) -> None:
+        """Drives all transfers up to `last`, in this thread. Raises TransportError."""
         with self._inside:
             if (
                 self._error is None
                 and self._handle is not None
-                and self._calls.until(self._handle, last.number, self._seconds)
+                and self._library.channel_wait(self._handle, last.number, self._seconds)
             ):
                 self._fail(last)
-            while self._handle is not None and self._under_way and self._done(self._under_way[0]):
+            while self._under_way and self._is_done(self._under_way[0]):
                 self._under_way.popleft().kept = ()
-            if self._error is not None and (self._handle is None or not self._done(last)):
+            if self._error is not None and not self._is_done(last):
                 raise self._error
 
-    def _done(self, carry: Carry) -> bool:
-        return bool(self._calls.done(self._handle, carry.number))
+    def _is_done(self, transfer: EngineTransfer) -> bool:
+        if self._handle is None:
+            return False
+        return bool(self._library.channel_is_done(self._handle, transfer.number))
 
-    def _fail(self, last: Carry) -> None:
+    def _fail(self, last: EngineTransfer) -> None:
         peer, cause = c_int(), c_int64()
-        code = self._calls.error(self._handle, byref(peer), byref(cause))
+        code = ErrorCode(self._library.channel_error(self._handle, byref(peer), byref(cause)))
         reason = _REASONS[code].format(cause.value)
-        if code == 4 or (code == 1 and cause.value):
-            reason += f", {os.strerror(cause.value)}" if code == 1 else f", error {cause.value}"
-        what = f"{'urgent' if last.urgent else 'bulk'} exchange of {last.kind} failed"
-        left = self._calls.left(self._handle)
-        self._error = TransportError(
-            f"rank {self.rank}: {what}: rank {peer.value} died or fell silent, {left:,} bytes "
-            f"outstanding ({reason})"
-        )
+        if code == ErrorCode.CLOSED and cause.value:
+            reason += f", {os.strerror(cause.value)}"
+        left = self._library.channel_bytes_left(self._handle)
+        self._error = make_error(self.rank, last.kind, last.urgent, peer.value, left, reason)
         self._hang_up()  # whoever waits for this rank hears of it
 
     def close(self) -> bool:
-        """Whether nobody uses its wires and memory any more: a thread that waits for a transfer is
+        """Whether no thread uses its wires and memory any more: one that waits for a transfer is
         told to leave."""
         if self._handle is None:
             return True
-        self._calls.stop(self._handle)
+        self._library.channel_stop(self._handle)
         self._hang_up()
         if not self._inside.acquire(timeout=_PATIENCE):
             return False
@@ -242,7 +275,7 @@ class EngineChannel:
                 stream.synchronize()
             if self._error is None:
                 self._error = TransportError(f"rank {self.rank}: this transport was closed")
-            self._calls.channel_free(self._handle)
+            self._library.channel_free(self._handle)
             self._handle = None
             self._inbox.close()
         finally:
@@ -252,3 +285,14 @@ class EngineChannel:
     def _hang_up(self) -> None:
         for wire in self._wires:
             wire.hang_up()
+
+
+def _lay_out(tensor: Tensor, sizes: Sequence[int], row: int) -> tuple[list[int], list[int]]:
+    """Addresses and bytes of each part of the first dimension, whose rows have `row` bytes."""
+    bytes_ = [size * row for size in sizes]
+    return list(accumulate(bytes_[:-1], initial=tensor.data_ptr())), bytes_
+
+
+def _select(tensor: Tensor, sizes: Sequence[int], rank: int) -> Tensor:
+    """The rank's part of the first dimension."""
+    return tensor.narrow(0, sum(sizes[:rank]), sizes[rank])

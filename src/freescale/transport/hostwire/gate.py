@@ -1,5 +1,5 @@
-"""Urgent overtakes bulk: between two pieces, bulk traffic of this rank gives way to what is
-urgent."""
+"""Urgent overtakes bulk: between two pieces, bulk traffic of this rank gives way to what is urgent.
+csrc/gate.h does the same for channels of the engine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class Gate:
         self._moved = 0.0  # when the last of their pieces did
 
     def begin(self) -> None:
+        """An urgent transfer begins to move; `end` follows once."""
         with self._condition:
             self._urgent += 1
             self._moved = time.monotonic()
 
-    def moved(self) -> None:
+    def note_movement(self) -> None:
         self._moved = time.monotonic()
 
     def end(self) -> None:
@@ -29,13 +30,13 @@ class Gate:
             self._urgent -= 1
             self._condition.notify_all()
 
-    def open(self) -> bool:
-        """Bulk need not give way now."""
+    def is_open(self) -> bool:
+        """Whether bulk need not give way now."""
         return not self._urgent or self._moved + self.patience <= time.monotonic()
 
     def give_way(self) -> None:
-        """Never for good: an urgent transfer may itself wait for a rank that waits for this
-        bulk."""
+        """Waits until the gate is open. Never for good: an urgent transfer may itself wait for a
+        rank that waits for this bulk."""
         if not self._urgent:
             return
         with self._condition:

@@ -4,41 +4,64 @@ collective; if it fails on one rank, it fails on all."""
 from __future__ import annotations
 
 import os
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from freescale.transport.api import TransportError
-from freescale.transport.hostwire.calls import lacking
-from freescale.transport.hostwire.pinned import Pinned, shared_file
+from freescale.transport.descriptors import LINES
+from freescale.transport.hostwire.bindings import explain_missing_engine
+from freescale.transport.hostwire.pinned import Pinned, create_shared_file
 from freescale.transport.hostwire.steps import LARGEST, SLOTS
-from freescale.transport.hostwire.wires.gloo import GlooWire, Wire
-from freescale.transport.hostwire.wires.shared import SharedWire, machine
+from freescale.transport.hostwire.wires.api import EngineWire, NetworkWire, PieceWire, Wire
+from freescale.transport.hostwire.wires.gloo import GlooWire
 from freescale.transport.hostwire.wires.shared import connect as connect_shared
-from freescale.transport.hostwire.wires.tcp import TcpWire
+from freescale.transport.hostwire.wires.shared import identify_machine
 from freescale.transport.hostwire.wires.tcp import connect as connect_tcp
 from freescale.transport.process_group import ProcessGroupTransport
 
-_SMALLEST = 64 << 10
-_PROBE, _PROBES = 256 << 10, 4
-_LINES = {"cpu": 1, "cuda": 3}  # groups of gloo that a channel takes in turn
-AnyWire = Wire | TcpWire
+_SMALLEST = 64 << 10  # bytes of a piece
+_PROBE, _PROBES = 256 << 10, 4  # bytes, times
 
 
 @dataclass
-class Opened:
-    ring: Pinned  # what the wires send from
-    wires: list[AnyWire]
-    routes: list[AnyWire]  # by rank
+class Wires:
+    """The wires of a channel.
+
+    Attributes:
+        ring: what the wires send from.
+        all: every wire once.
+        routes: [world], the wire to each rank; empty for a single rank.
+        network: the one between machines, on all ranks or on none.
+    """
+
+    ring: Pinned
+    all: list[Wire]
+    routes: list[Wire]
+    network: NetworkWire | None
+
+    def for_engine(self) -> list[EngineWire]:
+        """All wires if the engine can drive every one of them, otherwise none."""
+        wires = [wire for wire in self.all if isinstance(wire, EngineWire)]
+        return wires if len(wires) == len(self.all) else []
+
+    def for_python(self) -> list[PieceWire]:
+        """The routes, where Python can drive them."""
+        return [route for route in self.routes if isinstance(route, PieceWire)]
+
+    def close(self) -> None:
+        """When no thread uses them any more."""
+        for wire in self.all:
+            wire.close()
+            wire.release()
+        self.ring.close()
 
 
-def same_machine(meeting: ProcessGroupTransport) -> list[int]:
+def find_neighbours(meeting: ProcessGroupTransport) -> list[int]:
     """The other ranks that this one can share memory with."""
-    machines = meeting.gather_bytes(machine())
+    machines = meeting.gather_bytes(identify_machine())
     return [
         rank
         for rank in range(meeting.world)
@@ -48,62 +71,70 @@ def same_machine(meeting: ProcessGroupTransport) -> list[int]:
 
 def open_wires(
     meeting: ProcessGroupTransport, wire: str, neighbours: list[int], timeout: timedelta
-) -> Opened:
-    """`neighbours`: ranks to share memory with. `wire`, to the others: gloo, tcp or ucx. If it
-    fails it closes what it opened."""
+) -> Wires:
+    """Connects a channel's ranks. If it fails it closes what it opened.
+
+    Args:
+        meeting: connects the ranks already.
+        wire: to ranks of other machines: gloo, tcp or ucx.
+        neighbours: ranks to share memory with.
+        timeout: of connecting.
+
+    Raises:
+        TransportError: on all ranks.
+    """
+    rank, world, device = meeting.rank, meeting.world, meeting.device
+    elsewhere = [peer for peer in range(world) if peer != rank and peer not in neighbours]
     with ExitStack() as always, ExitStack() as failed:
-        rank, world, device, seconds = (
-            meeting.rank,
-            meeting.world,
-            meeting.device,
-            timeout.total_seconds(),
-        )
-        elsewhere = [peer for peer in range(world) if peer != rank and peer not in neighbours]
         error, file = "", None
         try:
             if neighbours:
-                file = shared_file(SLOTS * LARGEST)
+                file = create_shared_file(SLOTS * LARGEST)
                 always.callback(os.close, file)
-            ring = Pinned(
-                SLOTS * LARGEST if neighbours or device.type == "cuda" and elsewhere else 0,
-                device,
-                file,
-            )
+            needs_ring = bool(neighbours) or (device.type == "cuda" and bool(elsewhere))
+            ring = Pinned(SLOTS * LARGEST if needs_ring else 0, device, file)
             failed.callback(ring.close)
         except (RuntimeError, OSError) as caught:
-            error = _said(caught)
-        _all_well(meeting, error, "memory that copy engines reach")
-        wires: list[AnyWire] = []
-        routes: list[AnyWire | None] = [None] * world
+            error = _describe(caught)
+        _raise_if_any_failed(meeting, error, "memory that copy engines reach")
+        wires: list[Wire] = []
+        routes: dict[int, Wire] = {}
         if any(meeting.gather_bytes(b"y" * len(neighbours))):
             try:
                 shared = connect_shared(
-                    rank, neighbours, ring, file or 0, device, meeting.gather_bytes, seconds
+                    rank,
+                    neighbours,
+                    ring,
+                    file or 0,
+                    device,
+                    meeting.gather_bytes,
+                    timeout.total_seconds(),
                 )
                 failed.callback(shared.release)
                 failed.callback(shared.close)
                 wires.append(shared)
+                routes |= dict.fromkeys(neighbours, shared)
             except (RuntimeError, OSError) as caught:
-                error = _said(caught)
-            _all_well(meeting, error, "shared memory of one machine")
-            for peer in neighbours:
-                routes[peer] = wires[0]
+                error = _describe(caught)
+            _raise_if_any_failed(meeting, error, "shared memory of one machine")
+        network: NetworkWire | None = None
         if any(meeting.gather_bytes(b"y" if elsewhere else b"")):
-            wires.append(_across(meeting, wire, elsewhere, timeout))
-            routes = [route if route is not None else wires[-1] for route in routes]
+            network = _open_network_wire(meeting, wire, elsewhere, timeout)
+            wires.append(network)
         failed.pop_all()
-        return Opened(
+        return Wires(
             ring,
             wires,
-            [route if route is not None else wires[0] for route in routes] if wires else [],
+            [routes.get(peer, wires[-1]) for peer in range(world)] if wires else [],
+            network,
         )
 
 
-def _said(caught: BaseException) -> str:
+def _describe(caught: BaseException) -> str:
     return str(caught) or type(caught).__name__
 
 
-def _all_well(meeting: ProcessGroupTransport, error: str, what: str) -> None:
+def _raise_if_any_failed(meeting: ProcessGroupTransport, error: str, what: str) -> None:
     for rank, text in enumerate(meeting.gather_bytes(error.encode())):
         if text:
             raise TransportError(
@@ -111,71 +142,68 @@ def _all_well(meeting: ProcessGroupTransport, error: str, what: str) -> None:
             )
 
 
-def _across(
+def _open_network_wire(
     meeting: ProcessGroupTransport, wire: str, peers: list[int], timeout: timedelta
-) -> AnyWire:
+) -> NetworkWire:
     if wire == "ucx":
         from freescale.transport.hostwire.wires.ucx import UcxWire
 
         return UcxWire(meeting.rank, meeting.world, meeting.gather_bytes)
     if wire == "tcp":
-        why = lacking()
-        _all_well(meeting, why and f"{why}; hostwire-gloo needs none", "its engine for streams")
+        why = explain_missing_engine()
+        advice = why and f"{why}; hostwire-gloo needs none"
+        _raise_if_any_failed(meeting, advice, "its engine for streams")
         error = ""
         try:
             made = connect_tcp(
                 meeting.rank, peers, meeting.gather_bytes, timeout.total_seconds() / 2
             )
         except (OSError, ValueError) as caught:
-            error = _said(caught)
-        _all_well(meeting, error, "TCP connections")
+            error = _describe(caught)
+        _raise_if_any_failed(meeting, error, "TCP connections")
         return made
     ranks = dist.get_process_group_ranks(meeting.group)
     return GlooWire(
         [
             dist.new_group(ranks, timeout=timeout, backend="gloo")
-            for _ in range(_LINES[meeting.device.type])
+            for _ in range(LINES[meeting.device.type])
         ]
     )
 
 
-def network_piece(
-    meeting: ProcessGroupTransport, routes: list[AnyWire], piece_seconds: float, timeout: float
+def measure_piece(
+    meeting: ProcessGroupTransport, wires: Wires, piece_seconds: float, timeout: float
 ) -> tuple[int, float]:
-    """(bytes that the slowest pair moves in `piece_seconds`, seconds that it takes for a byte),
-    measured once; between ranks of one machine the largest piece, and 0."""
+    """Measures the network once.
+
+    Args:
+        meeting: connects the ranks.
+        wires: of the channel.
+        piece_seconds: that a piece may take.
+        timeout: seconds.
+
+    Returns:
+        (bytes that the slowest pair of ranks moves in `piece_seconds`, seconds that it takes for a
+        byte); between ranks of one machine the largest piece, and 0.
+    """
     took, error = 0.0, ""
-    if any(not isinstance(route, SharedWire) for route in routes):
+    if wires.network is not None:
+        # To the next rank and from the one before, where they are elsewhere: of each pair of ranks
+        # both or neither take part.
+        after, before = (
+            peer if wires.routes[peer] is wires.network else None
+            for peer in ((meeting.rank + 1) % meeting.world, (meeting.rank - 1) % meeting.world)
+        )
+        probe, limit = wires.network.probe, timeout / 2
         try:
-            _probe(meeting, routes, _PROBE // 4, timeout / 2)  # opens connections
+            probe(after, before, _PROBE // 4, limit)  # opens connections
             # a busy machine is not a slow network
-            took = min(_probe(meeting, routes, _PROBE, timeout / 2) for _ in range(_PROBES))
+            took = min(probe(after, before, _PROBE, limit) for _ in range(_PROBES))
         except (OSError, RuntimeError) as caught:
-            error = _said(caught)
-        _all_well(meeting, error, "an answer of the ranks beside each")
+            error = _describe(caught)
+        _raise_if_any_failed(meeting, error, "an answer of the ranks beside each")
     slowest = max(float(text) for text in meeting.gather_bytes(str(took).encode()))
     if not slowest:
         return LARGEST, 0.0
-    return max(
-        _SMALLEST, min(LARGEST, 1 << int(_PROBE / slowest * piece_seconds).bit_length() - 1)
-    ), slowest / _PROBE
-
-
-def _probe(
-    meeting: ProcessGroupTransport, routes: list[AnyWire], size: int, seconds: float
-) -> float:
-    """To the next rank and from the one before, where they are elsewhere: for each pair of ranks
-    both or neither take part."""
-    after, before = (meeting.rank + 1) % meeting.world, (meeting.rank - 1) % meeting.world
-    to, of = (None if isinstance(routes[peer], SharedWire) else peer for peer in (after, before))
-    (across,) = {id(route): route for route in routes if not isinstance(route, SharedWire)}.values()
-    if isinstance(across, TcpWire):
-        return across.probe(to, of, size, seconds)
-    out, into = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-    begin = time.perf_counter()
-    arriving = across.expect(of, size, into) if of is not None else None
-    sending = across.send(to, out) if to is not None else None
-    for waited in (arriving, sending):
-        if waited is not None:
-            waited.wait(seconds)
-    return time.perf_counter() - begin
+    fitting = 1 << int(_PROBE / slowest * piece_seconds).bit_length() - 1
+    return max(_SMALLEST, min(LARGEST, fitting)), slowest / _PROBE

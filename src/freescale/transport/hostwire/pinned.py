@@ -7,17 +7,23 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
 class Pinned:
-    """`size` bytes, pinned where a GPU copies from or to them. With `file`, memory that other
-    processes of this machine can map."""
+    """`size` bytes of the host, as a tensor `bytes` [size]; pinned where `device` is a GPU, which
+    copies from or to them. With `file`, a descriptor, memory that other processes of this machine
+    can map.
+
+    Raises:
+        RuntimeError, OSError: the memory cannot be had, or not be pinned.
+    """
 
     def __init__(self, size: int, device: torch.device, file: int | None = None) -> None:
-        self._unpin: Callable[[], object] = _nothing
+        self._unpin: Callable[[], object] = _do_nothing
         self._map: mmap.mmap | None = None
         if file is None:
             self.bytes: Tensor = torch.empty(
@@ -27,7 +33,7 @@ class Pinned:
         self._map = mmap.mmap(file, size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         if device.type == "cuda":
-            status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
+            status = _load_cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
             if int(status) != 0:
                 raise RuntimeError(
                     f"the driver does not pin {size:,} bytes of shared memory "
@@ -36,12 +42,12 @@ class Pinned:
             # Also if nobody closes it: memory that goes while the driver has it pinned takes later
             # allocations down with it.
             self._unpin = unpin = weakref.finalize(
-                self, torch.cuda.cudart().cudaHostUnregister, self.bytes.data_ptr()
+                self, _load_cudart().cudaHostUnregister, self.bytes.data_ptr()
             )
             unpin.atexit = False  # a process that ends takes it along
 
     def close(self) -> None:
-        """Nobody copies any more."""
+        """Unpins and unmaps it, once nobody copies any more."""
         self._unpin()
         self.bytes = torch.empty(0, dtype=torch.uint8)
         if self._map is not None:
@@ -50,9 +56,10 @@ class Pinned:
             self._map = None
 
 
-def shared_file(size: int) -> int:
-    """A file without a name, in memory: whoever gets its descriptor can map it, and it goes with
-    the last of them. Its size is final: who has mapped it is not left with memory that is gone."""
+def create_shared_file(size: int) -> int:
+    """Creates a file without a name, in memory, and returns its descriptor: whoever gets it can map
+    the file, which goes with the last of them. Its size is final: a process that has mapped it is
+    never left with memory that is gone."""
     import fcntl  # not on Windows, where ranks talk otherwise
 
     file = os.memfd_create("freescale", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -63,5 +70,9 @@ def shared_file(size: int) -> int:
     return file
 
 
-def _nothing() -> None:
+def _load_cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _do_nothing() -> None:
     pass

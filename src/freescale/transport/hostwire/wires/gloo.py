@@ -1,53 +1,13 @@
-"""Wires: pieces of host memory go from rank to rank, below hostwire. Over gloo here; shared memory
-and UCX have their own files, and so have TCP streams, which only engine.c carries.
-
-Between two ranks pieces arrive in the order in which they were sent, and both sides know their
-sizes. A piece leaves when its receiver expects it: what is expected bounds what is on the way, and
-what is urgent need not queue behind more than that.
-"""
+"""The wire over torch's gloo."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
-
-class Sending(Protocol):
-    def ready(self) -> bool:
-        """`wait` returns at once. False where that is not known."""
-
-    def wait(self, seconds: float) -> Tensor | None:
-        """Until the memory that was sent may be written again. Raises RuntimeError or OSError if
-        the peer is gone, or late."""
-
-
-class Arriving(Protocol):
-    def ready(self) -> bool:
-        """`wait` returns at once. False where that is not known."""
-
-    def wait(self, seconds: float) -> Tensor:
-        """The bytes that came, in host memory. Raises as `Sending.wait` does."""
-
-    def free(self) -> None:
-        """They have been read."""
-
-
-class Wire(Protocol):
-    path: str  # what the ledger calls it
-    # sends from, and receives into, any host memory; otherwise only from the channel's ring
-    direct: bool
-
-    def send(self, peer: int, piece: Tensor) -> Sending:
-        """piece: bytes [n] of the channel's ring or, if `direct`, of any host memory."""
-
-    def expect(self, peer: int, size: int, into: Tensor | None) -> Arriving:
-        """The next piece of that peer; `into` [size] is given if `direct`."""
-
-    def close(self) -> None:
-        """Whoever waits for this rank hears of it."""
+from freescale.transport.hostwire.wires.api import probe_pieces
 
 
 class _Work:
@@ -89,5 +49,11 @@ class GlooWire:
         self._expected[peer] += 1
         return _Work(dist.irecv(into, group=group, group_src=peer), into)
 
+    def probe(self, after: int | None, before: int | None, size: int, seconds: float) -> float:
+        return probe_pieces(self, after, before, size, seconds)
+
     def close(self) -> None:
+        pass
+
+    def release(self) -> None:
         pass

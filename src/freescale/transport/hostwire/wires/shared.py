@@ -22,17 +22,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from freescale.transport.hostwire.greeting import heard
 from freescale.transport.hostwire.pinned import Pinned
+from freescale.transport.hostwire.wires.api import Endpoint
+from freescale.transport.hostwire.wires.greeting import accept_callers
 
 PIECE = struct.Struct("<QQ")  # where it begins in the ring, its size
 READ = b"."  # a piece was read
 _HELLO = struct.Struct("<IQ")  # rank, size of its ring
 
 
-def machine() -> bytes:
-    """Equal on ranks that can share memory: one kernel, one network (of namespaces, each is a host
-    of its own)."""
+def identify_machine() -> bytes:
+    """A name that is equal on ranks that can share memory: one kernel, one network (a network
+    namespace counts as a machine of its own)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}".encode()
@@ -51,7 +52,7 @@ class _Sending:
         if wire.read[peer] < self._goal:
             with suppress(BlockingIOError):
                 wire.out[peer].settimeout(0)
-                answers = wire.out[peer].recv(wire.unread(peer))
+                answers = wire.out[peer].recv(wire.count_unread(peer))
                 wire.read[peer] += len(answers)
                 if not answers:
                     return True  # the peer has closed: the wait says so
@@ -61,7 +62,7 @@ class _Sending:
         wire, peer = self._wire, self._peer
         while wire.read[peer] < self._goal:  # pieces are read in the order in which they were sent
             wire.read[peer] += len(
-                _some(wire.out[peer], wire.unread(peer), time.monotonic() + seconds)
+                _receive_some(wire.out[peer], wire.count_unread(peer), time.monotonic() + seconds)
             )
 
 
@@ -75,7 +76,9 @@ class _Arriving:
         return bool(waiting.poll(0))
 
     def wait(self, seconds: float) -> Tensor:
-        begin, size = PIECE.unpack(_exactly(self._wire.into[self._peer], PIECE.size, seconds))
+        begin, size = PIECE.unpack(
+            _receive_exactly(self._wire.into[self._peer], PIECE.size, seconds)
+        )
         if size != self._size:
             raise RuntimeError(
                 f"a piece of {size:,} bytes came where {self._size:,} were "
@@ -106,13 +109,13 @@ class SharedWire:
         out: Mapping[int, socket.socket],
         into: Mapping[int, socket.socket],
         rings: Mapping[int, Pinned],
-    ):
+    ) -> None:
         self._ring, self.out, self.into, self.rings = ring, out, into, rings
         # pieces, by this rank and by the peer
         self.sent = dict.fromkeys(out, 0)
         self.read = dict.fromkeys(out, 0)
 
-    def unread(self, peer: int) -> int:
+    def count_unread(self, peer: int) -> int:
         """Pieces that it may still answer: what it says beyond them is not heard."""
         return self.sent[peer] - self.read[peer]
 
@@ -125,8 +128,16 @@ class SharedWire:
     def expect(self, peer: int, size: int, into: Tensor | None) -> _Arriving:
         return _Arriving(self, peer, size)
 
+    def endpoints(self) -> dict[int, Endpoint]:
+        return {
+            peer: Endpoint(self.out[peer].fileno(), self.into[peer].fileno(), self.rings[peer])
+            for peer in self.out
+        }
+
+    def limit_buffers(self, size: int) -> None:
+        """Sockets carry only messages about pieces."""
+
     def hang_up(self) -> None:
-        """Wakes whoever waits, here and there."""
         for connection in (*self.out.values(), *self.into.values()):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -137,7 +148,6 @@ class SharedWire:
             connection.close()
 
     def release(self) -> None:
-        """The peers' memory; after the threads have ended."""
         for ring in self.rings.values():
             ring.close()
 
@@ -151,8 +161,20 @@ def connect(
     gather: Callable[[bytes], list[bytes]],
     seconds: float,
 ) -> SharedWire:
-    """A collective of all ranks, `peers` or not: `gather` exchanges addresses among all of them.
-    `file` holds the ring."""
+    """Connects the ranks of one machine. A collective of all ranks.
+
+    Args:
+        rank: of this process.
+        peers: the other ranks of this machine.
+        ring: this rank's.
+        file: descriptor of the ring's memory.
+        device: whose copy engines read the peers' rings.
+        gather: exchanges addresses among all ranks, as `Transport.gather_bytes` does.
+        seconds: that peers may take.
+
+    Raises:
+        OSError: a peer did not call, or there is no socket.
+    """
     with ExitStack() as always, ExitStack() as failed:
         listener = always.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         # abstract: leaves nothing behind
@@ -175,7 +197,11 @@ def connect(
         into: dict[int, socket.socket] = {}
         rings: dict[int, Pinned] = {}
         callers = always.enter_context(
-            closing(heard(listener, _HELLO.size, len(peers), time.monotonic() + seconds, _is_ours))
+            closing(
+                accept_callers(
+                    listener, _HELLO.size, len(peers), time.monotonic() + seconds, _is_ours
+                )
+            )
         )
         while len(into) < len(peers):
             try:
@@ -228,7 +254,7 @@ def _is_ours(connection: socket.socket) -> bool:
     return user in (os.getuid(), 0)
 
 
-def _some(connection: socket.socket, size: int, end: float) -> bytes:
+def _receive_some(connection: socket.socket, size: int, end: float) -> bytes:
     connection.settimeout(max(0.001, end - time.monotonic()))
     part = connection.recv(size)
     if not part:
@@ -236,8 +262,8 @@ def _some(connection: socket.socket, size: int, end: float) -> bytes:
     return part
 
 
-def _exactly(connection: socket.socket, size: int, seconds: float) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int, seconds: float) -> bytes:
     data, end = b"", time.monotonic() + seconds
     while len(data) < size:
-        data += _some(connection, size - len(data), end)
+        data += _receive_some(connection, size - len(data), end)
     return data

@@ -1,4 +1,4 @@
-"""Streams between machines, carried by engine.c: a TCP connection for every pair of ranks.
+"""Streams between machines, which only the engine drives: a TCP connection for every pair of ranks.
 
 A connection is taken for a rank's only if it brings the token that this rank gave out over the
 control group.
@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 
-from freescale.transport.hostwire.greeting import heard
+from freescale.transport.hostwire.wires.api import Endpoint
+from freescale.transport.hostwire.wires.greeting import accept_callers
 
 _HELLO = struct.Struct("<16sI")  # token of who is called, rank of who calls
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # as for gloo, whose control traffic goes the same way
@@ -32,15 +33,17 @@ class TcpWire:
     def __init__(self, streams: Mapping[int, socket.socket]) -> None:
         self.streams = streams
 
-    def limit(self, size: int) -> None:
-        """Bytes that wait in a stream, about: what is urgent on another queues behind them on the
-        network."""
+    def endpoints(self) -> dict[int, Endpoint]:
+        return {
+            peer: Endpoint(stream.fileno(), stream.fileno())
+            for peer, stream in self.streams.items()
+        }
+
+    def limit_buffers(self, size: int) -> None:
         for stream in self.streams.values():
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
 
     def probe(self, after: int | None, before: int | None, size: int, seconds: float) -> float:
-        """How long `size` bytes take to rank `after` while as many come from `before`. These ranks
-        probe too."""
         begin = time.perf_counter()
         out, left = (
             memoryview(bytes(size if after is not None else 0)),
@@ -69,7 +72,6 @@ class TcpWire:
         return time.perf_counter() - begin
 
     def hang_up(self) -> None:
-        """Wakes whoever waits, here and there."""
         for stream in self.streams.values():
             with suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
@@ -79,10 +81,13 @@ class TcpWire:
         for stream in self.streams.values():
             stream.close()
 
+    def release(self) -> None:
+        pass
 
-def own_address() -> str:
-    """By which other machines reach this one: of the interface that GLOO_SOCKET_IFNAME names, or of
-    the way to MASTER_ADDR."""
+
+def find_own_address() -> str:
+    """The address by which other machines reach this one: of the interface that GLOO_SOCKET_IFNAME
+    names, or of the way to MASTER_ADDR."""
     if name := os.environ.get(_INTERFACE, "").split(",")[0]:
         import fcntl
 
@@ -100,12 +105,12 @@ def own_address() -> str:
     ):
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
             asking.connect(where)  # sends nothing
-            return asking.getsockname()[0]
+            return str(asking.getsockname()[0])
     return "127.0.0.1"
 
 
-def listening() -> socket.socket:
-    address = own_address()
+def open_listener() -> socket.socket:
+    address = find_own_address()
     listener = socket.socket(
         socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM
     )
@@ -121,11 +126,21 @@ def listening() -> socket.socket:
 def connect(
     rank: int, peers: list[int], gather: Callable[[bytes], list[bytes]], seconds: float
 ) -> TcpWire:
-    """A collective of all ranks, whatever their `peers`: `gather` exchanges addresses. The lower
-    rank of a pair calls."""
+    """Connects ranks of different machines. A collective of all ranks; the lower one of a pair
+    calls.
+
+    Args:
+        rank: of this process.
+        peers: ranks to connect to.
+        gather: exchanges addresses among all ranks, as `Transport.gather_bytes` does.
+        seconds: that peers may take.
+
+    Raises:
+        OSError: a peer cannot be reached, or did not call.
+    """
     token, end = secrets.token_bytes(16), time.monotonic() + seconds
     try:
-        listener = listening()
+        listener = open_listener()
     except OSError as error:
         gather(_REFUSED + str(error).encode())  # the others wait for it
         raise
@@ -143,7 +158,7 @@ def connect(
             where, number, key = called[peer]
             try:
                 streams[peer] = failed.enter_context(
-                    socket.create_connection((where, int(number)), _left(end))
+                    socket.create_connection((where, int(number)), _seconds_left(end))
                 )
             except OSError as error:
                 raise OSError(
@@ -151,7 +166,7 @@ def connect(
                     f"({_INTERFACE} names an interface): {error}"
                 ) from error
             streams[peer].sendall(_HELLO.pack(bytes.fromhex(key), rank))
-        for peer, stream in _callers(
+        for peer, stream in _accept_peers(
             listener,
             token,
             {peer for peer in peers if peer < rank},
@@ -170,13 +185,13 @@ def connect(
     return TcpWire(streams)
 
 
-def _callers(
+def _accept_peers(
     listener: socket.socket, token: bytes, awaited: set[int], end: float, where: str
 ) -> Iterator[tuple[int, socket.socket]]:
-    """The ranks that are awaited, as they call: they bring the token, once."""
+    """Yields the ranks that are awaited, as they call: each brings the token, once."""
     if not awaited:
         return
-    with closing(heard(listener, _HELLO.size, len(awaited), end)) as callers:
+    with closing(accept_callers(listener, _HELLO.size, len(awaited), end)) as callers:
         try:
             for caller in callers:
                 given, peer = _HELLO.unpack(caller.hello)
@@ -192,5 +207,5 @@ def _callers(
             raise TimeoutError(f"ranks {sorted(awaited)} did not call {where}") from None
 
 
-def _left(end: float) -> float:
+def _seconds_left(end: float) -> float:
     return max(0.001, end - time.monotonic())

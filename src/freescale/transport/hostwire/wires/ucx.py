@@ -1,10 +1,10 @@
 """The wire over UCX (by ucxx): sockets, shared memory or RDMA, whatever UCX finds and its own
 UCX_TLS allows.
 
-One thread owns what is UCX's: it posts what others ask for, moves it, wakes who waits for it, and
-sleeps when nothing moves. A peer is gone when its connection breaks (shared memory has none), when
-its process ends (seen on the same machine) or when it says goodbye, which `close` does. Else it is
-silent, and `wait` has its limit.
+One thread owns UCX's objects: it posts what other threads submit, makes progress, wakes threads
+that wait, and sleeps when nothing moves. A peer is gone when its connection breaks (shared memory
+has none), when its process ends (seen on the same machine) or when it says goodbye, which `close`
+does. Otherwise it is silent, and `wait` has its limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from freescale.transport.api import TransportError
-from freescale.transport.hostwire.wires.shared import machine
+from freescale.transport.hostwire.wires.api import probe_pieces
+from freescale.transport.hostwire.wires.shared import identify_machine
 
 # Unless the user's UCX_... say otherwise. Pieces from 16 KB leave when they are expected. One rail:
 # a goodbye must not overtake a piece. No CUDA: only host memory is sent, and UCX would ask the
@@ -39,7 +40,7 @@ _SETTINGS = {
 # transports that have no connection which could break
 _MEMORY = {"self", "sysv", "posix", "cma", "xpmem", "knem"}
 _HELLO, _GOODBYE = 1, 2
-_LEFT = "it closed its wire"
+_CLOSED = "it closed its wire"
 _PATIENCE = 0.5  # seconds that a rank which closes waits for the others to answer
 
 
@@ -68,11 +69,12 @@ class _Piece:
 
 
 class UcxWire:
+    """A wire to all ranks. A collective to make: `gather` exchanges addresses, as
+    `Transport.gather_bytes` does. Raises TransportError on all ranks if UCX fails on one."""
+
     direct = True
 
     def __init__(self, rank: int, world: int, gather: Callable[[bytes], list[bytes]]) -> None:
-        """A collective of all ranks: `gather` exchanges addresses. If UCX fails on one, all say
-        so."""
         self._rank, self._world = rank, world
         failure, address = "", b""
         try:
@@ -88,7 +90,7 @@ class UcxWire:
             address = self._worker.address.tobytes()
         except Exception as error:
             failure = str(error) or type(error).__name__
-        _all_well(gather, failure)
+        _raise_if_any_failed(gather, failure)
         found = {
             line.split()[-1].split("/")[0]
             for line in context.info.splitlines()
@@ -103,11 +105,14 @@ class UcxWire:
             else "ucx: shared memory"
         )
         self._gone = [""] * world  # why a peer is
-        self._parted: set[int] = set()  # peers that this rank said goodbye to
+        self._left: set[int] = set()  # peers that this rank said goodbye to
         self._endpoints: dict[int, Any] = {}
         # a file that can be read once a process has ended -> the peer it is
-        self._lives: dict[int, int] = {}
-        addresses, places = gather(address), gather(b"%d " % os.getpid() + _place())
+        self._processes: dict[int, int] = {}
+        addresses, places = (
+            gather(address),
+            gather(b"%d " % os.getpid() + _identify_process_namespace()),
+        )
         for peer in (peer for peer in range(world) if peer != rank):
             try:
                 there = self._api.UCXAddress.create_from_buffer(addresses[peer])
@@ -115,18 +120,18 @@ class UcxWire:
                     self._worker, there, self._connected
                 )
                 process, place = places[peer].split(b" ", 1)
-                if place == _place():
-                    self._lives[os.pidfd_open(int(process))] = peer
+                if place == _identify_process_namespace():
+                    self._processes[os.pidfd_open(int(process))] = peer
             except Exception as error:
                 failure = f"no way to rank {peer}: {error}"
-        _all_well(gather, failure)
+        _raise_if_any_failed(gather, failure)
         self._bell = os.eventfd(0)
         self._poll = select.poll()
-        for file in (self._bell, self._worker.epoll_file_descriptor, *self._lives):
+        for file in (self._bell, self._worker.epoll_file_descriptor, *self._processes):
             self._poll.register(file, select.POLLIN)
-        self._lock = threading.Lock()  # of what others ask for
-        self._asked: deque[_Piece] = deque()
-        self._asleep = self._closed = False
+        self._lock = threading.Lock()  # of what other threads submit
+        self._submitted: deque[_Piece] = deque()
+        self._is_asleep = self._closed = False
         self._posted: list[tuple[_Piece, Any]] = []  # each with UCX's request
         # connects now: a rank that only receives would not see a connection break
         for peer in self._endpoints:
@@ -136,29 +141,35 @@ class UcxWire:
         self._thread.start()
 
     def send(self, peer: int, piece: Tensor) -> _Piece:
-        return self._ask(_Piece(peer, piece, self._rank, out=True))
+        return self._submit(_Piece(peer, piece, self._rank, out=True))
 
     def expect(self, peer: int, size: int, into: Tensor | None) -> _Piece:
         assert into is not None and into.numel() == size
-        return self._ask(_Piece(peer, into, peer, out=False))
+        return self._submit(_Piece(peer, into, peer, out=False))
+
+    def probe(self, after: int | None, before: int | None, size: int, seconds: float) -> float:
+        return probe_pieces(self, after, before, size, seconds)
+
+    def release(self) -> None:
+        pass
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            self._ring()
+            self._wake()
         self._thread.join(timeout=10 * _PATIENCE)
 
-    def _ask(self, piece: _Piece) -> _Piece:
+    def _submit(self, piece: _Piece) -> _Piece:
         with self._lock:
             if self._closed:
                 raise ConnectionError("the wire is closed")
-            self._asked.append(piece)
-            self._ring()
+            self._submitted.append(piece)
+            self._wake()
         return piece
 
-    def _ring(self) -> None:
-        if self._asleep:
-            self._asleep = False
+    def _wake(self) -> None:
+        if self._is_asleep:
+            self._is_asleep = False
             os.eventfd_write(self._bell, 1)
 
     # ---- of the thread
@@ -167,29 +178,29 @@ class UcxWire:
         reason = "the wire was closed"
         try:
             while not self._closed:
-                while self._asked:
-                    self._post(self._asked.popleft())
-                self._move()
+                while self._submitted:
+                    self._post(self._submitted.popleft())
+                self._progress()
                 with self._lock:
-                    self._asleep = not self._asked and not self._closed
-                if self._asleep:
+                    self._is_asleep = not self._submitted and not self._closed
+                if self._is_asleep:
                     self._sleep(None)
         except Exception as error:
             reason = f"UCX: {error}"
         with self._lock:
-            self._closed, self._asleep = True, False
-        for piece in (*self._asked, *(piece for piece, _ in self._posted)):
+            self._closed, self._is_asleep = True, False
+        for piece in (*self._submitted, *(piece for piece, _ in self._posted)):
             piece.finish(reason)
-        self._end()
+        self._shut_down()
 
     def _sleep(self, milliseconds: float | None) -> None:
         """Until something happens. What happened before UCX was armed keeps it from being armed."""
         for file, _ in self._poll.poll(milliseconds) if self._worker.arm() else ():
             if file == self._bell:
                 os.eventfd_read(file)
-            elif file in self._lives:
+            elif file in self._processes:
                 self._poll.unregister(file)
-                self._leave(self._lives[file], "its process ended")
+                self._mark_gone(self._processes[file], "its process ended")
 
     def _post(self, piece: _Piece) -> None:
         endpoint, array, tag = (
@@ -201,11 +212,11 @@ class UcxWire:
             (piece, endpoint.tag_send(array, tag) if piece.out else endpoint.tag_recv(array, tag))
         )
 
-    def _move(self) -> None:
+    def _progress(self) -> None:
         self._worker.progress()
         for peer, endpoint in self._endpoints.items():
             if not endpoint.alive:
-                self._leave(peer, "its connection broke")
+                self._mark_gone(peer, "its connection broke")
         posted, self._posted = self._posted, []
         for piece, request in posted:
             if not request.completed:
@@ -214,7 +225,7 @@ class UcxWire:
             try:
                 request.check_error()
             except Exception as error:
-                self._leave(piece.peer, f"UCX: {error}")
+                self._mark_gone(piece.peer, f"UCX: {error}")
                 piece.finish(self._gone[piece.peer])
                 continue
             piece.finish()
@@ -222,14 +233,14 @@ class UcxWire:
                 if piece.memory[0] == _HELLO:
                     self._listen(piece.peer)
                 else:
-                    self._leave(piece.peer, _LEFT)
-                    self._part(piece.peer)
+                    self._mark_gone(piece.peer, _CLOSED)
+                    self._say_goodbye(piece.peer)
         if any(self._gone):
             for piece, _ in self._posted:  # these stay: UCX may yet write to what is expected
                 if self._gone[piece.peer]:
                     piece.finish(self._gone[piece.peer])
 
-    def _leave(self, peer: int, why: str) -> None:
+    def _mark_gone(self, peer: int, why: str) -> None:
         self._gone[peer] = self._gone[peer] or why  # the first reason is the cause
 
     def _say(self, peer: int, what: int) -> None:
@@ -242,26 +253,27 @@ class UcxWire:
     def _listen(self, peer: int) -> None:
         self._post(_Piece(peer, torch.zeros(1, dtype=torch.uint8), self._world + peer, out=False))
 
-    def _part(self, peer: int) -> None:
-        """A goodbye is answered at once: who hears the answer knows that all it sent has come."""
-        if peer not in self._parted:
-            self._parted.add(peer)
+    def _say_goodbye(self, peer: int) -> None:
+        """Once. A goodbye is answered at once: a rank that hears the answer knows that all it sent
+        has come."""
+        if peer not in self._left:
+            self._left.add(peer)
             self._say(peer, _GOODBYE)
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         with suppress(Exception):  # what UCX cannot send any more
             for peer in self._endpoints:
                 if not self._gone[peer]:
-                    self._part(peer)
+                    self._say_goodbye(peer)
             end = time.monotonic() + _PATIENCE
             while not all(self._gone[peer] for peer in self._endpoints) and time.monotonic() < end:
-                self._move()
+                self._progress()
                 self._sleep(10)
-        for file in self._lives:
+        for file in self._processes:
             os.close(file)
         os.close(self._bell)  # nobody rings: nobody is asleep
         everything = (self._worker, self._endpoints, self._posted)
-        if self._connected or all(self._gone[peer] == _LEFT for peer in self._endpoints):
+        if self._connected or all(self._gone[peer] == _CLOSED for peer in self._endpoints):
             for endpoint in self._endpoints.values():
                 endpoint.close_blocking()
         # UCX would wait for who is silent, without end: it keeps what it has, and the memory that
@@ -274,15 +286,15 @@ class UcxWire:
         del memory  # after UCX's worker
 
 
-def _all_well(gather: Callable[[bytes], list[bytes]], failure: str) -> None:
+def _raise_if_any_failed(gather: Callable[[bytes], list[bytes]], failure: str) -> None:
     for rank, text in enumerate(gather(failure.encode())):
         if text:
             raise TransportError(f"UCX fails on rank {rank}: {text.decode()}")
 
 
-def _place() -> bytes:
-    """Equal where one process can watch another."""
-    return machine() + b" %d" % os.stat("/proc/self/ns/pid").st_ino
+def _identify_process_namespace() -> bytes:
+    """A name that is equal where one process can watch another."""
+    return identify_machine() + b" %d" % os.stat("/proc/self/ns/pid").st_ino
 
 
 def _load() -> tuple[Any, Any, Any]:

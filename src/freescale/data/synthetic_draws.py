@@ -1,5 +1,5 @@
-"""What a synthetic batch is made of: lengths, runs of items, and the draws that bind or heat its
-events.
+"""Draws synthetic batches: lengths, runs of items, and the numbers that decide which events are
+bound or hot (see synthetic.py).
 
 A history is made of runs. A run begins at a random point of [0, 1) and each next event steps by a
 constant that belongs to the user's taste, modulo 1; an item owns an interval as wide as its
@@ -10,43 +10,45 @@ on the taste: a model can beat popularity.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.batch import compute_offsets
+from freescale.data.lengths import LengthDistribution
 from freescale.random import derive, hash_name, integers, uniform
 
-SHORTEST = 2  # events of a history
 TASTES = 4
 RUN_ENDS = 0.2  # probability that an event starts a new run
 
 
 @dataclass
-class Draws:
+class DrawnBatch:
     """One global batch with everything that its items depend on, drawn once."""
 
     users: Tensor  # [users] int64
     lengths: Tensor  # [users] int64
-    ranks: np.ndarray  # [events]: popularity rank before binding
-    bound: np.ndarray  # [events] in [0, 1)
-    hot: np.ndarray  # [events] in [0, 1)
-    hot_rank: np.ndarray  # [events]
-    consumer: np.ndarray  # [events]: the rank (process) that reads the event
+    ranks: NDArray[Any]  # [events]: popularity rank before binding
+    bound: NDArray[Any]  # [events] in [0, 1)
+    hot: NDArray[Any]  # [events] in [0, 1)
+    hot_rank: NDArray[Any]  # [events]
+    consumer: NDArray[Any]  # [events]: the rank (process) that reads the event
     inside_run: Tensor  # [events] bool
     keys: Tensor  # [events]
     parity: int
 
 
-class Source:
-    """Draws batches; a pure function of the options and the number of the batch."""
+class SyntheticSource:
+    """Draws batches; each is a pure function of the options and its number."""
 
     def __init__(
         self,
         users: int,
         items: int,
-        sizes: np.ndarray,
+        lengths: LengthDistribution,
         popularity: float,
         global_batch: int,
         ranks: int,
@@ -57,15 +59,15 @@ class Source:
         self.global_batch = global_batch
         self.world = ranks
         self.seed = seed
-        self.length_ends = sizes  # [longest + 1]: P(length <= l)
+        self.lengths = lengths
         mass = np.arange(1, items + 1, dtype=np.float64) ** -popularity
         self.item_ends = np.cumsum(mass) / mass.sum()  # [items]
         shuffled = derive(seed, hash_name("item ids"), torch.arange(items))
         # popular items lie anywhere in the table
         self.id_of_rank = torch.argsort(shuffled, stable=True).numpy()
-        mean = float((1 - sizes).sum())
         # each often enough in a batch
-        self.hot_items = int(np.clip(mean * min(global_batch, users) / 16, 1, items))
+        drawn = lengths.mean * min(global_batch, users)
+        self.hot_items = int(np.clip(drawn / 16, 1, items))
 
     @property
     def batches(self) -> int:
@@ -74,13 +76,11 @@ class Source:
     def _draw(self, purpose: str, *counters: Tensor | int) -> Tensor:
         return uniform(derive(self.seed, hash_name(purpose), *counters))
 
-    def batch(self, number: int) -> Draws:
+    def draw_batch(self, number: int) -> DrawnBatch:
         users = torch.arange(
             number * self.global_batch, min((number + 1) * self.global_batch, self.users)
         )
-        lengths = torch.from_numpy(
-            np.searchsorted(self.length_ends, self._draw("length", users).numpy(), "right")
-        )
+        lengths = torch.from_numpy(self.lengths.draw(self.seed, users))
         count = len(users)
         # [events]: place of the user in the batch
         owner = torch.repeat_interleave(torch.arange(count), lengths)
@@ -96,7 +96,7 @@ class Source:
         ) % 1.0
         ranks = np.minimum(np.searchsorted(self.item_ends, point.numpy(), "right"), self.items - 1)
         edges = torch.arange(self.world + 1) * count // self.world  # users of each rank
-        return Draws(
+        return DrawnBatch(
             users=users,
             lengths=lengths,
             ranks=ranks,
@@ -109,7 +109,7 @@ class Source:
             parity=number % 2,
         )
 
-    def items_of(self, batch: Draws, mixing: float | None) -> np.ndarray:
+    def choose_items(self, batch: DrawnBatch, mixing: float | None) -> NDArray[Any]:
         """[events] item ids. mixing: 0 binds every event, 1 none, 2 makes every event hot; None
         leaves them alone."""
         ranks = batch.ranks
@@ -118,28 +118,9 @@ class Source:
             binding = np.minimum(ranks // 2, pairs - 1) * 2 + batch.parity if pairs else ranks
             ranks = np.where(batch.bound < mixing, ranks, binding)
             ranks = np.where(batch.hot < mixing - 1, batch.hot_rank, ranks)
-        return self.id_of_rank[ranks]
+        ids: NDArray[np.int64] = self.id_of_rank[ranks]
+        return ids
 
-    def requests(self, batch: Draws, items: np.ndarray) -> np.ndarray:
+    def list_requests(self, batch: DrawnBatch, items: NDArray[Any]) -> NDArray[Any]:
         """Item ids that the batch asks for, once per rank that asks."""
         return np.unique(batch.consumer * self.items + items) % self.items
-
-
-def length_distribution(
-    kind: str, median: float, sigma: float, exponent: float, cap: int
-) -> np.ndarray:
-    """[cap + 1]: probability of a length of at most l. What falls outside of [SHORTEST, cap] counts
-    as the bound."""
-    length = np.arange(cap + 1, dtype=np.float64)
-    if kind == "lognormal":
-        if median <= 0:
-            raise ValueError(f"median is {median}; it must be above 0")
-        z = (np.log(length + 0.5) - np.log(median)) / max(sigma, 1e-12)
-        ends = 0.5 * (1 + torch.erf(torch.from_numpy(z) / 2**0.5).numpy())
-    elif kind == "zipf":
-        mass = np.where(length >= SHORTEST, np.maximum(length, 1) ** -exponent, 0.0)
-        ends = np.cumsum(mass) / mass.sum()
-    else:
-        raise ValueError(f"lengths is {kind!r}; choose lognormal or zipf")
-    ends[:SHORTEST], ends[-1] = 0.0, 1.0
-    return ends

@@ -1,5 +1,5 @@
-"""Timestamps of several files in one unit, so that events of one user that lie in two files come
-into their order."""
+"""Converts the timestamps of several files to one unit, so that events of one user from two files
+can be ordered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNITS = ("s", "ms", "us", "ns")  # the finest last
 
 
 @dataclass(frozen=True)
-class Times:
+class TimestampFormat:
     """What is known about a file's timestamps."""
 
     path: Path
@@ -24,13 +24,13 @@ class Times:
     shown: str = "int64"
 
     @staticmethod
-    def of_type(path: Path, column: str, kind: pa.DataType) -> Times:
+    def from_type(path: Path, column: str, kind: pa.DataType) -> TimestampFormat:
         if not pa.types.is_timestamp(kind):
-            return Times(path, column, None, shown=str(kind))
-        return Times(path, column, kind.unit, kind.tz is not None, str(kind))
+            return TimestampFormat(path, column, None, shown=str(kind))
+        return TimestampFormat(path, column, kind.unit, kind.tz is not None, str(kind))
 
-    def converted(self, values: pa.Array, unit: str | None) -> pa.Array:
-        """values, integers or timestamps, as int64 in `unit`."""
+    def convert(self, values: pa.Array, unit: str | None) -> pa.Array:
+        """Converts integers or timestamps to int64 in `unit`."""
         try:
             if unit in (None, self.unit):
                 return values.cast(pa.int64())
@@ -45,27 +45,29 @@ class Times:
             ) from error
 
 
-def common_unit(files: Sequence[Times]) -> str | None:
-    """The finest unit of the files: what is coarser is converted to it without loss. None: all are
-    integers, taken as they are.
+def choose_unit(files: Sequence[TimestampFormat]) -> str | None:
+    """Chooses the finest unit of the files, to which coarser ones are converted without loss.
 
-    Refuses what cannot be brought together: integers beside timestamps, and times with a zone
-    beside times without one.
+    Returns:
+        The unit; None if all files have integers, which are taken as they are.
+
+    Raises:
+        ValueError: Integers beside timestamps, or times with a zone beside times without one.
     """
     known = [times for times in files if times.unit is not None]
     if not known:
         return None
     for times in files:
         if times.unit is None:
-            raise _refused(times, "of no known unit", known[0])
+            raise _make_error(times, "of no known unit", known[0])
     zoned = next((times for times in files if times.zoned), None)
     for times in files:
         if zoned is not None and times.zoned is False:
-            raise _refused(times, "of no time zone", zoned)
+            raise _make_error(times, "of no time zone", zoned)
     return max((times.unit for times in known if times.unit), key=_UNITS.index)
 
 
-def _refused(times: Times, what: str, other: Times) -> ValueError:
+def _make_error(times: TimestampFormat, what: str, other: TimestampFormat) -> ValueError:
     return ValueError(
         f"{times.path}: column {times.column!r} holds {times.shown}, {what}, beside {other.shown} "
         f"of {other.path}; "

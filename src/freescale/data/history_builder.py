@@ -1,8 +1,8 @@
-"""One histories file from interactions of any order and size.
+"""Builds a histories file from interactions in any order and of any size.
 
-Two external partitions, both recursive, so that memory is a bucket of events (or the longest single
-history) and not the file: by hash of the user, to bring each history together and sort it; then by
-range of (last timestamp, user), to order the users.
+Two recursive external partitions bound the memory by a bucket of events (or the longest single
+history): by hash of the user, to bring each history together and sort it; then by range of (last
+timestamp, user), to order the users.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 
-from freescale.data.histories import HistoriesWriter, Summary, describe_schema
+from freescale.data.histories import HistoriesMetadata
+from freescale.data.histories_writer import HistoriesWriter, make_schema
 from freescale.data.interactions import Interactions
 from freescale.random import derive, integers
 
@@ -29,17 +32,18 @@ Progress = Callable[[str, float], None]
 
 @dataclass
 class Spilled:
-    """How much of the disk the work takes, as far as it is known."""
+    """How many bytes of events lie on the disk so far."""
 
-    bytes: int = 0  # of events, so far
-    share: float = 0.0  # of the source that they are
+    bytes: int = 0
+    share: float = 0.0  # of the source that was read for them
 
-    def most(self) -> float | None:
-        """Bytes at the peak: the histories lie there twice while users are ordered."""
+    def estimate_peak(self) -> float | None:
+        """Bytes on the disk at the peak, when all histories are there twice while users are
+        ordered; None before the first event."""
         return 2 * self.bytes / self.share if self.share else None
 
 
-def build(
+def build_histories(
     interactions: Interactions,
     folder: Path,
     num_items: int | None,
@@ -48,11 +52,26 @@ def build(
     limit: int,
     spilled: Spilled,
 ) -> list[Path]:
-    """Writes histories.parquet, and before it vocabulary.parquet where ids are strings, to
-    `folder`; their paths, in that order."""
+    """Writes histories.parquet and, where ids are strings, vocabulary.parquet.
+
+    Args:
+        interactions: What to read.
+        folder: Where to write, and to spill events to.
+        num_items: Rows of the item table; by default the largest id plus 1.
+        fingerprint: Of the sources, for the metadata.
+        report: Called with a stage and the share done.
+        limit: Events of a bucket, about.
+        spilled: Updated with the bytes spilled.
+
+    Returns:
+        The paths of the files, the histories last.
+
+    Raises:
+        ValueError: An id is out of range, or no user has two events.
+    """
     largest, events, dropped = -1, 0, 0
 
-    def counted() -> Iterator[pa.RecordBatch]:
+    def count_events() -> Iterator[pa.RecordBatch]:
         nonlocal largest, events
         for batch in interactions:
             largest = max(largest, int(batch.column("item_id").to_numpy().max()))
@@ -68,39 +87,41 @@ def build(
             yield batch
 
     # Histories of one bucket after another, cut to users with two events; order samples on the way.
-    samples: list[np.ndarray] = []
+    samples: list[NDArray[Any]] = []
     kept_events = kept_users = 0
 
-    def histories() -> Iterator[pa.Table]:
+    def make_histories() -> Iterator[pa.Table]:
         nonlocal kept_events, kept_users, dropped
         done = 0
-        for table in _by_user(counted(), _rows(interactions), folder, limit):
+        for table in _partition_by_user(
+            count_events(), _estimate_rows(interactions), folder, limit
+        ):
             done += table.num_rows
-            table, short = _histories(table)
+            table, short = _group_events(table)
             dropped += short
             kept_users += table.num_rows
-            kept_events += int(_ends(table)[-1])
-            samples.append(_order_samples(table, max(limit // _SAMPLES, 1)))
+            kept_events += int(_read_offsets(table)[-1])
+            samples.append(_sample_order(table, max(limit // _SAMPLES, 1)))
             report("sort", done / events)
             yield table
 
     unordered = folder / "unordered.arrow"
-    _spill(histories(), unordered)
+    _spill(make_histories(), unordered)
     if kept_users == 0:
         raise ValueError(
             f"{interactions.paths[0]}: no user has 2 or more events ({dropped} users "
             "with one); give a longer log"
         )
     order = np.unique(np.concatenate(samples), axis=0)  # [samples, 2]: (last timestamp, user)
-    schema = _schema(unordered)
+    schema = _read_schema(unordered)
     path = folder / "histories.parquet"
-    writer, written, summary = HistoriesWriter(path, schema), 0, None
+    writer, written, metadata = HistoriesWriter(path, schema), 0, None
     try:
-        for table in _by_last_event(_load(unordered), order, folder):
+        for table in _sort_by_last_event(_read_batches(unordered), order, folder):
             writer.write(table.drop_columns("last"))
             written += table.num_rows
             report("write", written / kept_users)
-        summary = Summary(
+        metadata = HistoriesMetadata(
             num_items=num_items or largest + 1,
             num_users=kept_users,
             num_events=kept_events,
@@ -110,7 +131,7 @@ def build(
             no_labels=interactions.no_labels,
         )
     finally:
-        writer.close(summary)
+        writer.close(metadata)
     if not interactions.vocabulary:
         return [path]
     vocabulary = folder / "vocabulary.parquet"
@@ -118,42 +139,44 @@ def build(
     return [vocabulary, path]
 
 
-def _by_user(
+def _partition_by_user(
     batches: Iterable[pa.RecordBatch], rows: int, folder: Path, limit: int, level: int = 0
 ) -> Iterator[pa.Table]:
     """Partitions events by a hash of the user; yields buckets of about `limit` events, each user
     whole in one."""
-    # twice as many as needed: hashing is uneven
+    # twice as many as needed, since hashing is uneven
     parts = int(np.clip(-(-2 * rows // limit), 1, _FAN_OUT))
     seed = derive(level, 0)
 
-    def part(batch: pa.RecordBatch) -> np.ndarray:
+    def part(batch: pa.RecordBatch) -> NDArray[Any]:
         users = torch.from_numpy(batch.column("user_id").to_numpy().copy())
         return integers(derive(seed, users), parts).numpy()
 
     for path, count in _partition(batches, part, parts, folder / f"users{level}"):
         # one user may be larger than a bucket: no use cutting again
         if count > limit and (count < rows or level == 0):
-            yield from _by_user(_load(path), count, folder, limit, level + 1)
+            yield from _partition_by_user(_read_batches(path), count, folder, limit, level + 1)
         elif count:
-            yield _all(path)
+            yield _read_table(path)
         path.unlink()
 
 
-def _by_last_event(
-    tables: Iterable[pa.RecordBatch], samples: np.ndarray, folder: Path, level: int = 0
+def _sort_by_last_event(
+    tables: Iterable[pa.RecordBatch], samples: NDArray[Any], folder: Path, level: int = 0
 ) -> Iterator[pa.Table]:
     """Users in order of (last timestamp, user). `samples` [n, 2], sorted and unique, say where to
     cut."""
     parts = min(-(-len(samples) // _SAMPLES), _FAN_OUT)
     if parts <= 1:
         table = pa.Table.from_batches(list(tables))
-        yield table.take(pa.array(np.lexsort((_numpy(table, "user_id"), _numpy(table, "last")))))
+        yield table.take(
+            pa.array(np.lexsort((_to_numpy(table, "user_id"), _to_numpy(table, "last"))))
+        )
         return
     cuts = len(samples) * np.arange(1, parts) // parts
     splitters = samples[cuts]  # [parts - 1, 2]
 
-    def part(batch: pa.RecordBatch) -> np.ndarray:
+    def part(batch: pa.RecordBatch) -> NDArray[Any]:
         """How many splitters are at or before each user, by sorting both together: pairs have no
         searchsorted."""
         last = np.concatenate([splitters[:, 0], batch.column("last").to_numpy()])
@@ -167,13 +190,13 @@ def _by_last_event(
     for index, (path, count) in enumerate(_partition(tables, part, parts, folder / f"last{level}")):
         if count:
             inner = samples[edges[index] : edges[index + 1]]
-            yield from _by_last_event(_load(path), inner, folder, level + 1)
+            yield from _sort_by_last_event(_read_batches(path), inner, folder, level + 1)
         path.unlink()
 
 
 def _partition(
     batches: Iterable[pa.RecordBatch],
-    part: Callable[[pa.RecordBatch], np.ndarray],
+    part: Callable[[pa.RecordBatch], NDArray[Any]],
     parts: int,
     folder: Path,
 ) -> list[tuple[Path, int]]:
@@ -200,10 +223,10 @@ def _partition(
     return list(zip(paths, counts.tolist(), strict=True))
 
 
-def _histories(events: pa.Table) -> tuple[pa.Table, int]:
+def _group_events(events: pa.Table) -> tuple[pa.Table, int]:
     """Flat events -> one row per user with lists in time order and the last timestamp; number of
     users dropped."""
-    users, times = _numpy(events, "user_id"), _numpy(events, "timestamp")
+    users, times = _to_numpy(events, "user_id"), _to_numpy(events, "timestamp")
     order = np.lexsort((times, users))  # stable
     users = users[order]
     starts = np.flatnonzero(np.concatenate([[len(users) > 0], users[1:] != users[:-1]]))
@@ -222,10 +245,10 @@ def _histories(events: pa.Table) -> tuple[pa.Table, int]:
     return pa.table(columns), int((~keep).sum())
 
 
-def _order_samples(table: pa.Table, step: int) -> np.ndarray:
+def _sample_order(table: pa.Table, step: int) -> NDArray[Any]:
     """[n, 2] pairs (last timestamp, user), one for every `step` events in their order."""
-    last, users = _numpy(table, "last"), _numpy(table, "user_id")
-    counts = np.diff(_ends(table))
+    last, users = _to_numpy(table, "last"), _to_numpy(table, "user_id")
+    counts = np.diff(_read_offsets(table))
     order = np.lexsort((users, last))
     ends = np.cumsum(counts[order])
     total = int(ends[-1]) if len(ends) else 0
@@ -233,7 +256,7 @@ def _order_samples(table: pa.Table, step: int) -> np.ndarray:
     return np.stack([last[picked], users[picked]], axis=1)
 
 
-def _rows(interactions: Interactions) -> int:
+def _estimate_rows(interactions: Interactions) -> int:
     """Number of events, or about as many: a text line of them has seldom fewer than 24 bytes."""
     sizes = [
         pq.read_metadata(p).num_rows if f == "parquet" else p.stat().st_size // 24
@@ -264,27 +287,28 @@ def _spill(tables: Iterable[pa.Table], path: Path) -> None:
             writer.write_table(table)
 
 
-def _load(path: Path) -> Iterator[pa.RecordBatch]:
+def _read_batches(path: Path) -> Iterator[pa.RecordBatch]:
     with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
         yield from reader
 
 
-def _all(path: Path) -> pa.Table:
+def _read_table(path: Path) -> pa.Table:
     with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
         return reader.read_all()
 
 
-def _schema(path: Path) -> pa.Schema:
+def _read_schema(path: Path) -> pa.Schema:
     with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
         fields = [f for f in reader.schema if f.name not in ("user_id", "last")]
-        return describe_schema({field.name: field.type.value_type for field in fields})
+        return make_schema({field.name: field.type.value_type for field in fields})
 
 
-def _numpy(table: pa.Table, name: str) -> np.ndarray:
-    return table.column(name).to_numpy()
+def _to_numpy(table: pa.Table, name: str) -> NDArray[Any]:
+    values: NDArray[Any] = table.column(name).to_numpy()
+    return values
 
 
-def _ends(table: pa.Table) -> np.ndarray:
-    """Offsets of the histories of a table made by `_histories`."""
+def _read_offsets(table: pa.Table) -> NDArray[Any]:
+    """Offsets of the histories of a table made by `_group_events`."""
     chunks = table.column("item_id").chunks
     return chunks[0].offsets.to_numpy() if chunks else np.zeros(1, np.int64)

@@ -146,7 +146,7 @@ def test_what_is_not_supported_is_refused_by_name(model, message):
         pytest.param(
             {"first": ["history"]},
             {"init": "zeros"},
-            "init must be 'rows' or 'weights'",
+            "init must be one of auto, weights, rows",
             id="unknown init",
         ),
         pytest.param(

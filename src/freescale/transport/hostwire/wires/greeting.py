@@ -1,5 +1,5 @@
-"""Callers at a rank's socket are heard beside each other: who connects and says nothing holds
-nobody up.
+"""Accepts connections at a rank's socket, all beside each other: a caller that connects and says
+nothing holds nobody up.
 
 Anybody who reaches the socket can call. Each caller has a moment to say who it is, and only so many
 may take it at a time; if more come, the one that has been silent longest goes.
@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-_GREETING = 2.0  # seconds that a caller has
-_CALLERS = 128  # that may take them, beside the ranks that are waited for
+_GREETING_SECONDS = 2.0  # seconds that a caller has for its greeting
+_MAX_SILENT = 128  # that may be silent at a time, beside the ranks that are waited for
 
 
 @dataclass
 class Caller:
-    """What it said, with the files that it sent along. Whoever gets it from `heard` closes what it
-    does not keep."""
+    """What it said, with the files that it sent along. Whoever gets it from `accept_callers` closes
+    what it does not keep."""
 
     connection: socket.socket
     until: float
@@ -38,43 +38,53 @@ class Caller:
         self.files = []
 
 
-def heard(
+def accept_callers(
     listener: socket.socket,
     size: int,
     ranks: int,
     end: float,
     welcome: Callable[[socket.socket], bool] = lambda _: True,
 ) -> Generator[Caller, None, None]:
-    """Callers that said `size` bytes, as they come; TimeoutError at `end`, of the monotonic clock.
-    Those that are not `welcome` are sent away before they say anything."""
+    """Yields callers as they complete their greeting.
+
+    Args:
+        listener: a socket that listens.
+        size: bytes of a greeting.
+        ranks: callers that are expected.
+        end: of the monotonic clock.
+        welcome: callers that it refuses are sent away before they say anything.
+
+    Raises:
+        TimeoutError: at `end`.
+    """
     listener.setblocking(False)
     silent: dict[int, Caller] = {}  # by descriptor, in the order in which they came
     watched = select.poll()  # not select(), which takes no descriptor above 1,023
     watched.register(listener, select.POLLIN)
 
-    def leave(number: int) -> Caller:
+    def forget(number: int) -> Caller:
         watched.unregister(number)
         return silent.pop(number)
 
     try:
         while (now := time.monotonic()) < end:
             for number in [number for number, caller in silent.items() if caller.until <= now]:
-                leave(number).close()
+                forget(number).close()
             next_ = min([end, *(caller.until for caller in silent.values())])
             ready = {number for number, _ in watched.poll(1e3 * max(0.001, next_ - now))}
             # before anybody else is let in
             for number in [number for number in silent if number in ready]:
-                if not _listen(silent[number], size):
-                    leave(number).close()
+                if not _read_greeting(silent[number], size):
+                    forget(number).close()
                 elif len(silent[number].hello) == size:
-                    yield leave(number)
-            if listener.fileno() in ready and (called := _accepted(listener)) is not None:
+                    yield forget(number)
+            if listener.fileno() in ready and (called := _accept(listener)) is not None:
                 if not welcome(called):
                     called.close()
                     continue
-                if len(silent) >= ranks + _CALLERS:
-                    leave(next(iter(silent))).close()
-                silent[called.fileno()] = Caller(called, time.monotonic() + _GREETING)
+                if len(silent) >= ranks + _MAX_SILENT:
+                    forget(next(iter(silent))).close()
+                silent[called.fileno()] = Caller(called, time.monotonic() + _GREETING_SECONDS)
                 watched.register(called, select.POLLIN)
         raise TimeoutError("nobody called in time")
     finally:
@@ -82,7 +92,7 @@ def heard(
             caller.close()
 
 
-def _accepted(listener: socket.socket) -> socket.socket | None:
+def _accept(listener: socket.socket) -> socket.socket | None:
     try:
         called, _ = listener.accept()
     except (BlockingIOError, ConnectionAbortedError):  # it has left again
@@ -91,8 +101,8 @@ def _accepted(listener: socket.socket) -> socket.socket | None:
     return called
 
 
-def _listen(caller: Caller, size: int) -> bool:
-    """Whether it is still there."""
+def _read_greeting(caller: Caller, size: int) -> bool:
+    """Reads what the caller has said. Whether it is still there."""
     try:
         part, files, _, _ = socket.recv_fds(caller.connection, size - len(caller.hello), 1)
     except BlockingIOError:

@@ -1,5 +1,5 @@
-"""How the text formats lie in their files: columns, separators, headers; and how a block of text
-becomes a table."""
+"""Text formats of interactions: detects columns, separators and headers, and parses blocks of
+text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BLOCK = 16 << 20  # bytes of text
 
 
 @dataclass(frozen=True)
-class Layout:
+class TextLayout:
     """How to read one text file."""
 
     names: Sequence[str]  # all columns, in file order
@@ -60,6 +60,7 @@ class Layout:
 
 
 def detect_format(path: Path) -> str:
+    """Detects one of `FORMATS` by the name and the first line of a file."""
     name = path.name.lower().removesuffix(".gz")
     if name.endswith((".parquet", ".pq")):
         return "parquet"
@@ -67,7 +68,7 @@ def detect_format(path: Path) -> str:
         return "movielens"
     if name.endswith((".json", ".jsonl")):
         return "amazon"
-    fields = _fields(_first_line(path), b",")
+    fields = _split_line(_read_first_line(path), b",")
     if name.endswith(".csv") and {"video_id", "time_ms"} <= set(fields):
         return "kuairand"
     if name.endswith(".csv") and "movieId" in fields:
@@ -83,14 +84,15 @@ def detect_format(path: Path) -> str:
     )
 
 
-def layout_of(path: Path, format: str) -> Layout:
-    line = _first_line(path)
+def detect_layout(path: Path, format: str) -> TextLayout:
+    """Detects how a text file of a format is laid out, by its first line."""
+    line = _read_first_line(path)
     if format == "movielens":
         separator = next((s for s in (b"::", b"\t") if s in line), b",")
-        fields = _fields(line, separator)
+        fields = _split_line(line, separator)
         if "movieId" in fields or separator == b",":
-            require(path, ("userId", "movieId", "rating", "timestamp"), fields)
-            return Layout(
+            require_columns(path, ("userId", "movieId", "rating", "timestamp"), fields)
+            return TextLayout(
                 fields, "userId", "movieId", "timestamp", "rating", separator=separator, unit="s"
             )
         if len(fields) != 4:
@@ -99,7 +101,7 @@ def layout_of(path: Path, format: str) -> Layout:
                 "user::item::rating::timestamp; see --format"
             )
         names = ["user", "item", "rating", "timestamp"]
-        return Layout(
+        return TextLayout(
             names,
             "user",
             "item",
@@ -110,9 +112,9 @@ def layout_of(path: Path, format: str) -> Layout:
             unit="s",
         )
     if format == "kuairand":
-        fields = _fields(line, b",")
-        require(path, ("user_id", "video_id", "time_ms"), fields)
-        return Layout(
+        fields = _split_line(line, b",")
+        require_columns(path, ("user_id", "video_id", "time_ms"), fields)
+        return TextLayout(
             fields,
             "user_id",
             "video_id",
@@ -127,10 +129,10 @@ def layout_of(path: Path, format: str) -> Layout:
             raise ValueError(
                 f"{path}: the first line is not a JSON object ({error}); give json lines"
             ) from error
-        return _amazon(path, fields, separator=b"{", header=False)
-    fields = _fields(line, b",")
+        return _make_amazon_layout(path, fields, separator=b"{", header=False)
+    fields = _split_line(line, b",")
     if any(name in fields for names in _AMAZON.values() for name in names):
-        return _amazon(path, fields)
+        return _make_amazon_layout(path, fields)
     if len(fields) != 4:
         raise ValueError(
             f"{path}: {len(fields)} columns, not the 4 of user,item,rating,timestamp; see --format"
@@ -143,14 +145,16 @@ def layout_of(path: Path, format: str) -> Layout:
         if swapped
         else ["user", "item", "rating", "timestamp"]
     )
-    return _amazon(path, names, header=False)
+    return _make_amazon_layout(path, names, header=False)
 
 
-def _amazon(
+def _make_amazon_layout(
     path: Path, fields: Sequence[str], separator: bytes = b",", header: bool = True
-) -> Layout:
+) -> TextLayout:
     found = {role: next((n for n in names if n in fields), None) for role, names in _AMAZON.items()}
-    require(path, ["|".join(_AMAZON[role]) for role, name in found.items() if name is None], fields)
+    require_columns(
+        path, ["|".join(_AMAZON[role]) for role, name in found.items() if name is None], fields
+    )
     user, item, rating, time = (str(found[role]) for role in ("user", "item", "rating", "time"))
     named = header or separator == b"{"
     # Seconds in 2014 and 2018, milliseconds in 2023; other files with names of their own may count
@@ -158,7 +162,7 @@ def _amazon(
     unit = (
         "ms" if "parent_asin" in fields else "s" if time == "unixReviewTime" or not named else None
     )
-    return Layout(
+    return TextLayout(
         fields,
         user,
         item,
@@ -171,7 +175,8 @@ def _amazon(
     )
 
 
-def parsed(block: bytes, layout: Layout, path: Path) -> pa.Table:
+def parse_block(block: bytes, layout: TextLayout, path: Path) -> pa.Table:
+    """Parses whole lines into a table of the columns that the layout names."""
     types = layout.types()
     try:
         if layout.separator == b"{":
@@ -200,7 +205,7 @@ def parsed(block: bytes, layout: Layout, path: Path) -> pa.Table:
             ),
         )
     except pa.ArrowException as error:
-        message = line_of(error)
+        message = shorten_error(error)
         column = re.search(r"CSV column #(\d+)", message)
         if column:
             name = layout.names[int(column[1])]
@@ -213,8 +218,8 @@ def parsed(block: bytes, layout: Layout, path: Path) -> pa.Table:
         raise ValueError(f"{path}: {message}; mend or drop such rows") from error
 
 
-def blocks(path: Path) -> Iterator[tuple[float, bytes]]:
-    """(share of the file read, whole lines)."""
+def read_blocks(path: Path) -> Iterator[tuple[float, bytes]]:
+    """Yields the share of the file read so far, and a block of whole lines."""
     size, carry = path.stat().st_size, b""
     try:
         with (
@@ -234,20 +239,21 @@ def blocks(path: Path) -> Iterator[tuple[float, bytes]]:
         yield 1.0, carry
 
 
-def _first_line(path: Path) -> bytes:
-    for _, block in blocks(path):
+def _read_first_line(path: Path) -> bytes:
+    for _, block in read_blocks(path):
         return block.removeprefix(b"\xef\xbb\xbf").partition(b"\n")[0].rstrip(b"\r")
     raise ValueError(f"{path}: the file is empty (0 lines); give a file with events")
 
 
-def _fields(line: bytes, separator: bytes) -> list[str]:
+def _split_line(line: bytes, separator: bytes) -> list[str]:
     return [
         field.strip().strip('"')
         for field in line.decode(errors="replace").split(separator.decode())
     ]
 
 
-def require(path: Path, needed: Sequence[str], present: Sequence[str]) -> None:
+def require_columns(path: Path, needed: Sequence[str], present: Sequence[str]) -> None:
+    """Raises ValueError if a needed column is missing."""
     missing = [name for name in needed if name not in present]
     if missing:
         raise ValueError(
@@ -257,5 +263,6 @@ def require(path: Path, needed: Sequence[str], present: Sequence[str]) -> None:
         )
 
 
-def line_of(error: Exception) -> str:
+def shorten_error(error: Exception) -> str:
+    """The first line of an error's message."""
     return str(error).splitlines()[0][:200]

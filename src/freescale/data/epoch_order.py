@@ -18,8 +18,8 @@ class EpochOrder:
     """Row groups are permuted, then rows inside windows of `window` consecutive permuted row
     groups.
 
-    So a reader that holds one window reads every row group once per epoch. Memory: O(row groups)
-    and two windows.
+    A reader that holds one window reads every row group once per epoch. Memory: O(row groups) and
+    two windows.
     """
 
     def __init__(self, starts: Tensor, *, seed: int, shuffle: bool, window: int):
@@ -27,7 +27,7 @@ class EpochOrder:
         self.seed, self.shuffle, self.window = seed, shuffle, window
         self._sizes = starts[1:] - starts[:-1]
         self.groups = lru_cache(2)(self._groups)
-        self._shuffled = lru_cache(2)(self._shuffled_window)
+        self._shuffled_window = lru_cache(2)(self._shuffle_window)
 
     def _groups(self, epoch: int) -> Tensor:
         """Row groups in the order in which the epoch reads them."""
@@ -36,7 +36,7 @@ class EpochOrder:
             return numbers
         return torch.argsort(derive(self.seed, _GROUPS, epoch, numbers), stable=True)
 
-    def _shuffled_window(self, epoch: int, number: int) -> Tensor:
+    def _shuffle_window(self, epoch: int, number: int) -> Tensor:
         groups = self.groups(epoch)[number * self.window : (number + 1) * self.window]
         samples = concat_ranges(self.starts[groups], self._sizes[groups])
         return samples[torch.argsort(derive(self.seed, _ROWS, epoch, samples), stable=True)]
@@ -51,6 +51,6 @@ class EpochOrder:
         parts = [torch.empty(0, dtype=torch.int64)]
         while low + 1 < len(edges) and int(edges[low]) < last:
             start = int(edges[low])
-            parts.append(self._shuffled(epoch, low)[max(first - start, 0) : last - start])
+            parts.append(self._shuffled_window(epoch, low)[max(first - start, 0) : last - start])
             low += 1
         return torch.cat(parts)

@@ -1,0 +1,70 @@
+"""Which events of a history belong to a part of the data: train, validation or test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freescale.data.histories import RowGroup
+
+PARTS = ("train", "validation", "test")
+SPLITS = ("leave-one-out", "time", "none")
+
+
+class Window(NamedTuple):
+    """The events that samples need, each [samples] int64 into the events of a row group."""
+
+    begin: NDArray[Any]
+    end: NDArray[Any]
+    tail: NDArray[Any]  # how many at the end are beyond the history: targets or candidates
+
+
+@dataclass(frozen=True)
+class Split:
+    """How histories are divided; `loader.Histories` shows the table of all splits.
+
+    Args:
+        kind: One of `SPLITS`.
+        time: With kind `time`: events at or after it are held out.
+    """
+
+    kind: str
+    time: int | None
+
+    def find_ends(self, group: RowGroup, part: str) -> NDArray[Any]:
+        """[users]: where the part of each history ends, its target included."""
+        start: NDArray[np.int64] = group.offsets[:-1]
+        stop: NDArray[np.int64] = group.offsets[1:]
+        if self.kind == "none":
+            return stop
+        if self.kind == "leave-one-out":
+            held_out = {"train": 2, "validation": 1, "test": 0}[part]
+            return np.asarray(np.maximum(stop - held_out, start))
+        earlier = np.concatenate([[0], np.cumsum(group.values["timestamp"] < self.time)])
+        cut = start + earlier[stop] - earlier[start]  # first event at or after the split
+        if part == "test":
+            return np.where(cut < stop, cut + 1, start)
+        return np.asarray(np.maximum(cut - (part == "train"), start))
+
+    def find_window(
+        self, group: RowGroup, rows: NDArray[Any], part: str, max_length: int, tail: int
+    ) -> Window:
+        """Finds the events of the samples `rows` of a row group.
+
+        A sample whose part has fewer than two events has an empty window.
+
+        Args:
+            group: A decoded row group.
+            rows: [samples] users of the group.
+            part: One of `PARTS`.
+            max_length: Of the history.
+            tail: Events beyond the history, at most; fewer where the history would be empty.
+        """
+        start, end = group.offsets[rows], self.find_ends(group, part)[rows]
+        usable = end - start >= 2
+        tails = np.where(usable, np.minimum(tail, end - start - 1), 0)
+        begin = np.where(usable, np.maximum(start, end - tails - max_length), end)
+        return Window(begin, end, tails)

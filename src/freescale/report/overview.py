@@ -1,0 +1,85 @@
+"""The top of the report: the most important figures, as tiles of one run or a table of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from html import escape
+from typing import Any
+
+from freescale.report.markup import (
+    NONE,
+    format_bytes,
+    format_figure,
+    render_name,
+    render_table,
+)
+from freescale.report.runs import Run
+
+# Shown name, place in the ledger, format.
+_FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("step, mean", "step_ms/mean", "{:,.1f} ms".format),
+    ("step, median", "step_ms/median", "{:,.1f} ms".format),
+    ("straggler", "straggler_percent", "{:.1f} %".format),
+    ("exposed communication", "exposed_percent", "{:.1f} %".format),
+    ("imbalance of compute", "imbalance", "{:.3f}".format),
+    ("sent a step, all ranks", "bytes_per_step", lambda sent: format_bytes(sum(sent.values()))),
+    ("collisions", "collision_percent", "{:.1f} %".format),
+)
+_METRICS = ("hr@10", "ndcg@10", "auc", "ne")  # of the model's quality, where they are there
+
+
+def render_overview(runs: Sequence[Run]) -> str:
+    def show_figure(path: str, show: Callable[[Any], str], place: int, run: Run) -> str:
+        return format_figure(place, path, run.ledger, show)
+
+    def show_throughput(place: int, run: Run) -> str:
+        words = format_figure(place, "samples_per_second", run.ledger, "{:,.0f}".format)
+        return words + _compare_throughput(runs[0], run)
+
+    shown: list[tuple[str, Callable[[int, Run], str]]] = [("samples/s", show_throughput)]
+    shown += [(name, partial(show_figure, path, show)) for name, path, show in _FIGURES]
+    shown.append(("last loss", lambda place, run: _show_last_loss(run)))
+    names = dict.fromkeys(name for run in runs for name in _find_quality(run))
+    kept = [name for name in names if name.endswith(_METRICS)] or list(names)[:2]
+    shown += [(escape(name), partial(_show_quality, name)) for name in kept]
+    shown.append(("ranks", partial(show_figure, "ranks", str)))
+    shown.append(("measured steps", partial(show_figure, "measured_steps", "{:,}".format)))
+    if len(runs) == 1:
+        tiles = "".join(
+            f"<div><dt>{name}</dt><dd>{show(0, runs[0])}</dd></div>" for name, show in shown
+        )
+        return f'<dl class="tiles">{tiles}</dl>'
+    head = ["", *(render_name(place, run) for place, run in enumerate(runs))]
+    rows = [[name, *(show(place, run) for place, run in enumerate(runs))] for name, show in shown]
+    return render_table(head, rows, "summary")
+
+
+def _find_quality(run: Run) -> dict[str, float]:
+    """Metrics of the test part at the end, or of the last validation."""
+    for part in ("test", "validation"):
+        found = next(
+            (entry[part]["model"] for entry in reversed(run.metrics) if part in entry), None
+        )
+        if found:
+            return {f"{part} {name}": value for name, value in found.items() if value is not None}
+    return {}
+
+
+def _show_quality(name: str, place: int, run: Run) -> str:
+    value = _find_quality(run).get(name)
+    return NONE if value is None else f"{value:.4f}"
+
+
+def _compare_throughput(first: Run, run: Run) -> str:
+    """How much faster than the first run."""
+    base, own = (one.ledger.get("samples_per_second") for one in (first, run))
+    if run is first or not base or own is None:
+        return ""
+    return f" <small>({own / base:.2f} x)</small>"
+
+
+def _show_last_loss(run: Run) -> str:
+    losses = (entry.get("loss") for entry in reversed(run.metrics))
+    loss = next((loss for loss in losses if loss is not None), None)
+    return NONE if loss is None else f"{loss:.4f}"

@@ -1,0 +1,48 @@
+"""The section about traffic and collisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from freescale.report.markup import (
+    colour_class,
+    format_bytes,
+    format_figure,
+    render_cards,
+    render_table,
+)
+from freescale.report.runs import Run
+
+
+def render_traffic(runs: Sequence[Run]) -> str:
+    return render_cards(runs, _render_run)
+
+
+def _render_run(place: int, run: Run) -> str:
+    ledger = run.ledger
+    rows = []
+    for kind, sent in ledger["bytes_per_step"].items():
+        if not sent:
+            continue
+        paths = ", ".join(
+            f"{escape(path)} {format_figure(place, f'paths/{kind}/{path}', ledger, format_bytes)}"
+            for path in sorted(ledger.get("paths", {}).get(kind, {}))
+        )
+        rows.append(
+            [
+                f'<i class="{colour_class(kind)}"></i>{escape(kind)}',
+                format_figure(place, f"bytes_per_step/{kind}", ledger, format_bytes),
+                format_figure(place, f"exposed_ms/{kind}", ledger, "{:.2f} ms".format),
+                paths or "not recorded",
+            ]
+        )
+    if ledger.get("collision_percent") is None:
+        words = "<p>Collisions: none recorded (tables replicated, or too few steps).</p>"
+    else:
+        share = format_figure(place, "collision_percent", ledger, "{:.1f} %".format)
+        words = (
+            f"<p>Collisions: <b>{share}</b> of a batch's requests are for rows that the batch "
+            "before reads too.</p>"
+        )
+    return words + render_table(["traffic", "sent a step", "exposed", "carried by"], rows)

@@ -1,0 +1,153 @@
+"""Generated histories: log-normal lengths like those of data/synthetic.py, and ids by popularity.
+
+The popularity of every item is known, so the rows that a rank reads are an expectation, summed over
+the catalogue in strata: without noise, and at a cost that does not grow with the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from freescale.config import SimulateConfig
+from freescale.data.lengths import LengthDistribution
+from freescale.simulate.workload import Demand, Rows
+
+
+@dataclass(frozen=True)
+class _ExpectedRequests:
+    tokens: NDArray[Any]  # [ranks]
+    # [strata, 2]: that an event is one given item of the stratum, even and odd one of its pair
+    chance: NDArray[Any]
+    read: NDArray[Any]  # [strata, 2]: probability that anybody reads it
+
+
+class GeneratedWorkload:
+    """Log-normal lengths and Zipf ids of any size of catalogue."""
+
+    def __init__(
+        self,
+        samples: int,
+        *,
+        median: float = SimulateConfig.median,
+        sigma: float = SimulateConfig.sigma,
+        cap: int = SimulateConfig.cap,
+        items: int = SimulateConfig.items,
+        popularity: float = SimulateConfig.popularity,
+        collisions: float | None = SimulateConfig.collisions,
+        seed: int = SimulateConfig.seed,
+        strata: int = 1024,
+    ) -> None:
+        """`samples` of a global batch. `collisions`: share of a batch's requests that the batch
+        before makes too, by binding items to batches or making them hot as data/synthetic.py does;
+        None leaves what the popularity gives. Met for the mean rank."""
+        if collisions is not None and not 0 <= collisions <= 1:
+            raise ValueError(f"collisions is {collisions}; it is a share, from 0 to 1")
+        if items < 2 or samples < 1 or strata < 8:
+            raise ValueError(
+                f"{samples} samples, {items} items, {strata} strata: at least 1, 2 and 8 are needed"
+            )
+        self.samples, self.items, self.seed, self._collisions = samples, items, seed, collisions
+        self._lengths = LengthDistribution.from_options("lognormal", median, sigma, 0.0, cap)
+        self._count, self._mass = _make_strata(items // 2, strata, popularity)
+        # pairs: each often enough in a batch
+        self._hot = min(items // 2, max(1, int(self._lengths.mean * samples / 32)))
+        self._mixing: dict[int, float] = {}
+        self.notes = [
+            f"generated: median {median:g}, longest {cap:,}, {items:,} items of popularity "
+            f"{popularity:g}; "
+            f"rows by expectation over {len(self._count):,} strata of the catalogue"
+        ]
+
+    def get_lengths(self, step: int) -> NDArray[Any]:
+        users = torch.arange(step * self.samples, (step + 1) * self.samples)
+        return self._lengths.draw(self.seed, users)
+
+    def find_requests(self, step: int, rank_of: NDArray[Any], ranks: int) -> _ExpectedRequests:
+        tokens = np.bincount(rank_of, self.get_lengths(step), ranks)
+        if ranks not in self._mixing:
+            self._mixing[ranks] = (
+                1.0 if self._collisions is None else self._find_mixing(self._collisions, ranks)
+            )
+        chance = self._compute_chance(self._mixing[ranks], step % 2)
+        return _ExpectedRequests(tokens, chance, -np.expm1(float(tokens.sum()) * np.log1p(-chance)))
+
+    def compute_demand(
+        self,
+        before: _ExpectedRequests | None,
+        now: _ExpectedRequests,
+        after: _ExpectedRequests | None,
+    ) -> Demand:
+        parts = [np.ones_like(now.read)] + [
+            np.zeros_like(now.read) if other is None else other.read for other in (before, after)
+        ]
+        # [strata * 2, 3]
+        weights = np.stack([(self._count[:, None] * part).ravel() for part in parts], axis=1)
+        rate = np.log1p(-now.chance).ravel()
+        asked = np.empty((len(now.tokens), 3))
+        # ranks in blocks: the probabilities of all would take gigabytes
+        for first in range(0, len(now.tokens), 256):
+            block = slice(first, first + 256)
+            asked[block] = -np.expm1(now.tokens[block, None] * rate) @ weights
+        return Demand(*(Rows.spread(asked[:, column]) for column in range(3)))
+
+    def _compute_chance(self, mixing: float, parity: int) -> NDArray[Any]:
+        """[strata, 2]. mixing: 0 binds every event to its batch's item of the pair, 1 none, 2 makes
+        every event hot."""
+        free, hot = min(mixing, 1.0), max(mixing - 1.0, 0.0)
+        mass = self._mass[:, None] / 2 * np.ones(2)
+        bound = self._mass[:, None] * (np.arange(2) == parity)
+        first = np.concatenate([[0], np.cumsum(self._count)[:-1]])
+        inside = np.clip((self._hot - first) / self._count, 0, 1)  # part of the stratum that is hot
+        heated = (inside / (2 * self._hot))[:, None] * np.ones(2)
+        chance = (1 - hot) * (free * mass + (1 - free) * bound) + hot * heated
+        return np.asarray(np.minimum(chance, 1 - 1e-12))
+
+    def _find_mixing(self, target: float, ranks: int) -> float:
+        tokens = np.full(ranks, self._lengths.mean * self.samples / ranks)
+
+        def rate(mixing: float) -> float:
+            now, then = (self._compute_chance(mixing, parity) for parity in (0, 1))
+            mine = self._count[:, None] * -np.expm1(tokens[0] * np.log1p(-now))
+            return float((mine * -np.expm1(tokens.sum() * np.log1p(-then))).sum() / mine.sum())
+
+        low, high = 0.0, 2.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if rate(middle) < target else (low, middle)
+        if abs(rate(high) - target) > 0.01:
+            raise ValueError(
+                f"collisions {target} are out of reach: the nearest is {rate(high):.3f}; ask for "
+                "that, or for more items"
+            )
+        return high
+
+
+def _make_strata(pairs: int, strata: int, popularity: float) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Pairs of items by popularity, the first ones alone, then in ranges that grow: (pairs in each,
+    mass of one pair)."""
+    edges = np.unique(
+        np.concatenate(
+            [
+                np.arange(min(pairs, strata // 2) + 1),
+                np.geomspace(1, pairs, strata).astype(np.int64),
+                [pairs],
+            ]
+        )
+    )
+    low, high = edges[:-1].astype(np.float64), edges[1:].astype(np.float64)
+    count = high - low
+    # Mean of place^-popularity over a range: by the integral between the half-way points, which is
+    # what the sum comes to.
+    a, b = low + 0.5, high + 0.5
+    integral = (
+        np.log(b / a)
+        if popularity == 1
+        else (b ** (1 - popularity) - a ** (1 - popularity)) / (1 - popularity)
+    )
+    mass = np.where(count == 1, high**-popularity, integral / count)
+    return count, mass / (mass * count).sum()

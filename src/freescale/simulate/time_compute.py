@@ -1,0 +1,167 @@
+"""Times what a rank computes in a step, for calibrate.py: an HSTU stack, the row kernels, the dense
+optimizer."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from freescale.batch import Jagged, SequenceBatch
+from freescale.kernels.dispatch import (
+    choose_optimizers,
+    collision_masks,
+    deduplicate,
+    gather_rows,
+    read_rows,
+    sum_duplicates,
+)
+from freescale.models.heads import Retrieval
+from freescale.models.hstu import HSTU
+
+ITEMS, NEGATIVES = 1000, 64  # of the head that is timed: sampled softmax
+
+
+def time_model(
+    device: str, width: int, heads: int, layers: int, lengths: NDArray[Any], repetitions: int
+) -> dict[str, Any]:
+    """The encoder alone, then a whole retrieval model: what is more of it is the head's."""
+    torch.manual_seed(0)
+    tokens, longest = int(lengths.sum()), int(lengths.max())
+    plain: dict[str, Any] = {"dropout": 0.0, "position_bias": False, "time_bias": False}
+    encoder = HSTU(width=width, layers=layers, heads=heads, max_length=max(longest, 2), **plain).to(
+        device
+    )
+    there = torch.from_numpy(lengths)
+    on_device = there.to(device)
+    x = torch.randn(tokens, width, device=device).requires_grad_()
+    alone = _time_both_ways(
+        device, encoder, lambda: encoder(x, on_device).float().square().sum(), repetitions
+    )
+    ids = [Jagged(torch.randint(ITEMS, (tokens,)), there) for _ in range(2)]
+    batch = SequenceBatch(
+        sequences={"history": ids[0], "targets": ids[1]},
+        dense={"negatives": torch.randint(ITEMS, (len(lengths), NEGATIVES))},
+        weights={"next_item": there.float()},
+        keys=torch.arange(len(lengths)),
+    ).to(torch.device(device))
+    whole = Retrieval(encoder, num_items=ITEMS).to(device)
+    total = _time_both_ways(device, whole, lambda: whole(batch)["next_item"], repetitions)
+    found = dict(zip(("forward_ms", "backward_ms"), alone, strict=True))
+    found |= {
+        f"head_{way}_ms": max(0.0, b - a)
+        for way, a, b in zip(("forward", "backward"), alone, total, strict=True)
+    }
+    squares = float((lengths.astype(np.float64) ** 2).sum())
+    sizes = {
+        "samples": len(lengths),
+        "tokens": tokens,
+        "squares": squares,
+        "longest": longest,
+        "layers": layers,
+    }
+    return {"width": width, "heads": heads, **sizes, **found}
+
+
+def _time_both_ways(
+    device: str, model: nn.Module, call: Callable[[], Tensor], repetitions: int
+) -> tuple[float, float]:
+    """Milliseconds of forward and of backward."""
+    forward, backward = [], []
+    for repetition in range(repetitions + 2):  # the first two warm up
+        model.zero_grad()
+        begin = _read_clock(device)
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = call()
+        middle = _read_clock(device)
+        loss.backward()  # type: ignore[no-untyped-call]
+        end = _read_clock(device)
+        if repetition >= 2:
+            forward.append(1e3 * (middle - begin))
+            backward.append(1e3 * (end - middle))
+    return _choose_usual(device, forward), _choose_usual(device, backward)
+
+
+def _choose_usual(device: str, times: list[float]) -> float:
+    """The median. On a CPU the shortest: whatever else runs there only adds."""
+    return statistics.median(times) if device == "cuda" else min(times)
+
+
+def _read_clock(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _time_call(device: str, call: Callable[[], Any], repetitions: int) -> float:
+    times = []
+    for repetition in range(repetitions + 2):
+        begin = _read_clock(device)
+        call()
+        if repetition >= 2:
+            times.append(_read_clock(device) - begin)
+        else:
+            _read_clock(device)
+    return _choose_usual(device, times)
+
+
+def time_row_work(
+    device: str, width: int, keys: int, table: int, repetitions: int
+) -> dict[str, float]:
+    """Seconds per key or per byte of row, and the constant of a call: that of ten rows."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(table, width, device=device)
+    numbers = torch.randint(table, (keys,), generator=generator).to(device)
+    unique, edges = torch.unique(numbers), torch.tensor([table], device=device)
+    gradients = torch.randn(unique.numel(), width, device=device)
+    state = torch.zeros(table, device=device)
+    module = choose_optimizers(weight)
+    read = torch.randn(unique.numel(), width, device=device).requires_grad_()
+    index = torch.randint(unique.numel(), (keys,), generator=generator).to(device)
+    few, few_gradients = unique[:10], gradients[:10]
+
+    def update(rows: torch.Tensor, grads: torch.Tensor) -> None:
+        module.rowwise_adagrad(weight, state, *sum_duplicates(rows, grads), lr=0.01, eps=1e-8)
+
+    def backward() -> None:
+        ones = torch.ones(keys, width, device=device)
+        read_rows(read, index).backward(ones)  # type: ignore[no-untyped-call]
+        read.grad = None
+
+    with torch.no_grad():
+        constant = _time_call(device, lambda: update(few, few_gradients), repetitions)
+        looked = _time_call(device, lambda: gather_rows(weight, unique), repetitions)
+        updated = _time_call(device, lambda: update(unique, gradients), repetitions)
+        found = _time_call(device, lambda: deduplicate(numbers, edges), repetitions)
+        compared = _time_call(device, lambda: collision_masks(unique, unique.flip(0)), repetitions)
+        forward = _time_call(device, lambda: read_rows(read, index), repetitions)
+    both = _time_call(device, backward, repetitions)
+    size, row = 4.0 * width, unique.numel()
+    return {
+        "deduplicate_per_key": found / keys,
+        "compare_per_key": compared / (2 * row),
+        "lookup_per_byte": looked / (row * size),
+        "update_per_byte": max(0.0, updated - constant) / (row * size),
+        "read_per_byte": forward / (keys * size),
+        "read_backward_per_byte": max(0.0, both - forward) / (keys * size),
+        "constant": constant,
+    }
+
+
+def time_optimizer(device: str, many: int, repetitions: int) -> dict[str, float]:
+    """AdamW on one large parameter, and on one small."""
+
+    def time_step(count: int) -> float:
+        parameter = torch.zeros(count, device=device, requires_grad=True)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW([parameter], lr=1e-3)
+        return _time_call(device, optimizer.step, repetitions)
+
+    small = time_step(16)
+    return {"per_parameter": max(0.0, time_step(many) - small) / many, "constant": small}

@@ -1,0 +1,85 @@
+"""The functions of csrc/engine.h, as Python calls them; and whether this process has them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, c_double, c_int, c_int64, c_uint64, c_void_p
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+from freescale.transport.hostwire.compiled import compile_and_load
+
+
+class ErrorCode(IntEnum):
+    """Why a channel of the engine failed: `ErrorCode` of engine.h."""
+
+    NONE = 0
+    CLOSED = 1
+    TIMED_OUT = 2
+    SIZE_MISMATCH = 3
+    DEVICE = 4
+    OUTSIDE_RING = 5
+
+
+class Driver(ctypes.Structure):
+    """Entry points of libcuda and a context: `Driver` of engine.h."""
+
+    _fields_ = [
+        (name, c_void_p)
+        for name in ("copy", "record", "query", "create", "destroy", "use", "context")
+    ]
+
+
+class EngineLibrary:
+    """The compiled engine. Functions that wait release Python's lock; the others are over before
+    that would pay."""
+
+    def __init__(self, path: str) -> None:
+        holding, releasing = ctypes.PyDLL(path), ctypes.CDLL(path)
+        self.gate_new = _declare(holding.gate_new, c_void_p, c_double)
+        self.gate_free = _declare(holding.gate_free, None, c_void_p)
+        ring, inbox = (c_void_p, c_int, c_int64, c_int64), (c_void_p, c_int, c_int64)
+        streams = (c_void_p, c_void_p)
+        channel = (c_int, c_int, *ring, *inbox, c_void_p, c_double, POINTER(Driver), *streams)
+        self.channel_new = _declare(releasing.channel_new, c_void_p, *channel)
+        self.channel_free = _declare(releasing.channel_free, None, c_void_p)
+        self.channel_stop = _declare(holding.channel_stop, None, c_void_p)
+        peer = (c_void_p, c_int, c_int, c_int, c_void_p)
+        self.channel_set_peer = _declare(holding.channel_set_peer, None, *peer)
+        arrays = (POINTER(c_uint64), POINTER(c_int64)) * 2
+        transfer = (c_void_p, c_int, c_int, c_void_p, c_int64, *arrays)
+        self.channel_submit = _declare(holding.channel_submit, c_int64, *transfer)
+        self.channel_wait = _declare(releasing.channel_wait, c_int, c_void_p, c_int64, c_double)
+        self.channel_is_done = _declare(holding.channel_is_done, c_int, c_void_p, c_int64)
+        self.channel_bytes_left = _declare(holding.channel_bytes_left, c_int64, c_void_p)
+        error = (c_void_p, POINTER(c_int), POINTER(c_int64))
+        self.channel_error = _declare(holding.channel_error, c_int, *error)
+
+
+def _declare(function: Any, result: type | None, *arguments: type) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+@cache
+def _load_once() -> tuple[EngineLibrary | None, str]:
+    return compile_and_load("engine", EngineLibrary)
+
+
+def load_engine() -> EngineLibrary | None:
+    """The engine, compiled at the first call; None where `explain_missing_engine` says why. Ranks
+    with and without it share memory with each other; streams need it on all (opening.py)."""
+    return None if _is_refused() else _load_once()[0]
+
+
+def explain_missing_engine() -> str:
+    """Why there is no engine, or nothing: it cannot be compiled, kept or loaded, or
+    FREESCALE_ENGINE=0 asks for Python. In the environment and not in a run's settings, because it
+    concerns one machine."""
+    return "FREESCALE_ENGINE=0" if _is_refused() else _load_once()[1]
+
+
+def _is_refused() -> bool:
+    return os.environ.get("FREESCALE_ENGINE", "1") == "0"
