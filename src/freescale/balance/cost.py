@@ -19,8 +19,9 @@ from freescale.segments import Segments
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a sample costs: quadratic * L^2 + linear * L + candidate * candidates + constant, where L
-    is the length of the balancer's feature. The unit does not matter: only ratios enter an
+    """What a sample costs: quadratic * L^2 + linear * L + candidate * candidates + constant.
+
+    L is the length of the balancer's feature. The unit does not matter: only ratios enter an
     assignment. `CostModel.of_hstu` counts the operations of an HSTU encoder.
 
     Args:
