@@ -105,7 +105,7 @@ def features(
     )
     if segments is None:
         return np.stack([length * length, length, count, np.ones_like(length)], axis=1)
-    pairs, summaries = segments.pairs(length, count), segments.summaries(length)
+    pairs, summaries = segments.count_pairs(length, count), segments.count_summaries(length)
     return np.stack([2 * pairs, length, count + summaries, np.ones_like(length)], axis=1)
 
 

@@ -33,7 +33,7 @@ COLUMNS = 3  # of stage I: length of the feature, candidates, tokens
 
 
 class Shuffle:
-    """One batch on its way. All ranks call `send_sizes`, `send_samples` and `finish`, in this order.
+    """One batch on its way. All ranks call `send_sizes`, `send_samples`, `finish`, in this order.
 
     `batch` is on the host. `counts` [ranks]: how many samples each rank has. What fails on one rank
     (a user's partitioner, say) is raised on all of them in `send_samples`.
