@@ -102,19 +102,17 @@ class ModelConfig(_Checked):
     temperature: float = option(0.1, "softmax temperature (retrieval)", above=0.0)
     segment: int | None = option(
         None,
-        "cut histories into segments of so many events, seen later by their tokens alone",
+        "cut histories into segments of so many events, seen later by their summaries alone",
         minimum=1,
     )
-    segment_tokens: int = option(
-        4, "learned tokens that stand for a segment, with --segment", minimum=1
-    )
+    segment_tokens: int = option(4, "learned summaries of a segment, with --segment", minimum=1)
     segment_weight: float = option(
         1.0,
-        "events that a token counts for where later segments see it, with --segment",
+        "events that a summary counts for where later segments see it, with --segment",
         above=0.0,
     )
     segment_pooling: bool = option(
-        False, "tokens start with the pooled events of their segment, with --segment"
+        False, "summaries start with the pooled events of their segment, with --segment"
     )
     recompute: bool = option(
         False, "activation checkpointing: recompute layers in backward to save memory"

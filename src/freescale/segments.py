@@ -51,15 +51,15 @@ class Segments:
         """Rows from the start of one segment to that of the next."""
         return self.length + self.tokens
 
-    def closed(self, history: Any) -> Any:
+    def count_closed(self, history: Any) -> Any:
         """Full segments of histories of so many events: a number, an array or a tensor."""
         return history // self.length
 
-    def summaries(self, history: Any) -> Any:
+    def count_summaries(self, history: Any) -> Any:
         """Summaries of histories of so many events: a number, an array or a tensor."""
-        return self.closed(history) * self.tokens
+        return self.count_closed(history) * self.tokens
 
-    def pairs(self, history: np.ndarray, candidates: np.ndarray | int = 0) -> np.ndarray:
+    def count_pairs(self, history: np.ndarray, candidates: np.ndarray | int = 0) -> np.ndarray:
         """Counts the (query, key) pairs that see each other.
 
         Args:
@@ -89,7 +89,7 @@ class Segments:
             Lengths with the summaries, and candidate counts: those of a sample belong to its open
             part. Segments without a row are left out.
         """
-        closed = self.closed(history)
+        closed = self.count_closed(history)
         per_sample = closed + 1
         last = np.cumsum(per_sample) - 1  # the open part of each sample
         rows = np.full(int(per_sample.sum()), self.period, np.int64)

@@ -153,7 +153,7 @@ def test_layout_blocks_tiles_and_pairs_are_those_of_the_definition(sizes, segmen
         for h, c, k in zip(history, counts, known, strict=True)
     ]
     own = [segments_cases.visible(h + c, c, segments) for h, c in zip(history, counts, strict=True)]
-    assert [mask.sum() for mask in own] == segments.pairs(history, counts).tolist()
+    assert [mask.sum() for mask in own] == segments.count_pairs(history, counts).tolist()
     # what the parts and the blocks see together is what the masks say
     seen = sum(
         int((n - c) * (n - c + 1) // 2 + c * (n - c + 1))

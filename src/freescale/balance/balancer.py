@@ -105,7 +105,7 @@ class Balancer:
         global batch; home [n]: its rank now."""
         rows, tokens = features(table[:, 0], table[:, 1], self.segments), table[:, 2]
         if self.segments is not None:
-            tokens = tokens + self.segments.summaries(table[:, 0])
+            tokens = tokens + self.segments.count_summaries(table[:, 0])
         cap = self.cap
         if cap is None and self.partitioner in _CAPPED:
             cap = -(-int(tokens.sum()) // ranks) + int(tokens.max(initial=0))

@@ -19,8 +19,9 @@ from freescale.segments import Segments
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a sample costs: quadratic * L^2 + linear * L + candidate * candidates + constant, where L
-    is the length of the balancer's feature. The unit does not matter: only ratios enter an
+    """What a sample costs: quadratic * L^2 + linear * L + candidate * candidates + constant.
+
+    L is the length of the balancer's feature. The unit does not matter: only ratios enter an
     assignment. `CostModel.of_hstu` counts the operations of an HSTU encoder.
 
     Args:
@@ -104,7 +105,7 @@ def features(
     )
     if segments is None:
         return np.stack([length * length, length, count, np.ones_like(length)], axis=1)
-    pairs, summaries = segments.pairs(length, count), segments.summaries(length)
+    pairs, summaries = segments.count_pairs(length, count), segments.count_summaries(length)
     return np.stack([2 * pairs, length, count + summaries, np.ones_like(length)], axis=1)
 
 

@@ -33,10 +33,10 @@ COLUMNS = 3  # of stage I: length of the feature, candidates, tokens
 
 
 class Shuffle:
-    """One batch on its way. Call `sizes`, `samples` and `finish`, in this order, on all ranks.
+    """One batch on its way. All ranks call `send_sizes`, `send_samples`, `finish`, in this order.
 
     `batch` is on the host. `counts` [ranks]: how many samples each rank has. What fails on one rank
-    (a user's partitioner, say) is raised on all of them in `samples`.
+    (a user's partitioner, say) is raised on all of them in `send_samples`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Shuffle:
         self._bytes = [0] * transport.world  # of it, to each
         self._coming = np.zeros((0, 0), np.int64)  # [ranks, tensors]: sizes of what comes from each
 
-    def sizes(self, lengths: np.ndarray) -> None:
+    def send_sizes(self, lengths: np.ndarray) -> None:
         """After stage I. Plans, packs; stage II starts. lengths [n, COLUMNS]: of all samples, in
         rank order."""
         ranks, tensors = self._transport.world, len(self._batch.tensors())
@@ -66,12 +66,12 @@ class Shuffle:
             message[:, -2] = self._plan(lengths)
             self._message, message[:, :tensors], self._bytes = pack(self._batch, *self._order())
             message[:, -3], message[:, -1] = self._bytes, 1
-        except Exception as error:  # noqa: BLE001 - raised on all ranks, in samples()
+        except Exception as error:  # noqa: BLE001 - raised on all ranks, in send_samples()
             self._error = error
         ones = [1] * ranks
         self._pending = self._transport.all_to_all(torch.from_numpy(message), ones, ones, "samples")
 
-    def samples(self) -> None:
+    def send_samples(self) -> None:
         """Waits for stage II; stage III starts."""
         message = self._pending.wait().numpy()
         if self._error is not None:
@@ -132,7 +132,6 @@ def measure_samples(batch: SequenceBatch, feature: str) -> np.ndarray:
     return table
 
 
-def host(batch: SequenceBatch) -> SequenceBatch:
-    """The batch where it can be planned. Reads the device if it is there, so give batches on the
-    host."""
+def copy_to_host(batch: SequenceBatch) -> SequenceBatch:
+    """The batch on the host, where it is planned. Waits for the device if the batch is there."""
     return batch if batch.device.type == "cpu" else batch.map(Tensor.cpu)

@@ -1,7 +1,4 @@
-"""What both twins of the attention refuse: inputs that do not fit each other, and a plan that was
-made for others.
-
-And what both plans know of a batch's sizes."""
+"""Checks that both versions of the attention share, and the sizes that both plans start from."""
 
 from __future__ import annotations
 

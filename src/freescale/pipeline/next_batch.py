@@ -19,7 +19,7 @@ from torch import Tensor
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.problem import Assignment
-from freescale.balance.shuffle import Shuffle, host
+from freescale.balance.shuffle import Shuffle, copy_to_host
 from freescale.batch import SequenceBatch
 from freescale.batch_codec import build_empty_batch
 from freescale.embedding.tables import Tables
@@ -155,7 +155,7 @@ class BatchPreparation:
             try:
                 batch = None if stopping else self._source.take()
                 if batch is not None:
-                    self.taken = batch = host(batch)
+                    self.taken = batch = copy_to_host(batch)
                     if self._ahead and self._transport.device.type == "cpu":
                         # An iterator may fill the same buffers again; to a GPU they are copied
                         # anyway.
@@ -200,13 +200,13 @@ class BatchPreparation:
             )
             with self._balance_span():
                 self._balancer.learn(self.agreement.computed_step, self.agreement.computed)
-                self._shuffle.sizes(self.agreement.lengths)
+                self._shuffle.send_sizes(self.agreement.lengths)
 
     def _send_samples(self) -> None:
         """With balancing, starts the exchange of samples."""
         if self._shuffle is not None:
             with self._balance_span():
-                self._shuffle.samples()
+                self._shuffle.send_samples()
 
     def _move_to_device(self, batch: SequenceBatch) -> SequenceBatch:
         device = self._transport.device

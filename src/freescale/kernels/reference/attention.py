@@ -56,12 +56,12 @@ def hstu_attention(
     return out
 
 
-def _by_head(group: Group, values: Tensor) -> Tensor:
+def _split_heads(group: Group, values: Tensor) -> Tensor:
     """[tokens, heads, d] -> [n * heads, length, d]."""
     return group.pad(values).transpose(1, 2).reshape(-1, group.length, values.shape[2]).contiguous()
 
 
-def _by_head_transposed(group: Group, values: Tensor) -> Tensor:
+def _split_heads_transposed(group: Group, values: Tensor) -> Tensor:
     """[tokens, heads, d] -> [n * heads, d, length], laid out so (of a single sample, reshape would
     give a view): products with a transposed right side are several times slower on some
     processors."""
@@ -73,14 +73,14 @@ def _by_head_transposed(group: Group, values: Tensor) -> Tensor:
     )
 
 
-def _put(target: Tensor, group: Group, values: Tensor) -> None:
+def _write(target: Tensor, group: Group, values: Tensor) -> None:
     """[n * heads, length, d] into [tokens, heads, d]."""
     heads, width = target.shape[1:]
     rows = values.view(len(group), heads, group.length, width).transpose(1, 2)
     group.put(target, rows)
 
 
-def _scores(
+def _compute_scores(
     q: Tensor, k_t: Tensor, tile: Relation, count: int, biases: tuple[Tensor | None, Tensor | None]
 ) -> Tensor:
     """[n * heads, queries, keys] in at least float32. q is scaled."""
@@ -129,20 +129,20 @@ class _Attention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for number, group in enumerate(plan.groups.groups):
                 q_g, k_t, v_g = (
-                    _by_head(group, q) * alpha,
-                    _by_head_transposed(group, k),
-                    _by_head(group, v),
+                    _split_heads(group, q) * alpha,
+                    _split_heads_transposed(group, k),
+                    _split_heads(group, v),
                 )
                 out_g = torch.empty_like(v_g)
                 for tile in plan.tiles(number):
-                    scores = _scores(q_g, k_t, tile, len(group), (position_bias, time_bias))
+                    scores = _compute_scores(q_g, k_t, tile, len(group), (position_bias, time_bias))
                     weights = _mask(
                         torch.nn.functional.silu(scores, inplace=True), tile, len(group)
                     )
                     out_g[:, tile.start : tile.stop] = torch.bmm(
                         weights.to(v.dtype), v_g[:, : tile.stop]
                     )
-                _put(out, group, out_g.div_(scale))
+                _write(out, group, out_g.div_(scale))
         return out
 
     @staticmethod
@@ -160,16 +160,16 @@ class _Attention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for number, group in enumerate(plan.groups.groups):
                 q_g, k_t, v_t = (
-                    _by_head(group, q) * alpha,
-                    _by_head_transposed(group, k),
-                    _by_head_transposed(group, v),
+                    _split_heads(group, q) * alpha,
+                    _split_heads_transposed(group, k),
+                    _split_heads_transposed(group, v),
                 )
                 k_g = k_t.transpose(1, 2).contiguous()
-                grad_g = _by_head(group, grad) / ctx.scale
+                grad_g = _split_heads(group, grad) / ctx.scale
                 grad_q_g, grad_k_g, grad_v_g = torch.empty_like(q_g), None, None
                 for tile in plan.tiles(number):
                     rows, keys = slice(tile.start, tile.stop), slice(0, tile.stop)
-                    scores = _scores(q_g, k_t, tile, len(group), biases)
+                    scores = _compute_scores(q_g, k_t, tile, len(group), biases)
                     sigmoid = torch.sigmoid(scores)
                     weights = _mask(scores.mul_(sigmoid), tile, len(group))
                     grad_v_g = _add_product(
@@ -192,9 +192,9 @@ class _Attention(torch.autograd.Function):
                     grad_k_g = _add_product(grad_k_g, change.transpose(1, 2), q_g[:, rows], wide)
                 # a group has at least one tile
                 assert grad_k_g is not None and grad_v_g is not None
-                _put(grad_q, group, grad_q_g.mul_(alpha))
-                _put(grad_k, group, grad_k_g)
-                _put(grad_v, group, grad_v_g)
+                _write(grad_q, group, grad_q_g.mul_(alpha))
+                _write(grad_k, group, grad_k_g)
+                _write(grad_v, group, grad_v_g)
         totals = [
             None if g is None else g.to(b.dtype) for g, b in zip(grad_biases, biases, strict=True)
         ]

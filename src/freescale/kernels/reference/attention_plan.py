@@ -69,13 +69,13 @@ class AttentionPlan:
             yield from self.kept[number]
             return
         group = self.groups.groups[number]
-        positions, times = self._coordinates(group)
+        positions, times = self._find_coordinates(group)
         per_row = len(group) * self.heads * group.length
         rows = max(1, min(self.rows, self.budget // per_row))
         for stop in range(group.length, 0, -rows):
-            yield self._relation(group, max(0, stop - rows), stop, positions, times)
+            yield self._relate(group, max(0, stop - rows), stop, positions, times)
 
-    def _coordinates(self, group: Group) -> tuple[Tensor, Tensor | None]:
+    def _find_coordinates(self, group: Group) -> tuple[Tensor, Tensor | None]:
         """Positions [n or 1, length] and times [n, length] of a group's slots."""
         positions = torch.arange(group.length, device=group.slots.device)[None]
         if self.candidate_counts is not None:  # every candidate stands right after the history
@@ -83,7 +83,7 @@ class AttentionPlan:
             positions = torch.minimum(positions, history[:, None])
         return positions, None if self.timestamps is None else group.pad(self.timestamps)
 
-    def _relation(
+    def _relate(
         self, group: Group, start: int, stop: int, positions: Tensor, times: Tensor | None
     ) -> Relation:
         distance, bucket, blocked = None, None, None

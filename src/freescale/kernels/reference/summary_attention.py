@@ -17,7 +17,7 @@ from torch import Tensor
 from freescale.batch import concat_ranges
 from freescale.kernels.attention_checks import check_same_device
 from freescale.kernels.groups import Group, plan_groups
-from freescale.kernels.reference.attention import _by_head, _by_head_transposed, _put
+from freescale.kernels.reference.attention import _split_heads, _split_heads_transposed, _write
 from freescale.kernels.reference.attention_plan import TILE_BUDGET
 from freescale.kernels.summary_plan import SummaryPlan
 from freescale.kernels.upload import upload
@@ -127,9 +127,9 @@ class _SummaryAttention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for rows, seen in _group_blocks(plan, q.shape[1], q.device):
                 # [n * heads, rows, summaries]
-                scores = torch.bmm(_by_head(rows, q) * alpha, _by_head_transposed(seen, k))
-                weights = torch.nn.functional.silu(_wide(scores), inplace=True)
-                _put(out, rows, torch.bmm(weights.to(v.dtype), _by_head(seen, v)).div_(scale))
+                scores = torch.bmm(_split_heads(rows, q) * alpha, _split_heads_transposed(seen, k))
+                weights = torch.nn.functional.silu(_widen(scores), inplace=True)
+                _write(out, rows, torch.bmm(weights.to(v.dtype), _split_heads(seen, v)).div_(scale))
         return out
 
     @staticmethod
@@ -144,27 +144,27 @@ class _SummaryAttention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for rows, seen in _group_blocks(ctx.plan, q.shape[1], q.device):
                 q_g, k_g, v_t = (
-                    _by_head(rows, q) * ctx.alpha,
-                    _by_head(seen, k),
-                    _by_head_transposed(seen, v),
+                    _split_heads(rows, q) * ctx.alpha,
+                    _split_heads(seen, k),
+                    _split_heads_transposed(seen, v),
                 )
-                grad_g = _by_head(rows, grad) / ctx.scale
-                scores = _wide(torch.bmm(q_g, _by_head_transposed(seen, k)))
+                grad_g = _split_heads(rows, grad) / ctx.scale
+                scores = _widen(torch.bmm(q_g, _split_heads_transposed(seen, k)))
                 sigmoid = torch.sigmoid(scores)
                 weights = scores.mul_(sigmoid)
-                _add(grad_v, seen, torch.bmm(weights.to(v.dtype).transpose(1, 2), grad_g))
+                _accumulate(grad_v, seen, torch.bmm(weights.to(v.dtype).transpose(1, 2), grad_g))
                 slope = weights.addcmul_(weights, sigmoid, value=-1).add_(sigmoid)
                 change = slope.mul_(torch.bmm(grad_g, v_t)).to(q.dtype)
-                _put(grad_q, rows, torch.bmm(change, k_g).mul_(ctx.alpha))
-                _add(grad_k, seen, torch.bmm(change.transpose(1, 2), q_g))
+                _write(grad_q, rows, torch.bmm(change, k_g).mul_(ctx.alpha))
+                _accumulate(grad_k, seen, torch.bmm(change.transpose(1, 2), q_g))
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
 
 
-def _wide(scores: Tensor) -> Tensor:
+def _widen(scores: Tensor) -> Tensor:
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
-def _add(total: Tensor, group: Group, values: Tensor) -> None:
+def _accumulate(total: Tensor, group: Group, values: Tensor) -> None:
     """[n * heads, length, d] onto [summaries, heads, d]."""
     heads, width = total.shape[1:]
     rows = values.view(len(group), heads, group.length, width).transpose(1, 2)

@@ -165,7 +165,7 @@ class _Call:
             inverse_scale=1 / scale,
             M=launch.tile,
             N=launch.inner,
-            **self._arguments(launch),
+            **self._build_arguments(launch),
         )
 
     def backward_kv(self, grad: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float) -> None:
@@ -186,7 +186,7 @@ class _Call:
             inverse_scale=1 / scale,
             M=launch.inner,
             N=launch.tile,
-            **self._arguments(launch),
+            **self._build_arguments(launch),
         )
 
     def backward_q(self, grad: Tensor, grad_q: Tensor, scale: float) -> None:
@@ -205,10 +205,10 @@ class _Call:
             factor=self.half_alpha / scale,
             M=launch.tile,
             N=launch.inner,
-            **self._arguments(launch),
+            **self._build_arguments(launch),
         )
 
-    def _arguments(self, launch: AttentionLaunch) -> dict[str, Any]:
+    def _build_arguments(self, launch: AttentionLaunch) -> dict[str, Any]:
         """What the kernels over tiles take besides their tensors."""
         return {
             **self.bias,

@@ -122,7 +122,7 @@ def _check(dtype: torch.dtype, weight: Tensor, bias: Tensor, **rows: Tensor) -> 
     check_same_device(weight=weight, bias=bias, **rows)
 
 
-def _shape(launch: RowLaunch, width: int) -> dict[str, int]:
+def _choose_shape(launch: RowLaunch, width: int) -> dict[str, int]:
     shape = launch.shape(width)
     return shape | {"num_warps": 2 * shape["num_warps"]} if width >= WIDE else shape
 
@@ -131,7 +131,7 @@ class _Parts:
     """How many programs share the tokens in backward, and their sums for weight and bias."""
 
     def __init__(self, x: Tensor) -> None:
-        self.shape = _shape(BACKWARD, x.shape[1])
+        self.shape = _choose_shape(BACKWARD, x.shape[1])
         tiles = count_blocks(x.shape[0], self.shape["R"])
         self.steps = count_blocks(tiles, min(tiles, MOST_PARTS))
         self.count = count_blocks(tiles, self.steps)
@@ -155,7 +155,7 @@ class _LayerNorm(torch.autograd.Function):
         )
         ctx.save_for_backward(x, weight, bias, mean, inverse)
         if out.numel():
-            shape = _shape(FORWARD, x.shape[1])
+            shape = _choose_shape(FORWARD, x.shape[1])
             with use_device(x.device):
                 layer_norm_kernel[(count_blocks(x.shape[0], shape["R"]),)](
                     x, weight, bias, out, mean, inverse, x.shape[0], eps, **shape
@@ -205,7 +205,7 @@ class _GatedNorm(torch.autograd.Function):
             "share": 1 / keep,
         }
         if out.numel():
-            shape = _shape(FORWARD, x.shape[1])
+            shape = _choose_shape(FORWARD, x.shape[1])
             with use_device(x.device):
                 gated_norm_kernel[(count_blocks(x.shape[0], shape["R"]),)](
                     x,

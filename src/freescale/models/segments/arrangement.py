@@ -70,14 +70,14 @@ def arrange_rows(
     sizes = read_sizes(lengths, candidate_counts, host)
     device, length, tokens = lengths.device, segments.length, segments.tokens
     known = np.zeros_like(sizes.lengths) if known is None else known
-    closed_host = segments.closed(sizes.history)
+    closed_host = segments.count_closed(sizes.history)
     plan = SummaryPlan(segments, sizes.lengths + closed_host * tokens, closed_host, known)
     before = upload(known * length, device)  # [samples] events
     history = lengths if candidate_counts is None else lengths - candidate_counts
     longest_history = int((sizes.history + known * length).max(initial=0))
     events = int(sizes.lengths.sum())
 
-    def each(of_sample: Tensor, counts: Tensor, total: int) -> Tensor:
+    def repeat_each(of_sample: Tensor, counts: Tensor, total: int) -> Tensor:
         return torch.repeat_interleave(of_sample, counts, output_size=total)
 
     # as requests with a memory are: small, so that what is found of each row counts
@@ -95,19 +95,19 @@ def arrange_rows(
             events=torch.arange(events, device=device),
             event_positions=positions
             if history is lengths
-            else torch.minimum(positions, each(before + history, lengths, events)),
+            else torch.minimum(positions, repeat_each(before + history, lengths, events)),
             summaries=none,
             summary_positions=none,
             last_events=none,
             longest_history=longest_history,
             plan=plan,
         )
-    closed = segments.closed(history)
+    closed = segments.count_closed(history)
     row_lengths = lengths + closed * tokens
     row_starts, event_starts = compute_offsets(row_lengths)[:-1], compute_offsets(lengths)[:-1]
     slot = compute_positions(lengths, events)
     # of the segment that the event is in
-    number = torch.minimum(slot // length, each(closed, lengths, events))
+    number = torch.minimum(slot // length, repeat_each(closed, lengths, events))
     counts, total = closed * tokens, int(closed_host.sum()) * tokens
     place = compute_positions(counts, total)  # of a summary among its sample's
     own = place // tokens  # segment
@@ -123,12 +123,15 @@ def arrange_rows(
             parts.lengths, None if candidate_counts is None else parts.candidate_counts, span
         ),
         lengths=row_lengths,
-        events=each(row_starts, lengths, events) + slot + number * tokens,
-        event_positions=torch.minimum(slot, each(history, lengths, events))
-        + each(before, lengths, events),
-        summaries=each(row_starts, counts, total) + own * segments.period + length + place % tokens,
-        summary_positions=(own + 1) * length + each(before, counts, total),
-        last_events=each(event_starts, counts, total) + (own + 1) * length - 1,
+        events=repeat_each(row_starts, lengths, events) + slot + number * tokens,
+        event_positions=torch.minimum(slot, repeat_each(history, lengths, events))
+        + repeat_each(before, lengths, events),
+        summaries=repeat_each(row_starts, counts, total)
+        + own * segments.period
+        + length
+        + place % tokens,
+        summary_positions=(own + 1) * length + repeat_each(before, counts, total),
+        last_events=repeat_each(event_starts, counts, total) + (own + 1) * length - 1,
         longest_history=longest_history,
         plan=plan,
     )

@@ -45,7 +45,12 @@ class Pending:
         collective: Collective,
         exchanges: ExchangeCount,
     ) -> None:
-        self._transfer, self._sent, self._output, self._collective = transfer, sent, output, collective
+        self._transfer, self._sent, self._output, self._collective = (
+            transfer,
+            sent,
+            output,
+            collective,
+        )
         self.path, self.bytes = collective.path, collective.sent
         self._exchanges: ExchangeCount | None = exchanges
         exchanges.begun += 1

@@ -1,0 +1,159 @@
+"""Features of variable length: jagged sequences, and candidates with values of their own.
+
+Moves of samples (select, slice, concat) are index arithmetic, without a Python loop over samples,
+on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+def compute_offsets(lengths: Tensor) -> Tensor:
+    """[n] lengths -> [n + 1] offsets."""
+    offsets = lengths.new_zeros(lengths.numel() + 1)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def concat_ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
+    """Concatenated index ranges [starts[i], starts[i] + lengths[i]) -> [sum(lengths)]. Reads the
+    device for their sum if no `total` is given."""
+    offsets = compute_offsets(lengths)
+    total = int(offsets[-1]) if total is None else total
+    shift = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
+    return torch.arange(total, device=lengths.device) + shift
+
+
+@dataclass(frozen=True)
+class HostSizes:
+    """What the host knows of tokens that lie on a device, so that nobody has to read it there.
+    Tensors are on the CPU."""
+
+    lengths: Tensor  # [samples] int64, candidates included
+    candidate_counts: Tensor | None = None  # [samples] int64
+    time_span: int | None = None  # the longest between two timestamps of a sample; None: not known
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """One feature with a variable number of values per sample."""
+
+    values: Tensor  # [tokens, ...]
+    lengths: Tensor  # [samples] int64
+    # the same on the CPU, where it moved from
+    host: Jagged | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.lengths.dtype != torch.int64 or self.lengths.ndim != 1:
+            raise ValueError(
+                f"lengths must be a 1-d int64 tensor, not {self.lengths.dtype} with "
+                f"{self.lengths.ndim} axes"
+            )
+
+    @cached_property
+    def offsets(self) -> Tensor:  # [samples + 1]
+        return compute_offsets(self.lengths)
+
+    @cached_property
+    def host_lengths(self) -> Tensor:  # [samples], on the CPU
+        """What they were before they moved; read from the device if that is not known."""
+        return self.lengths.cpu() if self.host is None else self.host.lengths
+
+    def __len__(self) -> int:
+        return self.lengths.numel()
+
+    def check(self, name: str) -> None:
+        """Refuses lengths that do not fit the values. Reads the device if the host does not know
+        them."""
+        if bool((self.host_lengths < 0).any()):
+            raise ValueError(
+                f"feature {name!r}: a negative length ({int(self.host_lengths.min())})"
+            )
+        if int(self.host_lengths.sum()) != self.values.shape[0]:
+            raise ValueError(
+                f"feature {name!r}: lengths add up to {int(self.host_lengths.sum())}, but there "
+                f"are {self.values.shape[0]} values"
+            )
+
+    def select(self, index: Tensor) -> Jagged:
+        lengths = self.lengths[index]
+        return Jagged(self.values[concat_ranges(self.offsets[:-1][index], lengths)], lengths)
+
+    def slice(self, start: int, stop: int) -> Jagged:
+        """Samples [start, stop) as views: no copy of the values."""
+        first, last = (int(self.host_lengths[:edge].sum()) for edge in (start, stop))
+        host = None if self.host is None else self.host.slice(start, stop)
+        return Jagged(self.values[first:last], self.lengths[start:stop], host)
+
+    @staticmethod
+    def concat(parts: Sequence[Jagged]) -> Jagged:
+        return Jagged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Jagged:
+        return Jagged(function(self.values), function(self.lengths))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Jagged:
+        values, lengths = (
+            tensor.to(device, non_blocking=non_blocking) for tensor in (self.values, self.lengths)
+        )
+        return Jagged(values, lengths, self if self.lengths.device.type == "cpu" else self.host)
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Two-level jagged: each sample has candidates, each candidate has values."""
+
+    values: Tensor  # [tokens, ...]
+    lengths: Tensor  # [candidates] int64: values per candidate
+    counts: Tensor  # [samples] int64: candidates per sample
+    # the same on the CPU, where it moved from
+    host: Nested | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def inner(self) -> Jagged:
+        return Jagged(self.values, self.lengths, None if self.host is None else self.host.inner)
+
+    @cached_property
+    def outer(self) -> Jagged:
+        return Jagged(self.lengths, self.counts, None if self.host is None else self.host.outer)
+
+    def __len__(self) -> int:
+        return self.counts.numel()
+
+    def check(self, name: str) -> None:
+        self.outer.check(f"{name} (candidates per sample)")
+        self.inner.check(f"{name} (values per candidate)")
+
+    def select(self, index: Tensor) -> Nested:
+        counts = self.counts[index]
+        inner = self.inner.select(concat_ranges(self.outer.offsets[:-1][index], counts))
+        return Nested(inner.values, inner.lengths, counts)
+
+    def slice(self, start: int, stop: int) -> Nested:
+        first, last = (int(self.outer.host_lengths[:edge].sum()) for edge in (start, stop))
+        inner = self.inner.slice(first, last)
+        host = None if self.host is None else self.host.slice(start, stop)
+        return Nested(inner.values, inner.lengths, self.counts[start:stop], host)
+
+    @staticmethod
+    def concat(parts: Sequence[Nested]) -> Nested:
+        inner = Jagged.concat([p.inner for p in parts])
+        return Nested(inner.values, inner.lengths, torch.cat([p.counts for p in parts]))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Nested:
+        return Nested(function(self.values), function(self.lengths), function(self.counts))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Nested:
+        values, lengths, counts = (
+            t.to(device, non_blocking=non_blocking)
+            for t in (self.values, self.lengths, self.counts)
+        )
+        return Nested(
+            values, lengths, counts, self if self.counts.device.type == "cpu" else self.host
+        )
