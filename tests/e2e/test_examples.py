@@ -59,12 +59,15 @@ def test_snippets_of_own_model(tmp_path):
     )
     assert len(blocks) == 9
     checks = """
-assert len(losses) == 6 and len(batch) == 2 and len(more) == 3 and more[0] < losses[0]  # the same batch, a second time
+assert len(losses) == 6 and len(batch) == 2 and len(more) == 3
+assert more[0] < losses[0]  # the same batch, a second time
 assert 0 < found["click"] < 1 and 24 < found["length"] < 26 and set(output) == {"click"}
-list(freescale.Pipeline(other, torch.optim.AdamW(other.dense_parameters())).run(batches(transport.rank, steps=1)))
+another = freescale.Pipeline(other, torch.optim.AdamW(other.dense_parameters()))
+list(another.run(batches(transport.rank, steps=1)))
 assert "Adam, sharded" in "".join(other.tables.describe()), other.tables.describe()
 if transport.rank == 0:
-    assert sorted(path.name for path in files) == ["dense.safetensors", "table.item.safetensors"], files
+    names = sorted(path.name for path in files)
+    assert names == ["dense.safetensors", "table.item.safetensors"], names
     print("done", mine.steps)
 transport.close()
 """

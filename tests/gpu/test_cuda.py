@@ -233,13 +233,16 @@ from helpers.toys import Clicks, clicks_batch, rank_slice
 transport = freescale.connect(torch.device("cuda:0"))
 torch.manual_seed(3)
 rows = freescale.Adagrad(lr=0.1)
-parallel = freescale.parallelize(CudaClicks(), Clicks.ids, rows, transport=transport, placement="sharded", init_std=0.3)
-from freescale.balance.balancer import Balancer
-from freescale.balance.cost import CostModel
+parallel = freescale.parallelize(
+    CudaClicks(), Clicks.ids, rows, transport=transport, placement="sharded", init_std=0.3
+)
 from freescale.balance.partitioners.lookup import find_partitioner
-partitioner = sys.argv[2]
-balancer = None if partitioner == "none" else Balancer(find_partitioner(partitioner, "cuda"), CostModel.balanced_at(5), adapt=True)
-pipeline = freescale.Pipeline(parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2), clip=0.5, balance=balancer)
+balancer = None
+if sys.argv[2] != "none":
+    partitioner = find_partitioner(sys.argv[2], "cuda")
+    balancer = freescale.Balancer(partitioner, freescale.CostModel.balanced_at(5), adapt=True)
+optimizer = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
+pipeline = freescale.Pipeline(parallel, optimizer, clip=0.5, balance=balancer)
 batches = [rank_slice(clicks_batch(13, seed), transport.rank, transport.world) for seed in range(4)]
 losses = [r.loss for r in pipeline.run(batches)]
 from freescale.train.checkpoint import Checkpoints
@@ -249,7 +252,8 @@ Checkpoints(folder / "checkpoints", transport).save(parallel, pipeline.optimizer
 from freescale.ledger.collector import Collector
 torch.cuda.synchronize()
 gather, offsets = transport.gather_bytes, transport.clock_offsets
-collector = Collector(transport.ledger, transport.rank, transport.world, gather, None, offsets=offsets)
+rank, world = transport.rank, transport.world
+collector = Collector(transport.ledger, rank, world, gather, None, offsets=offsets)
 result = collector.close(transport.device)
 if transport.rank == 0:
     (folder / "result.json").write_text(json.dumps({{"losses": losses, "ledger": result}}))

@@ -37,7 +37,12 @@ os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 import freescale
 from helpers.gpu_training import differences
 transport = freescale.connect(torch.device("cuda:0"))
-arms = ({{}}, {{"optimizer": "adam", "dtype": torch.float32}}, {{"balanced": True}}, {{"dense_sums": "partitioned"}})
+arms = (
+    {{}},
+    {{"optimizer": "adam", "dtype": torch.float32}},
+    {{"balanced": True}},
+    {{"dense_sums": "partitioned"}},
+)
 found = {{str(options): differences(transport, **options) for options in arms}}
 found["stale"] = differences(transport, "stale")
 everyone = [json.loads(part) for part in transport.gather_bytes(json.dumps(found).encode())]
