@@ -186,7 +186,7 @@ def evaluate_retrieval(
     ids, rows = parallel.tables.get_local_rows(table)
     module = parallel.module
     with torch.no_grad(), evaluation_mode(module):
-        catalogue = module.catalogue(rows)  # type: ignore[operator]  # [n, width]
+        catalogue = module.encode_items(rows)  # type: ignore[operator]  # [n, width]
     # In its own dtype: rounded counts would tie, and ties would make the baseline look worse than
     # it is.
     counts = popularity.to(ids.device)[ids] if popularity is not None else None
