@@ -40,8 +40,8 @@ def measure_kernels(
     """Runs the parts, or some of them; rows and figures."""
     if not has_triton():
         raise ValueError(
-            "the kernels are written in Triton, which is not installed here; it "
-            "exists for Linux alone"
+            "the kernels are written in Triton, which is not installed here: "
+            "pip install 'freescale[triton]' (Linux alone)"
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(

@@ -28,7 +28,7 @@ def measure_attention(bench: Bench) -> dict[str, float]:
         "log-normal": bench.lengths(bench.size["samples"]),
     }
     figures = {}
-    for width in (128, 64):
+    for width in bench.size["head_widths"]:
         for name, lengths in batches.items():
             for way, rate in zip(
                 ("forward", "backward"), _measure_attended(bench, name, lengths, width), strict=True
