@@ -1,4 +1,4 @@
-"""FreeScale on the shared workload (peer/workload.py), with the same verbs as the peer's arms."""
+"""FreeScale on the shared workload (common/workload.py), with the same verbs as TorchRec's arms."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def make_lines(
     value: Callable[[Mapping[str, Any]], float],
     arms: Sequence[str] = (),
 ) -> list[Line]:
-    """A line for each arm of a figure of bench_simulate.py."""
+    """A line for each arm of a figure of `freescale bench simulate`."""
     made: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row["figure"] == figure and (not arms or row["arm"] in arms):
