@@ -309,7 +309,7 @@ class Alternating(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.item = nn.Embedding(200, 16)
+        self.item = nn.Embedding(200, 16, device="meta")
         self.branches = nn.ModuleList(
             nn.Sequential(nn.Linear(16, 2500), nn.Tanh(), nn.Linear(2500, 16)) for _ in range(2)
         )

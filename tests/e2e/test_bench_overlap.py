@@ -17,7 +17,7 @@ from freescale.bench.overlap.overlapped import FULL
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def overlap(*arguments, timeout=100):
+def overlap(*arguments, timeout=240):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "freescale", "bench", "overlap", *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)

@@ -160,13 +160,13 @@ def test_joins_ranks_that_torchrun_started(tmp_path):
         "--steps",
         "2",
     ]
-    done = subprocess.run([*command, *map(str, good)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *map(str, good)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "ledger.json").read_text())["ranks"] == 2
-    again = subprocess.run([*command, *map(str, good)], capture_output=True, text=True, timeout=120)
+    again = subprocess.run([*command, *map(str, good)], capture_output=True, text=True, timeout=240)
     assert again.returncode != 0 and "already holds a run" in again.stderr
     bad = ["train", "--data", tmp_path / "nowhere.parquet", "--folder", tmp_path / "run2", *SMALL]
-    done = subprocess.run([*command, *map(str, bad)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *map(str, bad)], capture_output=True, text=True, timeout=240)
     assert done.returncode != 0 and "nowhere.parquet" in done.stderr
     assert not (tmp_path / "run2").exists()
 
@@ -347,7 +347,7 @@ def test_a_default_folder_is_the_same_on_all_ranks(tmp_path):
         )
         time.sleep(1.5)
     for rank in ranks:
-        _, error = rank.communicate(timeout=60)
+        _, error = rank.communicate(timeout=180)
         assert rank.returncode == 0, error
     (run,) = (tmp_path / "runs").iterdir()
     assert freescale("eval", run, "--device", "cpu").returncode == 0
@@ -441,7 +441,7 @@ def test_killed_rank_ends_the_run(tmp_path):
         children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
         assert len(children) == 2
         os.kill(int(children[1]), signal.SIGKILL)
-        _, error = launcher.communicate(timeout=60)
+        _, error = launcher.communicate(timeout=180)
     finally:
         launcher.kill()
     assert launcher.returncode == 1
@@ -481,7 +481,7 @@ def test_killed_rank_is_noticed_without_a_launcher(tmp_path):
     try:
         assert _wait_for(lambda: _stepped(tmp_path), 60)
         ranks[1].kill()
-        _, error = ranks[0].communicate(timeout=60)
+        _, error = ranks[0].communicate(timeout=180)
     finally:
         for rank in ranks:
             rank.kill()

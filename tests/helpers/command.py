@@ -23,20 +23,20 @@ from helpers.ranks import CONTEXT
 _FORK = multiprocessing.get_context("fork")
 
 
-def started(*arguments: object, timeout: float = 100) -> subprocess.CompletedProcess:
+def started(*arguments: object, timeout: float = 240) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "freescale", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
 def freescale(
-    *arguments: object, timeout: float = 100, **environment: str
+    *arguments: object, timeout: float = 240, **environment: str
 ) -> subprocess.CompletedProcess:
     """As `started`, but for who imports torch."""
     with Begun(*arguments, **environment) as begun:
         return begun.ended(timeout)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 150) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"it did not come in {seconds:.0f} s"
@@ -66,7 +66,7 @@ class Begun:
             for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         ]
 
-    def ended(self, timeout: float = 100) -> subprocess.CompletedProcess:
+    def ended(self, timeout: float = 240) -> subprocess.CompletedProcess:
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(self._words, timeout)

@@ -23,7 +23,7 @@ def interpreted(file: str, *arguments: str) -> dict:
         [sys.executable, file, *arguments],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]

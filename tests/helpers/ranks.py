@@ -30,7 +30,7 @@ CONTEXT.set_forkserver_preload(
 )
 
 
-def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 240) -> list[Any]:
     """`function(transport, *args)` on `world` ranks, a process each (one too: it has a process
     group then). Errors are raised here, all of them: most ranks only say that another is gone."""
     results = gather_ranks(world, function, *args, timeout=timeout)
@@ -45,7 +45,7 @@ def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 120) 
 
 
 def gather_ranks(
-    world: int, function: Callable, *args: Any, timeout: float = 120, lost: Sequence[int] = ()
+    world: int, function: Callable, *args: Any, timeout: float = 240, lost: Sequence[int] = ()
 ) -> list[tuple[str | None, Any]]:
     """(error or None, result) of each rank; of those that are `lost`, which die in the function,
     ("lost", None)."""
