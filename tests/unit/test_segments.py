@@ -18,6 +18,7 @@ from freescale.balance.partitioners.greedy import greedy
 from freescale.kernels.reference import summary_attention as reference
 from freescale.kernels.summary_plan import SummaryPlan
 from freescale.kernels.triton import summary_attention as twin
+from freescale.kernels.triton.summary_attention_plan import plan_tiles
 from freescale.models.segments.arrangement import arrange_rows
 from freescale.segments import Segments
 
@@ -166,7 +167,7 @@ def test_layout_blocks_tiles_and_pairs_are_those_of_the_definition(sizes, segmen
         ("rows", rows.plan.find_blocks()[:, :2]),
         ("summaries", np.stack([rows.plan.starts[1], rows.plan.counts], 1)),
     ):
-        table = twin.plan_tiles(rows.plan, of, 4)
+        table = plan_tiles(rows.plan, of, 4)
         place, end = (
             (0, table[:, 1]) if of == "rows" else (2, (table[:, 3] + table[:, 4]) * segments.tokens)
         )

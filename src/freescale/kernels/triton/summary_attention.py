@@ -8,7 +8,6 @@ too.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from freescale.kernels.summary_plan import SummaryPlan
 from freescale.kernels.triton.attention import DTYPES, WIDTHS, build_descriptor, make_readable
 from freescale.kernels.triton.attention_launch import FLOAT32_PRECISION, AttentionLaunch
 from freescale.kernels.triton.launch import is_interpreted, require_gpu, use_device
+from freescale.kernels.triton.summary_attention_plan import plan_tiles
 from freescale.kernels.upload import upload
 
 # Summaries are few: short tiles of them. Not tuned.
@@ -48,41 +48,6 @@ def summary_attention(
         q, k, v, plan, float(alpha), float(scale_length)
     )
     return out
-
-
-class SummaryTileColumn(IntEnum):
-    """Columns of a table of tiles."""
-
-    START = 0  # the sample's first row in the batch
-    LENGTH = 1  # rows of the sample
-    FIRST = 2  # the sample's first summary in the batch
-    CLOSED = 3  # full segments of the sample
-    KNOWN = 4  # segments before its first row
-    PLACE = 5  # the tile's first row or summary in the sample
-
-
-def plan_tiles(plan: SummaryPlan, of: str, size: int) -> np.ndarray:
-    """Tiles of `size` rows that see some summary (`of` "rows") or of `size` summaries.
-
-    Returns:
-        [tiles, SummaryTileColumn] int64, the tile with the longest loop first.
-    """
-    start, first = plan.starts
-    period, tokens = plan.segments.period, plan.segments.tokens
-    if of == "rows":
-        begin = np.where(plan.known > 0, 0, period)
-        end = np.where(plan.counts > 0, plan.lengths, 0)
-    else:
-        begin = np.zeros_like(start)
-        end = np.where(plan.lengths > 0, plan.counts, 0)
-    per_sample = np.maximum(-(-(end - begin) // size), 0)
-    sample = np.repeat(np.arange(len(start)), per_sample)
-    number = np.arange(len(sample)) - (np.cumsum(per_sample) - per_sample)[sample]  # in its sample
-    place = begin[sample] + number * size
-    cost = place if of == "rows" else plan.lengths[sample] - place // tokens * period
-    columns = (start, plan.lengths, first, plan.closed, plan.known)
-    table = np.column_stack([*(column[sample] for column in columns), place])
-    return table[np.argsort(-cost, kind="stable")]
 
 
 class _Call:
