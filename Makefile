@@ -4,15 +4,18 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test browser compiler lint wheel bench clean
+.PHONY: ready demo test browser compiler lint wheel bench clean
+
+# The environment alone.
+ready: $(READY)
 
 # A model on two ranks, then serial against all techniques; under two minutes once installed.
 demo: $(READY)
 	$(VENV)/bin/freescale demo --nproc 2
 
-# Three at a time: most tests wait, for processes of their own or for a timeout.
+# Four at a time: most tests wait, for processes of their own or for a timeout.
 test: $(READY) browser compiler
-	$(RUN) -m pytest -n 3 --dist worksteal
+	$(RUN) -m pytest -n 4 --dist worksteal
 
 # The report's tests drive Chromium. Where it cannot be installed they fail and say what to do; FREESCALE_NO_BROWSER=1 skips them.
 browser:

@@ -33,20 +33,12 @@ def run_freescale(*arguments):
     return done.stdout
 
 
-def test_own_model_on_two_ranks():
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *ranks, "examples/own_model.py"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("step")]
+def test_own_model_on_two_ranks(tmp_path):
+    printed, _ = run_ranks(2, run_script, ROOT / "examples" / "own_model.py", tmp_path)
+    lines = [line for line in printed.splitlines() if line.startswith("step")]
     losses = [float(line.split()[-1]) for line in lines]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    assert "table item: 100,000 x 32, RowWiseAdagrad, sharded" in done.stdout
+    assert "table item: 100,000 x 32, RowWiseAdagrad, sharded" in printed
 
 
 def test_ranking_model_on_two_ranks(tmp_path):
