@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from freescale.cli.layout import GroupedCommand, GroupedOption
 from freescale.cli.options import add_settings, format_arguments
 from freescale.cli.progress import show_progress
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from freescale.train.launch import is_rank
 
 RUN = "Ranks and run folder"
 
@@ -76,7 +76,7 @@ def train_run(
             )
         base = _read_config(run_folder)
     config = RunConfig.from_settings(given, base)
-    if not _is_rank():
+    if not is_rank():
         if nproc > 1:
             _refuse_missing_gpus(config.train.device, nproc)
         _prepare(config)
@@ -94,11 +94,6 @@ def train_run(
 
 def _read_config(run_folder: Path) -> RunConfig:
     return RunConfig.from_json((run_folder / "config.json").read_text(encoding="utf-8"))
-
-
-def _is_rank() -> bool:
-    """Whether torchrun or our own launcher started this process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _refuse_missing_gpus(device: str, nproc: int) -> None:
@@ -143,7 +138,7 @@ def evaluate(
         raise ValueError(f"{run_folder} is not the folder of a run: it has no config.json")
     given = {"data": data, "device": device}
     config = RunConfig.from_settings(given, _read_config(run_folder))
-    if not _is_rank():
+    if not is_rank():
         _prepare(config)
         if nproc > 1:
             from freescale.train.launch import launch

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,13 +141,6 @@ class Schedule(ABC):
         self._closed = True
         if self._summing is not None:
             self._summing.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # after an error the ranks may no longer be in step
-            self.close()
 
     def _prepare_batch(
         self,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from freescale.pipeline.step_result import StepResult
 from freescale.transport.api import Transport
-from freescale.transport.failures import RemoteError
+from freescale.transport.failures import raise_together
 
 if TYPE_CHECKING:
     from freescale.train.trainer import Trainer
@@ -78,11 +78,4 @@ class CallbackList:
 
     def check(self) -> None:
         """Raises on all ranks if a hook has failed on one. A collective."""
-        error = self._failure
-        words = f"{type(error).__name__}: {error}" if error is not None else ""
-        said = self._transport.gather_bytes(words.encode())
-        if error is not None:
-            raise error
-        for rank, other in enumerate(said):
-            if other:
-                raise RemoteError(f"rank {rank} stopped: {other.decode()}")
+        raise_together(self._failure, self._transport)

@@ -20,6 +20,11 @@ from freescale.train.stop_signals import SAME_PRESS
 _GRACE = 20.0  # seconds that the other ranks have to notice a failure by themselves
 
 
+def is_rank() -> bool:
+    """Whether torchrun, or `launch`, started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def find_free_port() -> int:
     """A free port below those that the system gives to connections (from 32,768 on by default, on
     Linux): the ranks take some seconds until they listen, and such a port may be gone by then."""

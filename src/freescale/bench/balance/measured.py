@@ -22,7 +22,7 @@ from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.batch import Jagged, SequenceBatch
 from freescale.bench.common.pinned import run_pinned_ranks
-from freescale.bench.common.ranks import is_rank, join, start_ranks
+from freescale.bench.common.ranks import join, start_ranks
 from freescale.bench.common.results import Destination, claim, write
 from freescale.bench.common.spread import spread
 from freescale.ledger.collector import Collector
@@ -30,6 +30,7 @@ from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
+from freescale.train.launch import is_rank
 from freescale.transport.process_group import ProcessGroupTransport
 
 ARMS = ("none", "greedy", "local", "adapted")

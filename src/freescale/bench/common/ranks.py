@@ -25,11 +25,6 @@ _QUEUES = 64
 _MOST_QUEUES = 32  # of one process
 
 
-def is_rank() -> bool:
-    """Whether torchrun, or `start_ranks`, started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def start_ranks(
     name: str,
     arguments: Sequence[str],

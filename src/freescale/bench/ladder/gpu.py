@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from freescale.bench.common.ranks import is_rank, join, start_ranks
+from freescale.bench.common.ranks import join, start_ranks
 from freescale.bench.common.results import Claim, Destination, Row, claim, write
 from freescale.bench.common.spread import spread
 from freescale.bench.common.torchrec import has_torchrec
@@ -33,6 +33,7 @@ from freescale.bench.ladder.arms import BASE, SEMI_SYNC, SPARSE_DIST, build_arm,
 from freescale.bench.ladder.rungs import OURS, PARTITIONED, SERIAL
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale.ledger.merge import merge_step
+from freescale.train.launch import is_rank
 
 # The paper's shape divided by 3: log-normal histories of median 3,000 and at most 21,000 items, 12
 # % collisions.

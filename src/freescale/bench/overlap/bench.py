@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from freescale.bench.common.ranks import is_rank, join, start_ranks
+from freescale.bench.common.ranks import join, start_ranks
 from freescale.bench.common.terminal import show_table
 from freescale.bench.overlap.arms import SECONDS, Bed
 from freescale.bench.overlap.copies import WAYS
@@ -21,6 +21,7 @@ from freescale.bench.overlap.transfers import measure_alone, measure_throughput
 from freescale.bench.overlap.witness import measure_witness
 from freescale.kernels.dispatch import has_triton
 from freescale.ledger.machine import describe_machine, get_gpu_settings, get_versions
+from freescale.train.launch import is_rank
 
 LIMIT = 300.0  # seconds of a whole run
 PARTS: dict[str, Callable[[Bed], None]] = {

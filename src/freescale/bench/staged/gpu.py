@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import freescale
 from freescale.batch import Jagged, SequenceBatch
-from freescale.bench.common.ranks import is_rank, join, start_ranks
+from freescale.bench.common.ranks import join, start_ranks
 from freescale.bench.common.results import Destination, claim, write
 from freescale.bench.common.spread import spread
 from freescale.bench.staged.stale import no_collisions
@@ -29,6 +29,7 @@ from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale.ledger.merge import merge_step
 from freescale.pipeline.staged import Staged
+from freescale.train.launch import is_rank
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.process_group import ProcessGroupTransport
 
