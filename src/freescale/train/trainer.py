@@ -157,6 +157,7 @@ class Trainer:
                 f"{self.folder} is at step {self.step} of {self.total}: ask for more "
                 "--epochs or --steps to go on"
             )
+        self.pipeline.tune()  # before the run is described
         self._run_folder.open(self.config.to_json())
         self.checkpoints.folder = self.folder / "checkpoints"
         try:

@@ -90,7 +90,8 @@ class Arm:
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> None:
-        """`options` are the pipeline's; `permuted`: the samples of every batch are."""
+        """`options` are the pipeline's; `permuted`: the samples of every batch are. The model
+        casts by itself (`Dense`), the same for every arm."""
         self.ledger = WaitLedger(device) if device == "cpu" else Ledger(device)
         limit = timedelta(seconds=120)
         control = dist.new_group(backend="gloo", timeout=limit) if device != "cpu" else None
@@ -116,7 +117,9 @@ class Arm:
             part.copy_(make_table_rows(workload, ids.cpu()))
         self.dense: Dense = model.dense
         optimizer = make_dense_optimizer(workload, self.parallel.dense_parameters())
-        self.pipeline = freescale.Pipeline(self.parallel, optimizer, schedule=schedule, **options)
+        self.pipeline = freescale.Pipeline(
+            self.parallel, optimizer, schedule=schedule, **{"precision": "fp32", **options}
+        )
         self._steps = self.pipeline.run(feed(workload, rank, world, permuted))
 
     def step(self) -> float:

@@ -40,7 +40,9 @@ def build_arm(
 
 def find_options(name: str, running: Any) -> dict[str, Any]:
     """The rung's options as they turned out: `auto` is what the ranks agreed on."""
-    return asdict(replace(OURS[name], transport=running.carrier))
+    chosen = running.pipeline.schedule.choices.state_dict()
+    sums = chosen.get("dense_sums", OURS[name].dense_sums)  # one rank sums nothing
+    return asdict(replace(OURS[name], transport=running.carrier, dense_sums=sums))
 
 
 def _make_balancer(workload: Workload, rung: Rung, device: torch.device | str) -> Balancer | None:
