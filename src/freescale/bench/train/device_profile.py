@@ -49,7 +49,9 @@ def read_profile(
         for event in _list_events(profiler)
         if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
     ]
-    events = [e for e in events if not e[0].startswith(("freescale/", "Activity Buffer"))]
+    # labels of ranges are no work of the device
+    labels = ("freescale/", "Optimizer.", "Activity Buffer", "ProfilerStep")
+    events = [event for event in events if not event[0].startswith(labels)]
     moved = [e for e in events if e[0].startswith(("Memcpy", "Memset"))]
     by_name: dict[str, list[float]] = defaultdict(list)
     for name, _, duration in events:
