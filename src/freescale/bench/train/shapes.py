@@ -78,15 +78,16 @@ SHAPES = {
         Shape("long", 16, 512, 8, 4, cap=16_384, median=3000, batches=24, windows=3),
         Shape("wide", 32, 1024, 8, 8, cap=4096, median=9500, batches=12, windows=2, warmup=10),
         Shape(
-            "nvidia fixed", 32, 1024, 8, 4, cap=4099, lengths="fixed", batches=8, windows=2, warmup=10
+            "nvidia fixed", 32, 1024, 8, 4,
+            cap=4099, lengths="fixed", batches=8, windows=2, warmup=10,
         ),
         Shape(
-            "nvidia jagged", 32, 1024, 8, 4, cap=4096, lengths="shuffled zipf", batches=24, windows=3,
-            warmup=10,
+            "nvidia jagged", 32, 1024, 8, 4,
+            cap=4096, lengths="shuffled zipf", batches=24, windows=3, warmup=10,
         ),
         Shape(
-            "movielens", 128, 64, 2, 1, cap=200, median=96, items=3416, users=6040, dropout=0.2,
-            temperature=0.05,
+            "movielens", 128, 64, 2, 1,
+            cap=200, median=96, items=3416, users=6040, dropout=0.2, temperature=0.05,
         ),
     )
 }  # fmt: skip
