@@ -55,13 +55,13 @@ class _Watch(Callback):
         if number == self.timed + 1:
             activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
             self._profiler = torch.profiler.profile(activities=activities)
-            self._profiler.__enter__()
+            self._profiler.start()
             self._wait(cuda)
             self._began = time.perf_counter()
         if number == self.timed + 1 + PROFILED and self._profiler is not None:
             self._wait(cuda)
             wall = 1e3 * (time.perf_counter() - self._began)
-            self._profiler.__exit__(None, None, None)
+            self._profiler.stop()
             self.profile = read_profile(self._profiler, PROFILED, wall)
             self._profiler = None
 
