@@ -244,6 +244,12 @@ class TrainConfig(_Checked):
     keep_checkpoints: int = option(2, "checkpoints to keep", minimum=1, heading=_OUTPUT)
     log_every: int = option(10, "steps between log lines", minimum=1, heading=_OUTPUT)
     trace_steps: int = option(100, "steps in the trace", minimum=0, heading=_OUTPUT)
+    profile_steps: int = option(
+        5,
+        "steps that torch's profiler sees on GPUs, for the report: device busy, launches; 0: none",
+        minimum=0,
+        heading=_OUTPUT,
+    )
     tensorboard: bool = option(False, "write TensorBoard events too", heading=_OUTPUT)
 
 

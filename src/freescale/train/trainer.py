@@ -24,6 +24,7 @@ from freescale.train.build import (
 )
 from freescale.train.callbacks import Callback, CallbackList
 from freescale.train.checkpoint import Checkpoints, NotFinite
+from freescale.train.device_figures import DeviceFigures
 from freescale.train.metrics_log import MetricsLog, truncate_logs
 from freescale.train.progress import TensorBoardLog
 from freescale.train.run_folder import RunFolder
@@ -94,7 +95,8 @@ class Trainer:
             self.checkpoints, self.model, self.optimizer, self.pipeline, self.data
         )
         self._number = -1  # of the last batch that was applied
-        own = [MetricsLog(), *([TensorBoardLog()] if settings.tensorboard else [])]
+        own: list[Callback] = [MetricsLog(), DeviceFigures(settings.profile_steps)]
+        own += [TensorBoardLog()] if settings.tensorboard else []
         self._callbacks = CallbackList([*own, *callbacks], transport)
         if resume:
             step = self._state.load()
