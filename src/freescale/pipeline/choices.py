@@ -52,7 +52,7 @@ class Choices:
         if not isinstance(reducer, GradientBuckets):
             self.dense_sums = DenseSums("collective", "compressed gradients have their own sums")
         elif not transport.sums_apart or not reducer.flat:
-            self.dense_sums = DenseSums("collective", "exchanges take the same path")
+            self.dense_sums = DenseSums("collective", "the transport is the process group")
         else:
             opened = PartitionedAllReduce(transport)
             seconds = measure_dense_sums(transport, opened, reducer.flat)
