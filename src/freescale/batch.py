@@ -198,7 +198,7 @@ class SequenceBatch:
         device. A packed batch is one copy."""
         device = torch.device(device)
         if self.packing is not None and device.type != "cpu":
-            return self._with_packing(self.packing.to(device, non_blocking), moved=True)
+            return self.with_packing(self.packing.to(device, non_blocking), moved=True)
         moved = self.with_parts(
             {n: p.to(device, non_blocking=non_blocking) for n, p in self.parts().items()}
         )
@@ -215,7 +215,7 @@ class SequenceBatch:
         """The same batch, on the host, with all tensors in one buffer."""
         if self.packing is not None and (not pin or self.packing.buffer.is_pinned()):
             return self
-        return self._with_packing(Packed.of(self.tensors(), pin))
+        return self.with_packing(Packed.of(self.tensors(), pin))
 
     def pin_memory(self) -> SequenceBatch:
         """Packed in memory that a GPU reads by itself."""
@@ -248,7 +248,7 @@ class SequenceBatch:
                 parts[name] = Nested(next(queue), lengths, counts)
         return self.with_parts(parts)._with_shared(list(queue))
 
-    def _with_packing(self, packing: Packed, moved: bool = False) -> SequenceBatch:
+    def with_packing(self, packing: Packed, moved: bool = False) -> SequenceBatch:
         """This batch with the same values in a buffer, which is on another device if they
         `moved`."""
         queue = iter(packing.tensors())

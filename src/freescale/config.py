@@ -88,6 +88,12 @@ class DataConfig(_Checked):
     )
     candidates: int = option(8, "candidates of each sample (ranking)", minimum=1)
     shuffle: bool = option(True, "shuffle users, by the seed and the epoch")
+    workers: int | None = option(
+        None,
+        "processes of a rank that make batches ahead (default: 0, a thread, on CPUs; up to 4 on "
+        "GPUs, by the cores)",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ the file, the options and n: to resume is to start at another n.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,20 +162,33 @@ class Histories:
         self._check_tasks()
         present = self.file.columns
         self._columns = ("item_id", "timestamp", *(["action"] if "action" in present else []))
+        self._open_reader()
+        self._seek(start)
+
+    def _open_reader(self) -> None:
         starts = torch.from_numpy(self.file.starts)
-        self._order = EpochOrder(starts, seed=seed, shuffle=shuffle, window=shuffle_groups)
-        ranking = task == "ranking"
+        self._order = EpochOrder(
+            starts, seed=self.seed, shuffle=self.shuffle, window=self.shuffle_groups
+        )
+        ranking = self.task == "ranking"
         self._reader = WindowReader(
             self.file,
             self._order,
-            Split(split, split_time),
-            part,
+            Split(self.split, self.split_time),
+            self.part,
             tuple(dict.fromkeys([*self._columns, *(self.tasks if ranking else ())])),
-            max_length=max_length,
-            tail=candidates if ranking and part == "train" else 1,
-            kept_groups=shuffle_groups + 2,
+            max_length=self.max_length,
+            tail=self.candidates if ranking and self.part == "train" else 1,
+            kept_groups=self.shuffle_groups + 2,
         )
-        self._seek(start)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process of its own: without what was read."""
+        return {k: v for k, v in vars(self).items() if k not in ("_order", "_reader")}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._open_reader()
 
     def _check_tasks(self) -> None:
         if self.task != "ranking":
@@ -190,7 +204,7 @@ class Histories:
         check_labels(self.file, self.tasks)
 
     def _seek(self, start: int) -> None:
-        total = self.epochs * self.batches_per_epoch
+        total = self.stop
         if not 0 <= start <= total:
             raise ValueError(
                 f"start is {start}; the run has {total} batches, so it must be in [0, {total}]"
@@ -221,12 +235,17 @@ class Histories:
             self.num_samples - number % self.batches_per_epoch * self.global_batch,
         )
 
+    @property
+    def stop(self) -> int:
+        """Behind the last batch of the last epoch."""
+        return self.epochs * self.batches_per_epoch
+
     def __len__(self) -> int:
         """How many batches an iteration yields: those from `start` to the end of the last epoch."""
-        return self.epochs * self.batches_per_epoch - self.start
+        return self.stop - self.start
 
     def __iter__(self) -> Iterator[SequenceBatch]:
-        for number in range(self.start, self.epochs * self.batches_per_epoch):
+        for number in range(self.start, self.stop):
             batch = self.batch(number)
             self.position = number + 1
             yield batch
@@ -280,6 +299,7 @@ class Histories:
             _NAMES[column]: Jagged(columns[column].values[before], own_history)
             for column in self._columns
         }
+        sequences["timestamps"] = _note_span(sequences["timestamps"])
         if self.task == "ranking":
             after = concat_ranges(offsets[:own] + own_history, own_tail)
             candidates["candidates"] = Nested(items.values[after], torch.ones_like(after), own_tail)
@@ -345,6 +365,14 @@ class Histories:
             [num_items] int64.
         """
         return self._reader.count_items()
+
+
+def _note_span(times: Jagged) -> Jagged:
+    """The times of samples, each in order, with the longest between two of a sample."""
+    some = times.lengths > 0
+    first, last = times.offsets[:-1][some], times.offsets[1:][some] - 1
+    gaps = times.values[last] - times.values[first]
+    return replace(times, span=int(gaps.max()) if len(gaps) else 0)
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
