@@ -3,14 +3,14 @@ business."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from freescale.config import RunConfig
-from freescale.data.prefetch import prefetch
+from freescale.data.workers import choose_workers, read_ahead
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
@@ -201,7 +201,8 @@ class Trainer:
         """Trains until the data or --steps ends, or a rank asks to stop; the last step's result."""
         settings, last = self.config.train, None
         clock, seen, supervised = time.perf_counter(), 0, 0.0
-        with closing(prefetch(self.data)) as batches:
+        on_gpu = self.transport.device.type == "cuda"
+        with read_ahead(self.data, self._count_workers(), pin=on_gpu) as batches:
             for last in self.pipeline.run(self._callbacks.guard(batches)):
                 self._number = last.batch_number
                 signals.note_step()
@@ -224,6 +225,13 @@ class Trainer:
                     if self.step % settings.checkpoint_every == 0:
                         self._checkpoint()
         return last
+
+    def _count_workers(self) -> int:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return choose_workers(
+            self.config.data.workers, self.transport.device.type, cores, max(1, ranks)
+        )
 
     @property
     def _ends_epoch(self) -> bool:
