@@ -24,7 +24,9 @@ from freescale.kernels.reference import (
     summary_attention,
     unique,
 )
+from freescale.kernels.reference import sampled_softmax as softmax
 from freescale.kernels.reference.attention_plan import AttentionPlan
+from freescale.kernels.reference.sampled_softmax import Negatives
 from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import attention_plan as triton_attention_plan
 from freescale.kernels.triton import layer as triton_layer
@@ -136,6 +138,18 @@ def _fits_triton_layer(
 ) -> bool:
     narrow = widest is None or x.shape[1] <= widest
     return isinstance(plan, TilePlan) and x.dtype in triton_layer.DTYPES and narrow
+
+
+def sampled_softmax(
+    outputs: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    negatives: Negatives,
+    lengths: Tensor,
+    **options: Any,
+) -> Tensor:
+    """`reference.sampled_softmax.sampled_softmax`, in Triton on a GPU."""
+    return softmax.sampled_softmax(outputs, rows, targets, negatives, lengths, **options)
 
 
 # ---- table rows
