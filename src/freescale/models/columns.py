@@ -3,6 +3,8 @@ rows of their ids."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -99,8 +101,9 @@ def locate_rows(table: nn.Module, *ids: Tensor) -> tuple[Tensor, list[Tensor]]:
     """
     if type(table) is nn.Embedding and _is_plain(table):
         return table.weight, list(ids)
-    if hasattr(table, "locate") and getattr(table, "padding_idx", None) is None:
-        found = [table.locate(part) for part in ids]
+    locate: Any = getattr(table, "locate", None)
+    if locate is not None and getattr(table, "padding_idx", None) is None:
+        found = [locate(part) for part in ids]
         assert all(rows is found[0][0] for rows, _ in found), "a table has one tensor of rows"
         return found[0][0], [index for _, index in found]
     gathered = [table(part) for part in ids]

@@ -61,9 +61,7 @@ def sampled_softmax(
     total: Tensor = _SampledSoftmax.apply(  # type: ignore[no-untyped-call]
         outputs,
         rows,
-        _Problem(
-            targets, negatives, lengths, host, weights, targets_log_q, temperature, normalize
-        ),
+        _Problem(targets, negatives, lengths, host, weights, targets_log_q, temperature, normalize),
         torch.is_grad_enabled() and (outputs.requires_grad or rows.requires_grad),
     )
     return total
@@ -151,9 +149,7 @@ def _cut_tiles(problem: _Problem, width: int) -> Iterator[_Tile]:
 class _SampledSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, outputs, rows, problem, need_grad):  # type: ignore[no-untyped-def]
-        dtype = torch.promote_types(
-            torch.promote_types(outputs.dtype, rows.dtype), torch.float32
-        )
+        dtype = torch.promote_types(torch.promote_types(outputs.dtype, rows.dtype), torch.float32)
         loss = outputs.new_zeros(outputs.shape[0], dtype=dtype)
         grads = None
         if need_grad:
@@ -235,7 +231,7 @@ def _compute_tile(
 
 
 def _add_rows(into: Tensor, index: Tensor, rows: Tensor) -> None:
-    """In an order that is fixed on every device; on the CPU, index_add_ is the faster of the two."""
+    """In an order that is fixed on every device; on the CPU, index_add_ is the faster one."""
     if into.is_cuda:
         into.index_put_((index,), rows, accumulate=True)
     else:
@@ -244,4 +240,5 @@ def _add_rows(into: Tensor, index: Tensor, rows: Tensor) -> None:
 
 def _invert_norms(rows: Tensor) -> Tensor:
     """[..., width] -> [...]: 1 / the norm of each row."""
-    return torch.linalg.vector_norm(rows, dim=-1).clamp_(min=SMALLEST_NORM).reciprocal_()
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+    return norms.clamp_(min=SMALLEST_NORM).reciprocal_()
