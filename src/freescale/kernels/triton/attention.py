@@ -321,6 +321,7 @@ def differentiate_attention(
     plan: TilePlan,
     alpha: float,
     scale: float,
+    *,
     need_biases: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of q, k, v and both biases for that of what `attend` returned."""
@@ -356,5 +357,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         q, k, v, *biases = ctx.saved_tensors
         need = any(ctx.needs_input_grad[3:5])
-        grads = differentiate_attention(grad, q, k, v, tuple(biases), *ctx.options, need)
+        grads = differentiate_attention(
+            grad, q, k, v, tuple(biases), *ctx.options, need_biases=need
+        )
         return *grads, None, None, None

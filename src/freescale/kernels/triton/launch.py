@@ -197,7 +197,7 @@ def _can_run_compiled() -> bool:
     """Whether this is a Triton whose compiled kernels are called the way this module does."""
     import triton
 
-    return triton.__version__.startswith(("3.6.", "3.7."))
+    return str(triton.__version__).startswith(("3.6.", "3.7."))
 
 
 def _is_watched(kernel: Any) -> bool:

@@ -111,8 +111,9 @@ def find_members(keys: Tensor, among: Tensor) -> Tensor:
     out = torch.empty(n, dtype=torch.bool, device=keys.device)
     with use_device(keys.device):
         launch_kernel(
-            members_kernel, (count_blocks(n, SEARCH_BLOCK),), keys.contiguous(), among.sort().values,
-            out.view(torch.int8), n, m, (m + 1).bit_length(), BLOCK=SEARCH_BLOCK, num_warps=WARPS,
+            members_kernel, (count_blocks(n, SEARCH_BLOCK),), keys.contiguous(),
+            among.sort().values, out.view(torch.int8), n, m, (m + 1).bit_length(),
+            BLOCK=SEARCH_BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return out
 
