@@ -24,6 +24,7 @@ from freescale.train.build import (
 )
 from freescale.train.callbacks import Callback, CallbackList
 from freescale.train.checkpoint import Checkpoints, NotFinite
+from freescale.train.compile_kernels import compile_kernels
 from freescale.train.metrics_log import MetricsLog, truncate_logs
 from freescale.train.progress import TensorBoardLog
 from freescale.train.run_folder import RunFolder
@@ -168,6 +169,12 @@ class Trainer:
         return results
 
     def _train(self, signals: StopSignals) -> dict[str, Any]:
+        compile_kernels(
+            self.config,
+            self.data.num_actions > 0,
+            self.transport.device,
+            lambda done, count: self._callbacks.call("on_compile", self, done, count),
+        )
         self._callbacks.call("on_start", self)
         results: dict[str, Any] = {}
         collector = self._start_ledger()

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from freescale.kernels.attention_checks import check_plan
 from freescale.kernels.triton.attention import attend, differentiate_attention
@@ -65,6 +66,7 @@ class LayerOptions:
     dtype: torch.dtype  # of the products
     keys: Tensor | None  # [tokens] int64; None: nothing is dropped
     keep: float  # the share that is kept
+    recompute: bool  # a layer's activations in backward, instead of keeping them
 
     @property
     def columns(self) -> tuple[int, int, int, int]:
@@ -96,8 +98,12 @@ def run_layers(x: Tensor, layers: Sequence[LayerParameters], options: LayerOptio
         copies = _cast_weights(layers, options.dtype)
         for number, (layer, copied) in enumerate(zip(layers, copies, strict=True)):
             own = layer[:7] + layer[8:]
-            x, product = _Layer.apply(  # type: ignore[no-untyped-call]
-                x, product, bias, *own, copied, options, number
+            inputs = x, product, bias, *own, copied, options, number
+            # dropout is a function of keys: there is no generator state to keep
+            x, product = (
+                checkpoint(_Layer.apply, *inputs, use_reentrant=False, preserve_rng_state=False)
+                if options.recompute
+                else _Layer.apply(*inputs)  # type: ignore[no-untyped-call]
             )
             bias = layer.output_bias
         out: Tensor = _AddProduct.apply(x, product, bias)  # type: ignore[no-untyped-call]
@@ -214,7 +220,8 @@ class _Layer(torch.autograd.Function):
         launch_kernel(
             gate_kernel, (count_blocks(tokens, shape["R"]),),
             attended, projected, options.keys, gate_weight, gate_bias, gated,
-            gate_means, gate_inverses, tokens, options.eps, **_choose_draws(options, number), TOTAL=total, **shape,
+            gate_means, gate_inverses, tokens, options.eps, **_choose_draws(options, number),
+            TOTAL=total, **shape,
         )  # fmt: skip
         product = torch.mm(gated, copied[2].t())
         ctx.save_for_backward(
