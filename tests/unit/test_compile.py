@@ -27,12 +27,11 @@ CPU = torch.device("cpu")
 
 
 def configure(task="retrieval", **changes):
-    model = dict(width=64, layers=3, heads=2, dropout=0.2, task=task) | changes
+    model = dict(width=64, layers=3, heads=2, dropout=0.2, task=task, labels="click") | changes
     return RunConfig(
         data=DataConfig(data="synthetic", negatives=8, max_length=40),
         model=ModelConfig(**model),
         train=TrainConfig(precision="bf16"),
-        labels="click",
     )
 
 
@@ -131,7 +130,8 @@ def kernel(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="triton exists for Linux alone")
 class TestLaunch:
     def start(self, kernel, x, n=3, kind=None, C=4, rows=16):
-        block = Block(x, [4, 16], [16, 1], [rows, 16])
+        aligned = torch.zeros(4, 16, dtype=x.dtype)
+        block = Block(aligned, [4, 16], [16, 1], [rows, 16])
         launch_kernel(kernel, (5, 2), x, block, 0.5, n=n, kind=kind, C=C, num_warps=4)
         return block
 

@@ -1,13 +1,11 @@
 """Compiles kernels before they are needed, in parallel, and counts those that were not.
 
 `record_launches` finds what a run launches; this makes the compiled versions, each in one of a few
-worker processes, in Triton's cache folder: another process, or another run, finds them there. As a
-program this module is such a worker.
+worker processes, in Triton's cache folder: another process, or another run, finds them there.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import subprocess
@@ -16,13 +14,14 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from freescale.file_lock import lock
+from freescale.kernels.triton import compile_worker
+from freescale.kernels.triton.compile_worker import Version
 from freescale.kernels.triton.launch import (
     Launch,
     describe_block,
@@ -32,48 +31,6 @@ from freescale.kernels.triton.launch import (
 )
 
 MOST_WORKERS = 16
-
-
-@dataclass(frozen=True)
-class Version:
-    """A kernel as Triton compiles it: all that decides which machine code comes out."""
-
-    module: str
-    name: str
-    signature: dict[str, Any]
-    constants: dict[tuple[int, ...], Any]
-    attributes: dict[tuple[int, ...], Any]
-    options: dict[str, Any]
-    target: tuple[Any, ...]
-
-    def build_source(self) -> Any:
-        from triton.compiler import ASTSource
-
-        kernel = getattr(importlib.import_module(self.module), self.name)
-        return ASTSource(kernel, self.signature, self.constants, self.attributes)
-
-    def compile(self) -> None:
-        """Compiles it, or finds it in the cache."""
-        import triton
-        from triton.backends.compiler import GPUTarget
-
-        triton.compile(self.build_source(), target=GPUTarget(*self.target), options=self.options)
-
-    def is_cached(self) -> bool:
-        """Whether Triton's cache folder has it."""
-        import hashlib
-
-        from triton._C.libtriton import get_cache_invalidating_env_vars
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler.compiler import make_backend
-        from triton.runtime.cache import get_cache_key, get_cache_manager
-
-        source, backend = self.build_source(), make_backend(GPUTarget(*self.target))
-        options = backend.parse_options(dict(self.options))
-        key = get_cache_key(source, backend, options, get_cache_invalidating_env_vars())
-        folder = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-        file = f"{source.name[:150]}.json"
-        return file in (folder.get_group(file) or {})
 
 
 def find_versions(launches: Iterable[Launch], target: tuple[Any, ...]) -> list[Version]:
@@ -208,7 +165,7 @@ def _run_worker(versions: Sequence[Version], count_one: Callable[[], None]) -> N
     with (
         tempfile.TemporaryFile() as errors,
         subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", compile_worker.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -256,14 +213,3 @@ def count_compilations() -> int:
     """How many kernels Triton has compiled, or read from its cache folder, in this process since
     the first call of this function: each kept a launch waiting."""
     return 0 if is_interpreted() else _listen().count
-
-
-def main() -> None:
-    """A worker: compiles the versions that it reads, and prints a line after each."""
-    for version in pickle.load(sys.stdin.buffer):
-        version.compile()
-        print(version.name, flush=True)
-
-
-if __name__ == "__main__":
-    main()
