@@ -215,8 +215,10 @@ def test_recomputing_gives_the_same_bits():
     keys, found = derive(1, torch.arange(4)).cuda(), []
     for checkpoint in (False, True):
         torch.manual_seed(0)
-        encoder = HSTU(width=64, layers=2, heads=2, max_length=200, dropout=0.2,
-                       position_bias=False, time_bias=False, checkpoint=checkpoint).cuda()  # fmt: skip
+        encoder = HSTU(
+            width=64, layers=2, heads=2, max_length=200, dropout=0.2,
+            position_bias=False, time_bias=False, checkpoint=checkpoint,
+        ).cuda()  # fmt: skip
         with torch.autocast("cuda", torch.bfloat16):
             out = encoder(torch.randn(314, 64, device="cuda"), lengths, keys)
         found.append([out, *torch.autograd.grad(out.sum(), list(encoder.parameters()))])

@@ -120,10 +120,13 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
 
 
 def build_batch(config: RunConfig, actions: bool, span: int) -> SequenceBatch:
-    """Two short samples with all that the model may read, their times `span` seconds apart."""
-    lengths, counts = torch.tensor([3, 1]), torch.tensor([1, 2])
+    """Two samples with all that the model may read, their times `span` seconds apart; one of them
+    has earlier segments, if the model knows any."""
+    longest = 3 if config.model.segment is None else 2 * config.model.segment + 1
+    lengths = torch.tensor([min(longest, config.data.max_length), 1])
+    counts = torch.tensor([1, 2])
     events, candidates = int(lengths.sum()), int(counts.sum())
-    history = Jagged(torch.arange(events), lengths)
+    history = Jagged(torch.arange(events) % ITEMS, lengths)
     sequences = {
         "history": history,
         "timestamps": Jagged(torch.arange(events) * span, lengths),
@@ -138,7 +141,7 @@ def build_batch(config: RunConfig, actions: bool, span: int) -> SequenceBatch:
         items = torch.arange(candidates)
         nested["candidates"] = Nested(items, torch.ones_like(items), counts)
     else:
-        sequences["targets"] = Jagged(torch.arange(events), lengths)
+        sequences["targets"] = Jagged(torch.arange(events) % ITEMS, lengths)
         numbers = torch.arange(2 * config.data.negatives) % ITEMS
         dense["negatives"] = numbers.view(2, config.data.negatives)
     return SequenceBatch(sequences, nested, dense, keys=torch.arange(2))
