@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.models import HSTU, Ranking, Retrieval
+from freescale.models.columns import locate_rows
 from freescale.models.hstu_layer import project
 
 UNBIASED = {"position_bias": False, "time_bias": False}
@@ -260,6 +261,14 @@ class TestRetrieval:
         whole = losses_and_gradients(model, batch)
         parts = [losses_and_gradients(model, part) for part in batch.split([2, 3, 1])]
         assert_equal(whole, {name: sum(part[name] for part in parts) for name in whole})
+
+    def test_equal_ids_have_equal_indices(self):
+        ids = (torch.tensor([4, 1, 4, 4]), torch.tensor([[1, 0], [9, 4]]))
+        rows, found = locate_rows(nn.Sequential(nn.Embedding(10, 2)), *ids)
+        assert [part.tolist() for part in found] == [[0, 1, 0, 0], [[1, 5], [6, 0]]]
+        assert rows.shape == (8, 2)
+        same = torch.full((3,), 7)
+        assert locate_rows(nn.Sequential(nn.Embedding(10, 2)), same)[1][0].tolist() == [0, 0, 0]
 
     def test_bad_negatives(self):
         model, batch = model_of("retrieval"), with_negatives(batch_of(), "sample")
