@@ -24,8 +24,8 @@ from freescale.train.build import (
 )
 from freescale.train.callbacks import Callback, CallbackList
 from freescale.train.checkpoint import Checkpoints, NotFinite
-from freescale.train.device_figures import DeviceFigures
 from freescale.train.compile_kernels import compile_kernels
+from freescale.train.device_figures import DeviceFigures
 from freescale.train.metrics_log import MetricsLog, truncate_logs
 from freescale.train.progress import TensorBoardLog
 from freescale.train.run_folder import RunFolder
