@@ -17,7 +17,7 @@ from freescale.bench.common.torchrec import continue_in_peer
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("ladder", __doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--workload", choices=("paper", "retail", "own"), default="paper")
+    parser.add_argument("--workload", choices=("paper", "short", "retail", "own"), default="paper")
     parser.add_argument(
         "--file", help="Parquet with user_id, item_id, timestamp; of the workloads retail and own"
     )
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
     to = read_destination(options)
-    if (options.workload != "paper") != bool(options.file):
+    if (options.workload in ("retail", "own")) != bool(options.file):
         parser.error("--file belongs to the workloads retail and own")
     if options.device == "cuda":
         if options.short or options.workload != "paper":
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from freescale.bench.ladder.bench import bench_ladder, compare_short
 
     if options.short:
-        compare_short(options.file)
+        compare_short(options.workload, options.file)
     else:
         bench_ladder(options.workload, options.file, options.repetitions, to)
     return 0
