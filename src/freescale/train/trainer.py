@@ -183,6 +183,7 @@ class Trainer:
             )
         compile_kernels(
             self.config,
+            self.pipeline.precision,
             self.data.num_actions > 0,
             self.transport.device,
             lambda done, count: self._callbacks.call("on_compile", self, done, count),
