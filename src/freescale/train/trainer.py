@@ -3,14 +3,14 @@ business."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from freescale.config import RunConfig
-from freescale.data.prefetch import prefetch
+from freescale.data.workers import choose_workers, read_ahead
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
@@ -24,6 +24,7 @@ from freescale.train.build import (
 )
 from freescale.train.callbacks import Callback, CallbackList
 from freescale.train.checkpoint import Checkpoints, NotFinite
+from freescale.train.compile_kernels import compile_kernels
 from freescale.train.device_figures import DeviceFigures
 from freescale.train.metrics_log import MetricsLog, truncate_logs
 from freescale.train.progress import TensorBoardLog
@@ -180,6 +181,13 @@ class Trainer:
                 f"{self.folder} is at step {self.step} of {self.total}: ask for more "
                 "--epochs or --steps to go on"
             )
+        compile_kernels(
+            self.config,
+            self.pipeline.precision,
+            self.data.num_actions > 0,
+            self.transport.device,
+            lambda done, count: self._callbacks.call("on_compile", self, done, count),
+        )
         self.pipeline.tune()  # before the run is described
         self._run_folder.open(self.config.to_json())
         self.checkpoints.folder = self.folder / "checkpoints"
@@ -220,7 +228,8 @@ class Trainer:
         that it entails is done."""
         settings = self.config.train
         clock, seen, supervised = time.perf_counter(), 0, 0.0
-        with closing(prefetch(self.data)) as batches:
+        on_gpu = self.transport.device.type == "cuda"
+        with read_ahead(self.data, self._count_workers(), pin=on_gpu) as batches:
             for last in self.pipeline.run(self._callbacks.guard(batches)):
                 self._number = last.batch_number
                 signals.note_step()
@@ -244,6 +253,13 @@ class Trainer:
                 yield last
                 if ended:
                     break
+
+    def _count_workers(self) -> int:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return choose_workers(
+            self.config.data.workers, self.transport.device.type, cores, max(1, ranks)
+        )
 
     @property
     def _ends_epoch(self) -> bool:
