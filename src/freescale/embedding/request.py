@@ -10,6 +10,8 @@ from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.layout import TableSpec, find_feature_ids
+from freescale.kernels.dispatch import keeps_gradients, read_rows, sum_by_row
+from freescale.kernels.row_gradients import RowGradients
 
 # A batch's ids of one group: (table index within the group, the batch's own tensor of ids).
 GroupIds = Sequence[tuple[int, Tensor]]
@@ -39,10 +41,15 @@ class Index:
             for (table, ids), part in zip(given, parts, strict=True)
         ]
 
-    def find_known(self, table: int, ids: Tensor) -> Tensor | None:
-        """Indices [...] of the fetched rows of ids [...]; None if the tensor is not one of those
-        that were given."""
-        for owner, tensor, version, part in self._known:
+    @property
+    def parts(self) -> list[Tensor]:
+        """Indices of the fetched rows of each tensor of ids that was given."""
+        return [part for *_, part in self._known]
+
+    def find_known(self, table: int, ids: Tensor) -> tuple[int, Tensor] | None:
+        """(number of the part, indices [...] of the fetched rows of ids [...]); None if the tensor
+        is not one of those that were given."""
+        for number, (owner, tensor, version, part) in enumerate(self._known):
             same = tensor is ids or (
                 tensor.data_ptr() == ids.data_ptr() and tensor.numel() == ids.numel() > 0
             )
@@ -54,7 +61,7 @@ class Index:
                 and ids.is_contiguous()
                 and ids.dtype == tensor.dtype
             ):
-                return part.view(ids.shape)
+                return number, part.view(ids.shape)
         return None
 
     def search(self, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +109,8 @@ class Request:
     whole: RequestPart
     owned: Tensor  # [sum(receive)] local rows requested from this rank, in rank order
     pieces: int = 1  # into which bulk traffic is cut
-    rows: Tensor | None = None  # [u, width], a leaf of autograd
+    rows: Tensor | None = None  # [u, width]: a leaf of autograd, unless there are `gradients`
+    gradients: RowGradients | None = None  # of what reads the rows, where the kernels keep them
     # rows that the previous batch does not read: pulled while it computes
     early: list[RequestPart] = field(default_factory=list)
     late: RequestPart | None = None  # rows that it reads: they collide, and wait for its update
@@ -111,12 +119,28 @@ class Request:
     # rows that it does not read: their gradients are deferred
     deferred: list[RequestPart] = field(default_factory=list)
 
+    def open(self, rows: Tensor, train: bool) -> None:
+        """The rows [u, width] are here: the model can read them; with `train`, their gradient is
+        wanted."""
+        self.rows = rows.detach()
+        if train and keeps_gradients(rows):
+            self.gradients = RowGradients(self.index.parts, rows)
+        elif train:
+            self.rows.requires_grad_(True)
+
+    def read(self, part: int | None, index: Tensor) -> Tensor:
+        """The rows [..., width] at index [...]; `part` of the ids that were given, or others."""
+        assert self.rows is not None
+        return read_rows(self.rows, index, self.gradients, part)
+
     def take_gradient(self) -> Tensor:
         """The gradient of the rows [u, width]. Drops the rows: their memory is the caller's."""
         assert self.rows is not None
-        gradient = self.rows.grad if self.rows.grad is not None else torch.zeros_like(self.rows)
-        self.rows = None
-        return gradient
+        rows, self.rows = self.rows, None
+        if self.gradients is not None:
+            gradients, self.gradients = self.gradients, None
+            return sum_by_row(gradients.take(), gradients.list_rows(), rows.shape[0])
+        return rows.grad if rows.grad is not None else torch.zeros_like(rows)
 
 
 def require(part: RequestPart | None) -> RequestPart:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,14 @@ from freescale.pipeline.source import BatchSource
 from freescale.pipeline.step_result import StepResult
 from freescale.pipeline.stopwatch import Stopwatch
 from freescale.transport.api import Transport
+
+
+class Taken(Protocol):
+    """A batch that is being prepared."""
+
+    @property
+    def taken(self) -> SequenceBatch | None:
+        """As it came from the data; None until then."""
 
 
 class Schedule(ABC):
@@ -71,7 +79,7 @@ class Schedule(ABC):
         self._stop = self._stopped = self._closed = False
         # of a batch: raised once the steps before it are made
         self._failure: Exception | None = None
-        self._taken: list[BatchPreparation] = []  # batches on their way, in their order
+        self._taken: list[Taken] = []  # batches on their way, in their order
         self._source: BatchSource | None = None  # of the last run
         self._loss_watch = LossWatch()
         self._first_batch = FirstBatchCheck(parallel.module, self.transport, check)
