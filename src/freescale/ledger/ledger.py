@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from freescale.ledger.busy import LANE_WAITS, sum_busy
-from freescale.ledger.clock import make_clock
+from freescale.ledger.clock import Clock, make_clock
 from freescale.ledger.record import KINDS, CollectiveRecord, Span
 
 _KEPT = 1024  # finished steps that wait to be drained; without draining the last ones are kept
@@ -60,6 +60,29 @@ class _Step:
         self.spans: list[tuple[str, Any, Any]] = []
         self.collectives: list[Collective] = []
         self.counters: dict[str, float | torch.Tensor] = {}
+
+
+class _SpanTimer:
+    """Around a stage. A class, and no generator, because it is entered some ten times a step; a
+    label of the profiler costs as much as two kernels, and is made while a profiler looks on."""
+
+    def __init__(self, step: _Step | None, clock: Clock, name: str) -> None:
+        self._step, self._clock, self._name = step, clock, name
+        self._begin: Any = None
+        self._label: Any = None
+
+    def __enter__(self) -> None:
+        if torch.autograd._profiler_enabled():
+            self._label = torch.profiler.record_function(f"freescale/{self._name}")
+            self._label.__enter__()
+        if self._step is not None:
+            self._begin = self._clock.stamp()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._step is not None:
+            self._step.spans.append((self._name, self._begin, self._clock.stamp()))
+        if self._label is not None:
+            self._label.__exit__(*error)
 
 
 class Ledger:
@@ -107,19 +130,9 @@ class Ledger:
         """Forgets a step that did not take place because the data had ended."""
         self._step = None
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str) -> AbstractContextManager[None]:
         """Times a stage of the step, and labels it in torch's profiler as `freescale/name`."""
-        step = self._step
-        with torch.profiler.record_function(f"freescale/{name}"):
-            if step is None:
-                yield
-                return
-            begin = self.clock.stamp()
-            try:
-                yield
-            finally:
-                step.spans.append((name, begin, self.clock.stamp()))
+        return _SpanTimer(self._step, self.clock, name)
 
     def begin_collective(self, kind: str, sent: int, received: int, path: str) -> Collective:
         """Stamps this rank's arrival at a collective.

@@ -79,8 +79,8 @@ def sum_rows(
     high = low + CHUNK + 1
     for _ in tl.static_range(STEPS):
         middle = (low + high) // 2
-        there = begins & (i + middle < n)
-        same = there & (tl.load(rows + i + middle, mask=there, other=-1) == row)
+        inside = begins & (i + middle < n)
+        same = inside & (tl.load(rows + i + middle, mask=inside, other=-1) == row)
         low = tl.where(same, middle, low)
         high = tl.where(same, high, middle)
     long = begins & (low == CHUNK)
@@ -88,8 +88,9 @@ def sum_rows(
     columns = tl.arange(0, W)[None, :]
     narrow = columns < WIDTH
     value = tl.load(order + i, mask=length > 0, other=0)
-    there = (length > 0)[:, None] & narrow
-    total = tl.load(values + value[:, None] * WIDTH + columns, mask=there, other=0.0).to(tl.float32)
+    total = tl.load(
+        values + value[:, None] * WIDTH + columns, mask=(length > 0)[:, None] & narrow, other=0.0
+    ).to(tl.float32)
     longest = tl.max(length, 0)
     for first in range(1, longest, UNROLL):
         for more in tl.static_range(UNROLL):
@@ -109,8 +110,8 @@ def sum_rows(
     left = long
     while tl.max(left.to(tl.int32), 0) > 0:
         for _ in tl.static_range(UNROLL):
-            there = left & (i + number * CHUNK < n)
-            left = there & (tl.load(rows + i + number * CHUNK, mask=there, other=-1) == row)
+            inside = left & (i + number * CHUNK < n)
+            left = inside & (tl.load(rows + i + number * CHUNK, mask=inside, other=-1) == row)
             place = (window + 2 * number)[:, None] * WIDTH + columns
             total += tl.load(partial + place, mask=left[:, None] & narrow, other=-0.0)
             number += 1
