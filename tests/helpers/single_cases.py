@@ -14,6 +14,8 @@ from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.kernels import dispatch
 from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.pipeline.gc_freeze import freeze_objects
+from freescale.transport.local import LocalTransport
+from helpers.gpu_training import CudaClicks
 from helpers.toys import Clicks, clicks_batch
 
 CASES = {
@@ -28,7 +30,7 @@ CASES = {
 }
 
 
-class Derived(Clicks):
+class Derived(CudaClicks):
     """Reads a table by ids that it makes, and one feature twice."""
 
     def forward(self, batch):
@@ -38,7 +40,7 @@ class Derived(Clicks):
         return {name: loss + again.tanh().sum() for name, loss in found.items()}
 
 
-class Partial(Clicks):
+class Partial(CudaClicks):
     """Reads one of its two features in every other batch only."""
 
     def forward(self, batch):
@@ -52,16 +54,18 @@ class Partial(Clicks):
         return {"click": logits[:, 0].tanh().sum(), "like": logits[:, 1].square().sum()}
 
 
-class Padded(Clicks):
+class Padded(CudaClicks):
     def __init__(self, **options):
         super().__init__(**options)
         self.item.padding_idx = 3
 
 
-MODELS = {"Clicks": Clicks, "Derived": Derived, "Partial": Partial, "Padded": Padded}
+MODELS = {"Clicks": CudaClicks, "Derived": Derived, "Partial": Partial, "Padded": Padded}
 
 
-def train(schedule, optimizer="adagrad", model="Clicks", placement="sharded", **options):
+def train(
+    schedule, optimizer="adagrad", model="Clicks", placement="sharded", device="cpu", **options
+):
     """The bits of tables, row state and dense weights, and the losses."""
     torch.manual_seed(3)
     rows = {name: options.pop(name) for name in ("row_clip", "wire_dtype") if name in options}
@@ -69,6 +73,7 @@ def train(schedule, optimizer="adagrad", model="Clicks", placement="sharded", **
         MODELS[model](items=30, width=4, dtype=torch.float32),
         Clicks.ids,
         ROW_OPTIMIZERS[optimizer](lr=0.3),
+        transport=LocalTransport(device),
         placement=placement,
         init_std=0.3,
         **rows,
@@ -76,19 +81,20 @@ def train(schedule, optimizer="adagrad", model="Clicks", placement="sharded", **
     dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
     # samples of some models depend on each other
     pipeline = freescale.Pipeline(parallel, dense, schedule=schedule, check=False, **options)
-    batches = [clicks_batch(5, seed, items=30, longest=9) for seed in range(3)]
+    steps, samples, longest = (3, 5, 9) if device == "cpu" else (20, 200, 30)
+    batches = [clicks_batch(samples, seed, 30, longest) for seed in range(steps)]
     losses = [result.loss for result in pipeline.run(batches)]
     state = dict(parallel.module.named_parameters())
     for name in parallel.tables.specs:
         for part, value in parallel.tables.get_local_state(name).items():
             state[f"{name}/{part}"] = value
-    return losses, {name: value.detach().clone() for name, value in state.items()}
+    return losses, {name: value.detach().cpu().clone() for name, value in state.items()}
 
 
-def differences(case):
+def differences(case, device="cpu"):
     """What is not bit-equal to the serial schedule."""
     (losses, expected), (own_losses, own) = (
-        train(schedule, **CASES[case]) for schedule in ("serial", "staged")
+        train(schedule, device=device, **CASES[case]) for schedule in ("serial", "staged")
     )
     different = [
         name
