@@ -11,7 +11,6 @@ a sharded group, whose only shard this is, and those of a replicated one can be 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Unpack
 
 import torch
@@ -19,26 +18,54 @@ from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.layout import ShardLayout, choose_stride, spread_ids
-from freescale.embedding.request import GroupIds, Index, Request, RequestPart, collect_ids
+from freescale.embedding.request import (
+    GroupIds,
+    Index,
+    Request,
+    RequestPart,
+    collect_ids,
+    sum_readings,
+)
 from freescale.embedding.storage import RowStorage, UpdateOptions
-from freescale.kernels.dispatch import gather_rows, keeps_gradients, read_rows
+from freescale.kernels.dispatch import deduplicate, gather_rows, keeps_gradients, read_rows
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.row_gradients import RowGradients
 from freescale.kernels.triton import row_sums as triton_row_sums
 
 
-@dataclass
 class LocalRequest:
     """What a step reads of a group, out of the table itself."""
 
-    index: Index  # of the ids in the table: their local rows
-    table: Tensor  # [size, width]
-    rows: Tensor  # [n] local rows of all ids
-    gradients: RowGradients  # of what reads them
+    def __init__(self, given: GroupIds, rows: Tensor, table: Tensor) -> None:
+        """rows [n]: local rows of the given ids; table [size, width]."""
+        self.index, self.rows, self.table = Index(rows[:0], given, rows), rows, table
+        self.gradients = RowGradients(self.index.parts, table)
+        self.copied: Request | None = None  # once somebody reads rows by himself
 
     def read(self, part: int | None, index: Tensor) -> Tensor:
         """The rows [..., width] at index [...]; `part` of the ids that were given, or others."""
         return read_rows(self.table, index, self.gradients, part)
+
+    def offer(self, part: int | None, index: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Request.offer`: the gradient of all rows that are offered will exist, so they are a
+        copy of those that the step reads. How many are different stays on the device: there are as
+        many as ids, the last ones without meaning."""
+        if self.copied is None:
+            nowhere = torch.zeros(0, dtype=torch.int64, device=self.rows.device)
+            found = deduplicate(self.rows, nowhere)
+            known = self.index.replace_parts(found.keys, found.inverse)
+            self.copied = Request(known, RequestPart(None, None, [], []), found.keys)
+            self.copied.rows = gather_rows(self.table, found.keys).requires_grad_(True)
+        rows = self.copied.rows
+        assert rows is not None
+        if part is not None:
+            return rows, self.copied.index.parts[part].view(index.shape)
+        return rows, self.find_copied(index)
+
+    def find_copied(self, rows: Tensor) -> Tensor:
+        """Where local rows [...] are in the copy."""
+        assert self.copied is not None
+        return (self.copied.index.keys == rows[..., None]).to(torch.int8).argmax(-1)
 
 
 class LocalGroup:
@@ -58,9 +85,7 @@ class LocalGroup:
         what reads the table, or rows are rounded, a copy of them."""
         given, weight = collect_ids(batches, self.layout.specs), self.rows.weight
         if keeps_gradients(weight) and self._encoding == weight.dtype:
-            rows = self._spread(given)
-            index = Index(rows[:0], given, rows)
-            return LocalRequest(index, weight, rows, RowGradients(index.parts, weight))
+            return LocalRequest(given, self._spread(given), weight)
         parts = [self._locate(table, ids.reshape(-1)) for table, ids in given]
         none = torch.zeros(0, dtype=torch.int64, device=weight.device)
         unique, inverse = torch.unique(torch.cat([none, *parts]), return_inverse=True)
@@ -109,6 +134,12 @@ class LocalGroup:
             gradient = request.take_gradient().to(self._encoding).to(self.rows.weight.dtype)
             self.rows.update(request.owned, gradient, **options)
             return
-        gradients = request.gradients
-        rows = gradients.list_rows() if gradients.has_others else request.rows
-        self.rows.update_readings(SortedRows.of(rows), gradients.take(), **options)
+        copied = request.copied
+        if copied is not None and copied.rows is not None and copied.rows.grad is not None:
+            # those that were read in the table, by their places in the copy
+            gradients = request.gradients.move(copied.index.parts, request.find_copied)
+            total = sum_readings(gradients, copied.rows.grad, copied.rows.shape[0])
+            self.rows.update(copied.owned, total, **options)
+            return
+        rows, values = request.gradients.take()
+        self.rows.update_readings(SortedRows.of(rows), values, **options)

@@ -41,6 +41,10 @@ class Index:
             for (table, ids), part in zip(given, parts, strict=True)
         ]
 
+    def replace_parts(self, keys: Tensor, inverse: Tensor) -> Index:
+        """For the same ids, with other keys."""
+        return Index(keys, [(table, ids) for table, ids, *_ in self._known], inverse)
+
     @property
     def parts(self) -> list[Tensor]:
         """Indices of the fetched rows of each tensor of ids that was given."""
@@ -122,25 +126,39 @@ class Request:
     def open(self, rows: Tensor, train: bool) -> None:
         """The rows [u, width] are here: the model can read them; with `train`, their gradient is
         wanted."""
-        self.rows = rows.detach()
+        self.rows = rows.detach().requires_grad_(train)
         if train and keeps_gradients(rows):
-            self.gradients = RowGradients(self.index.parts, rows)
-        elif train:
-            self.rows.requires_grad_(True)
+            self.gradients = RowGradients(self.index.parts, self.rows.detach())
 
     def read(self, part: int | None, index: Tensor) -> Tensor:
         """The rows [..., width] at index [...]; `part` of the ids that were given, or others."""
         assert self.rows is not None
-        return read_rows(self.rows, index, self.gradients, part)
+        rows = self.rows if self.gradients is None else self.rows.detach()
+        return read_rows(rows, index, self.gradients, part)
+
+    def offer(self, part: int | None, index: Tensor) -> tuple[Tensor, Tensor]:
+        """All rows [u, width], and the index [...] of some: for who reads them by himself."""
+        assert self.rows is not None
+        return self.rows, index
 
     def take_gradient(self) -> Tensor:
         """The gradient of the rows [u, width]. Drops the rows: their memory is the caller's."""
         assert self.rows is not None
         rows, self.rows = self.rows, None
-        if self.gradients is not None:
-            gradients, self.gradients = self.gradients, None
-            return sum_by_row(gradients.take(), gradients.list_rows(), rows.shape[0])
+        gradients, self.gradients = self.gradients, None
+        if gradients is not None:
+            return sum_readings(gradients, rows.grad, rows.shape[0])
         return rows.grad if rows.grad is not None else torch.zeros_like(rows)
+
+
+def sum_readings(gradients: RowGradients, others: Tensor | None, count: int) -> Tensor:
+    """[count, width]: the gradients of what has read rows, summed by row; and of what has read them
+    by itself, which made `others` [count, width]."""
+    rows, values = gradients.take(only_read=others is not None)
+    if others is not None and not rows.numel():
+        return others
+    total = sum_by_row(values, rows, count)
+    return total if others is None else total.add_(others)
 
 
 def require(part: RequestPart | None) -> RequestPart:

@@ -288,6 +288,21 @@ class Tables:
     def read(self, name: str, ids: Tensor) -> Tensor:
         """What nn.Embedding would return: rows [..., width] of ids [...], out of the rows that were
         fetched."""
+        (request, part, index), padding = self._locate(name, ids), self.specs[name].padding
+        result: Tensor = request.read(part, index)
+        if padding is not None:
+            result = torch.where((ids == padding)[..., None], result.detach(), result)
+        return result
+
+    def locate(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows [u, width], index [...]): all rows of the table's group that were fetched, and
+        where among them those of ids [...] are."""
+        request, part, index = self._locate(name, ids)
+        rows, index = request.offer(part, index)
+        return rows, index
+
+    def _locate(self, name: str, ids: Tensor) -> tuple[Any, int | None, Tensor]:
+        """The request that has the rows of ids [...], and what its methods take for them."""
         if self._open is None:
             raise RuntimeError(
                 f"table {name!r} is read outside a step: use freescale.evaluate(sharded, batches), "
@@ -305,10 +320,7 @@ class Tables:
                 f"module {name!r} was asked for id {missing}, which none of its announced features "
                 f"({', '.join(spec.features)}) holds: add the feature to `ids` of parallelize"
             )
-        result: Tensor = request.read(part, index)
-        if spec.padding is not None:
-            result = torch.where((ids == spec.padding)[..., None], result.detach(), result)
-        return result
+        return request, part, index
 
     # ---- for checkpoints, export and evaluation
 

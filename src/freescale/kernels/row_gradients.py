@@ -7,7 +7,7 @@ parts, whatever the order in which the backward reaches them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class RowGradients:
         self._parts = list(parts)
         self._like = like
         self._values: list[Tensor | None] = [None] * len(parts)
-        self._others: list[tuple[Tensor, Tensor]] = []
+        self._others: list[tuple[Tensor, Tensor | None]] = []
         # What a reading depends on for autograd: it gets no gradient itself.
         self.anchor = torch.empty(0, dtype=like.dtype, device=like.device, requires_grad=True)
 
@@ -39,21 +39,31 @@ class RowGradients:
         """Whether rows were read that are none of the parts."""
         return bool(self._others)
 
-    def take(self) -> Tensor:
-        """[sum(n), width]: the gradients, part after part, the others last. They are kept no
-        more."""
+    def move(self, parts: Sequence[Tensor], find: Callable[[Tensor], Tensor]) -> RowGradients:
+        """The same gradients, of rows with other numbers: those of the parts, and of others by
+        `find`."""
+        moved = RowGradients(parts, self._like)
+        moved._values = self._values
+        moved._others = [(find(rows), value) for rows, value in self._others]
+        return moved
+
+    def take(self, *, only_read: bool = False) -> tuple[Tensor, Tensor]:
+        """(rows [n], gradients [n, width]), part after part, the others last. A part that was not
+        read has zeros, or is left out with `only_read`."""
+        found = [
+            (part.reshape(-1), value)
+            for part, value in zip(self._parts, self._values, strict=True)
+            if value is not None or not only_read
+        ]
+        found += self._others
         width = self._like.shape[-1]
         values = [
-            value if value is not None else self._like.new_zeros(part.numel(), width)
-            for value, part in zip(self._values, self._parts, strict=True)
+            value if value is not None else self._like.new_zeros(rows.numel(), width)
+            for rows, value in found
         ]
-        values += [gradient for _, gradient in self._others]
-        self._values = [None] * len(self._parts)
-        if len(values) == 1:
-            return values[0]
-        return torch.cat(values) if values else self._like.new_zeros(0, width)
-
-    def list_rows(self) -> Tensor:
-        """[sum(n)]: the row numbers of what `take` returns."""
-        rows = [part.reshape(-1) for part in self._parts] + [rows for rows, _ in self._others]
-        return torch.cat(rows) if rows else self._like.new_zeros(0, dtype=torch.int64)
+        if len(found) == 1:
+            return found[0][0], values[0]
+        if not found:
+            none = torch.zeros(0, dtype=torch.int64, device=self._like.device)
+            return none, self._like.new_zeros(0, width)
+        return torch.cat([rows for rows, _ in found]), torch.cat(values)

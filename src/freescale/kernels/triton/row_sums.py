@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.reference.row_sums import SortedRows, check_values
-from freescale.kernels.triton.launch import RowLaunch, count_blocks, require_gpu, use_device
+from freescale.kernels.triton.launch import (
+    RowLaunch,
+    count_blocks,
+    launch_kernel,
+    require_gpu,
+    use_device,
+)
 
 SUMS, CHUNKS = RowLaunch(1024, 4), RowLaunch(2048, 4)
 UNROLL = 4  # values of a row in flight
@@ -28,8 +34,10 @@ def spread_ids(ids: Tensor, out: Tensor, stride: int, rows: int, base: int) -> N
         from freescale.kernels.triton.row_sums_kernels import spread_kernel
 
         with use_device(ids.device):
-            spread_kernel[(count_blocks(ids.numel(), BLOCK),)](
-                ids.contiguous(), out, ids.numel(), stride, rows, base, BLOCK=BLOCK
+            grid = (count_blocks(ids.numel(), BLOCK),)
+            numbers = (stride, rows, base)
+            launch_kernel(
+                spread_kernel, grid, ids.contiguous(), out, ids.numel(), *numbers, BLOCK=BLOCK
             )
 
 
@@ -64,9 +72,9 @@ def _launch_sums(
     n = values.shape[0]
     with use_device(values.device):
         partial = sum_chunks(rows, values)
-        row_sums_kernel[(count_blocks(n, shape["R"]),)](
-            values, rows.rows, rows.order, partial, out, found, n, DENSE=dense, **shape
-        )
+        grid = (count_blocks(n, shape["R"]),)
+        tensors = (values, rows.rows, rows.order, partial, out, found)
+        launch_kernel(row_sums_kernel, grid, *tensors, n, DENSE=dense, **shape)
 
 
 def sum_chunks(rows: SortedRows, values: Tensor) -> Tensor:
@@ -80,9 +88,8 @@ def sum_chunks(rows: SortedRows, values: Tensor) -> Tensor:
     partial = torch.empty(2 * windows, width, dtype=torch.float32, device=values.device)
     shape = CHUNKS.shape(width)
     shape["R"] = min(shape["R"], CHUNK)
-    chunk_sums_kernel[(2 * windows,)](
-        values, rows.rows, rows.order, partial, n, n.bit_length(), CHUNK=CHUNK, **shape
-    )
+    tensors, sizes = (values, rows.rows, rows.order, partial), (n, n.bit_length())
+    launch_kernel(chunk_sums_kernel, (2 * windows,), *tensors, *sizes, CHUNK=CHUNK, **shape)
     return partial
 
 

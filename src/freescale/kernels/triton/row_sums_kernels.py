@@ -139,7 +139,10 @@ def row_sums_kernel(
     tl.store(target, total.to(out.dtype.element_ty), mask=begins[:, None] & (columns < WIDTH))
 
 
-@triton.jit(do_not_specialize=["n"])
+# Both are parts of larger tensors: where they begin changes from batch to batch.
+@triton.jit(
+    do_not_specialize=["n", "stride", "rows", "base"], do_not_specialize_on_alignment=["ids", "out"]
+)
 def spread_kernel(ids, out, n, stride, rows, base, BLOCK: tl.constexpr):
     """out[i] = ids[i] * stride % rows + base."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from freescale.kernels.reference.row_sums import SortedRows
-from freescale.kernels.triton.launch import RowLaunch, count_blocks, use_device
+from freescale.kernels.triton.launch import RowLaunch, count_blocks, launch_kernel, use_device
 from freescale.kernels.triton.row_sums import shape_sums, sum_chunks
 from freescale.kernels.triton.rows import check_rows
 
@@ -44,8 +44,13 @@ def clip_rows(gradients: Tensor, limit: float) -> Tensor:
 
         shape = CLIP.shape(gradients.shape[1])
         with use_device(gradients.device):
-            clip_kernel[(count_blocks(len(gradients), shape["R"]),)](
-                gradients, len(gradients), float(limit), **shape
+            launch_kernel(
+                clip_kernel,
+                (count_blocks(len(gradients), shape["R"]),),
+                gradients,
+                len(gradients),
+                float(limit),
+                **shape,
             )
     return gradients
 
@@ -173,7 +178,9 @@ def _update(
     with use_device(weight.device):
         if isinstance(rows, SortedRows):
             shape, partial = shape_sums(launch, weight.shape[1]), sum_chunks(rows, gradients)
-        getattr(row_updates_kernels, kernel)[(count_blocks(numbers.numel(), shape["R"]),)](
+        launch_kernel(
+            getattr(row_updates_kernels, kernel),
+            (count_blocks(numbers.numel(), shape["R"]),),
             *tensors,
             numbers.contiguous(),
             gradients,

@@ -18,6 +18,7 @@ from freescale.kernels.row_gradients import RowGradients
 from freescale.kernels.triton.launch import (
     RowLaunch,
     count_blocks,
+    launch_kernel,
     require_gpu,
     use_device,
 )
@@ -46,8 +47,14 @@ def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) 
 
         shape = GATHER.shape(weight.shape[1])
         with use_device(weight.device):
-            gather_kernel[(count_blocks(rows.numel(), shape["R"]),)](
-                weight, rows.contiguous(), out, rows.numel(), **shape
+            launch_kernel(
+                gather_kernel,
+                (count_blocks(rows.numel(), shape["R"]),),
+                weight,
+                rows.contiguous(),
+                out,
+                rows.numel(),
+                **shape,
             )
     return out
 
@@ -152,7 +159,9 @@ def _sum_segments(
     if 16 < shape["R"] < 128:
         shape["R"] = 16  # Triton 3.6 does not compile it for 32 and 64 rows a program
     with use_device(values.device):
-        segments_kernel[(count_blocks(segments, shape["R"]),)](
+        launch_kernel(
+            segments_kernel,
+            (count_blocks(segments, shape["R"]),),
             values,
             order,
             starts,
