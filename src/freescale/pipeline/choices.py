@@ -87,7 +87,8 @@ class Choices:
             device = self._transport.device
             self.precision, _ = choose_precision(asked, device.type, supports_bf16(device))
             self._reason = _REPEATED
-        exact = isinstance(self._reducer, GradientBuckets)
+        # one rank sums nothing, and passes on what several may need again
+        exact = self._transport.world == 1 or isinstance(self._reducer, GradientBuckets)
         if self.dense_sums is None and exact and "dense_sums" in state:
             self._adopt(DenseSums(state["dense_sums"], _REPEATED))
 
