@@ -25,7 +25,9 @@ from freescale.kernels.reference import (
     summary_attention,
     unique,
 )
+from freescale.kernels.reference import sampled_softmax as softmax
 from freescale.kernels.reference.attention_plan import AttentionPlan
+from freescale.kernels.reference.sampled_softmax import Negatives
 from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import attention_plan as triton_attention_plan
 from freescale.kernels.triton import fused_layer
@@ -33,6 +35,7 @@ from freescale.kernels.triton import layer as triton_layer
 from freescale.kernels.triton import positions as triton_positions
 from freescale.kernels.triton import row_updates as triton_row_updates
 from freescale.kernels.triton import rows as triton_rows
+from freescale.kernels.triton import sampled_softmax as triton_softmax
 from freescale.kernels.triton import summary_attention as triton_summary_attention
 from freescale.kernels.triton import unique as triton_unique
 from freescale.kernels.triton.attention_plan import TilePlan
@@ -170,6 +173,29 @@ def _fits_triton_layer(
 ) -> bool:
     narrow = widest is None or x.shape[1] <= widest
     return isinstance(plan, TilePlan) and x.dtype in triton_layer.DTYPES and narrow
+
+
+def sampled_softmax(
+    outputs: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    negatives: Negatives,
+    lengths: Tensor,
+    **options: Any,
+) -> Tensor:
+    """`reference.sampled_softmax.sampled_softmax`, in Triton on a GPU, with the products in
+    autocast's dtype."""
+    inputs = (outputs, rows, targets, negatives, lengths)
+    fits = (
+        outputs.is_cuda
+        and has_triton()
+        and {outputs.dtype, rows.dtype} <= set(triton_softmax.DTYPES)
+        and outputs.shape[1] <= triton_softmax.MAX_WIDTH
+    )
+    if not fits:
+        return softmax.sampled_softmax(*inputs, **options)
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    return triton_softmax.sampled_softmax(*inputs, dtype=dtype, **options)
 
 
 # ---- table rows

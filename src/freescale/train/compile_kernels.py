@@ -30,6 +30,7 @@ FAR = 2**31  # seconds: too long for times in 32 bits
 
 def compile_kernels(
     config: RunConfig,
+    precision: str,
     actions: bool,
     device: torch.device,
     tell: Callable[[int, int], None] = lambda done, all: None,
@@ -38,6 +39,7 @@ def compile_kernels(
 
     Args:
         config: of the run.
+        precision: that was chosen for it.
         actions: whether its data has actions.
         device: where it trains; on a CPU there is nothing to do.
         tell: called with (compiled, to be compiled) at the start and after each; not called if
@@ -48,6 +50,7 @@ def compile_kernels(
     """
     if device.type != "cuda" or not dispatch.has_triton():
         return 0
+    config = replace(config, train=replace(config.train, precision=precision))
     try:
         with torch.cuda.device(device):
             return compile_recorded(lambda: call_kernels(config, actions, device), tell)
@@ -79,7 +82,7 @@ def call_model(
     module: nn.Module, batch: SequenceBatch, config: RunConfig, device: torch.device
 ) -> None:
     """A step and an evaluation."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else None
     with torch.autocast(device.type, dtype, enabled=dtype is not None):
         losses: dict[str, Tensor] = module.train()(batch)
     torch.stack(list(losses.values())).sum().backward()  # type: ignore[no-untyped-call]
