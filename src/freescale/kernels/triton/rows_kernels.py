@@ -24,7 +24,7 @@ def _locate_rows(rows, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.conste
     return row[:, None] * WIDTH + columns, number[:, None] * WIDTH + columns, there, row, row >= 0
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
 def gather_kernel(weight, rows, out, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
     place, target, there, _, _ = _locate_rows(rows, count, WIDTH, R, W)
     values = tl.load(weight + place, mask=there)
