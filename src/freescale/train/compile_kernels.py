@@ -18,10 +18,13 @@ from torch import Tensor, nn
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import RunConfig
+from freescale.embedding.layout import TableSpec, choose_stride
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.embedding.storage import RowStorage, TableRange
 from freescale.kernels import dispatch
+from freescale.kernels.reference.row_sums import SortedRows
+from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton.compile import compile_recorded
-from freescale.kernels.triton.rows import CHUNK
 from freescale.train.build import build_module
 
 ITEMS, ACTIONS = 16, 4  # rows of the small tables
@@ -99,7 +102,7 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     """What a table does in a step: unique ids, rows and their gradients, updates."""
     width, train = config.model.width, config.train
     weight = torch.zeros(ITEMS, width, device=device)
-    numbers = torch.arange(2 * CHUNK, device=device) % ITEMS
+    numbers = torch.arange(2 * triton_row_sums.CHUNK, device=device) % ITEMS
     edges = torch.tensor([ITEMS], device=device)
     wires = (None, torch.bfloat16) if train.wire_precision == "bf16" else (None,)
     dispatch.deduplicate(numbers, edges)
@@ -112,6 +115,7 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
             dispatch.read_rows(rows, numbers[:count]).sum().backward()  # type: ignore[no-untyped-call]
     gradients = torch.zeros(numbers.numel(), width, device=device)
     dispatch.sum_duplicates(numbers, gradients)
+    call_local_tables(config, weight, numbers.to(torch.int32), gradients)
     optimizer = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
     state = {
         name: torch.zeros(ITEMS, *shape, device=device)
@@ -121,6 +125,29 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
         dispatch.choose_optimizers(weight).clip_rows(gradients, train.row_clip)
     for step in (1, 10**9):  # Adam's correction is computed in two ways
         optimizer.update(weight, state, numbers, gradients, step=step, factor=0.5)
+
+
+def call_local_tables(
+    config: RunConfig, weight: Tensor, numbers: Tensor, gradients: Tensor
+) -> None:
+    """What a table does on a single rank: it is read where it is, and gradients are summed by
+    row."""
+    ids, train = numbers.long(), config.train
+    triton_row_sums.spread_ids(ids, numbers, choose_stride(ITEMS), ITEMS, 0)
+    dispatch.deduplicate(numbers, ids[:0])
+    optimizer = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
+    rows = TableRange(TableSpec("item", ITEMS, weight.shape[1], weight.dtype, ()), 0, 0, ITEMS)
+    storage = RowStorage([rows], ITEMS, optimizer, weight.device)
+    for count in (numbers.numel(), ITEMS):  # long sums go in chunks
+        dispatch.sum_by_row(gradients[:count], numbers[:count], ITEMS)
+        for step in (1, 10**9):
+            storage.update_readings(
+                SortedRows.of(numbers[:count]),
+                gradients[:count],
+                step=step,
+                factor=0.5,
+                clip=train.row_clip,
+            )
 
 
 def build_batch(config: RunConfig, actions: bool, span: int) -> SequenceBatch:
