@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from freescale.bench.common.spread import spread
-from freescale.bench.train.device_profile import read_profile
 from freescale.bench.train.files import write_interactions
 from freescale.bench.train.flops import count_flops, count_flops_as_nvidia
 from freescale.bench.train.shapes import Shape
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from freescale.ledger.device_profile import read_profile
 from freescale.pipeline.step_result import StepResult
 from freescale.train.callbacks import Callback
 from freescale.train.trainer import Trainer
@@ -55,13 +55,13 @@ class _Watch(Callback):
         if number == self.timed + 1:
             activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
             self._profiler = torch.profiler.profile(activities=activities)
-            self._profiler.__enter__()
+            self._profiler.start()
             self._wait(cuda)
             self._began = time.perf_counter()
         if number == self.timed + 1 + PROFILED and self._profiler is not None:
             self._wait(cuda)
             wall = 1e3 * (time.perf_counter() - self._began)
-            self._profiler.__exit__(None, None, None)
+            self._profiler.stop()
             self.profile = read_profile(self._profiler, PROFILED, wall)
             self._profiler = None
 
@@ -94,7 +94,7 @@ def build_config(shape: Shape, file: Path, cache: Path, device: str, steps: int)
             epochs=10_000,
             steps=steps,
             device=device,
-            precision="bf16" if device == "cuda" else "fp32",
+            profile_steps=0,  # `_Watch` profiles
         ),
     )
 

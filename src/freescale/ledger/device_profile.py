@@ -47,7 +47,7 @@ def read_profile(
     events = [
         (event.name(), event.start_ns() / 1e6, event.duration_ns() / 1e6)
         for event in _list_events(profiler)
-        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
+        if str(event.device_type()).endswith("CUDA") and event.duration_ns() > 0
     ]
     # labels of ranges are no work of the device
     labels = ("freescale/", "Optimizer.", "Activity Buffer", "ProfilerStep")
