@@ -2,7 +2,7 @@
 GPUs.
 
 Same arguments, same function, memory linear in the tokens. float32, bfloat16 and float16, sums in
-float32; head widths 32, 64 and 128. The kernels read the lengths from tables of tiles that
+float32; head widths 32, 64, 128 and 256. The kernels read the lengths from tables of tiles that
 `attention_plan` makes once per batch; nothing synchronizes after that. No sum depends on an order
 that may change: the same inputs give the same bits, gradients too. Adding the queries' gradients
 with atomics in the kernel for keys was slower than a kernel of their own.
@@ -23,19 +23,31 @@ from freescale.kernels.triton.attention_launch import (
     BIASED_FORWARD,
     BIASED_KV,
     BIASED_Q,
+    COMPUTED_FORWARD,
+    COMPUTED_KV,
+    COMPUTED_Q,
     FLOAT32_FORWARD,
     FLOAT32_KV,
     FLOAT32_PRECISION,
     FLOAT32_Q,
     FORWARD,
+    ONE_PASS,
+    PAIR_BUDGET,
+    PAIR_SPLIT,
+    PAIR_WARPS,
     TIMED_KV,
-    TIMED_SUMS,
     AttentionLaunch,
+    KeyLaunch,
 )
-from freescale.kernels.triton.attention_plan import TilePlan, plan_attention
+from freescale.kernels.triton.attention_plan import (
+    PAIR_KEYS,
+    PAIR_QUERIES,
+    TilePlan,
+    plan_attention,
+)
 from freescale.kernels.triton.launch import is_interpreted, require_gpu, use_device
 
-WIDTHS = (32, 64, 128)
+WIDTHS = (32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -142,13 +154,47 @@ class _Call:
             "PRECISION": FLOAT32_PRECISION if compiled and not narrow else "ieee",
             "CANDIDATES": plan.candidate_counts is not None,
         }
-        width = max(q.shape[2], v.shape[2])
+        self.width = width = max(q.shape[2], v.shape[2])
+        self.one_pass: AttentionLaunch | None = None
+        self.pairs: Tensor | None = None
+        self.launches: tuple[AttentionLaunch, tuple[KeyLaunch, ...], AttentionLaunch]
         if not narrow:
             self.launches = FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q
         elif position is None and time is None:
             self.launches = FORWARD[width], BACKWARD_KV[width], BACKWARD_Q[width]
+            self.one_pass = ONE_PASS.get(width)
+        elif plan.pair_blocks * PAIR_QUERIES * PAIR_KEYS <= PAIR_BUDGET:
+            self.launches = BIASED_FORWARD[width], BIASED_KV[width], BIASED_Q[width]
+            self.pairs = self._compute_pair_biases()
         else:
-            self.launches = BIASED_FORWARD, BIASED_KV if time is None else TIMED_KV, BIASED_Q
+            of_keys = COMPUTED_KV if time is None else TIMED_KV
+            self.launches = COMPUTED_FORWARD, of_keys, COMPUTED_Q
+
+    def _compute_pair_biases(self) -> Tensor:
+        """Half the bias of every pair of tokens [blocks * PAIR_QUERIES, PAIR_KEYS] float16: heads
+        and kernels read it instead of computing it each for themselves."""
+        from freescale.kernels.triton.attention_kernels import pair_bias_kernel
+
+        rows = self.plan.pair_blocks * PAIR_QUERIES
+        pairs = torch.empty(rows, PAIR_KEYS, dtype=torch.float16, device=self.q.device)
+        tiles = self.plan.query_tiles(PAIR_QUERIES)
+        pair_bias_kernel[(len(tiles), PAIR_SPLIT)](
+            pairs,
+            tiles,
+            **self.bias,
+            INLINE=self.constants["INLINE"],
+            SPLIT=PAIR_SPLIT,
+            num_warps=PAIR_WARPS,
+        )
+        return pairs
+
+    def _describe_pairs(self, queries: int, keys: int) -> Any:
+        """A descriptor of the pair biases in tiles; None without their table."""
+        if self.pairs is None:
+            return None
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(self.pairs, list(self.pairs.shape), [PAIR_KEYS, 1], [queries, keys])
 
     def forward(self, out: Tensor, scale: float) -> None:
         from freescale.kernels.triton.attention_kernels import forward_kernel
@@ -159,6 +205,7 @@ class _Call:
             build_descriptor(self.q, launch.tile),
             build_descriptor(self.k, launch.inner),
             build_descriptor(self.v, launch.inner),
+            self._describe_pairs(launch.tile, launch.inner),
             out,
             tiles,
             half_alpha=self.half_alpha,
@@ -168,16 +215,37 @@ class _Call:
             **self._build_arguments(launch),
         )
 
-    def backward_kv(self, grad: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float) -> None:
-        from freescale.kernels.triton.attention_kernels import backward_kv_kernel
+    def backward(
+        self, grad: Tensor, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float
+    ) -> None:
+        if self.one_pass is not None:
+            self.backward_one_pass(self.one_pass, grad, grad_q, grad_k, grad_v, scale)
+            return
+        for launch in self.launches[1]:
+            self.backward_kv(launch, grad, grad_k, grad_v, scale)
+        self.backward_q(grad, grad_q, scale)
 
-        launch = self.launches[1]
-        tiles = self.plan.key_tiles(launch.tile)
-        backward_kv_kernel[(len(tiles) * self.plan.heads,)](
+    def backward_one_pass(
+        self,
+        launch: AttentionLaunch,
+        grad: Tensor,
+        grad_q: Tensor,
+        grad_k: Tensor,
+        grad_v: Tensor,
+        scale: float,
+    ) -> None:
+        from freescale.kernels.triton.attention_one_pass_kernels import backward_one_pass_kernel
+
+        tiles = self.plan.ordered_tiles(launch.tile)
+        sums = torch.empty(grad_q.shape, dtype=torch.float32, device=grad_q.device)
+        turns = torch.zeros(grad_q.shape[:2], dtype=torch.int32, device=grad_q.device)
+        backward_one_pass_kernel[(len(tiles) * self.plan.heads,)](
             build_descriptor(self.q, launch.inner),
             build_descriptor(self.k, launch.tile),
             build_descriptor(self.v, launch.tile),
             build_descriptor(grad, launch.inner),
+            sums,
+            turns,
             grad_k,
             grad_v,
             tiles,
@@ -186,6 +254,37 @@ class _Call:
             inverse_scale=1 / scale,
             M=launch.inner,
             N=launch.tile,
+            WARPS=launch.warps,
+            STAGES=launch.stages,
+            MASKED_STAGES=launch.masked_stages,
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
+            **self.constants,
+        )
+        grad_q.copy_(sums)
+
+    def backward_kv(
+        self, launch: KeyLaunch, grad: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float
+    ) -> None:
+        from freescale.kernels.triton.attention_kernels import backward_kv_kernel
+
+        tiles = self.plan.key_tiles(launch.tile)
+        backward_kv_kernel[(len(tiles) * self.plan.heads,)](
+            build_descriptor(self.q, launch.inner),
+            build_descriptor(self.k, launch.tile),
+            build_descriptor(self.v, launch.tile),
+            build_descriptor(grad, launch.inner),
+            self._describe_pairs(launch.inner, launch.tile),
+            grad_k,
+            grad_v,
+            tiles,
+            half_alpha=self.half_alpha,
+            factor=self.half_alpha / scale,
+            inverse_scale=1 / scale,
+            M=launch.inner,
+            N=launch.tile,
+            KEYS=launch.keys,
+            VALUES=launch.values,
             **self._build_arguments(launch),
         )
 
@@ -199,6 +298,7 @@ class _Call:
             build_descriptor(self.k, launch.inner),
             build_descriptor(self.v, launch.inner),
             build_descriptor(grad, launch.tile),
+            self._describe_pairs(launch.tile, launch.inner),
             grad_q,
             tiles,
             half_alpha=self.half_alpha,
@@ -228,7 +328,7 @@ class _Call:
         )
 
         position, time = self.bias["position_bias"], self.bias["time_bias"]
-        launch = BIAS_SUMS if time is None else TIMED_SUMS
+        launch = BIAS_SUMS[self.width]
         size = launch.tile
         walks, pieces, counts = self.plan.walks(size)
         empty = grad.new_empty
@@ -244,6 +344,7 @@ class _Call:
         by_bucket = None if time is None else empty(len(walks), bins, dtype=torch.float32)
         backward_bias_kernel[(len(walks),)](
             *(build_descriptor(x, size) for x in (self.q, self.k, self.v, grad)),
+            self._describe_pairs(size, size),
             walks,
             by_distance,
             by_key,
@@ -306,8 +407,7 @@ class _Attention(torch.autograd.Function):
             return grad_q, grad_k, grad_v, grad_position, grad_time, None, None, None
         with use_device(q.device):
             call = _Call(q, k, v, (position_bias, time_bias), ctx.plan, ctx.alpha)
-            call.backward_kv(grad, grad_k, grad_v, ctx.scale)
-            call.backward_q(grad, grad_q, ctx.scale)
+            call.backward(grad, grad_q, grad_k, grad_v, ctx.scale)
             if any(ctx.needs_input_grad[3:5]):
                 sums = call.backward_bias(grad, ctx.scale)
                 grad_position, grad_time = (
