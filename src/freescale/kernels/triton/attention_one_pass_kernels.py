@@ -24,43 +24,44 @@ from freescale.kernels.triton.attention_kernels import (
 
 
 @triton.jit
-def _await_turn(turn, number, INLINE: tl.constexpr):
-    """Returns when `number` warps have finished their turn. Interpreted programs run one after the
-    other, in their order: nothing to wait for."""
+def _await_turn(share, turn, number, INLINE: tl.constexpr):
+    """Returns the share when `number` warps have finished their turn. Interpreted programs run one
+    after the other: a turn that has not come never will, and the share becomes NaN."""
     if INLINE:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .s32 done; await: ld.acquire.gpu.global.s32 done, [$1]; "
             "setp.lt.s32 p, done, $2; @p bra await; mov.s32 $0, done; }",
             "=r,l,r", [turn.to(tl.int64), number], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+    else:
+        share += tl.where(tl.load(turn) == number, 0.0, float("nan"))
+    return share
 
 
 @triton.jit
-def _finish_turn(turn, WARPS: tl.constexpr, INLINE: tl.constexpr):
-    """Counts this program's warps, each when its additions are visible."""
+def _finish_turn(turn, pending, WARPS: tl.constexpr, INLINE: tl.constexpr):
+    """Counts this program's warps, each when its additions are visible; none unless `pending`."""
     if INLINE:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .u32 lane; bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; "
-            "setp.eq.u32 p, lane, 0; @p red.release.gpu.global.add.s32 [$1], 1; mov.s32 $0, 0; }",
-            "=r,l", [turn.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+            "setp.lt.u32 p, lane, $2; @p red.release.gpu.global.add.s32 [$1], 1; mov.s32 $0, 0; }",
+            "=r,l,r", [turn.to(tl.int64), pending.to(tl.int32)], dtype=tl.int32, is_pure=False,
+            pack=1,
         )  # fmt: skip
     else:
-        tl.atomic_add(turn, WARPS)
+        tl.atomic_add(turn, WARPS, mask=pending)
 
 
 @triton.jit
 def _add_share(sums, offsets, share, present, FIRST: tl.constexpr, INLINE: tl.constexpr):
-    """sums[offsets] + share, or share alone for the FIRST. As assembly it is done in the layout of
-    the product, two neighbouring columns at a time."""
+    """sums[offsets] + share where `present`, or share alone for the FIRST. As assembly it is done
+    in the layout of the product, two neighbouring columns at a time."""
     if INLINE:
-        addresses = (sums + offsets).to(tl.int64)
-        # also gives the rows' condition the shape of the tile
-        present = (present & (offsets >= 0)).to(tl.int32)
         if FIRST:
             tl.inline_asm_elementwise(
                 "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v2.f32 [$2], {$4, $5}; "
                 "mov.s32 $0, 0; mov.s32 $1, 0; }",
-                "=r,=r,l,l,f,f,r,r", [addresses, share, present],
+                "=r,=r,l,l,f,f,r,r", [(sums + offsets).to(tl.int64), share, present.to(tl.int32)],
                 dtype=tl.int32, is_pure=False, pack=2,
             )  # fmt: skip
         else:
@@ -68,7 +69,7 @@ def _add_share(sums, offsets, share, present, FIRST: tl.constexpr, INLINE: tl.co
                 "{ .reg .pred p; setp.ne.s32 p, $6, 0; "
                 "@p red.relaxed.gpu.global.add.v2.f32 [$2], {$4, $5}; "
                 "mov.s32 $0, 0; mov.s32 $1, 0; }",
-                "=r,=r,l,l,f,f,r,r", [addresses, share, present],
+                "=r,=r,l,l,f,f,r,r", [(sums + offsets).to(tl.int64), share, present.to(tl.int32)],
                 dtype=tl.int32, is_pure=False, pack=2,
             )  # fmt: skip
     else:
@@ -111,14 +112,18 @@ def _add_gradients(
     share = tl.dot(change.T, k, input_precision=PRECISION) * factor
     turn = turns + (start + query).to(tl.int64) * HEADS + head
     if not FIRST:
+        # of the tile before: by now its additions have arrived
+        _finish_turn(turn - M * HEADS, query > row + N, WARPS, INLINE)
         own = query // N
         if CANDIDATES:
             own = tl.minimum(own, tl.cdiv(history, N))
-        _await_turn(turn, (own - row // N) * WARPS, INLINE)
+        share = _await_turn(share, turn, (own - row // N) * WARPS, INLINE)
     offsets = (start + i).to(tl.int64)[:, None] * (HEADS * D_QK) + head * D_QK
     offsets += tl.arange(0, D_QK)[None, :]
-    _add_share(sums, offsets, share, (i < length)[:, None], FIRST, INLINE)
-    _finish_turn(turn, WARPS, INLINE)
+    present = (i < length)[:, None] if MASKED else (i >= 0)[:, None]
+    _add_share(sums, offsets, share, present, FIRST, INLINE)
+    if FIRST:
+        _finish_turn(turn, row >= 0, WARPS, INLINE)
     return total_k, total_v
 
 
@@ -160,5 +165,8 @@ def backward_one_pass_kernel(
             last + number * M, head, sample, half_alpha, HEADS, D_QK, D_V, M, N, FAST, INLINE,
             PRECISION, CANDIDATES, WARPS, MASKED=True, FIRST=False,
         )  # fmt: skip
+    end = last + (rest - 1) * M  # the last tile of queries
+    turn = turns + (start + end).to(tl.int64) * HEADS + head
+    _finish_turn(turn, end >= first, WARPS, INLINE)
     _store(grad_k, HEADS * D_QK, start, j, length, head * D_QK, total_k * factor, D_QK)
     _store(grad_v, HEADS * D_V, start, j, length, head * D_V, total_v * inverse_scale, D_V)
