@@ -41,12 +41,9 @@ CASES = {
     "half precision, computed biases": dict(
         name="equal", candidates=True, biases=True, dtype="float16", pair_budget=0
     ),
-    "one pass": dict(name="mixed", candidates=False, biases=False, dtype="float16", one_pass=True),
-    "one pass, candidates": dict(
-        name="mixed", candidates=True, biases=False, dtype="float16", one_pass=True
-    ),
-    "apart": dict(name="mixed", candidates=True, biases=False, dtype="float16", apart=True),
-    "wide": dict(name="equal", candidates=False, biases=True, dtype="float16", widths=(256, 256)),
+    "one pass": dict(name="mixed", candidates=True, biases=False, dtype="float16", one_pass=True),
+    "apart": dict(name="equal", candidates=True, biases=False, dtype="float16", apart=True),
+    "wide": dict(name="equal", candidates=False, biases=False, dtype="float16", widths=(256, 256)),
     "long times": dict(name="equal", candidates=True, biases=True, step=10**10),
 }
 
@@ -60,7 +57,7 @@ def choose_variant(width, pair_budget=None, one_pass=None, apart=False):
         if pair_budget is not None:
             stack.enter_context(mock.patch.object(launches, "PAIR_BUDGET", pair_budget))
         if one_pass is not None:
-            launch = {width: AttentionLaunch(64, 32, 4, 1)} if one_pass else {}
+            launch = {width: AttentionLaunch(64, 64, 4, 1)} if one_pass else {}
             stack.enter_context(mock.patch.object(launches, "ONE_PASS", launch))
         if apart:
             both = KeyLaunch(64, 64, 4, 1, keys=False), KeyLaunch(64, 32, 4, 1, values=False)

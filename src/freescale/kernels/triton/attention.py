@@ -1,11 +1,13 @@
 """Jagged SiLU attention of HSTU as Triton kernels: the twin of `reference.attention`, for NVIDIA
 GPUs.
 
-Same arguments, same function, memory linear in the tokens. float32, bfloat16 and float16, sums in
-float32; head widths 32, 64, 128 and 256. The kernels read the lengths from tables of tiles that
-`attention_plan` makes once per batch; nothing synchronizes after that. No sum depends on an order
-that may change: the same inputs give the same bits, gradients too. Adding the queries' gradients
-with atomics in the kernel for keys was slower than a kernel of their own.
+Same arguments, same function. float32, bfloat16 and float16, sums in float32; heads 32, 64, 128 and,
+but in float32, 256 wide. The kernels read the lengths from tables of tiles that `attention_plan`
+makes once per batch; nothing synchronizes after that. No sum depends on an order that may change:
+the same inputs give the same bits, gradients too.
+
+Memory is linear in the tokens but for the biases of pairs, which narrow dtypes keep for one call if
+they fit PAIR_BUDGET; beyond it the kernels compute them, several times each.
 """
 
 from __future__ import annotations
@@ -49,6 +51,12 @@ from freescale.kernels.triton.launch import is_interpreted, require_gpu, use_dev
 
 WIDTHS = (32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT32_WIDTHS = WIDTHS[:-1]  # tiles of wider heads do not fit in a multiprocessor
+
+
+def fits_width(width: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels take heads of this width."""
+    return width in (FLOAT32_WIDTHS if dtype == torch.float32 else WIDTHS)
 
 
 def hstu_attention(
@@ -75,10 +83,10 @@ def hstu_attention(
             f"q, k and v must share one dtype of {DTYPES}, not {q.dtype}, {k.dtype}, {v.dtype}"
         )
     check_inputs(q, k, v, lengths, position_bias, time_bias, timestamps, scale_length)
-    if q.shape[2] not in WIDTHS or v.shape[2] not in WIDTHS:
+    if not (fits_width(q.shape[2], q.dtype) and fits_width(v.shape[2], q.dtype)):
         raise ValueError(
-            f"the kernels are for heads {WIDTHS} wide, not {q.shape[2]} and "
-            f"{v.shape[2]}; use kernels.attention"
+            f"the kernels are for heads {WIDTHS} wide (float32: {FLOAT32_WIDTHS}), not "
+            f"{q.shape[2]} and {v.shape[2]}; use kernels.attention"
         )
     if plan is None:
         plan = plan_attention(
