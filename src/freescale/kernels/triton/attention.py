@@ -1,8 +1,8 @@
 """Jagged SiLU attention of HSTU as Triton kernels: the twin of `reference.attention`, for NVIDIA
 GPUs.
 
-Same arguments, same function. float32, bfloat16 and float16, sums in float32; heads 32, 64, 128 and,
-but in float32, 256 wide. The kernels read the lengths from tables of tiles that `attention_plan`
+Same arguments, same function. float32, bfloat16 and float16, sums in float32; heads 32, 64, 128
+and, but in float32, 256 wide. The kernels read the lengths from tables of tiles that `attention_plan`
 makes once per batch; nothing synchronizes after that. No sum depends on an order that may change:
 the same inputs give the same bits, gradients too.
 
