@@ -2,9 +2,9 @@
 GPUs.
 
 Same arguments, same function. float32, bfloat16 and float16, sums in float32; heads 32, 64, 128
-and, but in float32, 256 wide. The kernels read the lengths from tables of tiles that `attention_plan`
-makes once per batch; nothing synchronizes after that. No sum depends on an order that may change:
-the same inputs give the same bits, gradients too.
+and, but in float32, 256 wide. The kernels read the lengths from tables of tiles that
+`attention_plan` makes once per batch; nothing synchronizes after that. No sum depends on an order
+that may change: the same inputs give the same bits, gradients too.
 
 Memory is linear in the tokens but for the biases of pairs, which narrow dtypes keep for one call if
 they fit PAIR_BUDGET; beyond it the kernels compute them, several times each.
