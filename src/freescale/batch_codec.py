@@ -3,7 +3,8 @@ per destination.
 
 All happens on the host, where batches come from and where their lengths are known: no device is
 waited for. Names, dtypes and trailing shapes are not sent, every rank has the same features; sizes
-travel apart, so that whoever unpacks need not read the message.
+travel apart, so that whoever unpacks need not read the message. What a batch shares travels with
+every part that has samples: a rank that had no data gets it with its first ones.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _FOREIGN = {
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
 }
+_SHARED = "Shared"  # kind of a feature in a schema
 _ALIGNMENT = 8  # bytes: every tensor starts at a multiple, so that it can be viewed in its dtype
 
 
@@ -35,18 +37,23 @@ def pack(
     """
     edges = np.concatenate([[0], np.cumsum(np.asarray(counts, np.int64))])
     columns = [
-        column for part in batch.parts().values() for column in _select_rows(part, order, edges)
+        (rows, ends[:-1], ends[1:])
+        for part in batch.parts().values()
+        for rows, ends in _select_rows(part, order, edges)
     ]
+    whole = [np.ascontiguousarray(_view_as_numpy(tensor)) for tensor in batch.list_shared()]
+    nothing, some = np.zeros(len(counts), np.int64), edges[1:] > edges[:-1]
+    columns += [(rows, nothing, len(rows) * some) for rows in whole]
     sizes = np.zeros((len(counts), len(columns)), np.int64)
     pieces: list[np.ndarray] = []
     bytes_of_part = [0] * len(counts)
     for part in range(len(counts)):
-        for number, (rows, ends) in enumerate(columns):
-            first, last = int(ends[part]), int(ends[part + 1])
+        for number, (rows, begins, ends) in enumerate(columns):
+            first, last = int(begins[part]), int(ends[part])
             if last == first:
                 continue
             sizes[part, number] = last - first
-            piece = rows[first:last].reshape(-1).view(np.uint8)  # rows are a fresh copy: contiguous
+            piece = rows[first:last].reshape(-1).view(np.uint8)  # rows are contiguous
             pieces.append(piece)
             padding = -piece.size % _ALIGNMENT
             if padding:
@@ -72,15 +79,20 @@ def unpack(like: SequenceBatch, message: Tensor, sizes: np.ndarray) -> SequenceB
     starts = (np.cumsum(padded.reshape(-1)) - padded.reshape(-1)).reshape(padded.shape)
     source = message.numpy()  # numpy has less to do per call, and there are many small ones
     rebuilt: list[Tensor] = []
-    columns = zip(
-        tensors, sizes.sum(axis=0).tolist(), starts.T.tolist(), bytes_each.T.tolist(), strict=True
-    )
-    for tensor, rows, places, lengths in columns:
+    columns = zip(tensors, sizes.T.tolist(), starts.T.tolist(), bytes_each.T.tolist(), strict=True)
+    split = len(tensors) - len(like.shared)
+    for number, (tensor, counts, places, lengths) in enumerate(columns):
         pieces = [
             source[start : start + length]
             for start, length in zip(places, lengths, strict=True)
             if length
         ]
+        rows = sum(counts)
+        if number >= split:  # each part has the whole of it; without samples, it is not needed
+            pieces, rows = pieces[:1], max(counts, default=0)
+            if not pieces:
+                rebuilt.append(tensor)
+                continue
         shape = (rows, *tensor.shape[1:])
         if pieces:
             rebuilt.append(torch.frombuffer(np.concatenate(pieces), dtype=tensor.dtype).view(shape))
@@ -101,14 +113,21 @@ def describe_schema(batch: SequenceBatch) -> str:
         for name, part in batch.parts().items()
         for values in [part if isinstance(part, Tensor) else part.values]
     ]
+    for name, tensor in zip(sorted(batch.shared), batch.list_shared(), strict=True):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        columns.append([f"x/{name}", _SHARED, dtype, list(tensor.shape)])
     return json.dumps(columns) if columns else ""
 
 
 def build_empty_batch(schema: str) -> SequenceBatch:
-    """No sample, with the features of a schema."""
+    """No sample, with the features of a schema. What is shared is zero: samples bring their own."""
     parts: dict[str, Jagged | Nested | Tensor] = {}
+    shared: dict[str, Tensor] = {}
     none = torch.zeros(0, dtype=torch.int64)
     for name, kind, dtype, shape in json.loads(schema) if schema else []:
+        if kind == _SHARED:
+            shared[name[2:]] = torch.zeros(shape, dtype=getattr(torch, dtype))
+            continue
         values = torch.zeros(0, *shape, dtype=getattr(torch, dtype))
         parts[name] = (
             Jagged(values, none)
@@ -117,7 +136,7 @@ def build_empty_batch(schema: str) -> SequenceBatch:
             if kind == "Nested"
             else values
         )
-    return SequenceBatch().with_parts(parts)
+    return SequenceBatch(shared=shared).with_parts(parts)
 
 
 def _count_row_bytes(tensor: Tensor) -> int:

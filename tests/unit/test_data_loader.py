@@ -313,6 +313,43 @@ def test_negatives_cover_sample_and_catalogue_evenly(tmp_path):
     assert not torch.equal(again.batch(0).dense["negatives"], again.batch(1).dense["negatives"])
 
 
+def test_negatives_of_positions_and_of_the_batch(data):
+    """Every rank draws the same: those of a batch are equal everywhere, in-batch ones included;
+    those of a position belong to the sample's position, whoever reads it."""
+    options = {"negatives": 12, "in_batch_share": 0.5, "halo": 3, "num_items": 1 << 40}
+    for world in (1, 3):
+        ranks = [
+            Histories(data[0], 10, rank=r, world=world, negatives_per="batch", **options)
+            for r in range(world)
+        ]
+        parts = [rank.batch(1) for rank in ranks]
+        whole = SequenceBatch.concat(parts)  # refuses parts whose negatives differ
+        negatives = whole.values("negatives")
+        assert negatives.shape == (12,) and "negatives" not in whole.dense
+        if world == 1:
+            first = negatives
+            targets = whole.values("targets")
+            own = torch.isin(negatives[:6], targets)  # a sample without targets: from everywhere
+            assert own.any() and (own | (negatives[:6] > 300)).all()
+            assert not torch.isin(negatives[6:], targets).any()
+            assert not torch.equal(negatives, ranks[0].batch(2).values("negatives"))
+        assert torch.equal(negatives, first)
+        ranks = [
+            Histories(data[0], 10, rank=r, world=world, negatives_per="position", **options)
+            for r in range(world)
+        ]
+        whole = SequenceBatch.concat([rank.batch(1) for rank in ranks])
+        drawn, targets = whole.sequences["negatives"], whole.sequences["targets"]
+        assert torch.equal(drawn.lengths, targets.lengths)
+        assert drawn.values.shape == (targets.values.numel(), 12)
+        if world == 1:
+            alone = drawn.values
+            assert len(torch.unique(drawn.values[:, 6:])) == drawn.values[:, 6:].numel()
+            own = torch.isin(drawn.values[:, :6], targets.values)
+            assert own.any() and (own | (drawn.values[:, :6] > 300)).all()
+        assert torch.equal(drawn.values, alone)
+
+
 def test_resume_from_any_batch_is_the_tail(data):
     options = {
         "epochs": 2,

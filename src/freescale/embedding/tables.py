@@ -260,6 +260,15 @@ class Tables:
     def read(self, name: str, ids: Tensor) -> Tensor:
         """What nn.Embedding would return: rows [..., width] of ids [...], out of the rows that were
         fetched."""
+        result = read_rows(*self.locate(name, ids))
+        padding = self.specs[name].padding
+        if padding is not None:
+            result = torch.where((ids == padding)[..., None], result.detach(), result)
+        return result
+
+    def locate(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows [u, width], index [...]): all rows of the table's group that were fetched, and
+        where among them those of ids [...] are."""
         if self._requests is None:
             raise RuntimeError(
                 f"table {name!r} is read outside a step: use freescale.evaluate(sharded, batches), "
@@ -276,10 +285,7 @@ class Tables:
                 f"module {name!r} was asked for id {missing}, which none of its announced features "
                 f"({', '.join(spec.features)}) holds: add the feature to `ids` of parallelize"
             )
-        result = read_rows(rows, index)
-        if spec.padding is not None:
-            result = torch.where((ids == spec.padding)[..., None], result.detach(), result)
-        return result
+        return rows, index
 
     # ---- for checkpoints, export and evaluation
 

@@ -19,17 +19,23 @@ from freescale.kernels.reference import (
     attention,
     attention_plan,
     layer,
+    positions,
     row_updates,
     rows,
     summary_attention,
     unique,
 )
+from freescale.kernels.reference import sampled_softmax as softmax
 from freescale.kernels.reference.attention_plan import AttentionPlan
+from freescale.kernels.reference.sampled_softmax import Negatives
 from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import attention_plan as triton_attention_plan
+from freescale.kernels.triton import fused_layer
 from freescale.kernels.triton import layer as triton_layer
+from freescale.kernels.triton import positions as triton_positions
 from freescale.kernels.triton import row_updates as triton_row_updates
 from freescale.kernels.triton import rows as triton_rows
+from freescale.kernels.triton import sampled_softmax as triton_softmax
 from freescale.kernels.triton import summary_attention as triton_summary_attention
 from freescale.kernels.triton import unique as triton_unique
 from freescale.kernels.triton.attention_plan import TilePlan
@@ -106,6 +112,20 @@ def attend_to_summaries(plan: AttentionPlan | TilePlan, *inputs: Any, **options:
     return summary_attention.summary_attention(*inputs, **options)
 
 
+def add_positions(
+    plan: AttentionPlan | TilePlan, x: Tensor, position: Tensor, keys: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`reference.positions.add_positions`, in the version that `plan` and x are for."""
+    if (
+        isinstance(plan, TilePlan)
+        and plan.tokens
+        and _fits_triton_layer(plan, x)
+        and position.dtype in triton_layer.DTYPES
+    ):
+        return triton_positions.add_positions(x, position, plan, keys)
+    return positions.add_positions(x, position, plan.lengths, plan.candidate_counts, keys)
+
+
 def layer_norm(plan: AttentionPlan | TilePlan, x: Tensor, *parameters: Any) -> Tensor:
     """`reference.layer.layer_norm`, in the version that `plan` and x are for."""
     if _fits_triton_layer(plan, x):
@@ -131,11 +151,45 @@ def gated_norm(
     return layer.gated_norm(x, gate, *parameters, **options)
 
 
+def fits_fused_layer(plan: AttentionPlan | TilePlan, x: Tensor, gate_width: int) -> bool:
+    """Whether `triton.fused_layer` takes whole layers of this batch: x [tokens, width], gates
+    `gate_width` wide."""
+    return plan.tokens > 0 and _fits_triton_layer(plan, x) and gate_width <= triton_layer.MAX_WIDTH
+
+
+def run_layers(x: Tensor, layers: Sequence[fused_layer.LayerParameters], **options: Any) -> Tensor:
+    """`models.HSTULayer` after another, as fused kernels."""
+    return fused_layer.run_layers(x, layers, fused_layer.LayerOptions(**options))
+
+
 def _fits_triton_layer(
     plan: AttentionPlan | TilePlan, x: Tensor, widest: int | None = triton_layer.MAX_WIDTH
 ) -> bool:
     narrow = widest is None or x.shape[1] <= widest
     return isinstance(plan, TilePlan) and x.dtype in triton_layer.DTYPES and narrow
+
+
+def sampled_softmax(
+    outputs: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    negatives: Negatives,
+    lengths: Tensor,
+    **options: Any,
+) -> Tensor:
+    """`reference.sampled_softmax.sampled_softmax`, in Triton on a GPU, with the products in
+    autocast's dtype."""
+    inputs = (outputs, rows, targets, negatives, lengths)
+    fits = (
+        outputs.is_cuda
+        and has_triton()
+        and {outputs.dtype, rows.dtype} <= set(triton_softmax.DTYPES)
+        and outputs.shape[1] <= triton_softmax.MAX_WIDTH
+    )
+    if not fits:
+        return softmax.sampled_softmax(*inputs, **options)
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    return triton_softmax.sampled_softmax(*inputs, dtype=dtype, **options)
 
 
 # ---- table rows

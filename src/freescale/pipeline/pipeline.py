@@ -38,14 +38,18 @@ class Pipeline:
             function alone counts an event of the feature `history` as one unit of cost.
         accumulate: number of micro-batches that a rank's batch is cut into; it stays one step.
         clip: largest norm of the dense gradients over all parameters; None does not clip.
-        precision: "fp32" (compute in the dtype of the parameters) or "bf16" (autocast).
+        precision: "fp32" (compute in the dtype of the parameters; TF32 is off while a step
+            computes), "tf32" (the same with matrix products of float32 in TF32, on GPUs), "bf16"
+            (autocast) or "auto": bf16 on GPUs that have it, for float32 parameters; else fp32.
         learning_rate: a function `step -> factor`, steps counted from 1, that scales the learning
             rates of the dense optimizer and of the rows. None leaves them alone, for torch's
             schedulers.
         task_weights: weight of each task's loss in the total; 1 for tasks that are not named.
         reducer: sums dense gradients in another way than exactly: `freescale.Thresholding(0.99)`.
-        dense_sums: "collective" (the process group's all-reduce) or "partitioned" (each rank sums
-            a partition, over the transport's own exchanges).
+        dense_sums: "collective" (the process group's all-reduce), "partitioned" (each rank sums a
+            partition, over the transport's own exchanges) or "auto": both are timed before step 1
+            where they take different paths. Sums of three and more ranks may differ in their last
+            bits between the two; `state_dict` has the choice, and a resumed run repeats it.
         check: on the first batch, verify that the model returns sums and that samples do not
             depend on each other (see docs/own_model.md). Training itself is unchanged by it.
 
@@ -122,6 +126,15 @@ class Pipeline:
         """
         return self.schedule.run(batches)
 
+    def tune(self) -> None:
+        """Measures what is chosen by time (`dense_sums="auto"`), unless that is done or loaded. A
+        collective; the first run does it by itself."""
+        self.schedule.choices.tune()
+
+    def describe_choices(self) -> list[str]:
+        """What was chosen by itself, and why: precision, and after `tune` the dense sums."""
+        return self.schedule.choices.describe()
+
     def stop(self) -> None:
         """Ends the run on all ranks after the same step, one of the next three. Any rank, thread
         or signal handler may call it; the loop goes on until then. Between runs it ends the next
@@ -181,7 +194,8 @@ class Pipeline:
         return self.schedule.ledger
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON data: steps, what balancing has learned, the order of gradient sums."""
+        """Plain JSON data: steps, what balancing has learned, the order of gradient sums, and what
+        `auto` stood for."""
         return self.schedule.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -195,5 +209,5 @@ class Pipeline:
             f"Pipeline(schedule={type(schedule).__name__.lower()}, balance={balance}, "
             f"steps={self.steps}, rank {schedule.transport.rank} of {schedule.transport.world}, "
             f"optimizer={type(self.optimizer).__name__}, accumulate={schedule.accumulate}, "
-            f"clip={schedule.clip}, precision={schedule.precision})"
+            f"clip={schedule.clip}, precision={schedule.choices.precision})"
         )

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,14 +17,15 @@ from freescale.config import TrainConfig
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.agreement import MAX_TASKS, Agreement
+from freescale.pipeline.choices import Choices
 from freescale.pipeline.dense.buckets import GradientBuckets
-from freescale.pipeline.dense.partitioned import PartitionedAllReduce
 from freescale.pipeline.dense.reducer import MakeReducer, Reducer
 from freescale.pipeline.first_batch import FirstBatchCheck, check_losses
 from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.loss_watch import LossWatch
 from freescale.pipeline.next_batch import BatchPreparation
 from freescale.pipeline.options import check_optimizer, check_options
+from freescale.pipeline.precision import hold_matmul_precision, make_autocast
 from freescale.pipeline.source import BatchSource
 from freescale.pipeline.step_result import StepResult
 from freescale.pipeline.stopwatch import Stopwatch
@@ -52,13 +52,13 @@ class Schedule(ABC):
         check: bool = True,
     ) -> None:
         """The keywords are those of `Pipeline`, with `balance` resolved to a `balancer`."""
-        check_options(accumulate, precision, dense_sums, reducer)
+        check_options(accumulate, dense_sums, reducer)
         check_optimizer(parallel, optimizer)
         self.parallel, self.optimizer = parallel, optimizer
         self.tables, self.transport = parallel.tables, parallel.transport
         assert isinstance(self.transport.ledger, Ledger)
         self.ledger = self.transport.ledger
-        self.accumulate, self.clip, self.precision = accumulate, clip, precision
+        self.accumulate, self.clip = accumulate, clip
         self.task_weights = dict(task_weights or {})
         self.balancer = balancer
         self.stopwatch = Stopwatch(self.ledger.clock, self.transport.device)
@@ -75,12 +75,9 @@ class Schedule(ABC):
         self._source: BatchSource | None = None  # of the last run
         self._loss_watch = LossWatch()
         self._first_batch = FirstBatchCheck(parallel.module, self.transport, check)
-        parts = dense_sums == "partitioned" and self.transport.world > 1
-        self._summing = PartitionedAllReduce(self.transport) if parts else None
-        exact = partial(GradientBuckets, summing=self._summing)
-        self.buckets: Reducer = (reducer or exact)(
-            parallel.dense_parameters(), self.transport.device
-        )
+        dense = list(parallel.dense_parameters())
+        self.buckets: Reducer = (reducer or GradientBuckets)(dense, self.transport.device)
+        self.choices = Choices(self.transport, dense, self.buckets, precision, dense_sums)
 
     def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
         """Trains until every rank's data has ended; a rank that runs out joins with empty batches.
@@ -92,6 +89,7 @@ class Schedule(ABC):
         them otherwise calls `flush` first."""
         if self._closed:
             raise RuntimeError("the pipeline is closed: make another")
+        self.choices.tune()
         self._stopped, self._failure, self._loss_watch = False, None, LossWatch()
         source = self._source = self._open_source(iter(data), self.tables.take_over(self))
         try:
@@ -118,8 +116,7 @@ class Schedule(ABC):
 
     def _end_run(self) -> None:
         """However it ended: nothing takes batches any more."""
-        if self._summing is not None:
-            self._summing.rest()
+        self.choices.rest()
 
     def stop(self) -> None:
         """Ends the run on all ranks after the same step, one of the next three; whoever calls goes
@@ -139,8 +136,7 @@ class Schedule(ABC):
             return
         self.tables.hand_back(self)
         self._closed = True
-        if self._summing is not None:
-            self._summing.close()
+        self.choices.close()
 
     def _prepare_batch(
         self,
@@ -193,6 +189,12 @@ class Schedule(ABC):
     ) -> Tensor:
         """Forward and backward of every micro-batch; `forwarded` is called before the last
         backward. Returns this rank's part of the global losses [tasks + total]."""
+        with hold_matmul_precision(self.choices.precision, self.transport.device):
+            return self._compute_losses(micro, agreement, forwarded)
+
+    def _compute_losses(
+        self, micro: list[SequenceBatch], agreement: Agreement, forwarded: Callable[[], None]
+    ) -> Tensor:
         device = self.transport.device
         self._first_batch.run(micro, agreement.samples, self._autocast)
         self.buckets.clear()
@@ -232,9 +234,7 @@ class Schedule(ABC):
         return torch.stack(parts).sum()
 
     def _autocast(self) -> AbstractContextManager[object]:
-        if self.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.transport.device.type, dtype=torch.bfloat16)
+        return make_autocast(self.choices.precision, self.transport.device)
 
     def _get_factor(self, step: int) -> float:
         return 1.0 if self._learning_rate is None else self._learning_rate(step)
@@ -283,12 +283,18 @@ class Schedule(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         balancer = self.balancer.state_dict(self.steps) if self.balancer else {}
-        return {"steps": self.steps, "balancer": balancer, "order": self._get_order()}
+        return {
+            "steps": self.steps,
+            "balancer": balancer,
+            "order": self._get_order(),
+            "choices": self.choices.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = int(state["steps"])
         if self.steps:
             self._first_batch.skip()
+        self.choices.load_state_dict(state.get("choices", {}))
         if "order" in state:
             numbers = {name: number for number, name in enumerate(self._list_dense_names())}
             kept = state["order"] or ()

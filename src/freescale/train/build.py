@@ -56,6 +56,7 @@ def load_histories(
         split=data.split,
         split_time=data.split_time,
         negatives=data.negatives,
+        negatives_per=data.negatives_per,
         in_batch_share=data.in_batch_share,
         candidates=data.candidates,
         seed=train.seed,

@@ -112,12 +112,11 @@ def describe_run(trainer: Trainer) -> list[str]:
     about = ""
     if compressed := build_reducer(trainer.config):
         about = f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)"
-    if settings.dense_sums == "partitioned":
-        about = " (their gradients are summed by partitions, over the transport)"
     return [
         f"{data.num_samples:,} users, {data.num_items:,} items; {transport.world} ranks on "
         f"{transport.device.type}, global batch {data.global_batch}, schedule "
         f"{settings.schedule}, balance {settings.balance}",
         f"{parameters:,} dense parameters{about}; {transport.about}",
+        *trainer.pipeline.describe_choices(),
         *trainer.model.tables.describe(),
     ]

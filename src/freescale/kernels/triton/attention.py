@@ -33,7 +33,6 @@ from freescale.kernels.triton.attention_launch import (
     FLOAT32_PRECISION,
     FLOAT32_Q,
     FORWARD,
-    ONE_PASS,
     PAIR_BUDGET,
     PAIR_SPLIT,
     PAIR_WARPS,
@@ -47,7 +46,13 @@ from freescale.kernels.triton.attention_plan import (
     TilePlan,
     plan_attention,
 )
-from freescale.kernels.triton.launch import is_interpreted, require_gpu, use_device
+from freescale.kernels.triton.launch import (
+    Block,
+    is_interpreted,
+    launch_kernel,
+    require_gpu,
+    use_device,
+)
 
 WIDTHS = (32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -120,12 +125,11 @@ def make_readable(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def build_descriptor(x: Tensor, rows: int) -> Any:
-    """A TMA descriptor of x [tokens, heads, d], whose blocks are `rows` tokens of one head."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
+def build_descriptor(x: Tensor, rows: int) -> Block:
+    """What a TMA descriptor of x [tokens, heads, d] is made of, whose blocks are `rows` tokens of
+    one head."""
     tokens, heads, width = x.shape
-    return TensorDescriptor(x, [tokens, heads * width], [x.stride(0), 1], [rows, width])
+    return Block(x, [tokens, heads * width], [x.stride(0), 1], [rows, width])
 
 
 class _Call:
@@ -163,14 +167,12 @@ class _Call:
             "CANDIDATES": plan.candidate_counts is not None,
         }
         self.width = width = max(q.shape[2], v.shape[2])
-        self.one_pass: AttentionLaunch | None = None
         self.pairs: Tensor | None = None
         self.launches: tuple[AttentionLaunch, tuple[KeyLaunch, ...], AttentionLaunch]
         if not narrow:
             self.launches = FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q
         elif position is None and time is None:
             self.launches = FORWARD[width], BACKWARD_KV[width], BACKWARD_Q[width]
-            self.one_pass = ONE_PASS.get(width)
         elif plan.pair_blocks * PAIR_QUERIES * PAIR_KEYS <= PAIR_BUDGET:
             self.launches = BIASED_FORWARD[width], BIASED_KV[width], BIASED_Q[width]
             self.pairs = self._compute_pair_biases()
@@ -186,7 +188,9 @@ class _Call:
         rows = self.plan.pair_blocks * PAIR_QUERIES
         pairs = torch.empty(rows, PAIR_KEYS, dtype=torch.float16, device=self.q.device)
         tiles = self.plan.query_tiles(PAIR_QUERIES)
-        pair_bias_kernel[(len(tiles), PAIR_SPLIT)](
+        launch_kernel(
+            pair_bias_kernel,
+            (len(tiles), PAIR_SPLIT),
             pairs,
             tiles,
             **self.bias,
@@ -196,20 +200,20 @@ class _Call:
         )
         return pairs
 
-    def _describe_pairs(self, queries: int, keys: int) -> Any:
+    def _describe_pairs(self, queries: int, keys: int) -> Block | None:
         """A descriptor of the pair biases in tiles; None without their table."""
         if self.pairs is None:
             return None
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        return TensorDescriptor(self.pairs, list(self.pairs.shape), [PAIR_KEYS, 1], [queries, keys])
+        return Block(self.pairs, list(self.pairs.shape), [PAIR_KEYS, 1], [queries, keys])
 
     def forward(self, out: Tensor, scale: float) -> None:
         from freescale.kernels.triton.attention_kernels import forward_kernel
 
         launch = self.launches[0]
         tiles = self.plan.query_tiles(launch.tile)
-        forward_kernel[(len(tiles) * self.plan.heads,)](
+        launch_kernel(
+            forward_kernel,
+            (len(tiles) * self.plan.heads,),
             build_descriptor(self.q, launch.tile),
             build_descriptor(self.k, launch.inner),
             build_descriptor(self.v, launch.inner),
@@ -226,50 +230,9 @@ class _Call:
     def backward(
         self, grad: Tensor, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float
     ) -> None:
-        if self.one_pass is not None:
-            self.backward_one_pass(self.one_pass, grad, grad_q, grad_k, grad_v, scale)
-            return
         for launch in self.launches[1]:
             self.backward_kv(launch, grad, grad_k, grad_v, scale)
         self.backward_q(grad, grad_q, scale)
-
-    def backward_one_pass(
-        self,
-        launch: AttentionLaunch,
-        grad: Tensor,
-        grad_q: Tensor,
-        grad_k: Tensor,
-        grad_v: Tensor,
-        scale: float,
-    ) -> None:
-        from freescale.kernels.triton.attention_one_pass_kernels import backward_one_pass_kernel
-
-        tiles = self.plan.ordered_tiles(launch.tile)
-        sums = torch.empty(grad_q.shape, dtype=torch.float32, device=grad_q.device)
-        turns = torch.zeros(grad_q.shape[:2], dtype=torch.int32, device=grad_q.device)
-        backward_one_pass_kernel[(len(tiles) * self.plan.heads,)](
-            build_descriptor(self.q, launch.inner),
-            build_descriptor(self.k, launch.tile),
-            build_descriptor(self.v, launch.tile),
-            build_descriptor(grad, launch.inner),
-            sums,
-            turns,
-            grad_k,
-            grad_v,
-            tiles,
-            half_alpha=self.half_alpha,
-            factor=self.half_alpha / scale,
-            inverse_scale=1 / scale,
-            M=launch.inner,
-            N=launch.tile,
-            WARPS=launch.warps,
-            STAGES=launch.stages,
-            MASKED_STAGES=launch.masked_stages,
-            num_warps=launch.warps,
-            maxnreg=launch.registers,
-            **self.constants,
-        )
-        grad_q.copy_(sums)
 
     def backward_kv(
         self, launch: KeyLaunch, grad: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float
@@ -277,7 +240,9 @@ class _Call:
         from freescale.kernels.triton.attention_kernels import backward_kv_kernel
 
         tiles = self.plan.key_tiles(launch.tile)
-        backward_kv_kernel[(len(tiles) * self.plan.heads,)](
+        launch_kernel(
+            backward_kv_kernel,
+            (len(tiles) * self.plan.heads,),
             build_descriptor(self.q, launch.inner),
             build_descriptor(self.k, launch.tile),
             build_descriptor(self.v, launch.tile),
@@ -301,7 +266,9 @@ class _Call:
 
         launch = self.launches[2]
         tiles = self.plan.query_tiles(launch.tile)
-        backward_q_kernel[(len(tiles) * self.plan.heads,)](
+        launch_kernel(
+            backward_q_kernel,
+            (len(tiles) * self.plan.heads,),
             build_descriptor(self.q, launch.tile),
             build_descriptor(self.k, launch.inner),
             build_descriptor(self.v, launch.inner),
@@ -350,7 +317,9 @@ class _Call:
         )
         by_self = None if by_key is None else grad.new_zeros(len(walks), dtype=torch.float32)
         by_bucket = None if time is None else empty(len(walks), bins, dtype=torch.float32)
-        backward_bias_kernel[(len(walks),)](
+        launch_kernel(
+            backward_bias_kernel,
+            (len(walks),),
             *(build_descriptor(x, size) for x in (self.q, self.k, self.v, grad)),
             self._describe_pairs(size, size),
             walks,
@@ -371,7 +340,9 @@ class _Call:
         grad_position = grad_time = None
         if position is not None:
             grad_position = torch.zeros_like(position)
-            sum_distances_kernel[(len(counts),)](
+            launch_kernel(
+                sum_distances_kernel,
+                (len(counts),),
                 by_distance,
                 by_key,
                 pieces,
@@ -389,37 +360,68 @@ class _Call:
         return grad_position, grad_time
 
 
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    biases: tuple[Tensor | None, Tensor | None],  # by position, by time
+    plan: TilePlan,
+    alpha: float,
+    scale: float,
+) -> Tensor:
+    """The attention without checks and without autograd; inputs that `make_readable` leaves."""
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if plan.tokens:
+        with use_device(q.device):
+            _Call(q, k, v, biases, plan, alpha).forward(out, scale)
+    return out
+
+
+def differentiate_attention(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    biases: tuple[Tensor | None, Tensor | None],
+    plan: TilePlan,
+    alpha: float,
+    scale: float,
+    *,
+    need_biases: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of q, k, v and both biases for that of what `attend` returned."""
+    grad = make_readable(grad)
+    grad_q, grad_k, grad_v = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)
+    )
+    grad_position, grad_time = (None if b is None else torch.zeros_like(b) for b in biases)
+    if not plan.tokens:
+        return grad_q, grad_k, grad_v, grad_position, grad_time
+    with use_device(q.device):
+        call = _Call(q, k, v, biases, plan, alpha)
+        call.backward(grad, grad_q, grad_k, grad_v, scale)
+        if need_biases:
+            sums = call.backward_bias(grad, scale)
+            grad_position, grad_time = (
+                None if x is None or bias is None else x.to(bias.dtype)
+                for x, bias in zip(sums, biases, strict=True)
+            )
+    return grad_q, grad_k, grad_v, grad_position, grad_time
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, position_bias, time_bias, plan, alpha, scale):  # type: ignore[no-untyped-def]
         q, k, v = make_readable(q), make_readable(k), make_readable(v)
         ctx.save_for_backward(q, k, v, position_bias, time_bias)
-        ctx.plan, ctx.alpha, ctx.scale = plan, alpha, scale
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        if plan.tokens:
-            with use_device(q.device):
-                _Call(q, k, v, (position_bias, time_bias), plan, alpha).forward(out, scale)
-        return out
+        ctx.options = plan, alpha, scale
+        return attend(q, k, v, (position_bias, time_bias), plan, alpha, scale)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        q, k, v, position_bias, time_bias = ctx.saved_tensors
-        grad = make_readable(grad)
-        grad_q, grad_k, grad_v = (
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)
+        q, k, v, *biases = ctx.saved_tensors
+        need = any(ctx.needs_input_grad[3:5])
+        grads = differentiate_attention(
+            grad, q, k, v, tuple(biases), *ctx.options, need_biases=need
         )
-        grad_position, grad_time = (
-            None if b is None else torch.zeros_like(b) for b in (position_bias, time_bias)
-        )
-        if not ctx.plan.tokens:
-            return grad_q, grad_k, grad_v, grad_position, grad_time, None, None, None
-        with use_device(q.device):
-            call = _Call(q, k, v, (position_bias, time_bias), ctx.plan, ctx.alpha)
-            call.backward(grad, grad_q, grad_k, grad_v, ctx.scale)
-            if any(ctx.needs_input_grad[3:5]):
-                sums = call.backward_bias(grad, ctx.scale)
-                grad_position, grad_time = (
-                    None if x is None else x.to(bias.dtype)
-                    for x, bias in zip(sums, (position_bias, time_bias), strict=True)
-                )
-        return grad_q, grad_k, grad_v, grad_position, grad_time, None, None, None
+        return *grads, None, None, None

@@ -45,8 +45,6 @@ BACKWARD_Q = {
     128: AttentionLaunch(128, 64, 8, 3, 2),
     256: AttentionLaunch(128, 32, 8, 2),
 }
-# Widths whose backward takes one pass over the pairs instead of two.
-ONE_PASS: dict[int, AttentionLaunch] = {}
 # With a table of pair biases; the kernels for keys read it with at most PAIR_KEYS keys.
 BIASED_FORWARD = {
     32: AttentionLaunch(64, 64, 4, 3),

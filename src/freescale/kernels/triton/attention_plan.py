@@ -37,6 +37,14 @@ class TileColumn(IntEnum):
     PAIRS = 4  # the sample's first block in the table of pair biases
 
 
+class SampleColumn(IntEnum):
+    """Columns of a table of samples."""
+
+    START = 0  # the sample's first token in the batch
+    LENGTH = 1  # tokens of the sample
+    HISTORY = 2  # tokens before its candidates
+
+
 class WalkColumn(IntEnum):
     """Columns of a table of walks. A walk crosses tiles whose queries lie ROW tokens behind their
     keys; if STOP is -1, all queries of the candidates for one tile of keys."""
@@ -83,6 +91,15 @@ class TilePlan:
     def timed(self) -> bool:
         return self.times is not None
 
+    def samples(self) -> Tensor:
+        """[samples, SampleColumn] int32."""
+        table: Tensor | None = self.kept.get("samples")
+        if table is None:
+            starts = np.cumsum(self.host) - self.host
+            table = self._upload(np.column_stack([starts, self.host, self.history]))
+            self.kept["samples"] = table
+        return table
+
     def query_tiles(self, size: int) -> Tensor:
         """[tiles, TileColumn] int32: tiles of `size` queries, those with most keys first."""
         return self._build_tiles(size, "queries")
@@ -90,18 +107,6 @@ class TilePlan:
     def key_tiles(self, size: int) -> Tensor:
         """[tiles, TileColumn] int32: tiles of `size` keys, those with most queries first."""
         return self._build_tiles(size, "keys")
-
-    def ordered_tiles(self, size: int) -> Tensor:
-        """[tiles, TileColumn] int32: tiles of `size` keys for programs that wait for those of the
-        same sample with later keys: these come first. Long samples before short ones."""
-        tiles: Tensor | None = self.kept.get(("ordered", size))
-        if tiles is None:
-            table, _ = self._build_rows(size)
-            start, length, _, row, _ = table.T
-            # samples of like lengths side by side: a turn is seldom waited for
-            tiles = self._upload(table[np.lexsort((start, -row, -(length // BAND)))])
-            self.kept["ordered", size] = tiles
-        return tiles
 
     def _build_tiles(self, size: int, of: str) -> Tensor:
         tiles: Tensor | None = self.kept.get((of, size))

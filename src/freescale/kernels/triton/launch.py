@@ -1,18 +1,23 @@
 """What all launches of Triton kernels share: a GPU or the interpreter, the right current device,
-and sizes."""
+sizes, and a launch that costs little."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+
+LIMIT = 2**31  # of integers that Triton passes in 32 bits
 
 
 def require_gpu(device: torch.device, instead: str) -> None:
     """Refuses tensors that the kernels cannot read; `instead` names the reference to use."""
-    if device.type != "cuda" and not is_interpreted():
+    if device.type != "cuda" and not is_interpreted() and not _recordings:
         raise ValueError(f"the Triton kernels need tensors on a GPU, not {device}; use {instead}")
 
 
@@ -24,8 +29,10 @@ def is_interpreted() -> bool:
 
 
 def use_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a device the current one, on which Triton launches."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    """Makes a device the current one, on which Triton launches, unless it is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def count_blocks(items: int, each: int) -> int:
@@ -55,3 +62,147 @@ class RowLaunch:
             "W": columns,
             "num_warps": self.warps,
         }
+
+
+class Block:
+    """A tensor that a kernel reads by blocks through a descriptor.
+
+    Has the fields of Triton's TensorDescriptor, without the checks that this makes each time: the
+    caller vouches for rows at multiples of 16 bytes and a last axis in one piece.
+    """
+
+    __slots__ = ("base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]):
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+        self.padding, self.round_f32_to_tf32 = "zero", False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as it was asked for: what `record_launches` keeps."""
+
+    kernel: Any
+    values: tuple[Any, ...]  # in the order of the kernel's parameters
+    options: dict[str, Any]  # num_warps and the like
+
+
+_launchers: dict[int, _Launcher] = {}  # by the kernel's id: kernels live as long as their modules
+_recordings: list[list[Launch]] = []
+
+
+@contextmanager
+def record_launches() -> Iterator[list[Launch]]:
+    """Launches nothing inside the block, in any thread, and keeps what would have been: outputs
+    hold whatever was in memory."""
+    recording: list[Launch] = []
+    _recordings.append(recording)
+    try:
+        yield recording
+    finally:
+        _recordings.remove(recording)
+
+
+def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+    """`kernel[grid](*arguments, **named)` at a fraction of its cost.
+
+    Triton binds, specialises and looks up each launch anew; this keeps the compiled kernel for each
+    combination of constants, dtypes and alignments, and hands it the pointers. Tensors that are
+    read by blocks come as `Block`. All arguments lie on the current device.
+    """
+    launcher = _launchers.get(id(kernel))
+    if launcher is None:
+        launcher = _launchers[id(kernel)] = _Launcher(kernel)
+    launcher(grid, arguments, named)
+
+
+class _Launcher:
+    """The compiled versions of one kernel."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.compiled = kernel, dict[tuple[Any, ...], tuple[Any, Any, Any]]()
+        self.direct = not is_interpreted() and _can_run_compiled()
+        self.names = tuple(kernel.arg_names)
+        self.constant, self.free = (), ()
+        if self.direct or not is_interpreted():
+            self.constant = tuple(parameter.is_constexpr for parameter in kernel.params)
+            self.free = tuple(parameter.do_not_specialize for parameter in kernel.params)
+
+    def __call__(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        if _recordings:
+            values, options = self._bind(arguments, named)
+            _recordings[-1].append(Launch(self.kernel, tuple(values), options))
+        elif not self.direct or _is_watched(self.kernel):
+            self._launch_by_triton(grid, arguments, named)
+        else:
+            self._launch_compiled(grid, arguments, named)
+
+    def _bind(
+        self, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The values of all parameters, and what is left: options."""
+        options = dict(named)
+        return [*arguments, *(options.pop(name) for name in self.names[len(arguments) :])], options
+
+    def _launch_compiled(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        values, options = self._bind(arguments, named)
+        device = torch.cuda.current_device()
+        key: list[Any] = [device, *options.items()]
+        # what Triton compiles differently has to differ in the key; it may differ in more
+        for number, value in enumerate(values):
+            if value is None or self.constant[number]:
+                key.append(value)
+            elif isinstance(value, Tensor):
+                pointer = values[number] = value.data_ptr()
+                key.append((value.dtype, pointer % 16 == 0))
+            elif isinstance(value, Block):
+                key.append((value.base.dtype, *value.block_shape))
+            elif isinstance(value, float):
+                key.append(float)
+            else:  # an int, or a bool
+                key.append(
+                    (type(value), value if not self.free[number] else -LIMIT <= value < LIMIT)
+                )
+        there = self.compiled.get(tuple(key))
+        if there is None:
+            compiled = self._launch_by_triton(grid, arguments, named)
+            self.compiled[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata
+            return
+        run, function, metadata = there
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        width, height, depth = (*grid, 1, 1)[:3]
+        run(width, height, depth, stream, function, metadata, None, None, None, *values)
+
+    def _launch_by_triton(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        described = {name: _describe(value) for name, value in named.items()}
+        return self.kernel[grid](*map(_describe, arguments), **described)
+
+
+def _describe(value: Any) -> Any:
+    if not isinstance(value, Block):
+        return value
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(value.base, value.shape, value.strides, value.block_shape)
+
+
+@cache
+def _can_run_compiled() -> bool:
+    """Whether this is a Triton whose compiled kernels are called the way this module does."""
+    import triton
+
+    return str(triton.__version__).startswith(("3.6.", "3.7."))
+
+
+def _is_watched(kernel: Any) -> bool:
+    """Whether someone asked Triton to tell of launches: a profiler of its own."""
+    from triton import knobs
+
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(kernel.pre_run_hooks) or any(getattr(hook, "calls", hook) for hook in hooks)

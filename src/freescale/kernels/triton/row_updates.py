@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from freescale.kernels.triton.launch import RowLaunch, count_blocks, use_device
+from freescale.kernels.triton.launch import RowLaunch, count_blocks, launch_kernel, use_device
 from freescale.kernels.triton.rows import check_rows
 
 # The more tensors an optimizer has, the smaller its tile for the same number of registers.
@@ -37,8 +37,13 @@ def clip_rows(gradients: Tensor, limit: float) -> Tensor:
 
         shape = CLIP.shape(gradients.shape[1])
         with use_device(gradients.device):
-            clip_kernel[(count_blocks(len(gradients), shape["R"]),)](
-                gradients, len(gradients), float(limit), **shape
+            launch_kernel(
+                clip_kernel,
+                (count_blocks(len(gradients), shape["R"]),),
+                gradients,
+                len(gradients),
+                float(limit),
+                **shape,
             )
     return gradients
 
@@ -154,7 +159,9 @@ def _update(
 
     shape = launch.shape(weight.shape[1])
     with use_device(weight.device):
-        getattr(row_updates_kernels, kernel)[(count_blocks(rows.numel(), shape["R"]),)](
+        launch_kernel(
+            getattr(row_updates_kernels, kernel),
+            (count_blocks(rows.numel(), shape["R"]),),
             *tensors,
             rows.contiguous(),
             gradients.contiguous(),

@@ -14,7 +14,7 @@ import triton.language as tl
 from freescale.kernels.triton.rows_kernels import _locate_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def clip_kernel(gradients, count, limit, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
     number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     columns = tl.arange(0, W)[None, :]
@@ -28,7 +28,7 @@ def clip_kernel(gradients, count, limit, WIDTH: tl.constexpr, R: tl.constexpr, W
     tl.store(at, values * scale[:, None], mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def sgd_kernel(
     weight, rows, gradients, count, lr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr
 ):
@@ -42,7 +42,7 @@ def sgd_kernel(
 # different ones, cannot move a load over a store, and a row's loads would wait for each other.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def adagrad_kernel(
     weight,
     total,
@@ -66,7 +66,7 @@ def adagrad_kernel(
     tl.store(weight + place, tl.fma(step, -lr, value), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def rowwise_adagrad_kernel(
     weight,
     total,
@@ -91,7 +91,7 @@ def rowwise_adagrad_kernel(
     tl.store(weight + place, tl.fma(tl.div_rn(gradient, scale), -lr, value), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def adam_kernel(
     weight, first, second, rows, gradients, count,
     lr, share, other_share, beta, other_beta, inverse_root, eps, SMALL: tl.constexpr,

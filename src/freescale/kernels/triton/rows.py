@@ -17,6 +17,7 @@ from torch import Tensor
 from freescale.kernels.triton.launch import (
     RowLaunch,
     count_blocks,
+    launch_kernel,
     require_gpu,
     use_device,
 )
@@ -47,8 +48,14 @@ def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) 
 
         shape = GATHER.shape(weight.shape[1])
         with use_device(weight.device):
-            gather_kernel[(count_blocks(rows.numel(), shape["R"]),)](
-                weight, rows.contiguous(), out, rows.numel(), **shape
+            launch_kernel(
+                gather_kernel,
+                (count_blocks(rows.numel(), shape["R"]),),
+                weight,
+                rows.contiguous(),
+                out,
+                rows.numel(),
+                **shape,
             )
     return out
 
@@ -150,7 +157,9 @@ def _sum_segments(
     if 16 < shape["R"] < 128:
         shape["R"] = 16  # Triton 3.6 does not compile it for 32 and 64 rows a program
     with use_device(device):
-        segments_kernel[(count_blocks(segments, shape["R"]),)](
+        launch_kernel(
+            segments_kernel,
+            (count_blocks(segments, shape["R"]),),
             values,
             order,
             starts,
@@ -172,10 +181,20 @@ def _sum_segments(
         partial = torch.empty(most, width, dtype=torch.float32, device=device)
         shape = CHUNKS.shape(width)
         shape["R"] = min(shape["R"], CHUNK)
-        chunks_kernel[(most,)](
-            values, order, starts, ends, partial, segments, steps, CHUNK=CHUNK, **shape
+        launch_kernel(
+            chunks_kernel,
+            (most,),
+            values,
+            order,
+            starts,
+            ends,
+            partial,
+            segments,
+            steps,
+            CHUNK=CHUNK,
+            **shape,
         )
-        long_segments_kernel[(most,)](partial, ends, out, segments, steps, **shape)
+        launch_kernel(long_segments_kernel, (most,), partial, ends, out, segments, steps, **shape)
     return out
 
 

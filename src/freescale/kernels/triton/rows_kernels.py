@@ -24,14 +24,14 @@ def _locate_rows(rows, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.conste
     return row[:, None] * WIDTH + columns, number[:, None] * WIDTH + columns, there, row, row >= 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def gather_kernel(weight, rows, out, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
     place, target, there, _, _ = _locate_rows(rows, count, WIDTH, R, W)
     values = tl.load(weight + place, mask=there)
     tl.store(out + target, values.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def segments_kernel(
     values, order, starts, out, count,
     KEPT: tl.constexpr,  # the count of segments is read where `count` points
@@ -80,7 +80,7 @@ def _find(ends, chunk, count, steps):
     return high, first, tl.load(ends + high) - first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "steps"])
 def chunks_kernel(
     values, order, starts, ends, partial, count, steps,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
@@ -106,7 +106,7 @@ def chunks_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "steps"])
 def long_segments_kernel(
     partial, ends, out, count, steps, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr
 ):

@@ -24,7 +24,7 @@ from freescale.kernels.triton.attention import (
     make_readable,
 )
 from freescale.kernels.triton.attention_launch import FLOAT32_PRECISION, AttentionLaunch
-from freescale.kernels.triton.launch import is_interpreted, require_gpu, use_device
+from freescale.kernels.triton.launch import is_interpreted, launch_kernel, require_gpu, use_device
 from freescale.kernels.triton.summary_attention_plan import plan_tiles
 from freescale.kernels.upload import upload
 
@@ -124,8 +124,15 @@ class _Call:
         table = kept[of, size]
         if len(table):
             programs = (len(table) * self.q.shape[1],)
-            kernel[programs](
-                *described, *results, table, half_alpha=self.half_alpha, **scalars, **self.constants
+            launch_kernel(
+                kernel,
+                programs,
+                *described,
+                *results,
+                table,
+                half_alpha=self.half_alpha,
+                **scalars,
+                **self.constants,
             )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.reference.unique import Unique, check_keys
-from freescale.kernels.triton.launch import count_blocks, require_gpu, use_device
+from freescale.kernels.triton.launch import count_blocks, launch_kernel, require_gpu, use_device
 
 # Entries of a program: 8 a thread with 4 warps. A few loads and stores each; searches are bound by
 # latency, and want many warps.
@@ -48,11 +48,23 @@ def deduplicate(keys: Tensor, edges: Tensor) -> GroupedKeys:
     starts = keys.new_empty(n + 1)
     counts = torch.empty(edges.shape, dtype=torch.int64, device=keys.device)
     with use_device(keys.device):
-        unique_kernel[(count_blocks(n + 1, BLOCK),)](
-            ordered, order, ranks, unique, inverse, starts, n, BLOCK=BLOCK, num_warps=WARPS
+        launch_kernel(
+            unique_kernel,
+            (count_blocks(n + 1, BLOCK),),
+            ordered,
+            order,
+            ranks,
+            unique,
+            inverse,
+            starts,
+            n,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
         )
         if edges.numel():
-            edges_kernel[(count_blocks(edges.numel(), EDGES),)](
+            launch_kernel(
+                edges_kernel,
+                (count_blocks(edges.numel(), EDGES),),
                 ordered,
                 ranks,
                 edges.contiguous(),
@@ -74,8 +86,14 @@ def sort_and_rank(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ordered, order = keys.sort(stable=True)
     flags = torch.empty(keys.shape, dtype=torch.int32, device=keys.device)
     with use_device(keys.device):
-        flags_kernel[(count_blocks(keys.numel(), BLOCK),)](
-            ordered, flags, keys.numel(), BLOCK=BLOCK, num_warps=WARPS
+        launch_kernel(
+            flags_kernel,
+            (count_blocks(keys.numel(), BLOCK),),
+            ordered,
+            flags,
+            keys.numel(),
+            BLOCK=BLOCK,
+            num_warps=WARPS,
         )
     return ordered, order, flags.cumsum(0, dtype=torch.int32)
 
@@ -92,9 +110,10 @@ def find_members(keys: Tensor, among: Tensor) -> Tensor:
 
     out = torch.empty(n, dtype=torch.bool, device=keys.device)
     with use_device(keys.device):
-        members_kernel[(count_blocks(n, SEARCH_BLOCK),)](
-            keys.contiguous(), among.sort().values, out.view(torch.int8), n, m,
-            (m + 1).bit_length(), BLOCK=SEARCH_BLOCK, num_warps=WARPS,
+        launch_kernel(
+            members_kernel, (count_blocks(n, SEARCH_BLOCK),), keys.contiguous(),
+            among.sort().values, out.view(torch.int8), n, m, (m + 1).bit_length(),
+            BLOCK=SEARCH_BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return out
 
