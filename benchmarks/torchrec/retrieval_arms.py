@@ -184,16 +184,26 @@ def _make_batches(
 ) -> Iterator[Batch]:
     """Those of the loader, as TorchRec takes them."""
     for samples, count in zip(data, counts, strict=False):
-        negatives = samples.dense["negatives"]  # [samples, K]
-        each = torch.full((len(samples),), negatives.shape[1])
-        jagged = [samples.sequences[name] for name in FEATURES[:2]]
+        lengths = [_measure_feature(samples, name) for name in FEATURES]
         features = KeyedJaggedTensor(
             keys=list(FEATURES),
-            values=torch.cat([*(part.values for part in jagged), negatives.flatten()]),
-            lengths=torch.cat([*(part.lengths for part in jagged), each]),
+            values=torch.cat([samples.values(name).flatten() for name in FEATURES]),
+            lengths=torch.cat(lengths),
         )
         batch = Batch(features, samples, torch.tensor([world / count, 1 / count]))
         yield batch.pin_memory() if pinned else batch
+
+
+def _measure_feature(samples: SequenceBatch, name: str) -> Tensor:
+    """Ids of each sample, [samples]. What belongs to the batch as a whole goes with the first."""
+    if name in samples.sequences:
+        return samples.sequences[name].lengths
+    ids = samples.values(name)
+    if name in samples.dense:
+        return torch.full((len(samples),), ids[0].numel())
+    lengths = torch.zeros(len(samples), dtype=torch.int64)
+    lengths[0] = ids.numel()
+    return lengths
 
 
 def build(

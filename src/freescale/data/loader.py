@@ -79,6 +79,8 @@ class Histories:
         seed: Of the order and the negatives.
         shuffle: Whether an epoch has an order of its own.
         shuffle_groups: Row groups that are shuffled together.
+        kept_bytes: Of decoded row groups that stay in memory beyond those that are shuffled
+            together: what fits is read once.
         epochs: Of the run.
         start: First batch of the run to yield.
         num_items: Rows of the item table; by default the largest id plus 1.
@@ -108,6 +110,7 @@ class Histories:
         seed: int = TrainConfig.seed,
         shuffle: bool = DataConfig.shuffle,
         shuffle_groups: int = 8,
+        kept_bytes: int = 128 << 20,
         epochs: int = 1,
         start: int = 0,
         num_items: int | None = DataConfig.num_items,
@@ -124,6 +127,7 @@ class Histories:
             ("halo", halo, 0),
             ("candidates", candidates, 1),
             ("shuffle_groups", shuffle_groups, 1),
+            ("kept_bytes", kept_bytes, 0),
             ("epochs", epochs, 1),
         ):
             if value < least:
@@ -158,6 +162,7 @@ class Histories:
         self.seed = seed
         self.shuffle = shuffle
         self.shuffle_groups = shuffle_groups
+        self.kept_bytes = kept_bytes
         self.epochs = epochs
         self._check_tasks()
         present = self.file.columns
@@ -180,6 +185,7 @@ class Histories:
             max_length=self.max_length,
             tail=self.candidates if ranking and self.part == "train" else 1,
             kept_groups=self.shuffle_groups + 2,
+            kept_bytes=self.kept_bytes,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -294,7 +300,8 @@ class Histories:
         shared: dict[str, Tensor] = {}
         candidates: dict[str, Nested] = {}
         own_history, own_tail = history[:own], tail[:own]
-        before = concat_ranges(offsets[:own], own_history)
+        events = concat_ranges(offsets, history)  # of the histories
+        before = events[: int(own_history.sum())]
         sequences = {
             _NAMES[column]: Jagged(columns[column].values[before], own_history)
             for column in self._columns
@@ -308,7 +315,7 @@ class Histories:
             sequences["labels"] = Jagged(torch.stack(labels, dim=1), own_tail)
             weights = {task: own_tail.to(torch.float32) for task in self.tasks}
         elif training:
-            targets = Jagged(items.values[concat_ranges(offsets + 1, history)], history)
+            targets = Jagged(items.values[events + 1], history)
             sequences["targets"] = targets.slice(0, own)
             weights = {"next_item": own_history.to(torch.float32)}
             negatives = self._draw_negatives(number, keys, targets, low, size)

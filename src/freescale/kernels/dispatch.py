@@ -39,11 +39,17 @@ from freescale.kernels.triton import sampled_softmax as triton_softmax
 from freescale.kernels.triton import summary_attention as triton_summary_attention
 from freescale.kernels.triton import unique as triton_unique
 from freescale.kernels.triton.attention_plan import TilePlan
+from freescale.kernels.triton.launch import is_recording
 
 
 @cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    """Where launches are recorded, the versions for a GPU are wanted whatever the device."""
+    return x.is_cuda or is_recording()
 
 
 def plan_attention(
@@ -65,7 +71,7 @@ def plan_attention(
         buckets: Of the time bias; 0 without one.
         options: As in `plan_attention` of both versions.
     """
-    fits = fits_triton_attention(lengths.is_cuda, has_triton(), widths, dtype, buckets)
+    fits = fits_triton_attention(_is_on_gpu(lengths), has_triton(), widths, dtype, buckets)
     if fits:
         return triton_attention_plan.plan_attention(lengths, heads, buckets=buckets, **options)
     return attention_plan.plan_attention(lengths, heads, buckets=buckets, **options)
@@ -197,21 +203,21 @@ def sampled_softmax(
 
 def deduplicate(keys: Tensor, edges: Tensor) -> unique.Unique:
     """`reference.unique.deduplicate`, in Triton on a GPU."""
-    if keys.is_cuda and has_triton():
+    if _is_on_gpu(keys) and has_triton():
         return triton_unique.deduplicate(keys, edges)
     return unique.deduplicate(keys, edges)
 
 
 def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
     """`reference.unique.collision_masks`, in Triton on a GPU."""
-    if current.is_cuda and has_triton():
+    if _is_on_gpu(current) and has_triton():
         return triton_unique.collision_masks(current, following)
     return unique.collision_masks(current, following)
 
 
 def _fits_triton_rows(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton_rows.DTYPES) -> bool:
     return (
-        table.is_cuda
+        _is_on_gpu(table)
         and has_triton()
         and table.dtype in dtypes
         and 1 <= table.shape[1] <= triton_rows.MAX_WIDTH

@@ -171,7 +171,6 @@ class HSTU(nn.Module):
         d_qk, d_v = self.widths
         if (
             earlier is None
-            and not recomputes
             and isinstance(plan, TilePlan)
             and fits_fused_layer(plan, x, self.heads * d_v)
         ):
@@ -187,6 +186,7 @@ class HSTU(nn.Module):
                 dtype=get_product_dtype(self.position),
                 keys=token_keys,
                 keep=1 - self.dropout,
+                recompute=recomputes,
             )
         inputs = lengths, token_keys, timestamps, candidate_counts, plan, earlier
         for layer in self.layers:

@@ -127,8 +127,8 @@ class BatchPreparation:
             with self._balance_span():
                 batch = self._shuffle.finish()
             self._count_balanced(batch, self._shuffle.assignment)
-            if self._balancer.error is not None:
-                self._counters["max_cost_error"] = self._balancer.error
+            if (error := self._balancer.error) is not None:
+                self._counters["max_cost_error"] = error
         else:
             batch = self.like
         return self._move_to_device(batch), self.agreement

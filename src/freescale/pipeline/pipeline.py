@@ -131,6 +131,11 @@ class Pipeline:
         collective; the first run does it by itself."""
         self.schedule.choices.tune()
 
+    @property
+    def precision(self) -> str:
+        """In which it computes: fp32, tf32 or bf16."""
+        return self.schedule.choices.precision
+
     def describe_choices(self) -> list[str]:
         """What was chosen by itself, and why: precision, and after `tune` the dense sums."""
         return self.schedule.choices.describe()

@@ -25,6 +25,12 @@ class ConsoleProgress(Callback):
         self._bar: Progress | None = None
         self._task: Any = None
 
+    def on_compile(self, trainer: Trainer, done: int, count: int) -> None:
+        if done == 0:
+            self._print(f"compiling {count} GPU kernels, once for this configuration")
+        elif done == count or (self._console.is_terminal and done % 8 == 0):
+            self._print(f"{done} of {count} GPU kernels compiled")
+
     def on_start(self, trainer: Trainer) -> None:
         if trainer.rank != 0:
             return

@@ -24,6 +24,7 @@ from freescale.train.build import (
 )
 from freescale.train.callbacks import Callback, CallbackList
 from freescale.train.checkpoint import Checkpoints, NotFinite
+from freescale.train.compile_kernels import compile_kernels
 from freescale.train.device_figures import DeviceFigures
 from freescale.train.metrics_log import MetricsLog, truncate_logs
 from freescale.train.progress import TensorBoardLog
@@ -180,6 +181,13 @@ class Trainer:
                 f"{self.folder} is at step {self.step} of {self.total}: ask for more "
                 "--epochs or --steps to go on"
             )
+        compile_kernels(
+            self.config,
+            self.pipeline.precision,
+            self.data.num_actions > 0,
+            self.transport.device,
+            lambda done, count: self._callbacks.call("on_compile", self, done, count),
+        )
         self.pipeline.tune()  # before the run is described
         self._run_folder.open(self.config.to_json())
         self.checkpoints.folder = self.folder / "checkpoints"

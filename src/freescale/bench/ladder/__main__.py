@@ -20,7 +20,8 @@ from freescale.bench.common.torchrec import continue_in_peer
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("ladder", __doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--workload", choices=("paper", "retail", "own", "train"), default="paper")
+    workloads = ("paper", "short", "retail", "own", "train")
+    parser.add_argument("--workload", choices=workloads, default="paper")
     parser.add_argument(
         "--file", help="Parquet with user_id, item_id, timestamp; of the workloads retail and own"
     )
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from freescale.bench.ladder.bench import bench_ladder, compare_short
 
     if options.short:
-        compare_short(options.file)
+        compare_short(options.workload, options.file)
     else:
         bench_ladder(options.workload, options.file, options.repetitions, to)
     return 0

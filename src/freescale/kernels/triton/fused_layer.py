@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from freescale.kernels.attention_checks import check_plan
 from freescale.kernels.triton.attention import attend, differentiate_attention
@@ -28,13 +29,15 @@ from freescale.kernels.triton.launch import (
     count_blocks,
     launch_kernel,
     require_gpu,
+    round_up_to_power_of_two,
     use_device,
 )
 from freescale.kernels.triton.layer import MOST_PARTS, WIDE
 from freescale.random import compute_keep_threshold
 
-FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(2048, 4, 4)
-SILU_ROWS, SILU_COLUMNS = 8, 256  # of a program
+# Backward keeps three sums of a tile in registers: half the tile, twice the programs at a time.
+FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(1024, 4, 4)
+SILU_ELEMENTS, SILU_COLUMNS = 2048, 256  # of a program, at most
 
 
 class LayerParameters(NamedTuple):
@@ -65,6 +68,7 @@ class LayerOptions:
     dtype: torch.dtype  # of the products
     keys: Tensor | None  # [tokens] int64; None: nothing is dropped
     keep: float  # the share that is kept
+    recompute: bool  # a layer's activations in backward, instead of keeping them
 
     @property
     def columns(self) -> tuple[int, int, int, int]:
@@ -96,8 +100,12 @@ def run_layers(x: Tensor, layers: Sequence[LayerParameters], options: LayerOptio
         copies = _cast_weights(layers, options.dtype)
         for number, (layer, copied) in enumerate(zip(layers, copies, strict=True)):
             own = layer[:7] + layer[8:]
-            x, product = _Layer.apply(  # type: ignore[no-untyped-call]
-                x, product, bias, *own, copied, options, number
+            inputs = x, product, bias, *own, copied, options, number
+            # dropout is a function of keys: there is no generator state to keep
+            x, product = (
+                checkpoint(_Layer.apply, *inputs, use_reentrant=False, preserve_rng_state=False)
+                if options.recompute
+                else _Layer.apply(*inputs)  # type: ignore[no-untyped-call]
             )
             bias = layer.output_bias
         out: Tensor = _AddProduct.apply(x, product, bias)  # type: ignore[no-untyped-call]
@@ -125,17 +133,26 @@ def _choose_shape(launch: RowLaunch, width: int) -> dict[str, int]:
     return shape | {"num_warps": 2 * shape["num_warps"]} if width >= WIDE else shape
 
 
-class _Sums:
-    """Partial sums over the tokens, for the gradients of vectors: [parts, columns] float32."""
+@cache
+def _choose_silu_shape(widths: tuple[int, ...]) -> dict[str, int]:
+    """R tokens, C columns of one of the pieces."""
+    columns = min(SILU_COLUMNS, round_up_to_power_of_two(max(widths)))
+    return {"R": SILU_ELEMENTS // columns, "C": columns, "num_warps": 4}
 
-    def __init__(self, tokens: int, device: torch.device, **widths: int) -> None:
+
+class _Sums:
+    """Partial sums over the tokens, for the gradients of vectors: [parts, columns] float32. A part
+    has a multiple of `least` tokens."""
+
+    def __init__(self, tokens: int, device: torch.device, least: int, **widths: int) -> None:
         self.widths = widths
         self.tokens = tokens
         self.places: dict[str, int] = {}
         end = 0
         for name, width in widths.items():
             self.places[name], end = end, end + width
-        rows = max(SILU_ROWS, *(_choose_shape(BACKWARD, w)["R"] for w in widths.values()))
+        # a multiple of what any kernel takes at a time, all of them powers of two
+        rows = max(least, *(_choose_shape(BACKWARD, width)["R"] for width in widths.values()))
         self.rows = count_blocks(count_blocks(tokens, MOST_PARTS), rows) * rows  # of a part
         self.count = count_blocks(tokens, self.rows)
         self.parts = torch.empty(self.count, end, dtype=torch.float32, device=device)
@@ -201,11 +218,11 @@ class _Layer(torch.autograd.Function):
         )  # fmt: skip
         projected = torch.addmm(copied[1], normal, copied[0].t())
         active = _empty((tokens, total - gated_width), dtype, x)
+        silu = _choose_silu_shape(columns[1:])
         launch_kernel(
             silu_kernel,
-            (count_blocks(tokens, SILU_ROWS), count_blocks(total - gated_width, SILU_COLUMNS)),
-            projected, active, tokens, FIRST=gated_width, TOTAL=total,
-            R=SILU_ROWS, C=SILU_COLUMNS, num_warps=4,
+            (count_blocks(tokens, silu["R"]), count_blocks(total - gated_width, silu["C"])),
+            projected, active, tokens, FIRST=gated_width, TOTAL=total, **silu,
         )  # fmt: skip
         biases = position_bias, time_bias
         attended = attend(*_split_heads(active, options), biases, *options.attention)
@@ -214,7 +231,8 @@ class _Layer(torch.autograd.Function):
         launch_kernel(
             gate_kernel, (count_blocks(tokens, shape["R"]),),
             attended, projected, options.keys, gate_weight, gate_bias, gated,
-            gate_means, gate_inverses, tokens, options.eps, **_choose_draws(options, number), TOTAL=total, **shape,
+            gate_means, gate_inverses, tokens, options.eps, **_choose_draws(options, number),
+            TOTAL=total, **shape,
         )  # fmt: skip
         product = torch.mm(gated, copied[2].t())
         ctx.save_for_backward(
@@ -242,9 +260,10 @@ class _Layer(torch.autograd.Function):
         gated_width, total = columns[0], sum(columns)
         above, grad = above.contiguous(), grad.contiguous()
         with use_device(x.device):
+            silu = _choose_silu_shape(columns[1:])
             sums = _Sums(
-                tokens, x.device,
-                input_weight=width, input_bias=width, added_bias=width if ctx.added else 0,
+                tokens, x.device, silu["R"],
+                input_weight=width, input_bias=width, added_bias=width,
                 projection_bias=total, gate_weight=gated_width, gate_bias=gated_width,
             )  # fmt: skip
             grad_output = _multiply(grad.t(), gated, ctx.dtypes[2])
@@ -265,13 +284,13 @@ class _Layer(torch.autograd.Function):
                 grad_attended, *_split_heads(active, options), tuple(biases), *options.attention,
                 need_biases=any(ctx.needs_input_grad[10:12]),
             )  # fmt: skip
-            blocks = sum(count_blocks(size, SILU_COLUMNS) for size in columns[1:])
+            blocks = sum(count_blocks(size, silu["C"]) for size in columns[1:])
             launch_kernel(
                 silu_backward_kernel, (sums.count, blocks),
                 grad_v, grad_q, grad_k, projected, grad_projected, sums.parts,
-                tokens, sums.rows // SILU_ROWS, **sums.place(AT="projection_bias"),
+                tokens, sums.rows // silu["R"], **sums.place(AT="projection_bias"),
                 FIRST=gated_width, FIRST_WIDTH=columns[1], SECOND_WIDTH=columns[2],
-                THIRD_WIDTH=columns[3], R=SILU_ROWS, C=SILU_COLUMNS, num_warps=4,
+                THIRD_WIDTH=columns[3], **silu,
             )  # fmt: skip
             grad_projection = _multiply(grad_projected.t(), normal, ctx.dtypes[0])
             grad_normal = torch.mm(grad_projected, projection)
@@ -326,7 +345,7 @@ class _AddProduct(torch.autograd.Function):
 
         above, (tokens, width) = above.contiguous(), above.shape
         with use_device(above.device):
-            sums = _Sums(tokens, above.device, added_bias=width)
+            sums = _Sums(tokens, above.device, 1, added_bias=width)
             grad_added = None if ctx.added == above.dtype else _empty(above.shape, ctx.added, above)
             shape = _choose_shape(BACKWARD, width)
             launch_kernel(

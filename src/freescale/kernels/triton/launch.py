@@ -17,7 +17,7 @@ LIMIT = 2**31  # of integers that Triton passes in 32 bits
 
 def require_gpu(device: torch.device, instead: str) -> None:
     """Refuses tensors that the kernels cannot read; `instead` names the reference to use."""
-    if device.type != "cuda" and not is_interpreted() and not _recordings:
+    if device.type != "cuda" and not is_interpreted() and not is_recording():
         raise ValueError(f"the Triton kernels need tensors on a GPU, not {device}; use {instead}")
 
 
@@ -103,6 +103,11 @@ def record_launches() -> Iterator[list[Launch]]:
         _recordings.remove(recording)
 
 
+def is_recording() -> bool:
+    """Whether launches are recorded instead of made: tensors may then be anywhere."""
+    return bool(_recordings)
+
+
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
     """`kernel[grid](*arguments, **named)` at a fraction of its cost.
 
@@ -110,10 +115,19 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: 
     combination of constants, dtypes and alignments, and hands it the pointers. Tensors that are
     read by blocks come as `Block`. All arguments lie on the current device.
     """
+    _find_launcher(kernel)(grid, arguments, named)
+
+
+def prepare_launch(launch: Launch) -> None:
+    """Compiles or loads what a recorded launch needs, on the current device."""
+    _find_launcher(launch.kernel).prepare(launch.values, launch.options)
+
+
+def _find_launcher(kernel: Any) -> _Launcher:
     launcher = _launchers.get(id(kernel))
     if launcher is None:
         launcher = _launchers[id(kernel)] = _Launcher(kernel)
-    launcher(grid, arguments, named)
+    return launcher
 
 
 class _Launcher:
@@ -124,7 +138,7 @@ class _Launcher:
         self.direct = not is_interpreted() and _can_run_compiled()
         self.names = tuple(kernel.arg_names)
         self.constant, self.free = (), ()
-        if self.direct or not is_interpreted():
+        if not is_interpreted():
             self.constant = tuple(parameter.is_constexpr for parameter in kernel.params)
             self.free = tuple(parameter.do_not_specialize for parameter in kernel.params)
 
@@ -151,8 +165,22 @@ class _Launcher:
     ) -> None:
         values, options = self._bind(arguments, named)
         device = torch.cuda.current_device()
+        key = self._build_key(device, values, options)
+        there = self.compiled.get(key)
+        if there is None:
+            self._keep(key, self._launch_by_triton(grid, arguments, named))
+            return
+        run, function, metadata = there
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        width, height, depth = (*grid, 1, 1)[:3]
+        run(width, height, depth, stream, function, metadata, None, None, None, *values)
+
+    def _build_key(
+        self, device: int, values: list[Any], options: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Differs wherever Triton compiles differently; it may differ in more. Tensors among the
+        values become their addresses."""
         key: list[Any] = [device, *options.items()]
-        # what Triton compiles differently has to differ in the key; it may differ in more
         for number, value in enumerate(values):
             if value is None or self.constant[number]:
                 key.append(value)
@@ -163,28 +191,33 @@ class _Launcher:
                 key.append((value.base.dtype, *value.block_shape))
             elif isinstance(value, float):
                 key.append(float)
-            else:  # an int, or a bool
-                key.append(
-                    (type(value), value if not self.free[number] else -LIMIT <= value < LIMIT)
-                )
-        there = self.compiled.get(tuple(key))
-        if there is None:
-            compiled = self._launch_by_triton(grid, arguments, named)
-            self.compiled[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata
-            return
-        run, function, metadata = there
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        width, height, depth = (*grid, 1, 1)[:3]
-        run(width, height, depth, stream, function, metadata, None, None, None, *values)
+            elif self.free[number]:  # an int
+                key.append(-LIMIT <= value < LIMIT)
+            else:
+                key.append((type(value), value))
+        return tuple(key)
+
+    def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
+        self.compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+
+    def prepare(self, values: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Compiles or loads what a launch with these needs, and launches nothing."""
+        compiled = self.kernel.run(*map(describe_block, values), grid=(1,), warmup=True, **options)
+        if self.direct:
+            _ = compiled.run  # loads it
+            self._keep(
+                self._build_key(torch.cuda.current_device(), list(values), options), compiled
+            )
 
     def _launch_by_triton(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
-        described = {name: _describe(value) for name, value in named.items()}
-        return self.kernel[grid](*map(_describe, arguments), **described)
+        described = {name: describe_block(value) for name, value in named.items()}
+        return self.kernel[grid](*map(describe_block, arguments), **described)
 
 
-def _describe(value: Any) -> Any:
+def describe_block(value: Any) -> Any:
+    """A `Block` as Triton knows it; any other value as it is."""
     if not isinstance(value, Block):
         return value
     from triton.tools.tensor_descriptor import TensorDescriptor
