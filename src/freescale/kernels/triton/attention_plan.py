@@ -23,6 +23,8 @@ from freescale.kernels.upload import upload
 MAX_BUCKETS = 4095
 BAND = 4096  # keys; see TilePlan.query_tiles
 MIN_WALK, MAX_PIECES = 32, 8  # see TilePlan.walks
+# a block of the table of pair biases: see TilePlan.pair_blocks
+PAIR_QUERIES, PAIR_KEYS = 128, 64
 
 
 class TileColumn(IntEnum):
@@ -32,6 +34,7 @@ class TileColumn(IntEnum):
     LENGTH = 1  # tokens of the sample
     HISTORY = 2  # tokens before its candidates
     ROW = 3  # the tile's first token in the sample
+    PAIRS = 4  # the sample's first block in the table of pair biases
 
 
 class SampleColumn(IntEnum):
@@ -53,6 +56,7 @@ class WalkColumn(IntEnum):
     SLOT = 4  # the row of the partial sums that the walk writes
     KEY = 5  # its first key in the sample
     STOP = 6  # the end of its keys
+    PAIRS = 7  # as in a table of tiles
 
 
 class PieceColumn(IntEnum):
@@ -108,7 +112,7 @@ class TilePlan:
         tiles: Tensor | None = self.kept.get((of, size))
         if tiles is None:
             table, _ = self._build_rows(size)
-            start, length, history, row = table.T
+            start, length, history, row, _ = table.T
             cost = (
                 np.minimum(row, history) + size
                 if of == "queries"
@@ -154,15 +158,16 @@ class TilePlan:
                 slot,
                 key,
                 np.minimum(key + span[of] * size, self.host[of]),
+                self._find_first_blocks()[of],
             ]
             walks = np.column_stack(columns)
             history = walks[:, WalkColumn.HISTORY]
             cost = np.maximum(np.minimum(walks[:, WalkColumn.STOP], history - diagonal) - key, 0)
             cost *= np.where(diagonal <= size, 4, 1)  # short times fall in many buckets
             if self.candidate_counts is not None:
-                _, length, history, row = table.T
+                _, length, history, row, pairs = table.T
                 column = np.column_stack(
-                    [table, np.arange(len(table)), row, np.full(len(table), -1)]
+                    [table[:, :4], np.arange(len(table)), row, np.full(len(table), -1), pairs]
                 )
                 several = np.where(row < history, length - history, size) * (length > history)
                 walks, cost = np.concatenate([walks, column]), np.concatenate([cost, several])
@@ -192,9 +197,24 @@ class TilePlan:
         first = np.cumsum(per_sample) - per_sample
         row = (np.arange(len(sample)) - first[sample]) * size
         start = np.cumsum(self.host) - self.host
-        return np.column_stack(
-            [start[sample], self.host[sample], self.history[sample], row]
-        ), per_sample
+        pairs = self._find_first_blocks()
+        columns = [start[sample], self.host[sample], self.history[sample], row, pairs[sample]]
+        return np.column_stack(columns), per_sample
+
+    @property
+    def pair_blocks(self) -> int:
+        """Blocks of the table of pair biases: PAIR_QUERIES x PAIR_KEYS pairs each, of a query and
+        keys up to its block's last; by sample, query and key."""
+        return int(self._count_blocks().sum())
+
+    def _count_blocks(self) -> np.ndarray:
+        of_queries = -(-self.host // PAIR_QUERIES)
+        return np.asarray(of_queries * (of_queries + 1))
+
+    def _find_first_blocks(self) -> np.ndarray:
+        """[samples]: where each begins. Only tables within reach of 32 bits are ever made."""
+        blocks = self._count_blocks()
+        return np.asarray(np.minimum(np.cumsum(blocks) - blocks, 2**31 - 1))
 
     def _upload(self, table: np.ndarray) -> Tensor:
         return upload(table.astype(np.int32), self.lengths.device)
