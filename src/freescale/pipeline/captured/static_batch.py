@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import Jagged, SequenceBatch
+from freescale.kernels.triton.static_plan import StaticPlans
 from freescale.pipeline.captured.sizes import StaticSize, pad_lengths
 
 WEIGHTS = "target_weights"  # of the tokens: those of filling samples are 0
@@ -29,7 +30,7 @@ def can_pad(batch: SequenceBatch) -> bool:
 class StaticBatch:
     """The batch that a model sees in place of batches of one size.
 
-    Values of filling samples are whatever an earlier batch had in their place; their weight is 0.
+    Filling samples have values of -1, which as ids name no row, and a weight of 0.
     """
 
     def __init__(self, size: StaticSize, like: SequenceBatch) -> None:
@@ -41,13 +42,20 @@ class StaticBatch:
         if device.type == "cuda":
             self._staging = self._staging.pin_memory()
         self._staged = torch.zeros(size.samples + 1, dtype=torch.int64, device=device)
-        self._free = torch.cuda.Event() if device.type == "cuda" else None
+        self._free: torch.cuda.Event | None = None  # of the last copy out of `_staging`
+        if device.type == "cuda":
+            self._free = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.host_lengths = torch.zeros(size.samples, dtype=torch.int64)
+        self._plans = StaticPlans()
         # one object, which `fill` changes: the model reads the sizes from it
-        self._host = Jagged(torch.zeros(size.tokens, dtype=torch.int8), self.host_lengths)
+        self._host = Jagged(
+            torch.zeros(size.tokens, dtype=torch.int8), self.host_lengths, plans=self._plans
+        )
 
         def widen(values: Tensor, count: int) -> Tensor:
-            return torch.zeros(count, *values.shape[1:], dtype=values.dtype, device=device)
+            # ids of -1 name no row
+            shape = count, *values.shape[1:]
+            return torch.full(shape, -1, dtype=values.dtype, device=device)
 
         sequences = {
             name: Jagged(widen(part.values, size.tokens), self._lengths, self._host)
@@ -80,10 +88,12 @@ class StaticBatch:
         if self._free is not None:
             self._free.record()
         self._lengths.copy_(self._staged[:-1])
+        self._plans.refill(padded.numpy())
         into: list[Tensor] = []
         source: list[Tensor] = []
         own = self.batch.sequences
         for name, part in batch.sequences.items():
+            own[name].values[tokens:].fill_(-1)
             into.append(own[name].values[:tokens])
             source.append(part.values)
         for name, column in batch.dense.items():
