@@ -114,10 +114,13 @@ def describe_run(trainer: Trainer) -> list[str]:
         about = f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)"
     if settings.dense_sums == "partitioned":
         about = " (their gradients are summed by partitions, over the transport)"
+    drawn = (
+        f"; {data.negatives} negatives per {data.negatives_per}" if data.task == "retrieval" else ""
+    )
     return [
         f"{data.num_samples:,} users, {data.num_items:,} items; {transport.world} ranks on "
         f"{transport.device.type}, global batch {data.global_batch}, schedule "
-        f"{settings.schedule}, balance {settings.balance}",
+        f"{settings.schedule}, balance {settings.balance}{drawn}",
         f"{parameters:,} dense parameters{about}; {transport.about}",
         *trainer.model.tables.describe(),
     ]
