@@ -126,7 +126,7 @@ CASES = {
 
 def shrink():
     """Makes the tiles small, so that small cases have several of everything."""
-    triton.NARROW = triton.FLOAT32 = triton.SoftmaxLaunch(16, 16, 16, 16, 32)
+    triton.NARROW = triton.FLOAT32 = triton.SoftmaxLaunch(16, 16, 16, 16, 32, (4, 4, 4))
     triton.SAMPLE_BLOCK, triton.ENTRY_CHUNK, triton.SEARCH_BLOCK = 4, 16, 8
     triton.POSITION_ELEMENTS, triton.ENTRY_ELEMENTS = 1024, 512
     triton.SHORTEST_CHUNK = triton.LONGEST_CHUNK = 16

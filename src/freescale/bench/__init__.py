@@ -17,5 +17,6 @@ BENCHMARKS = {
     "short": "Step time and HR@10 where histories have a few events, before and now.",
     "memory": "Peak memory of a rank with a large sharded table.",
     "simulate": "The simulator against measured runs, and to 4,096 GPUs.",
+    "train": "What freescale train makes of one GPU, shape by shape.",
     "workload": "Padding, straggler % and collisions of generated workloads.",
 }

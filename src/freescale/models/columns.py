@@ -109,14 +109,20 @@ def locate_rows(table: nn.Module, *ids: Tensor) -> tuple[Tensor, list[Tensor]]:
         assert all(rows is found[0][0] for rows, _ in found), "a table has one tensor of rows"
         return found[0][0], [index for _, index in found]
     gathered = [table(part) for part in ids]
-    flat = torch.cat([part.reshape(-1) for part in ids])
-    unique, inverse = torch.unique(flat, return_inverse=True)
-    # one row stands for all of its id
-    places = torch.arange(flat.numel(), device=flat.device)
-    first = torch.full_like(unique, flat.numel()).scatter_reduce_(0, inverse, places, "amin")
-    parts = torch.split(first[inverse], [part.numel() for part in ids])
     rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in gathered])
+    parts = torch.split(
+        _find_first(torch.cat([part.reshape(-1) for part in ids])), [part.numel() for part in ids]
+    )
     return rows, [index.view(part.shape) for index, part in zip(parts, ids, strict=True)]
+
+
+def _find_first(ids: Tensor) -> Tensor:
+    """ids [n] -> [n]: the first place of each one's id, without a read of the device."""
+    ordered, order = ids.sort(stable=True)
+    places = torch.arange(ids.numel(), device=ids.device)
+    begins = torch.where(ordered == ordered.roll(1), 0, places)  # where a run of equal ids begins
+    begins[:1] = 0
+    return torch.empty_like(places).index_copy(0, order, order[begins.cummax(0).values])
 
 
 def _is_plain(table: nn.Embedding) -> bool:

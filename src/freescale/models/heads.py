@@ -177,11 +177,11 @@ class Retrieval(_SequenceHead):
         Returns:
             [samples, width]: the last output of each history; zero without a history.
         """
-        outputs = self._normalize_rows(self.encode_history(batch, memory))
+        outputs = self.encode_history(batch, memory)
         history = batch.sequences["history"]
         if not outputs.shape[0]:
-            return outputs.new_zeros(len(history), outputs.shape[1])
-        last = outputs[(history.offsets[1:] - 1).clamp(min=0)]
+            return to_at_least_float32(outputs.new_zeros(len(history), outputs.shape[1]))
+        last = self._normalize_rows(outputs[(history.offsets[1:] - 1).clamp(min=0)])
         return last.masked_fill((history.lengths == 0)[:, None], 0)
 
     def encode_items(self, rows: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,11 +40,12 @@ class SoftmaxLaunch:
     columns: int  # W of one turn of the loop over the width, at most
     sum_negatives: int  # N in the kernel of the negatives' gradients, at most
     sum_columns: int  # V of its sums, at most
+    warps: tuple[int, int, int]  # forward, gradients of outputs, of negatives
 
 
-NARROW = SoftmaxLaunch(64, 128, 64, 64, 256)
+NARROW = SoftmaxLaunch(64, 128, 64, 64, 256, (4, 8, 8))
 # float32 operands are split in three bfloat16 each, which takes registers
-FLOAT32 = SoftmaxLaunch(64, 64, 32, 64, 64)
+FLOAT32 = SoftmaxLaunch(64, 128, 32, 64, 64, (8, 8, 8))
 SAMPLE_BLOCK = 256  # lengths that are added up at a time to find a sample
 POSITION_ELEMENTS = 4096  # of a tile of gathered rows
 ENTRY_ELEMENTS, ENTRY_CHUNK = 2048, 128
@@ -131,10 +133,10 @@ class _Call:
         self.dtype, self.launch = dtype, NARROW if self.narrow else FLOAT32
         self.tokens = targets.numel()
         # of each sample; one that holds all tokens where negatives are shared
-        self.host_lengths = [self.tokens] if negatives.per == "batch" else []
+        self.host_lengths = np.array([self.tokens])
         if negatives.per == "sample":
             assert host_lengths is not None
-            self.host_lengths = host_lengths.tolist()
+            self.host_lengths = host_lengths.numpy()
 
     # ---- sizes
 
@@ -148,7 +150,7 @@ class _Call:
         fewer = {"N": min(most, round_up_to_power_of_two(count)), "K": count}
         return columns | fewer | {"NORMALIZE": self.normalize}
 
-    def _describe_products(self, width: int, most_negatives: int) -> dict[str, Any]:
+    def _describe_products(self, width: int, most_negatives: int, warps: int) -> dict[str, Any]:
         import triton.language as tl
 
         def fit(size: int, most: int) -> int:  # tensor cores take no less than 16
@@ -167,13 +169,13 @@ class _Call:
             "BLOCK": SAMPLE_BLOCK,
             "DTYPE": kinds[self.dtype],
             "PRECISION": FLOAT32_PRECISION if exact else "ieee",  # of float32 operands alone
-            "num_warps": 4,
+            "num_warps": warps,
         }
 
     def _count_tiles(self) -> tuple[int, int]:
         """(programs, tiles of the longest sample): every sample has as many programs, and those
         behind its end do nothing."""
-        tiles = max(1, count_blocks(max(self.host_lengths, default=0), self.launch.tokens))
+        tiles = count_blocks(int(self.host_lengths.max()), self.launch.tokens)
         return len(self.host_lengths) * tiles, tiles
 
     # ---- launches
@@ -195,7 +197,7 @@ class _Call:
             programs, tiles = self._count_tiles()
             kernels.forward_kernel[(programs,)](
                 *inputs, self.lengths, losses, kept, self.tokens, tiles, self.inverse_temperature,
-                **self._describe_products(width, self.launch.negatives),
+                **self._describe_products(width, self.launch.negatives, self.launch.warps[0]),
             )  # fmt: skip
         return losses, kept
 
@@ -240,14 +242,15 @@ class _Call:
         )
 
         count, (tokens, width), device = self.negatives.count, grad_outputs.shape, kept.device
-        shape = self._describe_products(width, self.launch.negatives)
-        sums_shape = self._describe_products(width, self.launch.sum_negatives)
-        columns = max(16, min(self.launch.sum_columns, round_up_to_power_of_two(width)))
-        sums_shape |= {"V": columns, "num_warps": 8 if columns > 128 else 4}
+        launch = self.launch
+        shape = self._describe_products(width, launch.negatives, launch.warps[1])
+        sums_shape = self._describe_products(width, launch.sum_negatives, launch.warps[2])
+        columns = max(16, min(launch.sum_columns, round_up_to_power_of_two(width)))
+        sums_shape["V"] = columns
         parts = count_blocks(count, sums_shape["N"]) * count_blocks(width, columns)
         chunk = choose_chunk(tokens, parts)
-        chunks = [count_blocks(length, chunk) for length in self.host_lengths]
-        entries = tokens + sum(chunks) * count
+        chunks = -(-self.host_lengths // chunk)  # of each sample
+        entries = tokens + int(chunks.sum()) * count
         _check_entries(entries)
         keys = torch.empty(entries, dtype=torch.int32, device=device)
         coefficients = torch.empty(tokens, dtype=torch.float32, device=device)
@@ -260,7 +263,7 @@ class _Call:
             *inputs, self.lengths, kept, grad_outputs, partial, coefficients, keys, tokens, tiles,
             self.inverse_temperature, **shape,
         )  # fmt: skip
-        most = max(chunks)
+        most = int(chunks.max())
         negatives_kernel[(len(chunks) * most, parts)](
             *inputs, self.lengths, kept, sums, keys, tokens, most, chunk,
             self.inverse_temperature, **sums_shape,
