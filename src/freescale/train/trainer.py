@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,10 @@ class Trainer:
         )
         self._run_folder = RunFolder(Path(folder) if folder else None, resume, transport)
         self.data = load_histories(config, self._histories, transport)
+        # as it was chosen: the run's config.json keeps it, and a resumed run repeats it
+        self.config = config = replace(
+            config, data=replace(config.data, negatives_per=self.data.negatives_per)
+        )
         self.total = min(len(self.data), settings.steps or len(self.data))  # steps
         self.model = build_model(config, self.data, transport)
         self.optimizer = build_optimizer(config, self.model)
