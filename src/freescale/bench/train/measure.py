@@ -94,7 +94,6 @@ def build_config(shape: Shape, file: Path, cache: Path, device: str, steps: int)
             epochs=10_000,
             steps=steps,
             device=device,
-            precision="bf16" if device == "cuda" else "fp32",
             profile_steps=0,  # `_Watch` profiles
         ),
     )

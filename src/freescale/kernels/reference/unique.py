@@ -53,8 +53,8 @@ def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]
     return marks[: current.numel()], marks[current.numel() :]
 
 
-# Up to this many numbers on the host, numpy is faster than torch: a call of torch costs several times
-# as much, and lets another thread have the interpreter in between.
+# Up to this many numbers on the host, numpy is faster than torch: a call of torch costs several
+# times as much, and lets another thread have the interpreter in between.
 _FEW = 1 << 13
 
 
