@@ -3,14 +3,14 @@ business."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from freescale.config import RunConfig
-from freescale.data.workers import choose_workers, read_ahead
+from freescale.data.workers import read_ahead
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
@@ -18,6 +18,7 @@ from freescale.train.build import (
     build_model,
     build_optimizer,
     build_pipeline,
+    count_workers,
     evaluate_part,
     load_histories,
     prepare_data,
@@ -85,6 +86,10 @@ class Trainer:
         )
         self._run_folder = RunFolder(Path(folder) if folder else None, resume, transport)
         self.data = load_histories(config, self._histories, transport)
+        # as it was chosen: the run's config.json keeps it, and a resumed run repeats it
+        self.config = config = replace(
+            config, data=replace(config.data, negatives_per=self.data.negatives_per)
+        )
         self.total = min(len(self.data), settings.steps or len(self.data))  # steps
         self.model = build_model(config, self.data, transport)
         self.optimizer = build_optimizer(config, self.model)
@@ -229,7 +234,8 @@ class Trainer:
         settings = self.config.train
         clock, seen, supervised = time.perf_counter(), 0, 0.0
         on_gpu = self.transport.device.type == "cuda"
-        with read_ahead(self.data, self._count_workers(), pin=on_gpu) as batches:
+        workers = count_workers(self.config, self.transport.device.type)
+        with read_ahead(self.data, workers, pin=on_gpu) as batches:
             for last in self.pipeline.run(self._callbacks.guard(batches)):
                 self._number = last.batch_number
                 signals.note_step()
@@ -253,13 +259,6 @@ class Trainer:
                 yield last
                 if ended:
                     break
-
-    def _count_workers(self) -> int:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return choose_workers(
-            self.config.data.workers, self.transport.device.type, cores, max(1, ranks)
-        )
 
     @property
     def _ends_epoch(self) -> bool:
