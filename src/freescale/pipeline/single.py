@@ -107,7 +107,7 @@ class Single(Schedule):
         if current.copied is not None:
             stream = current_stream(self.transport.device)
             stream.wait_event(current.copied)
-            for tensor in batch.tensors():
+            for tensor in batch.tensors() if batch.packed is None else (batch.packed,):
                 tensor.record_stream(stream)
         if not self.tables.placed:
             self.tables.place(batch)
