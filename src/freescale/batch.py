@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freescale.packed import Packed
 from freescale.sequences import HostSizes, Jagged, Nested, compute_offsets, concat_ranges
 
 __all__ = [
@@ -46,6 +47,8 @@ class SequenceBatch:
     keys: Tensor | None = None  # [samples] int64
     number: int = 0  # of the global batch, counted from the start of the run
     shared: Mapping[str, Tensor] = field(default_factory=dict)  # each [any, ...]
+    # the buffer that all tensors are views of, if there is one
+    packing: Packed | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         sizes = {name: len(part) for name, part in self.parts().items()}
@@ -84,6 +87,7 @@ class SequenceBatch:
             dense=columns["d"],
             weights=columns["w"],
             keys=columns["k"].get(""),
+            packing=None,
         )
 
     def __len__(self) -> int:
@@ -186,11 +190,15 @@ class SequenceBatch:
     def _with_shared(self, tensors: Sequence[Tensor]) -> SequenceBatch:
         if not self.shared:
             return self
-        return replace(self, shared=dict(zip(sorted(self.shared), tensors, strict=True)))
+        shared = dict(zip(sorted(self.shared), tensors, strict=True))
+        return replace(self, shared=shared, packing=None)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceBatch:
         """Its features remember what they were on the CPU: nobody has to read their sizes from the
-        device."""
+        device. A packed batch is one copy."""
+        device = torch.device(device)
+        if self.packing is not None and device.type != "cpu":
+            return self.with_packing(self.packing.to(device, non_blocking), moved=True)
         moved = self.with_parts(
             {n: p.to(device, non_blocking=non_blocking) for n, p in self.parts().items()}
         )
@@ -198,8 +206,20 @@ class SequenceBatch:
             [tensor.to(device, non_blocking=non_blocking) for tensor in self.list_shared()]
         )
 
+    @property
+    def packed(self) -> Tensor | None:
+        """The buffer ([bytes] uint8) that all tensors are views of; None if there is none."""
+        return None if self.packing is None else self.packing.buffer
+
+    def pack(self, pin: bool = False) -> SequenceBatch:
+        """The same batch, on the host, with all tensors in one buffer."""
+        if self.packing is not None and (not pin or self.packing.buffer.is_pinned()):
+            return self
+        return self.with_packing(Packed.of(self.tensors(), pin))
+
     def pin_memory(self) -> SequenceBatch:
-        return self.map(lambda t: t.pin_memory())
+        """Packed in memory that a GPU reads by itself."""
+        return self.pack(pin=True)
 
     def tensors(self) -> list[Tensor]:
         """Flat list of all tensors, sizes before what they size; the shared ones last."""
@@ -227,6 +247,25 @@ class SequenceBatch:
                 counts, lengths = next(queue), next(queue)
                 parts[name] = Nested(next(queue), lengths, counts)
         return self.with_parts(parts)._with_shared(list(queue))
+
+    def with_packing(self, packing: Packed, moved: bool = False) -> SequenceBatch:
+        """This batch with the same values in a buffer, which is on another device if they
+        `moved`."""
+        queue = iter(packing.tensors())
+        parts: dict[str, Jagged | Nested | Tensor] = {}
+        for name, part in self.parts().items():
+            if isinstance(part, Tensor):
+                parts[name] = next(queue)
+            elif isinstance(part, Jagged):
+                host = part if moved and part.lengths.device.type == "cpu" else part.host
+                lengths = next(queue)
+                parts[name] = Jagged(next(queue), lengths, host, part.span)
+            else:
+                nested = part if moved and part.counts.device.type == "cpu" else part.host
+                counts, lengths = next(queue), next(queue)
+                parts[name] = Nested(next(queue), lengths, counts, nested)
+        shared = dict(zip(sorted(self.shared), queue, strict=True))
+        return replace(self.with_parts(parts), shared=shared, packing=packing)
 
 
 def check_is_batch(batch: object) -> SequenceBatch:

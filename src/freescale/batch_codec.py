@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ _FOREIGN = {
     torch.float8_e5m2: torch.uint8,
 }
 _SHARED = "Shared"  # kind of a feature in a schema
+# values of a sample, on average: from here on they are copied range by range, straight into the
+# message; by index, which is faster for short ones, they are copied twice
+_LONG = 256
 _ALIGNMENT = 8  # bytes: every tensor starts at a multiple, so that it can be viewed in its dtype
 
 
@@ -53,12 +57,15 @@ def pack(
             if last == first:
                 continue
             sizes[part, number] = last - first
-            piece = rows[first:last].reshape(-1).view(np.uint8)  # rows are contiguous
-            pieces.append(piece)
-            padding = -piece.size % _ALIGNMENT
+            # rows are a fresh copy, or the batch's own: contiguous
+            found = rows.of_part(part) if isinstance(rows, _Ranges) else [rows[first:last]]
+            found = [piece.reshape(-1).view(np.uint8) for piece in found]
+            pieces += found
+            size = sum(piece.size for piece in found)
+            padding = -size % _ALIGNMENT
             if padding:
                 pieces.append(np.zeros(padding, np.uint8))
-            bytes_of_part[part] += piece.size + padding
+            bytes_of_part[part] += size + padding
     joined = np.concatenate(pieces) if pieces else np.zeros(0, np.uint8)
     return torch.from_numpy(joined), sizes, bytes_of_part
 
@@ -151,16 +158,34 @@ def _view_as_numpy(tensor: Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
+@dataclass(frozen=True)
+class _Ranges:
+    """Values of samples, not copied yet: those of sample i are values[begins[i]:ends[i]]."""
+
+    values: np.ndarray
+    begins: list[int]
+    ends: list[int]
+    edges: list[int]  # of the parts, in samples
+
+    def of_part(self, part: int) -> list[np.ndarray]:
+        samples = range(self.edges[part], self.edges[part + 1])
+        return [self.values[self.begins[i] : self.ends[i]] for i in samples]
+
+
 def _select_rows(
     part: Jagged | Nested | Tensor, order: np.ndarray, edges: np.ndarray
-) -> list[tuple[np.ndarray, np.ndarray]]:
+) -> list[tuple[np.ndarray | _Ranges, np.ndarray]]:
     """The tensors of a column for the samples at `order`, each with its own edges of the parts."""
     if isinstance(part, Tensor):
         return [(_view_as_numpy(part)[order], edges)]
     if isinstance(part, Jagged):
-        lengths = part.lengths.numpy()
+        values, lengths = _view_as_numpy(part.values), part.lengths.numpy()
+        if values.shape[0] >= _LONG * max(1, len(order)):
+            chosen, last = lengths[order], np.cumsum(lengths)[order]
+            ranges = _Ranges(values, (last - chosen).tolist(), last.tolist(), edges.tolist())
+            return [(chosen, edges), (ranges, np.concatenate([[0], np.cumsum(chosen)])[edges])]
         index, chosen, ends = _select_ranges(lengths, order)
-        return [(chosen, edges), (_view_as_numpy(part.values)[index], ends[edges])]
+        return [(chosen, edges), (values[index], ends[edges])]
     index, counts, ends = _select_ranges(part.counts.numpy(), order)
     inner, lengths, inner_ends = _select_ranges(part.lengths.numpy(), index)
     return [

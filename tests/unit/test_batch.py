@@ -98,3 +98,35 @@ def test_what_the_batch_shares_stays_whole():
         SequenceBatch(shared={"one": torch.tensor(1)})
     with pytest.raises(ValueError, match="several devices"):
         check_is_batch(SequenceBatch(batch.sequences, shared=batch.to("meta").shared))
+
+
+@settings(deadline=None)
+@given(samples)
+def test_a_packed_batch_is_the_batch(items):
+    """One aligned buffer; what moves, or is packed again, is views of one buffer too."""
+    batch = build_batch(items)
+    packed = batch.pack()
+    assert list_samples(packed) == items and packed.number == batch.number
+    assert packed.packed is not None and packed.pack() is packed
+    start, end = packed.packed.data_ptr(), packed.packed.data_ptr() + packed.packed.numel()
+    for tensor, other in zip(packed.tensors(), batch.tensors(), strict=True):
+        assert tensor.dtype == other.dtype and torch.equal(tensor, other)
+        assert not tensor.numel() or start <= tensor.data_ptr() < end
+        assert (tensor.data_ptr() - start) % 16 == 0 or not tensor.numel()
+    moved = packed.to("meta")
+    assert moved.packed is not None and moved.packed.shape == packed.packed.shape
+    assert [t.shape for t in moved.tensors()] == [t.shape for t in batch.tensors()]
+    assert moved.sequences["history"].host is packed.sequences["history"]
+    # what is taken out of it lies elsewhere
+    assert packed.slice(0, 0).packed is None and packed.map(torch.clone).packed is None
+
+
+def test_packing_keeps_what_columns_share():
+    lengths, values = torch.tensor([2, 1]), torch.tensor([5, 9, 3])
+    batch = SequenceBatch(
+        {"history": Jagged(values, lengths), "timestamps": Jagged(values + 1, lengths, span=4)}
+    )
+    for packed in (batch.pack(), batch.pack().to("meta")):
+        history, times = packed.sequences["history"], packed.sequences["timestamps"]
+        assert history.lengths is times.lengths and times.span == 4
+    assert packed.packed.numel() == 16 + 32 + 32

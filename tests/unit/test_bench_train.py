@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from freescale.bench.train.device_profile import measure_union
 from freescale.bench.train.flops import count_flops, count_flops_as_nvidia
 from freescale.bench.train.shapes import SHAPES
+from freescale.ledger.device_profile import measure_union
 
 
 def test_flops_are_those_of_the_products_one_by_one() -> None:

@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.batch import SequenceBatch
+from freescale.batch import Jagged, SequenceBatch
 from freescale.data import Histories, prefetch
-from freescale.random import derive
+from freescale.data.negatives import draw_negatives
+from freescale.random import derive, hash_name, integers
 
 USERS, GROUP = 53, 6  # 9 row groups, the last one short
 
@@ -253,6 +254,7 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
         rank=1,
         world=2,
         epochs=3,
+        kept_bytes=0,
     )
     reads: list[int] = []
     read = loader.file.read
@@ -263,6 +265,13 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
     assert max(held) <= 6
     assert len(reads) <= 3 * 24, len(reads)
     assert set(reads) == set(range(24))
+    # a file that fits in memory is read once
+    kept = Histories(tmp_path / "h.parquet", 12, shuffle_groups=4, epochs=3)
+    monkeypatch.setattr(
+        kept.file, "read", lambda group, columns: (reads.append(group), read(group, columns))[1]
+    )
+    reads.clear()
+    assert len(list(kept)) == 24 and sorted(reads) == list(range(24))
 
 
 def test_negatives_come_from_the_halo_or_from_everywhere(data):
@@ -311,6 +320,15 @@ def test_negatives_cover_sample_and_catalogue_evenly(tmp_path):
         assert int(everywhere.min()) > 250 and int(everywhere.max()) < 420
     again = Histories(path, 6, halo=3, epochs=2, **options)
     assert not torch.equal(again.batch(0).dense["negatives"], again.batch(1).dense["negatives"])
+
+
+@pytest.mark.parametrize("bound", [1, 54_542, (1 << 62) + 5])
+def test_uniform_negatives_are_integers_of_their_keys(bound):
+    keys, none = derive(3, torch.arange(5)), Jagged(torch.zeros(0), torch.zeros(0, dtype=int))
+    options = {"in_batch": 0, "halo": 0, "batch_size": 5}
+    drawn = draw_negatives(keys, none, count=9, num_items=bound, **options)
+    counters = hash_name("uniform negative"), torch.arange(9)
+    assert torch.equal(drawn, integers(derive(keys[:, None], *counters), bound))
 
 
 def test_negatives_of_positions_and_of_the_batch(data):
@@ -567,7 +585,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, one_thread):
         pool = pa.proxy_memory_pool(usual)
         pa.set_memory_pool(pool)
         try:
-            loader = Histories(tmp_path / "h.parquet", 64, negatives=2)
+            loader = Histories(tmp_path / "h.parquet", 64, negatives=2, kept_bytes=0)
             assert sum(len(batch) for batch in loader) == users
             assert len(loader._reader.groups) <= 10
             peaks.append(pool.max_memory())

@@ -8,6 +8,7 @@ then part of a checkpoint.
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,7 +162,7 @@ class Balancer:
     @property
     def error(self) -> float | None:
         """Median of `errors`; None before anything was measured."""
-        return float(np.median(self.errors)) if self.errors.size else None
+        return statistics.median(self.errors.tolist()) if self.errors.size else None
 
     def __repr__(self) -> str:
         name = getattr(self.partitioner, "__name__", type(self.partitioner).__name__)

@@ -8,6 +8,7 @@ the file, the options and n: to resume is to start at another n.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ class Histories:
         seed: Of the order and the negatives.
         shuffle: Whether an epoch has an order of its own.
         shuffle_groups: Row groups that are shuffled together.
+        kept_bytes: Of decoded row groups that stay in memory beyond those that are shuffled
+            together: what fits is read once.
         epochs: Of the run.
         start: First batch of the run to yield.
         num_items: Rows of the item table; by default the largest id plus 1.
@@ -107,6 +110,7 @@ class Histories:
         seed: int = TrainConfig.seed,
         shuffle: bool = DataConfig.shuffle,
         shuffle_groups: int = 8,
+        kept_bytes: int = 128 << 20,
         epochs: int = 1,
         start: int = 0,
         num_items: int | None = DataConfig.num_items,
@@ -123,6 +127,7 @@ class Histories:
             ("halo", halo, 0),
             ("candidates", candidates, 1),
             ("shuffle_groups", shuffle_groups, 1),
+            ("kept_bytes", kept_bytes, 0),
             ("epochs", epochs, 1),
         ):
             if value < least:
@@ -157,24 +162,39 @@ class Histories:
         self.seed = seed
         self.shuffle = shuffle
         self.shuffle_groups = shuffle_groups
+        self.kept_bytes = kept_bytes
         self.epochs = epochs
         self._check_tasks()
         present = self.file.columns
         self._columns = ("item_id", "timestamp", *(["action"] if "action" in present else []))
+        self._open_reader()
+        self._seek(start)
+
+    def _open_reader(self) -> None:
         starts = torch.from_numpy(self.file.starts)
-        self._order = EpochOrder(starts, seed=seed, shuffle=shuffle, window=shuffle_groups)
-        ranking = task == "ranking"
+        self._order = EpochOrder(
+            starts, seed=self.seed, shuffle=self.shuffle, window=self.shuffle_groups
+        )
+        ranking = self.task == "ranking"
         self._reader = WindowReader(
             self.file,
             self._order,
-            Split(split, split_time),
-            part,
+            Split(self.split, self.split_time),
+            self.part,
             tuple(dict.fromkeys([*self._columns, *(self.tasks if ranking else ())])),
-            max_length=max_length,
-            tail=candidates if ranking and part == "train" else 1,
-            kept_groups=shuffle_groups + 2,
+            max_length=self.max_length,
+            tail=self.candidates if ranking and self.part == "train" else 1,
+            kept_groups=self.shuffle_groups + 2,
+            kept_bytes=self.kept_bytes,
         )
-        self._seek(start)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process of its own: without what was read."""
+        return {k: v for k, v in vars(self).items() if k not in ("_order", "_reader")}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._open_reader()
 
     def _check_tasks(self) -> None:
         if self.task != "ranking":
@@ -190,7 +210,7 @@ class Histories:
         check_labels(self.file, self.tasks)
 
     def _seek(self, start: int) -> None:
-        total = self.epochs * self.batches_per_epoch
+        total = self.stop
         if not 0 <= start <= total:
             raise ValueError(
                 f"start is {start}; the run has {total} batches, so it must be in [0, {total}]"
@@ -221,12 +241,17 @@ class Histories:
             self.num_samples - number % self.batches_per_epoch * self.global_batch,
         )
 
+    @property
+    def stop(self) -> int:
+        """Behind the last batch of the last epoch."""
+        return self.epochs * self.batches_per_epoch
+
     def __len__(self) -> int:
         """How many batches an iteration yields: those from `start` to the end of the last epoch."""
-        return self.epochs * self.batches_per_epoch - self.start
+        return self.stop - self.start
 
     def __iter__(self) -> Iterator[SequenceBatch]:
-        for number in range(self.start, self.epochs * self.batches_per_epoch):
+        for number in range(self.start, self.stop):
             batch = self.batch(number)
             self.position = number + 1
             yield batch
@@ -275,11 +300,13 @@ class Histories:
         shared: dict[str, Tensor] = {}
         candidates: dict[str, Nested] = {}
         own_history, own_tail = history[:own], tail[:own]
-        before = concat_ranges(offsets[:own], own_history)
+        events = concat_ranges(offsets, history)  # of the histories
+        before = events[: int(own_history.sum())]
         sequences = {
             _NAMES[column]: Jagged(columns[column].values[before], own_history)
             for column in self._columns
         }
+        sequences["timestamps"] = _note_span(sequences["timestamps"])
         if self.task == "ranking":
             after = concat_ranges(offsets[:own] + own_history, own_tail)
             candidates["candidates"] = Nested(items.values[after], torch.ones_like(after), own_tail)
@@ -288,7 +315,7 @@ class Histories:
             sequences["labels"] = Jagged(torch.stack(labels, dim=1), own_tail)
             weights = {task: own_tail.to(torch.float32) for task in self.tasks}
         elif training:
-            targets = Jagged(items.values[concat_ranges(offsets + 1, history)], history)
+            targets = Jagged(items.values[events + 1], history)
             sequences["targets"] = targets.slice(0, own)
             weights = {"next_item": own_history.to(torch.float32)}
             negatives = self._draw_negatives(number, keys, targets, low, size)
@@ -345,6 +372,14 @@ class Histories:
             [num_items] int64.
         """
         return self._reader.count_items()
+
+
+def _note_span(times: Jagged) -> Jagged:
+    """The times of samples, each in order, with the longest between two of a sample."""
+    some = times.lengths > 0
+    first, last = times.offsets[:-1][some], times.offsets[1:][some] - 1
+    gaps = times.values[last] - times.values[first]
+    return replace(times, span=int(gaps.max()) if len(gaps) else 0)
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

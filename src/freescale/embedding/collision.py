@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.dispatch import collision_masks
-from freescale.kernels.reference.unique import group_by_tag
+from freescale.kernels.reference.unique import are_few, group_by_tag
 from freescale.kernels.upload import upload
 
 # (rows that the current batch requests, that the following one requests) -> (which of the current
@@ -66,6 +66,8 @@ def divide_rows(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
     A row is always in the same piece, whoever requests it, so a piece has all gradients of its
     rows. One sort divides all lists: beside the compute every kernel waits for its turn.
     """
+    if are_few(*(one.rows for one in lists)):
+        return _divide_few_rows(lists)
     device = lists[0].rows.device
     sizes = [one.rows.numel() for one in lists]
     edges = np.cumsum([0] + [one.bins for one in lists])
@@ -84,3 +86,16 @@ def divide_rows(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
     starts = np.cumsum([0] + sizes[:-1])
     parts = zip(torch.split(order, sizes), starts, strict=True)
     return [part - int(start) for part, start in parts], found
+
+
+def _divide_few_rows(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
+    """`divide_rows` on the host, list by list."""
+    positions, counts = [], []
+    for one in lists:
+        ranks = len(one.sizes)
+        tags = ((one.rows.numpy() & (one.pieces - 1)) + 1) * ranks
+        tags[one.marked.numpy()] = 0
+        tags += np.arange(ranks).repeat(one.sizes)
+        positions.append(torch.from_numpy(tags.argsort(kind="stable")))
+        counts.append(np.bincount(tags, minlength=one.bins))
+    return positions, torch.from_numpy(np.concatenate(counts))

@@ -13,14 +13,15 @@ counts as waiting.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
 from freescale.ledger.busy import LANE_WAITS, sum_busy
-from freescale.ledger.clock import make_clock
+from freescale.ledger.clock import Clock, make_clock
 from freescale.ledger.record import KINDS, CollectiveRecord, Span
 
 _KEPT = 1024  # finished steps that wait to be drained; without draining the last ones are kept
@@ -42,16 +43,47 @@ class Collective:
         # begin and end of the main thread's wait, if another thread waited
         self.window: tuple[Any, Any] | None = None
 
-    @contextmanager
-    def wait(self) -> Iterator[None]:
+    def wait(self) -> AbstractContextManager[None]:
         """Surrounds the blocking part. The collective is recorded in the step that waits for it,
         which may be a later one."""
-        self._ledger.record(self)
-        self.waited = self._clock.stamp()
-        try:
-            yield
-        finally:
-            self.done = self._clock.stamp()
+        return _Wait(self)
+
+
+# Spans and waits are classes: beside an exchange of a few rows, a generator's context manager and
+# a label that no profiler reads would be a good part of the work.
+
+
+class _Wait(AbstractContextManager[None]):
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+
+    def __enter__(self) -> None:
+        collective = self._collective
+        collective._ledger.record(collective)
+        collective.waited = collective._clock.stamp()
+
+    def __exit__(self, *error: object) -> None:
+        self._collective.done = self._collective._clock.stamp()
+
+
+class _Span(AbstractContextManager[None]):
+    def __init__(self, step: _Step | None, clock: Clock, name: str) -> None:
+        self._step, self._clock, self._name = step, clock, name
+        self._label: torch.profiler.record_function | None = None
+        self._begin: Any = None
+
+    def __enter__(self) -> None:
+        if torch_profiler._is_profiler_enabled:  # by any thread
+            self._label = torch.profiler.record_function(f"freescale/{self._name}")
+            self._label.__enter__()
+        if self._step is not None:
+            self._begin = self._clock.stamp()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._step is not None:
+            self._step.spans.append((self._name, self._begin, self._clock.stamp()))
+        if self._label is not None:
+            self._label.__exit__(*error)
 
 
 class _Step:
@@ -107,19 +139,9 @@ class Ledger:
         """Forgets a step that did not take place because the data had ended."""
         self._step = None
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str) -> AbstractContextManager[None]:
         """Times a stage of the step, and labels it in torch's profiler as `freescale/name`."""
-        step = self._step
-        with torch.profiler.record_function(f"freescale/{name}"):
-            if step is None:
-                yield
-                return
-            begin = self.clock.stamp()
-            try:
-                yield
-            finally:
-                step.spans.append((name, begin, self.clock.stamp()))
+        return _Span(self._step, self.clock, name)
 
     def begin_collective(self, kind: str, sent: int, received: int, path: str) -> Collective:
         """Stamps this rank's arrival at a collective.

@@ -40,6 +40,8 @@ def measure_time_span(*parts: Jagged) -> int | None:
     hosts = [part.host for part in parts if part.host is not None]
     if len(hosts) < len(parts):
         return None
+    if len(hosts) == 1 and hosts[0].span is not None:
+        return hosts[0].span
     ends = np.iinfo(np.int64)
     low, high = np.full(len(parts[0]), ends.max), np.full(len(parts[0]), ends.min)
     for host in hosts:

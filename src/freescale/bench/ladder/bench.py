@@ -42,11 +42,15 @@ PAPER = Workload(
     layers=1,
     steps=12,
 )
+# Histories of a few events, as shops have them: what a step costs beside its bytes and its compute.
+SHORT = replace(PAPER, rows=340_000, median_length=6, maximum_length=300)
+GENERATED = {"paper": PAPER, "short": SHORT}
 PARITY_STEPS = 24
 _EXPOSED = {
     "exposed_embedding_ms": "exposed communication of ids, rows and gradients",
     "exposed_all_ms": "all exposed communication, dense gradients, counts and samples included,",
 }
+_FASTER = {"paper": 1.8, "short": 1.5}  # asked of the full system, times SparseDist's samples/s
 Run = Callable[..., list[Any]]
 
 
@@ -105,9 +109,10 @@ def make_rows(
     return rows
 
 
-def make_claims(rows: list[Row], together: dict[str, Any]) -> list[Claim]:
+def make_claims(kind: str, rows: list[Row], together: dict[str, Any]) -> list[Claim]:
+    """Of a generated workload; of a file's histories nothing is asked."""
     by = {row["arm"]: row for row in rows}
-    if SPARSE_DIST not in by:
+    if SPARSE_DIST not in by or kind not in GENERATED:
         return []
     full, peer = by[FULL], by[SPARSE_DIST]
     below = {key: 100 * (1 - full[key]["median"] / peer[key]["median"]) for key in _EXPOSED}
@@ -116,7 +121,7 @@ def make_claims(rows: list[Row], together: dict[str, Any]) -> list[Claim]:
     first = max(together[name]["first_step_relative_loss_difference_to_serial"] for name in by)
     later = max(together[name]["largest_relative_loss_difference_to_serial"] for name in by)
     control = together[PERMUTED]["largest_relative_loss_difference_to_serial"]
-    return [
+    hidden = [
         *(
             claim(f"full system: {text} below TorchRec's", 90.0, below[key], "%", at_least=True)
             for key, text in _EXPOSED.items()
@@ -128,8 +133,15 @@ def make_claims(rows: list[Row], together: dict[str, Any]) -> list[Claim]:
             "times",
             at_least=True,
         ),
+    ]
+    return [
+        *(hidden if kind == "paper" else []),
         claim(
-            "full system: samples/s over TorchRec SparseDist's", 1.8, speed, "times", at_least=True
+            "full system: samples/s over TorchRec SparseDist's",
+            _FASTER[kind],
+            speed,
+            "times",
+            at_least=True,
         ),
         claim(
             "largest relative difference of the first step's loss to serial's",
@@ -149,21 +161,22 @@ def make_claims(rows: list[Row], together: dict[str, Any]) -> list[Claim]:
 
 
 def bench_ladder(kind: str, file: str | None, repetitions: int, to: Destination) -> None:
-    """`kind`: paper, or retail or own with a `file` of histories."""
-    workload = choose_workload(file)
+    """`kind`: paper or short, or retail or own with a `file` of histories."""
+    workload = choose_workload(kind, file)
     peers = [BASE, SPARSE_DIST] if has_torchrec() else []
     names = [*peers, *(name for name in OURS if name != PARTITIONED)]  # PARTITIONED: for GPUs
     with open_testbed() as (run, testbed):
         together = check_parity(run, workload, names)
         measured = run(measure, workload, names, repetitions, 3)
     rows = make_rows(measured, names, workload, together)
-    given = f" --workload {kind} --file {Path(file).name}" if file else ""
+    given = "" if kind == "paper" else f" --workload {kind}"
+    given += f" --file {Path(file).name}" if file else ""
     write(
         f"ladder-{kind}",
         testbed,
         f"freescale bench ladder{given} --repetitions {repetitions}",
         rows,
-        make_claims(rows, together) if kind == "paper" else [],
+        make_claims(kind, rows, together),
         ("torchrec", "fbgemm-gpu-cpu"),
         to=to,
         workload=describe(workload),
@@ -172,9 +185,9 @@ def bench_ladder(kind: str, file: str | None, repetitions: int, to: Destination)
     )
 
 
-def compare_short(file: str | None) -> None:
+def compare_short(kind: str, file: str | None) -> None:
     """Serial against the full system, few turns, no results kept."""
-    workload, names = choose_workload(file), [SERIAL, FULL]
+    workload, names = choose_workload(kind, file), [SERIAL, FULL]
     with open_testbed() as (run, _):
         measured = run(measure, workload, names, 4, 3)
     serial, full = (
@@ -201,10 +214,10 @@ def open_testbed() -> Iterator[tuple[Run, str]]:
     yield partial(run_pinned_ranks, WORLD), "loopback"
 
 
-def choose_workload(file: str | None) -> Workload:
-    """PAPER, or its shape with the histories of `file`."""
+def choose_workload(kind: str, file: str | None) -> Workload:
+    """A generated one, or PAPER's shape with the histories of `file`."""
     if file is None:
-        return PAPER
+        return GENERATED[kind]
     return replace(PAPER, collisions=None, file=file, rows=_count_items(file))
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from freescale.bench.common.results import Asked, Destination, make_claims, write
-from freescale.bench.train.compilations import watch_compilations
 from freescale.bench.train.measure import measure_shape
 from freescale.bench.train.shapes import SHAPES
+from freescale.ledger.compilations import watch_compilations
 from freescale.ledger.machine import get_gpu_name
 
 STEPS_OF_AN_EPOCH = 48  # of the MovieLens-like file, in batches of 128

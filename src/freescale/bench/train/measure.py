@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from freescale.bench.common.spread import spread
-from freescale.bench.train.device_profile import read_profile
 from freescale.bench.train.files import write_interactions
 from freescale.bench.train.flops import count_flops, count_flops_as_nvidia
 from freescale.bench.train.shapes import Shape
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from freescale.ledger.device_profile import read_profile
 from freescale.pipeline.step_result import StepResult
 from freescale.train.callbacks import Callback
 from freescale.train.trainer import Trainer
@@ -94,7 +94,7 @@ def build_config(shape: Shape, file: Path, cache: Path, device: str, steps: int)
             epochs=10_000,
             steps=steps,
             device=device,
-            precision="bf16" if device == "cuda" else "fp32",
+            profile_steps=0,  # `_Watch` profiles
         ),
     )
 

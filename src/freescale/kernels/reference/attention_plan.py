@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from freescale.batch import HostSizes
+from freescale.batch import HostSizes, compute_offsets
 from freescale.kernels.attention_checks import check_same_device, read_sizes
 from freescale.kernels.groups import Group, Groups
 
@@ -20,6 +20,9 @@ TILE_ROWS = 128  # queries at a time: fewer skip more of the upper triangle, in 
 # pairs of tokens whose time buckets and masks are kept for all layers of a step
 RELATION_BUDGET = 1 << 24
 BUCKET_WIDTH = 0.301
+# Scores (heads * tokens^2) up to which a whole batch is one tile, whose mask keeps samples apart:
+# for histories of a few events, moving them into groups takes longer than the scores that it saves.
+JOINED_BUDGET = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -86,20 +89,9 @@ class AttentionPlan:
     def _relate(
         self, group: Group, start: int, stop: int, positions: Tensor, times: Tensor | None
     ) -> Relation:
-        distance, bucket, blocked = None, None, None
-        if self.distances:
-            distance = (
-                (positions[:, start:stop, None] - positions[:, None, :stop])
-                .clamp_(min=0)
-                .to(torch.int32)
-            )
-        if times is not None:
-            # float64: integers next to a bucket's edge fall on the same side wherever they are
-            # computed
-            elapsed = (
-                (times[:, start:stop, None] - times[:, None, :stop]).clamp_(min=1).to(torch.float64)
-            )
-            bucket = elapsed.log_().div_(BUCKET_WIDTH).clamp_(max=self.buckets).to(torch.int32)
+        distance = _find_distances(positions, start, stop) if self.distances else None
+        bucket = None if times is None else _find_buckets(times, start, stop, self.buckets)
+        blocked = None
         if self.candidate_counts is not None:
             slots = torch.arange(stop, device=positions.device)
             history = self.groups.lengths[group.samples] - self.candidate_counts[group.samples]
@@ -108,6 +100,50 @@ class AttentionPlan:
             candidate = slots[None, :] >= history[:, None]  # [n, keys]
             blocked = (after | (other & candidate[:, None]))[:, None]
         return Relation(start, stop, distance, bucket, blocked)
+
+
+def _find_distances(positions: Tensor, start: int, stop: int) -> Tensor:
+    """positions [n, length] -> [n, queries, keys] int32."""
+    apart = positions[:, start:stop, None] - positions[:, None, :stop]
+    return apart.clamp_(min=0).to(torch.int32)
+
+
+def _find_buckets(times: Tensor, start: int, stop: int, buckets: int) -> Tensor:
+    """times [n, length] -> [n, queries, keys] int32."""
+    elapsed = times[:, start:stop, None] - times[:, None, :stop]
+    # float64: integers next to a bucket's edge fall on the same side wherever they are computed
+    logarithm = elapsed.clamp_(min=1).to(torch.float64).log_()
+    return logarithm.div_(BUCKET_WIDTH).clamp_(max=buckets).to(torch.int32)
+
+
+def _relate_all(
+    lengths: Tensor,
+    tokens: int,
+    candidate_counts: Tensor | None,
+    timestamps: Tensor | None,
+    buckets: int,
+    distances: bool,
+) -> Relation:
+    """Of all tokens of a batch to each other."""
+    place = torch.arange(tokens, device=lengths.device)
+    numbers = torch.arange(lengths.numel(), device=lengths.device)
+    sample = torch.repeat_interleave(numbers, lengths, output_size=tokens)  # [tokens]
+    blocked = place[None] > place[:, None]  # [queries, keys]
+    blocked |= sample[None] != sample[:, None]
+    positions = place
+    if distances or candidate_counts is not None:
+        positions = place - compute_offsets(lengths)[sample]
+    if candidate_counts is not None:  # every candidate stands right after the history
+        history = (lengths - candidate_counts)[sample]
+        blocked |= (positions >= history)[None] & (place[None] != place[:, None])
+        positions = torch.minimum(positions, history)
+    return Relation(
+        0,
+        tokens,
+        _find_distances(positions[None], 0, tokens) if distances else None,
+        None if timestamps is None else _find_buckets(timestamps[None], 0, tokens, buckets),
+        blocked[None, None],
+    )
 
 
 def plan_attention(
@@ -128,7 +164,14 @@ def plan_attention(
         raise ValueError(f"heads and rows must be at least 1, not {heads} and {rows}")
     check_same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
     sizes = read_sizes(lengths, candidate_counts, host)
-    groups = Groups.of(lengths, lambda length: heads * length * length, budget, sizes.lengths)
+    tokens, few = int(sizes.lengths.sum()), min(budget, JOINED_BUDGET)
+    alike = (sizes.lengths == tokens / max(1, len(sizes.lengths))).all()
+    joined = not alike and tokens <= 2 * rows and heads * tokens * tokens <= few
+    groups = (
+        Groups((Group.all(1, tokens, lengths.device),), lengths, sizes.lengths, tokens)
+        if joined
+        else Groups.of(lengths, lambda length: heads * length * length, budget, sizes.lengths)
+    )
     if timestamps is not None and (
         timestamps.dtype != torch.int64 or timestamps.shape != (groups.tokens,)
     ):
@@ -141,6 +184,10 @@ def plan_attention(
         groups, heads, rows, budget, candidate_counts, timestamps, buckets, distances,
         sizes.longest_history, sizes.longest_distance, kept,
     )  # fmt: skip
+    if joined:
+        options = (candidate_counts, timestamps, buckets, distances)
+        kept[0] = [_relate_all(lengths, tokens, *options)]
+        return plan
     pairs = sum(len(group) * group.length**2 for group in groups.groups)
     if pairs <= RELATION_BUDGET:
         kept |= {number: list(plan.tiles(number)) for number in range(len(groups.groups))}

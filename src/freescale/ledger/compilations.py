@@ -13,11 +13,13 @@ def watch_compilations() -> Callable[[], int]:
         from triton import knobs
     except ImportError:
         return lambda: 0
-    count = 0
+    count, before = 0, knobs.compilation.listener
 
-    def note(*, cache_hit: bool = False, **_: Any) -> None:
+    def note(*, cache_hit: bool = False, **about: Any) -> None:
         nonlocal count
         count += not cache_hit
+        if before is not None:  # several may watch
+            before(cache_hit=cache_hit, **about)
 
     knobs.compilation.listener = note
     return lambda: count
