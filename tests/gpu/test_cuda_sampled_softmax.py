@@ -12,6 +12,7 @@ from freescale.batch import Jagged, SequenceBatch
 from freescale.kernels.reference import sampled_softmax as reference
 from freescale.kernels.reference.scores import choose_tile, count_better, find_best, score_targets
 from freescale.kernels.triton import sampled_softmax as triton
+from freescale.kernels.triton.compile import count_compilations
 from freescale.models import HSTU, Retrieval
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -69,7 +70,6 @@ def test_rows_with_many_entries(poisoned, per):
 @pytest.mark.parametrize("per", PER)
 def test_nothing_compiles_when_the_batch_changes(per):
     """Token counts, their divisors and the alignment of indices change from step to step."""
-    from freescale.kernels.triton import sampled_softmax_kernels as kernels
 
     def run(lengths, shift):
         leaves, (targets, negatives, sizes), options = draw(
@@ -83,15 +83,12 @@ def test_nothing_compiles_when_the_batch_changes(per):
         )
         loss.backward()
 
-    def count():
-        kinds = [getattr(kernels, name) for name in dir(kernels) if name.endswith("_kernel")]
-        return sum(len(cache[0]) for kind in kinds for cache in kind.device_caches.values())
-
+    count_compilations()  # from now on
     run([160, 32], 0)
-    before = count()
+    before = count_compilations()
     for lengths, shift in (([160, 33], 1), ([1], 1), ([7, 0, 1, 9], 0), ([512] * 3, 1)):
         run(lengths, shift)
-    assert count() == before > 0
+    assert count_compilations() == before
 
 
 @pytest.mark.parametrize("per", PER)

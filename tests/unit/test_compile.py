@@ -24,12 +24,13 @@ pytestmark = pytest.mark.skipif(
 )
 H200 = ("cuda", 90, 32)
 CPU = torch.device("cpu")
+UNBIASED = {"position_bias": False, "time_bias": False}
 
 
-def configure(task="retrieval", **changes):
+def configure(task="retrieval", negatives_per="sample", **changes):
     model = dict(width=64, layers=3, heads=2, dropout=0.2, task=task, labels="click") | changes
     return RunConfig(
-        data=DataConfig(data="synthetic", negatives=8, max_length=40),
+        data=DataConfig(data="synthetic", negatives=8, negatives_per=negatives_per, max_length=40),
         model=ModelConfig(**model),
         train=TrainConfig(precision="bf16"),
     )
@@ -42,8 +43,11 @@ def draw_batch(config, seed):
     lengths, counts = draw(40, samples), draw(4, samples)
     events, candidates = int(lengths.sum()), int(counts.sum())
     scale = 10 ** (3 + 4 * (seed % 2))  # times in 32 and in 64 bits
+    per, count = config.data.negatives_per, config.data.negatives
+    own = {"negatives": Jagged(draw(50, events, count), lengths)} if per == "position" else {}
     return SequenceBatch(
-        sequences={
+        sequences=own
+        | {
             "history": Jagged(draw(50, events), lengths),
             "targets": Jagged(draw(50, events), lengths),
             "timestamps": Jagged((draw(900, events) * scale).cumsum(0), lengths),
@@ -53,7 +57,8 @@ def draw_batch(config, seed):
         candidates={
             "candidates": Nested(draw(50, candidates), torch.ones_like(draw(1, candidates)), counts)
         },
-        dense={"negatives": draw(50, samples, config.data.negatives)},
+        dense={"negatives": draw(50, samples, count)} if per == "sample" else {},
+        shared={"negatives": draw(50, count)} if per == "batch" else {},
         keys=derive(seed, torch.arange(samples)),
     ).check()
 
@@ -63,6 +68,8 @@ def draw_batch(config, seed):
     [
         ("retrieval", {"position_bias": False, "time_bias": False}),
         ("retrieval", {"position_bias": True, "time_bias": True}),
+        ("retrieval", UNBIASED | {"negatives_per": "position"}),
+        ("retrieval", UNBIASED | {"negatives_per": "batch"}),
         ("ranking", {"position_bias": True, "time_bias": False, "dropout": 0.0}),
         ("retrieval", {"position_bias": False, "time_bias": False, "recompute": True}),
     ],

@@ -191,14 +191,15 @@ def sampled_softmax(
     autocast's dtype."""
     inputs = (outputs, rows, targets, negatives, lengths)
     fits = (
-        outputs.is_cuda
+        _is_on_gpu(outputs)
         and has_triton()
         and {outputs.dtype, rows.dtype} <= set(triton_softmax.DTYPES)
         and outputs.shape[1] <= triton_softmax.MAX_WIDTH
     )
     if not fits:
         return softmax.sampled_softmax(*inputs, **options)
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    kind = outputs.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return triton_softmax.sampled_softmax(*inputs, dtype=dtype, **options)
 
 

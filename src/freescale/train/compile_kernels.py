@@ -163,7 +163,7 @@ def build_batch(config: RunConfig, actions: bool, span: int) -> SequenceBatch:
     }
     if actions:
         sequences["actions"] = Jagged(torch.arange(events) % ACTIONS, lengths)
-    nested, dense = {}, {}
+    nested, dense, shared = {}, {}, {}
     if config.model.task == "ranking":
         labels = torch.zeros(candidates, len(config.label_names))
         sequences["labels"] = Jagged(labels, counts)
@@ -172,6 +172,11 @@ def build_batch(config: RunConfig, actions: bool, span: int) -> SequenceBatch:
         nested["candidates"] = Nested(items, torch.ones_like(items), counts)
     else:
         sequences["targets"] = Jagged(torch.arange(events) % ITEMS, lengths)
-        numbers = torch.arange(2 * config.data.negatives) % ITEMS
-        dense["negatives"] = numbers.view(2, config.data.negatives)
-    return SequenceBatch(sequences, nested, dense, keys=torch.arange(2))
+        numbers = torch.arange(config.data.negatives) % ITEMS
+        if config.data.negatives_per == "position":
+            sequences["negatives"] = Jagged(numbers.repeat(events, 1), lengths)
+        elif config.data.negatives_per == "batch":
+            shared["negatives"] = numbers
+        else:
+            dense["negatives"] = numbers.repeat(2, 1)
+    return SequenceBatch(sequences, nested, dense, keys=torch.arange(2), shared=shared)

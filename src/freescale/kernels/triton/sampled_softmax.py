@@ -21,6 +21,8 @@ from freescale.kernels.triton.attention_launch import FLOAT32_PRECISION
 from freescale.kernels.triton.launch import (
     count_blocks,
     is_interpreted,
+    is_recording,
+    launch_kernel,
     require_gpu,
     round_up_to_power_of_two,
     use_device,
@@ -190,12 +192,19 @@ class _Call:
         inputs = (outputs, rows, self.targets, self.negatives.index, self.negatives.log_q,
                   self.targets_log_q, self.weights)  # fmt: skip
         if self.negatives.per == "position":
-            kernels.position_forward_kernel[(self.tokens,)](
-                *inputs, losses, kept, self.inverse_temperature, **self._describe_positions(width)
+            launch_kernel(
+                kernels.position_forward_kernel,
+                (self.tokens,),
+                *inputs,
+                losses,
+                kept,
+                self.inverse_temperature,
+                **self._describe_positions(width),
             )
         else:
             programs, tiles = self._count_tiles()
-            kernels.forward_kernel[(programs,)](
+            launch_kernel(
+            kernels.forward_kernel, (programs,),
                 *inputs, self.lengths, losses, kept, self.tokens, tiles, self.inverse_temperature,
                 **self._describe_products(width, self.launch.negatives, self.launch.warps[0]),
             )  # fmt: skip
@@ -225,7 +234,8 @@ class _Call:
         _check_entries(entries)
         keys = torch.empty(entries, dtype=torch.int32, device=device)
         coefficients = torch.empty(entries, dtype=torch.float32, device=device)
-        position_backward_kernel[(self.tokens,)](
+        launch_kernel(
+            position_backward_kernel, (self.tokens,),
             *inputs, kept, grad_outputs, coefficients, keys, self.inverse_temperature,
             **self._describe_positions(grad_outputs.shape[1]),
         )  # fmt: skip
@@ -259,12 +269,14 @@ class _Call:
         if count > shape["N"]:  # more than one tile of negatives
             partial = torch.empty(tokens, width, dtype=torch.float32, device=device)
         programs, tiles = self._count_tiles()
-        outputs_kernel[(programs,)](
+        launch_kernel(
+            outputs_kernel, (programs,),
             *inputs, self.lengths, kept, grad_outputs, partial, coefficients, keys, tokens, tiles,
             self.inverse_temperature, **shape,
         )  # fmt: skip
         most = int(chunks.max())
-        negatives_kernel[(len(chunks) * most, parts)](
+        launch_kernel(
+            negatives_kernel, (len(chunks) * most, parts),
             *inputs, self.lengths, kept, sums, keys, tokens, most, chunk,
             self.inverse_temperature, **sums_shape,
         )  # fmt: skip
@@ -286,18 +298,29 @@ class _Call:
         weighted = coefficients.numel()
         ordered, order = keys.sort(stable=True)
         starts = torch.empty(count + 1, dtype=torch.int32, device=device)
-        kernels.starts_kernel[(count_blocks(count + 1, SEARCH_BLOCK),)](
+        launch_kernel(
+            kernels.starts_kernel, (count_blocks(count + 1, SEARCH_BLOCK),),
             ordered, starts, entries, count, entries.bit_length() + 1, BLOCK=SEARCH_BLOCK,
             num_warps=4,
         )  # fmt: skip
         chunks = entries // ENTRY_CHUNK
         partial = torch.empty(max(1, chunks), outputs.shape[1], dtype=torch.float32, device=device)
-        if chunks:
-            kernels.chunks_kernel[(chunks,)](
-                ordered, order, coefficients, outputs, sums, partial, weighted, **shape
+        if chunks or is_recording():
+            launch_kernel(
+                kernels.chunks_kernel,
+                (chunks,),
+                ordered,
+                order,
+                coefficients,
+                outputs,
+                sums,
+                partial,
+                weighted,
+                **shape,
             )
         grad_rows = torch.empty_like(rows)
-        kernels.rows_kernel[(count,)](
+        launch_kernel(
+            kernels.rows_kernel, (count,),
             rows, order, starts, coefficients, outputs, sums, partial, grad_rows, weighted,
             NORMALIZE=self.normalize, **shape,
         )  # fmt: skip
