@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import segments_cases
-from helpers.attention_cases import compare, isolation
+from helpers.attention_cases import choose_variant, compare, isolation
 
 from freescale.kernels.summary_plan import SummaryPlan
 from freescale.kernels.triton.attention import hstu_attention
@@ -75,6 +75,41 @@ def test_biases_at_length():
 
 def test_times_in_64_bits():
     assert_close(1e-2, name=MIXED, candidates=True, biases=True, dtype="bfloat16", step=10**12)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_heads_of_256(biases):
+    assert_close(
+        1e-2, name=MIXED, candidates=True, biases=biases, dtype="bfloat16", widths=(256, 256)
+    )
+
+
+@pytest.mark.parametrize("variant", [{"one_pass": True}, {"apart": True}], ids=["one", "apart"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_other_ways_through_the_backward(width, variant):
+    widths = (width, width)
+    for candidates in (False, True):
+        assert_close(
+            1e-2, name=MIXED, candidates=candidates, biases=False, dtype="bfloat16", widths=widths,
+            **variant,
+        )  # fmt: skip
+
+
+def test_biases_computed_in_the_kernels():
+    assert_close(
+        1e-2, name=MIXED, candidates=True, biases=True, dtype="bfloat16", widths=(64, 64),
+        pair_budget=0,
+    )  # fmt: skip
+
+
+def test_one_pass_gives_the_same_bits_every_time():
+    leaves, _, lengths, _ = drawn([16000, 17, 0, 900, 9222], heads=4, width=128)
+    with choose_variant(128, one_pass=True):
+        runs = []
+        for _ in range(5):
+            out = hstu_attention(*leaves, lengths, scale_length=4000, alpha=0.1)
+            runs.append(torch.autograd.grad(out.float().square().sum(), leaves))
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
 def test_slices_of_one_projection():

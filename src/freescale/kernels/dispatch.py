@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -77,7 +77,14 @@ def plan_attention(
     """
     fits = fits_triton_attention(_is_on_gpu(lengths), has_triton(), widths, dtype, buckets)
     if fits:
-        return triton_attention_plan.plan_attention(lengths, heads, buckets=buckets, **options)
+        make = partial(
+            triton_attention_plan.plan_attention, lengths, heads, buckets=buckets, **options
+        )
+        host = options.get("host")
+        if host is not None and host.plans is not None:
+            plan: TilePlan = host.plans.find((heads, widths, dtype, buckets), make)
+            return plan
+        return make()
     return attention_plan.plan_attention(lengths, heads, buckets=buckets, **options)
 
 
@@ -94,7 +101,7 @@ def fits_triton_attention(
         buckets: Of the time bias; 0 without one.
     """
     fits = (
-        all(width in triton_attention.WIDTHS for width in widths)
+        all(triton_attention.fits_width(width, dtype) for width in widths)
         and dtype in triton_attention.DTYPES
     )
     return gpu and triton and fits and buckets <= triton_attention_plan.MAX_BUCKETS

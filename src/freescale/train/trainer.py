@@ -3,14 +3,13 @@ business."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from freescale.config import RunConfig
-from freescale.data.workers import choose_workers, read_ahead
+from freescale.data.workers import read_ahead
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
@@ -18,6 +17,7 @@ from freescale.train.build import (
     build_model,
     build_optimizer,
     build_pipeline,
+    count_workers,
     evaluate_part,
     load_histories,
     prepare_data,
@@ -229,7 +229,8 @@ class Trainer:
         settings = self.config.train
         clock, seen, supervised = time.perf_counter(), 0, 0.0
         on_gpu = self.transport.device.type == "cuda"
-        with read_ahead(self.data, self._count_workers(), pin=on_gpu) as batches:
+        workers = count_workers(self.config, self.transport.device.type)
+        with read_ahead(self.data, workers, pin=on_gpu) as batches:
             for last in self.pipeline.run(self._callbacks.guard(batches)):
                 self._number = last.batch_number
                 signals.note_step()
@@ -253,13 +254,6 @@ class Trainer:
                 yield last
                 if ended:
                     break
-
-    def _count_workers(self) -> int:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return choose_workers(
-            self.config.data.workers, self.transport.device.type, cores, max(1, ranks)
-        )
 
     @property
     def _ends_epoch(self) -> bool:

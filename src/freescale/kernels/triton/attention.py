@@ -1,11 +1,13 @@
 """Jagged SiLU attention of HSTU as Triton kernels: the twin of `reference.attention`, for NVIDIA
 GPUs.
 
-Same arguments, same function, memory linear in the tokens. float32, bfloat16 and float16, sums in
-float32; head widths 32, 64 and 128. The kernels read the lengths from tables of tiles that
+Same arguments, same function. float32, bfloat16 and float16, sums in float32; heads 32, 64, 128
+and, but in float32, 256 wide. The kernels read the lengths from tables of tiles that
 `attention_plan` makes once per batch; nothing synchronizes after that. No sum depends on an order
-that may change: the same inputs give the same bits, gradients too. Adding the queries' gradients
-with atomics in the kernel for keys was slower than a kernel of their own.
+that may change: the same inputs give the same bits, gradients too.
+
+Memory is linear in the tokens but for the biases of pairs, which narrow dtypes keep for one call if
+they fit PAIR_BUDGET; beyond it the kernels compute them, several times each.
 """
 
 from __future__ import annotations
@@ -23,16 +25,27 @@ from freescale.kernels.triton.attention_launch import (
     BIASED_FORWARD,
     BIASED_KV,
     BIASED_Q,
+    COMPUTED_FORWARD,
+    COMPUTED_KV,
+    COMPUTED_Q,
     FLOAT32_FORWARD,
     FLOAT32_KV,
     FLOAT32_PRECISION,
     FLOAT32_Q,
     FORWARD,
+    PAIR_BUDGET,
+    PAIR_SPLIT,
+    PAIR_WARPS,
     TIMED_KV,
-    TIMED_SUMS,
     AttentionLaunch,
+    KeyLaunch,
 )
-from freescale.kernels.triton.attention_plan import TilePlan, plan_attention
+from freescale.kernels.triton.attention_plan import (
+    PAIR_KEYS,
+    PAIR_QUERIES,
+    TilePlan,
+    plan_attention,
+)
 from freescale.kernels.triton.launch import (
     Block,
     is_interpreted,
@@ -41,8 +54,14 @@ from freescale.kernels.triton.launch import (
     use_device,
 )
 
-WIDTHS = (32, 64, 128)
+WIDTHS = (32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT32_WIDTHS = WIDTHS[:-1]  # tiles of wider heads do not fit in a multiprocessor
+
+
+def fits_width(width: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels take heads of this width."""
+    return width in (FLOAT32_WIDTHS if dtype == torch.float32 else WIDTHS)
 
 
 def hstu_attention(
@@ -69,10 +88,10 @@ def hstu_attention(
             f"q, k and v must share one dtype of {DTYPES}, not {q.dtype}, {k.dtype}, {v.dtype}"
         )
     check_inputs(q, k, v, lengths, position_bias, time_bias, timestamps, scale_length)
-    if q.shape[2] not in WIDTHS or v.shape[2] not in WIDTHS:
+    if not (fits_width(q.shape[2], q.dtype) and fits_width(v.shape[2], q.dtype)):
         raise ValueError(
-            f"the kernels are for heads {WIDTHS} wide, not {q.shape[2]} and "
-            f"{v.shape[2]}; use kernels.attention"
+            f"the kernels are for heads {WIDTHS} wide (float32: {FLOAT32_WIDTHS}), not "
+            f"{q.shape[2]} and {v.shape[2]}; use kernels.attention"
         )
     if plan is None:
         plan = plan_attention(
@@ -147,13 +166,45 @@ class _Call:
             "PRECISION": FLOAT32_PRECISION if compiled and not narrow else "ieee",
             "CANDIDATES": plan.candidate_counts is not None,
         }
-        width = max(q.shape[2], v.shape[2])
+        self.width = width = max(q.shape[2], v.shape[2])
+        self.pairs: Tensor | None = None
+        self.launches: tuple[AttentionLaunch, tuple[KeyLaunch, ...], AttentionLaunch]
         if not narrow:
             self.launches = FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q
         elif position is None and time is None:
             self.launches = FORWARD[width], BACKWARD_KV[width], BACKWARD_Q[width]
+        elif plan.pair_blocks * PAIR_QUERIES * PAIR_KEYS <= PAIR_BUDGET:
+            self.launches = BIASED_FORWARD[width], BIASED_KV[width], BIASED_Q[width]
+            self.pairs = self._compute_pair_biases()
         else:
-            self.launches = BIASED_FORWARD, BIASED_KV if time is None else TIMED_KV, BIASED_Q
+            of_keys = COMPUTED_KV if time is None else TIMED_KV
+            self.launches = COMPUTED_FORWARD, of_keys, COMPUTED_Q
+
+    def _compute_pair_biases(self) -> Tensor:
+        """Half the bias of every pair of tokens [blocks * PAIR_QUERIES, PAIR_KEYS] float16: heads
+        and kernels read it instead of computing it each for themselves."""
+        from freescale.kernels.triton.attention_kernels import pair_bias_kernel
+
+        rows = self.plan.pair_blocks * PAIR_QUERIES
+        pairs = torch.empty(rows, PAIR_KEYS, dtype=torch.float16, device=self.q.device)
+        tiles = self.plan.query_tiles(PAIR_QUERIES)
+        launch_kernel(
+            pair_bias_kernel,
+            (len(tiles), PAIR_SPLIT),
+            pairs,
+            tiles,
+            **self.bias,
+            INLINE=self.constants["INLINE"],
+            SPLIT=PAIR_SPLIT,
+            num_warps=PAIR_WARPS,
+        )
+        return pairs
+
+    def _describe_pairs(self, queries: int, keys: int) -> Block | None:
+        """A descriptor of the pair biases in tiles; None without their table."""
+        if self.pairs is None:
+            return None
+        return Block(self.pairs, list(self.pairs.shape), [PAIR_KEYS, 1], [queries, keys])
 
     def forward(self, out: Tensor, scale: float) -> None:
         from freescale.kernels.triton.attention_kernels import forward_kernel
@@ -166,6 +217,7 @@ class _Call:
             build_descriptor(self.q, launch.tile),
             build_descriptor(self.k, launch.inner),
             build_descriptor(self.v, launch.inner),
+            self._describe_pairs(launch.tile, launch.inner),
             out,
             tiles,
             half_alpha=self.half_alpha,
@@ -175,10 +227,18 @@ class _Call:
             **self._build_arguments(launch),
         )
 
-    def backward_kv(self, grad: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float) -> None:
+    def backward(
+        self, grad: Tensor, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float
+    ) -> None:
+        for launch in self.launches[1]:
+            self.backward_kv(launch, grad, grad_k, grad_v, scale)
+        self.backward_q(grad, grad_q, scale)
+
+    def backward_kv(
+        self, launch: KeyLaunch, grad: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float
+    ) -> None:
         from freescale.kernels.triton.attention_kernels import backward_kv_kernel
 
-        launch = self.launches[1]
         tiles = self.plan.key_tiles(launch.tile)
         launch_kernel(
             backward_kv_kernel,
@@ -187,6 +247,7 @@ class _Call:
             build_descriptor(self.k, launch.tile),
             build_descriptor(self.v, launch.tile),
             build_descriptor(grad, launch.inner),
+            self._describe_pairs(launch.inner, launch.tile),
             grad_k,
             grad_v,
             tiles,
@@ -195,6 +256,8 @@ class _Call:
             inverse_scale=1 / scale,
             M=launch.inner,
             N=launch.tile,
+            KEYS=launch.keys,
+            VALUES=launch.values,
             **self._build_arguments(launch),
         )
 
@@ -210,6 +273,7 @@ class _Call:
             build_descriptor(self.k, launch.inner),
             build_descriptor(self.v, launch.inner),
             build_descriptor(grad, launch.tile),
+            self._describe_pairs(launch.tile, launch.inner),
             grad_q,
             tiles,
             half_alpha=self.half_alpha,
@@ -239,7 +303,7 @@ class _Call:
         )
 
         position, time = self.bias["position_bias"], self.bias["time_bias"]
-        launch = BIAS_SUMS if time is None else TIMED_SUMS
+        launch = BIAS_SUMS[self.width]
         size = launch.tile
         walks, pieces, counts = self.plan.walks(size)
         empty = grad.new_empty
@@ -257,6 +321,7 @@ class _Call:
             backward_bias_kernel,
             (len(walks),),
             *(build_descriptor(x, size) for x in (self.q, self.k, self.v, grad)),
+            self._describe_pairs(size, size),
             walks,
             by_distance,
             by_key,
@@ -334,8 +399,7 @@ def differentiate_attention(
         return grad_q, grad_k, grad_v, grad_position, grad_time
     with use_device(q.device):
         call = _Call(q, k, v, biases, plan, alpha)
-        call.backward_kv(grad, grad_k, grad_v, scale)
-        call.backward_q(grad, grad_q, scale)
+        call.backward(grad, grad_q, grad_k, grad_v, scale)
         if need_biases:
             sums = call.backward_bias(grad, scale)
             grad_position, grad_time = (

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from freescale.kernels.triton.attention_launch import FLOAT32_PRECISION
 from freescale.kernels.triton.launch import (
     count_blocks,
     is_interpreted,
-    is_recording,
     launch_kernel,
     require_gpu,
     round_up_to_power_of_two,
@@ -134,11 +132,11 @@ class _Call:
         self.narrow = dtype != torch.float32
         self.dtype, self.launch = dtype, NARROW if self.narrow else FLOAT32
         self.tokens = targets.numel()
-        # of each sample; one that holds all tokens where negatives are shared
-        self.host_lengths = np.array([self.tokens])
+        # one sample that holds all tokens where negatives are shared
+        self.samples, self.longest = 1, self.tokens
         if negatives.per == "sample":
             assert host_lengths is not None
-            self.host_lengths = host_lengths.numpy()
+            self.samples, self.longest = host_lengths.numel(), int(host_lengths.max())
 
     # ---- sizes
 
@@ -176,9 +174,10 @@ class _Call:
 
     def _count_tiles(self) -> tuple[int, int]:
         """(programs, tiles of the longest sample): every sample has as many programs, and those
-        behind its end do nothing."""
-        tiles = count_blocks(int(self.host_lengths.max()), self.launch.tokens)
-        return len(self.host_lengths) * tiles, tiles
+        behind its end do nothing. A power of two, so that batches of about the same lengths have
+        the same launches."""
+        tiles = round_up_to_power_of_two(count_blocks(self.longest, self.launch.tokens))
+        return self.samples * tiles, tiles
 
     # ---- launches
 
@@ -204,7 +203,8 @@ class _Call:
         else:
             programs, tiles = self._count_tiles()
             launch_kernel(
-            kernels.forward_kernel, (programs,),
+                kernels.forward_kernel,
+                (programs,),
                 *inputs, self.lengths, losses, kept, self.tokens, tiles, self.inverse_temperature,
                 **self._describe_products(width, self.launch.negatives, self.launch.warps[0]),
             )  # fmt: skip
@@ -235,7 +235,8 @@ class _Call:
         keys = torch.empty(entries, dtype=torch.int32, device=device)
         coefficients = torch.empty(entries, dtype=torch.float32, device=device)
         launch_kernel(
-            position_backward_kernel, (self.tokens,),
+            position_backward_kernel,
+            (self.tokens,),
             *inputs, kept, grad_outputs, coefficients, keys, self.inverse_temperature,
             **self._describe_positions(grad_outputs.shape[1]),
         )  # fmt: skip
@@ -259,10 +260,10 @@ class _Call:
         sums_shape["V"] = columns
         parts = count_blocks(count, sums_shape["N"]) * count_blocks(width, columns)
         chunk = choose_chunk(tokens, parts)
-        chunks = -(-self.host_lengths // chunk)  # of each sample
-        entries = tokens + int(chunks.sum()) * count
+        # Not those of this batch's lengths: as many as any batch of this size may have.
+        entries = tokens + (tokens // chunk + self.samples) * count
         _check_entries(entries)
-        keys = torch.empty(entries, dtype=torch.int32, device=device)
+        keys = torch.full((entries,), _LIMIT, dtype=torch.int32, device=device)
         coefficients = torch.empty(tokens, dtype=torch.float32, device=device)
         sums = torch.empty(entries - tokens, width, dtype=torch.float32, device=device)
         partial = None
@@ -270,13 +271,15 @@ class _Call:
             partial = torch.empty(tokens, width, dtype=torch.float32, device=device)
         programs, tiles = self._count_tiles()
         launch_kernel(
-            outputs_kernel, (programs,),
+            outputs_kernel,
+            (programs,),
             *inputs, self.lengths, kept, grad_outputs, partial, coefficients, keys, tokens, tiles,
             self.inverse_temperature, **shape,
         )  # fmt: skip
-        most = int(chunks.max())
+        most = round_up_to_power_of_two(count_blocks(self.longest, chunk))
         launch_kernel(
-            negatives_kernel, (len(chunks) * most, parts),
+            negatives_kernel,
+            (self.samples * most, parts),
             *inputs, self.lengths, kept, sums, keys, tokens, most, chunk,
             self.inverse_temperature, **sums_shape,
         )  # fmt: skip
@@ -299,13 +302,14 @@ class _Call:
         ordered, order = keys.sort(stable=True)
         starts = torch.empty(count + 1, dtype=torch.int32, device=device)
         launch_kernel(
-            kernels.starts_kernel, (count_blocks(count + 1, SEARCH_BLOCK),),
+            kernels.starts_kernel,
+            (count_blocks(count + 1, SEARCH_BLOCK),),
             ordered, starts, entries, count, entries.bit_length() + 1, BLOCK=SEARCH_BLOCK,
             num_warps=4,
         )  # fmt: skip
         chunks = entries // ENTRY_CHUNK
         partial = torch.empty(max(1, chunks), outputs.shape[1], dtype=torch.float32, device=device)
-        if chunks or is_recording():
+        if chunks:
             launch_kernel(
                 kernels.chunks_kernel,
                 (chunks,),
@@ -320,7 +324,8 @@ class _Call:
             )
         grad_rows = torch.empty_like(rows)
         launch_kernel(
-            kernels.rows_kernel, (count,),
+            kernels.rows_kernel,
+            (count,),
             rows, order, starts, coefficients, outputs, sums, partial, grad_rows, weighted,
             NORMALIZE=self.normalize, **shape,
         )  # fmt: skip

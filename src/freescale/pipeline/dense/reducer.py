@@ -14,7 +14,11 @@ from freescale.transport.api import Transport
 
 
 class Reducer(Protocol):
-    flat: list[Tensor]  # all gradients, in buffers that the parameters' .grad are views of
+    @property
+    def flat(
+        self,
+    ) -> list[Tensor]:  # all gradients, in buffers that the parameters' .grad are views of
+        ...
 
     @property
     def order(self) -> list[int] | None:
