@@ -23,3 +23,5 @@ part balance-4 150 balance measured --device cuda --nproc 4 --steps 70
 part balance-8 150 balance measured --device cuda --nproc 8 --steps 70
 part overlap-4 300 overlap
 part balance 60 balance --device cuda --seeds 3 --repetitions 20
+part ladder-train-4 300 ladder --workload train --device cuda --nproc 4
+part ladder-train-8 300 ladder --workload train --device cuda --nproc 8

@@ -64,7 +64,7 @@ PIPELINES = {
     "sparse_dist": TrainPipelineSparseDist,
     "sparse_dist_late": partial(TrainPipelineSparseDist, enqueue_batch_after_forward=True),
 }
-_OPTIMIZERS = {
+OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -144,6 +144,46 @@ def _feed(
     yield from itertools.cycle(made)
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Which of the ranks this is."""
+
+    rank: int
+    world: int
+
+
+def shard_model(
+    model: nn.Module, fused: dict[str, Any], world: int, device: torch.device
+) -> tuple[DistributedModelParallel, Tensor, int]:
+    """Shards the table `item` of the model's `embedding` by rows, with its optimizer `fused` into
+    the backward pass.
+
+    Returns:
+        The sharded model; this rank's rows [rows, width], the table itself and not a copy; the
+        first of them.
+    """
+    sharder: ModuleSharder = EmbeddingCollectionSharder(fused_params=fused)  # type: ignore[assignment]
+    plan = construct_module_sharding_plan(
+        model.embedding,
+        per_param_sharding={"item": row_wise(compute_kernel="fused")},
+        sharder=sharder,
+        # GPU ranks may share one, each as a host of its own
+        local_size=world if device.type == "cpu" else 1,
+        world_size=world,
+        device_type=device.type,
+    )
+    sharded = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=device,
+        plan=ShardingPlan(plan={"embedding": plan}),
+        sharders=[sharder],
+    )
+    weight = sharded.module.embedding.state_dict()["embeddings.item.weight"]
+    (shard,) = weight.local_shards()
+    return sharded, shard.tensor, shard.metadata.shard_offsets[0]
+
+
 class Arm:
     """One rank of TorchRec at work. `step` trains on the next batch; it is a collective call."""
 
@@ -160,34 +200,13 @@ class Arm:
             raise ValueError(f"pipeline {pipeline!r} is not one of {', '.join(PIPELINES)}")
         model = Model(workload, world, deduplicate)
         fused = {
-            "optimizer": _OPTIMIZERS[workload.row_optimizer],
+            "optimizer": OPTIMIZERS[workload.row_optimizer],
             "learning_rate": workload.row_learning_rate,
             "eps": workload.row_epsilon,
         }
-        sharder: ModuleSharder = EmbeddingCollectionSharder(fused_params=fused)  # type: ignore[assignment]
-        plan = construct_module_sharding_plan(
-            model.embedding,
-            per_param_sharding={"item": row_wise(compute_kernel="fused")},
-            sharder=sharder,
-            # GPU ranks may share one, each as a host of its own
-            local_size=world if device.type == "cpu" else 1,
-            world_size=world,
-            device_type=device.type,
-        )
-        self._sharded = DistributedModelParallel(
-            model,
-            env=ShardingEnv.from_process_group(dist.group.WORLD),
-            device=device,
-            plan=ShardingPlan(plan={"embedding": plan}),
-            sharders=[sharder],
-        )
+        self._sharded, self.shard, self.first_row = shard_model(model, fused, world, device)
         self.dense: Dense = self._sharded.module.dense
         self.replicated: DistributedDataParallel = self._sharded._dmp_wrapped_module
-        weight = self._sharded.module.embedding.state_dict()["embeddings.item.weight"]
-        (shard,) = weight.local_shards()
-        self.first_row = shard.metadata.shard_offsets[0]
-        # [rows of this rank, width], the table itself and not a copy
-        self.shard: Tensor = shard.tensor
         fill_table(workload, self.shard, self.first_row)
         self._feed = _feed(workload, rank, world, deduplicate, device.type == "cuda")
         self.device = device

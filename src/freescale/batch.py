@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freescale.packed import Packed
 from freescale.sequences import HostSizes, Jagged, Nested, compute_offsets, concat_ranges
 
 __all__ = [
@@ -34,7 +35,9 @@ class SequenceBatch:
     `weights` holds the supervised weight of each sample, per task: what a task's summed loss is
     divided by, once it is added up over all ranks. `keys` are the samples' random keys, a function
     of (seed, step, sample): whatever is random about a sample (dropout, negatives) is drawn from
-    its key, so that it does not matter where it is computed.
+    its key, so that it does not matter where it is computed. `shared` belongs to the batch as a
+    whole and is the same on all ranks (negatives that every sample uses, say): moves of samples
+    leave it alone.
     """
 
     sequences: Mapping[str, Jagged] = field(default_factory=dict)
@@ -43,14 +46,20 @@ class SequenceBatch:
     weights: Mapping[str, Tensor] = field(default_factory=dict)  # each [samples]
     keys: Tensor | None = None  # [samples] int64
     number: int = 0  # of the global batch, counted from the start of the run
+    shared: Mapping[str, Tensor] = field(default_factory=dict)  # each [any, ...]
+    # the buffer that all tensors are views of, if there is one
+    packing: Packed | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         sizes = {name: len(part) for name, part in self.parts().items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"features differ in their number of samples: {sizes}")
+        for name, tensor in self.shared.items():
+            if not tensor.ndim:
+                raise ValueError(f"shared feature {name!r} is a single number: give it an axis")
 
     def parts(self) -> Mapping[str, Jagged | Nested | Tensor]:
-        """Every column under a unique name, in an order that all ranks share."""
+        """Every column of the samples under a unique name, in an order that all ranks share."""
         return self._parts
 
     @cached_property
@@ -78,6 +87,7 @@ class SequenceBatch:
             dense=columns["d"],
             weights=columns["w"],
             keys=columns["k"].get(""),
+            packing=None,
         )
 
     def __len__(self) -> int:
@@ -87,7 +97,7 @@ class SequenceBatch:
     def device(self) -> torch.device:
         for part in self.parts().values():
             return part.device if isinstance(part, Tensor) else part.values.device
-        return torch.device("cpu")
+        return next((tensor.device for tensor in self.shared.values()), torch.device("cpu"))
 
     def check(self) -> SequenceBatch:
         for name, part in self.parts().items():
@@ -100,14 +110,18 @@ class SequenceBatch:
         for columns in (self.sequences, self.candidates):
             if name in columns:
                 return columns[name].values
-        if name in self.dense:
-            return self.dense[name]
-        known = sorted([*self.sequences, *self.candidates, *self.dense])
+        for tensors in (self.dense, self.shared):
+            if name in tensors:
+                return tensors[name]
+        known = sorted([*self.sequences, *self.candidates, *self.dense, *self.shared])
         raise ValueError(f"the batch has no feature {name!r}; it has {', '.join(known) or 'none'}")
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a feature of this name."""
-        return name in self.sequences or name in self.candidates or name in self.dense
+        return any(
+            name in columns
+            for columns in (self.sequences, self.candidates, self.dense, self.shared)
+        )
 
     def select(self, index: Tensor) -> SequenceBatch:
         """The samples at `index` ([n] int64), in that order; repeats allowed."""
@@ -135,6 +149,8 @@ class SequenceBatch:
 
     @staticmethod
     def concat(batches: Sequence[SequenceBatch]) -> SequenceBatch:
+        """All samples, in order, with the shared features of the first batch: batches with others
+        are no parts of one batch."""
         if not batches:
             raise ValueError("concat needs at least one batch")
         columns = [b.parts() for b in batches]
@@ -142,6 +158,15 @@ class SequenceBatch:
             raise ValueError(
                 f"batches differ in their features: {sorted({k[2:] for c in columns for k in c})}"
             )
+
+        first = batches[0].shared
+        for batch in batches[1:]:
+            if batch.shared.keys() != first.keys() or any(
+                batch.shared[name] is not first[name]
+                and not torch.equal(batch.shared[name], first[name])
+                for name in first
+            ):
+                raise ValueError(f"batches differ in their shared features: {sorted(first)}")
 
         def join(name: str) -> Jagged | Nested | Tensor:
             parts = [c[name] for c in columns]
@@ -153,22 +178,51 @@ class SequenceBatch:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> SequenceBatch:
         parts = self.parts().items()
-        return self.with_parts(
+        mapped = self.with_parts(
             {n: function(p) if isinstance(p, Tensor) else p.map(function) for n, p in parts}
         )
+        return mapped._with_shared([function(tensor) for tensor in self.list_shared()])
+
+    def list_shared(self) -> list[Tensor]:
+        """The tensors of `shared`, in an order that all ranks share."""
+        return [self.shared[name] for name in sorted(self.shared)]
+
+    def _with_shared(self, tensors: Sequence[Tensor]) -> SequenceBatch:
+        if not self.shared:
+            return self
+        shared = dict(zip(sorted(self.shared), tensors, strict=True))
+        return replace(self, shared=shared, packing=None)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceBatch:
         """Its features remember what they were on the CPU: nobody has to read their sizes from the
-        device."""
-        return self.with_parts(
+        device. A packed batch is one copy."""
+        device = torch.device(device)
+        if self.packing is not None and device.type != "cpu":
+            return self.with_packing(self.packing.to(device, non_blocking), moved=True)
+        moved = self.with_parts(
             {n: p.to(device, non_blocking=non_blocking) for n, p in self.parts().items()}
         )
+        return moved._with_shared(
+            [tensor.to(device, non_blocking=non_blocking) for tensor in self.list_shared()]
+        )
+
+    @property
+    def packed(self) -> Tensor | None:
+        """The buffer ([bytes] uint8) that all tensors are views of; None if there is none."""
+        return None if self.packing is None else self.packing.buffer
+
+    def pack(self, pin: bool = False) -> SequenceBatch:
+        """The same batch, on the host, with all tensors in one buffer."""
+        if self.packing is not None and (not pin or self.packing.buffer.is_pinned()):
+            return self
+        return self.with_packing(Packed.of(self.tensors(), pin))
 
     def pin_memory(self) -> SequenceBatch:
-        return self.map(lambda t: t.pin_memory())
+        """Packed in memory that a GPU reads by itself."""
+        return self.pack(pin=True)
 
     def tensors(self) -> list[Tensor]:
-        """Flat list of all tensors, sizes before what they size."""
+        """Flat list of all tensors, sizes before what they size; the shared ones last."""
         tensors: list[Tensor] = []
         for part in self.parts().values():
             if isinstance(part, Tensor):
@@ -177,7 +231,7 @@ class SequenceBatch:
                 tensors += [part.lengths, part.values]
             else:
                 tensors += [part.counts, part.lengths, part.values]
-        return tensors
+        return tensors + self.list_shared()
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> SequenceBatch:
         """This batch's features with other values: the inverse of `tensors`."""
@@ -192,7 +246,26 @@ class SequenceBatch:
             else:
                 counts, lengths = next(queue), next(queue)
                 parts[name] = Nested(next(queue), lengths, counts)
-        return self.with_parts(parts)
+        return self.with_parts(parts)._with_shared(list(queue))
+
+    def with_packing(self, packing: Packed, moved: bool = False) -> SequenceBatch:
+        """This batch with the same values in a buffer, which is on another device if they
+        `moved`."""
+        queue = iter(packing.tensors())
+        parts: dict[str, Jagged | Nested | Tensor] = {}
+        for name, part in self.parts().items():
+            if isinstance(part, Tensor):
+                parts[name] = next(queue)
+            elif isinstance(part, Jagged):
+                host = part if moved and part.lengths.device.type == "cpu" else part.host
+                lengths = next(queue)
+                parts[name] = Jagged(next(queue), lengths, host, part.span)
+            else:
+                nested = part if moved and part.counts.device.type == "cpu" else part.host
+                counts, lengths = next(queue), next(queue)
+                parts[name] = Nested(next(queue), lengths, counts, nested)
+        shared = dict(zip(sorted(self.shared), queue, strict=True))
+        return replace(self.with_parts(parts), shared=shared, packing=packing)
 
 
 def check_is_batch(batch: object) -> SequenceBatch:
@@ -210,7 +283,7 @@ def check_is_batch(batch: object) -> SequenceBatch:
     devices = {
         name[2:]: part.device if isinstance(part, Tensor) else part.values.device
         for name, part in batch.parts().items()
-    }
+    } | {name: tensor.device for name, tensor in batch.shared.items()}
     if len(set(devices.values())) > 1 or torch.device("meta") in devices.values():
         listed = ", ".join(f"{name or 'keys'} on {device}" for name, device in devices.items())
         raise ValueError(

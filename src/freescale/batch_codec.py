@@ -3,13 +3,15 @@ per destination.
 
 All happens on the host, where batches come from and where their lengths are known: no device is
 waited for. Names, dtypes and trailing shapes are not sent, every rank has the same features; sizes
-travel apart, so that whoever unpacks need not read the message.
+travel apart, so that whoever unpacks need not read the message. What a batch shares travels with
+every part that has samples: a rank that had no data gets it with its first ones.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -23,6 +25,10 @@ _FOREIGN = {
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
 }
+_SHARED = "Shared"  # kind of a feature in a schema
+# values of a sample, on average: from here on they are copied range by range, straight into the
+# message; by index, which is faster for short ones, they are copied twice
+_LONG = 256
 _ALIGNMENT = 8  # bytes: every tensor starts at a multiple, so that it can be viewed in its dtype
 
 
@@ -36,23 +42,31 @@ def pack(
     """
     edges = np.concatenate([[0], np.cumsum(np.asarray(counts, np.int64))])
     columns = [
-        column for part in batch.parts().values() for column in _select_rows(part, order, edges)
+        (rows, ends[:-1], ends[1:])
+        for part in batch.parts().values()
+        for rows, ends in _select_rows(part, order, edges)
     ]
+    whole = [np.ascontiguousarray(_view_as_numpy(tensor)) for tensor in batch.list_shared()]
+    nothing, some = np.zeros(len(counts), np.int64), edges[1:] > edges[:-1]
+    columns += [(rows, nothing, len(rows) * some) for rows in whole]
     sizes = np.zeros((len(counts), len(columns)), np.int64)
     pieces: list[np.ndarray] = []
     bytes_of_part = [0] * len(counts)
     for part in range(len(counts)):
-        for number, (rows, ends) in enumerate(columns):
-            first, last = int(ends[part]), int(ends[part + 1])
+        for number, (rows, begins, ends) in enumerate(columns):
+            first, last = int(begins[part]), int(ends[part])
             if last == first:
                 continue
             sizes[part, number] = last - first
-            piece = rows[first:last].reshape(-1).view(np.uint8)  # rows are a fresh copy: contiguous
-            pieces.append(piece)
-            padding = -piece.size % _ALIGNMENT
+            # rows are a fresh copy, or the batch's own: contiguous
+            found = rows.of_part(part) if isinstance(rows, _Ranges) else [rows[first:last]]
+            found = [piece.reshape(-1).view(np.uint8) for piece in found]
+            pieces += found
+            size = sum(piece.size for piece in found)
+            padding = -size % _ALIGNMENT
             if padding:
                 pieces.append(np.zeros(padding, np.uint8))
-            bytes_of_part[part] += piece.size + padding
+            bytes_of_part[part] += size + padding
     joined = np.concatenate(pieces) if pieces else np.zeros(0, np.uint8)
     return torch.from_numpy(joined), sizes, bytes_of_part
 
@@ -73,15 +87,20 @@ def unpack(like: SequenceBatch, message: Tensor, sizes: np.ndarray) -> SequenceB
     starts = (np.cumsum(padded.reshape(-1)) - padded.reshape(-1)).reshape(padded.shape)
     source = message.numpy()  # numpy has less to do per call, and there are many small ones
     rebuilt: list[Tensor] = []
-    columns = zip(
-        tensors, sizes.sum(axis=0).tolist(), starts.T.tolist(), bytes_each.T.tolist(), strict=True
-    )
-    for tensor, rows, places, lengths in columns:
+    columns = zip(tensors, sizes.T.tolist(), starts.T.tolist(), bytes_each.T.tolist(), strict=True)
+    split = len(tensors) - len(like.shared)
+    for number, (tensor, counts, places, lengths) in enumerate(columns):
         pieces = [
             source[start : start + length]
             for start, length in zip(places, lengths, strict=True)
             if length
         ]
+        rows = sum(counts)
+        if number >= split:  # each part has the whole of it; without samples, it is not needed
+            pieces, rows = pieces[:1], max(counts, default=0)
+            if not pieces:
+                rebuilt.append(tensor)
+                continue
         shape = (rows, *tensor.shape[1:])
         if pieces:
             rebuilt.append(torch.frombuffer(np.concatenate(pieces), dtype=tensor.dtype).view(shape))
@@ -92,13 +111,14 @@ def unpack(like: SequenceBatch, message: Tensor, sizes: np.ndarray) -> SequenceB
 
 def describe_schema(batch: SequenceBatch) -> str:
     """Names, kinds, dtypes and trailing shapes of a batch's features; empty if it has none."""
-    return _write_schema(
-        tuple(
-            (name, type(part).__name__, values.dtype, values.shape[1:])
-            for name, part in batch.parts().items()
-            for values in [part if isinstance(part, Tensor) else part.values]
-        )
-    )
+    columns = [
+        (name, type(part).__name__, values.dtype, values.shape[1:])
+        for name, part in batch.parts().items()
+        for values in [part if isinstance(part, Tensor) else part.values]
+    ]
+    for name, tensor in zip(sorted(batch.shared), batch.list_shared(), strict=True):
+        columns.append((f"x/{name}", _SHARED, tensor.dtype, tensor.shape))
+    return _write_schema(tuple(columns))
 
 
 @lru_cache(maxsize=64)  # one batch after another has the same features
@@ -111,10 +131,14 @@ def _write_schema(columns: tuple[tuple[str, str, torch.dtype, torch.Size], ...])
 
 
 def build_empty_batch(schema: str) -> SequenceBatch:
-    """No sample, with the features of a schema."""
+    """No sample, with the features of a schema. What is shared is zero: samples bring their own."""
     parts: dict[str, Jagged | Nested | Tensor] = {}
+    shared: dict[str, Tensor] = {}
     none = torch.zeros(0, dtype=torch.int64)
     for name, kind, dtype, shape in json.loads(schema) if schema else []:
+        if kind == _SHARED:
+            shared[name[2:]] = torch.zeros(shape, dtype=getattr(torch, dtype))
+            continue
         values = torch.zeros(0, *shape, dtype=getattr(torch, dtype))
         parts[name] = (
             Jagged(values, none)
@@ -123,7 +147,7 @@ def build_empty_batch(schema: str) -> SequenceBatch:
             if kind == "Nested"
             else values
         )
-    return SequenceBatch().with_parts(parts)
+    return SequenceBatch(shared=shared).with_parts(parts)
 
 
 def _count_row_bytes(tensor: Tensor) -> int:
@@ -138,16 +162,34 @@ def _view_as_numpy(tensor: Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
+@dataclass(frozen=True)
+class _Ranges:
+    """Values of samples, not copied yet: those of sample i are values[begins[i]:ends[i]]."""
+
+    values: np.ndarray
+    begins: list[int]
+    ends: list[int]
+    edges: list[int]  # of the parts, in samples
+
+    def of_part(self, part: int) -> list[np.ndarray]:
+        samples = range(self.edges[part], self.edges[part + 1])
+        return [self.values[self.begins[i] : self.ends[i]] for i in samples]
+
+
 def _select_rows(
     part: Jagged | Nested | Tensor, order: np.ndarray, edges: np.ndarray
-) -> list[tuple[np.ndarray, np.ndarray]]:
+) -> list[tuple[np.ndarray | _Ranges, np.ndarray]]:
     """The tensors of a column for the samples at `order`, each with its own edges of the parts."""
     if isinstance(part, Tensor):
         return [(_view_as_numpy(part)[order], edges)]
     if isinstance(part, Jagged):
-        lengths = part.lengths.numpy()
+        values, lengths = _view_as_numpy(part.values), part.lengths.numpy()
+        if values.shape[0] >= _LONG * max(1, len(order)):
+            chosen, last = lengths[order], np.cumsum(lengths)[order]
+            ranges = _Ranges(values, (last - chosen).tolist(), last.tolist(), edges.tolist())
+            return [(chosen, edges), (ranges, np.concatenate([[0], np.cumsum(chosen)])[edges])]
         index, chosen, ends = _select_ranges(lengths, order)
-        return [(chosen, edges), (_view_as_numpy(part.values)[index], ends[edges])]
+        return [(chosen, edges), (values[index], ends[edges])]
     index, counts, ends = _select_ranges(part.counts.numpy(), order)
     inner, lengths, inner_ends = _select_ranges(part.lengths.numpy(), index)
     return [

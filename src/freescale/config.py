@@ -77,12 +77,23 @@ class DataConfig(_Checked):
         "leave-one-out", "what is held out", choices=("leave-one-out", "time", "none")
     )
     split_time: int | None = option(None, "first timestamp of the test part, with --split time")
-    negatives: int = option(256, "negatives of each sample (retrieval)", minimum=1)
+    negatives: int = option(256, "negatives of each --negatives-per (retrieval)", minimum=1)
+    negatives_per: str = option(
+        "sample",
+        "what draws negatives of its own: each sample, each position, or the batch as a whole",
+        choices=("sample", "position", "batch"),
+    )
     in_batch_share: float = option(
         0.0, "share of negatives that come from the batch", minimum=0.0, maximum=1.0
     )
     candidates: int = option(8, "candidates of each sample (ranking)", minimum=1)
     shuffle: bool = option(True, "shuffle users, by the seed and the epoch")
+    workers: int | None = option(
+        None,
+        "processes of a rank that make batches ahead (default: 0, a thread, on CPUs; up to 4 on "
+        "GPUs, by the cores)",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,14 @@ class TrainConfig(_Checked):
     clip: float | None = option(None, "global norm limit of the dense gradients", above=0.0)
     row_clip: float | None = option(None, "norm limit of each table row's gradient", above=0.0)
     accumulate: int = option(1, "micro-batches of a rank's batch", minimum=1)
-    precision: str = option("fp32", "compute precision", choices=("fp32", "bf16"))
+    precision: str = option(
+        "auto",
+        (
+            "compute precision: fp32 is float32 throughout, tf32 rounds the factors of its matrix "
+            "products (GPUs), bf16 is autocast; auto is bf16 on GPUs that have it, else fp32"
+        ),
+        choices=("auto", "fp32", "tf32", "bf16"),
+    )
     schedule: str = option(
         "staged",
         "how communication and compute are ordered",
@@ -177,12 +195,12 @@ class TrainConfig(_Checked):
         heading=_DISTRIBUTION,
     )
     dense_sums: str = option(
-        "collective",
+        "auto",
         (
             "what sums gradients of dense parameters: the process group (NCCL on GPUs), or the "
-            "ranks, a partition each, over --transport"
+            "ranks, a partition each, over --transport; auto times both before step 1"
         ),
-        choices=("collective", "partitioned"),
+        choices=("auto", "collective", "partitioned"),
         heading=_DISTRIBUTION,
     )
     wire_precision: str = option(
@@ -237,6 +255,12 @@ class TrainConfig(_Checked):
     keep_checkpoints: int = option(2, "checkpoints to keep", minimum=1, heading=_OUTPUT)
     log_every: int = option(10, "steps between log lines", minimum=1, heading=_OUTPUT)
     trace_steps: int = option(100, "steps in the trace", minimum=0, heading=_OUTPUT)
+    profile_steps: int = option(
+        5,
+        "steps that torch's profiler sees on GPUs, for the report: device busy, launches; 0: none",
+        minimum=0,
+        heading=_OUTPUT,
+    )
     tensorboard: bool = option(False, "write TensorBoard events too", heading=_OUTPUT)
 
 

@@ -48,6 +48,8 @@ class Jagged:
     lengths: Tensor  # [samples] int64
     # the same on the CPU, where it moved from
     host: Jagged | None = field(default=None, repr=False, compare=False)
+    # most that two values of a sample differ by, where whoever made it knows
+    span: int | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.lengths.dtype != torch.int64 or self.lengths.ndim != 1:
@@ -102,7 +104,8 @@ class Jagged:
         values, lengths = (
             tensor.to(device, non_blocking=non_blocking) for tensor in (self.values, self.lengths)
         )
-        return Jagged(values, lengths, self if self.lengths.device.type == "cpu" else self.host)
+        host = self if self.lengths.device.type == "cpu" else self.host
+        return Jagged(values, lengths, host, self.span)
 
 
 @dataclass(frozen=True)

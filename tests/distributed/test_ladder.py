@@ -9,7 +9,7 @@ from helpers.ranks import run_ranks
 
 from freescale.bench.common.workload import Workload
 from freescale.bench.ladder import arms as ladder_arms
-from freescale.bench.ladder import rungs
+from freescale.bench.ladder import product, rungs
 from freescale.config import TrainConfig
 from freescale.pipeline.serial import Serial
 from freescale.pipeline.staged import Staged
@@ -65,3 +65,25 @@ def test_the_rung_of_defaults_is_what_training_takes_on_the_same_ranks():
 
 def test_a_rung_has_fields_and_defaults_of_training():
     assert asdict(rungs.OURS[rungs.DEFAULTS]).items() <= asdict(TrainConfig()).items()
+
+
+def measure_product(transport, file):
+    return product.run_arms(transport.rank, transport.world, "trial", "cpu", 1, 2, file)
+
+
+def test_the_product_is_a_trainer_with_defaults(tmp_path):
+    """On the ladder of `freescale train` itself, to its rows; TorchRec is not installed here."""
+    file = str(product.write_histories("trial", str(tmp_path)))
+    everyone = run_ranks(2, measure_product, file)
+    taken = everyone[0]["options"][rungs.PRODUCT]
+    chosen = TrainConfig()
+    for name in ("schedule", "balance", "balance_adapt"):
+        assert taken[name] == getattr(chosen, name)
+    assert "auto" not in taken.values() and taken["precision"] == "fp32"
+    rows, claims, workload = product.summarize(everyone, "trial", on_gpu=False)
+    by = {row["arm"]: row for row in rows}
+    assert list(by) == [rungs.SERIAL, rungs.PRODUCT]
+    assert by[rungs.PRODUCT]["largest_relative_loss_difference_to_serial"] < 1e-5
+    assert all(entry["holds"] for entry in claims) and workload["samples"] == 4
+    said = rungs.explain_rungs({"rows": rows, "machine": {"gpu": ""}}, "`")
+    assert "`--schedule staged --balance greedy" in said and "--precision fp32`" in said

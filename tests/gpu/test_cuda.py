@@ -56,7 +56,7 @@ def train(device, placement, optimizer, steps=4):
         init="rows",
     )
     dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
-    pipeline = freescale.Pipeline(parallel, dense, clip=0.5, accumulate=2)
+    pipeline = freescale.Pipeline(parallel, dense, clip=0.5, accumulate=2, precision="fp32")
     losses = [r.loss for r in pipeline.run([clicks_batch(13, seed) for seed in range(steps)])]
     ids, rows = parallel.tables.get_local_rows("item")
     return losses, rows[ids.argsort()].cpu()
@@ -127,12 +127,20 @@ def hstu_losses(device, precision):
     return [r.loss for r in pipeline.run([retrieval_batch(s) for s in range(6)])]
 
 
-def test_hstu_in_both_precisions():
-    """Dropout is keyed by the sample: the same masks on CPU and GPU."""
+def test_hstu_in_all_precisions():
+    """Dropout is keyed by the sample: the same masks on CPU and GPU. fp32 is float32 also where
+    the process has TF32 on, and the default is bf16."""
     reference = hstu_losses("cpu", "fp32")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    assert hstu_losses("cuda", "fp32") == pytest.approx(reference, rel=1e-4)
-    assert hstu_losses("cuda", "bf16") == pytest.approx(reference, rel=2e-2)
+    plain = hstu_losses("cuda", "fp32")
+    assert plain == pytest.approx(reference, rel=1e-4)
+    rounded, half = hstu_losses("cuda", "tf32"), hstu_losses("cuda", "bf16")
+    assert rounded == pytest.approx(reference, rel=5e-3) and rounded != plain
+    assert half == pytest.approx(reference, rel=2e-2) and half == hstu_losses("cuda", "auto")
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert hstu_losses("cuda", "fp32") == plain
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_the_ledger_adds_no_synchronization():
@@ -242,7 +250,7 @@ if sys.argv[2] != "none":
     partitioner = find_partitioner(sys.argv[2], "cuda")
     balancer = freescale.Balancer(partitioner, freescale.CostModel.balanced_at(5), adapt=True)
 optimizer = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
-pipeline = freescale.Pipeline(parallel, optimizer, clip=0.5, balance=balancer)
+pipeline = freescale.Pipeline(parallel, optimizer, clip=0.5, balance=balancer, precision="fp32")
 batches = [rank_slice(clicks_batch(13, seed), transport.rank, transport.world) for seed in range(4)]
 losses = [r.loss for r in pipeline.run(batches)]
 from freescale.train.checkpoint import Checkpoints
@@ -292,7 +300,10 @@ def test_ranks_over_nccl_on_one_gpu(tmp_path, partitioner):
         CudaClicks(), Clicks.ids, freescale.Adagrad(lr=0.1), placement="sharded", init_std=0.3
     )
     pipeline = freescale.Pipeline(
-        parallel, torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2), clip=0.5
+        parallel,
+        torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2),
+        clip=0.5,
+        precision="fp32",
     )
     expected = [
         r.loss

@@ -35,7 +35,7 @@ def build(device, optimizer):
         init_std=0.3,
     )
     dense = optimizer(parallel.dense_parameters())
-    return parallel, dense, freescale.Pipeline(parallel, dense)
+    return parallel, dense, freescale.Pipeline(parallel, dense, precision="fp32")
 
 
 def run(pipeline, first, last):

@@ -137,10 +137,9 @@ def test_a_step_reads_nothing_from_the_device(head, autocast, monkeypatch):
     options = {"tasks": ("click", "like")} if head is Ranking else {}
     model = head(encoder, num_items=500, **options).cuda()
     plans = []
-    layer = type(encoder.layers[0])
-    forward = layer.forward
+    run = HSTU._run_layers
     monkeypatch.setattr(
-        layer, "forward", lambda self, *inputs: plans.append(inputs[-1]) or forward(self, *inputs)
+        HSTU, "_run_layers", lambda self, *inputs: plans.append(inputs[5]) or run(self, *inputs)
     )
     for number in range(3):
         there = batch(number % 2).pin_memory().to("cuda", non_blocking=True)
@@ -153,4 +152,74 @@ def test_a_step_reads_nothing_from_the_device(head, autocast, monkeypatch):
             sum(losses.values()).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert len(plans) == 6 and all(isinstance(plan, TilePlan) for plan in plans)
+    assert len(plans) == 3 and all(isinstance(plan, TilePlan) for plan in plans)
+
+
+# ---- fused layers
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases and candidates"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fused_layers_are_as_exact_as_plain_ones(poisoned, dtype, biases):
+    found = layer_cases.fused(
+        dtype, 0.25, biases=biases, candidates=biases, layers=3, device="cuda"
+    )
+    limit = 1e-5 if dtype == "float32" else 2e-2
+    assert layer_cases.FUSED and all(
+        value < limit if isinstance(value, float) else value is True for value in found.values()
+    ), found
+
+
+def count_launches(run):
+    run()  # compiles
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return sum(
+        event.count
+        for event in profile.key_averages()
+        if not event.key.startswith(("Memcpy", "Memset"))
+    )
+
+
+def test_a_layer_takes_few_launches():
+    """By the difference of two depths; what a model does once does not count."""
+    lengths = torch.tensor([70, 3, 200, 41], device="cuda")
+    keys = derive(1, torch.arange(4)).cuda()
+
+    def build(layers):
+        torch.manual_seed(0)
+        encoder = HSTU(
+            width=64, layers=layers, heads=2, max_length=200, dropout=0.2,
+            position_bias=False, time_bias=False,
+        ).cuda()  # fmt: skip
+        x = torch.randn(314, 64, device="cuda", requires_grad=True)
+        weights = list(encoder.parameters())
+
+        def forward():
+            with torch.autocast("cuda", torch.bfloat16):
+                return encoder(x, lengths, keys)
+
+        out = forward()
+        slope = torch.randn_like(out)
+        backward = lambda: torch.autograd.grad(out, [x, *weights], slope, retain_graph=True)  # noqa: E731
+        return count_launches(forward), count_launches(backward)
+
+    (few, few_back), (many, many_back) = build(2), build(4)
+    assert (many - few) / 2 <= 6 and (many_back - few_back) / 2 <= 14
+
+
+def test_recomputing_gives_the_same_bits():
+    lengths = torch.tensor([70, 3, 200, 41], device="cuda")
+    keys, found = derive(1, torch.arange(4)).cuda(), []
+    for checkpoint in (False, True):
+        torch.manual_seed(0)
+        encoder = HSTU(
+            width=64, layers=2, heads=2, max_length=200, dropout=0.2,
+            position_bias=False, time_bias=False, checkpoint=checkpoint,
+        ).cuda()  # fmt: skip
+        with torch.autocast("cuda", torch.bfloat16):
+            out = encoder(torch.randn(314, 64, device="cuda"), lengths, keys)
+        found.append([out, *torch.autograd.grad(out.sum(), list(encoder.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -94,6 +94,8 @@ def build(
     if schedule == "stale":
         schedule = partial(Staged, masks=no_collisions)
     dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
+    # which of the two is faster here must not decide about bits that are compared
+    options = {"dense_sums": "collective", **options}
     return parallel, freescale.Pipeline(parallel, dense, schedule=schedule, **options)
 
 

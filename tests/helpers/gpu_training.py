@@ -54,7 +54,7 @@ def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.
         parallel,
         torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2),
         schedule=schedule,
-        **options,
+        **{"precision": "fp32", "dense_sums": "collective", **options},
     )
     batches = [
         rank_slice(clicks_batch(40, seed), transport.rank, transport.world) for seed in range(STEPS)

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 
+DRAWN = [3, 1, 2]  # what the batch as a whole has
+
 
 def build_batch(samples: list[dict]) -> SequenceBatch:
     """A batch from a list of plain samples."""
@@ -37,6 +39,7 @@ def build_batch(samples: list[dict]) -> SequenceBatch:
         weights={"click": torch.tensor([float(len(s["history"])) for s in samples])},
         keys=ints([s["key"] for s in samples]),
         number=7,
+        shared={"drawn": ints(DRAWN)},
     )
 
 
@@ -64,6 +67,7 @@ def list_samples(batch: SequenceBatch) -> list[dict]:
                 "key": int(batch.keys[i]),
             }
         )
+    assert not samples or batch.shared["drawn"].tolist() == DRAWN
     assert history == batch.sequences["history"].values.numel() and inner == nested.values.numel()
     return samples
 

@@ -12,8 +12,9 @@ import torch
 
 from freescale.kernels.reference import attention_plan, layer
 from freescale.kernels.triton import attention_plan as triton_attention_plan
+from freescale.kernels.triton import fused_layer
 from freescale.kernels.triton import layer as triton_layer
-from freescale.models.hstu import HSTULayer
+from freescale.models.hstu import HSTU, HSTULayer
 from freescale.random import derive, draw_keep_mask
 
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
@@ -146,8 +147,69 @@ WHOLE = {
 }
 
 
+def fused(dtype, dropout=0.0, biases=False, candidates=False, layers=1, parts=None, device="cpu"):
+    """An encoder whose layers are fused against plain torch in float64."""
+    torch.manual_seed(0)
+    options = dict(width=48, heads=2, d_qk=32, d_v=64, max_length=80, dropout=dropout)
+    options |= dict(layers=layers, position_bias=biases, time_bias=biases, num_time_buckets=16)
+    module = HSTU(**options)
+    lengths = torch.tensor([20, 0, 1, 9], device=device)
+    counts = torch.tensor([3, 0, 1, 2], device=device) if candidates else None
+    x, slope = torch.randn(2, int(lengths.sum()), 48).to(device)
+    times = torch.randint(0, 10**6, (len(x),)).to(device) if biases else None
+    keys = derive(5, torch.arange(4)).to(device)
+
+    def run(planner, to):
+        copied = HSTU(**options)
+        copied.load_state_dict(module.state_dict())
+        copied.to(device, to)
+        copied._plan_attention = lambda lengths, counts, times, host: planner(
+            lengths,
+            2,
+            candidate_counts=counts,
+            timestamps=times,
+            buckets=16 if biases else 0,
+            distances=biases,
+        )
+        leaf = x.to(to).detach().requires_grad_()
+        with torch.autocast(
+            device, getattr(torch, dtype), enabled=dtype != "float32" and to == torch.float32
+        ):
+            out = copied(leaf, lengths, keys, times, counts)
+        assert out.dtype == to
+        named = dict(copied.named_parameters())
+        grads = torch.autograd.grad(out, [leaf, *named.values()], slope.to(out.dtype))
+        assert all(
+            grad.dtype == leaf.dtype and grad.shape == leaf.shape
+            for grad, leaf in zip(grads, [leaf, *named.values()], strict=True)
+        )
+        return dict(zip(["out", "x", *named], [out.detach(), *grads], strict=True))
+
+    most = fused_layer.MOST_PARTS
+    fused_layer.MOST_PARTS = parts or most
+    try:
+        ours = run(triton_attention_plan.plan_attention, torch.float32)
+        again = run(triton_attention_plan.plan_attention, torch.float32)
+    finally:
+        fused_layer.MOST_PARTS = most
+    exact = run(attention_plan.plan_attention, torch.float64)
+    found = {
+        name: ((ours[name].double() - value).norm() / value.norm().clamp(min=1e-9)).item()
+        for name, value in exact.items()
+    }
+    return found | {"same bits": all(torch.equal(ours[name], again[name]) for name in ours)}
+
+
+FUSED = {
+    "fused, dropout, parts": dict(dtype="float32", dropout=0.25, parts=2, layers=2),
+    "fused, biases, candidates": dict(dtype="float32", biases=True, candidates=True),
+    "fused, half precision": dict(dtype="float16", dropout=0.25),
+}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     found = {case: compare(**options) for case, options in CASES.items()}
-    print(json.dumps(found | {case: whole(**options) for case, options in WHOLE.items()}))
+    found |= {case: whole(**options) for case, options in WHOLE.items()}
+    print(json.dumps(found | {case: fused(**options) for case, options in FUSED.items()}))

@@ -8,7 +8,7 @@ from helpers.histories import build_batch, list_samples, samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.batch import Jagged, SequenceBatch
+from freescale.batch import Jagged, SequenceBatch, check_is_batch
 
 
 @settings(deadline=None)
@@ -76,3 +76,57 @@ def test_features_that_moved_remember_the_host():
         batch.sequences["history"].host is None
         and batch.sequences["history"].host_lengths is batch.sequences["history"].lengths
     )
+
+
+def test_what_the_batch_shares_stays_whole():
+    shared = {"negatives": torch.tensor([4, 5]), "bias": torch.ones(2, 3)}
+    lengths = torch.tensor([1, 2])
+    batch = SequenceBatch({"history": Jagged(torch.arange(3), lengths)}, shared=shared)
+    assert len(batch) == 2 and "bias" in batch and batch.values("negatives") is shared["negatives"]
+    for part in (batch.select(torch.tensor([1])), batch.slice(0, 0), *batch.split([1, 1])):
+        assert part.values("negatives") is shared["negatives"]
+    assert SequenceBatch.concat(batch.split([1, 1])).shared == shared
+    tensors = batch.tensors()
+    assert [len(t) for t in tensors] == [2, 3, 2, 2]  # lengths and values first
+    assert torch.equal(batch.with_tensors(tensors).values("bias"), shared["bias"])
+    doubled = batch.map(lambda t: 2 * t)
+    assert doubled.values("negatives").tolist() == [8, 10]
+    assert batch.to("meta").values("bias").device.type == "meta"
+    with pytest.raises(ValueError, match="differ in their shared features"):
+        SequenceBatch.concat([batch, doubled])
+    with pytest.raises(ValueError, match="single number"):
+        SequenceBatch(shared={"one": torch.tensor(1)})
+    with pytest.raises(ValueError, match="several devices"):
+        check_is_batch(SequenceBatch(batch.sequences, shared=batch.to("meta").shared))
+
+
+@settings(deadline=None)
+@given(samples)
+def test_a_packed_batch_is_the_batch(items):
+    """One aligned buffer; what moves, or is packed again, is views of one buffer too."""
+    batch = build_batch(items)
+    packed = batch.pack()
+    assert list_samples(packed) == items and packed.number == batch.number
+    assert packed.packed is not None and packed.pack() is packed
+    start, end = packed.packed.data_ptr(), packed.packed.data_ptr() + packed.packed.numel()
+    for tensor, other in zip(packed.tensors(), batch.tensors(), strict=True):
+        assert tensor.dtype == other.dtype and torch.equal(tensor, other)
+        assert not tensor.numel() or start <= tensor.data_ptr() < end
+        assert (tensor.data_ptr() - start) % 16 == 0 or not tensor.numel()
+    moved = packed.to("meta")
+    assert moved.packed is not None and moved.packed.shape == packed.packed.shape
+    assert [t.shape for t in moved.tensors()] == [t.shape for t in batch.tensors()]
+    assert moved.sequences["history"].host is packed.sequences["history"]
+    # what is taken out of it lies elsewhere
+    assert packed.slice(0, 0).packed is None and packed.map(torch.clone).packed is None
+
+
+def test_packing_keeps_what_columns_share():
+    lengths, values = torch.tensor([2, 1]), torch.tensor([5, 9, 3])
+    batch = SequenceBatch(
+        {"history": Jagged(values, lengths), "timestamps": Jagged(values + 1, lengths, span=4)}
+    )
+    for packed in (batch.pack(), batch.pack().to("meta")):
+        history, times = packed.sequences["history"], packed.sequences["timestamps"]
+        assert history.lengths is times.lengths and times.span == 4
+    assert packed.packed.numel() == 16 + 32 + 32

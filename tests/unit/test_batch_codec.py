@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from helpers.histories import build_batch, list_samples, samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freescale import batch_codec
 from freescale.batch import Jagged, SequenceBatch
 from freescale.batch_codec import build_empty_batch, describe_schema, pack, unpack
 
@@ -21,7 +24,9 @@ def test_parts_arrive_as_they_were_sent(items, others, data):
     order = data.draw(st.permutations(range(len(items))))
     first = data.draw(st.integers(0, len(items)))
     counts = [first, 0, len(items) - first]
-    message, sizes, lengths = pack(build_batch(items), np.array(order, np.int64), counts)
+    long = data.draw(st.sampled_from([0, batch_codec._LONG]))  # 0: every sample counts as long
+    with patch.object(batch_codec, "_LONG", long):
+        message, sizes, lengths = pack(build_batch(items), np.array(order, np.int64), counts)
     assert (
         message.dtype == torch.uint8 and message.numel() == sum(lengths) and not message.numel() % 8
     )
@@ -36,7 +41,9 @@ def test_parts_arrive_as_they_were_sent(items, others, data):
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.int32, torch.uint8]
 )
-def test_dtypes_and_shapes(dtype):
+@pytest.mark.parametrize("long", [0, batch_codec._LONG])
+def test_dtypes_and_shapes(dtype, long, monkeypatch):
+    monkeypatch.setattr(batch_codec, "_LONG", long)
     side = torch.arange(24).view(4, 3, 2)[:, :, 0].to(dtype)  # not contiguous
     batch = SequenceBatch(
         sequences={"side": Jagged(side, torch.tensor([3, 0, 1]))}, dense={"label": side[:3, 0]}

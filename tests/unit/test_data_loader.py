@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.batch import SequenceBatch
+from freescale.batch import Jagged, SequenceBatch
 from freescale.data import Histories, prefetch
-from freescale.random import derive
+from freescale.data.negatives import draw_negatives
+from freescale.random import derive, hash_name, integers
 
 USERS, GROUP = 53, 6  # 9 row groups, the last one short
 
@@ -253,6 +254,7 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
         rank=1,
         world=2,
         epochs=3,
+        kept_bytes=0,
     )
     reads: list[int] = []
     read = loader.file.read
@@ -263,6 +265,13 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
     assert max(held) <= 6
     assert len(reads) <= 3 * 24, len(reads)
     assert set(reads) == set(range(24))
+    # a file that fits in memory is read once
+    kept = Histories(tmp_path / "h.parquet", 12, shuffle_groups=4, epochs=3)
+    monkeypatch.setattr(
+        kept.file, "read", lambda group, columns: (reads.append(group), read(group, columns))[1]
+    )
+    reads.clear()
+    assert len(list(kept)) == 24 and sorted(reads) == list(range(24))
 
 
 def test_negatives_come_from_the_halo_or_from_everywhere(data):
@@ -311,6 +320,52 @@ def test_negatives_cover_sample_and_catalogue_evenly(tmp_path):
         assert int(everywhere.min()) > 250 and int(everywhere.max()) < 420
     again = Histories(path, 6, halo=3, epochs=2, **options)
     assert not torch.equal(again.batch(0).dense["negatives"], again.batch(1).dense["negatives"])
+
+
+@pytest.mark.parametrize("bound", [1, 54_542, (1 << 62) + 5])
+def test_uniform_negatives_are_integers_of_their_keys(bound):
+    keys, none = derive(3, torch.arange(5)), Jagged(torch.zeros(0), torch.zeros(0, dtype=int))
+    options = {"in_batch": 0, "halo": 0, "batch_size": 5}
+    drawn = draw_negatives(keys, none, count=9, num_items=bound, **options)
+    counters = hash_name("uniform negative"), torch.arange(9)
+    assert torch.equal(drawn, integers(derive(keys[:, None], *counters), bound))
+
+
+def test_negatives_of_positions_and_of_the_batch(data):
+    """Every rank draws the same: those of a batch are equal everywhere, in-batch ones included;
+    those of a position belong to the sample's position, whoever reads it."""
+    options = {"negatives": 12, "in_batch_share": 0.5, "halo": 3, "num_items": 1 << 40}
+    for world in (1, 3):
+        ranks = [
+            Histories(data[0], 10, rank=r, world=world, negatives_per="batch", **options)
+            for r in range(world)
+        ]
+        parts = [rank.batch(1) for rank in ranks]
+        whole = SequenceBatch.concat(parts)  # refuses parts whose negatives differ
+        negatives = whole.values("negatives")
+        assert negatives.shape == (12,) and "negatives" not in whole.dense
+        if world == 1:
+            first = negatives
+            targets = whole.values("targets")
+            own = torch.isin(negatives[:6], targets)  # a sample without targets: from everywhere
+            assert own.any() and (own | (negatives[:6] > 300)).all()
+            assert not torch.isin(negatives[6:], targets).any()
+            assert not torch.equal(negatives, ranks[0].batch(2).values("negatives"))
+        assert torch.equal(negatives, first)
+        ranks = [
+            Histories(data[0], 10, rank=r, world=world, negatives_per="position", **options)
+            for r in range(world)
+        ]
+        whole = SequenceBatch.concat([rank.batch(1) for rank in ranks])
+        drawn, targets = whole.sequences["negatives"], whole.sequences["targets"]
+        assert torch.equal(drawn.lengths, targets.lengths)
+        assert drawn.values.shape == (targets.values.numel(), 12)
+        if world == 1:
+            alone = drawn.values
+            assert len(torch.unique(drawn.values[:, 6:])) == drawn.values[:, 6:].numel()
+            own = torch.isin(drawn.values[:, :6], targets.values)
+            assert own.any() and (own | (drawn.values[:, :6] > 300)).all()
+        assert torch.equal(drawn.values, alone)
 
 
 def test_resume_from_any_batch_is_the_tail(data):
@@ -530,7 +585,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, one_thread):
         pool = pa.proxy_memory_pool(usual)
         pa.set_memory_pool(pool)
         try:
-            loader = Histories(tmp_path / "h.parquet", 64, negatives=2)
+            loader = Histories(tmp_path / "h.parquet", 64, negatives=2, kept_bytes=0)
             assert sum(len(batch) for batch in loader) == users
             assert len(loader._reader.groups) <= 10
             peaks.append(pool.max_memory())

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from freescale.train.evaluate import better_items
 from freescale.train.learning_rate import build_learning_rate
 from freescale.train.metrics import area_under_curve, normalized_entropy, ranking_quality
 
@@ -38,29 +37,6 @@ def test_normalized_entropy():
     assert normalized_entropy(torch.full((4,), 0.25), labels) == pytest.approx(1.0)
     assert normalized_entropy(torch.tensor([0.9, 0.1, 0.1, 0.1]), labels) < 0.5
     assert math.isnan(normalized_entropy(torch.full((4,), 0.25), torch.zeros(4)))
-
-
-def test_the_target_is_last_among_equal_scores_and_not_counted_itself():
-    scores = torch.tensor([[1.0, 1.0, 2.0, 1.0, 0.0], [3.0, 1.0, 2.0, 1.0, 0.0]])
-    ids = torch.tensor([5, 3, 9, 7, 1])
-    # 9, and the ties 3 and 7
-    assert better_items(scores, ids, torch.tensor([1.0, 3.0]), torch.tensor([5, 5])).tolist() == [
-        3,
-        0,
-    ]
-    equal, all_ids = torch.zeros(1, 1000), torch.arange(1000)
-    for target in (0, 9, 500, 999):  # a model that has collapsed, whatever the target's id
-        assert better_items(equal, all_ids, torch.zeros(1), torch.tensor([target])).item() == 999
-
-
-def test_scores_that_are_no_number_never_flatter():
-    nan = float("nan")
-    scores = torch.tensor(
-        [[nan, nan, nan], [nan, 1.0, 2.0], [1.0, nan, 0.0], [torch.inf, torch.inf, 0.0]]
-    )
-    ids, targets = torch.tensor([5, 3, 9]), torch.tensor([5, 5, 5, 5])
-    # a target of no number is last of all
-    assert better_items(scores, ids, scores[:, 0], targets).tolist() == [2, 2, 1, 1]
 
 
 def test_learning_rate():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.models import HSTU, Ranking, Retrieval
+from freescale.models.columns import locate_rows
 from freescale.models.hstu_layer import project
 
 UNBIASED = {"position_bias": False, "time_bias": False}
@@ -171,63 +173,109 @@ def naive_retrieval_loss(model, batch):
     with torch.no_grad():
         outputs, start, total = model.encode_history(batch), 0, 0.0
         weights = batch.sequences.get("target_weights")
+
+        def find(name, sample, position):
+            if name in batch.sequences:
+                return batch.sequences[name].values[position]
+            return batch.shared[name] if name in batch.shared else batch.dense[name][sample]
+
         for sample, length in enumerate(batch.sequences["history"].lengths.tolist()):
             for position in range(start, start + length):
                 target = int(batch.values("targets")[position])
-                ids = [target] + [
-                    n for n in batch.dense["negatives"][sample].tolist() if n != target
-                ]
+                negatives = find("negatives", sample, position)
+                ids = torch.cat([torch.tensor([target]), negatives[negatives != target]])
                 rows = F.normalize(model.item.weight[ids], dim=1)
                 logits = rows @ F.normalize(outputs[position], dim=0) / model.temperature
+                if "targets_log_q" in batch:
+                    log_q = find("negatives_log_q", sample, position)[negatives != target]
+                    own = batch.values("targets_log_q")[position : position + 1]
+                    logits -= torch.cat([own, log_q])
                 weight = 1.0 if weights is None else float(weights.values[position])
                 total += weight * float(torch.logsumexp(logits, 0) - logits[0])
             start += length
     return total
 
 
+def with_negatives(batch, per, log_q=False):
+    """The batch with negatives per position or for all, and log-q beside them."""
+    history = batch.sequences["history"]
+    tokens = history.values.numel()
+    shape = {"sample": (len(batch),), "position": (tokens,), "batch": ()}[per] + (5,)
+    generator = torch.Generator().manual_seed(1)
+    columns = {"negatives": torch.randint(0, ITEMS, shape, generator=generator)}
+    sequences = {n: s for n, s in batch.sequences.items() if n != "negatives"}
+    if log_q:
+        columns["negatives_log_q"] = torch.randn(shape, generator=generator)
+        sequences["targets_log_q"] = Jagged(
+            torch.randn(tokens, generator=generator), history.lengths
+        )
+    if per == "position":
+        sequences |= {name: Jagged(value, history.lengths) for name, value in columns.items()}
+    return SequenceBatch(
+        sequences,
+        dense=columns if per == "sample" else {},
+        shared=columns if per == "batch" else {},
+        keys=batch.keys,
+    )
+
+
 class TestRetrieval:
-    @pytest.mark.parametrize("weighted", [False, True])
-    def test_loss_equals_the_definition(self, weighted, monkeypatch):
-        batch = batch_of()
-        # a position whose negatives all are its target
-        batch.dense["negatives"][3, :] = batch.values("targets")[8]
-        batch.dense["negatives"][0, 2] = batch.values("targets")[1]
-        if weighted:
+    @pytest.mark.parametrize("log_q", [False, True])
+    @pytest.mark.parametrize("per", ["sample", "position", "batch"])
+    def test_loss_equals_the_definition(self, per, log_q, monkeypatch):
+        batch = with_negatives(batch_of(), per, log_q)
+        negatives, targets = batch.values("negatives"), batch.values("targets")
+        # a position whose negatives all are its target, and one that has it among them
+        negatives.view(-1, 5)[-1 if per == "batch" else 3, :] = targets[8]
+        negatives.view(-1, 5)[0, 2] = targets[1]
+        if log_q:
             history = batch.sequences["history"]
             weights = Jagged(torch.arange(history.values.numel()) % 3 / 2.0, history.lengths)
-            batch = SequenceBatch(
-                dict(batch.sequences, target_weights=weights), {}, batch.dense, keys=batch.keys
-            )
+            batch = replace(batch, sequences={**batch.sequences, "target_weights": weights})
         model = model_of("retrieval")
-        assert float(model(batch)["next_item"].detach()) == pytest.approx(
-            naive_retrieval_loss(model, batch), rel=1e-12
-        )
-        monkeypatch.setattr("freescale.models.sampled_softmax.LOGIT_BUDGET", 50)
-        assert float(model(batch)["next_item"].detach()) == pytest.approx(
-            naive_retrieval_loss(model, batch), rel=1e-12
-        )
+        expected = pytest.approx(naive_retrieval_loss(model, batch), rel=1e-12)
+        assert float(model(batch)["next_item"].detach()) == expected
+        monkeypatch.setattr("freescale.kernels.reference.sampled_softmax.BUDGET", 50)
+        assert float(model(batch)["next_item"].detach()) == expected
         with torch.no_grad():
-            assert float(model(batch)["next_item"]) == pytest.approx(
-                naive_retrieval_loss(model, batch), rel=1e-12
-            )
+            assert float(model(batch)["next_item"]) == expected
 
-    @pytest.mark.parametrize("weighted", [False, True])
-    def test_loss_gradients(self, weighted):
-        from freescale.models.sampled_softmax import SampledSoftmax
+    def test_any_module_that_maps_ids_to_rows_gets_the_same_gradients(self):
+        model, batch = model_of("retrieval"), batch_of()
+        expected = losses_and_gradients(model, batch)
 
-        lengths = torch.tensor([2, 0, 4])
-        generator = torch.Generator().manual_seed(1)
-        leaves = [
-            torch.randn(*s, generator=generator, dtype=torch.float64)
-            for s in ((6, 3), (6,), (3, 5, 3))
-        ]
-        targets, negatives = torch.arange(6) % 4, torch.arange(15).view(3, 5) % 4
-        weights = torch.tensor([1.0, 0, 2, 0.5, 0, 3]) if weighted else None
+        class Table(nn.Module):
+            def __init__(self, weight):
+                super().__init__()
+                self.weight = weight
 
-        def call(*x):
-            return SampledSoftmax.apply(*x, Jagged(targets, lengths), negatives, weights, True)
+            def forward(self, ids):
+                return self.weight[ids]
 
-        assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in leaves])
+        model.item = Table(model.item.weight)
+        assert_equal(losses_and_gradients(model, batch), expected)
+
+    @pytest.mark.parametrize("per", ["position", "batch"])
+    def test_a_batch_is_the_sum_of_its_samples(self, per):
+        model, batch = model_of("retrieval"), with_negatives(batch_of(), per)
+        whole = losses_and_gradients(model, batch)
+        parts = [losses_and_gradients(model, part) for part in batch.split([2, 3, 1])]
+        assert_equal(whole, {name: sum(part[name] for part in parts) for name in whole})
+
+    def test_equal_ids_have_equal_indices(self):
+        ids = (torch.tensor([4, 1, 4, 4]), torch.tensor([[1, 0], [9, 4]]))
+        rows, found = locate_rows(nn.Sequential(nn.Embedding(10, 2)), *ids)
+        assert [part.tolist() for part in found] == [[0, 1, 0, 0], [[1, 5], [6, 0]]]
+        assert rows.shape == (8, 2)
+        same = torch.full((3,), 7)
+        assert locate_rows(nn.Sequential(nn.Embedding(10, 2)), same)[1][0].tolist() == [0, 0, 0]
+
+    def test_bad_negatives(self):
+        model, batch = model_of("retrieval"), with_negatives(batch_of(), "sample")
+        with pytest.raises(ValueError, match="no feature 'negatives'"):
+            model(replace(batch, dense={}))
+        with pytest.raises(ValueError, match=r"per sample must be \[6, K\]"):
+            model(replace(batch, dense={"negatives": batch.values("negatives")[:, 0]}))
 
     def test_queries_are_the_last_outputs(self):
         model, batch = model_of("retrieval").eval(), batch_of()

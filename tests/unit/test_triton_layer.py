@@ -37,6 +37,12 @@ def test_a_layer_equals_the_plain_one(interpreted, case):
     assert holds(interpreted[case], limit), interpreted[case]
 
 
+@pytest.mark.parametrize("case", layer_cases.FUSED)
+def test_fused_layers_equal_the_plain_ones(interpreted, case):
+    limit = 1e-5 if layer_cases.FUSED[case]["dtype"] == "float32" else 5e-3
+    assert holds(interpreted[case], limit), interpreted[case]
+
+
 class TestBadInput:
     def refused(self, message, function=gated_norm, **changes):
         arguments = {

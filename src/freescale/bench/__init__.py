@@ -16,5 +16,6 @@ BENCHMARKS = {
     "quality": "HR@10 of a default run against popularity.",
     "memory": "Peak memory of a rank with a large sharded table.",
     "simulate": "The simulator against measured runs, and to 4,096 GPUs.",
+    "train": "What freescale train makes of one GPU, shape by shape.",
     "workload": "Padding, straggler % and collisions of generated workloads.",
 }

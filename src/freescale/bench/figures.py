@@ -35,6 +35,7 @@ from freescale.bench.simulate import figure as simulate_figure
 from freescale.bench.simulate.table import format_ablation, format_validation
 from freescale.bench.staged import figure as staged_figure
 from freescale.bench.staged.table import format_staged, format_staged_gpu
+from freescale.bench.train.table import format_train
 from freescale.bench.workload import figure as workload_figure
 
 Part = Callable[[str], str]  # of a document, made for the way from it to the root
@@ -145,6 +146,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "overlap-claims": (("overlap-4ranks-h200",), format_claims),
     "staged": (("staged-hosts",), format_staged),
     "staged-gpu": (("staged-4ranks-h200",), format_staged_gpu),
+    "train": (("train-h200",), format_train),
     "simulate-claims": (("simulate-paper",), format_claims),
     "simulate-ablation": (("simulate-paper",), format_ablation),
     "simulate-validation": (("simulate-validation",), format_validation),

@@ -115,6 +115,14 @@ class HistoriesFile:
             else make_fingerprint(self.path.stat().st_size, rows, self.num_items)
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that opens the file itself."""
+        return {name: value for name, value in vars(self).items() if name != "file"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self.file = pq.ParquetFile(self.path, pre_buffer=False)
+
     @property
     def num_samples(self) -> int:
         return int(self.starts[-1])

@@ -8,6 +8,7 @@ the file, the options and n: to resume is to start at another n.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from freescale.config import DataConfig, ModelConfig, TrainConfig
 from freescale.data.epoch_order import EpochOrder
 from freescale.data.histories import HistoriesFile
 from freescale.data.labels import check_labels
-from freescale.data.negatives import draw_negatives
+from freescale.data.negatives import derive_batch_key, derive_position_keys, draw_negatives
 from freescale.data.splits import PARTS, SPLITS, Split
 from freescale.data.windows import WindowReader
 from freescale.random import derive
 
 TASKS = ("retrieval", "ranking")
+NEGATIVES_PER = ("sample", "position", "batch")
 # The columns of a file and what a batch calls them.
 _NAMES = {"item_id": "history", "timestamp": "timestamps", "action": "actions"}
 
@@ -46,10 +48,13 @@ class Histories:
 
     | task, part       | sequences                               | beside them                    |
     |------------------|-----------------------------------------|--------------------------------|
-    | retrieval, train | history, timestamps, [actions], targets | dense negatives [n, negatives] |
+    | retrieval, train | history, timestamps, [actions], targets | negatives                      |
     | retrieval, else  | history, timestamps, [actions]          | dense target [n]               |
     | ranking          | history, timestamps, [actions],         | candidates                     |
     |                  | candidate_timestamps, labels [., tasks] |                                |
+
+    Negatives of a sample are in `dense` [n, negatives], those of a position in `sequences`
+    [tokens, negatives], those of the batch in `shared` [negatives], by `negatives_per`.
 
     Targets are the next item of each event. Candidates of ranking are the last `candidates` events
     of the train part (fewer where the history would be empty), else the target. Not for two threads
@@ -66,13 +71,16 @@ class Histories:
         part: `train`, `validation` or `test`.
         split: `leave-one-out`, `time` or `none`.
         split_time: With split `time`: where it cuts, in the file's unit.
-        negatives: Negatives per sample, for retrieval.
+        negatives: How many each sample, position or batch has, for retrieval.
+        negatives_per: `sample`, `position` or `batch`.
         in_batch_share: Share of the negatives that are targets of other samples of the batch.
         halo: How many samples further such negatives may come from.
         candidates: Candidates per sample, for training of ranking.
         seed: Of the order and the negatives.
         shuffle: Whether an epoch has an order of its own.
         shuffle_groups: Row groups that are shuffled together.
+        kept_bytes: Of decoded row groups that stay in memory beyond those that are shuffled
+            together: what fits is read once.
         epochs: Of the run.
         start: First batch of the run to yield.
         num_items: Rows of the item table; by default the largest id plus 1.
@@ -95,12 +103,14 @@ class Histories:
         split: str = DataConfig.split,
         split_time: int | None = DataConfig.split_time,
         negatives: int = DataConfig.negatives,
+        negatives_per: str = DataConfig.negatives_per,
         in_batch_share: float = DataConfig.in_batch_share,
         halo: int = 16,
         candidates: int = DataConfig.candidates,
         seed: int = TrainConfig.seed,
         shuffle: bool = DataConfig.shuffle,
         shuffle_groups: int = 8,
+        kept_bytes: int = 128 << 20,
         epochs: int = 1,
         start: int = 0,
         num_items: int | None = DataConfig.num_items,
@@ -108,6 +118,7 @@ class Histories:
         _check_choice("task", task, TASKS)
         _check_choice("part", part, PARTS)
         _check_choice("split", split, SPLITS)
+        _check_choice("negatives_per", negatives_per, NEGATIVES_PER)
         for name, value, least in (
             ("global_batch", global_batch, 1),
             ("world", world, 1),
@@ -116,6 +127,7 @@ class Histories:
             ("halo", halo, 0),
             ("candidates", candidates, 1),
             ("shuffle_groups", shuffle_groups, 1),
+            ("kept_bytes", kept_bytes, 0),
             ("epochs", epochs, 1),
         ):
             if value < least:
@@ -145,28 +157,44 @@ class Histories:
         self.split = split
         self.split_time = split_time
         self.negatives, self.halo, self.candidates = negatives, halo, candidates
+        self.negatives_per = negatives_per
         self._in_batch = round(negatives * in_batch_share)
         self.seed = seed
         self.shuffle = shuffle
         self.shuffle_groups = shuffle_groups
+        self.kept_bytes = kept_bytes
         self.epochs = epochs
         self._check_tasks()
         present = self.file.columns
         self._columns = ("item_id", "timestamp", *(["action"] if "action" in present else []))
+        self._open_reader()
+        self._seek(start)
+
+    def _open_reader(self) -> None:
         starts = torch.from_numpy(self.file.starts)
-        self._order = EpochOrder(starts, seed=seed, shuffle=shuffle, window=shuffle_groups)
-        ranking = task == "ranking"
+        self._order = EpochOrder(
+            starts, seed=self.seed, shuffle=self.shuffle, window=self.shuffle_groups
+        )
+        ranking = self.task == "ranking"
         self._reader = WindowReader(
             self.file,
             self._order,
-            Split(split, split_time),
-            part,
+            Split(self.split, self.split_time),
+            self.part,
             tuple(dict.fromkeys([*self._columns, *(self.tasks if ranking else ())])),
-            max_length=max_length,
-            tail=candidates if ranking and part == "train" else 1,
-            kept_groups=shuffle_groups + 2,
+            max_length=self.max_length,
+            tail=self.candidates if ranking and self.part == "train" else 1,
+            kept_groups=self.shuffle_groups + 2,
+            kept_bytes=self.kept_bytes,
         )
-        self._seek(start)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process of its own: without what was read."""
+        return {k: v for k, v in vars(self).items() if k not in ("_order", "_reader")}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._open_reader()
 
     def _check_tasks(self) -> None:
         if self.task != "ranking":
@@ -182,7 +210,7 @@ class Histories:
         check_labels(self.file, self.tasks)
 
     def _seek(self, start: int) -> None:
-        total = self.epochs * self.batches_per_epoch
+        total = self.stop
         if not 0 <= start <= total:
             raise ValueError(
                 f"start is {start}; the run has {total} batches, so it must be in [0, {total}]"
@@ -213,12 +241,17 @@ class Histories:
             self.num_samples - number % self.batches_per_epoch * self.global_batch,
         )
 
+    @property
+    def stop(self) -> int:
+        """Behind the last batch of the last epoch."""
+        return self.epochs * self.batches_per_epoch
+
     def __len__(self) -> int:
         """How many batches an iteration yields: those from `start` to the end of the last epoch."""
-        return self.epochs * self.batches_per_epoch - self.start
+        return self.stop - self.start
 
     def __iter__(self) -> Iterator[SequenceBatch]:
-        for number in range(self.start, self.epochs * self.batches_per_epoch):
+        for number in range(self.start, self.stop):
             batch = self.batch(number)
             self.position = number + 1
             yield batch
@@ -256,7 +289,7 @@ class Histories:
         draws = training and self.task == "retrieval"
         # The slice, then the samples after it (round the batch) that its in-batch negatives may
         # come from.
-        beyond = min(self.halo, size - 1) if draws and self._in_batch and own else 0
+        beyond = self._count_beyond(size, own) if draws else 0
         places = torch.arange(low, low + min(own + beyond, size)) % size
         samples = self._order.samples(epoch, first, first + size)[places]
         columns, tail = self._reader.read(epoch, samples)
@@ -264,13 +297,16 @@ class Histories:
         offsets, history = items.offsets[:-1], items.lengths - tail  # [samples] each
         keys = derive(self.seed, number, samples[:own])
         dense: dict[str, Tensor] = {}
+        shared: dict[str, Tensor] = {}
         candidates: dict[str, Nested] = {}
         own_history, own_tail = history[:own], tail[:own]
-        before = concat_ranges(offsets[:own], own_history)
+        events = concat_ranges(offsets, history)  # of the histories
+        before = events[: int(own_history.sum())]
         sequences = {
             _NAMES[column]: Jagged(columns[column].values[before], own_history)
             for column in self._columns
         }
+        sequences["timestamps"] = _note_span(sequences["timestamps"])
         if self.task == "ranking":
             after = concat_ranges(offsets[:own] + own_history, own_tail)
             candidates["candidates"] = Nested(items.values[after], torch.ones_like(after), own_tail)
@@ -279,25 +315,54 @@ class Histories:
             sequences["labels"] = Jagged(torch.stack(labels, dim=1), own_tail)
             weights = {task: own_tail.to(torch.float32) for task in self.tasks}
         elif training:
-            targets = Jagged(items.values[concat_ranges(offsets + 1, history)], history)
+            targets = Jagged(items.values[events + 1], history)
             sequences["targets"] = targets.slice(0, own)
             weights = {"next_item": own_history.to(torch.float32)}
-            dense["negatives"] = draw_negatives(
-                keys,
-                targets,
-                count=self.negatives,
-                in_batch=self._in_batch,
-                halo=self.halo,
-                batch_size=size,
-                num_items=self.num_items,
-            )
+            negatives = self._draw_negatives(number, keys, targets, low, size)
+            if self.negatives_per == "sample":
+                dense["negatives"] = negatives
+            elif self.negatives_per == "position":
+                sequences["negatives"] = Jagged(negatives, own_history)
+            else:
+                shared["negatives"] = negatives[0]
         else:
             # a sample without target reads this 0
             padded = torch.cat([items.values, items.values.new_zeros(1)])
             place = torch.where(tail > 0, offsets + history, items.values.numel())
             dense["target"] = padded[place]
             weights = {"next_item": tail.to(torch.float32)}
-        return SequenceBatch(sequences, candidates, dense, weights, keys, number)
+        return SequenceBatch(sequences, candidates, dense, weights, keys, number, shared)
+
+    def _count_beyond(self, size: int, own: int) -> int:
+        """Samples after the slice that its in-batch negatives may come from: the halo, or all of
+        the batch for those that it shares."""
+        if not self._in_batch:
+            return 0
+        if self.negatives_per == "batch":
+            return size - own
+        return min(self.halo, size - 1) if own else 0
+
+    def _draw_negatives(
+        self, number: int, keys: Tensor, targets: Jagged, low: int, size: int
+    ) -> Tensor:
+        """[rows, negatives] for the slice of a batch that begins at sample `low`: a row for each
+        sample, for each position, or one."""
+        homes, halo = None, min(self.halo, size - 1)  # a sample is never in its own halo
+        if self.negatives_per == "position":
+            keys, homes = derive_position_keys(keys, targets.lengths[: len(keys)])
+        elif self.negatives_per == "batch":
+            # counted from the batch's first sample, wherever the slice begins
+            keys, homes, halo = derive_batch_key(self.seed, number), torch.tensor([-low - 1]), size
+        return draw_negatives(
+            keys,
+            targets,
+            count=self.negatives,
+            in_batch=self._in_batch,
+            halo=halo,
+            batch_size=size,
+            num_items=self.num_items,
+            homes=homes,
+        )
 
     def count_items(self) -> Tensor:
         """Counts how often each item occurs in the train part, whatever `part` this is. Reads the
@@ -307,6 +372,14 @@ class Histories:
             [num_items] int64.
         """
         return self._reader.count_items()
+
+
+def _note_span(times: Jagged) -> Jagged:
+    """The times of samples, each in order, with the longest between two of a sample."""
+    some = times.lengths > 0
+    first, last = times.offsets[:-1][some], times.offsets[1:][some] - 1
+    gaps = times.values[last] - times.values[first]
+    return replace(times, span=int(gaps.max()) if len(gaps) else 0)
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -49,22 +49,19 @@ class Split:
             return np.where(cut < stop, cut + 1, start)
         return np.asarray(np.maximum(cut - (part == "train"), start))
 
-    def find_window(
-        self, group: RowGroup, rows: NDArray[Any], part: str, max_length: int, tail: int
-    ) -> Window:
-        """Finds the events of the samples `rows` of a row group.
 
-        A sample whose part has fewer than two events has an empty window.
+def find_window(start: NDArray[Any], end: NDArray[Any], max_length: int, tail: int) -> Window:
+    """Finds the events that samples need.
 
-        Args:
-            group: A decoded row group.
-            rows: [samples] users of the group.
-            part: One of `PARTS`.
-            max_length: Of the history.
-            tail: Events beyond the history, at most; fewer where the history would be empty.
-        """
-        start, end = group.offsets[rows], self.find_ends(group, part)[rows]
-        usable = end - start >= 2
-        tails = np.where(usable, np.minimum(tail, end - start - 1), 0)
-        begin = np.where(usable, np.maximum(start, end - tails - max_length), end)
-        return Window(begin, end, tails)
+    A sample whose part has fewer than two events has an empty window.
+
+    Args:
+        start: [samples] first event of each history.
+        end: [samples] where its part ends, as of `Split.find_ends`.
+        max_length: Of the history.
+        tail: Events beyond the history, at most; fewer where the history would be empty.
+    """
+    usable = end - start >= 2
+    tails = np.where(usable, np.minimum(tail, end - start - 1), 0)
+    begin = np.where(usable, np.maximum(start, end - tails - max_length), end)
+    return Window(begin, end, tails)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.batch import Jagged, concat_ranges
 from freescale.data.epoch_order import EpochOrder
 from freescale.data.histories import HistoriesFile, RowGroup
-from freescale.data.splits import Split
+from freescale.data.splits import Split, Window, find_window
 
 
 class WindowReader:
@@ -26,7 +28,8 @@ class WindowReader:
         columns: List columns of the file.
         max_length: Of a history.
         tail: Events beyond the history, at most.
-        kept_groups: Decoded row groups in memory, at most.
+        kept_groups: Decoded row groups in memory, at most, unless
+        kept_bytes: of them take no more than this.
     """
 
     def __init__(
@@ -40,10 +43,13 @@ class WindowReader:
         max_length: int,
         tail: int,
         kept_groups: int,
+        kept_bytes: int,
     ) -> None:
         self._file, self._order, self._split = file, order, split
         self._part, self._max_length, self._tail = part, max_length, tail
         self._columns, self._kept_groups = tuple(columns), kept_groups
+        self._kept_bytes, self._bytes = kept_bytes, 0
+        self._ends: dict[int, NDArray[Any]] = {}  # of the part's histories, by row group
         # decoded, the least recently used first
         self.groups: OrderedDict[int, RowGroup] = OrderedDict()
 
@@ -57,35 +63,54 @@ class WindowReader:
         Returns:
             The events by column, and [n]: how many at the end of each are beyond the history.
         """
-        group_of = torch.searchsorted(self._order.starts, samples, right=True) - 1
-        read_order = self._order.groups(epoch)
-        place = torch.empty_like(read_order)
-        place[read_order] = torch.arange(len(read_order))
-        # group by group, in the epoch's order: each is read once
-        turn = torch.argsort(place[group_of], stable=True)
-        nothing = torch.empty(0, dtype=torch.int64)
-        pieces = {name: [Jagged(_make_empty(name), nothing)] for name in self._columns}
-        tails = [nothing]
-        groups, sizes = torch.unique_consecutive(group_of[turn], return_counts=True)
-        for number, members in zip(groups.tolist(), torch.split(turn, sizes.tolist()), strict=True):
-            group = self._read_group(number)
-            rows = (samples[members] - self._order.starts[number]).numpy()
-            window = self._split.find_window(group, rows, self._part, self._max_length, self._tail)
-            lengths = torch.from_numpy(window.end - window.begin)
-            index = concat_ranges(torch.from_numpy(window.begin), lengths)
-            for name in self._columns:
-                values = torch.from_numpy(group.values[name])[index]
-                pieces[name].append(Jagged(values.to(_make_empty(name).dtype), lengths))
-            tails.append(torch.from_numpy(window.tail))
-        back = torch.argsort(turn)
-        columns = {name: Jagged.concat(parts).select(back) for name, parts in pieces.items()}
-        return columns, torch.cat(tails)[back]
+        numbers, starts = samples.numpy(), self._order.starts.numpy()
+        group_of = np.searchsorted(starts, numbers, side="right") - 1
+        members = self._list_members(epoch, group_of)
+        lengths, tails = np.zeros(len(numbers), np.int64), np.zeros(len(numbers), np.int64)
+        pieces: list[dict[str, NDArray[Any]]] = []
+        for group, of in members:
+            window = self._find_window(group, numbers[of] - starts[group])
+            lengths[of], tails[of] = window.end - window.begin, window.tail
+            index, values = list_ranges(window.begin, lengths[of]), self._read_group(group).values
+            pieces.append({name: values[name][index] for name in self._columns})
+        offsets = np.cumsum(lengths) - lengths
+        columns = {name: np.empty(int(lengths.sum()), _find_dtype(name)) for name in self._columns}
+        for (_, of), piece in zip(members, pieces, strict=True):
+            place = list_ranges(offsets[of], lengths[of])
+            for name, column in columns.items():
+                column[place] = piece[name]
+        sizes = torch.from_numpy(lengths)
+        jagged = {name: Jagged(torch.from_numpy(c), sizes) for name, c in columns.items()}
+        return jagged, torch.from_numpy(tails)
+
+    def _list_members(self, epoch: int, group_of: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
+        """The row groups of samples in the epoch's order, so that each is read once, with the
+        samples of each."""
+        read_order = self._order.groups(epoch).numpy()
+        place = np.empty_like(read_order)
+        place[read_order] = np.arange(len(read_order))
+        turn = np.argsort(place[group_of], kind="stable")
+        sorted_groups = group_of[turn]
+        edges = np.flatnonzero(np.diff(sorted_groups, prepend=-1, append=-1))
+        pairs = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+        return [(int(sorted_groups[first]), turn[first:last]) for first, last in pairs]
+
+    def _find_window(self, number: int, rows: NDArray[Any]) -> Window:
+        group = self._read_group(number)
+        if number not in self._ends:
+            self._ends[number] = self._split.find_ends(group, self._part)
+        return find_window(
+            group.offsets[rows], self._ends[number][rows], self._max_length, self._tail
+        )
 
     def _read_group(self, number: int) -> RowGroup:
         if number not in self.groups:
-            while len(self.groups) >= self._kept_groups:
-                self.groups.popitem(last=False)
+            while len(self.groups) >= self._kept_groups and self._bytes > self._kept_bytes:
+                dropped, group = self.groups.popitem(last=False)
+                self._ends.pop(dropped, None)
+                self._bytes -= _count_bytes(group)
             self.groups[number] = self._file.read(number, self._columns)
+            self._bytes += _count_bytes(self.groups[number])
         self.groups.move_to_end(number)
         return self.groups[number]
 
@@ -100,6 +125,17 @@ class WindowReader:
         return torch.from_numpy(counts)
 
 
-def _make_empty(column: str) -> Tensor:
-    whole = column in ("item_id", "timestamp", "action")
-    return torch.empty(0, dtype=torch.int64 if whole else torch.float32)
+def list_ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
+    """Index ranges [starts[i], starts[i] + lengths[i]), one after another: [sum(lengths)]."""
+    ends = np.cumsum(lengths)
+    index = np.repeat(starts - (ends - lengths), lengths)
+    index += np.arange(len(index))
+    return index
+
+
+def _count_bytes(group: RowGroup) -> int:
+    return sum(values.nbytes for values in group.values.values())
+
+
+def _find_dtype(column: str) -> type[np.int64] | type[np.float32]:
+    return np.int64 if column in ("item_id", "timestamp", "action") else np.float32

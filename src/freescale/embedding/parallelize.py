@@ -41,6 +41,11 @@ class TableReader(nn.Module):
         """ids [...] -> rows [..., width]."""
         return self._tables.read(self.table, ids)
 
+    def locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """ids [...] -> (rows [u, width], index [...]): what `forward` returns is rows[index], of
+        which nothing is copied here."""
+        return self._tables.locate(self.table, ids)
+
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, table={self.table!r}"
 

@@ -19,25 +19,41 @@ from freescale.kernels.reference import (
     attention,
     attention_plan,
     layer,
+    positions,
+    row_sums,
     row_updates,
     rows,
     summary_attention,
     unique,
 )
+from freescale.kernels.reference import sampled_softmax as softmax
 from freescale.kernels.reference.attention_plan import AttentionPlan
+from freescale.kernels.reference.row_sums import SortedRows
+from freescale.kernels.reference.sampled_softmax import Negatives
+from freescale.kernels.row_gradients import RowGradients
 from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import attention_plan as triton_attention_plan
+from freescale.kernels.triton import fused_layer
 from freescale.kernels.triton import layer as triton_layer
+from freescale.kernels.triton import positions as triton_positions
+from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton import row_updates as triton_row_updates
 from freescale.kernels.triton import rows as triton_rows
+from freescale.kernels.triton import sampled_softmax as triton_softmax
 from freescale.kernels.triton import summary_attention as triton_summary_attention
 from freescale.kernels.triton import unique as triton_unique
 from freescale.kernels.triton.attention_plan import TilePlan
+from freescale.kernels.triton.launch import is_recording
 
 
 @cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    """Where launches are recorded, the versions for a GPU are wanted whatever the device."""
+    return x.is_cuda or is_recording()
 
 
 def plan_attention(
@@ -59,7 +75,7 @@ def plan_attention(
         buckets: Of the time bias; 0 without one.
         options: As in `plan_attention` of both versions.
     """
-    fits = fits_triton_attention(lengths.is_cuda, has_triton(), widths, dtype, buckets)
+    fits = fits_triton_attention(_is_on_gpu(lengths), has_triton(), widths, dtype, buckets)
     if fits:
         return triton_attention_plan.plan_attention(lengths, heads, buckets=buckets, **options)
     return attention_plan.plan_attention(lengths, heads, buckets=buckets, **options)
@@ -106,6 +122,20 @@ def attend_to_summaries(plan: AttentionPlan | TilePlan, *inputs: Any, **options:
     return summary_attention.summary_attention(*inputs, **options)
 
 
+def add_positions(
+    plan: AttentionPlan | TilePlan, x: Tensor, position: Tensor, keys: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`reference.positions.add_positions`, in the version that `plan` and x are for."""
+    if (
+        isinstance(plan, TilePlan)
+        and plan.tokens
+        and _fits_triton_layer(plan, x)
+        and position.dtype in triton_layer.DTYPES
+    ):
+        return triton_positions.add_positions(x, position, plan, keys)
+    return positions.add_positions(x, position, plan.lengths, plan.candidate_counts, keys)
+
+
 def layer_norm(plan: AttentionPlan | TilePlan, x: Tensor, *parameters: Any) -> Tensor:
     """`reference.layer.layer_norm`, in the version that `plan` and x are for."""
     if _fits_triton_layer(plan, x):
@@ -131,6 +161,17 @@ def gated_norm(
     return layer.gated_norm(x, gate, *parameters, **options)
 
 
+def fits_fused_layer(plan: AttentionPlan | TilePlan, x: Tensor, gate_width: int) -> bool:
+    """Whether `triton.fused_layer` takes whole layers of this batch: x [tokens, width], gates
+    `gate_width` wide."""
+    return plan.tokens > 0 and _fits_triton_layer(plan, x) and gate_width <= triton_layer.MAX_WIDTH
+
+
+def run_layers(x: Tensor, layers: Sequence[fused_layer.LayerParameters], **options: Any) -> Tensor:
+    """`models.HSTULayer` after another, as fused kernels."""
+    return fused_layer.run_layers(x, layers, fused_layer.LayerOptions(**options))
+
+
 def _fits_triton_layer(
     plan: AttentionPlan | TilePlan, x: Tensor, widest: int | None = triton_layer.MAX_WIDTH
 ) -> bool:
@@ -138,26 +179,49 @@ def _fits_triton_layer(
     return isinstance(plan, TilePlan) and x.dtype in triton_layer.DTYPES and narrow
 
 
+def sampled_softmax(
+    outputs: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    negatives: Negatives,
+    lengths: Tensor,
+    **options: Any,
+) -> Tensor:
+    """`reference.sampled_softmax.sampled_softmax`, in Triton on a GPU, with the products in
+    autocast's dtype."""
+    inputs = (outputs, rows, targets, negatives, lengths)
+    fits = (
+        outputs.is_cuda
+        and has_triton()
+        and {outputs.dtype, rows.dtype} <= set(triton_softmax.DTYPES)
+        and outputs.shape[1] <= triton_softmax.MAX_WIDTH
+    )
+    if not fits:
+        return softmax.sampled_softmax(*inputs, **options)
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    return triton_softmax.sampled_softmax(*inputs, dtype=dtype, **options)
+
+
 # ---- table rows
 
 
 def deduplicate(keys: Tensor, edges: Tensor) -> unique.Unique:
     """`reference.unique.deduplicate`, in Triton on a GPU."""
-    if keys.is_cuda and has_triton():
+    if _is_on_gpu(keys) and has_triton():
         return triton_unique.deduplicate(keys, edges)
     return unique.deduplicate(keys, edges)
 
 
 def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
     """`reference.unique.collision_masks`, in Triton on a GPU."""
-    if current.is_cuda and has_triton():
+    if _is_on_gpu(current) and has_triton():
         return triton_unique.collision_masks(current, following)
     return unique.collision_masks(current, following)
 
 
 def _fits_triton_rows(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton_rows.DTYPES) -> bool:
     return (
-        table.is_cuda
+        _is_on_gpu(table)
         and has_triton()
         and table.dtype in dtypes
         and 1 <= table.shape[1] <= triton_rows.MAX_WIDTH
@@ -177,11 +241,35 @@ def gather_rows(weight: Tensor, numbers: Tensor, dtype: torch.dtype | None = Non
     return rows.gather_rows(weight, numbers, dtype)
 
 
-def read_rows(table: Tensor, index: Tensor) -> Tensor:
-    """table [u, width], index [...] into it -> [..., width]."""
+def keeps_gradients(table: Tensor) -> bool:
+    """Whether `read_rows` can leave the gradients of a table's rows to `RowGradients`."""
+    return choose_optimizers(table) is triton_row_updates
+
+
+def read_rows(
+    table: Tensor, index: Tensor, gradients: RowGradients | None = None, part: int | None = None
+) -> Tensor:
+    """table [u, width], index [...] into it -> [..., width]. With `gradients`, which needs
+    `keeps_gradients`, backward leaves them there, as those of a part."""
     if _fits_triton_rows(table):
-        return triton_rows.read_rows(table, index)
+        return triton_rows.read_rows(table, index, gradients, part)
+    assert gradients is None
     return torch.nn.functional.embedding(index, table)
+
+
+def sum_by_row(values: Tensor, numbers: Tensor, count: int) -> Tensor:
+    """`reference.row_sums.sum_by_row`: values [n, width] of rows [n] -> [count, width]."""
+    if _fits_triton_rows(values):
+        return triton_row_sums.sum_by_row(values, numbers.to(torch.int32), count)
+    return row_sums.sum_by_row(values, numbers, count)
+
+
+def sum_sorted(numbers: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference.row_sums.sum_sorted`. Where the optimizers skip rows of -1, these stand between
+    the unique ones, so that nothing is read from the device."""
+    if choose_optimizers(values) is triton_row_updates:
+        return triton_row_sums.sum_sorted(numbers, values)
+    return row_sums.sum_sorted(numbers, values)
 
 
 def sum_duplicates(numbers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:

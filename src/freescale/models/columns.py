@@ -1,12 +1,16 @@
-"""Reads the columns of a batch that the heads need, and checks that they fit each other."""
+"""Reads the columns of a batch that the heads need, and checks that they fit each other; finds the
+rows of their ids."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from freescale.batch import Jagged, Nested, SequenceBatch
+from freescale.kernels.reference.sampled_softmax import Negatives, Per
 
 
 def find_sequence(batch: SequenceBatch, name: str, like: Jagged | None = None) -> Jagged:
@@ -36,6 +40,8 @@ def measure_time_span(*parts: Jagged) -> int | None:
     hosts = [part.host for part in parts if part.host is not None]
     if len(hosts) < len(parts):
         return None
+    if len(hosts) == 1 and hosts[0].span is not None:
+        return hosts[0].span
     ends = np.iinfo(np.int64)
     low, high = np.full(len(parts[0]), ends.max), np.full(len(parts[0]), ends.min)
     for host in hosts:
@@ -65,3 +71,67 @@ def find_candidates(batch: SequenceBatch) -> Nested:
         )
     batch.candidates["candidates"].check("candidates")
     return batch.candidates["candidates"]
+
+
+def find_negatives(batch: SequenceBatch, like: Jagged) -> Negatives:
+    """The negatives of the samples (dense), of their positions (sequences, with the lengths of
+    `like`) or of the batch (shared), as ids; with their log-q if the batch has it beside them."""
+    name, log_q = "negatives", "negatives_log_q"
+    found: tuple[Per, dict[str, Tensor]]
+    if name in batch.sequences:
+        columns = [n for n in (name, log_q) if n in batch.sequences]
+        found = "position", {n: find_sequence(batch, n, like).values for n in columns}
+    elif name in batch.shared:
+        found = "batch", dict(batch.shared)
+    else:
+        batch.values(name)  # which says what the batch has instead
+        found = "sample", dict(batch.dense)
+    return Negatives(found[1][name], found[0], found[1].get(log_q))
+
+
+def locate_rows(table: nn.Module, *ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Finds the rows of ids without copying them, where the table can.
+
+    Args:
+        table: An nn.Embedding, a module with `locate(ids) -> (rows, index)`, or any other that maps
+            ids [...] to rows [..., width].
+        ids: Each [...].
+
+    Returns:
+        (rows [u, width], for each of the ids their index [...] into them). Equal ids have equal
+        indices.
+    """
+    if type(table) is nn.Embedding and _is_plain(table):
+        return table.weight, list(ids)
+    locate: Any = getattr(table, "locate", None)
+    if locate is not None and getattr(table, "padding_idx", None) is None:
+        found = [locate(part) for part in ids]
+        assert all(rows is found[0][0] for rows, _ in found), "a table has one tensor of rows"
+        return found[0][0], [index for _, index in found]
+    gathered = [table(part) for part in ids]
+    rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in gathered])
+    parts = torch.split(
+        _find_first(torch.cat([part.reshape(-1) for part in ids])), [part.numel() for part in ids]
+    )
+    return rows, [index.view(part.shape) for index, part in zip(parts, ids, strict=True)]
+
+
+def _find_first(ids: Tensor) -> Tensor:
+    """ids [n] -> [n]: the first place of each one's id, without a read of the device."""
+    ordered, order = ids.sort(stable=True)
+    places = torch.arange(ids.numel(), device=ids.device)
+    begins = torch.where(ordered == ordered.roll(1), 0, places)  # where a run of equal ids begins
+    begins[:1] = 0
+    return torch.empty_like(places).index_copy(0, order, order[begins.cummax(0).values])
+
+
+def _is_plain(table: nn.Embedding) -> bool:
+    """Whether its rows are used as they are, and get a dense gradient."""
+    return (
+        table.padding_idx is None
+        and table.max_norm is None
+        and not table.scale_grad_by_freq
+        and not table.sparse
+        and not table._forward_hooks
+        and not table._forward_pre_hooks
+    )

@@ -8,6 +8,7 @@ replaced by any module that maps ids to rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,14 +17,16 @@ from torch.nn import functional as F
 
 from freescale.batch import HostSizes, Jagged, Nested, SequenceBatch, compute_offsets, concat_ranges
 from freescale.config import ModelConfig
+from freescale.kernels.dispatch import sampled_softmax
 from freescale.models.columns import (
     find_candidates,
+    find_negatives,
     find_sequence,
+    locate_rows,
     measure_time_span,
     sum_values,
 )
 from freescale.models.hstu import HSTU
-from freescale.models.sampled_softmax import SampledSoftmax
 from freescale.models.segments import Memory, SegmentedHSTU
 
 
@@ -100,12 +103,14 @@ class _SequenceHead(nn.Module):
 
 
 class Retrieval(_SequenceHead):
-    """Next item by sampled softmax over the target and the sample's own negatives.
+    """Next item by sampled softmax over the target and negatives.
 
     Reads sequences "history", "targets" (the item after each), "actions" with num_actions,
-    "timestamps" with a time bias, optionally "target_weights" (0 leaves a position out); dense
-    "negatives" [samples, K], shared by the positions of a sample. A negative that is the target
-    counts as absent.
+    "timestamps" with a time bias, optionally "target_weights" (0 leaves a position out). Negatives
+    are the batch's "negatives", wherever it has them: of a sample in `dense` [samples, K], of a
+    position in `sequences` [tokens, K], of all in `shared` [K]. A negative that is the target
+    counts as absent. "negatives_log_q" beside them and "targets_log_q" in `sequences`, both
+    optional, are subtracted from the logits.
     """
 
     def __init__(
@@ -138,18 +143,27 @@ class Retrieval(_SequenceHead):
             if "target_weights" in batch.sequences
             else None
         )
-        negatives = batch.values("negatives")
-        if negatives.ndim != 2 or negatives.shape[1] < 1:
-            raise ValueError(
-                f"'negatives' must be [samples, K] with K at least 1, not {list(negatives.shape)}"
-            )
-        outputs = self._normalize_rows(self.encode_history(batch)) / self.temperature
-        goals = self._normalize_rows(self.item(targets.values)).to(outputs.dtype)
-        positive = (outputs * goals).sum(1)  # [tokens]
-        rows = self._normalize_rows(self.item(negatives)).to(outputs.dtype)  # [samples, K, width]
-        need_grad = torch.is_grad_enabled()
-        total: Tensor = SampledSoftmax.apply(  # type: ignore[no-untyped-call]
-            outputs, positive, rows, targets, negatives, weights, need_grad
+        negatives = find_negatives(batch, history)
+        targets_log_q = (
+            find_sequence(batch, "targets_log_q", history).values
+            if "targets_log_q" in batch.sequences
+            else None
+        )
+        outputs = self.encode_history(batch)
+        if not outputs.shape[0]:
+            return {"next_item": to_at_least_float32(outputs).sum()}
+        rows, (goals, others) = locate_rows(self.item, targets.values, negatives.index)
+        total = sampled_softmax(
+            outputs,
+            rows,
+            goals,
+            replace(negatives, index=others),
+            history.lengths,
+            host_lengths=history.host_lengths,
+            temperature=self.temperature,
+            normalize=self.normalize,
+            weights=weights,
+            targets_log_q=targets_log_q,
         )
         return {"next_item": total}
 
@@ -163,11 +177,11 @@ class Retrieval(_SequenceHead):
         Returns:
             [samples, width]: the last output of each history; zero without a history.
         """
-        outputs = self._normalize_rows(self.encode_history(batch, memory))
+        outputs = self.encode_history(batch, memory)
         history = batch.sequences["history"]
         if not outputs.shape[0]:
-            return outputs.new_zeros(len(history), outputs.shape[1])
-        last = outputs[(history.offsets[1:] - 1).clamp(min=0)]
+            return to_at_least_float32(outputs.new_zeros(len(history), outputs.shape[1]))
+        last = self._normalize_rows(outputs[(history.offsets[1:] - 1).clamp(min=0)])
         return last.masked_fill((history.lengths == 0)[:, None], 0)
 
     def encode_items(self, rows: Tensor) -> Tensor:

@@ -6,30 +6,23 @@ length, dropout is drawn from the sample's own key, and nothing is normalised ov
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from freescale.batch import HostSizes, compute_offsets
+from freescale.batch import HostSizes
 from freescale.config import ModelConfig
-from freescale.kernels.dispatch import plan_attention
+from freescale.kernels.dispatch import add_positions, fits_fused_layer, plan_attention, run_layers
 from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.triton.attention_plan import TilePlan
-from freescale.models.hstu_layer import HSTULayer, get_product_dtype
-from freescale.random import derive
+from freescale.models.hstu_layer import EPS, Earlier, HSTULayer, get_product_dtype
 
 TOO_LONG = (
     "a history has {} events, the model was built for max_length={}; cut the histories or "
     "raise max_length"
 )
-
-
-def compute_positions(lengths: Tensor, tokens: int) -> Tensor:
-    """[samples] lengths -> [tokens]: 0, 1, 2, ... within each sample."""
-    starts = torch.repeat_interleave(compute_offsets(lengths)[:-1], lengths, output_size=tokens)
-    return torch.arange(tokens, device=lengths.device) - starts
 
 
 class HSTU(nn.Module):
@@ -116,16 +109,8 @@ class HSTU(nn.Module):
             raise ValueError(TOO_LONG.format(plan.longest_history, self.max_length))
         if plan.tokens != x.shape[0]:
             raise ValueError(f"lengths add up to {plan.tokens}, but there are {x.shape[0]} tokens")
-        slots = compute_positions(lengths, x.shape[0])
-        positions = slots
-        if candidate_counts is not None:  # all candidates of a sample stand right after its history
-            history = torch.repeat_interleave(
-                lengths - candidate_counts, lengths, output_size=x.shape[0]
-            )
-            positions = torch.minimum(slots, history)
-        token_keys = self._derive_token_keys(keys, lengths, slots)
         # the encoder's own dtype, whatever the tables hold
-        x = x.to(self.position.dtype) + self.position[positions]
+        x, token_keys = add_positions(plan, x, self.position, self._choose_keys(keys, lengths))
         return self._run_layers(x, lengths, token_keys, timestamps, candidate_counts, plan)
 
     def _check_inputs(self, x: Tensor, timestamps: Tensor | None) -> Tensor | None:
@@ -161,24 +146,51 @@ class HSTU(nn.Module):
     def drops(self) -> bool:
         return self.training and self.dropout > 0
 
-    def _derive_token_keys(
-        self, keys: Tensor | None, lengths: Tensor, slots: Tensor | None
-    ) -> Tensor | None:
-        """[tokens] keys of what is dropped, from the samples' and the place in the sample; None
-        where nothing is."""
+    def _choose_keys(self, keys: Tensor | None, lengths: Tensor) -> Tensor | None:
+        """The samples' keys, from which what is dropped follows; None where nothing is."""
         if not self.drops:
             return None
-        assert slots is not None
         if keys is None or keys.shape != lengths.shape:
             raise ValueError(
                 f"dropout needs keys, one per sample ({lengths.numel()}); got {_describe(keys)}"
             )
-        return derive(torch.repeat_interleave(keys, lengths, output_size=slots.numel()), slots)
+        return keys
 
-    def _run_layers(self, x: Tensor, *inputs: Any) -> Tensor:
-        """Through all layers; `inputs` are those of a layer after x."""
+    def _run_layers(
+        self,
+        x: Tensor,
+        lengths: Tensor,
+        token_keys: Tensor | None,
+        timestamps: Tensor | None,
+        candidate_counts: Tensor | None,
+        plan: AttentionPlan | TilePlan,
+        earlier: Earlier | None = None,
+    ) -> Tensor:
+        """Through all layers; the inputs are those of a layer."""
+        recomputes = self.checkpoint and torch.is_grad_enabled()
+        d_qk, d_v = self.widths
+        if (
+            earlier is None
+            and isinstance(plan, TilePlan)
+            and fits_fused_layer(plan, x, self.heads * d_v)
+        ):
+            return run_layers(
+                x,
+                [cast(HSTULayer, layer).collect_parameters() for layer in self.layers],
+                plan=plan,
+                heads=self.heads,
+                d_qk=d_qk,
+                d_v=d_v,
+                scale_length=self.max_length,
+                eps=EPS,
+                dtype=get_product_dtype(self.position),
+                keys=token_keys,
+                keep=1 - self.dropout,
+                recompute=recomputes,
+            )
+        inputs = lengths, token_keys, timestamps, candidate_counts, plan, earlier
         for layer in self.layers:
-            if self.checkpoint and torch.is_grad_enabled():
+            if recomputes:
                 # dropout is a function of keys: there is no generator state to keep
                 x = recompute(layer, x, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:

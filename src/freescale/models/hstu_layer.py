@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from freescale.kernels.dispatch import gated_norm, hstu_attention, layer_norm, silu_split
 from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.triton.attention_plan import TilePlan
+from freescale.kernels.triton.fused_layer import LayerParameters
+
+EPS = 1e-6  # of both norms
 
 
 def get_product_dtype(parameter: Tensor) -> torch.dtype:
@@ -96,9 +99,9 @@ class HSTULayer(nn.Module):
         self.d_v = d_v
         self.max_length = max_length
         self.dropout = dropout
-        self.input_norm = InputNorm(width, eps=1e-6)
+        self.input_norm = InputNorm(width, eps=EPS)
         self.projection = nn.Linear(width, 2 * heads * (d_qk + d_v))
-        self.attention_norm = GatedNorm(heads * d_v, eps=1e-6)
+        self.attention_norm = GatedNorm(heads * d_v, eps=EPS)
         self.output = nn.Linear(heads * d_v, width)
         self.position_bias = (
             nn.Parameter(torch.empty((reach or max_length) + 1)) if position_bias else None
@@ -111,6 +114,21 @@ class HSTULayer(nn.Module):
         for bias in (self.position_bias, self.time_bias):
             if bias is not None:
                 nn.init.normal_(bias, std=0.02)
+
+    def collect_parameters(self) -> LayerParameters:
+        """As the fused kernels take them."""
+        return LayerParameters(
+            self.input_norm.weight,
+            self.input_norm.bias,
+            self.projection.weight,
+            self.projection.bias,
+            self.attention_norm.weight,
+            self.attention_norm.bias,
+            self.output.weight,
+            self.output.bias,
+            self.position_bias,
+            self.time_bias,
+        )
 
     def forward(
         self,

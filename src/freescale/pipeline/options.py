@@ -7,17 +7,13 @@ import torch
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import MakeReducer
 
-DENSE_SUMS = ("collective", "partitioned")
+DENSE_SUMS = ("auto", "collective", "partitioned")
 
 
-def check_options(
-    accumulate: int, precision: str, dense_sums: str, reducer: MakeReducer | None
-) -> None:
+def check_options(accumulate: int, dense_sums: str, reducer: MakeReducer | None) -> None:
     """Raises a ValueError for values that no schedule has."""
     if accumulate < 1:
         raise ValueError(f"accumulate must be at least 1, got {accumulate}")
-    if precision not in ("fp32", "bf16"):
-        raise ValueError(f"precision must be fp32 or bf16, not {precision!r}")
     if dense_sums not in DENSE_SUMS:
         raise ValueError(f"dense_sums must be one of {', '.join(DENSE_SUMS)}, not {dense_sums!r}")
     if dense_sums == "partitioned" and reducer is not None:

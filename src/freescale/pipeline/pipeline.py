@@ -16,6 +16,7 @@ from freescale.ledger.ledger import Ledger
 from freescale.pipeline.dense.reducer import MakeReducer, Reducer
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.serial import Serial
+from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
 from freescale.pipeline.step_result import StepResult
 
@@ -30,7 +31,8 @@ class Pipeline:
         optimizer: a torch optimizer of `model.dense_parameters()`. The tables' rows have row
             optimizers of their own, see `parallelize`.
         schedule: "staged" (communication of the next batch overlaps the compute of this one) or
-            "serial" (nothing overlaps). Both train the same numbers. A class derived from
+            "serial" (nothing overlaps). Both train the same numbers. On one rank, where nothing
+            travels, "staged" is a schedule without exchanges (single.py). A class derived from
             `Schedule`, or another callable that makes one, is taken too.
         balance: how the samples of each global batch are distributed over the ranks. None or
             "none" leaves them where they are; otherwise the name of a partitioner ("greedy"), a
@@ -38,14 +40,18 @@ class Pipeline:
             function alone counts an event of the feature `history` as one unit of cost.
         accumulate: number of micro-batches that a rank's batch is cut into; it stays one step.
         clip: largest norm of the dense gradients over all parameters; None does not clip.
-        precision: "fp32" (compute in the dtype of the parameters) or "bf16" (autocast).
+        precision: "fp32" (compute in the dtype of the parameters; TF32 is off while a step
+            computes), "tf32" (the same with matrix products of float32 in TF32, on GPUs), "bf16"
+            (autocast) or "auto": bf16 on GPUs that have it, for float32 parameters; else fp32.
         learning_rate: a function `step -> factor`, steps counted from 1, that scales the learning
             rates of the dense optimizer and of the rows. None leaves them alone, for torch's
             schedulers.
         task_weights: weight of each task's loss in the total; 1 for tasks that are not named.
         reducer: sums dense gradients in another way than exactly: `freescale.Thresholding(0.99)`.
-        dense_sums: "collective" (the process group's all-reduce) or "partitioned" (each rank sums
-            a partition, over the transport's own exchanges).
+        dense_sums: "collective" (the process group's all-reduce), "partitioned" (each rank sums a
+            partition, over the transport's own exchanges) or "auto": both are timed before step 1
+            where they take different paths. Sums of three and more ranks may differ in their last
+            bits between the two; `state_dict` has the choice, and a resumed run repeats it.
         check: on the first batch, verify that the model returns sums and that samples do not
             depend on each other (see docs/own_model.md). Training itself is unchanged by it.
 
@@ -88,7 +94,9 @@ class Pipeline:
         if isinstance(schedule, str):
             if schedule not in SCHEDULES:
                 raise ValueError(f"unknown schedule {schedule!r}; there is {', '.join(SCHEDULES)}")
-            schedule = SCHEDULES[schedule]
+            # what is staged is the traffic between ranks
+            alone = schedule == "staged" and model.transport.world == 1
+            schedule = Single if alone else SCHEDULES[schedule]
         self.schedule: Schedule = schedule(
             model,
             optimizer,
@@ -121,6 +129,20 @@ class Pipeline:
             RemoteError: another rank failed or left the loop alone.
         """
         return self.schedule.run(batches)
+
+    def tune(self) -> None:
+        """Measures what is chosen by time (`dense_sums="auto"`), unless that is done or loaded. A
+        collective; the first run does it by itself."""
+        self.schedule.choices.tune()
+
+    @property
+    def precision(self) -> str:
+        """In which it computes: fp32, tf32 or bf16."""
+        return self.schedule.choices.precision
+
+    def describe_choices(self) -> list[str]:
+        """What was chosen by itself, and why: precision, and after `tune` the dense sums."""
+        return self.schedule.choices.describe()
 
     def stop(self) -> None:
         """Ends the run on all ranks after the same step, one of the next three. Any rank, thread
@@ -181,7 +203,8 @@ class Pipeline:
         return self.schedule.ledger
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON data: steps, what balancing has learned, the order of gradient sums."""
+        """Plain JSON data: steps, what balancing has learned, the order of gradient sums, and what
+        `auto` stood for."""
         return self.schedule.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -195,5 +218,5 @@ class Pipeline:
             f"Pipeline(schedule={type(schedule).__name__.lower()}, balance={balance}, "
             f"steps={self.steps}, rank {schedule.transport.rank} of {schedule.transport.world}, "
             f"optimizer={type(self.optimizer).__name__}, accumulate={schedule.accumulate}, "
-            f"clip={schedule.clip}, precision={schedule.precision})"
+            f"clip={schedule.clip}, precision={schedule.choices.precision})"
         )

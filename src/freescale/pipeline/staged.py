@@ -270,7 +270,7 @@ class Staged(Schedule):
         for _, request in self._sharded(current):
             assert request.rows is not None
             self.ahead.lend(request.rows)
-            request.rows.requires_grad_(True)
+            request.open(request.rows, train=True)
             self.ledger.count("requests", request.owned.numel())
             self.ledger.count("collisions", sum(require(request.late).receive))
         for replicated, request in self.tables.pair_replicated(current.requests):

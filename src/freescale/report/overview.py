@@ -26,6 +26,12 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("sent a step, all ranks", "bytes_per_step", lambda sent: format_bytes(sum(sent.values()))),
     ("collisions", "collision_percent", "{:.1f} %".format),
 )
+# Of GPU runs: shown name, name in metrics.jsonl, format.
+_DEVICE_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("device busy", "device_busy", "{:.0%}".format),
+    ("kernels launched a step", "launches", "{:,.0f}".format),
+    ("compilations after step 1", "compilations", "{:,.0f}".format),
+)
 _METRICS = ("hr@10", "ndcg@10", "auc", "ne")  # of the model's quality, where they are there
 
 
@@ -39,6 +45,11 @@ def render_overview(runs: Sequence[Run]) -> str:
 
     shown: list[tuple[str, Callable[[int, Run], str]]] = [("samples/s", show_throughput)]
     shown += [(name, partial(show_figure, path, show)) for name, path, show in _FIGURES]
+    shown += [
+        (name, partial(_show_device_figure, key, show))
+        for name, key, show in _DEVICE_FIGURES
+        if any(_find_device_figure(run, key) is not None for run in runs)
+    ]
     shown.append(("last loss", lambda place, run: _show_last_loss(run)))
     names = dict.fromkeys(name for run in runs for name in _find_quality(run))
     kept = [name for name in names if name.endswith(_METRICS)] or list(names)[:2]
@@ -69,6 +80,16 @@ def _find_quality(run: Run) -> dict[str, float]:
 def _show_quality(name: str, place: int, run: Run) -> str:
     value = _find_quality(run).get(name)
     return NONE if value is None else f"{value:.4f}"
+
+
+def _find_device_figure(run: Run, key: str) -> float | None:
+    """Of the last profile: a resumed run makes another."""
+    return next((entry[key] for entry in reversed(run.metrics) if key in entry), None)
+
+
+def _show_device_figure(key: str, show: Callable[[float], str], place: int, run: Run) -> str:
+    value = _find_device_figure(run, key)
+    return NONE if value is None else show(value)
 
 
 def _compare_throughput(first: Run, run: Run) -> str:

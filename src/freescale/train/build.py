@@ -56,6 +56,7 @@ def load_histories(
         split=data.split,
         split_time=data.split_time,
         negatives=data.negatives,
+        negatives_per=data.negatives_per,
         in_batch_share=data.in_batch_share,
         candidates=data.candidates,
         seed=train.seed,
@@ -143,9 +144,15 @@ def build_model(config: RunConfig, data: Histories, transport: Transport) -> Sha
 
 
 def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optimizer:
-    """Of the dense parameters; tables have a row optimizer of their own."""
+    """Of the dense parameters; tables have a row optimizer of their own. On a GPU one kernel
+    updates all of them."""
     train = config.train
-    return torch.optim.AdamW(model.dense_parameters(), lr=train.lr, weight_decay=train.weight_decay)
+    return torch.optim.AdamW(
+        model.dense_parameters(),
+        lr=train.lr,
+        weight_decay=train.weight_decay,
+        fused=model.transport.device.type == "cuda",
+    )
 
 
 def build_pipeline(

@@ -30,6 +30,11 @@ class Callback:
     the others a RemoteError that quotes it; nothing more is saved.
     """
 
+    def on_compile(self, trainer: Trainer, done: int, count: int) -> None:
+        """On a GPU, while the `count` kernels that the run needs and no earlier run has left behind
+        are compiled: before the first, with `done` 0, and after each. On a machine with several
+        ranks it is called on one of them."""
+
     def on_start(self, trainer: Trainer) -> None:
         """Before the first step. The model is built or loaded and `trainer.folder` exists."""
 

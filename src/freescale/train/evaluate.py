@@ -17,11 +17,15 @@ from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.sharded_model import ShardedModel, evaluation_mode
+from freescale.kernels.reference.scores import (
+    choose_tile,
+    count_better,
+    score_targets,
+    split_queries,
+)
 from freescale.train.metrics import area_under_curve, normalized_entropy, ranking_quality
 from freescale.transport.api import Transport
 from freescale.transport.failures import raise_together
-
-_SCORE_ELEMENTS = 1 << 24  # scores held at a time
 
 # What an evaluation makes of a batch: by name, one value per sample [n], or (sum, weight).
 Measures = Mapping[str, Tensor | tuple[Tensor | float, Tensor | float]]
@@ -157,17 +161,6 @@ def _gather_rows(tensor: Tensor, transport: Transport) -> tuple[Tensor, list[int
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]), sizes
 
 
-def better_items(scores: Tensor, ids: Tensor, target_scores: Tensor, targets: Tensor) -> Tensor:
-    """scores [q, n] of items ids [n] -> [q]: how many rank before the target. Of equal scores the
-    target is last.
-
-    So a model that scores all items alike ranks last, whatever the order of the ids. Counts what is
-    not worse, so that a score that is not a number puts the target behind it, never before.
-    """
-    worse = scores < target_scores[:, None]
-    return (~worse & (ids[None, :] != targets[:, None])).sum(dim=1)
-
-
 def evaluate_retrieval(
     parallel: ShardedModel,
     data: Iterable[SequenceBatch],
@@ -187,11 +180,18 @@ def evaluate_retrieval(
     module = parallel.module
     with torch.no_grad(), evaluation_mode(module):
         catalogue = module.encode_items(rows)  # type: ignore[operator]  # [n, width]
+    place = _PlaceFinder(ids)
+    # on every rank, whatever it owns
+    tile = choose_tile(-(-parallel.tables.specs[table].rows // transport.world))
     # In its own dtype: rounded counts would tie, and ties would make the baseline look worse than
     # it is.
     counts = popularity.to(ids.device)[ids] if popularity is not None else None
+    ordered = counts.sort().values if counts is not None else None
     ranks: list[Tensor] = []
     popular: list[Tensor] = []
+
+    def add_up(mine: Tensor) -> Tensor:
+        return transport.all_reduce(mine, "counts").wait()
 
     def visit(batch: SequenceBatch) -> None:
         valid = batch.weights["next_item"] > 0 if len(batch) else None
@@ -202,12 +202,17 @@ def evaluate_retrieval(
             targets = torch.zeros(0, dtype=torch.int64, device=transport.device)
         queries, _ = _gather_rows(queries.to(catalogue.dtype), transport)
         targets, _ = _gather_rows(targets, transport)
-        for part, goal in zip(
-            _chunks(queries, ids.numel()), _chunks(targets, ids.numel()), strict=True
-        ):
-            ranks.append(_ranks(part @ catalogue.T, ids, goal, transport))
-            if counts is not None:
-                popular.append(_ranks(counts.expand(goal.numel(), -1), ids, goal, transport))
+        places = place.find(targets)
+        for part, own in split_queries(queries, places):
+            goals = add_up(score_targets(part, catalogue, own, tile=tile))
+            ranks.append(add_up(count_better(part, catalogue, own, goals, tile=tile)) + 1)
+        if counts is not None and ordered is not None:
+            here = places >= 0
+            goals = torch.zeros_like(targets, dtype=counts.dtype)
+            if counts.numel():
+                goals = torch.where(here, counts[places.clamp(min=0)], goals)
+            ahead = counts.numel() - torch.searchsorted(ordered, add_up(goals)) - here.long()
+            popular.append(add_up(ahead) + 1)
 
     _visit_batches(parallel, data, visit)
     results = {"model": ranking_quality(torch.cat(ranks).cpu())} if ranks else {"model": {}}
@@ -216,17 +221,18 @@ def evaluate_retrieval(
     return results
 
 
-def _chunks(tensor: Tensor, items: int) -> tuple[Tensor, ...]:
-    return torch.split(tensor, max(1, _SCORE_ELEMENTS // max(1, items)))
+class _PlaceFinder:
+    """Finds ids among the ids [n] of this rank's rows."""
 
+    def __init__(self, ids: Tensor) -> None:
+        self._ordered, self._order = ids.sort()
 
-def _ranks(scores: Tensor, ids: Tensor, targets: Tensor, transport: Transport) -> Tensor:
-    """scores [q, n] on this rank's items -> rank [q] of each target among the items of all ranks, 1
-    = best."""
-    mine = ids[None, :] == targets[:, None]  # [q, n]: true once, on the rank that has the target
-    found = torch.where(mine, scores, torch.zeros_like(scores)).sum(dim=1)
-    goal = transport.all_reduce(found, "counts").wait()
-    return transport.all_reduce(better_items(scores, ids, goal, targets), "counts").wait() + 1
+    def find(self, wanted: Tensor) -> Tensor:
+        """wanted [q] -> their places [q], -1 for those that are not here."""
+        if not self._ordered.numel():
+            return torch.full_like(wanted, -1)
+        found = torch.searchsorted(self._ordered, wanted).clamp_(max=self._ordered.numel() - 1)
+        return torch.where(self._ordered[found] == wanted, self._order[found], -1)
 
 
 def evaluate_ranking(

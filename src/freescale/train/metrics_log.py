@@ -26,8 +26,13 @@ class MetricsLog(Callback):
 
     def _append(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
         if trainer.rank == 0:
-            with open(trainer.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(to_json(entry) + "\n")
+            append_metrics(trainer.folder, entry)
+
+
+def append_metrics(folder: Path, entry: Mapping[str, Any]) -> None:
+    """Adds a line to a run's metrics.jsonl."""
+    with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(to_json(entry) + "\n")
 
 
 def to_json(entry: Any) -> str:

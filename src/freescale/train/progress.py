@@ -25,6 +25,12 @@ class ConsoleProgress(Callback):
         self._bar: Progress | None = None
         self._task: Any = None
 
+    def on_compile(self, trainer: Trainer, done: int, count: int) -> None:
+        if done == 0:
+            self._print(f"compiling {count} GPU kernels, once for this configuration")
+        elif done == count or (self._console.is_terminal and done % 8 == 0):
+            self._print(f"{done} of {count} GPU kernels compiled")
+
     def on_start(self, trainer: Trainer) -> None:
         if trainer.rank != 0:
             return
@@ -112,12 +118,11 @@ def describe_run(trainer: Trainer) -> list[str]:
     about = ""
     if compressed := build_reducer(trainer.config):
         about = f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)"
-    if settings.dense_sums == "partitioned":
-        about = " (their gradients are summed by partitions, over the transport)"
     return [
         f"{data.num_samples:,} users, {data.num_items:,} items; {transport.world} ranks on "
         f"{transport.device.type}, global batch {data.global_batch}, schedule "
         f"{settings.schedule}, balance {settings.balance}",
         f"{parameters:,} dense parameters{about}; {transport.about}",
+        *trainer.pipeline.describe_choices(),
         *trainer.model.tables.describe(),
     ]

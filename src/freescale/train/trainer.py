@@ -3,14 +3,14 @@ business."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from freescale.config import RunConfig
-from freescale.data.prefetch import prefetch
+from freescale.data.workers import choose_workers, read_ahead
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
@@ -24,6 +24,8 @@ from freescale.train.build import (
 )
 from freescale.train.callbacks import Callback, CallbackList
 from freescale.train.checkpoint import Checkpoints, NotFinite
+from freescale.train.compile_kernels import compile_kernels
+from freescale.train.device_figures import DeviceFigures
 from freescale.train.metrics_log import MetricsLog, truncate_logs
 from freescale.train.progress import TensorBoardLog
 from freescale.train.run_folder import RunFolder
@@ -94,7 +96,8 @@ class Trainer:
             self.checkpoints, self.model, self.optimizer, self.pipeline, self.data
         )
         self._number = -1  # of the last batch that was applied
-        own = [MetricsLog(), *([TensorBoardLog()] if settings.tensorboard else [])]
+        own: list[Callback] = [MetricsLog(), DeviceFigures(settings.profile_steps)]
+        own += [TensorBoardLog()] if settings.tensorboard else []
         self._callbacks = CallbackList([*own, *callbacks], transport)
         if resume:
             step = self._state.load()
@@ -152,13 +155,7 @@ class Trainer:
             ValueError: if nothing is left to train, or the model diverges.
             RemoteError: if another rank fails.
         """
-        if self.step >= self.total:
-            raise ValueError(
-                f"{self.folder} is at step {self.step} of {self.total}: ask for more "
-                "--epochs or --steps to go on"
-            )
-        self._run_folder.open(self.config.to_json())
-        self.checkpoints.folder = self.folder / "checkpoints"
+        self._open_folder()
         try:
             results = self._train(signals or StopSignals(self.stop, self.rank))
         finally:
@@ -167,12 +164,41 @@ class Trainer:
             self.transport.close()
         return results
 
+    def iterate(self) -> Iterator[StepResult]:
+        """The steps of `train`, for a program with a loop of its own: logs, evaluations and
+        checkpoints are made as they fall due, the last checkpoint and the test part are left out.
+        A collective, like each of its steps."""
+        self._open_folder()
+        try:
+            self._callbacks.call("on_start", self)
+            yield from self._loop(self._start_ledger(), StopSignals(self.stop, self.rank))
+        finally:
+            self._run_folder.close()
+
+    def _open_folder(self) -> None:
+        if self.step >= self.total:
+            raise ValueError(
+                f"{self.folder} is at step {self.step} of {self.total}: ask for more "
+                "--epochs or --steps to go on"
+            )
+        compile_kernels(
+            self.config,
+            self.pipeline.precision,
+            self.data.num_actions > 0,
+            self.transport.device,
+            lambda done, count: self._callbacks.call("on_compile", self, done, count),
+        )
+        self.pipeline.tune()  # before the run is described
+        self._run_folder.open(self.config.to_json())
+        self.checkpoints.folder = self.folder / "checkpoints"
+
     def _train(self, signals: StopSignals) -> dict[str, Any]:
         self._callbacks.call("on_start", self)
         results: dict[str, Any] = {}
-        collector = self._start_ledger()
+        collector, last = self._start_ledger(), None
         try:
-            last = self._loop(collector, signals)
+            for step in self._loop(collector, signals):
+                last = step
             self._callbacks.check()
             signals.lift_limit()
             if last is not None:
@@ -197,11 +223,13 @@ class Trainer:
         self._callbacks.check()
         return results
 
-    def _loop(self, collector: Collector, signals: StopSignals) -> StepResult | None:
-        """Trains until the data or --steps ends, or a rank asks to stop; the last step's result."""
-        settings, last = self.config.train, None
+    def _loop(self, collector: Collector, signals: StopSignals) -> Iterator[StepResult]:
+        """Trains until the data or --steps ends, or a rank asks to stop. Yields each step once all
+        that it entails is done."""
+        settings = self.config.train
         clock, seen, supervised = time.perf_counter(), 0, 0.0
-        with closing(prefetch(self.data)) as batches:
+        on_gpu = self.transport.device.type == "cuda"
+        with read_ahead(self.data, self._count_workers(), pin=on_gpu) as batches:
             for last in self.pipeline.run(self._callbacks.guard(batches)):
                 self._number = last.batch_number
                 signals.note_step()
@@ -217,13 +245,21 @@ class Trainer:
                 supervised += sum(last.counts.values())
                 if not supervised and (self._ends_epoch or self.step == self.total):
                     raise ValueError(_NOTHING_SUPERVISED.format(data=self.config.data))
+                ended = self.step >= self.total
                 with signals.suspend_limit():
                     self._validate()
-                    if self.step >= self.total:
-                        break
-                    if self.step % settings.checkpoint_every == 0:
+                    if not ended and self.step % settings.checkpoint_every == 0:
                         self._checkpoint()
-        return last
+                yield last
+                if ended:
+                    break
+
+    def _count_workers(self) -> int:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return choose_workers(
+            self.config.data.workers, self.transport.device.type, cores, max(1, ranks)
+        )
 
     @property
     def _ends_epoch(self) -> bool:

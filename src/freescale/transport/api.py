@@ -57,6 +57,7 @@ class Transport(Protocol):
         device: of the tensors.
         ledger: records every collective.
         lines: messages that it can carry beside each other.
+        sums_apart: whether `all_reduce` takes another path than a channel's exchanges.
         about: its name, and why it was chosen.
     """
 
@@ -65,6 +66,7 @@ class Transport(Protocol):
     device: torch.device
     ledger: Ledger | ThreadLedger
     lines: int
+    sums_apart: bool
     about: str
 
     def all_to_all(

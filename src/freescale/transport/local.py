@@ -28,6 +28,7 @@ class LocalTransport:
     rank = 0
     world = 1
     lines = 1
+    sums_apart = False
     about = "transport local (one process)"
 
     def __init__(

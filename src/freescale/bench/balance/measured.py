@@ -129,6 +129,7 @@ class Arm:
             torch.optim.AdamW(parallel.dense_parameters(), lr=1e-3),
             schedule="serial",
             precision="bf16" if device.type == "cuda" else "fp32",
+            dense_sums="collective",
             balance=self.balancer,
         )
         self.steps = self.pipeline.run(data)

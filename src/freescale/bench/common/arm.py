@@ -77,6 +77,29 @@ class WaitLedger(Ledger):
         self.count("lanes_ns", self.clock.stamp() - begin)
 
 
+def open_transport(
+    device: torch.device | str, ledger: Ledger, asked: str
+) -> tuple[ProcessGroupTransport, str]:
+    """A transport of its own for an arm, over torch's default group, and its name: `auto` is what
+    the ranks agree on, as in training. A collective."""
+    limit = timedelta(seconds=120)
+    cpu = torch.device(device).type == "cpu"
+    control = None if cpu else dist.new_group(backend="gloo", timeout=limit)
+    plain = ProcessGroupTransport(device, ledger, control=control, timeout=limit)
+    carrier, _ = agree_on_transport(asked, plain)
+    if carrier == "collective":
+        return plain, carrier
+    wire = carrier.removeprefix("hostwire-")
+    return HostwireTransport(device, ledger, plain.group, plain.control, wire), carrier
+
+
+def wait_for_lanes(pipeline: freescale.Pipeline) -> None:
+    """Returns when nothing is under way any more; what the schedule has deferred stays so."""
+    if isinstance(pipeline.schedule, Staged):
+        for lane in pipeline.schedule.lanes:
+            lane.submit(lambda: None).wait()  # jobs of a lane run one after another
+
+
 class Arm:
     """One rank at work. `step` trains on the next batch; it is a collective call."""
 
@@ -90,17 +113,10 @@ class Arm:
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> None:
-        """`options` are the pipeline's; `permuted`: the samples of every batch are."""
+        """`options` are the pipeline's; `permuted`: the samples of every batch are. The model
+        casts by itself (`Dense`), the same for every arm."""
         self.ledger = WaitLedger(device) if device == "cpu" else Ledger(device)
-        limit = timedelta(seconds=120)
-        control = dist.new_group(backend="gloo", timeout=limit) if device != "cpu" else None
-        self.transport = ProcessGroupTransport(device, self.ledger, control=control, timeout=limit)
-        self.carrier, _ = agree_on_transport(transport, self.transport)
-        if self.carrier != "collective":
-            wire = self.carrier.removeprefix("hostwire-")
-            self.transport = HostwireTransport(
-                device, self.ledger, self.transport.group, self.transport.control, wire
-            )
+        self.transport, self.carrier = open_transport(device, self.ledger, transport)
         permuted = options.pop("permuted", False)
         model = Model(workload)
         self.parallel = freescale.parallelize(
@@ -116,7 +132,9 @@ class Arm:
             part.copy_(make_table_rows(workload, ids.cpu()))
         self.dense: Dense = model.dense
         optimizer = make_dense_optimizer(workload, self.parallel.dense_parameters())
-        self.pipeline = freescale.Pipeline(self.parallel, optimizer, schedule=schedule, **options)
+        self.pipeline = freescale.Pipeline(
+            self.parallel, optimizer, schedule=schedule, **{"precision": "fp32", **options}
+        )
         self._steps = self.pipeline.run(feed(workload, rank, world, permuted))
 
     def step(self) -> float:
@@ -128,10 +146,7 @@ class Arm:
         return next(self._steps).total
 
     def quiet(self) -> None:
-        """Returns when nothing is under way any more; what the schedule has deferred stays so."""
-        if isinstance(self.pipeline.schedule, Staged):
-            for lane in self.pipeline.schedule.lanes:
-                lane.submit(lambda: None).wait()  # jobs of a lane run one after another
+        wait_for_lanes(self.pipeline)
 
     def checksum(self) -> str:
         """Of this rank's rows, their optimizer's state and the dense weights, once what is deferred

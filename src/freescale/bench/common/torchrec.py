@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from freescale.bench.common.workload import Workload
+    from freescale.config import RunConfig
 
 _ABSENT = "TorchRec's arms lie in the repository, under benchmarks/torchrec"
 
@@ -86,6 +87,17 @@ def build_torchrec(
         workload, rank, world, pipeline, deduplicate=deduplicate, device=device
     )
     return _import_arms("ledgered").Ledgered(arm, rank) if ledger else arm
+
+
+def build_torchrec_retrieval(
+    config: RunConfig, histories: Path, pipeline: str, *, device: torch.device, batches: int
+) -> Any:
+    """One rank of a TorchRec pipeline that trains the model of `config` on a histories file, as
+    `freescale train` would. `pipeline`: as in `build_torchrec`; `batches`: that are trained, or
+    fetched ahead, at most."""
+    _import_arms("torchrec_arms")  # before TorchRec: it silences its warnings
+    arm = _import_arms("retrieval_arms").build(config, histories, pipeline, device, batches)
+    return _import_arms("ledgered").Ledgered(arm, arm.rank)
 
 
 def _import_arms(module: str) -> Any:

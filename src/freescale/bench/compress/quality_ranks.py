@@ -136,6 +136,7 @@ def train(
         parallel,
         optimizer,
         schedule="serial",
+        precision="fp32",
         learning_rate=build_learning_rate(settings.warmup, settings.decay, len(source)),
         reducer=freescale.Thresholding(0.99, EVERY) if arm == GRADIENTS else None,
     )

@@ -3,10 +3,13 @@ the defaults of `freescale train`, on the same model, data and seeds.
 
 --device cpu   two ranks in network namespaces with 200 Mbit/s between them (as root), else on the
                loopback; TorchRec is set up first (.venv-peer). About 10 minutes
+--workload train  the product: `freescale train` itself beside TorchRec's pipelines, which train
+               the same Retrieval model on the same generated histories
 --device cuda  GPU ranks, which may share one GPU through MPS; TorchRec's arms if it is installed"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -17,7 +20,8 @@ from freescale.bench.common.torchrec import continue_in_peer
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("ladder", __doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--workload", choices=("paper", "short", "retail", "own"), default="paper")
+    workloads = ("paper", "short", "retail", "own", "train")
+    parser.add_argument("--workload", choices=workloads, default="paper")
     parser.add_argument(
         "--file", help="Parquet with user_id, item_id, timestamp; of the workloads retail and own"
     )
@@ -35,20 +39,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="cuda: tiny sizes on CPU ranks, to try the code; keeps no results",
     )
+    parser.add_argument("--histories", help=argparse.SUPPRESS)  # given to the ranks
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
     to = read_destination(options)
     if (options.workload in ("retail", "own")) != bool(options.file):
         parser.error("--file belongs to the workloads retail and own")
     if options.device == "cuda":
-        if options.short or options.workload != "paper":
-            parser.error("on a GPU the ladder has the workload `paper` only, and no --short")
+        if options.short or options.workload not in ("paper", "train"):
+            parser.error("on a GPU the ladder has the workloads paper and train, and no --short")
+        if options.workload == "train":
+            from freescale.bench.ladder.product import bench_product_on_gpu
+
+            return bench_product_on_gpu(
+                options.nproc, options.turns, options.each, options.trial, options.histories, to
+            )
         from freescale.bench.ladder.gpu import bench_on_gpu
 
         return bench_on_gpu(options.nproc, options.turns, options.each, options.trial, to)
     status = None if options.short else continue_in_peer("ladder", words)
     if status is not None:
         return status
+    if options.workload == "train":
+        from freescale.bench.ladder.product import bench_product
+
+        bench_product(options.repetitions, to)
+        return 0
     from freescale.bench.ladder.bench import bench_ladder, compare_short
 
     if options.short:

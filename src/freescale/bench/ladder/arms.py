@@ -18,7 +18,7 @@ from freescale.bench.ladder.rungs import OURS, PERMUTED, Rung
 
 BASE, SPARSE_DIST = "TorchRec TrainPipelineBase", "TorchRec TrainPipelineSparseDist"
 SEMI_SYNC = "TorchRec TrainPipelineSemiSync"  # trains on stale rows; needs CUDA
-_PIPELINES = {BASE: "base", SPARSE_DIST: "sparse_dist", SEMI_SYNC: "semi_sync"}
+PIPELINES = {BASE: "base", SPARSE_DIST: "sparse_dist", SEMI_SYNC: "semi_sync"}
 
 
 def build_arm(
@@ -35,12 +35,14 @@ def build_arm(
             "dense_sums": rung.dense_sums,
         }
         return build(workload, rank, world, rung.schedule, device=device, **options)
-    return build_torchrec(workload, rank, world, _PIPELINES[name], device=device)
+    return build_torchrec(workload, rank, world, PIPELINES[name], device=device)
 
 
 def find_options(name: str, running: Any) -> dict[str, Any]:
     """The rung's options as they turned out: `auto` is what the ranks agreed on."""
-    return asdict(replace(OURS[name], transport=running.carrier))
+    chosen = running.pipeline.schedule.choices.state_dict()
+    sums = chosen.get("dense_sums", OURS[name].dense_sums)  # one rank sums nothing
+    return asdict(replace(OURS[name], transport=running.carrier, dense_sums=sums))
 
 
 def _make_balancer(workload: Workload, rung: Rung, device: torch.device | str) -> Balancer | None:

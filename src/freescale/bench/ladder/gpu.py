@@ -82,19 +82,21 @@ def measure(
     found: dict[str, dict[str, list[Any]]] = {
         name: {"turns": [], "losses": [], "records": []} for name in arms
     }
-    names = list(arms)
+    names, on_gpu = list(arms), device.type == "cuda"
     for turn in range(turns + 1):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             wait_idle(device)
             dist.barrier(group=_control())
             begin = time.perf_counter()
-            losses = [arms[name].begin_step() for _ in range(each)]
+            take = arms[name].begin_step if on_gpu else arms[name].step
+            losses = [take() for _ in range(each)]
             wait_idle(device)
             took = time.perf_counter() - begin
             arms[name].quiet()
             wait_idle(device)
-            records = arms[name].ledger.drain() if name in OURS else []
+            # on a GPU the ledger sees nothing of TorchRec
+            records = arms[name].ledger.drain() if is_ours(name) or not on_gpu else []
             found[name]["losses"] += [float(loss) for loss in losses]
             if turn:  # the first warms up
                 found[name]["turns"].append(1e3 * took / each)
@@ -117,8 +119,12 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-def make_rows(everyone: list[Row], workload: Workload) -> list[Row]:
-    """everyone: what each rank found."""
+def is_ours(name: str) -> bool:
+    return not name.startswith("TorchRec")
+
+
+def make_rows(everyone: list[Row], samples: int, on_gpu: bool) -> list[Row]:
+    """everyone: what each rank found. `samples`: of a rank's batch."""
     rows = []
     for name in everyone[0]["found"]:
         ranks = [rank["found"][name] for rank in everyone]
@@ -127,14 +133,13 @@ def make_rows(everyone: list[Row], workload: Workload) -> list[Row]:
             "arm": name,
             "ranks": len(everyone),
             "step_ms": spread(step),
-            "samples_per_second": spread(
-                [1e3 * workload.samples * len(everyone) / ms for ms in step]
-            ),
+            "samples_per_second": spread([1e3 * samples * len(everyone) / ms for ms in step]),
             "peak_memory_bytes_per_rank": [rank["peaks"][name] for rank in everyone],
-            "losses": _merge_losses(name, ranks),
+            "losses": _merge_losses(ranks, summed=is_ours(name) or not on_gpu),
         }
-        if name in OURS:
+        if is_ours(name):
             row["options"] = everyone[0]["options"][name]
+        if ranks[0]["records"]:
             figures = [
                 merge_step(step) for step in zip(*(rank["records"] for rank in ranks), strict=True)
             ]
@@ -189,10 +194,10 @@ def make_rows(everyone: list[Row], workload: Workload) -> list[Row]:
     return rows
 
 
-def _merge_losses(name: str, ranks: list[dict[str, list[Any]]]) -> list[float]:
-    """Of all ranks together: ours are summed already, TorchRec's are each rank's share."""
+def _merge_losses(ranks: list[dict[str, list[Any]]], summed: bool) -> list[float]:
+    """Of all ranks together: ours are summed already, TorchRec's on a GPU are each rank's share."""
     parts = [rank["losses"] for rank in ranks]
-    return parts[0] if name in OURS else [sum(shares) for shares in zip(*parts, strict=True)]
+    return parts[0] if summed else [sum(shares) for shares in zip(*parts, strict=True)]
 
 
 def make_claims(rows: list[Row]) -> list[Claim]:
@@ -271,7 +276,7 @@ def _run_rank(device_type: str, turns: int, each: int, to: Destination) -> None:
     found["options"] = {name: find_options(name, arms[name]) for name in OURS}
     everyone = [json.loads(part) for part in collective.gather_bytes(json.dumps(found).encode())]
     if collective.rank == 0:
-        rows = make_rows(everyone, workload)
+        rows = make_rows(everyone, workload.samples, device.type == "cuda")
         claims = make_claims(rows)
         if device.type == "cuda":
             write(

@@ -12,6 +12,8 @@ from freescale.transport.choice import choose_transport
 SERIAL, PERMUTED, FULL = "serial", "serial, samples permuted", "staged + balancing + hostwire"
 PARTITIONED = f"{FULL}, dense partitioned"
 DEFAULTS = "defaults"
+# of the ladder `train`: the trainer itself, with its own model and data
+PRODUCT = "freescale train"
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,23 @@ def spell_options(options: Mapping[str, Any]) -> str:
     )
 
 
+def _explain_product(rows: Mapping[str, Any], tick: str) -> str:
+    """Of the ladder `train`."""
+    taken, serial = (rows[name]["options"] for name in (PRODUCT, SERIAL))
+    return (
+        f'"{PRODUCT}" is the command with its defaults, which were {tick}{spell_options(taken)} '
+        f"--precision {taken['precision']}{tick} on these ranks; "
+        f'"{SERIAL}" the same with {tick}{spell_options(serial)}{tick}. TorchRec trains the same '
+        "module on the same file."
+    )
+
+
 def explain_rungs(result: Mapping[str, Any], tick: str = "") -> str:
     """What the names of a ladder's rungs stand for, and what `freescale train` takes on such ranks.
     `tick`: around options."""
     rows = {row["arm"]: row for row in result["rows"]}
+    if PRODUCT in rows:
+        return _explain_product(rows, tick)
     full = rows[FULL].get("options", asdict(OURS[FULL]))  # earlier results have no options
     adapt = " --balance-adapt" if full["balance_adapt"] else ""
     said = f'"+ balancing" is {tick}--balance {full["balance"]}{adapt}{tick}'

@@ -115,6 +115,7 @@ class Arm:
             torch.optim.AdamW(parallel.dense_parameters(), lr=1e-3),
             schedule=stale if name == "stale" else name,
             precision="bf16" if device.type == "cuda" else "fp32",
+            dense_sums="collective",
         )
         self._steps = self.pipeline.run(make_batches(shape, rank, world))
         self.results: list[Any] = []

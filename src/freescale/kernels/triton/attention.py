@@ -33,7 +33,13 @@ from freescale.kernels.triton.attention_launch import (
     AttentionLaunch,
 )
 from freescale.kernels.triton.attention_plan import TilePlan, plan_attention
-from freescale.kernels.triton.launch import is_interpreted, require_gpu, use_device
+from freescale.kernels.triton.launch import (
+    Block,
+    is_interpreted,
+    launch_kernel,
+    require_gpu,
+    use_device,
+)
 
 WIDTHS = (32, 64, 128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -100,12 +106,11 @@ def make_readable(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def build_descriptor(x: Tensor, rows: int) -> Any:
-    """A TMA descriptor of x [tokens, heads, d], whose blocks are `rows` tokens of one head."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
+def build_descriptor(x: Tensor, rows: int) -> Block:
+    """What a TMA descriptor of x [tokens, heads, d] is made of, whose blocks are `rows` tokens of
+    one head."""
     tokens, heads, width = x.shape
-    return TensorDescriptor(x, [tokens, heads * width], [x.stride(0), 1], [rows, width])
+    return Block(x, [tokens, heads * width], [x.stride(0), 1], [rows, width])
 
 
 class _Call:
@@ -155,7 +160,9 @@ class _Call:
 
         launch = self.launches[0]
         tiles = self.plan.query_tiles(launch.tile)
-        forward_kernel[(len(tiles) * self.plan.heads,)](
+        launch_kernel(
+            forward_kernel,
+            (len(tiles) * self.plan.heads,),
             build_descriptor(self.q, launch.tile),
             build_descriptor(self.k, launch.inner),
             build_descriptor(self.v, launch.inner),
@@ -173,7 +180,9 @@ class _Call:
 
         launch = self.launches[1]
         tiles = self.plan.key_tiles(launch.tile)
-        backward_kv_kernel[(len(tiles) * self.plan.heads,)](
+        launch_kernel(
+            backward_kv_kernel,
+            (len(tiles) * self.plan.heads,),
             build_descriptor(self.q, launch.inner),
             build_descriptor(self.k, launch.tile),
             build_descriptor(self.v, launch.tile),
@@ -194,7 +203,9 @@ class _Call:
 
         launch = self.launches[2]
         tiles = self.plan.query_tiles(launch.tile)
-        backward_q_kernel[(len(tiles) * self.plan.heads,)](
+        launch_kernel(
+            backward_q_kernel,
+            (len(tiles) * self.plan.heads,),
             build_descriptor(self.q, launch.tile),
             build_descriptor(self.k, launch.inner),
             build_descriptor(self.v, launch.inner),
@@ -242,7 +253,9 @@ class _Call:
         )
         by_self = None if by_key is None else grad.new_zeros(len(walks), dtype=torch.float32)
         by_bucket = None if time is None else empty(len(walks), bins, dtype=torch.float32)
-        backward_bias_kernel[(len(walks),)](
+        launch_kernel(
+            backward_bias_kernel,
+            (len(walks),),
             *(build_descriptor(x, size) for x in (self.q, self.k, self.v, grad)),
             walks,
             by_distance,
@@ -262,7 +275,9 @@ class _Call:
         grad_position = grad_time = None
         if position is not None:
             grad_position = torch.zeros_like(position)
-            sum_distances_kernel[(len(counts),)](
+            launch_kernel(
+                sum_distances_kernel,
+                (len(counts),),
                 by_distance,
                 by_key,
                 pieces,
@@ -280,38 +295,69 @@ class _Call:
         return grad_position, grad_time
 
 
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    biases: tuple[Tensor | None, Tensor | None],  # by position, by time
+    plan: TilePlan,
+    alpha: float,
+    scale: float,
+) -> Tensor:
+    """The attention without checks and without autograd; inputs that `make_readable` leaves."""
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if plan.tokens:
+        with use_device(q.device):
+            _Call(q, k, v, biases, plan, alpha).forward(out, scale)
+    return out
+
+
+def differentiate_attention(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    biases: tuple[Tensor | None, Tensor | None],
+    plan: TilePlan,
+    alpha: float,
+    scale: float,
+    *,
+    need_biases: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of q, k, v and both biases for that of what `attend` returned."""
+    grad = make_readable(grad)
+    grad_q, grad_k, grad_v = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)
+    )
+    grad_position, grad_time = (None if b is None else torch.zeros_like(b) for b in biases)
+    if not plan.tokens:
+        return grad_q, grad_k, grad_v, grad_position, grad_time
+    with use_device(q.device):
+        call = _Call(q, k, v, biases, plan, alpha)
+        call.backward_kv(grad, grad_k, grad_v, scale)
+        call.backward_q(grad, grad_q, scale)
+        if need_biases:
+            sums = call.backward_bias(grad, scale)
+            grad_position, grad_time = (
+                None if x is None or bias is None else x.to(bias.dtype)
+                for x, bias in zip(sums, biases, strict=True)
+            )
+    return grad_q, grad_k, grad_v, grad_position, grad_time
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, position_bias, time_bias, plan, alpha, scale):  # type: ignore[no-untyped-def]
         q, k, v = make_readable(q), make_readable(k), make_readable(v)
         ctx.save_for_backward(q, k, v, position_bias, time_bias)
-        ctx.plan, ctx.alpha, ctx.scale = plan, alpha, scale
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        if plan.tokens:
-            with use_device(q.device):
-                _Call(q, k, v, (position_bias, time_bias), plan, alpha).forward(out, scale)
-        return out
+        ctx.options = plan, alpha, scale
+        return attend(q, k, v, (position_bias, time_bias), plan, alpha, scale)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        q, k, v, position_bias, time_bias = ctx.saved_tensors
-        grad = make_readable(grad)
-        grad_q, grad_k, grad_v = (
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)
+        q, k, v, *biases = ctx.saved_tensors
+        need = any(ctx.needs_input_grad[3:5])
+        grads = differentiate_attention(
+            grad, q, k, v, tuple(biases), *ctx.options, need_biases=need
         )
-        grad_position, grad_time = (
-            None if b is None else torch.zeros_like(b) for b in (position_bias, time_bias)
-        )
-        if not ctx.plan.tokens:
-            return grad_q, grad_k, grad_v, grad_position, grad_time, None, None, None
-        with use_device(q.device):
-            call = _Call(q, k, v, (position_bias, time_bias), ctx.plan, ctx.alpha)
-            call.backward_kv(grad, grad_k, grad_v, ctx.scale)
-            call.backward_q(grad, grad_q, ctx.scale)
-            if any(ctx.needs_input_grad[3:5]):
-                sums = call.backward_bias(grad, ctx.scale)
-                grad_position, grad_time = (
-                    None if x is None else x.to(bias.dtype)
-                    for x, bias in zip(sums, (position_bias, time_bias), strict=True)
-                )
-        return grad_q, grad_k, grad_v, grad_position, grad_time, None, None, None
+        return *grads, None, None, None

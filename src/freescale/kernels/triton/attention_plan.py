@@ -34,6 +34,14 @@ class TileColumn(IntEnum):
     ROW = 3  # the tile's first token in the sample
 
 
+class SampleColumn(IntEnum):
+    """Columns of a table of samples."""
+
+    START = 0  # the sample's first token in the batch
+    LENGTH = 1  # tokens of the sample
+    HISTORY = 2  # tokens before its candidates
+
+
 class WalkColumn(IntEnum):
     """Columns of a table of walks. A walk crosses tiles whose queries lie ROW tokens behind their
     keys; if STOP is -1, all queries of the candidates for one tile of keys."""
@@ -78,6 +86,15 @@ class TilePlan:
     @property
     def timed(self) -> bool:
         return self.times is not None
+
+    def samples(self) -> Tensor:
+        """[samples, SampleColumn] int32."""
+        table: Tensor | None = self.kept.get("samples")
+        if table is None:
+            starts = np.cumsum(self.host) - self.host
+            table = self._upload(np.column_stack([starts, self.host, self.history]))
+            self.kept["samples"] = table
+        return table
 
     def query_tiles(self, size: int) -> Tensor:
         """[tiles, TileColumn] int32: tiles of `size` queries, those with most keys first."""

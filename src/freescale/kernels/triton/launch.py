@@ -1,18 +1,23 @@
 """What all launches of Triton kernels share: a GPU or the interpreter, the right current device,
-and sizes."""
+sizes, and a launch that costs little."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+
+LIMIT = 2**31  # of integers that Triton passes in 32 bits
 
 
 def require_gpu(device: torch.device, instead: str) -> None:
     """Refuses tensors that the kernels cannot read; `instead` names the reference to use."""
-    if device.type != "cuda" and not is_interpreted():
+    if device.type != "cuda" and not is_interpreted() and not is_recording():
         raise ValueError(f"the Triton kernels need tensors on a GPU, not {device}; use {instead}")
 
 
@@ -24,8 +29,10 @@ def is_interpreted() -> bool:
 
 
 def use_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a device the current one, on which Triton launches."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    """Makes a device the current one, on which Triton launches, unless it is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def count_blocks(items: int, each: int) -> int:
@@ -55,3 +62,180 @@ class RowLaunch:
             "W": columns,
             "num_warps": self.warps,
         }
+
+
+class Block:
+    """A tensor that a kernel reads by blocks through a descriptor.
+
+    Has the fields of Triton's TensorDescriptor, without the checks that this makes each time: the
+    caller vouches for rows at multiples of 16 bytes and a last axis in one piece.
+    """
+
+    __slots__ = ("base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]):
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+        self.padding, self.round_f32_to_tf32 = "zero", False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as it was asked for: what `record_launches` keeps."""
+
+    kernel: Any
+    values: tuple[Any, ...]  # in the order of the kernel's parameters
+    options: dict[str, Any]  # num_warps and the like
+
+
+_launchers: dict[int, _Launcher] = {}  # by the kernel's id: kernels live as long as their modules
+_recordings: list[list[Launch]] = []
+
+
+@contextmanager
+def record_launches() -> Iterator[list[Launch]]:
+    """Launches nothing inside the block, in any thread, and keeps what would have been: outputs
+    hold whatever was in memory."""
+    recording: list[Launch] = []
+    _recordings.append(recording)
+    try:
+        yield recording
+    finally:
+        _recordings.remove(recording)
+
+
+def is_recording() -> bool:
+    """Whether launches are recorded instead of made: tensors may then be anywhere."""
+    return bool(_recordings)
+
+
+def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+    """`kernel[grid](*arguments, **named)` at a fraction of its cost.
+
+    Triton binds, specialises and looks up each launch anew; this keeps the compiled kernel for each
+    combination of constants, dtypes and alignments, and hands it the pointers. Tensors that are
+    read by blocks come as `Block`. All arguments lie on the current device.
+    """
+    _find_launcher(kernel)(grid, arguments, named)
+
+
+def prepare_launch(launch: Launch) -> None:
+    """Compiles or loads what a recorded launch needs, on the current device."""
+    _find_launcher(launch.kernel).prepare(launch.values, launch.options)
+
+
+def _find_launcher(kernel: Any) -> _Launcher:
+    launcher = _launchers.get(id(kernel))
+    if launcher is None:
+        launcher = _launchers[id(kernel)] = _Launcher(kernel)
+    return launcher
+
+
+class _Launcher:
+    """The compiled versions of one kernel."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.compiled = kernel, dict[tuple[Any, ...], tuple[Any, Any, Any]]()
+        self.direct = not is_interpreted() and _can_run_compiled()
+        self.names = tuple(kernel.arg_names)
+        self.constant, self.free = (), ()
+        if not is_interpreted():
+            self.constant = tuple(parameter.is_constexpr for parameter in kernel.params)
+            self.free = tuple(parameter.do_not_specialize for parameter in kernel.params)
+
+    def __call__(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        if _recordings:
+            values, options = self._bind(arguments, named)
+            _recordings[-1].append(Launch(self.kernel, tuple(values), options))
+        elif not self.direct or _is_watched(self.kernel):
+            self._launch_by_triton(grid, arguments, named)
+        else:
+            self._launch_compiled(grid, arguments, named)
+
+    def _bind(
+        self, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The values of all parameters, and what is left: options."""
+        options = dict(named)
+        return [*arguments, *(options.pop(name) for name in self.names[len(arguments) :])], options
+
+    def _launch_compiled(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        values, options = self._bind(arguments, named)
+        device = torch.cuda.current_device()
+        key = self._build_key(device, values, options)
+        there = self.compiled.get(key)
+        if there is None:
+            self._keep(key, self._launch_by_triton(grid, arguments, named))
+            return
+        run, function, metadata = there
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        width, height, depth = (*grid, 1, 1)[:3]
+        run(width, height, depth, stream, function, metadata, None, None, None, *values)
+
+    def _build_key(
+        self, device: int, values: list[Any], options: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Differs wherever Triton compiles differently; it may differ in more. Tensors among the
+        values become their addresses."""
+        key: list[Any] = [device, *options.items()]
+        for number, value in enumerate(values):
+            if value is None or self.constant[number]:
+                key.append(value)
+            elif isinstance(value, Tensor):
+                pointer = values[number] = value.data_ptr()
+                key.append((value.dtype, pointer % 16 == 0))
+            elif isinstance(value, Block):
+                key.append((value.base.dtype, *value.block_shape))
+            elif isinstance(value, float):
+                key.append(float)
+            elif self.free[number]:  # an int
+                key.append(-LIMIT <= value < LIMIT)
+            else:
+                key.append((type(value), value))
+        return tuple(key)
+
+    def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
+        self.compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+
+    def prepare(self, values: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Compiles or loads what a launch with these needs, and launches nothing."""
+        compiled = self.kernel.run(*map(describe_block, values), grid=(1,), warmup=True, **options)
+        if self.direct:
+            _ = compiled.run  # loads it
+            self._keep(
+                self._build_key(torch.cuda.current_device(), list(values), options), compiled
+            )
+
+    def _launch_by_triton(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        described = {name: describe_block(value) for name, value in named.items()}
+        return self.kernel[grid](*map(describe_block, arguments), **described)
+
+
+def describe_block(value: Any) -> Any:
+    """A `Block` as Triton knows it; any other value as it is."""
+    if not isinstance(value, Block):
+        return value
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(value.base, value.shape, value.strides, value.block_shape)
+
+
+@cache
+def _can_run_compiled() -> bool:
+    """Whether this is a Triton whose compiled kernels are called the way this module does."""
+    import triton
+
+    return str(triton.__version__).startswith(("3.6.", "3.7."))
+
+
+def _is_watched(kernel: Any) -> bool:
+    """Whether someone asked Triton to tell of launches: a profiler of its own."""
+    from triton import knobs
+
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(kernel.pre_run_hooks) or any(getattr(hook, "calls", hook) for hook in hooks)

@@ -20,6 +20,7 @@ from freescale.kernels.attention_checks import check_same_device
 from freescale.kernels.triton.launch import (
     RowLaunch,
     count_blocks,
+    launch_kernel,
     require_gpu,
     use_device,
 )
@@ -157,8 +158,18 @@ class _LayerNorm(torch.autograd.Function):
         if out.numel():
             shape = _choose_shape(FORWARD, x.shape[1])
             with use_device(x.device):
-                layer_norm_kernel[(count_blocks(x.shape[0], shape["R"]),)](
-                    x, weight, bias, out, mean, inverse, x.shape[0], eps, **shape
+                launch_kernel(
+                    layer_norm_kernel,
+                    (count_blocks(x.shape[0], shape["R"]),),
+                    x,
+                    weight,
+                    bias,
+                    out,
+                    mean,
+                    inverse,
+                    x.shape[0],
+                    eps,
+                    **shape,
                 )
         return out
 
@@ -171,7 +182,9 @@ class _LayerNorm(torch.autograd.Function):
             return torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(bias), None, None
         grad_x, parts = torch.empty_like(x), _Parts(x)
         with use_device(x.device):
-            layer_norm_backward_kernel[(parts.count,)](
+            launch_kernel(
+                layer_norm_backward_kernel,
+                (parts.count,),
                 grad.contiguous(),
                 x,
                 weight,
@@ -207,7 +220,9 @@ class _GatedNorm(torch.autograd.Function):
         if out.numel():
             shape = _choose_shape(FORWARD, x.shape[1])
             with use_device(x.device):
-                gated_norm_kernel[(count_blocks(x.shape[0], shape["R"]),)](
+                launch_kernel(
+                    gated_norm_kernel,
+                    (count_blocks(x.shape[0], shape["R"]),),
                     x,
                     gate,
                     keys,
@@ -238,7 +253,9 @@ class _GatedNorm(torch.autograd.Function):
             return grad_x, grad_gate, torch.zeros_like(weight), torch.zeros_like(bias), *none
         parts = _Parts(x)
         with use_device(x.device):
-            gated_norm_backward_kernel[(parts.count,)](
+            launch_kernel(
+                gated_norm_backward_kernel,
+                (parts.count,),
                 grad.contiguous(), x, gate, keys, weight, bias, mean, inverse,
                 grad_x, grad_gate, *parts.sums, x.shape[0], parts.steps, gate.stride(0),
                 **ctx.drawn, **parts.shape,
@@ -262,7 +279,9 @@ class _SiluSplit(torch.autograd.Function):
         if out.numel():
             columns = sum(count_blocks(size, SILU_COLUMNS) for size in ctx.sizes)
             with use_device(x.device):
-                silu_backward_kernel[(count_blocks(x.shape[0], SILU_ROWS), columns)](
+                launch_kernel(
+                    silu_backward_kernel,
+                    (count_blocks(x.shape[0], SILU_ROWS), columns),
                     *(grad.contiguous() for grad in grads), x, out, x.shape[0], *ctx.sizes,
                     R=SILU_ROWS, C=SILU_COLUMNS, num_warps=4,
                 )  # fmt: skip

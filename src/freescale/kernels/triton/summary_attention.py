@@ -18,7 +18,7 @@ from freescale.kernels.reference.summary_attention import check_summary_inputs
 from freescale.kernels.summary_plan import SummaryPlan
 from freescale.kernels.triton.attention import DTYPES, WIDTHS, build_descriptor, make_readable
 from freescale.kernels.triton.attention_launch import FLOAT32_PRECISION, AttentionLaunch
-from freescale.kernels.triton.launch import is_interpreted, require_gpu, use_device
+from freescale.kernels.triton.launch import is_interpreted, launch_kernel, require_gpu, use_device
 from freescale.kernels.triton.summary_attention_plan import plan_tiles
 from freescale.kernels.upload import upload
 
@@ -116,8 +116,15 @@ class _Call:
         table = kept[of, size]
         if len(table):
             programs = (len(table) * self.q.shape[1],)
-            kernel[programs](
-                *described, *results, table, half_alpha=self.half_alpha, **scalars, **self.constants
+            launch_kernel(
+                kernel,
+                programs,
+                *described,
+                *results,
+                table,
+                half_alpha=self.half_alpha,
+                **scalars,
+                **self.constants,
             )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.reference.unique import Unique, check_keys
-from freescale.kernels.triton.launch import count_blocks, require_gpu, use_device
+from freescale.kernels.triton.launch import count_blocks, launch_kernel, require_gpu, use_device
 
 # Entries of a program: 8 a thread with 4 warps. A few loads and stores each; searches are bound by
 # latency, and want many warps.
@@ -34,25 +34,38 @@ class GroupedKeys(Unique):
 
 
 def deduplicate(keys: Tensor, edges: Tensor) -> GroupedKeys:
-    """keys [n] int64, none negative; edges [e] int64, rising, the last above every key."""
-    check_keys(keys=keys, edges=edges)
+    """keys [n] int64 or int32, none negative; edges [e] int64, rising, the last above every key. A
+    sort of int32 takes half the passes."""
+    check_keys(**({"keys": keys} if keys.dtype != torch.int32 else {}), edges=edges)
     _check_size(keys)
     n = keys.numel()
     if not n:
-        none = keys.new_zeros(0)
-        return GroupedKeys(none, none, torch.zeros_like(edges), none, keys.new_zeros(1))
+        none = edges.new_zeros(0)
+        return GroupedKeys(keys, none, torch.zeros_like(edges), none, edges.new_zeros(1))
     from freescale.kernels.triton.unique_kernels import edges_kernel, unique_kernel
 
     ordered, order, ranks = sort_and_rank(keys)
-    unique, inverse = torch.empty_like(ordered), torch.empty_like(ordered)
-    starts = keys.new_empty(n + 1)
+    unique, inverse = torch.empty_like(ordered), torch.empty_like(order)
+    starts = order.new_empty(n + 1)
     counts = torch.empty(edges.shape, dtype=torch.int64, device=keys.device)
     with use_device(keys.device):
-        unique_kernel[(count_blocks(n + 1, BLOCK),)](
-            ordered, order, ranks, unique, inverse, starts, n, BLOCK=BLOCK, num_warps=WARPS
+        launch_kernel(
+            unique_kernel,
+            (count_blocks(n + 1, BLOCK),),
+            ordered,
+            order,
+            ranks,
+            unique,
+            inverse,
+            starts,
+            n,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
         )
         if edges.numel():
-            edges_kernel[(count_blocks(edges.numel(), EDGES),)](
+            launch_kernel(
+                edges_kernel,
+                (count_blocks(edges.numel(), EDGES),),
                 ordered,
                 ranks,
                 edges.contiguous(),
@@ -74,8 +87,14 @@ def sort_and_rank(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ordered, order = keys.sort(stable=True)
     flags = torch.empty(keys.shape, dtype=torch.int32, device=keys.device)
     with use_device(keys.device):
-        flags_kernel[(count_blocks(keys.numel(), BLOCK),)](
-            ordered, flags, keys.numel(), BLOCK=BLOCK, num_warps=WARPS
+        launch_kernel(
+            flags_kernel,
+            (count_blocks(keys.numel(), BLOCK),),
+            ordered,
+            flags,
+            keys.numel(),
+            BLOCK=BLOCK,
+            num_warps=WARPS,
         )
     return ordered, order, flags.cumsum(0, dtype=torch.int32)
 
@@ -92,9 +111,10 @@ def find_members(keys: Tensor, among: Tensor) -> Tensor:
 
     out = torch.empty(n, dtype=torch.bool, device=keys.device)
     with use_device(keys.device):
-        members_kernel[(count_blocks(n, SEARCH_BLOCK),)](
-            keys.contiguous(), among.sort().values, out.view(torch.int8), n, m,
-            (m + 1).bit_length(), BLOCK=SEARCH_BLOCK, num_warps=WARPS,
+        launch_kernel(
+            members_kernel, (count_blocks(n, SEARCH_BLOCK),), keys.contiguous(),
+            among.sort().values, out.view(torch.int8), n, m, (m + 1).bit_length(),
+            BLOCK=SEARCH_BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return out
 

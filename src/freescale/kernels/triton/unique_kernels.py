@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def flags_kernel(keys, flags, n, BLOCK: tl.constexpr):
     """flags[i] = 1 where sorted keys begin anew."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -16,7 +16,7 @@ def flags_kernel(keys, flags, n, BLOCK: tl.constexpr):
     tl.store(flags + i, ((i == 0) | (mine != before)).to(tl.int32), mask=i < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def unique_kernel(keys, order, ranks, unique, inverse, starts, n, BLOCK: tl.constexpr):
     """keys sorted, ranks: the flags added up. Fills all of unique, inverse and starts."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -48,7 +48,7 @@ def _below(keys, wanted, n, steps, BLOCK: tl.constexpr):
     return high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "steps", "count"])
 def edges_kernel(keys, ranks, edges, counts, n, steps, count, BLOCK: tl.constexpr):
     """counts[e]: unique keys from edges[e - 1] up to edges[e]."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -62,7 +62,7 @@ def edges_kernel(keys, ranks, edges, counts, n, steps, count, BLOCK: tl.constexp
     tl.store(counts + e, total.to(tl.int64), mask=e < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "m", "steps"])
 def members_kernel(keys, among, out, n, m, steps, BLOCK: tl.constexpr):
     """out[i]: whether keys[i] is one of m sorted others."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from freescale.batch import HostSizes, compute_offsets, concat_ranges
 from freescale.kernels.attention_checks import read_sizes
+from freescale.kernels.reference.positions import compute_positions
 from freescale.kernels.summary_plan import SummaryPlan
 from freescale.kernels.upload import upload
-from freescale.models.hstu import compute_positions
 from freescale.segments import Segments
 
 

@@ -48,5 +48,6 @@ def split_history(batch: SequenceBatch, segment: int) -> tuple[SequenceBatch, Se
         batch.weights,
         batch.keys,
         batch.number,
+        batch.shared,
     )
     return SequenceBatch(past, keys=batch.keys, number=batch.number), recent

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from freescale.batch import HostSizes
 from freescale.config import ModelConfig
-from freescale.models.hstu import HSTU, TOO_LONG, compute_positions
+from freescale.kernels.reference.positions import compute_positions, derive_token_keys
+from freescale.models.hstu import HSTU, TOO_LONG
 from freescale.models.segments.arrangement import Rows, arrange_rows
 from freescale.models.segments.earlier import EarlierSegments
 from freescale.models.segments.memory import Memory
@@ -152,8 +153,10 @@ class SegmentedHSTU(HSTU):
         if not rows.open or torch.is_grad_enabled():
             x, timestamps = self._interleave(x, timestamps, rows)
         plan = self._plan_attention(rows.parts, rows.candidate_counts, timestamps, rows.host)
-        slots = compute_positions(rows.lengths, x.shape[0]) if self.drops else None
-        token_keys = self._derive_token_keys(keys, rows.lengths, slots)
+        keys, token_keys = self._choose_keys(keys, rows.lengths), None
+        if keys is not None:
+            slots = compute_positions(rows.lengths, x.shape[0])
+            token_keys = derive_token_keys(keys, rows.lengths, slots)
         return self._run_layers(
             x, rows.parts, token_keys, timestamps, rows.candidate_counts, plan, earlier
         )

@@ -85,9 +85,9 @@ class GradientBuckets(FlatGradients):
         device: torch.device,
         summing: PartitionedAllReduce | None = None,
     ) -> None:
-        """`summing` sums in place of the transport."""
+        """`summing` sums in place of the transport; it may be set later, between two steps."""
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._device, self._summing = device, summing
+        self._device, self.summing = device, summing
         # of each bucket: parameters whose gradient is not there yet; empty while nobody asks
         self._lacking: list[set[int]] = []
         self._summed: Handle | None = None
@@ -176,7 +176,7 @@ class GradientBuckets(FlatGradients):
     def start(self, transport: Transport, losses: Tensor) -> None:
         """Before the last backward of a step: each bucket leaves as soon as its gradients are
         there. losses [tasks], summed too."""
-        self._sums = self._summing or transport
+        self._sums = self.summing or transport
         self._lacking = [set(members) for members in self._members]
         self._summed, self._handles = self._sums.all_reduce(losses, "dense"), []
 

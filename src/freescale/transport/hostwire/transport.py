@@ -101,6 +101,7 @@ class HostwireTransport(ProcessGroupTransport):
     ) -> None:
         super().__init__(device, ledger, group=group, control=control, owner=owner, timeout=timeout)
         self.wire, self.shared, self._urgent = wire, shared, urgent
+        self.sums_apart = True
         self.lines = 2  # messages under way: one is copied while the other is on the wire
         self._is_channel = False  # until it can carry its own control messages
         self._gate: Gate = Gate(_PIECE_SECONDS / 4) if parent is None else parent._gate

@@ -1,0 +1,29 @@
+"""Counts the operations of a training step of HSTU. Rows and the head are not counted."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def count_flops(lengths: NDArray[np.int64], width: int, layers: int, heads: int) -> float:
+    """Operations of forward and backward over histories of these lengths.
+
+    Attention counts the lower triangle, its backward 2.5 times its forward; matrix products count
+    their backward twice.
+    """
+    inner = width // heads * heads
+    products = 2.0 * lengths * width * 4 * inner + 2.0 * lengths * inner * width
+    pairs = lengths * (lengths + 1) / 2.0
+    attention = 4.0 * pairs * inner
+    return float(layers * (3 * products + 3.5 * attention).sum())
+
+
+def count_flops_as_nvidia(lengths: NDArray[np.int64], width: int, layers: int, heads: int) -> float:
+    """The same by the formula of NVIDIA's recsys-examples: half of the square for attention, and
+    the gate and the residual sum."""
+    inner = width // heads * heads
+    products = 2.0 * lengths * width * 4 * inner + 2.0 * lengths * inner * width
+    attention = 2.0 * inner * lengths.astype(np.float64) ** 2
+    others = 2.0 * lengths * inner + 1.0 * lengths * heads * width
+    return float(layers * (3 * products + 3.5 * attention + others).sum())

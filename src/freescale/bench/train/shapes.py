@@ -1,0 +1,93 @@
+"""The runs that `freescale bench train` makes: what `freescale train` gets on one GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freescale.data.lengths import LengthDistribution
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and the histories that it trains on. Everything else is a default of
+    `freescale train`, but for the biases, which NVIDIA's shapes and the public HSTU's kernels do
+    without."""
+
+    name: str
+    samples: int  # of a batch
+    width: int
+    layers: int
+    heads: int
+    cap: int  # events of the longest history
+    median: float = 0.0  # of log-normal lengths
+    lengths: Literal["lognormal", "fixed", "shuffled zipf"] = "lognormal"
+    sigma: float = 1.0
+    items: int = 100_000
+    users: int = 0  # of the file; 0: `batches` batches
+    batches: int = 40
+    negatives: int = 128
+    dropout: float = 0.1
+    temperature: float = 0.1
+    warmup: int = 20  # steps before the first that is timed
+    windows: int = 6  # that are timed, of ten steps each
+
+    def draw_lengths(self, seed: int = 0) -> NDArray[np.int64]:
+        """Draws how many events each user of the file has: one more than a history, whose last
+        event is a target only."""
+        random = np.random.default_rng(seed)
+        users = self.users or self.samples * self.batches
+        if self.lengths == "fixed":
+            drawn = np.full(users, self.cap, np.int64)
+        elif self.lengths == "shuffled zipf":
+            # As NVIDIA's generator draws: Zipf's weights on the lengths in a random order.
+            weights = 1.0 / np.arange(1, self.cap + 1) ** 1.2
+            drawn = random.choice(
+                random.permutation(np.arange(1, self.cap + 1)), users, p=weights / weights.sum()
+            )
+        else:
+            ends = LengthDistribution.from_options(
+                "lognormal", self.median, self.sigma, 0.0, self.cap
+            ).ends
+            # Every quantile once: the mean of few long-tailed lengths would be a matter of luck.
+            quantiles = (random.permutation(users) + 0.5) / users
+            drawn = np.searchsorted(ends, quantiles, "right")
+        return drawn.astype(np.int64) + 1
+
+    def describe(self) -> dict[str, Any]:
+        """The columns of a result that name the shape."""
+        return {
+            "shape": self.name,
+            "samples": self.samples,
+            "width": self.width,
+            "layers": self.layers,
+            "heads": self.heads,
+            "longest": self.cap,
+            "negatives": self.negatives,
+        }
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("short", 256, 64, 2, 2, cap=200, median=100),
+        Shape("medium", 64, 256, 4, 4, cap=2048, median=500),
+        Shape("long", 16, 512, 8, 4, cap=16_384, median=3000, batches=24, windows=3),
+        Shape("wide", 32, 1024, 8, 8, cap=4096, median=9500, batches=12, windows=2, warmup=10),
+        Shape(
+            "nvidia fixed", 32, 1024, 8, 4,
+            cap=4099, lengths="fixed", batches=8, windows=2, warmup=10,
+        ),
+        Shape(
+            "nvidia jagged", 32, 1024, 8, 4,
+            cap=4096, lengths="shuffled zipf", batches=24, windows=3, warmup=10,
+        ),
+        Shape(
+            "movielens", 128, 64, 2, 1,
+            cap=200, median=96, items=3416, users=6040, dropout=0.2, temperature=0.05,
+        ),
+    )
+}  # fmt: skip

@@ -1,0 +1,54 @@
+"""Memory that processes share, in slots of one size."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+class Arena:
+    """Anonymous memory behind a file descriptor that other processes inherit. It is gone when the
+    last process that maps it is."""
+
+    def __init__(self, slots: int, slot_bytes: int, fd: int | None = None) -> None:
+        """`fd`: of an arena that another process made; None makes one."""
+        page = mmap.PAGESIZE
+        self.slots, self.slot_bytes = slots, -(-slot_bytes // page) * page
+        size = self.slots * self.slot_bytes
+        self.fd = _make_file(size) if fd is None else fd
+        # views of the array keep it alive, and it the mapping
+        self._array: NDArray[np.uint8] = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
+        weakref.finalize(self, os.close, self.fd)
+
+    def view(self, slot: int) -> NDArray[np.uint8]:
+        """[slot_bytes], a new view each time."""
+        return self._array[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def pin(self) -> bool:
+        """Makes copies to a GPU independent of the host, as long as a view of the memory lives.
+        False if the driver refuses: copies are made then, but slower."""
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address = self._array.ctypes.data
+        # 1: for the contexts of all GPUs
+        if int(runtime.cudaHostRegister(address, self._array.nbytes, 1)) != 0:
+            return False
+        unpin = weakref.finalize(self._array, runtime.cudaHostUnregister, address)
+        unpin.atexit = False  # the driver may be gone by then
+        return True
+
+
+def _make_file(size: int) -> int:
+    if hasattr(os, "memfd_create"):  # unlike files in /dev/shm, which containers keep small
+        fd = os.memfd_create("freescale-batches")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.truncate(fd, size)
+    return fd

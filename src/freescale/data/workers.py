@@ -1,0 +1,288 @@
+"""Batches made ahead by processes, in memory that they share with the trainer.
+
+A batch is a pure function of its number: worker w of n makes the batches w, w + n, w + 2n, ... of a
+run, packed, in slots of its own. The training process builds tensors that view the slot; when the
+last of them is gone and no device copies from it any more, the slot goes back to its worker. With
+CUDA all slots are pinned once.
+
+    trainer -> worker   the source; then, again and again, a free slot and the first batch that is
+                        still needed
+    worker -> trainer   that it is up; then a batch's number, slot and layout, or the error instead
+
+Workers are fresh interpreters: CUDA does not survive a fork, and scripts need no main guard. Until
+they are up, the caller's thread makes the batches. They end with the connection, however the
+trainer ends, and the shared memory has no name that could be left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing
+from dataclasses import replace
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+import torch
+
+from freescale.batch import SequenceBatch
+from freescale.batch_codec import build_empty_batch
+from freescale.data.arena import Arena
+from freescale.data.prefetch import prefetch
+from freescale.data.worker_process import BatchSource, Made
+from freescale.packed import Packed
+
+_HELD = 6  # batches that a schedule has under way, about
+_SPARE = 4  # a slot has room for so many times the first batch
+_LEAST = 1 << 20  # bytes of a slot
+_START = (
+    "import sys; sys.path[:] = {path!r}; from freescale.data.worker_process import main; main({fd})"
+)
+
+
+def choose_workers(asked: int | None, device: str, cores: int, ranks: int) -> int:
+    """Worker processes of a rank.
+
+    Args:
+        asked: What the user wants; None leaves it to this rule.
+        device: Type of the device that computes.
+        cores: Of this machine, for all its ranks.
+        ranks: On this machine.
+
+    Returns:
+        0: a thread of the trainer. On CPUs the trainer leaves the interpreter free while it
+        computes, and the cores are busy with that.
+    """
+    if asked is not None:
+        return asked
+    return 0 if device == "cpu" else max(0, min(4, cores // ranks - 1))
+
+
+def read_ahead(
+    source: BatchSource, workers: int, pin: bool
+) -> AbstractContextManager[Iterator[SequenceBatch]]:
+    """The batches of a source, made ahead by workers; with none, by a thread."""
+    if workers:
+        return WorkerLoader(source, workers, pin)
+    numbers = range(source.start, source.stop)
+    return closing(prefetch(source.batch(number) for number in numbers))
+
+
+class WorkerLoader:
+    """Iterator over the batches [start, stop) of a source, equal to those that it makes itself.
+
+    A context manager: leaving it ends the workers. Batches that were taken stay valid.
+
+    Args:
+        source: Makes a batch from its number; pickled for the workers.
+        workers: Processes.
+        pin: Whether a GPU will copy the batches.
+
+    Raises:
+        RuntimeError: A worker has died.
+    """
+
+    def __init__(self, source: BatchSource, workers: int, pin: bool = False) -> None:
+        if workers < 1:
+            raise ValueError(f"workers is {workers}; it must be 1 or more")
+        self._source, self._number = source, source.start
+        self._workers: list[_Worker] = []
+        self._first: SequenceBatch | None = None
+        self.made_here = 0  # batches that did not wait for a worker to be up
+        if source.start >= source.stop:
+            return
+        first = self._first = source.batch(source.start).pack()
+        assert first.packed is not None
+        slots = 2 + -(-_HELD // workers)
+        arena = Arena(workers * slots, max(_LEAST, _SPARE * first.packed.numel()))
+        if pin:
+            arena.pin()
+        pickled = pickle.dumps(source)
+        try:
+            for number in range(workers):
+                own = range(number * slots, (number + 1) * slots)
+                self._workers.append(_Worker(number, workers, pickled, arena, own))
+        except BaseException:
+            self.close()
+            raise
+
+    def __iter__(self) -> Iterator[SequenceBatch]:
+        return self
+
+    def __next__(self) -> SequenceBatch:
+        if not self._workers or self._number >= self._source.stop:
+            raise StopIteration
+        worker = self._workers[(self._number - self._source.start) % len(self._workers)]
+        batch = worker.take(self._number)
+        if batch is None:
+            self.made_here += 1
+            batch = self._first
+            if batch is None or batch.number != self._number:
+                batch = self._source.batch(self._number)
+        self._first = None
+        self._number += 1
+        return batch
+
+    def wait_until_up(self) -> None:
+        """Waits for the workers, instead of making their first batches here. Before the first
+        batch."""
+        for worker in self._workers[: self._source.stop - self._number]:
+            worker.wait_until_up(self._number)
+
+    def close(self) -> None:
+        """Ends the workers, whatever they are doing."""
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Lease:
+    """A slot while tensors view it."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self._copied: list[torch.cuda.Event] = []
+
+    def hold(self, copied: torch.cuda.Event) -> None:
+        self._copied.append(copied)
+
+    @property
+    def is_over(self) -> bool:
+        return all(event.query() for event in self._copied)  # type: ignore[no-untyped-call]
+
+
+class _Worker:
+    """The trainer's end of one worker."""
+
+    def __init__(
+        self, number: int, workers: int, source: bytes, arena: Arena, slots: range
+    ) -> None:
+        self._number, self._workers, self._arena = number, workers, arena
+        self._slots = slots
+        self._lent = 0  # slots that the worker may fill or has filled
+        self._returned: deque[_Lease] = deque()  # by whatever thread drops the last tensor
+        self._arrived: Made | None = None
+        self._is_up = self._has_delivered = False
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-c", _START.format(path=sys.path, fd=theirs.fileno())]
+            # no CUDA; not in our process group: Ctrl-C in a terminal is the trainer's business
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), arena.fd],
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                process_group=0,
+            )
+        self._connection: Connection[Any, Any] = Connection(ours.detach())
+        share = (number, workers, arena.fd, arena.slots, arena.slot_bytes)
+        self._send(pickle.dumps(share), source)
+
+    def take(self, number: int) -> SequenceBatch | None:
+        """The batch; None if the worker is not up, or skips it."""
+        self._reclaim(number)
+        while self._arrived is None or self._arrived.number < number:
+            if self._arrived is not None:
+                self._give(self._arrived.slot, number)
+            if not self._has_delivered and not self._connection.poll():
+                return None
+            # behind those that are made here meanwhile
+            self._arrived = self._receive(number + 2 * self._workers)
+        if self._arrived.number > number:
+            return None
+        made, self._arrived = self._arrived, None
+        return self._open(made, number + 1)
+
+    def wait_until_up(self, number: int) -> None:
+        while not self._has_delivered:
+            self._arrived = self._receive(number)
+
+    def _receive(self, needed: int) -> Made | None:
+        """What the worker says next. None: that it is up; then it gets its slots."""
+        try:
+            message = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            raise self._explain_death() from None
+        if not self._is_up and message is None:
+            self._is_up = True
+            for slot in self._slots:
+                self._give(slot, needed)
+            return None
+        if isinstance(message, BaseException):
+            raise message
+        assert isinstance(message, Made)
+        self._has_delivered = True
+        self._lent -= 1
+        return message
+
+    def _open(self, made: Made, needed: int) -> SequenceBatch:
+        like = _build_like(made.schema)
+        spans = {
+            name: replace(like.sequences[name], span=span) for name, span in made.spans.items()
+        }
+        if spans:
+            like = replace(like, sequences={**like.sequences, **spans})
+        if made.message is not None:  # too large for a slot
+            buffer = torch.frombuffer(bytearray(made.message), dtype=torch.uint8)
+            self._give(made.slot, needed)
+            return replace(like.with_packing(Packed(buffer, made.layout)), number=made.number)
+        view = self._arena.view(made.slot)[: made.layout.size]
+        buffer, lease = torch.from_numpy(view), None
+        if self._lent:
+            lease = _Lease(made.slot)
+            weakref.finalize(view, self._returned.append, lease).atexit = False
+        else:  # its last slot: whoever keeps all these batches must not stop it
+            buffer = buffer.clone()
+            self._give(made.slot, needed)
+        packing = Packed(buffer, made.layout, lease)
+        return replace(like.with_packing(packing), number=made.number)
+
+    def _reclaim(self, needed: int) -> None:
+        for _ in range(len(self._returned)):
+            lease = self._returned.popleft()
+            if lease.is_over:
+                self._give(lease.slot, needed)
+            else:
+                self._returned.append(lease)
+
+    def _give(self, slot: int, needed: int) -> None:
+        self._lent += 1
+        self._send(pickle.dumps((slot, needed)))
+
+    def _send(self, *messages: bytes) -> None:
+        try:
+            for message in messages:
+                self._connection.send_bytes(message)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # what it said last is still to be read
+
+    def _explain_death(self) -> RuntimeError:
+        status = self._process.wait()
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return RuntimeError(
+            f"data worker {self._number} {how}; is there memory enough? --workers 0 reads the data "
+            "in the trainer"
+        )
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.kill()  # it has nothing to put away
+        self._process.wait()
+
+
+@lru_cache(4)
+def _build_like(schema: str) -> SequenceBatch:
+    return build_empty_batch(schema)

@@ -1,0 +1,139 @@
+"""Scores of queries against a catalogue, a tile at a time: target scores, rank counts, the best k.
+
+[queries, items] never exists. Every product has the same shape, the last tile filled up with zeros:
+items with equal rows get equal scores wherever they stand, in whichever part of the catalogue, so
+that ties are ties. Nothing here is specific to a device: the products are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from freescale.batch import Jagged
+
+TILE_ITEMS = 1 << 14
+CPU_QUERIES, GPU_QUERIES = 1 << 6, 1 << 10  # times items: in a core's cache; 64 MB
+
+
+def choose_tile(items: int) -> int:
+    """Items of a tile, for parts of a catalogue of up to so many items. All parts of a catalogue
+    must have the same."""
+    return max(GPU_QUERIES, min(TILE_ITEMS, -(-items // 64) * 64))
+
+
+def split_queries(*columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Columns [q, ...] in parts that the functions below take."""
+    size = GPU_QUERIES if columns[0].is_cuda else CPU_QUERIES
+    return zip(*(torch.split(column, size) for column in columns), strict=True)
+
+
+def score_targets(queries: Tensor, items: Tensor, places: Tensor, *, tile: int) -> Tensor:
+    """Scores of each query's target.
+
+    Args:
+        queries: [q, width], a part of `split_queries`.
+        items: [n, width].
+        places: [q] int64: where the targets are among the items; -1: elsewhere.
+        tile: From `choose_tile`.
+
+    Returns:
+        [q], 0 for a target that is elsewhere; to the bit what the other functions find for that
+        item.
+    """
+    here = places >= 0
+    if not items.shape[0]:
+        return queries.new_zeros(len(places))
+    rows = items.index_select(0, places.clamp(min=0))
+    scores = queries @ _fill(rows, tile).T
+    return torch.where(here, scores[:, : len(places)].diagonal(), 0)
+
+
+def count_better(
+    queries: Tensor,
+    items: Tensor,
+    places: Tensor,
+    target_scores: Tensor,
+    *,
+    tile: int,
+    left_out: Jagged | None = None,
+) -> Tensor:
+    """Counts the items that rank before each query's target. Of equal scores the target is last.
+
+    So a model that scores all items alike ranks last, whatever the order of the items. Counts what
+    is not worse, so that a score that is not a number puts the target behind it, never before.
+
+    Args:
+        queries: [q, width], a part of `split_queries`.
+        items: [n, width].
+        places: [q] int64: where the targets are among the items, which do not count; -1: elsewhere.
+        target_scores: [q].
+        tile: From `choose_tile`.
+        left_out: For each query, places of items that do not count; negative ones are skipped.
+
+    Returns:
+        [q] int64.
+    """
+    better = torch.zeros_like(places)
+    for start, scores in _score_tiles(queries, items, tile, left_out):
+        ahead = ~(scores < target_scores[:, None])
+        own = places - start
+        inside = (own >= 0) & (own < scores.shape[1])
+        itself = ahead.gather(1, torch.where(inside, own, 0)[:, None])[:, 0] & inside
+        better += ahead.sum(1) - itself.long()
+    return better
+
+
+def find_best(
+    queries: Tensor, items: Tensor, k: int, *, tile: int, left_out: Jagged | None = None
+) -> tuple[Tensor, Tensor]:
+    """Finds the items with the highest scores.
+
+    Args:
+        queries: [q, width], a part of `split_queries`.
+        items: [n, width].
+        k: How many; all if there are fewer.
+        tile: From `choose_tile`.
+        left_out: For each query, places of items that do not count; negative ones are skipped.
+
+    Returns:
+        (scores [q, k], falling; places of the items [q, k] int64). Items that are left out come
+        last, with a score of -inf.
+    """
+    best = queries.new_zeros(len(queries), 0)
+    places = torch.zeros(len(queries), 0, dtype=torch.int64, device=queries.device)
+    for start, scores in _score_tiles(queries, items, tile, left_out):
+        values, found = scores.topk(min(k, scores.shape[1]), dim=1)
+        both, every = torch.cat([best, values], 1), torch.cat([places, found + start], 1)
+        best, kept = both.topk(min(k, both.shape[1]), dim=1)
+        places = every.gather(1, kept)
+    return best, places
+
+
+def _score_tiles(
+    queries: Tensor, items: Tensor, tile: int, left_out: Jagged | None
+) -> Iterator[tuple[int, Tensor]]:
+    """(place of the first item, scores [q, up to `tile`]) of each tile."""
+    owner = None
+    if left_out is not None:
+        numbers = torch.arange(len(queries), device=queries.device)
+        owner = numbers.repeat_interleave(left_out.lengths, output_size=left_out.values.shape[0])
+    for start in range(0, items.shape[0], tile):
+        rows = items[start : start + tile]
+        scores = (queries @ _fill(rows, tile).T)[:, : len(rows)]
+        if owner is not None and left_out is not None:
+            place = left_out.values - start
+            inside = (left_out.values >= 0) & (place >= 0) & (place < len(rows))
+            # what is not of this tile is marked in a column of its own
+            marks = torch.zeros(len(queries), len(rows) + 1, dtype=torch.bool, device=rows.device)
+            marks[owner, torch.where(inside, place, len(rows))] = True
+            scores = scores.masked_fill(marks[:, :-1], -torch.inf)
+        yield start, scores
+
+
+def _fill(rows: Tensor, size: int) -> Tensor:
+    """[up to size, width] -> [size, width], zero behind the last row."""
+    return rows if len(rows) == size else F.pad(rows, (0, 0, 0, size - len(rows)))

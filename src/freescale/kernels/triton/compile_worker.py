@@ -1,0 +1,64 @@
+"""Compiles one version of a kernel after another: the worker process of `triton.compile`.
+
+Imports no torch, which takes longer than a kernel does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Version:
+    """A kernel as Triton compiles it: all that decides which machine code comes out."""
+
+    module: str
+    name: str
+    signature: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+    target: tuple[Any, ...]
+
+    def build_source(self) -> Any:
+        from triton.compiler import ASTSource
+
+        kernel = getattr(importlib.import_module(self.module), self.name)
+        return ASTSource(kernel, self.signature, self.constants, self.attributes)
+
+    def compile(self) -> None:
+        """Compiles it, or finds it in the cache."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+
+        triton.compile(self.build_source(), target=GPUTarget(*self.target), options=self.options)
+
+    def is_cached(self) -> bool:
+        """Whether Triton's cache folder has it."""
+        from triton._C.libtriton import get_cache_invalidating_env_vars
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler.compiler import make_backend
+        from triton.runtime.cache import get_cache_key, get_cache_manager
+
+        source, backend = self.build_source(), make_backend(GPUTarget(*self.target))
+        options = backend.parse_options(dict(self.options))
+        key = get_cache_key(source, backend, options, get_cache_invalidating_env_vars())
+        folder = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        file = f"{source.name[:150]}.json"
+        return file in (folder.get_group(file) or {})
+
+
+def main() -> None:
+    """Compiles the versions that it reads, and prints a line after each."""
+    for version in pickle.load(sys.stdin.buffer):
+        version.compile()
+        print(version.name, flush=True)
+
+
+if __name__ == "__main__":
+    main()

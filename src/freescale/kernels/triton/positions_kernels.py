@@ -1,0 +1,95 @@
+"""The Triton kernels of `triton.positions`: rows of positions and token keys, and the gradient of
+the rows."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from freescale.kernels.triton.attention_plan import SampleColumn
+from freescale.kernels.triton.layer_kernels import _derive
+
+START = tl.constexpr(int(SampleColumn.START))
+LENGTH = tl.constexpr(int(SampleColumn.LENGTH))
+HISTORY = tl.constexpr(int(SampleColumn.HISTORY))
+COLUMNS = tl.constexpr(len(SampleColumn))
+
+
+@triton.jit(do_not_specialize=["tokens", "count", "steps"])
+def add_positions_kernel(
+    x, position, keys, samples, out, token_keys, tokens, count, steps,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """A program's R tokens find their samples by bisection in `steps`; keys is None where nothing
+    is dropped."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    low = tl.zeros([R], tl.int32)  # the sample is in [low, high)
+    high = low + count
+    for _ in range(steps):
+        middle = (low + high) // 2
+        after = tl.load(samples + middle * COLUMNS + START) <= row
+        low = tl.where(after, middle, low)
+        high = tl.where(after, high, middle)
+    slot = row - tl.load(samples + low * COLUMNS + START)
+    place = tl.minimum(slot, tl.load(samples + low * COLUMNS + HISTORY))
+    column = tl.arange(0, W)
+    inside = row < tokens
+    there = inside[:, None] & (column < WIDTH)[None, :]
+    own = row[:, None] * WIDTH + column[None, :]
+    result = tl.load(x + own, mask=there, other=0.0).to(tl.float32)
+    result += tl.load(
+        position + place[:, None] * WIDTH + column[None, :], mask=there, other=0.0
+    ).to(tl.float32)
+    tl.store(out + own, result.to(out.dtype.element_ty), mask=there)
+    if keys is not None:
+        key = tl.load(keys + low, mask=inside, other=0).to(tl.uint64, bitcast=True)
+        tl.store(token_keys + row, _derive(key, slot).to(tl.int64, bitcast=True), mask=inside)
+
+
+@triton.jit
+def sum_candidates_kernel(
+    grad, samples, sums, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr
+):
+    """sums [samples, WIDTH]: the gradients of each sample's candidates, added up."""
+    number = tl.program_id(0).to(tl.int64)
+    sample = samples + number * COLUMNS
+    start = tl.load(sample + START).to(tl.int64)
+    end = start + tl.load(sample + LENGTH)
+    column = tl.arange(0, W)
+    total = tl.zeros([R, W], tl.float32)
+    for first in range(start + tl.load(sample + HISTORY), end, R):
+        row = first + tl.arange(0, R)
+        there = (row < end)[:, None] & (column < WIDTH)[None, :]
+        place = row[:, None] * WIDTH + column[None, :]
+        total += tl.load(grad + place, mask=there, other=0.0).to(tl.float32)
+    tl.store(sums + number * WIDTH + column, tl.sum(total, 0), mask=column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["count", "last"])
+def position_gradient_kernel(
+    grad, samples, candidates, out, count, last,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """A program's position: over the samples, R at a time. No token stands behind `last`.
+    `candidates` [samples, WIDTH] are sums of their gradients, or None."""
+    position = tl.program_id(0)
+    column = tl.arange(0, W)
+    total = tl.zeros([R, W], tl.float32)
+    if position <= last:
+        for first in range(0, count, R):
+            number = first + tl.arange(0, R)
+            inside = number < count
+            sample = samples + number * COLUMNS
+            start = tl.load(sample + START, mask=inside, other=0).to(tl.int64)
+            history = tl.load(sample + HISTORY, mask=inside, other=-1)
+            there = (position < history)[:, None] & (column < WIDTH)[None, :]
+            place = (start + position)[:, None] * WIDTH + column[None, :]
+            total += tl.load(grad + place, mask=there, other=0.0).to(tl.float32)
+            if candidates is not None:
+                there = (position == history)[:, None] & (column < WIDTH)[None, :]
+                place = number.to(tl.int64)[:, None] * WIDTH + column[None, :]
+                total += tl.load(candidates + place, mask=there, other=0.0)
+    result = tl.sum(total, 0)
+    place = position.to(tl.int64) * WIDTH + column
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=column < WIDTH)

@@ -1,0 +1,95 @@
+"""Tensors side by side in one buffer: a batch reaches a device, or another process, in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16  # bytes: of every tensor in a buffer, as kernels that load whole vectors want it
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where tensors lie in a buffer. What is one tensor in several places (lengths that columns
+    share) lies there once, and is one tensor again for whoever reads it."""
+
+    dtypes: tuple[torch.dtype, ...]  # of distinct tensors
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]  # in bytes
+    order: tuple[int, ...]  # which of these each tensor is
+    size: int  # of the buffer, in bytes
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> Layout:
+        distinct = list({id(tensor): tensor for tensor in tensors}.values())
+        number = {id(tensor): i for i, tensor in enumerate(distinct)}
+        offsets, end = [], 0
+        for tensor in distinct:
+            offsets.append(end)
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        return Layout(
+            tuple(tensor.dtype for tensor in distinct),
+            tuple(tuple(tensor.shape) for tensor in distinct),
+            tuple(offsets),
+            tuple(number[id(tensor)] for tensor in tensors),
+            end,
+        )
+
+    def write(self, tensors: Sequence[Tensor], buffer: Tensor) -> None:
+        """Copies tensors of this layout into a buffer (uint8) on their device."""
+        for place, tensor in dict(zip(self.view(buffer), tensors, strict=True)).items():
+            place.copy_(tensor)
+
+    def view(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors in a buffer (uint8, aligned), without a copy."""
+        # a view of the whole per dtype, so that each tensor is one operation
+        wholes = {dtype: buffer[: self.size].view(dtype) for dtype in dict.fromkeys(self.dtypes)}
+        base = buffer.storage_offset()
+        distinct = []
+        for dtype, shape, offset in zip(self.dtypes, self.shapes, self.offsets, strict=True):
+            strides, step = [0] * len(shape), 1
+            for axis in range(len(shape) - 1, -1, -1):
+                strides[axis], step = step, step * max(shape[axis], 1)
+            first = (base + offset) // dtype.itemsize
+            distinct.append(wholes[dtype].as_strided(shape, strides, first))
+        return [distinct[i] for i in self.order]
+
+
+class Lease(Protocol):
+    """Memory that its owner uses again, once the tensors in it are gone."""
+
+    def hold(self, copied: torch.cuda.Event) -> None:
+        """Until this event, a device still reads it."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A buffer with tensors in it."""
+
+    buffer: Tensor  # [bytes] uint8
+    layout: Layout
+    lease: Lease | None = field(default=None, compare=False)
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], pin: bool = False) -> Packed:
+        """Copies tensors on the host into a new buffer."""
+        layout = Layout.of(tensors)
+        buffer = torch.empty(layout.size, dtype=torch.uint8, pin_memory=pin)
+        layout.write(tensors, buffer)
+        return Packed(buffer, layout)
+
+    def tensors(self) -> list[Tensor]:
+        return self.layout.view(self.buffer)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Packed:
+        """One copy, on the current stream."""
+        buffer = self.buffer.to(device, non_blocking=non_blocking)
+        if self.lease is not None and device.type == "cuda" and non_blocking:
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(torch.cuda.current_stream(device))
+            self.lease.hold(copied)
+        return Packed(buffer, self.layout)

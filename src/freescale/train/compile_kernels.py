@@ -1,0 +1,177 @@
+"""Compiles every GPU kernel that a run can need before its first step.
+
+Which those are is found by calling what the run calls, on a few tokens, while launches are recorded
+instead of made: a model of the same configuration with small tables, trained and evaluated, and the
+operations of the tables. Kernels are not specialised by what changes from batch to batch, so these
+calls need the versions that all batches need.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from freescale.batch import Jagged, Nested, SequenceBatch
+from freescale.config import RunConfig
+from freescale.embedding.layout import TableSpec, choose_stride
+from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.embedding.storage import RowStorage, TableRange
+from freescale.kernels import dispatch
+from freescale.kernels.reference.row_sums import SortedRows
+from freescale.kernels.triton import row_sums as triton_row_sums
+from freescale.kernels.triton.compile import compile_recorded
+from freescale.train.build import build_module
+
+ITEMS, ACTIONS = 16, 4  # rows of the small tables
+FAR = 2**31  # seconds: too long for times in 32 bits
+
+
+def compile_kernels(
+    config: RunConfig,
+    precision: str,
+    actions: bool,
+    device: torch.device,
+    tell: Callable[[int, int], None] = lambda done, all: None,
+) -> int:
+    """Makes all kernels of a run ready on a GPU.
+
+    Args:
+        config: of the run.
+        precision: that was chosen for it.
+        actions: whether its data has actions.
+        device: where it trains; on a CPU there is nothing to do.
+        tell: called with (compiled, to be compiled) at the start and after each; not called if
+            Triton's cache folder has them all.
+
+    Returns:
+        How many were compiled; the others were in the cache folder.
+    """
+    if device.type != "cuda" or not dispatch.has_triton():
+        return 0
+    config = replace(config, train=replace(config.train, precision=precision))
+    try:
+        with torch.cuda.device(device):
+            return compile_recorded(lambda: call_kernels(config, actions, device), tell)
+    except Exception as error:  # it may be in a kernel that the data never needs
+        warnings.warn(
+            f"GPU kernels could not be compiled beforehand, a step waits for each: {error}",
+            stacklevel=2,
+        )
+        return 0
+
+
+def call_kernels(config: RunConfig, actions: bool, device: torch.device) -> None:
+    """Calls all that launches kernels in a run, at least once each way."""
+    call_tables(config, device)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):  # the run's own draws stay as they are
+        # the first layer differs from the others; these are alike
+        small = replace(config, model=replace(config.model, layers=min(2, config.model.layers)))
+        module = build_module(small, ITEMS, ACTIONS if actions else 0)
+        for name, rows in (("item", ITEMS), ("action", ACTIONS)):
+            if getattr(module, name) is not None:
+                setattr(module, name, nn.Embedding(rows, config.model.width))
+        module.to(device)
+        for span in (1, FAR) if config.model.time_bias else (1,):
+            call_model(module, build_batch(config, actions, span).to(device), config, device)
+
+
+def call_model(
+    module: nn.Module, batch: SequenceBatch, config: RunConfig, device: torch.device
+) -> None:
+    """A step and an evaluation."""
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else None
+    with torch.autocast(device.type, dtype, enabled=dtype is not None):
+        losses: dict[str, Tensor] = module.train()(batch)
+    torch.stack(list(losses.values())).sum().backward()  # type: ignore[no-untyped-call]
+    # an evaluation computes in the precision of the parameters, a first check in that of training
+    for enabled in (False, dtype is not None):
+        with torch.no_grad(), torch.autocast(device.type, dtype, enabled=enabled):
+            module.eval()(batch)
+            predict: Any = getattr(module, "encode_queries", getattr(module, "predict", None))
+            predict(batch)
+
+
+def call_tables(config: RunConfig, device: torch.device) -> None:
+    """What a table does in a step: unique ids, rows and their gradients, updates."""
+    width, train = config.model.width, config.train
+    weight = torch.zeros(ITEMS, width, device=device)
+    numbers = torch.arange(2 * triton_row_sums.CHUNK, device=device) % ITEMS
+    edges = torch.tensor([ITEMS], device=device)
+    wires = (None, torch.bfloat16) if train.wire_precision == "bf16" else (None,)
+    dispatch.deduplicate(numbers, edges)
+    dispatch.collision_masks(numbers, numbers)
+    for wire in wires:
+        for index in (numbers, numbers.to(torch.int32)):
+            dispatch.gather_rows(weight, index, wire)
+        rows = weight.to(wire or weight.dtype).requires_grad_()
+        for count in (numbers.numel(), ITEMS):  # long sums go in chunks
+            dispatch.read_rows(rows, numbers[:count]).sum().backward()  # type: ignore[no-untyped-call]
+    gradients = torch.zeros(numbers.numel(), width, device=device)
+    dispatch.sum_duplicates(numbers, gradients)
+    call_local_tables(config, weight, numbers.to(torch.int32), gradients)
+    optimizer = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
+    state = {
+        name: torch.zeros(ITEMS, *shape, device=device)
+        for name, shape in optimizer.state_shapes(width).items()
+    }
+    if train.row_clip is not None:
+        dispatch.choose_optimizers(weight).clip_rows(gradients, train.row_clip)
+    for step in (1, 10**9):  # Adam's correction is computed in two ways
+        optimizer.update(weight, state, numbers, gradients, step=step, factor=0.5)
+
+
+def call_local_tables(
+    config: RunConfig, weight: Tensor, numbers: Tensor, gradients: Tensor
+) -> None:
+    """What a table does on a single rank: it is read where it is, and gradients are summed by
+    row."""
+    ids, train = numbers.long(), config.train
+    triton_row_sums.spread_ids(ids, numbers, choose_stride(ITEMS), ITEMS, 0)
+    dispatch.deduplicate(numbers, ids[:0])
+    optimizer = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
+    rows = TableRange(TableSpec("item", ITEMS, weight.shape[1], weight.dtype, ()), 0, 0, ITEMS)
+    storage = RowStorage([rows], ITEMS, optimizer, weight.device)
+    for count in (numbers.numel(), ITEMS):  # long sums go in chunks
+        dispatch.sum_by_row(gradients[:count], numbers[:count], ITEMS)
+        for step in (1, 10**9):
+            storage.update_readings(
+                SortedRows.of(numbers[:count]),
+                gradients[:count],
+                step=step,
+                factor=0.5,
+                clip=train.row_clip,
+            )
+
+
+def build_batch(config: RunConfig, actions: bool, span: int) -> SequenceBatch:
+    """Two samples with all that the model may read, their times `span` seconds apart; one of them
+    has earlier segments, if the model knows any."""
+    longest = 3 if config.model.segment is None else 2 * config.model.segment + 1
+    lengths = torch.tensor([min(longest, config.data.max_length), 1])
+    counts = torch.tensor([1, 2])
+    events, candidates = int(lengths.sum()), int(counts.sum())
+    history = Jagged(torch.arange(events) % ITEMS, lengths)
+    sequences = {
+        "history": history,
+        "timestamps": Jagged(torch.arange(events) * span, lengths),
+    }
+    if actions:
+        sequences["actions"] = Jagged(torch.arange(events) % ACTIONS, lengths)
+    nested, dense = {}, {}
+    if config.model.task == "ranking":
+        labels = torch.zeros(candidates, len(config.label_names))
+        sequences["labels"] = Jagged(labels, counts)
+        sequences["candidate_timestamps"] = Jagged(torch.arange(candidates) * span, counts)
+        items = torch.arange(candidates)
+        nested["candidates"] = Nested(items, torch.ones_like(items), counts)
+    else:
+        sequences["targets"] = Jagged(torch.arange(events) % ITEMS, lengths)
+        numbers = torch.arange(2 * config.data.negatives) % ITEMS
+        dense["negatives"] = numbers.view(2, config.data.negatives)
+    return SequenceBatch(sequences, nested, dense, keys=torch.arange(2))

@@ -1,0 +1,81 @@
+"""How busy a run keeps its GPU: a few steps of rank 0 under torch's profiler, once the run has
+warmed up. On CPUs nothing is profiled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from freescale.ledger.compilations import watch_compilations
+from freescale.ledger.device_profile import read_profile
+from freescale.pipeline.step_result import StepResult
+from freescale.train.callbacks import Callback
+from freescale.train.metrics_log import append_metrics
+
+if TYPE_CHECKING:
+    from freescale.train.trainer import Trainer
+
+_WARM_UP = 20  # steps before, of a run that has so many
+
+
+def choose_first_step(done: int, total: int, steps: int) -> int | None:
+    """The step after which `steps` steps are profiled; None in a run that is too short. A pure
+    function.
+
+    Args:
+        done: steps that were made before, by a run that this one resumes.
+        total: steps that the run ends with.
+    """
+    left = total - done
+    return done + min(_WARM_UP, left - steps) if steps and left > steps else None
+
+
+class DeviceFigures(Callback):
+    """Adds a line to metrics.jsonl: `device_busy`, the share of the time in which the GPU had a
+    kernel or a copy to do (0 to 1), `launches` of kernels a step, and `compilations`, of Triton's
+    kernels between the first step and the profile."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._first: int | None = None
+        self._profiler: torch.profiler.profile | None = None
+        self._begin = 0.0
+        self._count: Callable[[], int] | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.rank == 0 and trainer.transport.device.type == "cuda":
+            self._first = choose_first_step(trainer.step, trainer.total, self._steps)
+
+    def on_step(self, trainer: Trainer, step: StepResult) -> None:
+        if self._first is None:
+            return
+        if self._count is None:  # after the first step, in which what is needed is compiled
+            self._count = watch_compilations()
+        if step.step == self._first:
+            self._start()
+        elif step.step == self._first + self._steps and self._profiler is not None:
+            append_metrics(trainer.folder, {"step": step.step, **self._stop()})
+
+    def _start(self) -> None:
+        try:
+            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            torch.cuda.synchronize()
+            profiler.start()
+        except RuntimeError:  # the program profiles itself
+            return
+        self._profiler, self._begin = profiler, time.perf_counter()
+
+    def _stop(self) -> dict[str, Any]:
+        assert self._profiler is not None and self._count is not None
+        torch.cuda.synchronize()
+        wall = 1e3 * (time.perf_counter() - self._begin)
+        self._profiler.stop()
+        profile, self._profiler = read_profile(self._profiler, self._steps, wall), None
+        return {
+            "device_busy": min(1.0, profile.busy / profile.wall),
+            "launches": profile.kernels,
+            "compilations": self._count(),
+        }

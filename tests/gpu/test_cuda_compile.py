@@ -1,0 +1,52 @@
+"""Nothing compiles in the middle of training: a run on a GPU, its kernels counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from freescale import RunConfig, Trainer
+from freescale.config import DataConfig, ModelConfig, TrainConfig
+from freescale.data.synthetic import generate
+from freescale.kernels.triton.compile import count_compilations
+from freescale.train.callbacks import Callback
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Counts(Callback):
+    def __init__(self):
+        self.after = []
+
+    def on_start(self, trainer):
+        self.start = count_compilations()
+
+    def on_step(self, trainer, step):
+        self.after.append(count_compilations())
+
+    def on_evaluation(self, trainer, metrics, part):
+        self.after.append(count_compilations())
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+def test_no_kernel_is_compiled_after_the_first_step(tmp_path, biases):
+    data = tmp_path / "data.parquet"
+    generate(
+        data, users=300, items=400, median=20, sigma=0.6, cap=60,
+        global_batch=64, collision=None, seed=1,
+    )  # fmt: skip
+    count_compilations()  # from now on
+    counts = Counts()
+    config = RunConfig(
+        data=DataConfig(data=str(data), max_length=60, negatives=16),
+        model=ModelConfig(
+            width=64, layers=2, heads=2, dropout=0.1, position_bias=biases, time_bias=biases
+        ),
+        train=TrainConfig(
+            device="cuda", precision="bf16", global_batch=16, steps=12, evaluate_every=1
+        ),
+    )
+    Trainer(config, tmp_path / "run", callbacks=[counts]).train()
+    assert len(counts.after) > 10
+    assert set(counts.after) == {counts.after[0]}, counts.after
+    assert counts.after[0] == counts.start, "the first step needed a kernel that was not ready"

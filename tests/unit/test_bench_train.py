@@ -1,0 +1,46 @@
+"""`freescale bench train`: its counts, against counts made another way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from freescale.bench.train.flops import count_flops, count_flops_as_nvidia
+from freescale.bench.train.shapes import SHAPES
+from freescale.ledger.device_profile import measure_union
+
+
+def test_flops_are_those_of_the_products_one_by_one() -> None:
+    lengths, width, layers, heads = np.array([3, 0, 5]), 8, 2, 2
+    total = 0
+    for length in lengths:
+        projections = 2 * length * width * (4 * width) + 2 * length * width * width
+        pairs = sum(query + 1 for query in range(length))  # a query sees itself and what is before
+        attention = heads * 2 * (2 * pairs * (width // heads))  # scores, and values
+        total += layers * (projections * 3 + attention * 3.5)
+    assert count_flops(lengths, width, layers, heads) == total
+
+
+def test_nvidias_formula_gives_the_figure_that_nvidia_publishes() -> None:
+    # 63.89 TFLOP with 3 contextual tokens, which see each other: 0.05 more than without
+    counted = count_flops_as_nvidia(np.full(32, 4099), 1024, 8, 4) / 1e12
+    assert counted == pytest.approx(63.85, abs=0.01)
+
+
+def test_union_counts_time_once() -> None:
+    intervals = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.2, 5.4), (6.0, 7.0)]
+    assert measure_union(intervals) == pytest.approx(5.0)
+    assert measure_union([]) == 0
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_lengths_are_those_of_the_shape(name: str) -> None:
+    shape = SHAPES[name]
+    lengths = replace(shape, users=500).draw_lengths() - 1
+    assert len(lengths) == 500 and lengths.min() >= 1 and lengths.max() <= shape.cap
+    if shape.lengths == "fixed":
+        assert set(lengths) == {shape.cap}
+    if shape.median and shape.median < shape.cap:
+        assert np.median(lengths) == pytest.approx(shape.median, rel=0.03)

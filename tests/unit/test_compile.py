@@ -1,0 +1,172 @@
+"""Kernels compiled beforehand: what is found covers what a run launches, and a launch of a compiled
+kernel hands it the right arguments. No GPU, no interpreter: launches are recorded."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from freescale.batch import Jagged, Nested, SequenceBatch
+from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from freescale.kernels.triton import launch
+from freescale.kernels.triton.compile import compile_versions, count_compilations, find_versions
+from freescale.kernels.triton.launch import Block, launch_kernel, record_launches
+from freescale.random import derive
+from freescale.train.build import build_module
+from freescale.train.compile_kernels import call_kernels, call_model
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton exists for Linux alone"
+)
+H200 = ("cuda", 90, 32)
+CPU = torch.device("cpu")
+
+
+def configure(task="retrieval", **changes):
+    model = dict(width=64, layers=3, heads=2, dropout=0.2, task=task, labels="click") | changes
+    return RunConfig(
+        data=DataConfig(data="synthetic", negatives=8, max_length=40),
+        model=ModelConfig(**model),
+        train=TrainConfig(precision="bf16"),
+    )
+
+
+def draw_batch(config, seed):
+    generator = torch.Generator().manual_seed(seed)
+    samples = 3 + seed
+    draw = lambda bound, *shape: torch.randint(0, bound, shape, generator=generator)  # noqa: E731
+    lengths, counts = draw(40, samples), draw(4, samples)
+    events, candidates = int(lengths.sum()), int(counts.sum())
+    scale = 10 ** (3 + 4 * (seed % 2))  # times in 32 and in 64 bits
+    return SequenceBatch(
+        sequences={
+            "history": Jagged(draw(50, events), lengths),
+            "targets": Jagged(draw(50, events), lengths),
+            "timestamps": Jagged((draw(900, events) * scale).cumsum(0), lengths),
+            "candidate_timestamps": Jagged(draw(900, candidates) * scale, counts),
+            "labels": Jagged(draw(2, candidates, 1), counts),
+        },
+        candidates={
+            "candidates": Nested(draw(50, candidates), torch.ones_like(draw(1, candidates)), counts)
+        },
+        dense={"negatives": draw(50, samples, config.data.negatives)},
+        keys=derive(seed, torch.arange(samples)),
+    ).check()
+
+
+@pytest.mark.parametrize(
+    "task, changes",
+    [
+        ("retrieval", {"position_bias": False, "time_bias": False}),
+        ("retrieval", {"position_bias": True, "time_bias": True}),
+        ("ranking", {"position_bias": True, "time_bias": False, "dropout": 0.0}),
+        ("retrieval", {"position_bias": False, "time_bias": False, "recompute": True}),
+    ],
+)
+def test_what_is_compiled_covers_what_a_run_launches(task, changes):
+    config = configure(task, **changes)
+    with record_launches() as beforehand:
+        call_kernels(config, False, CPU)
+    module = build_module(config, 50, 0)
+    module.item = torch.nn.Embedding(50, 64)
+    with record_launches() as needed:
+        for seed in range(4):
+            call_model(module, draw_batch(config, seed), config, CPU)
+    ready = {repr(version) for version in find_versions(beforehand, H200)}
+    missing = [v for v in find_versions(needed, H200) if repr(v) not in ready]
+    assert len(needed) > 50 and not missing, [version.name for version in missing]
+
+
+def test_a_worker_compiles_and_a_second_run_finds_it(tmp_path, monkeypatch):
+    from freescale.kernels.triton.unique_kernels import flags_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    keys = torch.arange(5)
+    with record_launches() as launches:
+        for n in (5, 1, 16):  # the count does not select a version
+            launch_kernel(flags_kernel, (1,), keys, keys.int(), n, BLOCK=1024, num_warps=4)
+    versions, told = find_versions(launches, H200), []
+    assert len(launches) == 3 and len(versions) == 1
+    before = count_compilations()
+    assert compile_versions(versions, lambda *progress: told.append(progress)) == 1
+    assert told == [(0, 1), (1, 1)] and compile_versions(versions) == 0
+    versions[0].compile()  # from the cache
+    assert count_compilations() == before + 1
+
+
+class FakeKernel:
+    """Has of a Triton kernel what the launcher reads; counts what Triton would compile."""
+
+    arg_names = ("x", "blocks", "scale", "n", "kind", "C")
+    pre_run_hooks = ()
+
+    def __init__(self):
+        flags = [(False, name == "n") for name in self.arg_names[:-1]] + [(True, False)]
+        self.params = [SimpleNamespace(is_constexpr=c, do_not_specialize=f) for c, f in flags]
+        self.made, self.direct = [], []
+
+    def __getitem__(self, grid):
+        def launch_by_triton(*arguments, **named):
+            self.made.append((grid, arguments, named))
+            return SimpleNamespace(
+                run=lambda *given: self.direct.append(given), function=7, packed_metadata="packed"
+            )
+
+        return launch_by_triton
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
+    yield (kernel := FakeKernel())
+    launch._launchers.pop(id(kernel), None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton exists for Linux alone")
+class TestLaunch:
+    def start(self, kernel, x, n=3, kind=None, C=4, rows=16):
+        aligned = torch.zeros(4, 16, dtype=x.dtype)
+        block = Block(aligned, [4, 16], [16, 1], [rows, 16])
+        launch_kernel(kernel, (5, 2), x, block, 0.5, n=n, kind=kind, C=C, num_warps=4)
+        return block
+
+    def test_the_second_launch_is_direct(self, kernel):
+        x = torch.zeros(4, 16)
+        self.start(kernel, x)
+        assert len(kernel.made) == 1 and not kernel.direct
+        other = torch.zeros(8, 16)
+        block = self.start(kernel, other, n=10**6)  # neither address nor count matter
+        assert len(kernel.made) == 1
+        (given,) = kernel.direct
+        assert given[:9] == (5, 2, 1, 99, 7, "packed", None, None, None)
+        assert given[9:] == (other.data_ptr(), block, 0.5, 10**6, None, 4)
+
+    def test_what_triton_compiles_anew_is_not_direct(self, kernel):
+        x = torch.zeros(4, 16)
+        self.start(kernel, x)
+        for changed in (
+            dict(C=8),
+            dict(n=2**40),
+            dict(kind=x),
+            dict(rows=32),
+            dict(x=x.to(torch.bfloat16)),
+            dict(x=torch.zeros(65)[1:].view(4, 16)),  # not aligned
+        ):
+            made = len(kernel.made)
+            self.start(kernel, **({"x": x} | changed))
+            assert len(kernel.made) == made + 1, changed
+        assert not kernel.direct
+
+    def test_a_profiler_of_triton_sees_each(self, kernel, monkeypatch):
+        from triton import knobs
+
+        x = torch.zeros(4, 16)
+        self.start(kernel, x)
+        monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+        self.start(kernel, x)
+        assert len(kernel.made) == 2 and not kernel.direct
