@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.kernels.dispatch import collision_masks
@@ -95,9 +97,8 @@ def _divide_on_host(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
     for one in lists:
         ranks = len(one.sizes)
         # numpy sorts 16 bits by counting
-        tags = (one.rows.numpy() & (one.pieces - 1)).astype(
-            np.uint16 if one.bins <= 1 << 16 else np.int64
-        )
+        dtype: type[np.integer[Any]] = np.uint16 if one.bins <= 1 << 16 else np.int64
+        tags: NDArray[Any] = (one.rows.numpy() & (one.pieces - 1)).astype(dtype)
         tags += 1
         tags *= ranks
         tags[one.marked.numpy()] = 0
