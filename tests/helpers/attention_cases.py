@@ -61,8 +61,9 @@ def choose_variant(width, pair_budget=None, stored=None, apart=False):
         if pair_budget is not None:
             stack.enter_context(mock.patch.object(launches, "PAIR_BUDGET", pair_budget))
         if stored is not None:
-            both = StoredLaunch(AttentionLaunch(64, 64, 4, 1), AttentionLaunch(128, 64, 8, 1))
-            for table in ("STORED", "BIASED_STORED"):
+            for table, tile in (("STORED", 128), ("BIASED_STORED", 64)):
+                of_queries = AttentionLaunch(tile, min(64, 8192 // width), tile // 16, 1)
+                both = StoredLaunch(of_queries, AttentionLaunch(128, 64, 8, 1))
                 one = {width: both} if stored else {}
                 stack.enter_context(mock.patch.object(launches, table, one))
         if apart:

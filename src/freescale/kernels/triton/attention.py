@@ -36,9 +36,8 @@ from freescale.kernels.triton.attention_launch import (
     FLOAT32_PRECISION,
     FLOAT32_Q,
     FORWARD,
+    PAIR_BIAS,
     PAIR_BUDGET,
-    PAIR_SPLIT,
-    PAIR_WARPS,
     STORED,
     STORED_SUMS,
     TIMED_KV,
@@ -197,7 +196,7 @@ class _Call:
             self.pairs = self._compute_pair_biases()
             self.stored = BIASED_STORED.get(width) if self.stores else None
         else:
-            of_keys = COMPUTED_KV if time is None else TIMED_KV
+            of_keys: tuple[KeyLaunch, ...] = COMPUTED_KV if time is None else TIMED_KV
             if width == WIDTHS[-1]:
                 of_keys = COMPUTED_WIDE_KV
             self.launches = COMPUTED_FORWARD, of_keys, COMPUTED_Q
@@ -209,16 +208,18 @@ class _Call:
 
         rows = self.plan.pair_blocks * PAIR_QUERIES
         pairs = torch.empty(rows, PAIR_KEYS, dtype=torch.float16, device=self.q.device)
-        tiles = self.plan.query_tiles(PAIR_QUERIES)
+        launch = PAIR_BIAS
+        tiles = self.plan.query_tiles(launch.queries)
         launch_kernel(
             pair_bias_kernel,
-            (len(tiles), PAIR_SPLIT),
+            (len(tiles), launch.split),
             pairs,
             tiles,
             **self.bias,
+            M=launch.queries,
             INLINE=self.constants["INLINE"],
-            SPLIT=PAIR_SPLIT,
-            num_warps=PAIR_WARPS,
+            SPLIT=launch.split,
+            num_warps=launch.warps,
         )
         return pairs
 

@@ -164,7 +164,7 @@ def _find_stored(pairs, query, key, head, HEADS: tl.constexpr):
 @triton.jit(do_not_specialize=["farthest", "buckets"])
 def pair_bias_kernel(
     table, tiles, position_bias, farthest, time_bias, edges, times, buckets,
-    INLINE: tl.constexpr, SPLIT: tl.constexpr,
+    M: tl.constexpr, INLINE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Half the bias of every pair of tokens, in blocks of queries and keys: once for all heads.
 
@@ -175,16 +175,16 @@ def pair_bias_kernel(
     start, length = tl.load(tile + TILE_START), tl.load(tile + TILE_LENGTH)
     history, row = tl.load(tile + TILE_HISTORY), tl.load(tile + TILE_ROW)
     pairs = tl.load(tile + TILE_PAIRS)
-    i = row + tl.arange(0, ROWS_OF_PAIRS)
+    i = row + tl.arange(0, M)
     columns = tl.arange(0, COLUMNS_OF_PAIRS)
-    inside = tl.arange(0, ROWS_OF_PAIRS)[:, None] * COLUMNS_OF_PAIRS + columns[None, :]
+    inside = tl.arange(0, M)[:, None] * COLUMNS_OF_PAIRS + columns[None, :]
     if time_bias is not None:
         later = tl.load(times + start + tl.minimum(i, length - 1))
-    end = tl.minimum(row + ROWS_OF_PAIRS, length)
+    end = tl.minimum(row + M, length)
     for number in range(tl.program_id(1), tl.cdiv(end, COLUMNS_OF_PAIRS), SPLIT):
         key = number * COLUMNS_OF_PAIRS
         j = key + columns
-        bias = tl.zeros([ROWS_OF_PAIRS, COLUMNS_OF_PAIRS], tl.float32)
+        bias = tl.zeros([M, COLUMNS_OF_PAIRS], tl.float32)
         if position_bias is not None:
             bias += _look_up(
                 position_bias, _distance(i[:, None], j[None, :], history, farthest), INLINE

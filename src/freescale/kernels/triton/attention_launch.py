@@ -35,6 +35,15 @@ class StoredLaunch:
     kv: AttentionLaunch  # tiles of at most PAIR_QUERIES keys
 
 
+@dataclass(frozen=True)
+class PairLaunch:
+    """Of the kernel that fills the table of pair biases."""
+
+    queries: int  # of a program
+    split: int  # programs that share the keys of these queries
+    warps: int
+
+
 # The fastest of those tried on an H200, by head width.
 FORWARD = {
     32: AttentionLaunch(64, 64, 4, 3, registers=128),
@@ -99,4 +108,4 @@ FLOAT32_PRECISION = "bf16x6"
 # Pairs of tokens, in whole blocks, of which a table may stand in memory during a call, 2 bytes
 # each: 4 GiB. Stored scores have a pair for every head.
 PAIR_BUDGET = 1 << 31
-PAIR_WARPS, PAIR_SPLIT = 4, 4
+PAIR_BIAS = PairLaunch(64, 4, 4)
