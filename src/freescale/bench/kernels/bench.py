@@ -16,9 +16,10 @@ import torch
 
 from freescale.bench.common.results import Destination, make_claims, write
 from freescale.bench.common.terminal import show_table
+from freescale.bench.kernels.attention import measure_attention
 from freescale.bench.kernels.claims import list_asked
 from freescale.bench.kernels.jagged_moves import measure_moves
-from freescale.bench.kernels.layers import measure_attention, measure_layers, measure_pieces
+from freescale.bench.kernels.layers import measure_layers, measure_pieces
 from freescale.bench.kernels.measure import Bench
 from freescale.bench.kernels.sampled_softmax import measure_sampled_softmax
 from freescale.bench.kernels.table_rows import measure_rows
