@@ -179,7 +179,8 @@ def count_launches(run):
     return sum(
         event.count
         for event in profile.key_averages()
-        if not event.key.startswith(("Memcpy", "Memset"))
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.key.startswith(("Memcpy", "Memset"))
     )
 
 

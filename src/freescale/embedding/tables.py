@@ -216,7 +216,8 @@ class Tables:
                     )
                 if not ids.numel():
                     continue
-                low, high = (int(v) for v in ids.aminmax())
+                host = ids.numpy()  # torch would wake its threads for it
+                low, high = int(host.min()), int(host.max())
                 if low < 0 or high >= spec.rows:
                     bad = low if low < 0 else high
                     raise ValueError(

@@ -79,7 +79,13 @@ def call_kernels(config: RunConfig, actions: bool, device: torch.device) -> None
                 setattr(module, name, nn.Embedding(rows, config.model.width))
         module.to(device)
         for span in (1, FAR) if config.model.time_bias else (1,):
-            call_model(module, build_batch(config, actions, span).to(device), config, device)
+            batch = build_batch(config, actions, span).to(device)
+            call_model(module, batch, config, device)
+            if getattr(module, "capturable", False):  # padded batches have weights
+                weights = torch.ones(batch.sequences["history"].values.shape[0], device=device)
+                lengths = batch.sequences["history"].lengths
+                padded = {**batch.sequences, "target_weights": Jagged(weights, lengths)}
+                call_model(module, replace(batch, sequences=padded), config, device)
 
 
 def call_model(

@@ -32,8 +32,9 @@ class Shape:
     negatives: int = 128
     dropout: float = 0.1
     temperature: float = 0.1
-    warmup: int = 20  # steps before the first that is timed
-    windows: int = 6  # that are timed, of ten steps each
+    # Steps before the first that is timed: by then every size of batch has its CUDA graph.
+    warmup: int = 300
+    windows: int = 20  # that are timed, of ten steps each
 
     def draw_lengths(self, seed: int = 0) -> NDArray[np.int64]:
         """Draws how many events each user of the file has: one more than a history, whose last
@@ -75,7 +76,7 @@ SHAPES = {
     for shape in (
         Shape("short", 256, 64, 2, 2, cap=200, median=100),
         Shape("medium", 64, 256, 4, 4, cap=2048, median=500),
-        Shape("long", 16, 512, 8, 4, cap=16_384, median=3000, batches=24, windows=3),
+        Shape("long", 16, 512, 8, 4, cap=16_384, median=3000, batches=24, windows=3, warmup=20),
         Shape("wide", 32, 1024, 8, 8, cap=4096, median=9500, batches=12, windows=2, warmup=10),
         Shape(
             "nvidia fixed", 32, 1024, 8, 4,

@@ -96,7 +96,10 @@ def sum_chunks(rows: SortedRows, values: Tensor) -> Tensor:
 def shape_sums(launch: RowLaunch, width: int) -> dict[str, int]:
     """Arguments of a launch that sums rows of this width."""
     shape = launch.shape(width)
+    # Triton 3.6 does not compile such sums for 8, 32 and 64 rows a program
     if 16 < shape["R"] < 128:
-        shape["R"] = 16  # Triton 3.6 does not compile such sums for 32 and 64 rows a program
+        shape["R"] = 16
+    elif shape["R"] == 8:
+        shape["R"] = 4
     shape["R"] = min(shape["R"], CHUNK)
     return shape | {"CHUNK": CHUNK, "STEPS": CHUNK.bit_length(), "UNROLL": UNROLL}

@@ -59,7 +59,7 @@ class Graphs:
             return None
         # The head's launches grow with the longest history, in powers of two.
         longest = max(0, int(history.host_lengths.max()) - 1).bit_length()
-        size = choose_size(len(batch), tokens)
+        size = choose_size(len(batch), tokens, module.encoder.max_length)
         key = size, longest, *((n, tuple(t.shape[1:])) for n, t in sorted(batch.dense.items()))
         step = self._steps.get(key)
         if step is None:
