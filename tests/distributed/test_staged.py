@@ -371,7 +371,7 @@ def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
     def crash(*_):
         raise RuntimeError("no memory today")
 
-    parallel, pipeline = build(LocalTransport(), "staged")
+    parallel, pipeline = build(LocalTransport(), Staged)
     jobs, submit = [], pipeline.schedule.urgent.submit
     monkeypatch.setattr(
         pipeline.schedule.urgent, "submit", lambda *job: jobs.append(submit(*job)) or jobs[-1]

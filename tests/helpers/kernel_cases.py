@@ -13,7 +13,10 @@ import numpy as np
 import torch
 
 from freescale.bench.kernels import jagged, triton_jagged
-from freescale.kernels.reference import row_updates, rows, unique
+from freescale.embedding.layout import choose_stride, spread_ids
+from freescale.kernels.reference import row_sums, row_updates, rows, unique
+from freescale.kernels.row_gradients import RowGradients
+from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton import row_updates as triton_row_updates
 from freescale.kernels.triton import rows as triton_rows
 from freescale.kernels.triton import unique as triton_unique
@@ -220,11 +223,11 @@ def reads(width, device="cpu", dtype="float32"):
     """Reading rows: values to the bit; errors of the gradients against float64; whether they depend
     on other rows."""
     torch.manual_seed(2)
-    dtype, hot = getattr(torch, dtype), 3 * triton_rows.CHUNK + 17
+    dtype, hot = getattr(torch, dtype), 3 * triton_row_sums.CHUNK + 17
     index = torch.cat(
         [
             torch.full((hot,), 5),
-            torch.full((triton_rows.CHUNK + 1,), 2),
+            torch.full((triton_row_sums.CHUNK + 1,), 2),
             torch.randint(6, 40, (100,)),
         ]
     )
@@ -249,6 +252,114 @@ def reads(width, device="cpu", dtype="float32"):
         "split": torch.equal(few[[2, 5]], grad[[2, 5]]),
         "empty": triton_rows.read_rows(leaf, index[:0]).shape == (0, 2, width),
     }
+
+
+def row_values(width, device):
+    """Rows with one value, with some, with as many as a chunk holds and one more or less, and with
+    many chunks; values so different that another order of addition gives other bits."""
+    torch.manual_seed(5)
+    chunk = triton_row_sums.CHUNK
+    lengths = [1, 2, chunk, chunk - 1, chunk + 1, 3, 5 * chunk + 17, 2 * chunk, 7, 1]
+    index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)) * 3
+    index = index[torch.randperm(len(index))]
+    values = torch.randn(len(index), width) * torch.logspace(-4, 4, len(index))[:, None]
+    return index.to(device, torch.int32), values.to(device)
+
+
+def row_sums_of(width, device="cpu"):
+    """Sums by row: short rows have the twin's bits, long ones are within its error and do not
+    depend on other rows; both forms have the same bits."""
+    index, values = row_values(width, device)
+    chunk = triton_row_sums.CHUNK
+    count = int(index.max()) + 2  # the last, and two of three, have no values
+    ours = triton_row_sums.sum_by_row(values, index, count)
+    plain = row_sums.sum_by_row(values.cpu(), index.cpu(), count)
+    exact = row_sums.sum_by_row(values.double(), index, count)
+    lengths = torch.bincount(index.cpu(), minlength=count)
+    short = (lengths <= triton_row_sums.CHUNK).to(device)
+    found, sums = triton_row_sums.sum_sorted(row_sums.SortedRows.of(index), values)
+    begins = found >= 0
+    hot = (index == 18) | (index == 12)
+    alone = triton_row_sums.sum_by_row(values[hot], index[hot], count)
+    few = values[:chunk].cpu(), index[:chunk].cpu()
+    cut = triton_row_sums.sum_by_row(values[:chunk], index[:chunk], count)
+    marked = torch.where(index == 18, -1, index)
+    skipped = triton_row_sums.sum_by_row(values, marked, count)
+    skipped[18] = ours[18]
+    size = exact.abs().max()
+    return {
+        "short": torch.equal(ours[short].cpu(), plain[short.cpu()]),
+        "error": ((ours - exact).abs().max() / size).item(),
+        "unread": not ours[(lengths == 0).to(device)].any(),
+        "positions": torch.equal(found[begins].long().cpu(), lengths.nonzero().squeeze(1))
+        and torch.equal(sums[begins], ours[found[begins].long()]),
+        "split": torch.equal(alone[[12, 18]], ours[[12, 18]]),
+        "no row": torch.equal(skipped, ours),
+        "few": torch.equal(cut.cpu(), row_sums.sum_by_row(*few, count)),
+        "empty": not triton_row_sums.sum_by_row(values[:0], index[:0], 3).any(),
+    }
+
+
+def summed_update(name, width, device="cpu"):
+    """An update by sorted rows has the bits of the sums and an update by them."""
+    index, values = row_values(width, device)
+    weight, states, _, _ = setting(name, width, device)
+    ordered = row_sums.SortedRows.of(index)
+    ours = updated(triton_row_updates, name, weight, states, ordered, values)
+    apart = updated(
+        triton_row_updates, name, weight, states, *triton_row_sums.sum_sorted(ordered, values)
+    )
+    few = row_sums.SortedRows.of(index[:40])
+    first = updated(triton_row_updates, name, weight, states, few, values[:40])
+    second = updated(
+        triton_row_updates, name, weight, states, *triton_row_sums.sum_sorted(few, values[:40])
+    )
+    return {
+        "equal": all(torch.equal(a, b) for a, b in zip(ours, apart, strict=True)),
+        "few": all(torch.equal(a, b) for a, b in zip(first, second, strict=True)),
+        "changed": not torch.equal(ours[0], weight),
+    }
+
+
+def left_gradients(width, device="cpu"):
+    """What readings leave to `RowGradients`: every part in its place, whichever came first."""
+    torch.manual_seed(6)
+    table = torch.randn(30, width).to(device)
+    parts = [torch.randint(0, 30, (n,), device=device, dtype=torch.int32) for n in (40, 0, 7, 5)]
+    kept = RowGradients(parts, table)
+    weights = [torch.randn(len(part), width).to(device) for part in parts]
+    other = torch.tensor([[3, 4]], device=device)
+    values = [
+        triton_rows.read_rows(table, index, kept, part)
+        for part, index in ((2, parts[2].view(1, -1)), (0, parts[0]), (0, parts[0]), (None, other))
+    ]
+    loss = (values[0] * weights[2]).sum() + (values[3] * 2).sum()
+    loss = loss + ((values[1] + values[2]) * weights[0]).sum()
+    loss.backward()
+    (rows_of, taken), (read_rows_of, read) = kept.take(), kept.take(only_read=True)
+    zeros, two = torch.zeros_like(weights[3]), torch.full((2, width), 2.0, device=device)
+    return {
+        "values": torch.equal(values[1], table[parts[0].long()]),
+        "gradients": torch.equal(
+            taken, torch.cat([weights[0] * 2, weights[1], weights[2], zeros, two])
+        ),
+        "rows": torch.equal(rows_of.long(), torch.cat([*parts, other.view(-1)]).long()),
+        "read": torch.equal(read, torch.cat([weights[0] * 2, weights[2], two]))
+        and len(read_rows_of) == 40 + 7 + 2,
+        "anchor": kept.anchor.grad is None,
+    }
+
+
+def spreads(device="cpu"):
+    """Where ids are in storage, as the plain arithmetic has it; products beyond 32 bits."""
+    found = {}
+    for rows_of, base in ((1, 0), (7, 3), (2_000_003, 1000), (3_000_000_019, 5)):
+        ids = torch.randint(0, rows_of, (50,), device=device)
+        ids[0] = rows_of - 1
+        out = torch.empty(50, dtype=torch.int32 if rows_of < 2**31 else torch.int64, device=device)
+        triton_row_sums.spread_ids(ids, out, choose_stride(rows_of), rows_of, base)
+        found[str(rows_of)] = torch.equal(out.long(), spread_ids(ids, rows_of) + base)
+    return found
 
 
 # ---- unique keys and masks
@@ -316,6 +427,15 @@ ROWS = {
     **{f"gather {width}": lambda device, w=width: gathers(w, device) for width in (*WIDTHS, 100)},
     **{f"sums {width}": lambda device, w=width: sums(w, device) for width in WIDTHS},
     **{f"reads {width}": lambda device, w=width: reads(w, device) for width in WIDTHS},
+    **{f"row sums {width}": lambda device, w=width: row_sums_of(w, device) for width in WIDTHS},
+    **{
+        f"summed {name} {width}": lambda device, n=name, w=width: summed_update(n, w, device)
+        for name in OPTIMIZERS
+        for width in ((12, 128) if name == "adam" else (12,))
+        if name != "rowwise_adagrad"
+    },
+    "left gradients": lambda device: left_gradients(12, device),
+    "spread ids": spreads,
     **{f"unique, {name}": lambda device, n=name: deduplicated(n, device) for name in KEYS},
     **{f"masks, {name}": lambda device, n=name: masks(n, device) for name in KEYS},
 }
@@ -331,6 +451,7 @@ def holds(found, limit=2e-6):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    triton_row_sums.CHUNK = 8  # long rows, and few values: the interpreter is slow
     print(
         json.dumps(
             {

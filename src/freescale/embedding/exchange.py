@@ -200,7 +200,7 @@ class Sharded:
     def fetch(self, request: Request, transport: Transport, train: bool) -> None:
         """Brings all rows of the request here. A collective."""
         rows = self._look_up(request, request.whole, transport).wait()
-        request.rows = rows.to(self.rows.weight.dtype).detach().requires_grad_(train)
+        request.open(rows.to(self.rows.weight.dtype), train)
 
     def apply(
         self, request: Request, transport: Transport, **options: Unpack[UpdateOptions]
@@ -216,16 +216,15 @@ class Sharded:
             return request.owned.numel(), 0
         return request.owned.numel(), collision_masks(self._last_read, request.owned)[1].sum()
 
-    def locate_rows(
+    def locate(
         self, request: Request, table: int, ids: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(rows to index, index [...], found [...] or None if all are known to be there)."""
-        assert request.rows is not None
-        index = request.index.find_known(table, ids)
-        if index is not None:
-            return request.rows, index, None
-        found, there = request.index.search(self.layout.compute_keys(table, ids))
-        return request.rows, found, there
+    ) -> tuple[int | None, Tensor, Tensor | None]:
+        """For `request.read`: (number of the part or None, index [...] of ids [...]), and found
+        [...], or None if all are known to be there."""
+        known = request.index.find_known(table, ids)
+        if known is not None:
+            return *known, None
+        return None, *request.index.search(self.layout.compute_keys(table, ids))
 
 
 def _select_served(request: Request, part: RequestPart) -> Tensor:
@@ -265,7 +264,7 @@ class Replicated:
         return spread_ids(ids, self.layout.specs[table].rows) + self.layout.base(table)
 
     def fetch(self, request: Request, transport: Transport, train: bool) -> None:
-        request.rows = self.rows.weight.detach().requires_grad_(train)
+        request.open(self.rows.weight, train)
 
     def apply(
         self, request: Request, transport: Transport, **options: Unpack[UpdateOptions]
@@ -285,12 +284,12 @@ class Replicated:
         """Replicated rows are never requested."""
         return 0, 0
 
-    def locate_rows(
+    def locate(
         self, request: Request, table: int, ids: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        assert request.rows is not None
-        index = request.index.find_known(table, ids)
-        if index is not None:
-            return request.rows, index, None
+    ) -> tuple[int | None, Tensor, Tensor | None]:
+        """As `Sharded.locate`."""
+        known = request.index.find_known(table, ids)
+        if known is not None:
+            return *known, None
         index = self._locate(table, ids)
-        return request.rows, index, request.owned[index] > 0
+        return None, index, request.owned[index] > 0

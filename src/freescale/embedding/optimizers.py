@@ -14,6 +14,7 @@ from torch import Tensor
 
 from freescale.config import TrainConfig
 from freescale.kernels.dispatch import choose_optimizers
+from freescale.kernels.reference.row_sums import SortedRows
 
 
 class RowOptimizer(Protocol):
@@ -30,13 +31,14 @@ class RowOptimizer(Protocol):
         self,
         weight: Tensor,
         state: dict[str, Tensor],
-        rows: Tensor,
+        rows: Tensor | SortedRows,
         gradients: Tensor,
         *,
         step: int,
         factor: float,
     ) -> None:
-        """Updates unique rows [u] of weight [n, width] and of the state, in place."""
+        """Updates unique rows [u] of weight [n, width] and of the state, in place, by their
+        gradients [u, width]."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class SGD(_Named):
         self,
         weight: Tensor,
         state: dict[str, Tensor],
-        rows: Tensor,
+        rows: Tensor | SortedRows,
         gradients: Tensor,
         *,
         step: int,
@@ -86,7 +88,7 @@ class Adagrad(_Named):
         self,
         weight: Tensor,
         state: dict[str, Tensor],
-        rows: Tensor,
+        rows: Tensor | SortedRows,
         gradients: Tensor,
         *,
         step: int,
@@ -111,7 +113,7 @@ class RowWiseAdagrad(_Named):
         self,
         weight: Tensor,
         state: dict[str, Tensor],
-        rows: Tensor,
+        rows: Tensor | SortedRows,
         gradients: Tensor,
         *,
         step: int,
@@ -137,7 +139,7 @@ class Adam(_Named):
         self,
         weight: Tensor,
         state: dict[str, Tensor],
-        rows: Tensor,
+        rows: Tensor | SortedRows,
         gradients: Tensor,
         *,
         step: int,

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.layout import TableSpec, find_feature_ids
+from freescale.kernels.dispatch import keeps_gradients, read_rows, sum_by_row
+from freescale.kernels.row_gradients import RowGradients
 
 # A batch's ids of one group: (table index within the group, the batch's own tensor of ids).
 GroupIds = Sequence[tuple[int, Tensor]]
@@ -39,10 +41,19 @@ class Index:
             for (table, ids), part in zip(given, parts, strict=True)
         ]
 
-    def find_known(self, table: int, ids: Tensor) -> Tensor | None:
-        """Indices [...] of the fetched rows of ids [...]; None if the tensor is not one of those
-        that were given."""
-        for owner, tensor, version, part in self._known:
+    def replace_parts(self, keys: Tensor, inverse: Tensor) -> Index:
+        """For the same ids, with other keys."""
+        return Index(keys, [(table, ids) for table, ids, *_ in self._known], inverse)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Indices of the fetched rows of each tensor of ids that was given."""
+        return [part for *_, part in self._known]
+
+    def find_known(self, table: int, ids: Tensor) -> tuple[int, Tensor] | None:
+        """(number of the part, indices [...] of the fetched rows of ids [...]); None if the tensor
+        is not one of those that were given."""
+        for number, (owner, tensor, version, part) in enumerate(self._known):
             same = tensor is ids or (
                 tensor.data_ptr() == ids.data_ptr() and tensor.numel() == ids.numel() > 0
             )
@@ -54,7 +65,7 @@ class Index:
                 and ids.is_contiguous()
                 and ids.dtype == tensor.dtype
             ):
-                return part.view(ids.shape)
+                return number, part.view(ids.shape)
         return None
 
     def search(self, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +113,8 @@ class Request:
     whole: RequestPart
     owned: Tensor  # [sum(receive)] local rows requested from this rank, in rank order
     pieces: int = 1  # into which bulk traffic is cut
-    rows: Tensor | None = None  # [u, width], a leaf of autograd
+    rows: Tensor | None = None  # [u, width]: a leaf of autograd, unless there are `gradients`
+    gradients: RowGradients | None = None  # of what reads the rows, where the kernels keep them
     # rows that the previous batch does not read: pulled while it computes
     early: list[RequestPart] = field(default_factory=list)
     late: RequestPart | None = None  # rows that it reads: they collide, and wait for its update
@@ -111,12 +123,42 @@ class Request:
     # rows that it does not read: their gradients are deferred
     deferred: list[RequestPart] = field(default_factory=list)
 
+    def open(self, rows: Tensor, train: bool) -> None:
+        """The rows [u, width] are here: the model can read them; with `train`, their gradient is
+        wanted."""
+        self.rows = rows.detach().requires_grad_(train)
+        if train and keeps_gradients(rows):
+            self.gradients = RowGradients(self.index.parts, self.rows.detach())
+
+    def read(self, part: int | None, index: Tensor) -> Tensor:
+        """The rows [..., width] at index [...]; `part` of the ids that were given, or others."""
+        assert self.rows is not None
+        rows = self.rows if self.gradients is None else self.rows.detach()
+        return read_rows(rows, index, self.gradients, part)
+
+    def offer(self, part: int | None, index: Tensor) -> tuple[Tensor, Tensor]:
+        """All rows [u, width], and the index [...] of some: for who reads them by himself."""
+        assert self.rows is not None
+        return self.rows, index
+
     def take_gradient(self) -> Tensor:
         """The gradient of the rows [u, width]. Drops the rows: their memory is the caller's."""
         assert self.rows is not None
-        gradient = self.rows.grad if self.rows.grad is not None else torch.zeros_like(self.rows)
-        self.rows = None
-        return gradient
+        rows, self.rows = self.rows, None
+        gradients, self.gradients = self.gradients, None
+        if gradients is not None:
+            return sum_readings(gradients, rows.grad, rows.shape[0])
+        return rows.grad if rows.grad is not None else torch.zeros_like(rows)
+
+
+def sum_readings(gradients: RowGradients, others: Tensor | None, count: int) -> Tensor:
+    """[count, width]: the gradients of what has read rows, summed by row; and of what has read them
+    by itself, which made `others` [count, width]."""
+    rows, values = gradients.take(only_read=others is not None)
+    if others is not None and not rows.numel():
+        return others
+    total = sum_by_row(values, rows, count)
+    return total if others is None else total.add_(others)
 
 
 def require(part: RequestPart | None) -> RequestPart:

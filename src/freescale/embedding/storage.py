@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from freescale.embedding.layout import TableSpec, find_ids
-from freescale.embedding.optimizers import RowOptimizer
-from freescale.kernels.dispatch import choose_optimizers
+from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowOptimizer
+from freescale.kernels.dispatch import choose_optimizers, keeps_gradients, sum_sorted
+from freescale.kernels.reference.row_sums import SortedRows
 from freescale.random import derive, hash_name, normal
 
 _CHUNK_ROWS = 2048
@@ -105,3 +106,21 @@ class RowStorage:
         if clip is not None:
             gradients = choose_optimizers(self.weight).clip_rows(gradients, clip)
         self.optimizer.update(self.weight, self.state, rows, gradients, step=step, factor=factor)
+
+    def update_readings(
+        self, rows: SortedRows, gradients: Tensor, *, step: int, factor: float, clip: float | None
+    ) -> None:
+        """Local rows, sorted, and the gradients [n, width] of all that read them: `update` by the
+        sum of each row's. In one go where that gives the same bits."""
+        optimizer = self.optimizer
+        if clip is None and isinstance(optimizer, (SGD, Adagrad, Adam)) and self._sums_on_the_way:
+            optimizer.update(self.weight, self.state, rows, gradients, step=step, factor=factor)
+            return
+        numbers, sums = sum_sorted(rows, gradients)
+        self.update(numbers, sums, step=step, factor=factor, clip=clip)
+
+    @property
+    def _sums_on_the_way(self) -> bool:
+        """Whether the optimizer takes the place of a sum: one of ours that works entry by entry."""
+        ours = type(self.optimizer).update in (SGD.update, Adagrad.update, Adam.update)
+        return ours and keeps_gradients(self.weight)

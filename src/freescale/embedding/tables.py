@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,11 +14,11 @@ from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
 from freescale.embedding.exchange import Replicated, Sharded
 from freescale.embedding.layout import ShardLayout, TableSpec, find_feature_ids
+from freescale.embedding.local import Collected, LocalGroup, LocalRequest
 from freescale.embedding.memory import check_memory
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.placement import Placement, choose_placement, parse_placement
 from freescale.embedding.request import Request
-from freescale.kernels.dispatch import read_rows
 from freescale.transport.api import Transport
 
 
@@ -57,7 +58,8 @@ class Tables:
         self._wanted = parse_placement(placement, list(self.specs))
         self._seed, self._std, self._weights = seed, dict(std), dict(weights or {})
         self._where: dict[str, tuple[int, int]] = {}  # table -> (group, table within the group)
-        self._requests: list[Request] | None = None
+        # groups and their requests, while the model can read them
+        self._open: list[tuple[Any, Any]] | None = None
         self._schedule: Deferring | None = None  # the last that trained
 
     @property
@@ -233,21 +235,52 @@ class Tables:
         """Brings the requested rows here; from now on the model can read them. A collective."""
         for group, request in zip(self.groups, requests, strict=True):
             group.fetch(request, self.transport, train)
-        self._requests = requests
+        self.open(requests)
 
     def apply(self, requests: list[Request], *, step: int, factor: float = 1.0) -> None:
         """Sends the gradients to the owners and updates the rows. A collective."""
-        self._requests = None
+        self._open = None
         for group, request in zip(self.groups, requests, strict=True):
             group.apply(request, self.transport, step=step, factor=factor, clip=self.row_clip)
 
+    def request_locally(self, batches: Sequence[SequenceBatch]) -> list[LocalRequest | Request]:
+        """For one rank: the rows that some (micro-)batches read, which the model can read from now
+        on where they are."""
+        requests = [group.request(batches) for group in self.local_groups]
+        self._open = list(zip(self.local_groups, requests, strict=True))
+        return requests
+
+    def collect_locally(self, requests: Sequence[LocalRequest | Request]) -> list[Collected]:
+        """For one rank: the gradients of what has read the rows of `request_locally`."""
+        self._open = None
+        return [
+            group.collect(request)
+            for group, request in zip(self.local_groups, requests, strict=True)
+        ]
+
+    def update_locally(
+        self, collected: Sequence[Collected], *, step: int, factor: float = 1.0
+    ) -> None:
+        """For one rank: updates the rows by what `collect_locally` found."""
+        for group, found in zip(self.local_groups, collected, strict=True):
+            group.update(found, step=step, factor=factor, clip=self.row_clip)
+
+    @cached_property
+    def local_groups(self) -> list[LocalGroup]:
+        """The groups of a single rank, once they are placed."""
+        assert self.placed and self.transport.world == 1
+        return [
+            LocalGroup(group.layout, group.rows, self._wire if isinstance(group, Sharded) else None)
+            for group in self.groups
+        ]
+
     def open(self, requests: list[Request]) -> None:
         """From now on the model can read these rows, which are here."""
-        self._requests = requests
+        self._open = list(zip(self.groups, requests, strict=True))
 
     def release(self) -> None:
         """Forgets the fetched rows without an update (evaluation)."""
-        self._requests = None
+        self._open = None
 
     def count_collisions(self, requests: list[Request]) -> tuple[int, Tensor | int]:
         """Over all groups: (requests at this owner, those whose row the last step read too)."""
@@ -260,8 +293,8 @@ class Tables:
     def read(self, name: str, ids: Tensor) -> Tensor:
         """What nn.Embedding would return: rows [..., width] of ids [...], out of the rows that were
         fetched."""
-        result = read_rows(*self.locate(name, ids))
-        padding = self.specs[name].padding
+        (request, part, index), padding = self._locate(name, ids), self.specs[name].padding
+        result: Tensor = request.read(part, index)
         if padding is not None:
             result = torch.where((ids == padding)[..., None], result.detach(), result)
         return result
@@ -269,14 +302,21 @@ class Tables:
     def locate(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(rows [u, width], index [...]): all rows of the table's group that were fetched, and
         where among them those of ids [...] are."""
-        if self._requests is None:
+        request, part, index = self._locate(name, ids)
+        rows, index = request.offer(part, index)
+        return rows, index
+
+    def _locate(self, name: str, ids: Tensor) -> tuple[Any, int | None, Tensor]:
+        """The request that has the rows of ids [...], and what its methods take for them."""
+        if self._open is None:
             raise RuntimeError(
                 f"table {name!r} is read outside a step: use freescale.evaluate(sharded, batches), "
                 "or call the model inside `with sharded.reading(batch) as batch:`"
             )
         spec = self.specs[name]
         group, table = self._where[name]
-        rows, index, found = self.groups[group].locate_rows(self._requests[group], table, ids)
+        reader, request = self._open[group]
+        part, index, found = reader.locate(request, table, ids)
         if found is not None and ids.numel():
             found = found & (ids >= 0) & (ids < spec.rows)
         if found is not None and ids.numel() and not bool(found.all()):
@@ -285,7 +325,7 @@ class Tables:
                 f"module {name!r} was asked for id {missing}, which none of its announced features "
                 f"({', '.join(spec.features)}) holds: add the feature to `ids` of parallelize"
             )
-        return rows, index
+        return request, part, index
 
     # ---- for checkpoints, export and evaluation
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from freescale.kernels.reference import (
     attention_plan,
     layer,
     positions,
+    row_sums,
     row_updates,
     rows,
     summary_attention,
@@ -27,12 +28,15 @@ from freescale.kernels.reference import (
 )
 from freescale.kernels.reference import sampled_softmax as softmax
 from freescale.kernels.reference.attention_plan import AttentionPlan
+from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.reference.sampled_softmax import Negatives
+from freescale.kernels.row_gradients import RowGradients
 from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import attention_plan as triton_attention_plan
 from freescale.kernels.triton import fused_layer
 from freescale.kernels.triton import layer as triton_layer
 from freescale.kernels.triton import positions as triton_positions
+from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton import row_updates as triton_row_updates
 from freescale.kernels.triton import rows as triton_rows
 from freescale.kernels.triton import sampled_softmax as triton_softmax
@@ -73,7 +77,14 @@ def plan_attention(
     """
     fits = fits_triton_attention(_is_on_gpu(lengths), has_triton(), widths, dtype, buckets)
     if fits:
-        return triton_attention_plan.plan_attention(lengths, heads, buckets=buckets, **options)
+        make = partial(
+            triton_attention_plan.plan_attention, lengths, heads, buckets=buckets, **options
+        )
+        host = options.get("host")
+        if host is not None and host.plans is not None:
+            plan: TilePlan = host.plans.find((heads, widths, dtype, buckets), make)
+            return plan
+        return make()
     return attention_plan.plan_attention(lengths, heads, buckets=buckets, **options)
 
 
@@ -187,14 +198,15 @@ def sampled_softmax(
     autocast's dtype."""
     inputs = (outputs, rows, targets, negatives, lengths)
     fits = (
-        outputs.is_cuda
+        _is_on_gpu(outputs)
         and has_triton()
         and {outputs.dtype, rows.dtype} <= set(triton_softmax.DTYPES)
         and outputs.shape[1] <= triton_softmax.MAX_WIDTH
     )
     if not fits:
         return softmax.sampled_softmax(*inputs, **options)
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    kind = outputs.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return triton_softmax.sampled_softmax(*inputs, dtype=dtype, **options)
 
 
@@ -237,11 +249,35 @@ def gather_rows(weight: Tensor, numbers: Tensor, dtype: torch.dtype | None = Non
     return rows.gather_rows(weight, numbers, dtype)
 
 
-def read_rows(table: Tensor, index: Tensor) -> Tensor:
-    """table [u, width], index [...] into it -> [..., width]."""
+def keeps_gradients(table: Tensor) -> bool:
+    """Whether `read_rows` can leave the gradients of a table's rows to `RowGradients`."""
+    return choose_optimizers(table) is triton_row_updates
+
+
+def read_rows(
+    table: Tensor, index: Tensor, gradients: RowGradients | None = None, part: int | None = None
+) -> Tensor:
+    """table [u, width], index [...] into it -> [..., width]. With `gradients`, which needs
+    `keeps_gradients`, backward leaves them there, as those of a part."""
     if _fits_triton_rows(table):
-        return triton_rows.read_rows(table, index)
+        return triton_rows.read_rows(table, index, gradients, part)
+    assert gradients is None
     return torch.nn.functional.embedding(index, table)
+
+
+def sum_by_row(values: Tensor, numbers: Tensor, count: int) -> Tensor:
+    """`reference.row_sums.sum_by_row`: values [n, width] of rows [n] -> [count, width]."""
+    if _fits_triton_rows(values):
+        return triton_row_sums.sum_by_row(values, numbers.to(torch.int32), count)
+    return row_sums.sum_by_row(values, numbers, count)
+
+
+def sum_sorted(numbers: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference.row_sums.sum_sorted`. Where the optimizers skip rows of -1, these stand between
+    the unique ones, so that nothing is read from the device."""
+    if choose_optimizers(values) is triton_row_updates:
+        return triton_row_sums.sum_sorted(numbers, values)
+    return row_sums.sum_sorted(numbers, values)
 
 
 def sum_duplicates(numbers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:

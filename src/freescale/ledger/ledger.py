@@ -75,7 +75,7 @@ class _Span(AbstractContextManager[None]):
     def __enter__(self) -> None:
         if torch_profiler._is_profiler_enabled:  # by any thread
             self._label = torch.profiler.record_function(f"freescale/{self._name}")
-            self._label.__enter__()
+            self._label.__enter__()  # type: ignore[no-untyped-call]
         if self._step is not None:
             self._begin = self._clock.stamp()
 

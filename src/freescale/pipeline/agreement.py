@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ _EXHAUSTED, _READY, _FAILED, _STOPPING, _LEFT = range(5)
 # that there is room for.
 _STATE, _NUMBER, _SAMPLES, _FEATURES, _COMPUTED_STEP, _COMPUTED, _WEIGHTS = range(7)
 _ROWS = _WEIGHTS + MAX_TASKS
+_NO_LENGTHS = np.zeros((0, COLUMNS), np.int64)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,45 @@ class Proposal:
     left: int | None = None
 
 
+def agree_alone(batch: SequenceBatch) -> Agreement:
+    """On a batch that the only rank has.
+
+    Raises:
+        ValueError: the batch has no tasks, or too many.
+    """
+    error = _refuse_tasks(sorted(batch.weights), batch)
+    if error is not None:
+        raise error
+    return Agreement(
+        ready=True,
+        counts=_count_weights(batch),
+        samples=[len(batch)],
+        number=batch.number,
+        schema="",
+        lengths=_NO_LENGTHS,
+        computed_step=0,
+        computed=np.zeros(1),
+    )
+
+
+def _refuse_tasks(names: Sequence[str], batch: SequenceBatch | None) -> ValueError | None:
+    """What is wrong with the tasks of a batch."""
+    if len(names) > MAX_TASKS:
+        return ValueError(
+            f"{len(names)} tasks ({', '.join(names)}); at most {MAX_TASKS} are supported"
+        )
+    if batch is not None and not names:
+        return ValueError(
+            "the batch has no weights: give it the supervised weight of each sample, per task"
+        )
+    return None
+
+
+def _count_weights(batch: SequenceBatch) -> dict[str, float]:
+    """The supervised weight of a batch on the host, by task in their order."""
+    return {name: float(batch.weights[name].double().sum()) for name in sorted(batch.weights)}
+
+
 class PendingAgreement:
     """An agreement under way: one AllGather on the host; no device is waited for. (A second one if
     a rank has more samples than there was room for.)"""
@@ -71,14 +113,7 @@ class PendingAgreement:
         batch, error = proposal.batch, proposal.error
         present = batch if batch is not None else proposal.like
         names = sorted(present.weights)
-        if error is None and len(names) > MAX_TASKS:
-            error = ValueError(
-                f"{len(names)} tasks ({', '.join(names)}); at most {MAX_TASKS} are supported"
-            )
-        if error is None and batch is not None and not names:
-            error = ValueError(
-                "the batch has no weights: give it the supervised weight of each sample, per task"
-            )
+        error = error or _refuse_tasks(names, batch)
         self._proposal, self._transport, self._error = proposal, transport, error
         self._names, self._schema, self._room = names, describe_schema(present), proposal.room or 0
         message = np.zeros(_ROWS + self._room * COLUMNS, np.int64)
@@ -94,7 +129,7 @@ class PendingAgreement:
         elif batch is not None:
             message[:_FEATURES] = _READY, batch.number, len(batch)
             weights = message[_WEIGHTS:_ROWS].view(np.float64)
-            weights[: len(names)] = [float(batch.weights[name].double().sum()) for name in names]
+            weights[: len(names)] = list(_count_weights(batch).values())
             if proposal.room is not None:
                 self._rows = measure_samples(batch, proposal.feature)
                 message[_ROWS:].reshape(self._room, COLUMNS)[: len(self._rows)] = self._rows[
@@ -152,14 +187,13 @@ class PendingAgreement:
 
     def _refuse_step(self, **why: Any) -> Agreement:
         ranks = self._transport.world
-        nothing = np.zeros((0, COLUMNS), np.int64)
         return Agreement(
             False,
             {},
             [0] * ranks,
             self._proposal.like.number,
             "",
-            nothing,
+            _NO_LENGTHS,
             0,
             np.zeros(ranks),
             **why,
@@ -179,8 +213,8 @@ def _agree_on_features(
 ) -> tuple[list[str], str]:
     """Checks that all ranks have the same features. Tasks, and the schema if a rank has to learn
     it."""
-    agreed = np.unique(digests[ready])
-    if agreed.size > 1:
+    agreed = digests[ready]
+    if (agreed != agreed[:1]).any():
         columns = [
             f"{name[2:] or 'keys'} ({kind}, {dtype} {shape})"
             for name, kind, dtype, shape in json.loads(schema or "[]")
@@ -196,5 +230,6 @@ def _agree_on_features(
     return sorted(build_empty_batch(schema).weights), schema
 
 
+@lru_cache(maxsize=64)
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

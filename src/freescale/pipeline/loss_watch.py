@@ -30,6 +30,7 @@ class LossWatch:
 
     def __init__(self) -> None:
         self._pending: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
+        self._spare: list[Tensor] = []  # pinned memory, read and free again
 
     def watch(self, step: int, total: Tensor) -> None:
         """Takes the loss of a step, a scalar; on a GPU it is read some steps later.
@@ -40,10 +41,14 @@ class LossWatch:
         if total.device.type == "cpu":
             _check(step, total)
             return
-        copy = torch.empty(total.shape, dtype=total.dtype, pin_memory=True)
+        copy = self._spare.pop() if self._spare else self._pin(total)
         copy.copy_(total, non_blocking=True)
         self._pending.append((step, copy, record_event(blocking=True)))
         self._check_all_but(_LATER)
+
+    @staticmethod
+    def _pin(total: Tensor) -> Tensor:
+        return torch.empty(total.shape, dtype=total.dtype, pin_memory=True)
 
     def finish(self) -> None:
         """Checks the losses that are left, at the end of a run."""
@@ -54,6 +59,7 @@ class LossWatch:
             step, copy, event = self._pending.popleft()
             event.synchronize()
             _check(step, copy)
+            self._spare.append(copy)
 
 
 def _check(step: int, total: Tensor) -> None:

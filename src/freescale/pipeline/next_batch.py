@@ -41,6 +41,57 @@ class Juncture(IntEnum):
 _AGREED, _COMPLETE = 2, 3  # stages
 
 
+def take_batch(
+    source: BatchSource, tables: Tables, balancer: Balancer | None, keep: bool = False
+) -> SequenceBatch | None:
+    """The next batch of a rank's data, on the host and checked; None once the data has ended.
+
+    Args:
+        source: of the batches of this rank.
+        tables: check the ids of the batch.
+        balancer: checks what it needs of the batch.
+        keep: whether the data may change the batch's memory while it is still needed.
+    """
+    batch = source.take()
+    return None if batch is None else check_batch(batch, tables, balancer, keep)
+
+
+def check_batch(
+    batch: SequenceBatch, tables: Tables, balancer: Balancer | None, keep: bool = False
+) -> SequenceBatch:
+    """As `take_batch`, of a batch that was taken."""
+    batch = copy_to_host(batch)
+    if keep:
+        batch = batch.map(Tensor.clone)
+    tables.check(batch)
+    if balancer is not None:
+        balancer.check(batch)
+    return batch
+
+
+def count_batch(batch: SequenceBatch, feature: str) -> dict[str, float]:
+    """Sizes of a batch as it came, for the ledger. Their sums do not change by balancing."""
+    counters: dict[str, float] = {"samples": len(batch)}
+    if feature in batch.sequences and len(batch):
+        sequences = batch.sequences[feature]
+        counters["tokens"] = sequences.values.shape[0]
+        counters["max_length"] = int(sequences.lengths.max())
+    return counters
+
+
+def copy_to_device(
+    batch: SequenceBatch, device: torch.device, copies: torch.cuda.Stream | None
+) -> SequenceBatch:
+    """Starts the copy of a batch, on the stream `copies`; on a CPU, the batch itself."""
+    if device.type == "cpu":
+        return batch
+    # Not on the stream that computes: there it would wait for the step before, and the lanes'
+    # copies behind it in the engine.
+    with torch.cuda.stream(copies):
+        # from pageable memory the copy would block the host
+        return batch.pin_memory().to(device, non_blocking=True)
+
+
 class BatchPreparation:
     """Every rank calls the same methods in the same order."""
 
@@ -153,17 +204,13 @@ class BatchPreparation:
         stopping = self._stopping()
         with self._transport.ledger.span("data"):
             try:
-                batch = None if stopping else self._source.take()
+                if not stopping:
+                    # An iterator may fill the same buffers again; to a GPU they are copied anyway.
+                    keep = self._ahead and self._transport.device.type == "cpu"
+                    batch = take_batch(self._source, self._tables, self._balancer, keep)
                 if batch is not None:
-                    self.taken = batch = copy_to_host(batch)
-                    if self._ahead and self._transport.device.type == "cpu":
-                        # An iterator may fill the same buffers again; to a GPU they are copied
-                        # anyway.
-                        self.taken = batch = batch.map(Tensor.clone)
-                    self._tables.check(batch)
-                    if self._balancer is not None:
-                        self._balancer.check(batch)
-                    self._count_taken(batch)
+                    self.taken = batch
+                    self._counters = count_batch(batch, self._feature)
             except Exception as caught:  # noqa: BLE001 - raised on all ranks, with the answer
                 batch, error, self.taken = None, caught, None
         with self._transport.ledger.span("agree"):
@@ -210,27 +257,15 @@ class BatchPreparation:
 
     def _move_to_device(self, batch: SequenceBatch) -> SequenceBatch:
         device = self._transport.device
-        if device.type == "cpu":
+        moved = copy_to_device(batch, device, self._copies)
+        if moved is batch:
             return batch
         compute = torch.cuda.current_stream(device)
-        # Not on the stream that computes: there it would wait for the step before, and the lanes'
-        # copies behind it in the engine.
-        with torch.cuda.stream(self._copies):
-            # from pageable memory the copy would block the host
-            moved = batch.pin_memory().to(device, non_blocking=True)
         if self._copies is not None:
             compute.wait_stream(self._copies)
         for tensor in moved.tensors():
             tensor.record_stream(compute)
         return moved
-
-    def _count_taken(self, batch: SequenceBatch) -> None:
-        """Sizes of the batch as it came. Their sums do not change by balancing."""
-        self._counters["samples"] = len(batch)
-        if self._feature in batch.sequences and len(batch):
-            sequences = batch.sequences[self._feature]
-            self._counters["tokens"] = sequences.values.shape[0]
-            self._counters["max_length"] = int(sequences.lengths.max())
 
     def _count_balanced(self, batch: SequenceBatch, assignment: Assignment) -> None:
         """What balancing did, and what this rank had before it and has now."""

@@ -16,6 +16,7 @@ from freescale.ledger.ledger import Ledger
 from freescale.pipeline.dense.reducer import MakeReducer, Reducer
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.serial import Serial
+from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
 from freescale.pipeline.step_result import StepResult
 
@@ -30,7 +31,8 @@ class Pipeline:
         optimizer: a torch optimizer of `model.dense_parameters()`. The tables' rows have row
             optimizers of their own, see `parallelize`.
         schedule: "staged" (communication of the next batch overlaps the compute of this one) or
-            "serial" (nothing overlaps). Both train the same numbers. A class derived from
+            "serial" (nothing overlaps). Both train the same numbers. On one rank, where nothing
+            travels, "staged" is a schedule without exchanges (single.py). A class derived from
             `Schedule`, or another callable that makes one, is taken too.
         balance: how the samples of each global batch are distributed over the ranks. None or
             "none" leaves them where they are; otherwise the name of a partitioner ("greedy"), a
@@ -92,7 +94,9 @@ class Pipeline:
         if isinstance(schedule, str):
             if schedule not in SCHEDULES:
                 raise ValueError(f"unknown schedule {schedule!r}; there is {', '.join(SCHEDULES)}")
-            schedule = SCHEDULES[schedule]
+            # what is staged is the traffic between ranks
+            alone = schedule == "staged" and model.transport.world == 1
+            schedule = Single if alone else SCHEDULES[schedule]
         self.schedule: Schedule = schedule(
             model,
             optimizer,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from freescale.ledger.ledger import Ledger
 from freescale.pipeline.agreement import MAX_TASKS, Agreement
 from freescale.pipeline.choices import Choices
 from freescale.pipeline.dense.buckets import GradientBuckets
+from freescale.pipeline.dense.local import LocalGradients
 from freescale.pipeline.dense.reducer import MakeReducer, Reducer
 from freescale.pipeline.first_batch import FirstBatchCheck, check_losses
 from freescale.pipeline.gc_freeze import freeze_objects
@@ -30,6 +31,14 @@ from freescale.pipeline.source import BatchSource
 from freescale.pipeline.step_result import StepResult
 from freescale.pipeline.stopwatch import Stopwatch
 from freescale.transport.api import Transport
+
+
+class Taken(Protocol):
+    """A batch that is being prepared."""
+
+    @property
+    def taken(self) -> SequenceBatch | None:
+        """As it came from the data; None until then."""
 
 
 class Schedule(ABC):
@@ -61,7 +70,8 @@ class Schedule(ABC):
         self.accumulate, self.clip = accumulate, clip
         self.task_weights = dict(task_weights or {})
         self.balancer = balancer
-        self.stopwatch = Stopwatch(self.ledger.clock, self.transport.device)
+        balances = balancer is not None and self.transport.world > 1
+        self.stopwatch = Stopwatch(self.ledger.clock, self.transport.device, balances)
         self._copies: torch.cuda.Stream | None = None
         if (device := self.transport.device).type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -71,12 +81,14 @@ class Schedule(ABC):
         self._stop = self._stopped = self._closed = False
         # of a batch: raised once the steps before it are made
         self._failure: Exception | None = None
-        self._taken: list[BatchPreparation] = []  # batches on their way, in their order
+        self._taken: list[Taken] = []  # batches on their way, in their order
         self._source: BatchSource | None = None  # of the last run
         self._loss_watch = LossWatch()
         self._first_batch = FirstBatchCheck(parallel.module, self.transport, check)
         dense = list(parallel.dense_parameters())
-        self.buckets: Reducer = (reducer or GradientBuckets)(dense, self.transport.device)
+        alone = self.transport.world == 1
+        exact: Callable[..., Reducer] = LocalGradients if alone else GradientBuckets
+        self.buckets: Reducer = (reducer or exact)(dense, self.transport.device)
         self.choices = Choices(self.transport, dense, self.buckets, precision, dense_sums)
 
     def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
@@ -188,23 +200,25 @@ class Schedule(ABC):
         forwarded: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Forward and backward of every micro-batch; `forwarded` is called before the last
-        backward. Returns this rank's part of the global losses [tasks + total]."""
+        backward. Returns this rank's part of the global losses : those of the tasks, the total
+        last."""
         with hold_matmul_precision(self.choices.precision, self.transport.device):
             return self._compute_losses(micro, agreement, forwarded)
 
     def _compute_losses(
         self, micro: list[SequenceBatch], agreement: Agreement, forwarded: Callable[[], None]
     ) -> Tensor:
-        device = self.transport.device
         self._first_batch.run(micro, agreement.samples, self._autocast)
         self.buckets.clear()
-        # Sized for any number of tasks, so that a rank without a batch (which knows none) reduces
-        # the same vector; the total last.
-        losses = torch.zeros(MAX_TASKS + 1, dtype=torch.float64, device=device)
+        losses: Tensor | None = None
         for batch in micro:
-            total = self._forward(batch, agreement, losses) if len(batch) else None
+            total: Tensor | None = None
+            if len(batch):
+                total, means = self._forward(batch, agreement)
+                losses = means if losses is None else losses + means
             if batch is micro[-1]:
                 forwarded()
+                losses = self._pad_losses(losses)
                 if self.overlaps_dense:
                     self.buckets.start(self.transport, losses)
             if total is not None:
@@ -212,26 +226,40 @@ class Schedule(ABC):
                     total.backward()  # type: ignore[no-untyped-call]
         if self.overlaps_dense:
             self.buckets.send()
+        assert losses is not None
         return losses
 
-    def _forward(self, batch: SequenceBatch, agreement: Agreement, losses: Tensor) -> Tensor:
-        with self.ledger.span("forward"), self.stopwatch.computing(), self._autocast():
-            total = self._sum_losses(self.parallel.module(batch), agreement, losses)
-            losses[-1] += total.detach().double()
-        return total
+    def _pad_losses(self, losses: Tensor | None) -> Tensor:
+        """Several ranks reduce a vector for any number of tasks: one without a batch knows none."""
+        if self.transport.world == 1 and losses is not None:
+            return losses
+        device = self.transport.device
+        padded = torch.zeros(MAX_TASKS + 1, dtype=torch.float64, device=device)
+        if losses is not None:
+            padded[: losses.numel() - 1] = losses[:-1]
+            padded[-1] = losses[-1]
+        return padded
 
-    def _sum_losses(
-        self, sums: Mapping[str, Tensor], agreement: Agreement, losses: Tensor
-    ) -> Tensor:
-        """The scalar to differentiate: sums over samples / global counts. Adds the task's means to
-        `losses`."""
+    def _forward(self, batch: SequenceBatch, agreement: Agreement) -> tuple[Tensor, Tensor]:
+        """The scalar to differentiate, and the means of the tasks with it last: [tasks + 1] in
+        float64."""
+        with self.ledger.span("forward"), self.stopwatch.computing(), self._autocast():
+            means = self._average_losses(self.parallel.module(batch), agreement)
+            weights = (self.task_weights.get(task, 1.0) for task in sorted(agreement.counts))
+            parts = [
+                mean if weight == 1 else mean * weight
+                for mean, weight in zip(means, weights, strict=True)
+            ]
+            total = torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+            return total, torch.stack([*means, total]).detach().double()
+
+    def _average_losses(self, sums: Mapping[str, Tensor], agreement: Agreement) -> list[Tensor]:
+        """Sums over samples / global counts, by task in their order."""
         check_losses(sums, sorted(agreement.counts))
-        parts: list[Tensor] = []
-        for position, (task, count) in enumerate(sorted(agreement.counts.items())):
-            mean = sums[task] / count if count else sums[task] * 0
-            losses[position] += mean.detach().double()
-            parts.append(mean * self.task_weights.get(task, 1.0))
-        return torch.stack(parts).sum()
+        return [
+            sums[task] / count if count else sums[task] * 0
+            for task, count in sorted(agreement.counts.items())
+        ]
 
     def _autocast(self) -> AbstractContextManager[object]:
         return make_autocast(self.choices.precision, self.transport.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,14 +27,19 @@ class Stopwatch:
     """Takes stamps on the device's clock and reads them once the device has passed them; it never
     waits for the device."""
 
-    def __init__(self, clock: Clock, device: torch.device) -> None:
+    def __init__(self, clock: Clock, device: torch.device, wanted: bool = True) -> None:
+        """`wanted`: whether anybody learns from it; otherwise nothing is measured."""
+        self._wanted = wanted
         self._clock: Clock | _ThreadClock = _ThreadClock() if device.type == "cpu" else clock
         self._running: list[tuple[Any, Any]] = []
         self._last: tuple[int, list[tuple[Any, Any]]] = (0, [])
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[None]:
         """Around a part of a step's compute."""
+        return self._measure() if self._wanted else nullcontext()
+
+    @contextmanager
+    def _measure(self) -> Iterator[None]:
         begin = self._clock.stamp()
         yield
         self._running.append((begin, self._clock.stamp()))

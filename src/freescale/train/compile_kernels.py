@@ -18,13 +18,17 @@ from torch import Tensor, nn
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import RunConfig
+from freescale.embedding.layout import TableSpec, choose_stride
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.embedding.storage import RowStorage, TableRange
 from freescale.kernels import dispatch
+from freescale.kernels.reference.row_sums import SortedRows
+from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton.compile import compile_recorded
-from freescale.kernels.triton.rows import CHUNK
 from freescale.train.build import build_module
 
 ITEMS, ACTIONS = 16, 4  # rows of the small tables
+SAMPLES = 160
 FAR = 2**31  # seconds: too long for times in 32 bits
 
 
@@ -98,7 +102,7 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     """What a table does in a step: unique ids, rows and their gradients, updates."""
     width, train = config.model.width, config.train
     weight = torch.zeros(ITEMS, width, device=device)
-    numbers = torch.arange(2 * CHUNK, device=device) % ITEMS
+    numbers = torch.arange(2 * triton_row_sums.CHUNK, device=device) % ITEMS
     edges = torch.tensor([ITEMS], device=device)
     wires = (None, torch.bfloat16) if train.wire_precision == "bf16" else (None,)
     dispatch.deduplicate(numbers, edges)
@@ -111,6 +115,7 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
             dispatch.read_rows(rows, numbers[:count]).sum().backward()  # type: ignore[no-untyped-call]
     gradients = torch.zeros(numbers.numel(), width, device=device)
     dispatch.sum_duplicates(numbers, gradients)
+    call_local_tables(config, weight, numbers.to(torch.int32), gradients)
     optimizer = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
     state = {
         name: torch.zeros(ITEMS, *shape, device=device)
@@ -122,29 +127,57 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
         optimizer.update(weight, state, numbers, gradients, step=step, factor=0.5)
 
 
+def call_local_tables(
+    config: RunConfig, weight: Tensor, numbers: Tensor, gradients: Tensor
+) -> None:
+    """What a table does on a single rank: it is read where it is, and gradients are summed by
+    row."""
+    ids, train = numbers.long(), config.train
+    triton_row_sums.spread_ids(ids, numbers, choose_stride(ITEMS), ITEMS, 0)
+    dispatch.deduplicate(numbers, ids[:0])
+    optimizer = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
+    rows = TableRange(TableSpec("item", ITEMS, weight.shape[1], weight.dtype, ()), 0, 0, ITEMS)
+    storage = RowStorage([rows], ITEMS, optimizer, weight.device)
+    for count in (numbers.numel(), ITEMS):  # long sums go in chunks
+        dispatch.sum_by_row(gradients[:count], numbers[:count], ITEMS)
+        for step in (1, 10**9):
+            storage.update_readings(
+                SortedRows.of(numbers[:count]),
+                gradients[:count],
+                step=step,
+                factor=0.5,
+                clip=train.row_clip,
+            )
+
+
 def build_batch(config: RunConfig, actions: bool, span: int) -> SequenceBatch:
-    """Two samples with all that the model may read, their times `span` seconds apart; one of them
-    has earlier segments, if the model knows any."""
+    """A few samples with all that the model may read, their times `span` seconds apart. There are
+    enough of them for sums in chunks; one has earlier segments, if the model knows any."""
     longest = 3 if config.model.segment is None else 2 * config.model.segment + 1
-    lengths = torch.tensor([min(longest, config.data.max_length), 1])
-    counts = torch.tensor([1, 2])
-    events, candidates = int(lengths.sum()), int(counts.sum())
-    history = Jagged(torch.arange(events) % ITEMS, lengths)
+    lengths = torch.ones(SAMPLES, dtype=torch.int64)
+    lengths[0] = min(longest, config.data.max_length)
+    counts = torch.ones(SAMPLES, dtype=torch.int64)
+    numbers = torch.arange(int(lengths.sum()))
     sequences = {
-        "history": history,
-        "timestamps": Jagged(torch.arange(events) * span, lengths),
+        "history": Jagged(numbers % ITEMS, lengths),
+        "timestamps": Jagged(numbers * span, lengths),
     }
     if actions:
-        sequences["actions"] = Jagged(torch.arange(events) % ACTIONS, lengths)
-    nested, dense = {}, {}
+        sequences["actions"] = Jagged(numbers % ACTIONS, lengths)
+    nested, dense, shared = {}, {}, {}
     if config.model.task == "ranking":
-        labels = torch.zeros(candidates, len(config.label_names))
+        items = torch.arange(SAMPLES)
+        labels = torch.zeros(SAMPLES, len(config.label_names))
         sequences["labels"] = Jagged(labels, counts)
-        sequences["candidate_timestamps"] = Jagged(torch.arange(candidates) * span, counts)
-        items = torch.arange(candidates)
-        nested["candidates"] = Nested(items, torch.ones_like(items), counts)
+        sequences["candidate_timestamps"] = Jagged(items * span, counts)
+        nested["candidates"] = Nested(items % ITEMS, torch.ones_like(items), counts)
     else:
-        sequences["targets"] = Jagged(torch.arange(events) % ITEMS, lengths)
-        numbers = torch.arange(2 * config.data.negatives) % ITEMS
-        dense["negatives"] = numbers.view(2, config.data.negatives)
-    return SequenceBatch(sequences, nested, dense, keys=torch.arange(2))
+        sequences["targets"] = Jagged(numbers % ITEMS, lengths)
+        negatives = torch.arange(config.data.negatives) % ITEMS
+        if config.data.negatives_per == "position":
+            sequences["negatives"] = Jagged(negatives.repeat(len(numbers), 1), lengths)
+        elif config.data.negatives_per == "batch":
+            shared["negatives"] = negatives
+        else:
+            dense["negatives"] = negatives.repeat(SAMPLES, 1)
+    return SequenceBatch(sequences, nested, dense, keys=torch.arange(SAMPLES), shared=shared)

@@ -4,6 +4,11 @@ What is computed for a row depends on that row alone: the same bits whichever ot
 call. On a GPU SGD and Adagrad give the bits of their twins; Adam and the functions that sum over a
 row (`rowwise_adagrad`, `clip_rows`) are within 2e-6 relative. A row number of -1 names no row: it
 is neither read nor written. Whether other numbers lie in the table is not checked.
+
+In the place of unique rows and their gradients the optimizers take `SortedRows` and the gradients
+of all that read them, and sum those of a row on the way: the bits of `row_sums.sum_sorted` and an
+update by its results, without memory for the sums. Not so `rowwise_adagrad`, which adds up the
+entries of a row as well: in which order depends on the kernel around it.
 """
 
 from __future__ import annotations
@@ -13,7 +18,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.triton.launch import RowLaunch, count_blocks, launch_kernel, use_device
+from freescale.kernels.triton.row_sums import shape_sums, sum_chunks
 from freescale.kernels.triton.rows import check_rows
 
 # The more tensors an optimizer has, the smaller its tile for the same number of registers.
@@ -48,12 +55,18 @@ def clip_rows(gradients: Tensor, limit: float) -> Tensor:
     return gradients
 
 
-def sgd(weight: Tensor, rows: Tensor, gradients: Tensor, *, lr: float) -> None:
+def sgd(weight: Tensor, rows: Tensor | SortedRows, gradients: Tensor, *, lr: float) -> None:
     _update("sgd_kernel", SGD, (weight,), rows, gradients, lr=lr)
 
 
 def adagrad(
-    weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float
+    weight: Tensor,
+    total: Tensor,
+    rows: Tensor | SortedRows,
+    gradients: Tensor,
+    *,
+    lr: float,
+    eps: float,
 ) -> None:
     """total [n, width]: running sum of squared gradients."""
     _update(
@@ -89,7 +102,7 @@ def adam(
     weight: Tensor,
     first: Tensor,
     second: Tensor,
-    rows: Tensor,
+    rows: Tensor | SortedRows,
     gradients: Tensor,
     *,
     lr: float,
@@ -127,16 +140,19 @@ def _update(
     kernel: str,
     launch: RowLaunch,
     tensors: tuple[Tensor, ...],
-    rows: Tensor,
+    rows: Tensor | SortedRows,
     gradients: Tensor,
     **options: Any,
 ) -> None:
     weight = tensors[0]
-    check_rows(rows, weight=weight, gradients=gradients)
-    if gradients.shape != (rows.numel(), weight.shape[1]):
+    numbers, order = (rows.rows, rows.order) if isinstance(rows, SortedRows) else (rows, None)
+    check_rows(numbers, weight=weight, gradients=gradients)
+    if gradients.shape != (numbers.numel(), weight.shape[1]):
         raise ValueError(
-            f"gradients must be {[rows.numel(), weight.shape[1]]}, not {list(gradients.shape)}"
+            f"gradients must be {[numbers.numel(), weight.shape[1]]}, not {list(gradients.shape)}"
         )
+    if order is not None and kernel == "rowwise_adagrad_kernel":
+        raise ValueError("rowwise_adagrad takes unique rows: sum their gradients first")
     for state in tensors[1:]:
         if (
             state.shape not in (weight.shape, weight.shape[:1])
@@ -157,16 +173,22 @@ def _update(
         return
     from freescale.kernels.triton import row_updates_kernels
 
-    shape = launch.shape(weight.shape[1])
+    shape, gradients, partial = launch.shape(weight.shape[1]), gradients.contiguous(), None
+    shape |= {"CHUNK": 1, "STEPS": 1, "UNROLL": 1}
     with use_device(weight.device):
+        if isinstance(rows, SortedRows):
+            shape, partial = shape_sums(launch, weight.shape[1]), sum_chunks(rows, gradients)
         launch_kernel(
             getattr(row_updates_kernels, kernel),
-            (count_blocks(rows.numel(), shape["R"]),),
+            (count_blocks(numbers.numel(), shape["R"]),),
             *tensors,
-            rows.contiguous(),
-            gradients.contiguous(),
-            rows.numel(),
+            numbers.contiguous(),
+            gradients,
+            order,
+            partial,
+            numbers.numel(),
             **options,
+            SORTED=order is not None,
             **shape,
             **_EXACT,
         )

@@ -11,7 +11,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freescale.kernels.triton.row_sums_kernels import sum_rows
 from freescale.kernels.triton.rows_kernels import _locate_rows
+
+
+@triton.jit
+def _take_gradients(
+    rows, gradients, order, partial, count, SORTED: tl.constexpr,
+    CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """(places in the table, gradients, which are there, rows, which of them) of a program's rows.
+    SORTED: the gradients are those of all that read a row, and are summed here."""
+    if SORTED:
+        _, row, known, gradient = sum_rows(
+            gradients, rows, order, partial, count, CHUNK, STEPS, UNROLL, WIDTH, R, W
+        )
+        columns = tl.arange(0, W)[None, :]
+        place = row[:, None] * WIDTH + columns
+        there = known[:, None] & (columns < WIDTH)
+    else:
+        place, source, there, row, known = _locate_rows(rows, count, WIDTH, R, W)
+        gradient = tl.load(gradients + source, mask=there, other=0.0)
+    return place, gradient, there, row, known
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -28,12 +50,15 @@ def clip_kernel(gradients, count, limit, WIDTH: tl.constexpr, R: tl.constexpr, W
     tl.store(at, values * scale[:, None], mask=there)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
 def sgd_kernel(
-    weight, rows, gradients, count, lr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr
-):
-    place, source, there, _, _ = _locate_rows(rows, count, WIDTH, R, W)
-    gradient = tl.load(gradients + source, mask=there)
+    weight, rows, gradients, order, partial, count, lr,
+    SORTED: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    place, gradient, there, _, _ = _take_gradients(
+        rows, gradients, order, partial, count, SORTED, CHUNK, STEPS, UNROLL, WIDTH, R, W
+    )
     value = tl.load(weight + place, mask=there)
     tl.store(weight + place, tl.fma(gradient, -lr, value), mask=there)
 
@@ -42,22 +67,15 @@ def sgd_kernel(
 # different ones, cannot move a load over a store, and a row's loads would wait for each other.
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
 def adagrad_kernel(
-    weight,
-    total,
-    rows,
-    gradients,
-    count,
-    lr,
-    eps,
-    FUSED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-):
-    place, source, there, _, _ = _locate_rows(rows, count, WIDTH, R, W)
-    gradient = tl.load(gradients + source, mask=there, other=0.0)
+    weight, total, rows, gradients, order, partial, count, lr, eps, FUSED: tl.constexpr,
+    SORTED: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    place, gradient, there, _, _ = _take_gradients(
+        rows, gradients, order, partial, count, SORTED, CHUNK, STEPS, UNROLL, WIDTH, R, W
+    )
     squares = tl.load(total + place, mask=there, other=0.0)
     value = tl.load(weight + place, mask=there)
     squares = tl.fma(gradient, gradient, squares) if FUSED else squares + gradient * gradient
@@ -66,23 +84,16 @@ def adagrad_kernel(
     tl.store(weight + place, tl.fma(step, -lr, value), mask=there)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
 def rowwise_adagrad_kernel(
-    weight,
-    total,
-    rows,
-    gradients,
-    count,
-    lr,
-    eps,
-    inverse,
-    WIDTH: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-):
+    weight, total, rows, gradients, order, partial, count, lr, eps, inverse,
+    SORTED: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
     """inverse = 1 / WIDTH."""
-    place, source, there, row, known = _locate_rows(rows, count, WIDTH, R, W)
-    gradient = tl.load(gradients + source, mask=there, other=0.0)
+    place, gradient, there, row, known = _take_gradients(
+        rows, gradients, order, partial, count, SORTED, CHUNK, STEPS, UNROLL, WIDTH, R, W
+    )
     squares = tl.load(total + row, mask=known, other=0.0)
     value = tl.load(weight + place, mask=there)
     squares += tl.sum(gradient * gradient, 1) * inverse
@@ -91,16 +102,18 @@ def rowwise_adagrad_kernel(
     tl.store(weight + place, tl.fma(tl.div_rn(gradient, scale), -lr, value), mask=there)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
 def adam_kernel(
-    weight, first, second, rows, gradients, count,
+    weight, first, second, rows, gradients, order, partial, count,
     lr, share, other_share, beta, other_beta, inverse_root, eps, SMALL: tl.constexpr,
+    SORTED: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """share = 1 - beta1, other_share = 1 - share in float32; beta = beta2, other_beta = 1 - beta2;
     SMALL: share < 0.5."""
-    place, source, there, _, _ = _locate_rows(rows, count, WIDTH, R, W)
-    gradient = tl.load(gradients + source, mask=there, other=0.0)
+    place, gradient, there, _, _ = _take_gradients(
+        rows, gradients, order, partial, count, SORTED, CHUNK, STEPS, UNROLL, WIDTH, R, W
+    )
     mean = tl.load(first + place, mask=there, other=0.0)
     square = tl.load(second + place, mask=there, other=0.0)
     value = tl.load(weight + place, mask=there)
@@ -114,6 +127,3 @@ def adam_kernel(
     tl.store(second + place, square, mask=there)
     step = tl.div_rn(mean, tl.sqrt_rn(square) * inverse_root + eps)
     tl.store(weight + place, tl.fma(step, -lr, value), mask=there)
-
-
-# ---- sums of segments: the values at order[starts[i]], ..., order[starts[i + 1] - 1]

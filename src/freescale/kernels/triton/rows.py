@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from freescale.kernels.row_gradients import RowGradients
 from freescale.kernels.triton.launch import (
     RowLaunch,
     count_blocks,
@@ -21,6 +22,7 @@ from freescale.kernels.triton.launch import (
     require_gpu,
     use_device,
 )
+from freescale.kernels.triton.row_sums import sum_by_row
 
 MAX_WIDTH = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,11 +31,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A warp reads a row of 128 floats with one instruction of 16 bytes a thread. With 4 warps, 2048
 # elements are 4 such loads in flight per thread, 8 KB a program.
 GATHER = RowLaunch(2048, 4)
-SEGMENTS, CHUNKS = RowLaunch(1024, 4), RowLaunch(2048, 4)
+SEGMENTS = RowLaunch(1024, 4)
 UNROLL = 4  # rows of a segment in flight
-# values: longer segments are cut into chunks, so that no program adds up a hot row alone; a
-# multiple of a tile's rows
-CHUNK = 128
 
 
 def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -60,14 +59,21 @@ def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) 
     return out
 
 
-def read_rows(rows: Tensor, index: Tensor) -> Tensor:
+def read_rows(
+    rows: Tensor, index: Tensor, gradients: RowGradients | None = None, part: int | None = None
+) -> Tensor:
     """rows [u, width], index [...] into them -> [..., width]; what
     `torch.nn.functional.embedding(index, rows)` gives.
 
-    Backward sums the gradients of each row's tokens in float32: up to CHUNK of them one after
-    another, more by chunks.
+    Backward sums the gradients of each row's tokens in float32 (see row_sums.py), or leaves them to
+    `gradients`, whose part they are.
     """
     check_rows(index.reshape(-1), dtypes=DTYPES, rows=rows)
+    if gradients is not None:
+        kept: Tensor = _Leave.apply(  # type: ignore[no-untyped-call]
+            gradients.anchor, rows, index, gradients, part
+        )
+        return kept
     if rows.shape[0] >= 2**31:
         raise ValueError(f"fewer than 2^31 fetched rows can be read, not {rows.shape[0]}")
     out: Tensor = _Read.apply(rows, index)  # type: ignore[no-untyped-call]
@@ -78,19 +84,26 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, index):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(index)
-        ctx.shape, ctx.dtype = rows.shape, rows.dtype
+        ctx.count = rows.shape[0]
         return gather_rows(rows, index.reshape(-1)).view(*index.shape, rows.shape[1])
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (index,) = ctx.saved_tensors
-        count, width = ctx.shape
-        # half the sort's passes of int64
-        ordered, order = index.reshape(-1).to(torch.int32).sort(stable=True)
-        edges = torch.arange(count + 1, dtype=torch.int32, device=index.device)
-        starts = torch.searchsorted(ordered, edges)
-        values = grad.reshape(-1, width).contiguous()
-        return _sum_segments(values, order, starts, count, ctx.dtype, chunked=True), None
+        values = grad.reshape(-1, grad.shape[-1])
+        return sum_by_row(values, index.reshape(-1).to(torch.int32), ctx.count), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor, rows, index, gradients, part):  # type: ignore[no-untyped-def]
+        ctx.index, ctx.gradients, ctx.part = index, gradients, part
+        return gather_rows(rows, index.reshape(-1)).view(*index.shape, rows.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        ctx.gradients.add(ctx.part, ctx.index, grad)
+        return None, None, None, None, None
 
 
 def sum_duplicates(rows: Tensor, gradients: Tensor, *, cut: bool = True) -> tuple[Tensor, Tensor]:
@@ -125,38 +138,27 @@ def group_duplicates(
                 f"{rows.numel()} rows need as many gradients, not {gradients.shape[0]}"
             )
         return keys, _sum_segments(
-            gradients.contiguous(), found.order, starts, count, gradients.dtype, chunked=False
+            gradients.contiguous(), found.order, starts, count, gradients.dtype
         )
 
     return sum_gradients
 
 
 def _sum_segments(
-    values: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    count: int | Tensor,
-    dtype: torch.dtype,
-    *,
-    chunked: bool,
+    values: Tensor, order: Tensor, starts: Tensor, count: int | Tensor, dtype: torch.dtype
 ) -> Tensor:
     """values [n, width] -> [segments, width]; starts [segments + 1] of the segments in order [n]. A
     count on the device says how many of them there are."""
-    segments, (n, width), device = starts.numel() - 1, values.shape, values.device
-    out = torch.empty(segments, width, dtype=dtype, device=device)
+    segments, width = starts.numel() - 1, values.shape[1]
+    out = torch.empty(segments, width, dtype=dtype, device=values.device)
     if not out.numel():
         return out
-    from freescale.kernels.triton.rows_kernels import (
-        chunks_kernel,
-        long_segments_kernel,
-        segments_kernel,
-    )
+    from freescale.kernels.triton.rows_kernels import segments_kernel
 
-    chunked = chunked and n > CHUNK
     shape = SEGMENTS.shape(width)
     if 16 < shape["R"] < 128:
         shape["R"] = 16  # Triton 3.6 does not compile it for 32 and 64 rows a program
-    with use_device(device):
+    with use_device(values.device):
         launch_kernel(
             segments_kernel,
             (count_blocks(segments, shape["R"]),),
@@ -166,35 +168,9 @@ def _sum_segments(
             out,
             count,
             KEPT=isinstance(count, Tensor),
-            LONG=CHUNK if chunked else 0,
             UNROLL=UNROLL,
             **shape,
         )
-        if not chunked:
-            return out
-        lengths = starts.diff()
-        ends = torch.where(lengths > CHUNK, (lengths + (CHUNK - 1)) // CHUNK, 0).cumsum(
-            0, dtype=torch.int32
-        )
-        # chunks of segments longer than one
-        most, steps = 2 * n // CHUNK, (segments + 1).bit_length()
-        partial = torch.empty(most, width, dtype=torch.float32, device=device)
-        shape = CHUNKS.shape(width)
-        shape["R"] = min(shape["R"], CHUNK)
-        launch_kernel(
-            chunks_kernel,
-            (most,),
-            values,
-            order,
-            starts,
-            ends,
-            partial,
-            segments,
-            steps,
-            CHUNK=CHUNK,
-            **shape,
-        )
-        launch_kernel(long_segments_kernel, (most,), partial, ends, out, segments, steps, **shape)
     return out
 
 

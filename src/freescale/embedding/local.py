@@ -1,0 +1,157 @@
+"""A group of tables on a single rank: nothing is exchanged, and the model reads the table itself.
+
+    request   where the ids are in the local storage; equal rows are brought together
+    read      rows of ids, out of the table
+    apply     sum the gradients of each row, update it
+
+On a GPU nothing of it reads the device: the number of different rows stays there. Both the rows of
+a sharded group, whose only shard this is, and those of a replicated one can be used in this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from freescale.batch import SequenceBatch
+from freescale.embedding.layout import ShardLayout, choose_stride, spread_ids
+from freescale.embedding.request import (
+    GroupIds,
+    Index,
+    Request,
+    RequestPart,
+    collect_ids,
+    sum_readings,
+)
+from freescale.embedding.storage import RowStorage, UpdateOptions
+from freescale.kernels.dispatch import deduplicate, gather_rows, keeps_gradients, read_rows
+from freescale.kernels.reference.row_sums import SortedRows
+from freescale.kernels.row_gradients import RowGradients
+from freescale.kernels.triton import row_sums as triton_row_sums
+
+# rows, and a gradient for each; or all readings, with those of a row side by side
+Collected = tuple[Tensor | SortedRows, Tensor]
+
+
+class LocalRequest:
+    """What a step reads of a group, out of the table itself."""
+
+    def __init__(self, given: GroupIds, rows: Tensor, table: Tensor) -> None:
+        """rows [n]: local rows of the given ids; table [size, width]."""
+        self.index, self.rows, self.table = Index(rows[:0], given, rows), rows, table
+        self.gradients = RowGradients(self.index.parts, table)
+        self.copied: Request | None = None  # once somebody reads rows by himself
+
+    def read(self, part: int | None, index: Tensor) -> Tensor:
+        """The rows [..., width] at index [...]; `part` of the ids that were given, or others."""
+        return read_rows(self.table, index, self.gradients, part)
+
+    def offer(self, part: int | None, index: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Request.offer`: the gradient of all rows that are offered will exist, so they are a
+        copy of those that the step reads. How many are different stays on the device: there are as
+        many as ids, the last ones without meaning."""
+        if self.copied is None:
+            nowhere = torch.zeros(0, dtype=torch.int64, device=self.rows.device)
+            found = deduplicate(self.rows, nowhere)
+            known = self.index.replace_parts(found.keys, found.inverse)
+            self.copied = Request(known, RequestPart(None, None, [], []), found.keys)
+            self.copied.rows = gather_rows(self.table, found.keys).requires_grad_(True)
+        rows = self.copied.rows
+        assert rows is not None
+        if part is not None:
+            return rows, self.copied.index.parts[part].view(index.shape)
+        return rows, self.find_copied(index)
+
+    def find_copied(self, rows: Tensor) -> Tensor:
+        """Where local rows [...] are in the copy."""
+        assert self.copied is not None
+        return (self.copied.index.keys == rows[..., None]).to(torch.int8).argmax(-1)
+
+
+class LocalGroup:
+    """A group whose rows are all here."""
+
+    def __init__(
+        self, layout: ShardLayout, rows: RowStorage, encoding: torch.dtype | None = None
+    ) -> None:
+        """`encoding`: rows and gradients are rounded to it, as if they travelled."""
+        assert layout.world == 1
+        self.layout, self.rows = layout, rows
+        self._encoding = encoding or rows.weight.dtype
+        self._ids = torch.int32 if layout.size < 1 << 31 else torch.int64
+
+    def request(self, batches: Sequence[SequenceBatch]) -> LocalRequest | Request:
+        """The rows that some (micro-)batches read. Where the kernels cannot keep the gradients of
+        what reads the table, or rows are rounded, a copy of them."""
+        given, weight = collect_ids(batches, self.layout.specs), self.rows.weight
+        if keeps_gradients(weight) and self._encoding == weight.dtype:
+            return LocalRequest(given, self._spread(given), weight)
+        parts = [self._locate(table, ids.reshape(-1)) for table, ids in given]
+        none = torch.zeros(0, dtype=torch.int64, device=weight.device)
+        unique, inverse = torch.unique(torch.cat([none, *parts]), return_inverse=True)
+        request = Request(Index(unique, given, inverse), RequestPart(None, None, [], []), unique)
+        request.open(gather_rows(weight, unique, self._encoding).to(weight.dtype), train=True)
+        return request
+
+    def _spread(self, given: GroupIds) -> Tensor:
+        """[n] local rows of the given ids, by one kernel for each table."""
+        sizes = [ids.numel() for _, ids in given]
+        rows = torch.empty(sum(sizes), dtype=self._ids, device=self.rows.weight.device)
+        begin = 0
+        for table, spec in enumerate(self.layout.specs):
+            parts = [ids.reshape(-1) for owner, ids in given if owner == table]
+            if not parts:
+                continue
+            ids = torch.cat(parts) if len(parts) > 1 else parts[0]
+            triton_row_sums.spread_ids(
+                ids,
+                rows[begin : begin + ids.numel()],
+                choose_stride(spec.rows),
+                spec.rows,
+                self.layout.base(table),
+            )
+            begin += ids.numel()
+        return rows
+
+    def _locate(self, table: int, ids: Tensor) -> Tensor:
+        return spread_ids(ids, self.layout.specs[table].rows) + self.layout.base(table)
+
+    def locate(
+        self, request: LocalRequest | Request, table: int, ids: Tensor
+    ) -> tuple[int | None, Tensor, Tensor | None]:
+        """As `Sharded.locate`."""
+        known = request.index.find_known(table, ids)
+        if known is not None:
+            return *known, None
+        rows = self._locate(table, ids)
+        if isinstance(request, Request):
+            return None, *request.index.search(rows)
+        return None, rows, torch.isin(rows, request.rows)
+
+    def apply(self, request: LocalRequest | Request, **options: Unpack[UpdateOptions]) -> None:
+        """Updates the rows by the gradients of what has read them."""
+        self.update(self.collect(request), **options)
+
+    def collect(self, request: LocalRequest | Request) -> Collected:
+        """The gradients of what has read the rows."""
+        if isinstance(request, Request):
+            gradient = request.take_gradient().to(self._encoding).to(self.rows.weight.dtype)
+            return request.owned, gradient
+        copied = request.copied
+        if copied is not None and copied.rows is not None and copied.rows.grad is not None:
+            # those that were read in the table, by their places in the copy
+            gradients = request.gradients.move(copied.index.parts, request.find_copied)
+            return copied.owned, sum_readings(gradients, copied.rows.grad, copied.rows.shape[0])
+        rows, values = request.gradients.take()
+        return SortedRows.of(rows), values
+
+    def update(self, collected: Collected, **options: Unpack[UpdateOptions]) -> None:
+        """Updates the rows that `collect` found."""
+        rows, gradients = collected
+        if isinstance(rows, SortedRows):
+            self.rows.update_readings(rows, gradients, **options)
+        else:
+            self.rows.update(rows, gradients, **options)

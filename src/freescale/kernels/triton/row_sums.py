@@ -1,0 +1,102 @@
+"""Sums of the values of equal rows as Triton kernels: the twins of `reference.row_sums`, for NVIDIA
+GPUs.
+
+Nothing is read from the device and nothing is added with atomics: one sort, then each row's values
+in the order in which they came, in float32. What is computed for a row depends on that row alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from freescale.kernels.reference.row_sums import SortedRows, check_values
+from freescale.kernels.triton.launch import (
+    RowLaunch,
+    count_blocks,
+    launch_kernel,
+    require_gpu,
+    use_device,
+)
+
+SUMS, CHUNKS = RowLaunch(1024, 4), RowLaunch(2048, 4)
+UNROLL = 4  # values of a row in flight
+# values: rows with more are cut into chunks, so that no program adds up a hot row alone; a power
+# of two, and so a multiple of a tile's rows
+CHUNK = 128
+BLOCK = 1024
+
+
+def spread_ids(ids: Tensor, out: Tensor, stride: int, rows: int, base: int) -> None:
+    """out [n] = ids [n] * stride % rows + base: where the ids of a table are in its storage."""
+    require_gpu(ids.device, "embedding.layout")
+    if ids.numel():
+        from freescale.kernels.triton.row_sums_kernels import spread_kernel
+
+        with use_device(ids.device):
+            grid = (count_blocks(ids.numel(), BLOCK),)
+            numbers = (stride, rows, base)
+            launch_kernel(
+                spread_kernel, grid, ids.contiguous(), out, ids.numel(), *numbers, BLOCK=BLOCK
+            )
+
+
+def sum_by_row(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """values [n, width] of rows [n] -> [count, width]: the sum of each row's values; zero where
+    there are none."""
+    check_values(values, rows)
+    require_gpu(values.device, "kernels.reference.row_sums")
+    out = torch.zeros(count, values.shape[1], dtype=values.dtype, device=values.device)
+    _launch_sums(SortedRows.of(rows), values.contiguous(), out, rows, dense=True)
+    return out
+
+
+def sum_sorted(rows: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:
+    """values [n, width] of rows that were sorted since -> (row numbers [n], sums [n, width]), by
+    sorted position: where a row begins, that row and its sum; elsewhere -1, and no sum."""
+    check_values(values, rows.order)
+    require_gpu(values.device, "kernels.reference.row_sums")
+    found, out = torch.empty_like(rows.rows), torch.empty_like(values)
+    _launch_sums(rows, values.contiguous(), out, found, dense=False)
+    return found, out
+
+
+def _launch_sums(
+    rows: SortedRows, values: Tensor, out: Tensor, found: Tensor, *, dense: bool
+) -> None:
+    if not values.numel():
+        return
+    from freescale.kernels.triton.row_sums_kernels import row_sums_kernel
+
+    shape = shape_sums(SUMS, values.shape[1])
+    n = values.shape[0]
+    with use_device(values.device):
+        partial = sum_chunks(rows, values)
+        grid = (count_blocks(n, shape["R"]),)
+        tensors = (values, rows.rows, rows.order, partial, out, found)
+        launch_kernel(row_sums_kernel, grid, *tensors, n, DENSE=dense, **shape)
+
+
+def sum_chunks(rows: SortedRows, values: Tensor) -> Tensor:
+    """The sums of the chunks of long rows, where `sum_rows` looks for them."""
+    n, width = values.shape
+    if n <= CHUNK:
+        return values  # no row is long
+    from freescale.kernels.triton.row_sums_kernels import chunk_sums_kernel
+
+    windows = count_blocks(n, CHUNK)
+    partial = torch.empty(2 * windows, width, dtype=torch.float32, device=values.device)
+    shape = CHUNKS.shape(width)
+    shape["R"] = min(shape["R"], CHUNK)
+    tensors, sizes = (values, rows.rows, rows.order, partial), (n, n.bit_length())
+    launch_kernel(chunk_sums_kernel, (2 * windows,), *tensors, *sizes, CHUNK=CHUNK, **shape)
+    return partial
+
+
+def shape_sums(launch: RowLaunch, width: int) -> dict[str, int]:
+    """Arguments of a launch that sums rows of this width."""
+    shape = launch.shape(width)
+    if 16 < shape["R"] < 128:
+        shape["R"] = 16  # Triton 3.6 does not compile such sums for 32 and 64 rows a program
+    shape["R"] = min(shape["R"], CHUNK)
+    return shape | {"CHUNK": CHUNK, "STEPS": CHUNK.bit_length(), "UNROLL": UNROLL}

@@ -1,0 +1,139 @@
+"""The schedule of a single rank: nothing travels, so nothing is agreed on, exchanged or overlapped
+with traffic.
+
+    batch -> local rows -> forward, backward -> row update
+                                   \\-> dense optimizer
+
+On a GPU all of it is issued on one stream, and the host reads nothing of the device: it runs ahead
+of the device by up to two steps (the watch over the losses holds it there). While the device
+computes, the host takes the following batch and starts its copy, on a stream of its own. Bit for
+bit what the serial schedule trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freescale.batch import SequenceBatch
+from freescale.embedding.local import Collected
+from freescale.pipeline.agreement import Agreement, agree_alone
+from freescale.pipeline.captured.graphs import Graphs, can_capture
+from freescale.pipeline.next_batch import check_batch, copy_to_device, count_batch
+from freescale.pipeline.schedule import Schedule
+from freescale.pipeline.source import BatchSource
+from freescale.pipeline.step_result import StepResult
+from freescale.streams import current_stream, record_event_on
+
+
+@dataclass(eq=False)
+class _Taken:
+    """A batch from the data."""
+
+    taken: SequenceBatch  # on the host, as it came
+    agreement: Agreement
+    batch: SequenceBatch  # on the device
+    copied: torch.cuda.Event | None  # from then on; None on a CPU
+    counters: dict[str, float]  # for the ledger
+
+
+class Single(Schedule):
+    """One rank."""
+
+    overlaps_dense = False
+
+    def __init__(self, *arguments: Any, graphs: bool = True, **options: Any) -> None:
+        """As `Schedule`. `graphs`: small batches are computed by CUDA graphs, where the model and
+        the device allow it."""
+        super().__init__(*arguments, **options)
+        usable = graphs and self.accumulate == 1 and self.transport.device.type == "cuda"
+        self._graphs = Graphs(self) if usable and can_capture(self.parallel.module) else None
+
+    def _run(self, source: BatchSource) -> Iterator[StepResult]:
+        ahead = self.transport.device.type != "cpu"  # there nothing happens beside the host
+        self.ledger.begin_step(self.steps)
+        current = self._take(source)
+        while current is not None:
+            result = self._step(current)
+            following = self._take(source) if ahead else None
+            self.ledger.end_step()
+            yield result
+            self.ledger.begin_step(self.steps)
+            current = following if ahead else self._take(source)
+        self.ledger.cancel_step()
+        if self._failure is not None:
+            raise self._failure
+
+    def _take(self, source: BatchSource) -> _Taken | None:
+        """The next batch, checked and on its way to the device; None if the data has ended or
+        failed, or the run is to stop."""
+        if self._failure is not None or self._stopped:
+            return None
+        if self._stop:
+            self._stopped = True
+            source.close()
+            return None
+        batch = agreement = None
+        try:
+            with self.ledger.span("await batch"):
+                batch = source.take()
+            if batch is not None:
+                with self.ledger.span("data"):
+                    batch = check_batch(batch, self.tables, self.balancer)
+                    agreement = agree_alone(batch)
+        except Exception as error:  # noqa: BLE001 - raised after the steps before it
+            self._failure = error
+            batch = agreement = None
+        if batch is None or agreement is None:
+            source.close()
+            return None
+        moved = copy_to_device(batch, self.transport.device, self._copies)
+        copied = record_event_on(self.transport.device, self._copies)
+        feature = self.balancer.feature if self.balancer is not None else "history"
+        taken = _Taken(batch, agreement, moved, copied, count_batch(batch, feature))
+        self._taken.append(taken)
+        self._check_agreed(agreement)
+        return taken
+
+    def _step(self, current: _Taken) -> StepResult:
+        self._taken.remove(current)
+        for name, value in current.counters.items():
+            self.ledger.count(name, value)
+        batch = current.batch
+        if current.copied is not None:
+            stream = current_stream(self.transport.device)
+            stream.wait_event(current.copied)
+            for tensor in batch.tensors() if batch.packed is None else (batch.packed,):
+                tensor.record_stream(stream)
+        if not self.tables.placed:
+            self.tables.place(batch)
+        collected, losses = self._compute_locally(batch, current.agreement)
+        self.steps += 1
+        factor = self._get_factor(self.steps)
+        with self.ledger.span("update rows"):
+            self.tables.update_locally(collected, step=self.steps, factor=factor)
+        self.buckets.start(self.transport, losses)
+        self.buckets.send()
+        losses = self.buckets.reduce()
+        norm = self._update_dense(factor)
+        return self._make_result(batch, current.agreement, losses, norm)
+
+    def _compute_locally(
+        self, batch: SequenceBatch, agreement: Agreement
+    ) -> tuple[list[Collected], Tensor]:
+        """Reads the rows, forward, backward: the gradients of the rows, and the losses."""
+        # The first batch is checked, sample by sample: as it is.
+        graph = self._graphs.find(batch) if self._graphs is not None and self.steps else None
+        if graph is not None:
+            with self.ledger.span("compute"), self.stopwatch.computing():
+                return graph.run(batch, agreement)
+        micro = self._split_batch(batch)
+        with self.ledger.span("deduplicate"):
+            requests = self.tables.request_locally(micro)
+        losses = self._compute(micro, agreement)
+        with self.ledger.span("update rows"):
+            return self.tables.collect_locally(requests), losses
