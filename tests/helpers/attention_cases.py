@@ -45,7 +45,7 @@ CASES = {
         name="equal", candidates=True, biases=True, dtype="float16", pair_budget=40_000
     ),
     "stored": dict(name="giant", candidates=True, biases=False, dtype="float16", stored=True),
-    "stored biases": dict(name="mixed", candidates=True, biases=True, dtype="float16", stored=True),
+    "stored biases": dict(name="equal", candidates=True, biases=True, dtype="float16", stored=True),
     "apart": dict(name="equal", candidates=True, biases=False, dtype="float16", apart=True),
     "wide": dict(name="equal", candidates=False, biases=False, dtype="float16", widths=(256, 256)),
     "long times": dict(name="equal", candidates=True, biases=True, step=10**10),
