@@ -3,8 +3,9 @@ file and batches, behind a row-wise sharded EmbeddingCollection instead of FreeS
 
 The head and the encoder are the objects that `freescale train` builds, from the same seed; the
 table's first rows are FreeScale's. Three features read the table: history, targets, negatives. Row
-optimizer, dense optimizer and precision are the configuration's. Batches are read and pinned ahead
-in a thread, as in training. A rank's loss is its sum over positions times ranks / global count,
+optimizer, dense optimizer and precision are the configuration's. Batches are made ahead by the same
+worker processes as in training, and put into TorchRec's form and pinned memory by a thread. A
+rank's loss is its sum over positions times ranks / global count,
 because TorchRec and DistributedDataParallel divide gradients by the number of ranks; the counts are
 known before the first step, so that no arm communicates for them.
 """
@@ -30,11 +31,12 @@ from freescale.batch import SequenceBatch
 from freescale.config import RunConfig
 from freescale.data.loader import Histories
 from freescale.data.prefetch import prefetch
+from freescale.data.workers import read_ahead
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.storage import draw_initial_rows
 from freescale.pipeline.precision import choose_precision, make_autocast, supports_bf16
-from freescale.train.build import build_module, load_histories
+from freescale.train.build import build_module, count_workers, load_histories
 
 FEATURES = ("history", "targets", "negatives")
 _CHUNK = 1 << 15  # rows that are drawn at a time
@@ -142,11 +144,9 @@ class RetrievalArm:
         optimizer = torch.optim.AdamW(
             parameters, lr=train.lr, weight_decay=train.weight_decay, fused=device.type == "cuda"
         )
-        self._feed: Iterator[Batch] = prefetch(
-            _make_batches(
-                self._data, world, _count_positions(self._data, batches), device.type == "cuda"
-            )
-        )
+        counts, on_gpu = _count_positions(self._data, batches), device.type == "cuda"
+        made = read_ahead(self._data, count_workers(config, device.type), pin=on_gpu).__enter__()
+        self._feed: Iterator[Batch] = prefetch(_make_batches(made, world, counts, on_gpu))
         self._pipeline = PIPELINES[pipeline](sharded, optimizer, device)
 
     def progress(self) -> Tensor:
@@ -180,10 +180,10 @@ def _count_positions(data: Histories, batches: int) -> list[float]:
 
 
 def _make_batches(
-    data: Histories, world: int, counts: list[float], pinned: bool
+    made: Iterator[SequenceBatch], world: int, counts: list[float], pinned: bool
 ) -> Iterator[Batch]:
     """Those of the loader, as TorchRec takes them."""
-    for samples, count in zip(data, counts, strict=False):
+    for samples, count in zip(made, counts, strict=False):
         lengths = [_measure_feature(samples, name) for name in FEATURES]
         features = KeyedJaggedTensor(
             keys=list(FEATURES),

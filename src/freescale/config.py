@@ -79,9 +79,10 @@ class DataConfig(_Checked):
     split_time: int | None = option(None, "first timestamp of the test part, with --split time")
     negatives: int = option(256, "negatives of each --negatives-per (retrieval)", minimum=1)
     negatives_per: str = option(
-        "sample",
-        "what draws negatives of its own: each sample, each position, or the batch as a whole",
-        choices=("sample", "position", "batch"),
+        "auto",
+        "what has negatives of its own: each sample, each position, or the batch as a whole (auto: "
+        "the batch where histories are short, else each sample)",
+        choices=("auto", "sample", "position", "batch"),
     )
     in_batch_share: float = option(
         0.0, "share of negatives that come from the batch", minimum=0.0, maximum=1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class HostSizes:
     lengths: Tensor  # [samples] int64, candidates included
     candidate_counts: Tensor | None = None  # [samples] int64
     time_span: int | None = None  # the longest between two timestamps of a sample; None: not known
+    plans: Any = None  # where the attention's plans are kept, for batches of one padded size
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Jagged:
     host: Jagged | None = field(default=None, repr=False, compare=False)
     # most that two values of a sample differ by, where whoever made it knows
     span: int | None = field(default=None, repr=False, compare=False)
+    # of a padded batch: see HostSizes
+    plans: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.lengths.dtype != torch.int64 or self.lengths.ndim != 1:

@@ -161,6 +161,14 @@ def _plain(transport):
 
 def test_nothing_is_measured_where_there_is_nothing_to_choose():
     state, lines = run_ranks(2, _plain)[0]
-    assert state["dense_sums"] == "collective" and "same path" in lines[1]
+    assert state["dense_sums"] == "collective" and "is the process group" in lines[1]
     state, lines = _plain(LocalTransport())
     assert state == {"precision": "fp32"} and len(lines) == 1
+
+
+def test_one_rank_passes_on_what_several_have_chosen():
+    _, pipeline = build(LocalTransport(), "serial", dense_sums="auto")
+    chosen = {"precision": "fp32", "dense_sums": "partitioned"}
+    pipeline.load_state_dict({**pipeline.state_dict(), "choices": chosen})
+    pipeline.tune()
+    assert pipeline.state_dict()["choices"] == chosen

@@ -77,6 +77,51 @@ def test_times_in_64_bits():
     assert_close(1e-2, name=MIXED, candidates=True, biases=True, dtype="bfloat16", step=10**12)
 
 
+@pytest.mark.parametrize("biases", [False, True])
+def test_heads_of_256(biases):
+    assert_close(
+        1e-2, name=MIXED, candidates=True, biases=biases, dtype="bfloat16", widths=(256, 256)
+    )
+
+
+@pytest.mark.parametrize(
+    "width, biases, variant",
+    [
+        (64, False, {"stored": True}),
+        (64, True, {"stored": True}),
+        (128, False, {"stored": True}),
+        (128, True, {"stored": True}),
+        (128, False, {"apart": True}),
+        (256, False, {"stored": False}),
+        (256, True, {"stored": False}),
+    ],
+)
+def test_other_ways_through_the_backward(width, biases, variant):
+    for candidates in (False, True):
+        assert_close(
+            1e-2, name=MIXED, candidates=candidates, biases=biases, dtype="bfloat16",
+            widths=(width, width), **variant,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("budget", [0, 10_000_000])  # no table; one of the biases alone
+def test_biases_beyond_the_budget(width, budget):
+    assert_close(
+        1e-2, name=MIXED, candidates=True, biases=True, dtype="bfloat16", widths=(width, width),
+        pair_budget=budget, heads=16 if budget else 2,
+    )  # fmt: skip
+
+
+def test_stored_scores_give_the_same_bits_every_time():
+    leaves, _, lengths, _ = drawn([9222, 17, 0, 900], heads=4, width=256)
+    runs = []
+    for _ in range(4):
+        out = hstu_attention(*leaves, lengths, scale_length=4000, alpha=0.1)
+        runs.append(torch.autograd.grad(out.float().square().sum(), leaves))
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
 def test_slices_of_one_projection():
     assert_close(1e-2, name=MIXED, candidates=False, biases=False, dtype="bfloat16", sliced=True)
 

@@ -162,10 +162,10 @@ def test_a_step_reads_nothing_from_the_device(head, autocast, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fused_layers_are_as_exact_as_plain_ones(poisoned, dtype, biases):
     found = layer_cases.fused(
-        dtype, 0.25, biases=biases, candidates=biases, layers=3, device="cuda"
+        dtype, 0.25, biases=biases, candidates=biases, layers=3, parts=2, device="cuda"
     )
     limit = 1e-5 if dtype == "float32" else 2e-2
-    assert layer_cases.FUSED and all(
+    assert all(
         value < limit if isinstance(value, float) else value is True for value in found.values()
     ), found
 

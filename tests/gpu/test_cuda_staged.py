@@ -44,6 +44,7 @@ arms = (
     {{"optimizer": "adam", "dtype": torch.float32}},
     {{"balanced": True}},
     {{"dense_sums": "partitioned"}},
+    {{"dense_sums": "auto"}},
 )
 found = {{str(options): differences(transport, **options) for options in arms}}
 found["stale"] = differences(transport, "stale")

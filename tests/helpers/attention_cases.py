@@ -4,11 +4,14 @@ through the interpreter."""
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import torch
 
 from freescale.kernels.reference import attention
 from freescale.kernels.triton import attention as triton_attention
+from freescale.kernels.triton.attention_launch import AttentionLaunch, KeyLaunch, StoredLaunch
 
 BUCKETS = 20
 LENGTHS = {
@@ -32,11 +35,41 @@ CASES = {
         ("empty", True, True),
     ]
 } | {
-    "half precision": dict(name="equal", candidates=True, biases=True, dtype="float16"),
+    "half precision": dict(name="mixed", candidates=True, biases=True, dtype="float16"),
     "different widths": dict(name="equal", candidates=False, biases=False, widths=(32, 64)),
     "slices of one projection": dict(name="equal", candidates=False, biases=False, sliced=True),
+    "half precision, computed biases": dict(
+        name="equal", candidates=True, biases=True, dtype="float16", pair_budget=0
+    ),
+    "half precision, biases alone in memory": dict(
+        name="equal", candidates=True, biases=True, dtype="float16", pair_budget=40_000
+    ),
+    "stored": dict(name="giant", candidates=True, biases=False, dtype="float16", stored=True),
+    "stored biases": dict(name="mixed", candidates=True, biases=True, dtype="float16", stored=True),
+    "apart": dict(name="equal", candidates=True, biases=False, dtype="float16", apart=True),
+    "wide": dict(name="equal", candidates=False, biases=False, dtype="float16", widths=(256, 256)),
     "long times": dict(name="equal", candidates=True, biases=True, step=10**10),
 }
+
+
+@contextmanager
+def choose_variant(width, pair_budget=None, stored=None, apart=False):
+    """Runs the kernels that these launches choose. stored: the backward with or without stored
+    scores; apart: keys' and values' gradients in two kernels."""
+    with ExitStack() as stack:
+        launches = triton_attention
+        if pair_budget is not None:
+            stack.enter_context(mock.patch.object(launches, "PAIR_BUDGET", pair_budget))
+        if stored is not None:
+            for table, tile in (("STORED", 128), ("BIASED_STORED", 64)):
+                of_queries = AttentionLaunch(tile, min(64, 8192 // width), tile // 16, 1)
+                both = StoredLaunch(of_queries, AttentionLaunch(128, 64, 8, 1))
+                one = {width: both} if stored else {}
+                stack.enter_context(mock.patch.object(launches, table, one))
+        if apart:
+            both = KeyLaunch(64, 64, 4, 1, keys=False), KeyLaunch(64, 32, 4, 1, values=False)
+            stack.enter_context(mock.patch.dict(launches.BACKWARD_KV, {width: both}))
+        yield
 
 
 def compare(
@@ -49,6 +82,9 @@ def compare(
     step=3000,
     device="cpu",
     heads=2,
+    pair_budget=None,
+    stored=None,
+    apart=False,
 ):
     """Relative errors of the output and of all gradients against the plain attention in float64, by
     name."""
@@ -98,10 +134,9 @@ def compare(
         grads = torch.autograd.grad((out * weight.to(out.dtype)).sum(), list(inputs.values()))
         return dict(zip(["out", *inputs], [out.detach(), *grads], strict=True))
 
-    ours, exact = (
-        run(triton_attention.hstu_attention, None),
-        run(attention.hstu_attention, torch.float64),
-    )
+    with choose_variant(max(widths), pair_budget, stored, apart):
+        ours = run(triton_attention.hstu_attention, None)
+    exact = run(attention.hstu_attention, torch.float64)
     assert all(ours[key].dtype == leaves[key].dtype for key in leaves)
     return {
         key: ((ours[key].double() - x).norm() / x.norm().clamp(min=1e-9)).item()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -26,10 +27,10 @@ H200 = ("cuda", 90, 32)
 CPU = torch.device("cpu")
 
 
-def configure(task="retrieval", **changes):
+def configure(task="retrieval", per="sample", **changes):
     model = dict(width=64, layers=3, heads=2, dropout=0.2, task=task, labels="click") | changes
     return RunConfig(
-        data=DataConfig(data="synthetic", negatives=8, max_length=40),
+        data=DataConfig(data="synthetic", negatives=8, max_length=40, negatives_per=per),
         model=ModelConfig(**model),
         train=TrainConfig(precision="bf16"),
     )
@@ -37,13 +38,21 @@ def configure(task="retrieval", **changes):
 
 def draw_batch(config, seed):
     generator = torch.Generator().manual_seed(seed)
-    samples = 3 + seed
     draw = lambda bound, *shape: torch.randint(0, bound, shape, generator=generator)  # noqa: E731
-    lengths, counts = draw(40, samples), draw(4, samples)
+    # by 1 and by multiples of 16 Triton would specialise
+    lengths, counts = {
+        2: (torch.ones(1, dtype=torch.int64),) * 2,
+        3: (torch.full((16,), 16),) * 2,
+    }.get(seed, (draw(40, 3 + seed), draw(4, 3 + seed)))
+    samples = len(lengths)
     events, candidates = int(lengths.sum()), int(counts.sum())
     scale = 10 ** (3 + 4 * (seed % 2))  # times in 32 and in 64 bits
+    more = {}
+    if config.data.negatives_per == "position":
+        more["negatives"] = Jagged(draw(50, events, config.data.negatives), lengths)
     return SequenceBatch(
         sequences={
+            **more,
             "history": Jagged(draw(50, events), lengths),
             "targets": Jagged(draw(50, events), lengths),
             "timestamps": Jagged((draw(900, events) * scale).cumsum(0), lengths),
@@ -53,7 +62,11 @@ def draw_batch(config, seed):
         candidates={
             "candidates": Nested(draw(50, candidates), torch.ones_like(draw(1, candidates)), counts)
         },
-        dense={"negatives": draw(50, samples, config.data.negatives)},
+        **{
+            "sample": lambda count: {"dense": {"negatives": draw(50, samples, count)}},
+            "batch": lambda count: {"shared": {"negatives": draw(50, count)}},
+            "position": lambda count: {},
+        }[config.data.negatives_per](config.data.negatives),
         keys=derive(seed, torch.arange(samples)),
     ).check()
 
@@ -64,7 +77,11 @@ def draw_batch(config, seed):
         ("retrieval", {"position_bias": False, "time_bias": False}),
         ("retrieval", {"position_bias": True, "time_bias": True}),
         ("ranking", {"position_bias": True, "time_bias": False, "dropout": 0.0}),
-        ("retrieval", {"position_bias": False, "time_bias": False, "recompute": True}),
+        ("retrieval", {"per": "position", "position_bias": False, "time_bias": False}),
+        (
+            "retrieval",
+            {"per": "batch", "position_bias": False, "time_bias": False, "recompute": True},
+        ),
     ],
 )
 def test_what_is_compiled_covers_what_a_run_launches(task, changes):
@@ -98,6 +115,13 @@ def test_a_worker_compiles_and_a_second_run_finds_it(tmp_path, monkeypatch):
     assert count_compilations() == before + 1
 
 
+@dataclass
+class _Parameter:
+    is_constexpr: bool
+    do_not_specialize: bool
+    do_not_specialize_on_alignment: bool = False
+
+
 class FakeKernel:
     """Has of a Triton kernel what the launcher reads; counts what Triton would compile."""
 
@@ -106,7 +130,7 @@ class FakeKernel:
 
     def __init__(self):
         flags = [(False, name == "n") for name in self.arg_names[:-1]] + [(True, False)]
-        self.params = [SimpleNamespace(is_constexpr=c, do_not_specialize=f) for c, f in flags]
+        self.params = [_Parameter(c, f) for c, f in flags]
         self.made, self.direct = [], []
 
     def __getitem__(self, grid):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.data import Histories, prefetch
-from freescale.data.negatives import draw_negatives
+from freescale.data.negatives import choose_negatives_per, draw_negatives
 from freescale.random import derive, hash_name, integers
 
 USERS, GROUP = 53, 6  # 9 row groups, the last one short
@@ -104,7 +104,14 @@ CASES = [
 def test_retrieval_samples(data, part, split, split_time, max_length):
     path, rows = data
     loader = Histories(
-        path, 8, max_length=max_length, part=part, split=split, split_time=split_time, negatives=4
+        path,
+        8,
+        max_length=max_length,
+        part=part,
+        split=split,
+        split_time=split_time,
+        negatives=4,
+        negatives_per="sample",
     )
     seen = []
     for batch in loader:
@@ -179,9 +186,13 @@ def test_ranking_samples(data, part, split, split_time):
     shuffle=st.booleans(),
     part=st.sampled_from(["train", "test"]),
     task=st.sampled_from(["retrieval", "ranking"]),
+    per=st.sampled_from(["sample", "position", "batch"]),
 )
-def test_ranks_together_are_the_global_batch(data, batch, world, halo, share, shuffle, part, task):
+def test_ranks_together_are_the_global_batch(
+    data, batch, world, halo, share, shuffle, part, task, per
+):
     options = {
+        "negatives_per": per,
         "halo": halo,
         "in_batch_share": share,
         "shuffle": shuffle,
@@ -204,7 +215,10 @@ def test_ranks_together_are_the_global_batch(data, batch, world, halo, share, sh
 
 
 def test_an_empty_rank_has_every_feature(data):
-    first, last = (Histories(data[0], 2, rank=r, world=5, negatives=128).batch(0) for r in (0, 4))
+    first, last = (
+        Histories(data[0], 2, rank=r, world=5, negatives=128, negatives_per="sample").batch(0)
+        for r in (0, 4)
+    )
     assert len(first) == 0 and len(last) == 1
     assert first.parts().keys() == last.parts().keys()
     assert first.dense["negatives"].shape == (0, 128)
@@ -277,7 +291,14 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
 def test_negatives_come_from_the_halo_or_from_everywhere(data):
     path, rows = data
     loader = Histories(
-        path, 16, negatives=40, in_batch_share=0.25, halo=5, num_items=1 << 40, shuffle=False
+        path,
+        16,
+        negatives=40,
+        negatives_per="sample",
+        in_batch_share=0.25,
+        halo=5,
+        num_items=1 << 40,
+        shuffle=False,
     )
     fallbacks = 0
     for batch in loader:
@@ -308,7 +329,13 @@ def test_negatives_cover_sample_and_catalogue_evenly(tmp_path):
         "timestamp": [[1, 2, 3, 4]] * 6,
     }
     pq.write_table(pa.table(table), path)
-    options = {"negatives": 4000, "in_batch_share": 0.5, "split": "none", "shuffle": False}
+    options = {
+        "negatives": 4000,
+        "negatives_per": "sample",
+        "in_batch_share": 0.5,
+        "split": "none",
+        "shuffle": False,
+    }
     batch = Histories(path, 6, halo=3, **options).batch(0)
     for user in range(6):
         counts = torch.bincount(batch.dense["negatives"][user, :2000], minlength=6)
@@ -329,6 +356,20 @@ def test_uniform_negatives_are_integers_of_their_keys(bound):
     drawn = draw_negatives(keys, none, count=9, num_items=bound, **options)
     counters = hash_name("uniform negative"), torch.arange(9)
     assert torch.equal(drawn, integers(derive(keys[:, None], *counters), bound))
+
+
+def test_short_histories_share_the_negatives_of_the_batch(tmp_path):
+    assert choose_negatives_per("position", 1.0) == "position"
+    assert choose_negatives_per("sample", 1.0) == "sample"
+    for length, per in ((5, "batch"), (40, "sample")):
+        path = tmp_path / f"{length}.parquet"
+        rows = [[1] * length] * 20 + [[]]
+        table = pa.table({"user_id": range(21), "item_id": rows, "timestamp": rows})
+        pq.write_table(table, path, row_group_size=8)
+        loader = Histories(path, 4, split="none")
+        assert abs(loader.file.mean_length - length) < 2 and loader.negatives_per == per
+        assert "negatives" in (loader.batch(0).shared if per == "batch" else loader.batch(0).dense)
+        assert Histories(path, 4, split="none", max_length=7).negatives_per == "batch"
 
 
 def test_negatives_of_positions_and_of_the_batch(data):

@@ -128,6 +128,20 @@ class HistoriesFile:
         return int(self.starts[-1])
 
     @property
+    def mean_length(self) -> float:
+        """Events of a history, on average, as the file's footer counts them."""
+        metadata = self.file.metadata
+        events: int = sum(
+            next(
+                column.num_values
+                for column in map(about.column, range(about.num_columns))
+                if column.path_in_schema.split(".")[0] == "item_id"
+            )
+            for about in map(metadata.row_group, range(metadata.num_row_groups))
+        )
+        return events / self.num_samples
+
+    @property
     def num_groups(self) -> int:
         return len(self.starts) - 1
 

@@ -20,13 +20,18 @@ from freescale.config import DataConfig, ModelConfig, TrainConfig
 from freescale.data.epoch_order import EpochOrder
 from freescale.data.histories import HistoriesFile
 from freescale.data.labels import check_labels
-from freescale.data.negatives import derive_batch_key, derive_position_keys, draw_negatives
+from freescale.data.negatives import (
+    choose_negatives_per,
+    derive_batch_key,
+    derive_position_keys,
+    draw_negatives,
+)
 from freescale.data.splits import PARTS, SPLITS, Split
 from freescale.data.windows import WindowReader
 from freescale.random import derive
 
 TASKS = ("retrieval", "ranking")
-NEGATIVES_PER = ("sample", "position", "batch")
+NEGATIVES_PER = ("auto", "sample", "position", "batch")
 # The columns of a file and what a batch calls them.
 _NAMES = {"item_id": "history", "timestamp": "timestamps", "action": "actions"}
 
@@ -72,7 +77,7 @@ class Histories:
         split: `leave-one-out`, `time` or `none`.
         split_time: With split `time`: where it cuts, in the file's unit.
         negatives: How many each sample, position or batch has, for retrieval.
-        negatives_per: `sample`, `position` or `batch`.
+        negatives_per: `sample`, `position` or `batch`; `auto` decides by the file's mean length.
         in_batch_share: Share of the negatives that are targets of other samples of the batch.
         halo: How many samples further such negatives may come from.
         candidates: Candidates per sample, for training of ranking.
@@ -157,7 +162,9 @@ class Histories:
         self.split = split
         self.split_time = split_time
         self.negatives, self.halo, self.candidates = negatives, halo, candidates
-        self.negatives_per = negatives_per
+        self.negatives_per = choose_negatives_per(
+            negatives_per, min(self.file.mean_length, max_length)
+        )
         self._in_batch = round(negatives * in_batch_share)
         self.seed = seed
         self.shuffle = shuffle

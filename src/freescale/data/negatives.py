@@ -26,6 +26,23 @@ _MIX = (
 _TOKEN, _BATCH = hash_name("negatives of a position"), hash_name("negatives of a batch")
 
 
+# Events of a mean history below which a batch shares its negatives. A sample's own are rows that
+# few positions use: 256 rows for 6 positions cost many times what the positions do.
+SHORT = 32.0
+
+
+def choose_negatives_per(asked: str, mean_length: float) -> str:
+    """What has negatives of its own: `sample`, `position` or `batch`.
+
+    Args:
+        asked: One of these, or `auto`, which leaves it to this rule.
+        mean_length: Events of a history, on average over the file.
+    """
+    if asked != "auto":
+        return asked
+    return "batch" if mean_length < SHORT else "sample"
+
+
 def draw_negatives(
     keys: Tensor,
     targets: Jagged,

@@ -32,6 +32,9 @@ from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.row_gradients import RowGradients
 from freescale.kernels.triton import row_sums as triton_row_sums
 
+# rows, and a gradient for each; or all readings, with those of a row side by side
+Collected = tuple[Tensor | SortedRows, Tensor]
+
 
 class LocalRequest:
     """What a step reads of a group, out of the table itself."""
@@ -130,16 +133,25 @@ class LocalGroup:
 
     def apply(self, request: LocalRequest | Request, **options: Unpack[UpdateOptions]) -> None:
         """Updates the rows by the gradients of what has read them."""
+        self.update(self.collect(request), **options)
+
+    def collect(self, request: LocalRequest | Request) -> Collected:
+        """The gradients of what has read the rows."""
         if isinstance(request, Request):
             gradient = request.take_gradient().to(self._encoding).to(self.rows.weight.dtype)
-            self.rows.update(request.owned, gradient, **options)
-            return
+            return request.owned, gradient
         copied = request.copied
         if copied is not None and copied.rows is not None and copied.rows.grad is not None:
             # those that were read in the table, by their places in the copy
             gradients = request.gradients.move(copied.index.parts, request.find_copied)
-            total = sum_readings(gradients, copied.rows.grad, copied.rows.shape[0])
-            self.rows.update(copied.owned, total, **options)
-            return
+            return copied.owned, sum_readings(gradients, copied.rows.grad, copied.rows.shape[0])
         rows, values = request.gradients.take()
-        self.rows.update_readings(SortedRows.of(rows), values, **options)
+        return SortedRows.of(rows), values
+
+    def update(self, collected: Collected, **options: Unpack[UpdateOptions]) -> None:
+        """Updates the rows that `collect` found."""
+        rows, gradients = collected
+        if isinstance(rows, SortedRows):
+            self.rows.update_readings(rows, gradients, **options)
+        else:
+            self.rows.update(rows, gradients, **options)

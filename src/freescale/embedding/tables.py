@@ -14,7 +14,7 @@ from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
 from freescale.embedding.exchange import Replicated, Sharded
 from freescale.embedding.layout import ShardLayout, TableSpec, find_feature_ids
-from freescale.embedding.local import LocalGroup, LocalRequest
+from freescale.embedding.local import Collected, LocalGroup, LocalRequest
 from freescale.embedding.memory import check_memory
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.placement import Placement, choose_placement, parse_placement
@@ -246,19 +246,24 @@ class Tables:
     def request_locally(self, batches: Sequence[SequenceBatch]) -> list[LocalRequest | Request]:
         """For one rank: the rows that some (micro-)batches read, which the model can read from now
         on where they are."""
-        with self.transport.ledger.span("deduplicate"):
-            requests = [group.request(batches) for group in self.local_groups]
+        requests = [group.request(batches) for group in self.local_groups]
         self._open = list(zip(self.local_groups, requests, strict=True))
         return requests
 
-    def apply_locally(
-        self, requests: Sequence[LocalRequest | Request], *, step: int, factor: float = 1.0
-    ) -> None:
-        """For one rank: updates the rows of `request_locally`."""
+    def collect_locally(self, requests: Sequence[LocalRequest | Request]) -> list[Collected]:
+        """For one rank: the gradients of what has read the rows of `request_locally`."""
         self._open = None
-        with self.transport.ledger.span("update rows"):
-            for group, request in zip(self.local_groups, requests, strict=True):
-                group.apply(request, step=step, factor=factor, clip=self.row_clip)
+        return [
+            group.collect(request)
+            for group, request in zip(self.local_groups, requests, strict=True)
+        ]
+
+    def update_locally(
+        self, collected: Sequence[Collected], *, step: int, factor: float = 1.0
+    ) -> None:
+        """For one rank: updates the rows by what `collect_locally` found."""
+        for group, found in zip(self.local_groups, collected, strict=True):
+            group.update(found, step=step, factor=factor, clip=self.row_clip)
 
     @cached_property
     def local_groups(self) -> list[LocalGroup]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -77,7 +77,14 @@ def plan_attention(
     """
     fits = fits_triton_attention(_is_on_gpu(lengths), has_triton(), widths, dtype, buckets)
     if fits:
-        return triton_attention_plan.plan_attention(lengths, heads, buckets=buckets, **options)
+        make = partial(
+            triton_attention_plan.plan_attention, lengths, heads, buckets=buckets, **options
+        )
+        host = options.get("host")
+        if host is not None and host.plans is not None:
+            plan: TilePlan = host.plans.find((heads, widths, dtype, buckets), make)
+            return plan
+        return make()
     return attention_plan.plan_attention(lengths, heads, buckets=buckets, **options)
 
 
@@ -94,7 +101,7 @@ def fits_triton_attention(
         buckets: Of the time bias; 0 without one.
     """
     fits = (
-        all(width in triton_attention.WIDTHS for width in widths)
+        all(triton_attention.fits_width(width, dtype) for width in widths)
         and dtype in triton_attention.DTYPES
     )
     return gpu and triton and fits and buckets <= triton_attention_plan.MAX_BUCKETS
@@ -191,14 +198,15 @@ def sampled_softmax(
     autocast's dtype."""
     inputs = (outputs, rows, targets, negatives, lengths)
     fits = (
-        outputs.is_cuda
+        _is_on_gpu(outputs)
         and has_triton()
         and {outputs.dtype, rows.dtype} <= set(triton_softmax.DTYPES)
         and outputs.shape[1] <= triton_softmax.MAX_WIDTH
     )
     if not fits:
         return softmax.sampled_softmax(*inputs, **options)
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    kind = outputs.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return triton_softmax.sampled_softmax(*inputs, dtype=dtype, **options)
 
 

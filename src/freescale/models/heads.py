@@ -69,7 +69,9 @@ class _SequenceHead(nn.Module):
         if self.encoder.has_time_bias:
             times = find_sequence(batch, "timestamps", history)
             timestamps, span = times.values, measure_time_span(times)
-        return x, history.lengths, timestamps, HostSizes(history.host_lengths, time_span=span)
+        plans = None if history.host is None else history.host.plans
+        sizes = HostSizes(history.host_lengths, time_span=span, plans=plans)
+        return x, history.lengths, timestamps, sizes
 
     def compress(self, batch: SequenceBatch, memory: Memory | None = None) -> Memory:
         """Compresses histories to the summaries of their segments.
@@ -134,6 +136,18 @@ class Retrieval(_SequenceHead):
         """Which batch features each table reads."""
         actions = {} if self.action is None else {"action": ["actions"]}
         return {"item": ["history", "targets", "negatives"]} | actions
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold its forward and backward: for batches of one size its
+        kernels are launched with the same arguments."""
+        encoder = self.encoder
+        plain = type(encoder) is HSTU and not encoder.checkpoint
+        return plain and not encoder.has_position_bias and not encoder.has_time_bias
+
+    def count_work(self, tokens: int) -> int:
+        """Values of the tokens of a batch, over all layers."""
+        return tokens * self.encoder.width * len(self.encoder.layers)
 
     def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
         history = find_sequence(batch, "history")

@@ -52,7 +52,7 @@ class Choices:
         if not isinstance(reducer, GradientBuckets):
             self.dense_sums = DenseSums("collective", "compressed gradients have their own sums")
         elif not transport.sums_apart or not reducer.flat:
-            self.dense_sums = DenseSums("collective", "exchanges take the same path")
+            self.dense_sums = DenseSums("collective", "the transport is the process group")
         else:
             opened = PartitionedAllReduce(transport)
             seconds = measure_dense_sums(transport, opened, reducer.flat)
@@ -87,7 +87,8 @@ class Choices:
             device = self._transport.device
             self.precision, _ = choose_precision(asked, device.type, supports_bf16(device))
             self._reason = _REPEATED
-        exact = isinstance(self._reducer, GradientBuckets)
+        # one rank sums nothing, and passes on what several may need again
+        exact = self._transport.world == 1 or isinstance(self._reducer, GradientBuckets)
         if self.dense_sums is None and exact and "dense_sums" in state:
             self._adopt(DenseSums(state["dense_sums"], _REPEATED))
 

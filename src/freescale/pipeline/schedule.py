@@ -86,7 +86,8 @@ class Schedule(ABC):
         self._loss_watch = LossWatch()
         self._first_batch = FirstBatchCheck(parallel.module, self.transport, check)
         dense = list(parallel.dense_parameters())
-        exact: MakeReducer = LocalGradients if self.transport.world == 1 else GradientBuckets
+        alone = self.transport.world == 1
+        exact: Callable[..., Reducer] = LocalGradients if alone else GradientBuckets
         self.buckets: Reducer = (reducer or exact)(dense, self.transport.device)
         self.choices = Choices(self.transport, dense, self.buckets, precision, dense_sums)
 

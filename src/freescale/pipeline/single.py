@@ -14,12 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from freescale.batch import SequenceBatch
+from freescale.embedding.local import Collected
 from freescale.pipeline.agreement import Agreement, agree_alone
-from freescale.pipeline.next_batch import copy_to_device, count_batch, take_batch
+from freescale.pipeline.captured.graphs import Graphs, can_capture
+from freescale.pipeline.next_batch import check_batch, copy_to_device, count_batch
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.source import BatchSource
 from freescale.pipeline.step_result import StepResult
@@ -41,6 +45,13 @@ class Single(Schedule):
     """One rank."""
 
     overlaps_dense = False
+
+    def __init__(self, *arguments: Any, graphs: bool = True, **options: Any) -> None:
+        """As `Schedule`. `graphs`: small batches are computed by CUDA graphs, where the model and
+        the device allow it."""
+        super().__init__(*arguments, **options)
+        usable = graphs and self.accumulate == 1 and self.transport.device.type == "cuda"
+        self._graphs = Graphs(self) if usable and can_capture(self.parallel.module) else None
 
     def _run(self, source: BatchSource) -> Iterator[StepResult]:
         ahead = self.transport.device.type != "cpu"  # there nothing happens beside the host
@@ -66,10 +77,14 @@ class Single(Schedule):
             self._stopped = True
             source.close()
             return None
+        batch = agreement = None
         try:
-            with self.ledger.span("data"):
-                batch = take_batch(source, self.tables, self.balancer)
-                agreement = agree_alone(batch) if batch is not None else None
+            with self.ledger.span("await batch"):
+                batch = source.take()
+            if batch is not None:
+                with self.ledger.span("data"):
+                    batch = check_batch(batch, self.tables, self.balancer)
+                    agreement = agree_alone(batch)
         except Exception as error:  # noqa: BLE001 - raised after the steps before it
             self._failure = error
             batch = agreement = None
@@ -92,18 +107,33 @@ class Single(Schedule):
         if current.copied is not None:
             stream = current_stream(self.transport.device)
             stream.wait_event(current.copied)
-            for tensor in batch.tensors():
+            for tensor in batch.tensors() if batch.packed is None else (batch.packed,):
                 tensor.record_stream(stream)
         if not self.tables.placed:
             self.tables.place(batch)
-        micro = self._split_batch(batch)
-        requests = self.tables.request_locally(micro)
-        losses = self._compute(micro, current.agreement)
+        collected, losses = self._compute_locally(batch, current.agreement)
         self.steps += 1
         factor = self._get_factor(self.steps)
-        self.tables.apply_locally(requests, step=self.steps, factor=factor)
+        with self.ledger.span("update rows"):
+            self.tables.update_locally(collected, step=self.steps, factor=factor)
         self.buckets.start(self.transport, losses)
         self.buckets.send()
         losses = self.buckets.reduce()
         norm = self._update_dense(factor)
         return self._make_result(batch, current.agreement, losses, norm)
+
+    def _compute_locally(
+        self, batch: SequenceBatch, agreement: Agreement
+    ) -> tuple[list[Collected], Tensor]:
+        """Reads the rows, forward, backward: the gradients of the rows, and the losses."""
+        # The first batch is checked, sample by sample: as it is.
+        graph = self._graphs.find(batch) if self._graphs is not None and self.steps else None
+        if graph is not None:
+            with self.ledger.span("compute"), self.stopwatch.computing():
+                return graph.run(batch, agreement)
+        micro = self._split_batch(batch)
+        with self.ledger.span("deduplicate"):
+            requests = self.tables.request_locally(micro)
+        losses = self._compute(micro, agreement)
+        with self.ledger.span("update rows"):
+            return self.tables.collect_locally(requests), losses

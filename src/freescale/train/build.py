@@ -3,6 +3,7 @@ the same."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from freescale.config import DataConfig, RunConfig
 from freescale.data.history_builder import Progress
 from freescale.data.loader import Histories
 from freescale.data.prepare import prepare
+from freescale.data.workers import choose_workers
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.parallelize import parallelize
 from freescale.embedding.sharded_model import ShardedModel
@@ -64,6 +66,13 @@ def load_histories(
         epochs=train.epochs if training else 1,
         num_items=data.num_items,
     )
+
+
+def count_workers(config: RunConfig, device: str) -> int:
+    """Processes that make the batches of this rank."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return choose_workers(config.data.workers, device, cores, max(1, ranks))
 
 
 def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:

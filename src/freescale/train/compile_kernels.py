@@ -28,6 +28,7 @@ from freescale.kernels.triton.compile import compile_recorded
 from freescale.train.build import build_module
 
 ITEMS, ACTIONS = 16, 4  # rows of the small tables
+SAMPLES = 160
 FAR = 2**31  # seconds: too long for times in 32 bits
 
 
@@ -150,28 +151,33 @@ def call_local_tables(
 
 
 def build_batch(config: RunConfig, actions: bool, span: int) -> SequenceBatch:
-    """Two samples with all that the model may read, their times `span` seconds apart; one of them
-    has earlier segments, if the model knows any."""
+    """A few samples with all that the model may read, their times `span` seconds apart. There are
+    enough of them for sums in chunks; one has earlier segments, if the model knows any."""
     longest = 3 if config.model.segment is None else 2 * config.model.segment + 1
-    lengths = torch.tensor([min(longest, config.data.max_length), 1])
-    counts = torch.tensor([1, 2])
-    events, candidates = int(lengths.sum()), int(counts.sum())
-    history = Jagged(torch.arange(events) % ITEMS, lengths)
+    lengths = torch.ones(SAMPLES, dtype=torch.int64)
+    lengths[0] = min(longest, config.data.max_length)
+    counts = torch.ones(SAMPLES, dtype=torch.int64)
+    numbers = torch.arange(int(lengths.sum()))
     sequences = {
-        "history": history,
-        "timestamps": Jagged(torch.arange(events) * span, lengths),
+        "history": Jagged(numbers % ITEMS, lengths),
+        "timestamps": Jagged(numbers * span, lengths),
     }
     if actions:
-        sequences["actions"] = Jagged(torch.arange(events) % ACTIONS, lengths)
-    nested, dense = {}, {}
+        sequences["actions"] = Jagged(numbers % ACTIONS, lengths)
+    nested, dense, shared = {}, {}, {}
     if config.model.task == "ranking":
-        labels = torch.zeros(candidates, len(config.label_names))
+        items = torch.arange(SAMPLES)
+        labels = torch.zeros(SAMPLES, len(config.label_names))
         sequences["labels"] = Jagged(labels, counts)
-        sequences["candidate_timestamps"] = Jagged(torch.arange(candidates) * span, counts)
-        items = torch.arange(candidates)
-        nested["candidates"] = Nested(items, torch.ones_like(items), counts)
+        sequences["candidate_timestamps"] = Jagged(items * span, counts)
+        nested["candidates"] = Nested(items % ITEMS, torch.ones_like(items), counts)
     else:
-        sequences["targets"] = Jagged(torch.arange(events) % ITEMS, lengths)
-        numbers = torch.arange(2 * config.data.negatives) % ITEMS
-        dense["negatives"] = numbers.view(2, config.data.negatives)
-    return SequenceBatch(sequences, nested, dense, keys=torch.arange(2))
+        sequences["targets"] = Jagged(numbers % ITEMS, lengths)
+        negatives = torch.arange(config.data.negatives) % ITEMS
+        if config.data.negatives_per == "position":
+            sequences["negatives"] = Jagged(negatives.repeat(len(numbers), 1), lengths)
+        elif config.data.negatives_per == "batch":
+            shared["negatives"] = negatives
+        else:
+            dense["negatives"] = negatives.repeat(SAMPLES, 1)
+    return SequenceBatch(sequences, nested, dense, keys=torch.arange(SAMPLES), shared=shared)

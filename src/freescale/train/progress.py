@@ -118,10 +118,13 @@ def describe_run(trainer: Trainer) -> list[str]:
     about = ""
     if compressed := build_reducer(trainer.config):
         about = f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)"
+    drawn = (
+        f"; {data.negatives} negatives per {data.negatives_per}" if data.task == "retrieval" else ""
+    )
     return [
         f"{data.num_samples:,} users, {data.num_items:,} items; {transport.world} ranks on "
         f"{transport.device.type}, global batch {data.global_batch}, schedule "
-        f"{settings.schedule}, balance {settings.balance}",
+        f"{settings.schedule}, balance {settings.balance}{drawn}",
         f"{parameters:,} dense parameters{about}; {transport.about}",
         *trainer.pipeline.describe_choices(),
         *trainer.model.tables.describe(),

@@ -3,14 +3,14 @@ business."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from freescale.config import RunConfig
-from freescale.data.workers import choose_workers, read_ahead
+from freescale.data.workers import WorkerLoader, read_ahead
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
@@ -18,6 +18,7 @@ from freescale.train.build import (
     build_model,
     build_optimizer,
     build_pipeline,
+    count_workers,
     evaluate_part,
     load_histories,
     prepare_data,
@@ -85,6 +86,10 @@ class Trainer:
         )
         self._run_folder = RunFolder(Path(folder) if folder else None, resume, transport)
         self.data = load_histories(config, self._histories, transport)
+        # as it was chosen: the run's config.json keeps it, and a resumed run repeats it
+        self.config = config = replace(
+            config, data=replace(config.data, negatives_per=self.data.negatives_per)
+        )
         self.total = min(len(self.data), settings.steps or len(self.data))  # steps
         self.model = build_model(config, self.data, transport)
         self.optimizer = build_optimizer(config, self.model)
@@ -181,15 +186,23 @@ class Trainer:
                 f"{self.folder} is at step {self.step} of {self.total}: ask for more "
                 "--epochs or --steps to go on"
             )
-        compile_kernels(
-            self.config,
-            self.pipeline.precision,
-            self.data.num_actions > 0,
-            self.transport.device,
-            lambda done, count: self._callbacks.call("on_compile", self, done, count),
-        )
-        self.pipeline.tune()  # before the run is described
-        self._run_folder.open(self.config.to_json())
+        kind = self.transport.device.type
+        # First of all: while kernels are compiled, the workers come up.
+        batches = read_ahead(self.data, count_workers(self.config, kind), pin=kind == "cuda")
+        try:
+            compile_kernels(
+                self.config,
+                self.pipeline.precision,
+                self.data.num_actions > 0,
+                self.transport.device,
+                lambda done, count: self._callbacks.call("on_compile", self, done, count),
+            )
+            self.pipeline.tune()  # before the run is described
+            self._run_folder.open(self.config.to_json())
+        except BaseException as error:
+            batches.__exit__(type(error), error, None)
+            raise
+        self._batches = batches
         self.checkpoints.folder = self.folder / "checkpoints"
 
     def _train(self, signals: StopSignals) -> dict[str, Any]:
@@ -228,8 +241,9 @@ class Trainer:
         that it entails is done."""
         settings = self.config.train
         clock, seen, supervised = time.perf_counter(), 0, 0.0
-        on_gpu = self.transport.device.type == "cuda"
-        with read_ahead(self.data, self._count_workers(), pin=on_gpu) as batches:
+        with self._batches as batches:
+            if isinstance(batches, WorkerLoader):
+                batches.wait_until_up()
             for last in self.pipeline.run(self._callbacks.guard(batches)):
                 self._number = last.batch_number
                 signals.note_step()
@@ -253,13 +267,6 @@ class Trainer:
                 yield last
                 if ended:
                     break
-
-    def _count_workers(self) -> int:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return choose_workers(
-            self.config.data.workers, self.transport.device.type, cores, max(1, ranks)
-        )
 
     @property
     def _ends_epoch(self) -> bool:

@@ -57,7 +57,7 @@ class Transport(Protocol):
         device: of the tensors.
         ledger: records every collective.
         lines: messages that it can carry beside each other.
-        sums_apart: whether `all_reduce` takes another path than a channel's exchanges.
+        sums_apart: whether a channel's exchanges are a way around the process group, which sums.
         about: its name, and why it was chosen.
     """
 

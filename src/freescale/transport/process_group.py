@@ -106,7 +106,7 @@ class ProcessGroupTransport:
         self.about = "transport collective"
         self.lines, self._next_line = max(1, len(lines)), cycle(lines) if lines else None
         self.device = torch.device(device)
-        self.sums_apart = self.device.type == "cuda"  # channels go through pinned memory and gloo
+        self.sums_apart = False
         world = group if group is not None else dist.group.WORLD
         assert world is not None, "initialise the process group first (transport.connect does)"
         self.group: dist.ProcessGroup = world

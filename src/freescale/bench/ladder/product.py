@@ -40,7 +40,7 @@ from freescale.train.trainer import Trainer
 # TorchRec has no Adam on CPUs.
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "cuda": {
-        "file": {"users": 4096, "items": 4_000_000, "median": 1000.0, "cap": 7000},
+        "file": {"users": 2560, "items": 4_000_000, "median": 1000.0, "cap": 7000},
         "settings": {"max_length": 7000, "width": 256, "layers": 5, "heads": 2},
         "batch": {"samples": 32},
     },

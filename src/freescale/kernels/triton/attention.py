@@ -1,11 +1,14 @@
 """Jagged SiLU attention of HSTU as Triton kernels: the twin of `reference.attention`, for NVIDIA
 GPUs.
 
-Same arguments, same function, memory linear in the tokens. float32, bfloat16 and float16, sums in
-float32; head widths 32, 64 and 128. The kernels read the lengths from tables of tiles that
+Same arguments, same function. float32, bfloat16 and float16, sums in float32; heads 32, 64, 128
+and, but in float32, 256 wide. The kernels read the lengths from tables of tiles that
 `attention_plan` makes once per batch; nothing synchronizes after that. No sum depends on an order
-that may change: the same inputs give the same bits, gradients too. Adding the queries' gradients
-with atomics in the kernel for keys was slower than a kernel of their own.
+that may change: the same inputs give the same bits, gradients too.
+
+Memory is linear in the tokens but for tables with an entry for every pair of tokens, which narrow
+dtypes make for one call if they fit PAIR_BUDGET: the biases of pairs, and in some backwards what
+heads have for scores. Beyond the budget the kernels compute both, several times each.
 """
 
 from __future__ import annotations
@@ -23,26 +26,48 @@ from freescale.kernels.triton.attention_launch import (
     BIASED_FORWARD,
     BIASED_KV,
     BIASED_Q,
+    BIASED_STORED,
+    COMPUTED_FORWARD,
+    COMPUTED_KV,
+    COMPUTED_Q,
+    COMPUTED_WIDE_KV,
     FLOAT32_FORWARD,
     FLOAT32_KV,
     FLOAT32_PRECISION,
     FLOAT32_Q,
     FORWARD,
+    PAIR_BIAS,
+    PAIR_BUDGET,
+    STORED,
+    STORED_SUMS,
     TIMED_KV,
-    TIMED_SUMS,
     AttentionLaunch,
+    KeyLaunch,
+    StoredLaunch,
 )
-from freescale.kernels.triton.attention_plan import TilePlan, plan_attention
+from freescale.kernels.triton.attention_plan import (
+    PAIR_KEYS,
+    PAIR_QUERIES,
+    TilePlan,
+    plan_attention,
+)
 from freescale.kernels.triton.launch import (
     Block,
     is_interpreted,
+    is_recording,
     launch_kernel,
     require_gpu,
     use_device,
 )
 
-WIDTHS = (32, 64, 128)
+WIDTHS = (32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT32_WIDTHS = WIDTHS[:-1]  # tiles of wider heads do not fit in a multiprocessor
+
+
+def fits_width(width: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels take heads of this width."""
+    return width in (FLOAT32_WIDTHS if dtype == torch.float32 else WIDTHS)
 
 
 def hstu_attention(
@@ -69,10 +94,10 @@ def hstu_attention(
             f"q, k and v must share one dtype of {DTYPES}, not {q.dtype}, {k.dtype}, {v.dtype}"
         )
     check_inputs(q, k, v, lengths, position_bias, time_bias, timestamps, scale_length)
-    if q.shape[2] not in WIDTHS or v.shape[2] not in WIDTHS:
+    if not (fits_width(q.shape[2], q.dtype) and fits_width(v.shape[2], q.dtype)):
         raise ValueError(
-            f"the kernels are for heads {WIDTHS} wide, not {q.shape[2]} and "
-            f"{v.shape[2]}; use kernels.attention"
+            f"the kernels are for heads {WIDTHS} wide (float32: {FLOAT32_WIDTHS}), not "
+            f"{q.shape[2]} and {v.shape[2]}; use kernels.attention"
         )
     if plan is None:
         plan = plan_attention(
@@ -113,6 +138,13 @@ def build_descriptor(x: Tensor, rows: int) -> Block:
     return Block(x, [tokens, heads * width], [x.stride(0), 1], [rows, width])
 
 
+def _describe_table(table: Tensor | None, queries: int, keys: int) -> Block | None:
+    """A descriptor of a table over pairs of tokens, in tiles; None without one."""
+    return (
+        table if table is None else Block(table, [*table.shape], [*table.stride()], [queries, keys])
+    )
+
+
 class _Call:
     """What the launches of one attention have in common."""
 
@@ -124,6 +156,7 @@ class _Call:
         biases: tuple[Tensor | None, Tensor | None],
         plan: TilePlan,
         alpha: float,
+        budget: int,  # pairs of a table
     ):
         self.q, self.k, self.v, self.plan = q, k, v, plan
         position, time = (None if bias is None else bias.float().contiguous() for bias in biases)
@@ -147,13 +180,48 @@ class _Call:
             "PRECISION": FLOAT32_PRECISION if compiled and not narrow else "ieee",
             "CANDIDATES": plan.candidate_counts is not None,
         }
-        width = max(q.shape[2], v.shape[2])
+        self.width = width = max(q.shape[2], v.shape[2])
+        self.pairs: Tensor | None = None
+        self.stored: StoredLaunch | None = None
+        self.launches: tuple[AttentionLaunch, tuple[KeyLaunch, ...], AttentionLaunch]
+        pairs = plan.pair_blocks * PAIR_QUERIES * PAIR_KEYS
+        self.stores = narrow and q.shape[1] * pairs <= budget
         if not narrow:
             self.launches = FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q
         elif position is None and time is None:
             self.launches = FORWARD[width], BACKWARD_KV[width], BACKWARD_Q[width]
+            self.stored = STORED.get(width) if self.stores else None
+        elif pairs <= budget:
+            self.launches = BIASED_FORWARD[width], BIASED_KV[width], BIASED_Q[width]
+            self.pairs = self._compute_pair_biases()
+            self.stored = BIASED_STORED.get(width) if self.stores else None
         else:
-            self.launches = BIASED_FORWARD, BIASED_KV if time is None else TIMED_KV, BIASED_Q
+            of_keys: tuple[KeyLaunch, ...] = COMPUTED_KV if time is None else TIMED_KV
+            if width == WIDTHS[-1]:
+                of_keys = COMPUTED_WIDE_KV
+            self.launches = COMPUTED_FORWARD, of_keys, COMPUTED_Q
+
+    def _compute_pair_biases(self) -> Tensor:
+        """Half the bias of every pair of tokens [blocks * PAIR_QUERIES, PAIR_KEYS] float16: heads
+        and kernels read it instead of computing it each for themselves."""
+        from freescale.kernels.triton.attention_kernels import pair_bias_kernel
+
+        rows = self.plan.pair_blocks * PAIR_QUERIES
+        pairs = torch.empty(rows, PAIR_KEYS, dtype=torch.float16, device=self.q.device)
+        launch = PAIR_BIAS
+        tiles = self.plan.query_tiles(launch.queries)
+        launch_kernel(
+            pair_bias_kernel,
+            (len(tiles), launch.split),
+            pairs,
+            tiles,
+            **self.bias,
+            M=launch.queries,
+            INLINE=self.constants["INLINE"],
+            SPLIT=launch.split,
+            num_warps=launch.warps,
+        )
+        return pairs
 
     def forward(self, out: Tensor, scale: float) -> None:
         from freescale.kernels.triton.attention_kernels import forward_kernel
@@ -166,6 +234,7 @@ class _Call:
             build_descriptor(self.q, launch.tile),
             build_descriptor(self.k, launch.inner),
             build_descriptor(self.v, launch.inner),
+            _describe_table(self.pairs, launch.tile, launch.inner),
             out,
             tiles,
             half_alpha=self.half_alpha,
@@ -175,10 +244,66 @@ class _Call:
             **self._build_arguments(launch),
         )
 
-    def backward_kv(self, grad: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float) -> None:
+    def backward(
+        self,
+        grad: Tensor,
+        grad_q: Tensor,
+        grad_k: Tensor,
+        grad_v: Tensor,
+        scale: float,
+        *,
+        need_biases: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Writes the gradients of q, k and v; returns those of both biases in float32, if they are
+        needed."""
+        changes = self._allocate_stored() if self.stored or need_biases and self.stores else None
+        if self.stored is not None and changes is not None:
+            weights = self._allocate_stored()
+            self.backward_q(self.stored.q, grad, grad_q, scale, weights, changes)
+            self.backward_stored(self.stored.kv, weights, grad, grad_v, 1 / scale)
+            del weights
+            self.backward_stored(self.stored.kv, changes, self.q, grad_k, self.half_alpha / scale)
+        else:
+            for launch in self.launches[1]:
+                self.backward_kv(launch, grad, grad_k, grad_v, scale)
+            self.backward_q(self.launches[2], grad, grad_q, scale, None, changes)
+        return self.backward_bias(grad, scale, changes) if need_biases else (None, None)
+
+    def _allocate_stored(self) -> Tensor:
+        """Room for one number per head and pair of tokens, in square blocks."""
+        rows = self.plan.pair_blocks // 2 * self.plan.heads * PAIR_QUERIES
+        return torch.empty(rows, PAIR_QUERIES, dtype=self.q.dtype, device=self.q.device)
+
+    def backward_stored(
+        self, launch: AttentionLaunch, stored: Tensor, rows: Tensor, out: Tensor, factor: float
+    ) -> None:
+        from freescale.kernels.triton.attention_kernels import backward_stored_kernel
+
+        tiles = self.plan.key_tiles(launch.tile)
+        launch_kernel(
+            backward_stored_kernel,
+            (len(tiles) * self.plan.heads,),
+            _describe_table(stored, launch.inner, launch.tile),
+            build_descriptor(rows, launch.inner),
+            out,
+            tiles,
+            factor,
+            HEADS=self.constants["HEADS"],
+            D=rows.shape[2],
+            M=launch.inner,
+            N=launch.tile,
+            CANDIDATES=self.constants["CANDIDATES"],
+            STAGES=launch.stages,
+            MASKED_STAGES=launch.masked_stages,
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
+        )
+
+    def backward_kv(
+        self, launch: KeyLaunch, grad: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float
+    ) -> None:
         from freescale.kernels.triton.attention_kernels import backward_kv_kernel
 
-        launch = self.launches[1]
         tiles = self.plan.key_tiles(launch.tile)
         launch_kernel(
             backward_kv_kernel,
@@ -187,6 +312,7 @@ class _Call:
             build_descriptor(self.k, launch.tile),
             build_descriptor(self.v, launch.tile),
             build_descriptor(grad, launch.inner),
+            _describe_table(self.pairs, launch.inner, launch.tile),
             grad_k,
             grad_v,
             tiles,
@@ -195,13 +321,22 @@ class _Call:
             inverse_scale=1 / scale,
             M=launch.inner,
             N=launch.tile,
+            KEYS=launch.keys,
+            VALUES=launch.values,
             **self._build_arguments(launch),
         )
 
-    def backward_q(self, grad: Tensor, grad_q: Tensor, scale: float) -> None:
+    def backward_q(
+        self,
+        launch: AttentionLaunch,
+        grad: Tensor,
+        grad_q: Tensor,
+        scale: float,
+        weights: Tensor | None,
+        changes: Tensor | None,
+    ) -> None:
         from freescale.kernels.triton.attention_kernels import backward_q_kernel
 
-        launch = self.launches[2]
         tiles = self.plan.query_tiles(launch.tile)
         launch_kernel(
             backward_q_kernel,
@@ -210,6 +345,9 @@ class _Call:
             build_descriptor(self.k, launch.inner),
             build_descriptor(self.v, launch.inner),
             build_descriptor(grad, launch.tile),
+            _describe_table(self.pairs, launch.tile, launch.inner),
+            _describe_table(weights, launch.tile, launch.inner),
+            _describe_table(changes, launch.tile, launch.inner),
             grad_q,
             tiles,
             half_alpha=self.half_alpha,
@@ -230,7 +368,9 @@ class _Call:
             "maxnreg": launch.registers,
         }
 
-    def backward_bias(self, grad: Tensor, scale: float) -> tuple[Tensor | None, Tensor | None]:
+    def backward_bias(
+        self, grad: Tensor, scale: float, changes: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of both biases in float32: partial sums in memory, added up in a fixed
         order."""
         from freescale.kernels.triton.attention_kernels import (
@@ -239,7 +379,7 @@ class _Call:
         )
 
         position, time = self.bias["position_bias"], self.bias["time_bias"]
-        launch = BIAS_SUMS if time is None else TIMED_SUMS
+        launch = BIAS_SUMS[self.width] if changes is None else STORED_SUMS
         size = launch.tile
         walks, pieces, counts = self.plan.walks(size)
         empty = grad.new_empty
@@ -256,7 +396,12 @@ class _Call:
         launch_kernel(
             backward_bias_kernel,
             (len(walks),),
-            *(build_descriptor(x, size) for x in (self.q, self.k, self.v, grad)),
+            *(
+                build_descriptor(x, size) if changes is None else None
+                for x in (self.q, self.k, self.v, grad)
+            ),
+            _describe_table(self.pairs if changes is None else None, size, size),
+            changes,
             walks,
             by_distance,
             by_key,
@@ -295,6 +440,14 @@ class _Call:
         return grad_position, grad_time
 
 
+def _list_budgets(plan: TilePlan) -> tuple[int, ...]:
+    """What a table may hold. While launches are recorded, whatever a batch may find: room for all
+    tables, for the biases of pairs alone, and for none."""
+    if not is_recording():
+        return (PAIR_BUDGET,)
+    return PAIR_BUDGET, plan.pair_blocks * PAIR_QUERIES * PAIR_KEYS, 0
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -308,7 +461,8 @@ def attend(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if plan.tokens:
         with use_device(q.device):
-            _Call(q, k, v, biases, plan, alpha).forward(out, scale)
+            for budget in _list_budgets(plan):
+                _Call(q, k, v, biases, plan, alpha, budget).forward(out, scale)
     return out
 
 
@@ -333,15 +487,13 @@ def differentiate_attention(
     if not plan.tokens:
         return grad_q, grad_k, grad_v, grad_position, grad_time
     with use_device(q.device):
-        call = _Call(q, k, v, biases, plan, alpha)
-        call.backward_kv(grad, grad_k, grad_v, scale)
-        call.backward_q(grad, grad_q, scale)
-        if need_biases:
-            sums = call.backward_bias(grad, scale)
-            grad_position, grad_time = (
-                None if x is None or bias is None else x.to(bias.dtype)
-                for x, bias in zip(sums, biases, strict=True)
-            )
+        for budget in _list_budgets(plan):
+            call = _Call(q, k, v, biases, plan, alpha, budget)
+            sums = call.backward(grad, grad_q, grad_k, grad_v, scale, need_biases=need_biases)
+        grad_position, grad_time = (
+            zeros if x is None or zeros is None else x.to(zeros.dtype)
+            for x, zeros in zip(sums, (grad_position, grad_time), strict=True)
+        )
     return grad_q, grad_k, grad_v, grad_position, grad_time
 
 

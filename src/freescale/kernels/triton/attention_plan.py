@@ -23,6 +23,8 @@ from freescale.kernels.upload import upload
 MAX_BUCKETS = 4095
 BAND = 4096  # keys; see TilePlan.query_tiles
 MIN_WALK, MAX_PIECES = 32, 8  # see TilePlan.walks
+# a block of the table of pair biases: see TilePlan.pair_blocks
+PAIR_QUERIES, PAIR_KEYS = 128, 64
 
 
 class TileColumn(IntEnum):
@@ -32,6 +34,7 @@ class TileColumn(IntEnum):
     LENGTH = 1  # tokens of the sample
     HISTORY = 2  # tokens before its candidates
     ROW = 3  # the tile's first token in the sample
+    PAIRS = 4  # the sample's first block in the table of pair biases
 
 
 class SampleColumn(IntEnum):
@@ -53,6 +56,7 @@ class WalkColumn(IntEnum):
     SLOT = 4  # the row of the partial sums that the walk writes
     KEY = 5  # its first key in the sample
     STOP = 6  # the end of its keys
+    PAIRS = 7  # as in a table of tiles
 
 
 class PieceColumn(IntEnum):
@@ -87,39 +91,51 @@ class TilePlan:
     def timed(self) -> bool:
         return self.times is not None
 
+    @property
+    def last_position(self) -> int:
+        """No token stands behind it."""
+        return self.longest_history
+
     def samples(self) -> Tensor:
         """[samples, SampleColumn] int32."""
-        table: Tensor | None = self.kept.get("samples")
-        if table is None:
+        return self._keep(("samples", 0))[0]
+
+    def _keep(self, key: tuple[str, int]) -> tuple[Tensor, ...]:
+        """The tables of a kind and size of tile, on the device; made when they are first needed."""
+        tables: tuple[Tensor, ...] | None = self.kept.get(key)
+        if tables is None:
+            tables = self.kept[key] = tuple(map(self._upload, self.compute_tables(key)))
+        return tables
+
+    def compute_tables(self, key: tuple[str, int]) -> tuple[np.ndarray, ...]:
+        """The tables of a kind and size of tile, on the host."""
+        of, size = key
+        if of == "samples":
             starts = np.cumsum(self.host) - self.host
-            table = self._upload(np.column_stack([starts, self.host, self.history]))
-            self.kept["samples"] = table
-        return table
+            return (np.column_stack([starts, self.host, self.history]),)
+        return self._compute_walks(size) if of == "walks" else (self._compute_tiles(size, of),)
 
     def query_tiles(self, size: int) -> Tensor:
         """[tiles, TileColumn] int32: tiles of `size` queries, those with most keys first."""
-        return self._build_tiles(size, "queries")
+        return self._keep(("queries", size))[0]
 
     def key_tiles(self, size: int) -> Tensor:
         """[tiles, TileColumn] int32: tiles of `size` keys, those with most queries first."""
-        return self._build_tiles(size, "keys")
+        return self._keep(("keys", size))[0]
 
-    def _build_tiles(self, size: int, of: str) -> Tensor:
-        tiles: Tensor | None = self.kept.get((of, size))
-        if tiles is None:
-            table, _ = self._build_rows(size)
-            start, length, history, row = table.T
-            cost = (
-                np.minimum(row, history) + size
-                if of == "queries"
-                else np.where(row < history, length - row, size)
-            )
-            # Longest first: the last programs to start are the shortest, so that no multiprocessor
-            # works on alone. In bands: within one, tiles of the same sample run together and find
-            # each other's keys in the cache.
-            tiles = self._upload(table[np.lexsort((-cost, start, -(cost // BAND)))])
-            self.kept[of, size] = tiles
-        return tiles
+    def _compute_tiles(self, size: int, of: str) -> np.ndarray:
+        table, _ = self._build_rows(size)
+        start, length, history, row, _ = table.T
+        cost = (
+            np.minimum(row, history) + size
+            if of == "queries"
+            else np.where(row < history, length - row, size)
+        )
+        # Longest first: the last programs to start are the shortest, so that no multiprocessor
+        # works on alone. In bands: within one, tiles of the same sample run together and find
+        # each other's keys in the cache.
+        ordered: np.ndarray = table[np.lexsort((-cost, start, -(cost // BAND)))]
+        return ordered
 
     def walks(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """The tables by which the biases' gradients are summed.
@@ -132,49 +148,50 @@ class TilePlan:
             by falling number of tiles; counts [blocks] int32: how many pieces have more tiles than
             the block's number.
         """
-        tables: tuple[Tensor, Tensor, Tensor] | None = self.kept.get(("walks", size))
-        if tables is None:
-            table, tiles = self._build_rows(size)
-            start = np.cumsum(self.host) - self.host
-            span = np.maximum(MIN_WALK, -(-tiles // MAX_PIECES))  # tiles of keys in a piece
-            per_sample = -(-tiles // span)
-            sample = np.repeat(np.arange(len(tiles)), per_sample)
-            piece = np.arange(len(sample)) - (np.cumsum(per_sample) - per_sample)[sample]
-            left = tiles[sample] - piece * span[sample]  # diagonals that cross the piece
-            slots = np.cumsum(left) - left
-            owner = np.repeat(np.arange(len(sample)), left)  # of every walk, its piece
-            slot = np.arange(len(owner))
-            diagonal = (slot - slots[owner]) * size
-            of, key = sample[owner], piece[owner] * span[sample[owner]] * size
-            columns = [
-                start[of],
-                self.host[of],
-                self.history[of],
-                diagonal,
-                slot,
-                key,
-                np.minimum(key + span[of] * size, self.host[of]),
-            ]
-            walks = np.column_stack(columns)
-            history = walks[:, WalkColumn.HISTORY]
-            cost = np.maximum(np.minimum(walks[:, WalkColumn.STOP], history - diagonal) - key, 0)
-            cost *= np.where(diagonal <= size, 4, 1)  # short times fall in many buckets
-            if self.candidate_counts is not None:
-                _, length, history, row = table.T
-                column = np.column_stack(
-                    [table, np.arange(len(table)), row, np.full(len(table), -1)]
-                )
-                several = np.where(row < history, length - history, size) * (length > history)
-                walks, cost = np.concatenate([walks, column]), np.concatenate([cost, several])
-            order = np.argsort(-left, kind="stable")
-            pieces = np.column_stack(
-                [slots, left, start[sample], np.where(piece == 0, self.history[sample], 0)]
-            )[order]
-            counts = np.searchsorted(-left[order], -np.arange(left.max(initial=0)), side="left")
-            walks = walks[np.argsort(-cost, kind="stable")]
-            tables = self._upload(walks), self._upload(pieces), self._upload(counts)
-            self.kept["walks", size] = tables
-        return tables
+        walks, pieces, counts = self._keep(("walks", size))
+        return walks, pieces, counts
+
+    def _compute_walks(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        table, tiles = self._build_rows(size)
+        start = np.cumsum(self.host) - self.host
+        span = np.maximum(MIN_WALK, -(-tiles // MAX_PIECES))  # tiles of keys in a piece
+        per_sample = -(-tiles // span)
+        sample = np.repeat(np.arange(len(tiles)), per_sample)
+        piece = np.arange(len(sample)) - (np.cumsum(per_sample) - per_sample)[sample]
+        left = tiles[sample] - piece * span[sample]  # diagonals that cross the piece
+        slots = np.cumsum(left) - left
+        owner = np.repeat(np.arange(len(sample)), left)  # of every walk, its piece
+        slot = np.arange(len(owner))
+        diagonal = (slot - slots[owner]) * size
+        of, key = sample[owner], piece[owner] * span[sample[owner]] * size
+        columns = [
+            start[of],
+            self.host[of],
+            self.history[of],
+            diagonal,
+            slot,
+            key,
+            np.minimum(key + span[of] * size, self.host[of]),
+            self._find_first_blocks()[of],
+        ]
+        walks = np.column_stack(columns)
+        history = walks[:, WalkColumn.HISTORY]
+        cost = np.maximum(np.minimum(walks[:, WalkColumn.STOP], history - diagonal) - key, 0)
+        cost *= np.where(diagonal <= size, 4, 1)  # short times fall in many buckets
+        if self.candidate_counts is not None:
+            _, length, history, row, pairs = table.T
+            column = np.column_stack(
+                [table[:, :4], np.arange(len(table)), row, np.full(len(table), -1), pairs]
+            )
+            several = np.where(row < history, length - history, size) * (length > history)
+            walks, cost = np.concatenate([walks, column]), np.concatenate([cost, several])
+        order = np.argsort(-left, kind="stable")
+        pieces = np.column_stack(
+            [slots, left, start[sample], np.where(piece == 0, self.history[sample], 0)]
+        )[order]
+        counts = np.searchsorted(-left[order], -np.arange(left.max(initial=0)), side="left")
+        walks = walks[np.argsort(-cost, kind="stable")]
+        return walks, pieces, counts
 
     def edges(self) -> Tensor:
         """[buckets + 1]: the shortest time of each bucket, in the dtype of the times."""
@@ -192,9 +209,24 @@ class TilePlan:
         first = np.cumsum(per_sample) - per_sample
         row = (np.arange(len(sample)) - first[sample]) * size
         start = np.cumsum(self.host) - self.host
-        return np.column_stack(
-            [start[sample], self.host[sample], self.history[sample], row]
-        ), per_sample
+        pairs = self._find_first_blocks()
+        columns = [start[sample], self.host[sample], self.history[sample], row, pairs[sample]]
+        return np.column_stack(columns), per_sample
+
+    @property
+    def pair_blocks(self) -> int:
+        """Blocks of the table of pair biases: PAIR_QUERIES x PAIR_KEYS pairs each, of a query and
+        keys up to its block's last; by sample, query and key."""
+        return int(self._count_blocks().sum())
+
+    def _count_blocks(self) -> np.ndarray:
+        of_queries = -(-self.host // PAIR_QUERIES)
+        return np.asarray(of_queries * (of_queries + 1))
+
+    def _find_first_blocks(self) -> np.ndarray:
+        """[samples]: where each begins. Only tables within reach of 32 bits are ever made."""
+        blocks = self._count_blocks()
+        return np.asarray(np.minimum(np.cumsum(blocks) - blocks, 2**31 - 1))
 
     def _upload(self, table: np.ndarray) -> Tensor:
         return upload(table.astype(np.int32), self.lengths.device)

@@ -141,7 +141,7 @@ def _compile(
     missing: Sequence[Version], tell: Callable[[int, int], None], workers: int | None
 ) -> None:
     tell(0, len(missing))
-    count = min(len(missing), workers or min(MOST_WORKERS, os.cpu_count() or 1))
+    count = min(len(missing), workers or min(MOST_WORKERS, len(os.sched_getaffinity(0))))
     told: SimpleQueue[None | Exception] = SimpleQueue()
 
     def work(part: Sequence[Version]) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import pickle
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,14 @@ class Version:
         import triton
         from triton.backends.compiler import GPUTarget
 
-        triton.compile(self.build_source(), target=GPUTarget(*self.target), options=self.options)
+        source = self.build_source()
+        kernel = triton.compile(source, target=GPUTarget(*self.target), options=self.options)
+        if str(triton.__version__).startswith("3.6."):
+            # it has C code for the launches of each signature, which it compiles when first needed
+            from triton.backends.nvidia.driver import CudaLauncher
+
+            with suppress(Exception):  # the module is built, but cannot be used without a GPU
+                CudaLauncher(source, kernel.metadata)
 
     def is_cached(self) -> bool:
         """Whether Triton's cache folder has it."""

@@ -137,10 +137,14 @@ class _Launcher:
         self.kernel, self.compiled = kernel, dict[tuple[Any, ...], tuple[Any, Any, Any]]()
         self.direct = not is_interpreted() and _can_run_compiled()
         self.names = tuple(kernel.arg_names)
-        self.constant, self.free = (), ()
+        self.constant, self.free, self.anywhere = (), (), ()
         if not is_interpreted():
             self.constant = tuple(parameter.is_constexpr for parameter in kernel.params)
             self.free = tuple(parameter.do_not_specialize for parameter in kernel.params)
+            self.anywhere = tuple(
+                parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+                for parameter in kernel.params
+            )
 
     def __call__(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
@@ -186,7 +190,7 @@ class _Launcher:
                 key.append(value)
             elif isinstance(value, Tensor):
                 pointer = values[number] = value.data_ptr()
-                key.append((value.dtype, pointer % 16 == 0))
+                key.append((value.dtype, self.anywhere[number] or pointer % 16 == 0))
             elif isinstance(value, Block):
                 key.append((value.base.dtype, *value.block_shape))
             elif isinstance(value, float):

@@ -144,7 +144,8 @@ def row_sums_kernel(
     do_not_specialize=["n", "stride", "rows", "base"], do_not_specialize_on_alignment=["ids", "out"]
 )
 def spread_kernel(ids, out, n, stride, rows, base, BLOCK: tl.constexpr):
-    """out[i] = ids[i] * stride % rows + base."""
+    """out[i] = ids[i] * stride % rows + base; a negative id names no row, and stays so."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(ids + i, mask=i < n, other=0).to(tl.int64)
-    tl.store(out + i, (number * stride % rows + base).to(out.dtype.element_ty), mask=i < n)
+    row = tl.where(number < 0, -1, number * stride % rows + base)
+    tl.store(out + i, row.to(out.dtype.element_ty), mask=i < n)

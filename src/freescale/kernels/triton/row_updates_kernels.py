@@ -50,7 +50,7 @@ def clip_kernel(gradients, count, limit, WIDTH: tl.constexpr, R: tl.constexpr, W
     tl.store(at, values * scale[:, None], mask=there)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
 def sgd_kernel(
     weight, rows, gradients, order, partial, count, lr,
     SORTED: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
@@ -67,7 +67,7 @@ def sgd_kernel(
 # different ones, cannot move a load over a store, and a row's loads would wait for each other.
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
 def adagrad_kernel(
     weight, total, rows, gradients, order, partial, count, lr, eps, FUSED: tl.constexpr,
     SORTED: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
@@ -84,7 +84,7 @@ def adagrad_kernel(
     tl.store(weight + place, tl.fma(step, -lr, value), mask=there)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
 def rowwise_adagrad_kernel(
     weight, total, rows, gradients, order, partial, count, lr, eps, inverse,
     SORTED: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
@@ -102,7 +102,7 @@ def rowwise_adagrad_kernel(
     tl.store(weight + place, tl.fma(tl.div_rn(gradient, scale), -lr, value), mask=there)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
 def adam_kernel(
     weight, first, second, rows, gradients, order, partial, count,
     lr, share, other_share, beta, other_beta, inverse_root, eps, SMALL: tl.constexpr,

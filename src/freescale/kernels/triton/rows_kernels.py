@@ -27,9 +27,12 @@ def _locate_rows(rows, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.conste
 # The rows of one feature begin anywhere among those of a batch.
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
 def gather_kernel(weight, rows, out, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """Where no row is named, zeros."""
     place, target, there, _, _ = _locate_rows(rows, count, WIDTH, R, W)
-    values = tl.load(weight + place, mask=there)
-    tl.store(out + target, values.to(out.dtype.element_ty), mask=there)
+    values = tl.load(weight + place, mask=there, other=0.0)
+    inside = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R) < count)[:, None]
+    inside = inside & (tl.arange(0, W) < WIDTH)[None, :]
+    tl.store(out + target, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])

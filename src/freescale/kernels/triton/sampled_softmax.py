@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from freescale.kernels.triton.attention_launch import FLOAT32_PRECISION
 from freescale.kernels.triton.launch import (
     count_blocks,
     is_interpreted,
+    launch_kernel,
     require_gpu,
     round_up_to_power_of_two,
     use_device,
@@ -132,11 +132,11 @@ class _Call:
         self.narrow = dtype != torch.float32
         self.dtype, self.launch = dtype, NARROW if self.narrow else FLOAT32
         self.tokens = targets.numel()
-        # of each sample; one that holds all tokens where negatives are shared
-        self.host_lengths = np.array([self.tokens])
+        # one sample that holds all tokens where negatives are shared
+        self.samples, self.longest = 1, self.tokens
         if negatives.per == "sample":
             assert host_lengths is not None
-            self.host_lengths = host_lengths.numpy()
+            self.samples, self.longest = host_lengths.numel(), int(host_lengths.max())
 
     # ---- sizes
 
@@ -174,9 +174,10 @@ class _Call:
 
     def _count_tiles(self) -> tuple[int, int]:
         """(programs, tiles of the longest sample): every sample has as many programs, and those
-        behind its end do nothing."""
-        tiles = count_blocks(int(self.host_lengths.max()), self.launch.tokens)
-        return len(self.host_lengths) * tiles, tiles
+        behind its end do nothing. A power of two, so that batches of about the same lengths have
+        the same launches."""
+        tiles = round_up_to_power_of_two(count_blocks(self.longest, self.launch.tokens))
+        return self.samples * tiles, tiles
 
     # ---- launches
 
@@ -190,12 +191,20 @@ class _Call:
         inputs = (outputs, rows, self.targets, self.negatives.index, self.negatives.log_q,
                   self.targets_log_q, self.weights)  # fmt: skip
         if self.negatives.per == "position":
-            kernels.position_forward_kernel[(self.tokens,)](
-                *inputs, losses, kept, self.inverse_temperature, **self._describe_positions(width)
+            launch_kernel(
+                kernels.position_forward_kernel,
+                (self.tokens,),
+                *inputs,
+                losses,
+                kept,
+                self.inverse_temperature,
+                **self._describe_positions(width),
             )
         else:
             programs, tiles = self._count_tiles()
-            kernels.forward_kernel[(programs,)](
+            launch_kernel(
+                kernels.forward_kernel,
+                (programs,),
                 *inputs, self.lengths, losses, kept, self.tokens, tiles, self.inverse_temperature,
                 **self._describe_products(width, self.launch.negatives, self.launch.warps[0]),
             )  # fmt: skip
@@ -225,7 +234,9 @@ class _Call:
         _check_entries(entries)
         keys = torch.empty(entries, dtype=torch.int32, device=device)
         coefficients = torch.empty(entries, dtype=torch.float32, device=device)
-        position_backward_kernel[(self.tokens,)](
+        launch_kernel(
+            position_backward_kernel,
+            (self.tokens,),
             *inputs, kept, grad_outputs, coefficients, keys, self.inverse_temperature,
             **self._describe_positions(grad_outputs.shape[1]),
         )  # fmt: skip
@@ -249,22 +260,26 @@ class _Call:
         sums_shape["V"] = columns
         parts = count_blocks(count, sums_shape["N"]) * count_blocks(width, columns)
         chunk = choose_chunk(tokens, parts)
-        chunks = -(-self.host_lengths // chunk)  # of each sample
-        entries = tokens + int(chunks.sum()) * count
+        # Not those of this batch's lengths: as many as any batch of this size may have.
+        entries = tokens + (tokens // chunk + self.samples) * count
         _check_entries(entries)
-        keys = torch.empty(entries, dtype=torch.int32, device=device)
+        keys = torch.full((entries,), _LIMIT, dtype=torch.int32, device=device)
         coefficients = torch.empty(tokens, dtype=torch.float32, device=device)
         sums = torch.empty(entries - tokens, width, dtype=torch.float32, device=device)
         partial = None
         if count > shape["N"]:  # more than one tile of negatives
             partial = torch.empty(tokens, width, dtype=torch.float32, device=device)
         programs, tiles = self._count_tiles()
-        outputs_kernel[(programs,)](
+        launch_kernel(
+            outputs_kernel,
+            (programs,),
             *inputs, self.lengths, kept, grad_outputs, partial, coefficients, keys, tokens, tiles,
             self.inverse_temperature, **shape,
         )  # fmt: skip
-        most = int(chunks.max())
-        negatives_kernel[(len(chunks) * most, parts)](
+        most = round_up_to_power_of_two(count_blocks(self.longest, chunk))
+        launch_kernel(
+            negatives_kernel,
+            (self.samples * most, parts),
             *inputs, self.lengths, kept, sums, keys, tokens, most, chunk,
             self.inverse_temperature, **sums_shape,
         )  # fmt: skip
@@ -286,18 +301,31 @@ class _Call:
         weighted = coefficients.numel()
         ordered, order = keys.sort(stable=True)
         starts = torch.empty(count + 1, dtype=torch.int32, device=device)
-        kernels.starts_kernel[(count_blocks(count + 1, SEARCH_BLOCK),)](
+        launch_kernel(
+            kernels.starts_kernel,
+            (count_blocks(count + 1, SEARCH_BLOCK),),
             ordered, starts, entries, count, entries.bit_length() + 1, BLOCK=SEARCH_BLOCK,
             num_warps=4,
         )  # fmt: skip
         chunks = entries // ENTRY_CHUNK
         partial = torch.empty(max(1, chunks), outputs.shape[1], dtype=torch.float32, device=device)
         if chunks:
-            kernels.chunks_kernel[(chunks,)](
-                ordered, order, coefficients, outputs, sums, partial, weighted, **shape
+            launch_kernel(
+                kernels.chunks_kernel,
+                (chunks,),
+                ordered,
+                order,
+                coefficients,
+                outputs,
+                sums,
+                partial,
+                weighted,
+                **shape,
             )
         grad_rows = torch.empty_like(rows)
-        kernels.rows_kernel[(count,)](
+        launch_kernel(
+            kernels.rows_kernel,
+            (count,),
             rows, order, starts, coefficients, outputs, sums, partial, grad_rows, weighted,
             NORMALIZE=self.normalize, **shape,
         )  # fmt: skip

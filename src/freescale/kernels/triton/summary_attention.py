@@ -16,7 +16,13 @@ from torch import Tensor
 
 from freescale.kernels.reference.summary_attention import check_summary_inputs
 from freescale.kernels.summary_plan import SummaryPlan
-from freescale.kernels.triton.attention import DTYPES, WIDTHS, build_descriptor, make_readable
+from freescale.kernels.triton.attention import (
+    DTYPES,
+    WIDTHS,
+    build_descriptor,
+    fits_width,
+    make_readable,
+)
 from freescale.kernels.triton.attention_launch import FLOAT32_PRECISION, AttentionLaunch
 from freescale.kernels.triton.launch import is_interpreted, launch_kernel, require_gpu, use_device
 from freescale.kernels.triton.summary_attention_plan import plan_tiles
@@ -37,7 +43,9 @@ def summary_attention(
 ) -> Tensor:  # [rows, heads, d_v]
     """In the inputs' dtype; scores, SiLU and sums in float32."""
     check_summary_inputs(q, k, v, plan, scale_length)
-    if q.dtype not in DTYPES or q.shape[2] not in WIDTHS or v.shape[2] not in WIDTHS:
+    if q.dtype not in DTYPES or not (
+        fits_width(q.shape[2], q.dtype) and fits_width(v.shape[2], q.dtype)
+    ):
         raise ValueError(
             f"the kernels are for {DTYPES} and heads {WIDTHS} wide, not {q.dtype}, {q.shape[2]} "
             f"and {v.shape[2]}; "

@@ -62,7 +62,7 @@ def edges_kernel(keys, ranks, edges, counts, n, steps, count, BLOCK: tl.constexp
     tl.store(counts + e, total.to(tl.int64), mask=e < count)
 
 
-@triton.jit(do_not_specialize=["n", "m", "steps"])
+@triton.jit(do_not_specialize=["n", "m", "steps"], do_not_specialize_on_alignment=["keys"])
 def members_kernel(keys, among, out, n, m, steps, BLOCK: tl.constexpr):
     """out[i]: whether keys[i] is one of m sorted others."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -14,7 +14,10 @@ from freescale.transport.api import Transport
 
 
 class Reducer(Protocol):
-    flat: list[Tensor]  # all gradients, in buffers that the parameters' .grad are views of
+    @property
+    def flat(self) -> list[Tensor]:
+        """All gradients, in buffers that the parameters' .grad are views of when they are
+        clipped."""
 
     @property
     def order(self) -> list[int] | None:

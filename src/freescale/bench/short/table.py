@@ -1,0 +1,25 @@
+"""Short histories before and now, as a table."""
+
+from __future__ import annotations
+
+import statistics
+
+from freescale.bench.common.markdown import Results, format_table, single
+
+
+def format_short(used: Results, folder: str) -> str:
+    result = single(used)
+    arms = list(dict.fromkeys(row["arm"] for row in result["rows"]))
+    head = ("", "step, ms", "tokens of a step", "hr@10 (validation)")
+    rows = []
+    for arm in arms:
+        mine = [row for row in result["rows"] if row["arm"] == arm]
+        step = statistics.median(row["step_ms"] for row in mine)
+        tokens, hits = (statistics.mean(row[key] for row in mine) for key in ("tokens", "hr@10"))
+        rows.append((arm, f"{step:.1f}", f"{tokens:.0f}", f"{hits:.3f}"))
+    about = result["training"]
+    conditions = (
+        f"Generated, {about['file']['users']:,} users; {about['settings']}, {about['steps']} "
+        f"steps; before: {about['before']}."
+    )
+    return format_table(used, folder, head, rows, conditions=conditions)
