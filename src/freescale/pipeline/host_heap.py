@@ -11,8 +11,9 @@ import ctypes
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_LARGE = 8 << 20  # bytes of a block that goes back to the system as soon as it is freed
-_settings = {_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: _LARGE, _M_TRIM_THRESHOLD: 2 * _LARGE}
+_LARGE = 4 << 20  # bytes of a block that goes back to the system as soon as it is freed
+_KEPT = 2 << 20  # bytes that stay at the end of the heap, for small blocks
+_settings = {_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: _LARGE, _M_TRIM_THRESHOLD: _KEPT}
 
 
 def share_heap() -> bool:
