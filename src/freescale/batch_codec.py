@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -111,19 +112,22 @@ def unpack(like: SequenceBatch, message: Tensor, sizes: np.ndarray) -> SequenceB
 def describe_schema(batch: SequenceBatch) -> str:
     """Names, kinds, dtypes and trailing shapes of a batch's features; empty if it has none."""
     columns = [
-        [
-            name,
-            type(part).__name__,
-            str(values.dtype).removeprefix("torch."),
-            list(values.shape[1:]),
-        ]
+        (name, type(part).__name__, values.dtype, values.shape[1:])
         for name, part in batch.parts().items()
         for values in [part if isinstance(part, Tensor) else part.values]
     ]
     for name, tensor in zip(sorted(batch.shared), batch.list_shared(), strict=True):
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        columns.append([f"x/{name}", _SHARED, dtype, list(tensor.shape)])
-    return json.dumps(columns) if columns else ""
+        columns.append((f"x/{name}", _SHARED, tensor.dtype, tensor.shape))
+    return _write_schema(tuple(columns))
+
+
+@lru_cache(maxsize=64)  # one batch after another has the same features
+def _write_schema(columns: tuple[tuple[str, str, torch.dtype, torch.Size], ...]) -> str:
+    written = [
+        [name, kind, str(dtype).removeprefix("torch."), list(shape)]
+        for name, kind, dtype, shape in columns
+    ]
+    return json.dumps(written) if written else ""
 
 
 def build_empty_batch(schema: str) -> SequenceBatch:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import segments_cases
-from helpers.attention_cases import choose_variant, compare, isolation
+from helpers.attention_cases import compare, isolation
 
 from freescale.kernels.summary_plan import SummaryPlan
 from freescale.kernels.triton.attention import hstu_attention
@@ -84,31 +84,41 @@ def test_heads_of_256(biases):
     )
 
 
-@pytest.mark.parametrize("variant", [{"one_pass": True}, {"apart": True}], ids=["one", "apart"])
-@pytest.mark.parametrize("width", [64, 128])
-def test_other_ways_through_the_backward(width, variant):
-    widths = (width, width)
+@pytest.mark.parametrize(
+    "width, biases, variant",
+    [
+        (64, False, {"stored": True}),
+        (64, True, {"stored": True}),
+        (128, False, {"stored": True}),
+        (128, True, {"stored": True}),
+        (128, False, {"apart": True}),
+        (256, False, {"stored": False}),
+        (256, True, {"stored": False}),
+    ],
+)
+def test_other_ways_through_the_backward(width, biases, variant):
     for candidates in (False, True):
         assert_close(
-            1e-2, name=MIXED, candidates=candidates, biases=False, dtype="bfloat16", widths=widths,
-            **variant,
+            1e-2, name=MIXED, candidates=candidates, biases=biases, dtype="bfloat16",
+            widths=(width, width), **variant,
         )  # fmt: skip
 
 
-def test_biases_computed_in_the_kernels():
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("budget", [0, 10_000_000])  # no table; one of the biases alone
+def test_biases_beyond_the_budget(width, budget):
     assert_close(
-        1e-2, name=MIXED, candidates=True, biases=True, dtype="bfloat16", widths=(64, 64),
-        pair_budget=0,
+        1e-2, name=MIXED, candidates=True, biases=True, dtype="bfloat16", widths=(width, width),
+        pair_budget=budget, heads=16 if budget else 2,
     )  # fmt: skip
 
 
-def test_one_pass_gives_the_same_bits_every_time():
-    leaves, _, lengths, _ = drawn([16000, 17, 0, 900, 9222], heads=4, width=128)
-    with choose_variant(128, one_pass=True):
-        runs = []
-        for _ in range(5):
-            out = hstu_attention(*leaves, lengths, scale_length=4000, alpha=0.1)
-            runs.append(torch.autograd.grad(out.float().square().sum(), leaves))
+def test_stored_scores_give_the_same_bits_every_time():
+    leaves, _, lengths, _ = drawn([9222, 17, 0, 900], heads=4, width=256)
+    runs = []
+    for _ in range(4):
+        out = hstu_attention(*leaves, lengths, scale_length=4000, alpha=0.1)
+        runs.append(torch.autograd.grad(out.float().square().sum(), leaves))
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 

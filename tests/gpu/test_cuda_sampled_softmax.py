@@ -12,6 +12,7 @@ from freescale.batch import Jagged, SequenceBatch
 from freescale.kernels.reference import sampled_softmax as reference
 from freescale.kernels.reference.scores import choose_tile, count_better, find_best, score_targets
 from freescale.kernels.triton import sampled_softmax as triton
+from freescale.kernels.triton.compile import count_compilations
 from freescale.models import HSTU, Retrieval
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -32,30 +33,30 @@ def holds(found, dtype):
     )
 
 
+FULL = {"weighted": True, "log_q": True}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("extra", [{}, {"weighted": True, "log_q": True, "normalize": False}])
 @pytest.mark.parametrize(
-    "lengths, width, k",
+    "lengths, width, k, extra",
     [
-        ([5, 0, 1, 12, 3], 8, 7),
-        ([70, 0, 1500, 2], 50, 128),
-        ([1, 2, 3] * 400, 64, 20),
-        ([700, 300], 256, 300),
-        ([200, 77], 1024, 128),
+        pytest.param([70, 0, 1500, 2], 50, 128, {}, id="a width that is no power of two"),
+        pytest.param([1, 2, 3] * 400, 64, 20, FULL, id="many samples"),
+        pytest.param([700, 300], 256, 300, FULL, id="several tiles of negatives"),
+        pytest.param([200, 77], 1024, 128, {}, id="wide"),
+        pytest.param([5, 0, 1, 12, 3], 8, 7, {"normalize": False}, id="without norms"),
     ],
 )
 @pytest.mark.parametrize("per", PER)
 def test_equals_the_definition(poisoned, per, lengths, width, k, extra, dtype):
-    raw = not extra.get("normalize", True)
     found = softmax_cases.compare(
         per, lengths=lengths, width=width, k=k, items=500, dtype=dtype, device="cuda", **extra
     )
-    # without norms, scores grow with the width: a rounded operand moves them by more
-    limit = "float32" if dtype == "float32" else "bfloat16"
-    if raw and dtype == "bfloat16":
+    if "normalize" in extra and dtype == "bfloat16":
+        # scores grow with the norms: a rounded operand moves them by more
         assert found["loss"] < 0.05 and found["same bits"] and found["dtypes"], found
     else:
-        assert holds(found, limit), found
+        assert holds(found, dtype), found
 
 
 @pytest.mark.parametrize("per", PER)
@@ -69,7 +70,6 @@ def test_rows_with_many_entries(poisoned, per):
 @pytest.mark.parametrize("per", PER)
 def test_nothing_compiles_when_the_batch_changes(per):
     """Token counts, their divisors and the alignment of indices change from step to step."""
-    from freescale.kernels.triton import sampled_softmax_kernels as kernels
 
     def run(lengths, shift):
         leaves, (targets, negatives, sizes), options = draw(
@@ -83,15 +83,12 @@ def test_nothing_compiles_when_the_batch_changes(per):
         )
         loss.backward()
 
-    def count():
-        kinds = [getattr(kernels, name) for name in dir(kernels) if name.endswith("_kernel")]
-        return sum(len(cache[0]) for kind in kinds for cache in kind.device_caches.values())
-
+    count_compilations()  # from now on
     run([160, 32], 0)
-    before = count()
+    before = count_compilations()
     for lengths, shift in (([160, 33], 1), ([1], 1), ([7, 0, 1, 9], 0), ([512] * 3, 1)):
         run(lengths, shift)
-    assert count() == before > 0
+    assert count_compilations() == before
 
 
 @pytest.mark.parametrize("per", PER)

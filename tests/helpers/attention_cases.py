@@ -11,7 +11,7 @@ import torch
 
 from freescale.kernels.reference import attention
 from freescale.kernels.triton import attention as triton_attention
-from freescale.kernels.triton.attention_launch import AttentionLaunch, KeyLaunch
+from freescale.kernels.triton.attention_launch import AttentionLaunch, KeyLaunch, StoredLaunch
 
 BUCKETS = 20
 LENGTHS = {
@@ -41,7 +41,11 @@ CASES = {
     "half precision, computed biases": dict(
         name="equal", candidates=True, biases=True, dtype="float16", pair_budget=0
     ),
-    "one pass": dict(name="mixed", candidates=True, biases=False, dtype="float16", one_pass=True),
+    "half precision, biases alone in memory": dict(
+        name="equal", candidates=True, biases=True, dtype="float16", pair_budget=40_000
+    ),
+    "stored": dict(name="giant", candidates=True, biases=False, dtype="float16", stored=True),
+    "stored biases": dict(name="mixed", candidates=True, biases=True, dtype="float16", stored=True),
     "apart": dict(name="equal", candidates=True, biases=False, dtype="float16", apart=True),
     "wide": dict(name="equal", candidates=False, biases=False, dtype="float16", widths=(256, 256)),
     "long times": dict(name="equal", candidates=True, biases=True, step=10**10),
@@ -49,16 +53,19 @@ CASES = {
 
 
 @contextmanager
-def choose_variant(width, pair_budget=None, one_pass=None, apart=False):
-    """Runs the kernels that these launches choose. one_pass: the backward in one pass, or in two
-    where it is the other way by default; apart: keys' and values' gradients in two kernels."""
+def choose_variant(width, pair_budget=None, stored=None, apart=False):
+    """Runs the kernels that these launches choose. stored: the backward with or without stored
+    scores; apart: keys' and values' gradients in two kernels."""
     with ExitStack() as stack:
         launches = triton_attention
         if pair_budget is not None:
             stack.enter_context(mock.patch.object(launches, "PAIR_BUDGET", pair_budget))
-        if one_pass is not None:
-            launch = {width: AttentionLaunch(64, 64, 4, 1)} if one_pass else {}
-            stack.enter_context(mock.patch.object(launches, "ONE_PASS", launch))
+        if stored is not None:
+            for table, tile in (("STORED", 128), ("BIASED_STORED", 64)):
+                of_queries = AttentionLaunch(tile, min(64, 8192 // width), tile // 16, 1)
+                both = StoredLaunch(of_queries, AttentionLaunch(128, 64, 8, 1))
+                one = {width: both} if stored else {}
+                stack.enter_context(mock.patch.object(launches, table, one))
         if apart:
             both = KeyLaunch(64, 64, 4, 1, keys=False), KeyLaunch(64, 32, 4, 1, values=False)
             stack.enter_context(mock.patch.dict(launches.BACKWARD_KV, {width: both}))
@@ -76,7 +83,7 @@ def compare(
     device="cpu",
     heads=2,
     pair_budget=None,
-    one_pass=None,
+    stored=None,
     apart=False,
 ):
     """Relative errors of the output and of all gradients against the plain attention in float64, by
@@ -127,7 +134,7 @@ def compare(
         grads = torch.autograd.grad((out * weight.to(out.dtype)).sum(), list(inputs.values()))
         return dict(zip(["out", *inputs], [out.detach(), *grads], strict=True))
 
-    with choose_variant(max(widths), pair_budget, one_pass, apart):
+    with choose_variant(max(widths), pair_budget, stored, apart):
         ours = run(triton_attention.hstu_attention, None)
     exact = run(attention.hstu_attention, torch.float64)
     assert all(ours[key].dtype == leaves[key].dtype for key in leaves)

@@ -7,9 +7,10 @@ import json
 import sys
 
 import torch
+from torch.nn import functional as F
 
 import freescale
-from freescale.embedding import exchange
+from freescale.embedding import exchange, local
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.kernels import dispatch
 from freescale.kernels.triton import row_sums as triton_row_sums
@@ -24,6 +25,8 @@ CASES = {
     "row clip": {"row_clip": 0.05},
     "replicated": {"placement": {"item": "sharded", "action": "replicated"}, "optimizer": "adam"},
     "ids of the model's own": {"model": "Derived"},
+    "rows that the model reads by itself": {"model": "Offered", "optimizer": "adam"},
+    "the same, replicated": {"model": "Offered", "placement": "replicated", "row_clip": 0.05},
     "a table that is not read": {"model": "Partial", "optimizer": "adam"},
     "rounded": {"wire_dtype": torch.bfloat16},
     "padding": {"model": "Padded"},
@@ -38,6 +41,18 @@ class Derived(CudaClicks):
         ids = batch.values("history")
         again = self.item(ids.clone().flip(0)) + self.item(ids)
         return {name: loss + again.tanh().sum() for name, loss in found.items()}
+
+
+class Offered(CudaClicks):
+    """Takes all rows of a table and reads them by itself, beside other readings."""
+
+    def forward(self, batch):
+        found = super().forward(batch)
+        rows, index = self.item.locate(batch.values("history"))
+        again, extra = self.item.locate(batch.dense["extra"])
+        assert again is rows
+        more = F.embedding(index, rows).tanh().sum() + F.embedding(extra, rows).sin().sum()
+        return {name: loss + more for name, loss in found.items()}
 
 
 class Partial(CudaClicks):
@@ -60,7 +75,13 @@ class Padded(CudaClicks):
         self.item.padding_idx = 3
 
 
-MODELS = {"Clicks": CudaClicks, "Derived": Derived, "Partial": Partial, "Padded": Padded}
+MODELS = {
+    "Clicks": CudaClicks,
+    "Derived": Derived,
+    "Offered": Offered,
+    "Partial": Partial,
+    "Padded": Padded,
+}
 
 
 def train(
@@ -107,7 +128,7 @@ def differences(case, device="cpu"):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dispatch._fits_triton_rows = lambda table, dtypes=None: table.dtype == torch.float32
-    exchange.deduplicate = dispatch.triton_unique.deduplicate
+    exchange.deduplicate = local.deduplicate = dispatch.triton_unique.deduplicate
     triton_row_sums.CHUNK = 8
     with freeze_objects():
         found = {}

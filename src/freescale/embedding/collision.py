@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.kernels.dispatch import collision_masks
-from freescale.kernels.reference.unique import are_few, group_by_tag
+from freescale.kernels.reference.unique import group_by_tag
 from freescale.kernels.upload import upload
 
 # (rows that the current batch requests, that the following one requests) -> (which of the current
@@ -66,9 +68,9 @@ def divide_rows(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
     A row is always in the same piece, whoever requests it, so a piece has all gradients of its
     rows. One sort divides all lists: beside the compute every kernel waits for its turn.
     """
-    if are_few(*(one.rows for one in lists)):
-        return _divide_few_rows(lists)
     device = lists[0].rows.device
+    if device.type == "cpu":
+        return _divide_on_host(lists)
     sizes = [one.rows.numel() for one in lists]
     edges = np.cumsum([0] + [one.bins for one in lists])
     # A row's tag begins with its rank and the bins of the lists before.
@@ -88,14 +90,19 @@ def divide_rows(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
     return [part - int(start) for part, start in parts], found
 
 
-def _divide_few_rows(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
-    """`divide_rows` on the host, list by list."""
+def _divide_on_host(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
+    """`divide_rows` list by list and by numpy: few calls where there are few rows, little memory
+    beside the rows where there are many."""
     positions, counts = [], []
     for one in lists:
         ranks = len(one.sizes)
-        tags = ((one.rows.numpy() & (one.pieces - 1)) + 1) * ranks
+        # numpy sorts 16 bits by counting
+        dtype: type[np.integer[Any]] = np.uint16 if one.bins <= 1 << 16 else np.int64
+        tags: NDArray[Any] = (one.rows.numpy() & (one.pieces - 1)).astype(dtype)
+        tags += 1
+        tags *= ranks
         tags[one.marked.numpy()] = 0
-        tags += np.arange(ranks).repeat(one.sizes)
+        tags += np.arange(ranks, dtype=tags.dtype).repeat(one.sizes)
         positions.append(torch.from_numpy(tags.argsort(kind="stable")))
         counts.append(np.bincount(tags, minlength=one.bins))
     return positions, torch.from_numpy(np.concatenate(counts))

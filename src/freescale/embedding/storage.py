@@ -112,16 +112,15 @@ class RowStorage:
     ) -> None:
         """Local rows, sorted, and the gradients [n, width] of all that read them: `update` by the
         sum of each row's. In one go where that gives the same bits."""
-        if clip is None and self._sums_on_the_way:
-            self.optimizer.update(
-                self.weight, self.state, rows, gradients, step=step, factor=factor
-            )
+        optimizer = self.optimizer
+        if clip is None and isinstance(optimizer, (SGD, Adagrad, Adam)) and self._sums_on_the_way:
+            optimizer.update(self.weight, self.state, rows, gradients, step=step, factor=factor)
             return
         numbers, sums = sum_sorted(rows, gradients)
         self.update(numbers, sums, step=step, factor=factor, clip=clip)
 
     @property
     def _sums_on_the_way(self) -> bool:
-        """Whether the optimizer takes the place of a sum: one that works entry by entry."""
-        entry_by_entry = type(self.optimizer) in (SGD, Adagrad, Adam)
-        return entry_by_entry and keeps_gradients(self.weight)
+        """Whether the optimizer takes the place of a sum: one of ours that works entry by entry."""
+        ours = type(self.optimizer).update in (SGD.update, Adagrad.update, Adam.update)
+        return ours and keeps_gradients(self.weight)

@@ -34,11 +34,6 @@ class RowGradients:
         before = self._values[part]
         self._values[part] = flat if before is None else before + flat
 
-    @property
-    def has_others(self) -> bool:
-        """Whether rows were read that are none of the parts."""
-        return bool(self._others)
-
     def move(self, parts: Sequence[Tensor], find: Callable[[Tensor], Tensor]) -> RowGradients:
         """The same gradients, of rows with other numbers: those of the parts, and of others by
         `find`."""

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -212,8 +213,8 @@ def _agree_on_features(
 ) -> tuple[list[str], str]:
     """Checks that all ranks have the same features. Tasks, and the schema if a rank has to learn
     it."""
-    agreed = np.unique(digests[ready])
-    if agreed.size > 1:
+    agreed = digests[ready]
+    if (agreed != agreed[:1]).any():
         columns = [
             f"{name[2:] or 'keys'} ({kind}, {dtype} {shape})"
             for name, kind, dtype, shape in json.loads(schema or "[]")
@@ -229,5 +230,6 @@ def _agree_on_features(
     return sorted(build_empty_batch(schema).weights), schema
 
 
+@lru_cache(maxsize=64)
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -132,7 +133,8 @@ class Lane:
     def _run(self, job: Job) -> None:
         try:
             # The stream brings its device along, which a new thread does not know.
-            with torch.no_grad(), torch.cuda.stream(self.stream):
+            stream = torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+            with torch.no_grad(), stream:
                 job.begin.wait(host=True)
                 function, job.function = job.function, None  # what it holds is free once it has run
                 assert function is not None

@@ -53,8 +53,13 @@ def take_batch(
         keep: whether the data may change the batch's memory while it is still needed.
     """
     batch = source.take()
-    if batch is None:
-        return None
+    return None if batch is None else check_batch(batch, tables, balancer, keep)
+
+
+def check_batch(
+    batch: SequenceBatch, tables: Tables, balancer: Balancer | None, keep: bool = False
+) -> SequenceBatch:
+    """As `take_batch`, of a batch that was taken."""
     batch = copy_to_host(batch)
     if keep:
         batch = batch.map(Tensor.clone)

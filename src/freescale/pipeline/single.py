@@ -23,7 +23,7 @@ from freescale.batch import SequenceBatch
 from freescale.embedding.local import Collected
 from freescale.pipeline.agreement import Agreement, agree_alone
 from freescale.pipeline.captured.graphs import Graphs, can_capture
-from freescale.pipeline.next_batch import copy_to_device, count_batch, take_batch
+from freescale.pipeline.next_batch import check_batch, copy_to_device, count_batch
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.source import BatchSource
 from freescale.pipeline.step_result import StepResult
@@ -77,10 +77,14 @@ class Single(Schedule):
             self._stopped = True
             source.close()
             return None
+        batch = agreement = None
         try:
-            with self.ledger.span("data"):
-                batch = take_batch(source, self.tables, self.balancer)
-                agreement = agree_alone(batch) if batch is not None else None
+            with self.ledger.span("await batch"):
+                batch = source.take()
+            if batch is not None:
+                with self.ledger.span("data"):
+                    batch = check_batch(batch, self.tables, self.balancer)
+                    agreement = agree_alone(batch)
         except Exception as error:  # noqa: BLE001 - raised after the steps before it
             self._failure = error
             batch = agreement = None
@@ -103,7 +107,7 @@ class Single(Schedule):
         if current.copied is not None:
             stream = current_stream(self.transport.device)
             stream.wait_event(current.copied)
-            for tensor in batch.tensors():
+            for tensor in batch.tensors() if batch.packed is None else (batch.packed,):
                 tensor.record_stream(stream)
         if not self.tables.placed:
             self.tables.place(batch)

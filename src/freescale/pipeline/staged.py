@@ -34,6 +34,7 @@ from torch import Tensor
 from freescale.embedding.collision import Masks, collision_masks
 from freescale.embedding.exchange import Sharded
 from freescale.embedding.request import Request, require
+from freescale.pipeline.host_heap import share_heap
 from freescale.pipeline.in_flight import IncomingBatch, InFlight, StagedBatch
 from freescale.pipeline.lane import Lane
 from freescale.pipeline.next_batch import BatchPreparation
@@ -53,6 +54,8 @@ class Staged(Schedule):
         """As `Schedule`. `masks` finds the collisions (benchmarks show what happens without). A
         collective: opens three channels."""
         super().__init__(*arguments, **options)
+        if self.transport.device.type == "cpu":
+            share_heap()  # before the lanes' threads have heaps of their own
         self.ahead = Lane("ahead", self.transport)
         self.urgent = Lane("urgent", self.transport, urgent=True)
         self.input = Lane("input", self.transport)

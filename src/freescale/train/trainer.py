@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from freescale.config import RunConfig
-from freescale.data.workers import read_ahead
+from freescale.data.workers import WorkerLoader, read_ahead
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
@@ -187,15 +187,23 @@ class Trainer:
                 f"{self.folder} is at step {self.step} of {self.total}: ask for more "
                 "--epochs or --steps to go on"
             )
-        compile_kernels(
-            self.config,
-            self.pipeline.precision,
-            self.data.num_actions > 0,
-            self.transport.device,
-            lambda done, count: self._callbacks.call("on_compile", self, done, count),
-        )
-        self.pipeline.tune()  # before the run is described
-        self._run_folder.open(self.config.to_json())
+        kind = self.transport.device.type
+        # First of all: while kernels are compiled, the workers come up.
+        batches = read_ahead(self.data, count_workers(self.config, kind), pin=kind == "cuda")
+        try:
+            compile_kernels(
+                self.config,
+                self.pipeline.precision,
+                self.data.num_actions > 0,
+                self.transport.device,
+                lambda done, count: self._callbacks.call("on_compile", self, done, count),
+            )
+            self.pipeline.tune()  # before the run is described
+            self._run_folder.open(self.config.to_json())
+        except BaseException as error:
+            batches.__exit__(type(error), error, None)
+            raise
+        self._batches = batches
         self.checkpoints.folder = self.folder / "checkpoints"
 
     def _train(self, signals: StopSignals) -> dict[str, Any]:
@@ -234,9 +242,9 @@ class Trainer:
         that it entails is done."""
         settings = self.config.train
         clock, seen, supervised = time.perf_counter(), 0, 0.0
-        on_gpu = self.transport.device.type == "cuda"
-        workers = count_workers(self.config, self.transport.device.type)
-        with read_ahead(self.data, workers, pin=on_gpu) as batches:
+        with self._batches as batches:
+            if isinstance(batches, WorkerLoader):
+                batches.wait_until_up()
             for last in self.pipeline.run(self._callbacks.guard(batches)):
                 self._number = last.batch_number
                 signals.note_step()

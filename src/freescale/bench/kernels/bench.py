@@ -16,10 +16,12 @@ import torch
 
 from freescale.bench.common.results import Destination, make_claims, write
 from freescale.bench.common.terminal import show_table
+from freescale.bench.kernels.attention import measure_attention
 from freescale.bench.kernels.claims import list_asked
 from freescale.bench.kernels.jagged_moves import measure_moves
-from freescale.bench.kernels.layers import measure_attention, measure_layers, measure_pieces
+from freescale.bench.kernels.layers import measure_layers, measure_pieces
 from freescale.bench.kernels.measure import Bench
+from freescale.bench.kernels.sampled_softmax import measure_sampled_softmax
 from freescale.bench.kernels.table_rows import measure_rows
 from freescale.kernels.dispatch import has_triton
 from freescale.ledger.machine import describe_machine, get_gpu_name, get_versions
@@ -31,6 +33,7 @@ PARTS: dict[str, Callable[[Bench], dict[str, float]]] = {
     "attention": measure_attention,
     "pieces": measure_pieces,
     "layer": measure_layers,
+    "sampled_softmax": measure_sampled_softmax,
 }
 
 

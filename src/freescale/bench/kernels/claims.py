@@ -22,7 +22,7 @@ def list_asked() -> Iterator[Asked]:
         )
     for way, width, rate in (
         ("forward", 128, 420),
-        ("backward", 128, 260),
+        ("backward", 128, 474),
         ("forward", 64, 300),
         ("backward", 64, 200),
     ):
@@ -30,6 +30,13 @@ def list_asked() -> Iterator[Asked]:
         yield Asked(f"attention {way}, full, {width} wide, TFLOP/s", text, rate, "TFLOP/s")
         text = f"attention {way}, 4 heads of {width}, log-normal lengths, of the full-length rate"
         yield Asked(f"attention {way}, {width} wide, log-normal % of full", text, 85, "%")
+    text = "attention backward, 32 x 4,099 tokens, 4 heads of 256"
+    yield Asked("attention backward, fixed, wide, ms", text, 8.25, "ms", at_least=False)
+    for width in (64, 128):
+        for way in ("forward", "backward"):
+            text = f"attention {way}, 32 x 4,096 tokens, 4 heads of {width}: time with both biases"
+            name = f"attention {way}, {width} wide, biases, times without"
+            yield Asked(name, f"{text}, of that without", 2, "times", at_least=False)
     text = "HSTU layer forward + backward, log-normal lengths up to 21,000, faster than eager"
     yield Asked("layer, times faster", text, 5, "times")
     text = "peak memory of a layer per token, at 21,000 of that at 5,250"

@@ -1,4 +1,4 @@
-"""The attention, what surrounds it in a layer, and a whole HSTU layer: forward, backward and peak
+"""What surrounds the attention in a layer, and a whole HSTU layer: forward, backward and peak
 memory."""
 
 from __future__ import annotations
@@ -12,59 +12,12 @@ from torch import Tensor
 
 from freescale.bench.kernels.measure import Bench, Call
 from freescale.kernels.reference import attention_plan, layer
-from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import attention_plan as triton_attention_plan
 from freescale.kernels.triton import layer as triton_layer
 from freescale.models.hstu_layer import HSTULayer
 from freescale.random import derive
 
-HEADS, DROPOUT = 4, 0.2
-
-
-def measure_attention(bench: Bench) -> dict[str, float]:
-    """TFLOP/s, for equally long samples and for log-normal lengths."""
-    batches = {
-        "full": np.array(bench.size["long"]),
-        "log-normal": bench.lengths(bench.size["samples"]),
-    }
-    figures = {}
-    for width in bench.size["head_widths"]:
-        for name, lengths in batches.items():
-            for way, rate in zip(
-                ("forward", "backward"), _measure_attended(bench, name, lengths, width), strict=True
-            ):
-                figures[f"attention {way}, {name}, {width} wide, TFLOP/s"] = rate
-        for way in ("forward", "backward"):
-            full, jagged = (
-                figures[f"attention {way}, {name}, {width} wide, TFLOP/s"]
-                for name in ("full", "log-normal")
-            )
-            figures[f"attention {way}, {width} wide, log-normal % of full"] = 100 * jagged / full
-    return figures
-
-
-def _measure_attended(
-    bench: Bench, name: str, lengths: np.ndarray, width: int
-) -> tuple[float, float]:
-    q, k, v = (
-        bench.draw(int(lengths.sum()), HEADS, width, dtype=bench.narrow).requires_grad_()
-        for _ in range(3)
-    )
-    weight = bench.draw(int(lengths.sum()), HEADS, width, dtype=bench.narrow)
-    there = torch.from_numpy(lengths).to(bench.device)
-    plan = triton_attention_plan.plan_attention(there, HEADS)
-    shared: dict[str, Any] = {"scale_length": bench.size["cap"], "alpha": width**-0.5, "plan": plan}
-    work = 4 * HEADS * width * float((lengths.astype(float) ** 2).sum()) / 2 / 1e12
-    label = f"{name}, {len(lengths)} samples, {HEADS} heads of {width}"
-    ours: Call = lambda: triton_attention.hstu_attention(q, k, v, there, **shared)  # noqa: E731
-    out = ours()
-    with torch.no_grad():
-        forward = bench.measure("attention", f"attention forward, {label}", ours, teraflops=work)
-    grads: Call = lambda: torch.autograd.grad(out, (q, k, v), weight, retain_graph=True)  # noqa: E731
-    backward = bench.measure(
-        "attention", f"attention backward, {label}", grads, teraflops=2.5 * work
-    )
-    return forward["rate"], backward["rate"]
+DROPOUT = 0.2
 
 
 def measure_pieces(bench: Bench) -> dict[str, float]:

@@ -26,11 +26,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "samples": 128, "median": 3000, "cap": 21_000, "worlds": (32, 64, 128, 256, 512),
         "table": 8_000_000, "rows": 1_000_000, "long": [16_384] * 4, "layer": 128, "line": 16,
         "copy": 1 << 32, "matrix": 8192, "width": 512, "heads": 4, "head_widths": (128, 64),
+        "wide": 256, "wide_lengths": (4099, 4096),
     },
     "cpu": {
         "samples": 2, "median": 10, "cap": 24, "worlds": (2, 4),
         "table": 200, "rows": 50, "long": [20], "layer": 2, "line": 2,
         "copy": 1 << 16, "matrix": 64, "width": 64, "heads": 2, "head_widths": (64,),
+        "wide": 64, "wide_lengths": (7, 6),
     },
 }  # fmt: skip
 

@@ -36,8 +36,8 @@ def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]
     """Rows asked of an owner by batch i [r] and by batch i+1 [s] -> (which of i's batch i+1 asks
     too, and the other way round)."""
     check_keys(current=current, following=following)
-    if are_few(current, following):
-        return _find_among_few(current, following), _find_among_few(following, current)
+    if not current.is_cuda:
+        return _find_on_host(current, following), _find_on_host(following, current)
     joined = torch.cat([current, following])
     order = sort_stably(joined)
     ordered = joined[order]
@@ -53,18 +53,9 @@ def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]
     return marks[: current.numel()], marks[current.numel() :]
 
 
-# Up to this many numbers on the host, numpy is faster than torch: a call of torch costs several
-# times as much, and lets another thread have the interpreter in between.
-_FEW = 1 << 13
-
-
-def are_few(*tensors: Tensor) -> bool:
-    """Whether numpy is the faster way to handle these tensors."""
-    return sum(t.numel() for t in tensors) <= _FEW and not any(t.is_cuda for t in tensors)
-
-
-def _find_among_few(wanted: Tensor, given: Tensor) -> Tensor:
-    """Which of the wanted rows [n] are among the given ones [m]."""
+def _find_on_host(wanted: Tensor, given: Tensor) -> Tensor:
+    """Which of the wanted rows [n] are among the given ones [m]. By numpy: of a few rows torch's
+    calls would take most of the time, of many its intermediate results most of the memory."""
     rows, ordered = wanted.numpy(), np.sort(given.numpy())
     if not ordered.size:
         return torch.zeros(rows.shape, dtype=torch.bool)

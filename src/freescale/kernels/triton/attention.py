@@ -6,8 +6,9 @@ and, but in float32, 256 wide. The kernels read the lengths from tables of tiles
 `attention_plan` makes once per batch; nothing synchronizes after that. No sum depends on an order
 that may change: the same inputs give the same bits, gradients too.
 
-Memory is linear in the tokens but for the biases of pairs, which narrow dtypes keep for one call if
-they fit PAIR_BUDGET; beyond it the kernels compute them, several times each.
+Memory is linear in the tokens but for tables with an entry for every pair of tokens, which narrow
+dtypes make for one call if they fit PAIR_BUDGET: the biases of pairs, and in some backwards what
+heads have for scores. Beyond the budget the kernels compute both, several times each.
 """
 
 from __future__ import annotations
@@ -25,20 +26,24 @@ from freescale.kernels.triton.attention_launch import (
     BIASED_FORWARD,
     BIASED_KV,
     BIASED_Q,
+    BIASED_STORED,
     COMPUTED_FORWARD,
     COMPUTED_KV,
     COMPUTED_Q,
+    COMPUTED_WIDE_KV,
     FLOAT32_FORWARD,
     FLOAT32_KV,
     FLOAT32_PRECISION,
     FLOAT32_Q,
     FORWARD,
+    PAIR_BIAS,
     PAIR_BUDGET,
-    PAIR_SPLIT,
-    PAIR_WARPS,
+    STORED,
+    STORED_SUMS,
     TIMED_KV,
     AttentionLaunch,
     KeyLaunch,
+    StoredLaunch,
 )
 from freescale.kernels.triton.attention_plan import (
     PAIR_KEYS,
@@ -49,6 +54,7 @@ from freescale.kernels.triton.attention_plan import (
 from freescale.kernels.triton.launch import (
     Block,
     is_interpreted,
+    is_recording,
     launch_kernel,
     require_gpu,
     use_device,
@@ -132,6 +138,13 @@ def build_descriptor(x: Tensor, rows: int) -> Block:
     return Block(x, [tokens, heads * width], [x.stride(0), 1], [rows, width])
 
 
+def _describe_table(table: Tensor | None, queries: int, keys: int) -> Block | None:
+    """A descriptor of a table over pairs of tokens, in tiles; None without one."""
+    return (
+        table if table is None else Block(table, [*table.shape], [*table.stride()], [queries, keys])
+    )
+
+
 class _Call:
     """What the launches of one attention have in common."""
 
@@ -143,6 +156,7 @@ class _Call:
         biases: tuple[Tensor | None, Tensor | None],
         plan: TilePlan,
         alpha: float,
+        budget: int,  # pairs of a table
     ):
         self.q, self.k, self.v, self.plan = q, k, v, plan
         position, time = (None if bias is None else bias.float().contiguous() for bias in biases)
@@ -168,16 +182,23 @@ class _Call:
         }
         self.width = width = max(q.shape[2], v.shape[2])
         self.pairs: Tensor | None = None
+        self.stored: StoredLaunch | None = None
         self.launches: tuple[AttentionLaunch, tuple[KeyLaunch, ...], AttentionLaunch]
+        pairs = plan.pair_blocks * PAIR_QUERIES * PAIR_KEYS
+        self.stores = narrow and q.shape[1] * pairs <= budget
         if not narrow:
             self.launches = FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q
         elif position is None and time is None:
             self.launches = FORWARD[width], BACKWARD_KV[width], BACKWARD_Q[width]
-        elif plan.pair_blocks * PAIR_QUERIES * PAIR_KEYS <= PAIR_BUDGET:
+            self.stored = STORED.get(width) if self.stores else None
+        elif pairs <= budget:
             self.launches = BIASED_FORWARD[width], BIASED_KV[width], BIASED_Q[width]
             self.pairs = self._compute_pair_biases()
+            self.stored = BIASED_STORED.get(width) if self.stores else None
         else:
-            of_keys = COMPUTED_KV if time is None else TIMED_KV
+            of_keys: tuple[KeyLaunch, ...] = COMPUTED_KV if time is None else TIMED_KV
+            if width == WIDTHS[-1]:
+                of_keys = COMPUTED_WIDE_KV
             self.launches = COMPUTED_FORWARD, of_keys, COMPUTED_Q
 
     def _compute_pair_biases(self) -> Tensor:
@@ -187,24 +208,20 @@ class _Call:
 
         rows = self.plan.pair_blocks * PAIR_QUERIES
         pairs = torch.empty(rows, PAIR_KEYS, dtype=torch.float16, device=self.q.device)
-        tiles = self.plan.query_tiles(PAIR_QUERIES)
+        launch = PAIR_BIAS
+        tiles = self.plan.query_tiles(launch.queries)
         launch_kernel(
             pair_bias_kernel,
-            (len(tiles), PAIR_SPLIT),
+            (len(tiles), launch.split),
             pairs,
             tiles,
             **self.bias,
+            M=launch.queries,
             INLINE=self.constants["INLINE"],
-            SPLIT=PAIR_SPLIT,
-            num_warps=PAIR_WARPS,
+            SPLIT=launch.split,
+            num_warps=launch.warps,
         )
         return pairs
-
-    def _describe_pairs(self, queries: int, keys: int) -> Block | None:
-        """A descriptor of the pair biases in tiles; None without their table."""
-        if self.pairs is None:
-            return None
-        return Block(self.pairs, list(self.pairs.shape), [PAIR_KEYS, 1], [queries, keys])
 
     def forward(self, out: Tensor, scale: float) -> None:
         from freescale.kernels.triton.attention_kernels import forward_kernel
@@ -217,7 +234,7 @@ class _Call:
             build_descriptor(self.q, launch.tile),
             build_descriptor(self.k, launch.inner),
             build_descriptor(self.v, launch.inner),
-            self._describe_pairs(launch.tile, launch.inner),
+            _describe_table(self.pairs, launch.tile, launch.inner),
             out,
             tiles,
             half_alpha=self.half_alpha,
@@ -228,11 +245,59 @@ class _Call:
         )
 
     def backward(
-        self, grad: Tensor, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float
+        self,
+        grad: Tensor,
+        grad_q: Tensor,
+        grad_k: Tensor,
+        grad_v: Tensor,
+        scale: float,
+        *,
+        need_biases: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Writes the gradients of q, k and v; returns those of both biases in float32, if they are
+        needed."""
+        changes = self._allocate_stored() if self.stored or need_biases and self.stores else None
+        if self.stored is not None and changes is not None:
+            weights = self._allocate_stored()
+            self.backward_q(self.stored.q, grad, grad_q, scale, weights, changes)
+            self.backward_stored(self.stored.kv, weights, grad, grad_v, 1 / scale)
+            del weights
+            self.backward_stored(self.stored.kv, changes, self.q, grad_k, self.half_alpha / scale)
+        else:
+            for launch in self.launches[1]:
+                self.backward_kv(launch, grad, grad_k, grad_v, scale)
+            self.backward_q(self.launches[2], grad, grad_q, scale, None, changes)
+        return self.backward_bias(grad, scale, changes) if need_biases else (None, None)
+
+    def _allocate_stored(self) -> Tensor:
+        """Room for one number per head and pair of tokens, in square blocks."""
+        rows = self.plan.pair_blocks // 2 * self.plan.heads * PAIR_QUERIES
+        return torch.empty(rows, PAIR_QUERIES, dtype=self.q.dtype, device=self.q.device)
+
+    def backward_stored(
+        self, launch: AttentionLaunch, stored: Tensor, rows: Tensor, out: Tensor, factor: float
     ) -> None:
-        for launch in self.launches[1]:
-            self.backward_kv(launch, grad, grad_k, grad_v, scale)
-        self.backward_q(grad, grad_q, scale)
+        from freescale.kernels.triton.attention_kernels import backward_stored_kernel
+
+        tiles = self.plan.key_tiles(launch.tile)
+        launch_kernel(
+            backward_stored_kernel,
+            (len(tiles) * self.plan.heads,),
+            _describe_table(stored, launch.inner, launch.tile),
+            build_descriptor(rows, launch.inner),
+            out,
+            tiles,
+            factor,
+            HEADS=self.constants["HEADS"],
+            D=rows.shape[2],
+            M=launch.inner,
+            N=launch.tile,
+            CANDIDATES=self.constants["CANDIDATES"],
+            STAGES=launch.stages,
+            MASKED_STAGES=launch.masked_stages,
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
+        )
 
     def backward_kv(
         self, launch: KeyLaunch, grad: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float
@@ -247,7 +312,7 @@ class _Call:
             build_descriptor(self.k, launch.tile),
             build_descriptor(self.v, launch.tile),
             build_descriptor(grad, launch.inner),
-            self._describe_pairs(launch.inner, launch.tile),
+            _describe_table(self.pairs, launch.inner, launch.tile),
             grad_k,
             grad_v,
             tiles,
@@ -261,10 +326,17 @@ class _Call:
             **self._build_arguments(launch),
         )
 
-    def backward_q(self, grad: Tensor, grad_q: Tensor, scale: float) -> None:
+    def backward_q(
+        self,
+        launch: AttentionLaunch,
+        grad: Tensor,
+        grad_q: Tensor,
+        scale: float,
+        weights: Tensor | None,
+        changes: Tensor | None,
+    ) -> None:
         from freescale.kernels.triton.attention_kernels import backward_q_kernel
 
-        launch = self.launches[2]
         tiles = self.plan.query_tiles(launch.tile)
         launch_kernel(
             backward_q_kernel,
@@ -273,7 +345,9 @@ class _Call:
             build_descriptor(self.k, launch.inner),
             build_descriptor(self.v, launch.inner),
             build_descriptor(grad, launch.tile),
-            self._describe_pairs(launch.tile, launch.inner),
+            _describe_table(self.pairs, launch.tile, launch.inner),
+            _describe_table(weights, launch.tile, launch.inner),
+            _describe_table(changes, launch.tile, launch.inner),
             grad_q,
             tiles,
             half_alpha=self.half_alpha,
@@ -294,7 +368,9 @@ class _Call:
             "maxnreg": launch.registers,
         }
 
-    def backward_bias(self, grad: Tensor, scale: float) -> tuple[Tensor | None, Tensor | None]:
+    def backward_bias(
+        self, grad: Tensor, scale: float, changes: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of both biases in float32: partial sums in memory, added up in a fixed
         order."""
         from freescale.kernels.triton.attention_kernels import (
@@ -303,7 +379,7 @@ class _Call:
         )
 
         position, time = self.bias["position_bias"], self.bias["time_bias"]
-        launch = BIAS_SUMS[self.width]
+        launch = BIAS_SUMS[self.width] if changes is None else STORED_SUMS
         size = launch.tile
         walks, pieces, counts = self.plan.walks(size)
         empty = grad.new_empty
@@ -320,8 +396,12 @@ class _Call:
         launch_kernel(
             backward_bias_kernel,
             (len(walks),),
-            *(build_descriptor(x, size) for x in (self.q, self.k, self.v, grad)),
-            self._describe_pairs(size, size),
+            *(
+                build_descriptor(x, size) if changes is None else None
+                for x in (self.q, self.k, self.v, grad)
+            ),
+            _describe_table(self.pairs if changes is None else None, size, size),
+            changes,
             walks,
             by_distance,
             by_key,
@@ -360,6 +440,14 @@ class _Call:
         return grad_position, grad_time
 
 
+def _list_budgets(plan: TilePlan) -> tuple[int, ...]:
+    """What a table may hold. While launches are recorded, whatever a batch may find: room for all
+    tables, for the biases of pairs alone, and for none."""
+    if not is_recording():
+        return (PAIR_BUDGET,)
+    return PAIR_BUDGET, plan.pair_blocks * PAIR_QUERIES * PAIR_KEYS, 0
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -373,7 +461,8 @@ def attend(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if plan.tokens:
         with use_device(q.device):
-            _Call(q, k, v, biases, plan, alpha).forward(out, scale)
+            for budget in _list_budgets(plan):
+                _Call(q, k, v, biases, plan, alpha, budget).forward(out, scale)
     return out
 
 
@@ -398,14 +487,13 @@ def differentiate_attention(
     if not plan.tokens:
         return grad_q, grad_k, grad_v, grad_position, grad_time
     with use_device(q.device):
-        call = _Call(q, k, v, biases, plan, alpha)
-        call.backward(grad, grad_q, grad_k, grad_v, scale)
-        if need_biases:
-            sums = call.backward_bias(grad, scale)
-            grad_position, grad_time = (
-                None if x is None or bias is None else x.to(bias.dtype)
-                for x, bias in zip(sums, biases, strict=True)
-            )
+        for budget in _list_budgets(plan):
+            call = _Call(q, k, v, biases, plan, alpha, budget)
+            sums = call.backward(grad, grad_q, grad_k, grad_v, scale, need_biases=need_biases)
+        grad_position, grad_time = (
+            zeros if x is None or zeros is None else x.to(zeros.dtype)
+            for x, zeros in zip(sums, (grad_position, grad_time), strict=True)
+        )
     return grad_q, grad_k, grad_v, grad_position, grad_time
 
 

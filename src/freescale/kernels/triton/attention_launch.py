@@ -26,53 +26,76 @@ class KeyLaunch(AttentionLaunch):
     values: bool = True
 
 
+@dataclass(frozen=True)
+class StoredLaunch:
+    """Of a backward whose kernel for queries stores weights and gradients of the scores, of which
+    the gradients of keys and values are then products."""
+
+    q: AttentionLaunch
+    kv: AttentionLaunch  # tiles of at most PAIR_QUERIES keys
+
+
+@dataclass(frozen=True)
+class PairLaunch:
+    """Of the kernel that fills the table of pair biases."""
+
+    queries: int  # of a program
+    split: int  # programs that share the keys of these queries
+    warps: int
+
+
 # The fastest of those tried on an H200, by head width.
 FORWARD = {
     32: AttentionLaunch(64, 64, 4, 3, registers=128),
     64: AttentionLaunch(128, 64, 4, 3, 2),
     128: AttentionLaunch(128, 64, 4, 2, 2),
-    256: AttentionLaunch(128, 64, 8, 2),
+    256: AttentionLaunch(128, 64, 8, 2, 2),
 }
 BACKWARD_KV: dict[int, tuple[KeyLaunch, ...]] = {
     32: (KeyLaunch(64, 64, 4, 3, registers=128),),
     64: (KeyLaunch(64, 64, 4, 3, registers=168),),
     128: (KeyLaunch(64, 64, 4, 2, 2),),
-    256: (KeyLaunch(64, 64, 8, 1),),
+    256: (KeyLaunch(128, 32, 8, 2, values=False), KeyLaunch(128, 64, 8, 2, keys=False)),
 }
 BACKWARD_Q = {
     32: AttentionLaunch(64, 64, 4, 3, registers=128),
     64: AttentionLaunch(64, 64, 4, 3, registers=168),
     128: AttentionLaunch(128, 64, 8, 3, 2),
-    256: AttentionLaunch(128, 32, 8, 2),
+    256: AttentionLaunch(64, 64, 4, 2),
 }
+STORED = {256: StoredLaunch(AttentionLaunch(64, 64, 4, 2), AttentionLaunch(128, 64, 8, 3))}
 # With a table of pair biases; the kernels for keys read it with at most PAIR_KEYS keys.
 BIASED_FORWARD = {
     32: AttentionLaunch(64, 64, 4, 3),
-    64: AttentionLaunch(128, 64, 4, 3),
+    64: AttentionLaunch(64, 64, 4, 3),
     128: AttentionLaunch(128, 64, 4, 2),
-    256: AttentionLaunch(128, 64, 8, 1),
+    256: AttentionLaunch(128, 32, 8, 2),
 }
 BIASED_KV: dict[int, tuple[KeyLaunch, ...]] = {
-    32: (KeyLaunch(64, 64, 4, 2),),
-    64: (KeyLaunch(64, 64, 4, 2),),
+    32: (KeyLaunch(64, 64, 4, 2, registers=168),),
+    64: (KeyLaunch(64, 64, 4, 2, registers=168),),
     128: (KeyLaunch(64, 64, 4, 2),),
-    256: (KeyLaunch(64, 64, 8, 1),),
+    256: (KeyLaunch(64, 64, 4, 1, values=False), KeyLaunch(64, 64, 4, 1, keys=False)),
 }
 BIASED_Q = {
+    32: AttentionLaunch(64, 64, 4, 2, registers=168),
+    64: AttentionLaunch(64, 64, 4, 2, registers=168),
+    128: AttentionLaunch(128, 64, 8, 3),
+    256: AttentionLaunch(64, 64, 4, 1),
+}
+BIASED_STORED = {256: StoredLaunch(AttentionLaunch(64, 64, 4, 1), AttentionLaunch(128, 64, 8, 3))}
+# The sums of the biases' gradients, from the stored gradients of the scores; and without them.
+STORED_SUMS = AttentionLaunch(64, 64, 4, 1)
+BIAS_SUMS = {
     32: AttentionLaunch(64, 64, 4, 2),
     64: AttentionLaunch(64, 64, 4, 2),
-    128: AttentionLaunch(64, 64, 4, 2),
-    256: AttentionLaunch(64, 64, 8, 1),
-}
-BIAS_SUMS = {
-    32: AttentionLaunch(64, 64, 4, 1),
-    64: AttentionLaunch(64, 64, 4, 1),
-    128: AttentionLaunch(64, 64, 4, 1),
+    128: AttentionLaunch(64, 64, 4, 1, registers=168),
     256: AttentionLaunch(64, 64, 4, 1),
 }
 # Without it: the arithmetic of a bias, above all of time, takes registers of its own.
 COMPUTED_FORWARD = AttentionLaunch(64, 64, 4, 2)
 COMPUTED_KV, TIMED_KV = (KeyLaunch(64, 64, 4, 2),), (KeyLaunch(64, 32, 4, 3),)
+COMPUTED_WIDE_KV = (KeyLaunch(64, 32, 4, 2, values=False), KeyLaunch(64, 32, 4, 2, keys=False))
 COMPUTED_Q = AttentionLaunch(64, 64, 4, 2)
 # float32 operands are split in three bfloat16 each: six products on the tensor cores, exact to 24
 # bits.
@@ -82,6 +105,7 @@ FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q = (
     AttentionLaunch(64, 64, 4, 1),
 )
 FLOAT32_PRECISION = "bf16x6"
-# Pairs of tokens, in whole blocks, whose biases may stand in memory, 2 bytes each: 4 GiB.
+# Pairs of tokens, in whole blocks, of which a table may stand in memory during a call, 2 bytes
+# each: 4 GiB. Stored scores have a pair for every head.
 PAIR_BUDGET = 1 << 31
-PAIR_WARPS, PAIR_SPLIT = 8, 4
+PAIR_BIAS = PairLaunch(64, 4, 4)

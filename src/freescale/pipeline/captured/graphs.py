@@ -1,7 +1,7 @@
 """The CUDA graphs of a run: forward and backward of one rank's step, with the reading of its rows.
 
 A batch that is small enough is padded to one of a few sizes (sizes.py), always: what is computed
-depends on the batch alone. From its third batch on, a size has a graph, which one launch replays;
+depends on the batch alone. From its second batch on, a size has a graph, which one launch replays;
 before, the same work is launched kernel by kernel. Gradients are at fixed places, where the next
 batch of the size overwrites them: they are used up within the step. The updates of rows and
 parameters, which depend on the number of the step, follow outside the graph.
@@ -22,11 +22,12 @@ from freescale.pipeline.captured.sizes import StaticSize, choose_size
 from freescale.pipeline.captured.static_batch import StaticBatch, can_pad
 from freescale.pipeline.first_batch import check_losses
 from freescale.pipeline.precision import hold_matmul_precision
+from freescale.streams import current_stream
 
 if TYPE_CHECKING:
     from freescale.pipeline.schedule import Schedule
 
-_LAUNCHED = 2  # batches of a size before it has a graph: rare sizes need none
+_LAUNCHED = 1  # batches of a size before it has a graph: rare sizes need none
 _MOST_GRAPHS = 64
 # values of a layer's tokens, over all layers: beyond, kernels take longer than their launches
 _MOST_WORK = 100_000_000
@@ -44,6 +45,8 @@ class Graphs:
         self._schedule = schedule
         self._steps: dict[Any, StaticStep] = {}
         self._pool: Any = None
+        device = schedule.transport.device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def find(self, batch: SequenceBatch) -> StaticStep | None:
         """The work on batches of this size; None where a batch is computed as it is."""
@@ -145,9 +148,16 @@ class StaticStep:
             return schedule.tables.collect_locally(requests), losses
 
     def _capture(self, tasks: list[str]) -> None:
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self._schedule.transport.device)
-        with torch.cuda.graph(graph, pool=self._graphs.pool, capture_error_mode="thread_local"):
-            self._results = self._compute(tasks)
+        graph, stream = torch.cuda.CUDAGraph(), self._graphs.stream
+        current = current_stream(self._schedule.transport.device)
+        stream.wait_stream(current)
+        # Not by torch.cuda.graph, which waits for the device and empties the memory's cache.
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self._graphs.pool, capture_error_mode="thread_local")
+            try:
+                self._results = self._compute(tasks)
+            finally:
+                graph.capture_end()
+        current.wait_stream(stream)
         self._gradients = [parameter.grad for parameter in self._parameters]
         self._graph = graph

@@ -15,10 +15,9 @@ from freescale.transport.api import Transport
 
 class Reducer(Protocol):
     @property
-    def flat(
-        self,
-    ) -> list[Tensor]:  # all gradients, in buffers that the parameters' .grad are views of
-        ...
+    def flat(self) -> list[Tensor]:
+        """All gradients, in buffers that the parameters' .grad are views of when they are
+        clipped."""
 
     @property
     def order(self) -> list[int] | None:
