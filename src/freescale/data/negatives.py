@@ -44,8 +44,8 @@ def choose_negatives_per(asked: str, mean_length: float) -> str:
 
 
 def choose_negatives(asked: int | None, per: str) -> int:
-    """How many negatives each sample, position or batch (`per`) has. Those that all positions share
-    are more: fewer of them teach less than a sample's own do."""
+    """How many negatives each sample, position or batch (`per`) has. A batch has more: its
+    positions, of all samples, see no others."""
     if asked is not None:
         return asked
     return 1024 if per == "batch" else 256
