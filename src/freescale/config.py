@@ -77,7 +77,12 @@ class DataConfig(_Checked):
         "leave-one-out", "what is held out", choices=("leave-one-out", "time", "none")
     )
     split_time: int | None = option(None, "first timestamp of the test part, with --split time")
-    negatives: int = option(256, "negatives of each --negatives-per (retrieval)", minimum=1)
+    negatives: int | None = option(
+        None,
+        "negatives of each --negatives-per (retrieval; default: 256 of a sample or position, 1,024 "
+        "of a batch)",
+        minimum=1,
+    )
     negatives_per: str = option(
         "auto",
         "what has negatives of its own: each sample, each position, or the batch as a whole (auto: "

@@ -21,6 +21,7 @@ from freescale.data.epoch_order import EpochOrder
 from freescale.data.histories import HistoriesFile
 from freescale.data.labels import check_labels
 from freescale.data.negatives import (
+    choose_negatives,
     choose_negatives_per,
     derive_batch_key,
     derive_position_keys,
@@ -76,7 +77,7 @@ class Histories:
         part: `train`, `validation` or `test`.
         split: `leave-one-out`, `time` or `none`.
         split_time: With split `time`: where it cuts, in the file's unit.
-        negatives: How many each sample, position or batch has, for retrieval.
+        negatives: How many each sample, position or batch has, for retrieval; None: by what it is.
         negatives_per: `sample`, `position` or `batch`; `auto` decides by the file's mean length.
         in_batch_share: Share of the negatives that are targets of other samples of the batch.
         halo: How many samples further such negatives may come from.
@@ -107,7 +108,7 @@ class Histories:
         part: str = "train",
         split: str = DataConfig.split,
         split_time: int | None = DataConfig.split_time,
-        negatives: int = DataConfig.negatives,
+        negatives: int | None = DataConfig.negatives,
         negatives_per: str = DataConfig.negatives_per,
         in_batch_share: float = DataConfig.in_batch_share,
         halo: int = 16,
@@ -128,7 +129,7 @@ class Histories:
             ("global_batch", global_batch, 1),
             ("world", world, 1),
             ("max_length", max_length, 1),
-            ("negatives", negatives, 0),
+            ("negatives", negatives or 0, 0),
             ("halo", halo, 0),
             ("candidates", candidates, 1),
             ("shuffle_groups", shuffle_groups, 1),
@@ -161,11 +162,12 @@ class Histories:
         self.part = part
         self.split = split
         self.split_time = split_time
-        self.negatives, self.halo, self.candidates = negatives, halo, candidates
+        self.halo, self.candidates = halo, candidates
         self.negatives_per = choose_negatives_per(
             negatives_per, min(self.file.mean_length, max_length)
         )
-        self._in_batch = round(negatives * in_batch_share)
+        self.negatives = choose_negatives(negatives, self.negatives_per)
+        self._in_batch = round(self.negatives * in_batch_share)
         self.seed = seed
         self.shuffle = shuffle
         self.shuffle_groups = shuffle_groups

@@ -43,6 +43,14 @@ def choose_negatives_per(asked: str, mean_length: float) -> str:
     return "batch" if mean_length < SHORT else "sample"
 
 
+def choose_negatives(asked: int | None, per: str) -> int:
+    """How many negatives each sample, position or batch (`per`) has. A batch has more: its
+    positions, of all samples, see no others."""
+    if asked is not None:
+        return asked
+    return 1024 if per == "batch" else 256
+
+
 def draw_negatives(
     keys: Tensor,
     targets: Jagged,

@@ -16,6 +16,7 @@ from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.config import DataConfig, RunConfig
 from freescale.data.history_builder import Progress
 from freescale.data.loader import Histories
+from freescale.data.negatives import choose_negatives
 from freescale.data.prepare import prepare
 from freescale.data.workers import choose_workers
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
@@ -109,13 +110,14 @@ def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
     if config.train.balance == "none":
         return None
     model = config.model
+    negatives = choose_negatives(config.data.negatives, config.data.negatives_per)
     cost = CostModel.of_hstu(
         width=model.width,
         layers=model.layers,
         heads=model.heads,
         d_qk=model.width // model.heads,
         d_v=model.width // model.heads,
-        negatives=config.data.negatives if model.task == "retrieval" else 0,
+        negatives=negatives if model.task == "retrieval" else 0,
         tasks=len(config.label_names),
     )
     partitioner = find_partitioner(config.train.balance, device)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import RunConfig
+from freescale.data.negatives import choose_negatives
 from freescale.embedding.layout import TableSpec, choose_stride
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.storage import RowStorage, TableRange
@@ -179,7 +180,8 @@ def build_batch(config: RunConfig, actions: bool, span: int) -> SequenceBatch:
         nested["candidates"] = Nested(items % ITEMS, torch.ones_like(items), counts)
     else:
         sequences["targets"] = Jagged(numbers % ITEMS, lengths)
-        negatives = torch.arange(config.data.negatives) % ITEMS
+        count = choose_negatives(config.data.negatives, config.data.negatives_per)
+        negatives = torch.arange(count) % ITEMS
         if config.data.negatives_per == "position":
             sequences["negatives"] = Jagged(negatives.repeat(len(numbers), 1), lengths)
         elif config.data.negatives_per == "batch":

@@ -18,7 +18,7 @@ from freescale.batch import Jagged, SequenceBatch
 from freescale.batch_codec import pack, unpack
 from freescale.bench.common.results import Destination, write
 from freescale.bench.common.spread import spread
-from freescale.config import DataConfig
+from freescale.data.negatives import choose_negatives
 
 # Samples a rank, median and longest history, ranks: the ladder on hosts and on GPU ranks, the
 # paper's batch.
@@ -42,7 +42,7 @@ def make_batch(samples: int, median: int, longest: int) -> SequenceBatch:
         name: Jagged(torch.randint(0, 1 << 40, (int(lengths.sum()),)), lengths)
         for name in ("history", "timestamps", "actions", "targets")
     }
-    dense = {"negatives": torch.randint(0, 1 << 40, (samples, DataConfig.negatives))}
+    dense = {"negatives": torch.randint(0, 1 << 40, (samples, choose_negatives(None, "sample")))}
     return SequenceBatch(
         sequences,
         dense=dense,
