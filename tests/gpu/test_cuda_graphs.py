@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import freescale.pipeline.captured.graphs as graphs
 import pytest
 import torch
+
+import freescale.pipeline.captured.graphs as graphs
 from freescale.bench.train.files import write_interactions
 from freescale.bench.train.measure import build_config
 from freescale.bench.train.shapes import SHAPES
@@ -24,8 +25,8 @@ class Losses(Callback):
         self.found.append(step.loss)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "biases"])
+def runs(request, tmp_path_factory):
     """Of a jagged file, by how it was trained: losses, rows, dense parameters, graphs."""
     folder = tmp_path_factory.mktemp("graphs")
     shape = replace(SHAPES["short"], samples=32, batches=7, items=500, negatives=16)
@@ -41,6 +42,8 @@ def runs(tmp_path_factory):
             patch.setattr(graphs, "_LAUNCHED", launched)
             patch.setattr(graphs, "_MOST_WORK", work)
             config = build_config(shape, file, folder / "cache", "cuda", STEPS)
+            biases = dict(position_bias=request.param, time_bias=request.param)
+            config = replace(config, model=replace(config.model, **biases))
             losses = Losses()
             trainer = Trainer(config, folder / name.replace(" ", "-"), callbacks=[losses])
             trainer.train()

@@ -7,14 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from freescale.batch import Jagged, SequenceBatch
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.pipeline.captured.sizes import choose_size, pad_lengths
 from freescale.pipeline.captured.static_batch import StaticBatch, can_pad
 from freescale.random import derive
-from hypothesis import given
-from hypothesis import strategies as st
 
 LONGEST = 40
 
@@ -70,7 +71,7 @@ def test_a_padded_batch_trains_what_the_batch_does(dropout: float) -> None:
     first, second = make_batch(1, 57), make_batch(2, 50)
     size = choose_size(5, 57, LONGEST)
     assert size == choose_size(5, 50, LONGEST) and can_pad(first)
-    static = StaticBatch(size, first)
+    static = StaticBatch(size, first, LONGEST)
     place = static.batch.sequences["history"].values.data_ptr()
     for batch in (first, second):
         static.fill(batch)

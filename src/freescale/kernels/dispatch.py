@@ -82,7 +82,8 @@ def plan_attention(
         )
         host = options.get("host")
         if host is not None and host.plans is not None:
-            plan: TilePlan = host.plans.find((heads, widths, dtype, buckets), make)
+            key = heads, widths, dtype, buckets
+            plan: TilePlan = host.plans.find(key, make, options.get("timestamps"))
             return plan
         return make()
     return attention_plan.plan_attention(lengths, heads, buckets=buckets, **options)

@@ -141,9 +141,7 @@ class Retrieval(_SequenceHead):
     def capturable(self) -> bool:
         """Whether a CUDA graph can hold its forward and backward: for batches of one size its
         kernels are launched with the same arguments."""
-        encoder = self.encoder
-        plain = type(encoder) is HSTU and not encoder.checkpoint
-        return plain and not encoder.has_position_bias and not encoder.has_time_bias
+        return type(self.encoder) is HSTU and not self.encoder.checkpoint
 
     def count_work(self, tokens: int) -> int:
         """Values of the tokens of a batch, over all layers."""

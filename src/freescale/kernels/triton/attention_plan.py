@@ -91,11 +91,6 @@ class TilePlan:
     def timed(self) -> bool:
         return self.times is not None
 
-    @property
-    def last_position(self) -> int:
-        """No token stands behind it."""
-        return self.longest_history
-
     def samples(self) -> Tensor:
         """[samples, SampleColumn] int32."""
         return self._keep(("samples", 0))[0]
@@ -278,7 +273,7 @@ def plan_attention(
     times = (
         None
         if timestamps is None
-        else _subtract_first(timestamps, lengths, None if host is None else host.time_span)
+        else subtract_first(timestamps, lengths, None if host is None else host.time_span)
     )
     return TilePlan(
         lengths=lengths,
@@ -295,7 +290,7 @@ def plan_attention(
     )
 
 
-def _subtract_first(timestamps: Tensor, lengths: Tensor, span: int | None) -> Tensor:
+def subtract_first(timestamps: Tensor, lengths: Tensor, span: int | None) -> Tensor:
     """[tokens] times since the sample's first token; in 32 bits, which the kernels are faster with,
     if differences fit."""
     tokens = timestamps.numel()

@@ -79,6 +79,6 @@ class _AddPositions(torch.autograd.Function):
                 )
             launch_kernel(
                 position_gradient_kernel, (positions,),
-                grad, plan.samples(), sums, out, samples, plan.last_position, **shape,
+                grad, plan.samples(), sums, out, samples, plan.longest_history, **shape,
             )  # fmt: skip
         return grad_x, out, None, None

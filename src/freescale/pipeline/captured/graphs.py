@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from freescale.batch import SequenceBatch
 from freescale.embedding.local import Collected
 from freescale.kernels.dispatch import has_triton
+from freescale.models.columns import measure_time_span
 from freescale.pipeline.agreement import Agreement
-from freescale.pipeline.captured.sizes import StaticSize, choose_size
+from freescale.pipeline.captured.sizes import choose_size
 from freescale.pipeline.captured.static_batch import StaticBatch, can_pad
 from freescale.pipeline.first_batch import check_losses
 from freescale.pipeline.precision import hold_matmul_precision
@@ -57,13 +58,19 @@ class Graphs:
         tokens = history.values.shape[0]
         if not tokens or module.count_work(tokens) > _MOST_WORK:
             return None
-        # The head's launches grow with the longest history, in powers of two.
-        longest = max(0, int(history.host_lengths.max()) - 1).bit_length()
-        size = choose_size(len(batch), tokens, module.encoder.max_length)
-        key = size, longest, *((n, tuple(t.shape[1:])) for n, t in sorted(batch.dense.items()))
+        # Launches grow with the longest history: in powers of two.
+        longest = 1 << max(0, int(history.host_lengths.max()) - 1).bit_length()
+        longest = min(longest, module.encoder.max_length)
+        size, span = choose_size(len(batch), tokens, module.encoder.max_length), None
+        if "timestamps" in batch.sequences:
+            # times in 32 bits, or not
+            known = measure_time_span(batch.sequences["timestamps"])
+            span = 0 if known is not None and known < 2**30 else 2**62
+        key = (size, longest, span, *((n, t.shape[1:]) for n, t in sorted(batch.dense.items())))
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = StaticStep(self._schedule, size, batch, self)
+            static = StaticBatch(size, batch, longest, span)
+            step = self._steps[key] = StaticStep(self._schedule, static, self)
         return step
 
     @property
@@ -80,11 +87,8 @@ class Graphs:
 class StaticStep:
     """Forward and backward of batches of one size."""
 
-    def __init__(
-        self, schedule: Schedule, size: StaticSize, like: SequenceBatch, graphs: Graphs
-    ) -> None:
-        self._schedule, self._graphs = schedule, graphs
-        self._static = StaticBatch(size, like)
+    def __init__(self, schedule: Schedule, static: StaticBatch, graphs: Graphs) -> None:
+        self._schedule, self._static, self._graphs = schedule, static, graphs
         self._parameters = [p for p in schedule.parallel.dense_parameters() if p.requires_grad]
         self._counts: Tensor | None = None  # [tasks] float32
         self._staging: Tensor | None = None

@@ -33,8 +33,15 @@ class StaticBatch:
     Filling samples have values of -1, which as ids name no row, and a weight of 0.
     """
 
-    def __init__(self, size: StaticSize, like: SequenceBatch) -> None:
-        """`like`: a batch of this size, which has the same features as all others."""
+    def __init__(
+        self, size: StaticSize, like: SequenceBatch, longest: int, span: int | None = None
+    ) -> None:
+        """
+        Args:
+            like: a batch of this size, which has the same features as all others.
+            longest: tokens that a sample may have.
+            span: most that two timestamps of a sample may differ by.
+        """
         self.size, device = size, like.device
         self._lengths = torch.zeros(size.samples, dtype=torch.int64, device=device)
         self._numbers = torch.arange(size.tokens, device=device)
@@ -46,7 +53,7 @@ class StaticBatch:
         if device.type == "cuda":
             self._free = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.host_lengths = torch.zeros(size.samples, dtype=torch.int64)
-        self._plans = StaticPlans()
+        self._plans = StaticPlans(max(longest, size.filler))
         # one object, which `fill` changes: the model reads the sizes from it
         self._host = Jagged(
             torch.zeros(size.tokens, dtype=torch.int8), self.host_lengths, plans=self._plans
@@ -61,6 +68,9 @@ class StaticBatch:
             name: Jagged(widen(part.values, size.tokens), self._lengths, self._host)
             for name, part in like.sequences.items()
         }
+        if "timestamps" in sequences:
+            host = replace(self._host, span=span)
+            sequences["timestamps"] = replace(sequences["timestamps"], host=host)
         if WEIGHTS not in sequences:
             weights = torch.zeros(size.tokens, device=device)
             sequences[WEIGHTS] = Jagged(weights, self._lengths, self._host)
@@ -88,7 +98,6 @@ class StaticBatch:
         if self._free is not None:
             self._free.record()
         self._lengths.copy_(self._staged[:-1])
-        self._plans.refill(padded.numpy())
         into: list[Tensor] = []
         source: list[Tensor] = []
         own = self.batch.sequences
@@ -106,6 +115,7 @@ class StaticBatch:
             into.append(self.batch.keys[: size.real])
             source.append(batch.keys)
         torch._foreach_copy_(into, source)
+        self._plans.refill(padded.numpy())
         real = self._numbers < self._staged[-1]
         weights = own[WEIGHTS].values
         if WEIGHTS in batch.sequences:
