@@ -31,6 +31,7 @@ from freescale.bench.overlap import figure as overlap_figure
 from freescale.bench.packing.table import format_packing
 from freescale.bench.quality.table import format_quality
 from freescale.bench.serial.table import format_serial
+from freescale.bench.short.table import format_short
 from freescale.bench.simulate import figure as simulate_figure
 from freescale.bench.simulate.table import format_ablation, format_validation
 from freescale.bench.staged import figure as staged_figure
@@ -138,6 +139,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "ladder-paper-hosts": (("ladder-paper-hosts",), format_ladder),
     "serial": (("serial-cpu",), format_serial),
     "quality": (("quality-cpu",), format_quality),
+    "short": (("short-cpu",), format_short),
     "packing": (("packing-cpu",), format_packing),
     "balance": (MEASURED, balance_table.format_measured),
     "balance-cost": (MEASURED, balance_table.format_cost),
