@@ -81,7 +81,7 @@ def collect_figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     figures: dict[str, float] = {}
     for row in rows:
         for name, value in row.items():
-            number = value["median"] if isinstance(value, dict) else value
+            number = value.get("median") if isinstance(value, dict) else value
             if isinstance(number, (int, float)):
                 figures[f"{row['shape']} {name}"] = float(number)
     ours = [row for row in rows if "compilations_after_step_1" in row]
