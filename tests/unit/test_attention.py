@@ -106,7 +106,7 @@ def test_equals_the_loops(case, with_candidates, biases, monkeypatch):
     weight = torch.randn(q.shape[0], HEADS, D_V, dtype=torch.float64)
     oracle = gradients(lambda: naive(q, k, v, lengths, **options), leaves, weight)
 
-    def small_tiles():
+    def make_plan(**limits):
         return plan_attention(
             lengths,
             HEADS,
@@ -114,14 +114,16 @@ def test_equals_the_loops(case, with_candidates, biases, monkeypatch):
             timestamps=options.get("timestamps"),
             buckets=BUCKETS if biases else 0,
             distances=biases,
-            budget=150,
-            rows=4,
+            **limits,
         )
 
-    plans = [None, small_tiles()]
+    listed = make_plan()
+    assert listed.pairs is not None and not listed.groups.groups
+    monkeypatch.setattr(attention_plan, "LISTED_SCORES", -1)
+    plans = [listed, None, make_plan(budget=150, rows=4)]
     monkeypatch.setattr(attention_plan, "RELATION_BUDGET", -1)
-    plans.append(small_tiles())
-    assert not plans[2].kept
+    plans.append(make_plan(budget=150, rows=4))
+    assert all(plan.pairs is None for plan in plans[2:]) and not plans[3].kept
     for plan in plans:
         ours = gradients(
             lambda plan=plan: hstu_attention(
@@ -148,7 +150,10 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
-def test_lower_precision_follows_the_inputs(dtype, tolerance):
+@pytest.mark.parametrize("listed", [False, True])
+def test_lower_precision_follows_the_inputs(dtype, tolerance, listed, monkeypatch):
+    if not listed:
+        monkeypatch.setattr(attention_plan, "LISTED_SCORES", -1)
     leaves, lengths, timestamps = inputs([9, 0, 30, 17], dtype)
     options = {"scale_length": SCALE, "alpha": ALPHA, "timestamps": timestamps}
     q, k, v, position_bias, time_bias = leaves
@@ -162,7 +167,10 @@ def test_lower_precision_follows_the_inputs(dtype, tolerance):
         assert (mine.double() - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-def test_autocast_does_not_reach_inside():
+@pytest.mark.parametrize("listed", [False, True])
+def test_autocast_does_not_reach_inside(listed, monkeypatch):
+    if not listed:
+        monkeypatch.setattr(attention_plan, "LISTED_SCORES", -1)
     leaves, lengths, _ = inputs([5, 20], torch.float32)
     q, k, v, *_ = leaves
     weight = torch.randn(q.shape[0], HEADS, D_V)

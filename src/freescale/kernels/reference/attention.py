@@ -17,6 +17,7 @@ from torch import Tensor
 
 from freescale.kernels.attention_checks import check_inputs, check_plan
 from freescale.kernels.groups import Group
+from freescale.kernels.reference.attention_pairs import PairsAttention
 from freescale.kernels.reference.attention_plan import AttentionPlan, Relation, plan_attention
 
 
@@ -50,7 +51,13 @@ def hstu_attention(
             distances=position_bias is not None,
         )
     check_plan(plan, q, lengths, candidate_counts, position_bias, time_bias)
-    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+    out: Tensor
+    if plan.pairs is not None:
+        out = PairsAttention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, position_bias, time_bias, plan.pairs, plan.bucket, alpha, scale_length
+        )
+        return out
+    out = _Attention.apply(  # type: ignore[no-untyped-call]
         q, k, v, position_bias, time_bias, plan, float(alpha), float(scale_length)
     )
     return out

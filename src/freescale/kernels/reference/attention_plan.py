@@ -11,18 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from freescale.batch import HostSizes, compute_offsets
+from freescale.batch import HostSizes
 from freescale.kernels.attention_checks import check_same_device, read_sizes
 from freescale.kernels.groups import Group, Groups
+from freescale.kernels.reference.attention_pairs import Pairs, count_pairs, list_pairs
 
 TILE_BUDGET = 1 << 20  # scores (samples * heads * queries * keys) at a time
 TILE_ROWS = 128  # queries at a time: fewer skip more of the upper triangle, in more operations
 # pairs of tokens whose time buckets and masks are kept for all layers of a step
 RELATION_BUDGET = 1 << 24
 BUCKET_WIDTH = 0.301
-# Scores (heads * tokens^2) up to which a whole batch is one tile, whose mask keeps samples apart:
-# for histories of a few events, moving them into groups takes longer than the scores that it saves.
-JOINED_BUDGET = 1 << 17
+# Scores (heads * pairs of tokens) up to which a CPU lists the pairs: of histories of a few events
+# there are few, and moving them into groups takes longer than what is computed.
+LISTED_SCORES = 1 << 13
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class AttentionPlan:
     longest_history: int
     longest_distance: int  # between two positions
     kept: dict[int, list[Relation]]  # by group; empty where it would take too much memory
+    pairs: Pairs | None  # of all tokens, where they are few; there are no groups then
+    bucket: Tensor | None  # [pairs] int32: of their difference in time
 
     @property
     def tokens(self) -> int:
@@ -90,7 +93,9 @@ class AttentionPlan:
         self, group: Group, start: int, stop: int, positions: Tensor, times: Tensor | None
     ) -> Relation:
         distance = _find_distances(positions, start, stop) if self.distances else None
-        bucket = None if times is None else _find_buckets(times, start, stop, self.buckets)
+        bucket = None
+        if times is not None:
+            bucket = _find_buckets(times[:, start:stop, None] - times[:, None, :stop], self.buckets)
         blocked = None
         if self.candidate_counts is not None:
             slots = torch.arange(stop, device=positions.device)
@@ -108,42 +113,11 @@ def _find_distances(positions: Tensor, start: int, stop: int) -> Tensor:
     return apart.clamp_(min=0).to(torch.int32)
 
 
-def _find_buckets(times: Tensor, start: int, stop: int, buckets: int) -> Tensor:
-    """times [n, length] -> [n, queries, keys] int32."""
-    elapsed = times[:, start:stop, None] - times[:, None, :stop]
+def _find_buckets(elapsed: Tensor, buckets: int) -> Tensor:
+    """Differences in time, overwritten -> buckets, int32, of the same shape."""
     # float64: integers next to a bucket's edge fall on the same side wherever they are computed
     logarithm = elapsed.clamp_(min=1).to(torch.float64).log_()
     return logarithm.div_(BUCKET_WIDTH).clamp_(max=buckets).to(torch.int32)
-
-
-def _relate_all(
-    lengths: Tensor,
-    tokens: int,
-    candidate_counts: Tensor | None,
-    timestamps: Tensor | None,
-    buckets: int,
-    distances: bool,
-) -> Relation:
-    """Of all tokens of a batch to each other."""
-    place = torch.arange(tokens, device=lengths.device)
-    numbers = torch.arange(lengths.numel(), device=lengths.device)
-    sample = torch.repeat_interleave(numbers, lengths, output_size=tokens)  # [tokens]
-    blocked = place[None] > place[:, None]  # [queries, keys]
-    blocked |= sample[None] != sample[:, None]
-    positions = place
-    if distances or candidate_counts is not None:
-        positions = place - compute_offsets(lengths)[sample]
-    if candidate_counts is not None:  # every candidate stands right after the history
-        history = (lengths - candidate_counts)[sample]
-        blocked |= (positions >= history)[None] & (place[None] != place[:, None])
-        positions = torch.minimum(positions, history)
-    return Relation(
-        0,
-        tokens,
-        _find_distances(positions[None], 0, tokens) if distances else None,
-        None if timestamps is None else _find_buckets(timestamps[None], 0, tokens, buckets),
-        blocked[None, None],
-    )
 
 
 def plan_attention(
@@ -164,12 +138,11 @@ def plan_attention(
         raise ValueError(f"heads and rows must be at least 1, not {heads} and {rows}")
     check_same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
     sizes = read_sizes(lengths, candidate_counts, host)
-    tokens, few = int(sizes.lengths.sum()), min(budget, JOINED_BUDGET)
-    alike = (sizes.lengths == tokens / max(1, len(sizes.lengths))).all()
-    joined = not alike and tokens <= 2 * rows and heads * tokens * tokens <= few
+    few = min(LISTED_SCORES, budget)
+    listed = lengths.device.type == "cpu" and heads * count_pairs(sizes) <= few
     groups = (
-        Groups((Group.all(1, tokens, lengths.device),), lengths, sizes.lengths, tokens)
-        if joined
+        Groups((), lengths, sizes.lengths, int(sizes.lengths.sum()))
+        if listed
         else Groups.of(lengths, lambda length: heads * length * length, budget, sizes.lengths)
     )
     if timestamps is not None and (
@@ -179,16 +152,16 @@ def plan_attention(
             f"timestamps must be int64 [{groups.tokens}], one per token, not {timestamps.dtype} "
             f"{list(timestamps.shape)}"
         )
+    pairs = list_pairs(sizes) if listed else None
+    bucket = None
+    if pairs is not None and timestamps is not None:
+        elapsed = timestamps.index_select(0, pairs.query) - timestamps.index_select(0, pairs.key)
+        bucket = _find_buckets(elapsed, buckets)
     kept: dict[int, list[Relation]] = {}
     plan = AttentionPlan(
         groups, heads, rows, budget, candidate_counts, timestamps, buckets, distances,
-        sizes.longest_history, sizes.longest_distance, kept,
+        sizes.longest_history, sizes.longest_distance, kept, pairs, bucket,
     )  # fmt: skip
-    if joined:
-        options = (candidate_counts, timestamps, buckets, distances)
-        kept[0] = [_relate_all(lengths, tokens, *options)]
-        return plan
-    pairs = sum(len(group) * group.length**2 for group in groups.groups)
-    if pairs <= RELATION_BUDGET:
+    if sum(len(group) * group.length**2 for group in groups.groups) <= RELATION_BUDGET:
         kept |= {number: list(plan.tiles(number)) for number in range(len(groups.groups))}
     return plan

@@ -186,22 +186,22 @@ def _compute_tile(
     x_scale, y_scale, scale = (
         _invert_norms(rows) if problem.normalize else None for rows in (x, y, others)
     )
-    x = x if x_scale is None else x * x_scale[..., None]
-    y = y if y_scale is None else y * y_scale[..., None]
+    if x_scale is not None and y_scale is not None and scale is not None:
+        x, y = x * x_scale[..., None], y * y_scale[..., None]
+        others = others * scale[..., None]
     positive = (x * y).sum(2)  # [n, length]
-    products = torch.bmm(x, others.transpose(1, 2))  # [n, length, K]
-    if scale is not None:
-        products.mul_(scale[:, None, :])
     own = positive / problem.temperature
     if problem.targets_log_q is not None:
         own = own - tile.pad(problem.targets_log_q)
-    logits = products / problem.temperature
+    # [n, length, K], the largest of all: every operation on it counts
+    logits = torch.bmm(x / problem.temperature, others.transpose(1, 2))
     if problem.negatives.log_q is not None:
         logits.sub_(tile.select(problem.negatives.log_q)[:, None, :])
-    logits.masked_fill_(goal[:, :, None] == index[:, None, :], -torch.inf)
+    _block_targets(logits, goal, index, rows.shape[0])
     top = torch.maximum(logits.amax(2), own)
     shares = logits.sub_(top[..., None]).exp_()
-    total = (own - top).exp_().add_(shares.sum(2))
+    rest = shares.sum(2)  # [n, length]
+    total = (own - top).exp_().add_(rest)
     weights = None if problem.weights is None else tile.pad(problem.weights).to(dtype)
     lost = total.log() + top - own
     tile.put(loss, lost if weights is None else lost * weights)
@@ -210,24 +210,42 @@ def _compute_tile(
     # The loss's slopes by products: softmax without the target, whose own is minus their sum. Where
     # padding has some, its x is 0.
     total *= problem.temperature
-    shares.mul_((total.reciprocal() if weights is None else weights / total)[..., None])
-    slope = shares.sum(2)  # [n, length]
+    factor = total.reciprocal() if weights is None else weights / total
+    slope = rest * factor  # [n, length]
+    # What scales a token's shares is applied to narrow tensors instead.
+    grad_x = torch.bmm(shares, others).mul_(factor[..., None]).sub_(y * slope[..., None])
     grad_y = x * -slope[..., None]
-    if scale is None or x_scale is None or y_scale is None:
-        grad_x = torch.bmm(shares, others).sub_(y * slope[..., None])
-        grad_others = torch.bmm(shares.transpose(1, 2), x)
-    else:
-        # Through the norm: what points along the row itself is taken away, which is products again.
-        along = torch.mul(shares, products, out=products)
-        shares.mul_(scale[:, None, :])
-        grad_x = torch.bmm(shares, others).sub_(y * slope[..., None])
-        grad_x.addcmul_(x, (slope * positive - along.sum(2))[..., None]).mul_(x_scale[..., None])
-        grad_y.addcmul_(y, (slope * positive)[..., None]).mul_(y_scale[..., None])
-        grad_others = torch.bmm(shares.transpose(1, 2), x)  # [n, K, width]
-        grad_others.addcmul_(others, (along.sum(1) * scale.square())[..., None], value=-1)
+    grad_others = torch.bmm(shares.transpose(1, 2), x * factor[..., None])  # [n, K, width]
+    if x_scale is not None and y_scale is not None and scale is not None:
+        for grad, unit, inverse in (
+            (grad_x, x, x_scale),
+            (grad_y, y, y_scale),
+            (grad_others, others, scale),
+        ):
+            # through the norm: what points along the row itself is taken away
+            grad.addcmul_(unit, (grad * unit).sum(2, keepdim=True), value=-1)
+            grad.mul_(inverse[..., None])
     tile.put(grads[0], grad_x)
     for i, grad in ((goal, grad_y), (index, grad_others)):
         _add_rows(grads[1], i.reshape(-1), grad.view(-1, width))
+
+
+def _block_targets(
+    logits: Tensor,  # [n, length, K], written
+    goal: Tensor,  # [n, length]
+    index: Tensor,  # [n, K]
+    rows: int,  # both are below it
+) -> None:
+    """A negative that is the target counts as absent."""
+    if len(index) > 1 or logits.is_cuda:
+        logits.masked_fill_(goal[:, :, None] == index[:, None, :], -torch.inf)
+        return
+    # One list for all tokens: few of them have their target in it.
+    drawn = torch.zeros(rows, dtype=torch.bool).index_fill_(0, index[0], True)
+    hit = drawn.index_select(0, goal[0]).nonzero()[:, 0]  # [tokens with one]
+    if hit.numel():
+        same = goal[0].index_select(0, hit)[:, None] == index
+        logits[0].index_put_((hit,), logits[0].index_select(0, hit).masked_fill_(same, -torch.inf))
 
 
 def _add_rows(into: Tensor, index: Tensor, rows: Tensor) -> None:
