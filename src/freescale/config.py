@@ -96,7 +96,7 @@ class DataConfig(_Checked):
     shuffle: bool = option(True, "shuffle users, by the seed and the epoch")
     workers: int | None = option(
         None,
-        "processes of a rank that make batches ahead (default: 0, a thread, on CPUs; up to 4 on "
+        "processes of a rank that make batches ahead (default: 0, a thread, on CPUs; up to 8 on "
         "GPUs, by the cores)",
         minimum=0,
     )

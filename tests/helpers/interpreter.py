@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,11 @@ def interpreted(file: str, *arguments: str) -> dict:
     if importlib.util.find_spec("triton") is None:
         assert sys.platform != "linux", "triton is missing: install the dev requirements"
         pytest.skip("triton exists for Linux alone")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    tests = str(Path(__file__).parents[1])  # the cases import other helpers
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), tests]))
+    environment = {
+        **os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, file, *arguments],
         capture_output=True,

@@ -129,7 +129,7 @@ def test_without_workers_a_thread_reads():
 def test_choice_of_workers():
     assert choose_workers(3, "cpu", 1, 1) == 3
     assert choose_workers(None, "cpu", 64, 1) == 0
-    assert [choose_workers(None, "cuda", cores, 4) for cores in (2, 8, 16, 64)] == [0, 1, 3, 4]
+    assert [choose_workers(None, "cuda", cores, 4) for cores in (2, 8, 16, 64)] == [0, 1, 3, 8]
 
 
 def read_children() -> list[int]:

@@ -62,7 +62,7 @@ def choose_workers(asked: int | None, device: str, cores: int, ranks: int) -> in
     """
     if asked is not None:
         return asked
-    return 0 if device == "cpu" else max(0, min(4, cores // ranks - 1))
+    return 0 if device == "cpu" else max(0, min(8, cores // ranks - 1))
 
 
 def read_ahead(
@@ -130,6 +130,12 @@ class WorkerLoader:
         self._number += 1
         return batch
 
+    def wait_for_next(self) -> None:
+        """Waits until the worker has made the next batch, if it is up."""
+        if self._workers and self._number < self._source.stop:
+            index = (self._number - self._source.start) % len(self._workers)
+            self._workers[index].wait_for(self._number)
+
     def wait_until_up(self) -> None:
         """Waits for the workers, instead of making their first batches here. Before the first
         batch."""
@@ -193,18 +199,22 @@ class _Worker:
 
     def take(self, number: int) -> SequenceBatch | None:
         """The batch; None if the worker is not up, or skips it."""
+        self.wait_for(number)
+        if self._arrived is None or self._arrived.number != number:
+            return None
+        made, self._arrived = self._arrived, None
+        return self._open(made, number + 1)
+
+    def wait_for(self, number: int) -> None:
+        """Until the batch has arrived; not at all while the worker is not up."""
         self._reclaim(number)
         while self._arrived is None or self._arrived.number < number:
             if self._arrived is not None:
                 self._give(self._arrived.slot, number)
             if not self._has_delivered and not self._connection.poll():
-                return None
+                return
             # behind those that are made here meanwhile
             self._arrived = self._receive(number + 2 * self._workers)
-        if self._arrived.number > number:
-            return None
-        made, self._arrived = self._arrived, None
-        return self._open(made, number + 1)
 
     def wait_until_up(self, number: int) -> None:
         while not self._has_delivered:

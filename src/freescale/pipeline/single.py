@@ -80,9 +80,10 @@ class Single(Schedule):
         batch = agreement = None
         try:
             with self.ledger.span("await batch"):
+                source.wait_for_next()
+            with self.ledger.span("data"):
                 batch = source.take()
-            if batch is not None:
-                with self.ledger.span("data"):
+                if batch is not None:
                     batch = check_batch(batch, self.tables, self.balancer)
                     agreement = agree_alone(batch)
         except Exception as error:  # noqa: BLE001 - raised after the steps before it

@@ -17,6 +17,12 @@ class BatchSource:
         self._returned: deque[SequenceBatch] = deque()
         self._open = True
 
+    def wait_for_next(self) -> None:
+        """Until the data has the next batch, where its iterator can tell; else `take` waits."""
+        wait = getattr(self.iterator, "wait_for_next", None)
+        if wait is not None and self._open and not self._returned:
+            wait()
+
     def take(self) -> SequenceBatch | None:
         """None once the data has ended or `close` was called. After an error too: an iterator that
         failed is not asked again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,14 +73,32 @@ class CallbackList:
                 except Exception as error:
                     self._failure = error
 
-    def guard(self, batches: Iterable[T]) -> Iterator[T]:
+    def guard(self, batches: Iterator[T]) -> GuardedBatches[T]:
         """The batches, until a hook has failed: then its exception, as if the data had failed. The
         pipeline ends on all ranks after the same step when the data of one fails."""
-        for batch in batches:
-            if self._failure is not None:
-                raise self._failure
-            yield batch
+        return GuardedBatches(batches, lambda: self._failure)
 
     def check(self) -> None:
         """Raises on all ranks if a hook has failed on one. A collective."""
         raise_together(self._failure, self._transport)
+
+
+class GuardedBatches(Iterator[T]):
+    """The batches of an iterator, until there is a failure, which is raised in place of the next
+    one."""
+
+    def __init__(self, batches: Iterator[T], failure: Callable[[], Exception | None]) -> None:
+        self._batches, self._failure = batches, failure
+
+    def __next__(self) -> T:
+        batch = next(self._batches)
+        failure = self._failure()
+        if failure is not None:
+            raise failure
+        return batch
+
+    def wait_for_next(self) -> None:
+        """Until the next batch is there, where the iterator can tell."""
+        wait = getattr(self._batches, "wait_for_next", None)
+        if wait is not None:
+            wait()
