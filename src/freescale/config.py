@@ -84,7 +84,7 @@ class DataConfig(_Checked):
         minimum=1,
     )
     negatives_per: str = option(
-        "auto",
+        "sample",
         "what has negatives of its own: each sample, each position, or the batch as a whole (auto: "
         "the batch where histories are short, else each sample)",
         choices=("auto", "sample", "position", "batch"),
