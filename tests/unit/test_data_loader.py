@@ -366,10 +366,11 @@ def test_short_histories_share_the_negatives_of_the_batch(tmp_path):
         rows = [[1] * length] * 20 + [[]]
         table = pa.table({"user_id": range(21), "item_id": rows, "timestamp": rows})
         pq.write_table(table, path, row_group_size=8)
-        loader = Histories(path, 4, split="none")
+        loader = Histories(path, 4, split="none", negatives_per="auto")
         assert abs(loader.file.mean_length - length) < 2 and loader.negatives_per == per
         assert "negatives" in (loader.batch(0).shared if per == "batch" else loader.batch(0).dense)
-        assert Histories(path, 4, split="none", max_length=7).negatives_per == "batch"
+        cut = Histories(path, 4, split="none", max_length=7, negatives_per="auto")
+        assert cut.negatives_per == "batch"
 
 
 def test_negatives_of_positions_and_of_the_batch(data):
