@@ -14,6 +14,8 @@ from freescale.bench.train.shapes import SHAPES
 from freescale.train.callbacks import Callback
 from freescale.train.trainer import Trainer
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
 STEPS = 24
 
 

@@ -133,8 +133,17 @@ def test_choice_of_workers():
 
 
 def read_children() -> list[int]:
-    """Processes that this one has started and not waited for."""
+    """Data workers that this process has started and not waited for; other tests of the process
+    may have children of their own."""
     found = []
     for task in Path("/proc/self/task").iterdir():
-        found += map(int, (task / "children").read_text().split())
-    return sorted(found)
+        found += (task / "children").read_text().split()
+    named = [pid for pid in found if b"worker_process" in _read_command(pid)]
+    return sorted(map(int, named))
+
+
+def _read_command(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
