@@ -7,7 +7,8 @@ with traffic.
 On a GPU all of it is issued on one stream, and the host reads nothing of the device: it runs ahead
 of the device by up to two steps (the watch over the losses holds it there). While the device
 computes, the host takes the following batch and starts its copy, on a stream of its own. Bit for
-bit what the serial schedule trains.
+bit what the serial schedule trains, unless batches are padded for CUDA graphs: then the last bits
+differ, since products of other sizes add up in another order.
 """
 
 from __future__ import annotations

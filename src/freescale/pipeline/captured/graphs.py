@@ -34,9 +34,16 @@ _MOST_GRAPHS = 64
 _MOST_WORK = 100_000_000
 
 
+# Graphs of attention with biases are not shown to be right on a GPU yet (test_cuda_graphs.py).
+_BIASES = False
+
+
 def can_capture(module: nn.Module) -> bool:
     """Whether a model can be captured: it says so, and its kernels are those of a GPU."""
-    return has_triton() and bool(getattr(module, "capturable", False))
+    if not has_triton() or not getattr(module, "capturable", False):
+        return False
+    encoder: Any = module.encoder
+    return _BIASES or not (encoder.has_position_bias or encoder.has_time_bias)
 
 
 class Graphs:
@@ -91,7 +98,6 @@ class StaticStep:
         self._schedule, self._static, self._graphs = schedule, static, graphs
         self._parameters = [p for p in schedule.parallel.dense_parameters() if p.requires_grad]
         self._counts: Tensor | None = None  # [tasks] float32
-        self._staging: Tensor | None = None
         self._seen = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._results: tuple[list[Collected], Tensor] | None = None
