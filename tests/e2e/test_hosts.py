@@ -116,7 +116,8 @@ def train_and_resume(network: Network, tmp_path: Path) -> None:
         "--placement",
         "sharded",
     ]
-    common += ["--transport", "hostwire-tcp"]
+    # auto would time both kinds of sums, and either may win
+    common += ["--transport", "hostwire-tcp", "--dense-sums", "collective"]
     said = on_every_host(
         network,
         [[*common, *SMALL, "--steps", "4", "--checkpoint-every", "2", "--log-every", "1"]] * 2,

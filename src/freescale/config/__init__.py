@@ -1,0 +1,20 @@
+"""Settings of a run, with their defaults, help and limits. Imports nothing heavy: `--help` is made
+from here."""
+
+from freescale.config.data import DataConfig
+from freescale.config.generate import GenerateConfig
+from freescale.config.model import ModelConfig
+from freescale.config.options import option
+from freescale.config.run import RunConfig
+from freescale.config.simulate import SimulateConfig
+from freescale.config.train import TrainConfig
+
+__all__ = [
+    "DataConfig",
+    "GenerateConfig",
+    "ModelConfig",
+    "RunConfig",
+    "SimulateConfig",
+    "TrainConfig",
+    "option",
+]

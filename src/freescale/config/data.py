@@ -1,0 +1,59 @@
+"""Settings of the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from freescale.config.options import Checked, option
+
+
+@dataclass(frozen=True)
+class DataConfig(Checked):
+    """What is read, how it is split and what a sample holds. Every field is an option of
+    `freescale train`."""
+
+    heading: ClassVar[str] = "Data"
+
+    data: str = option("", "histories or interactions: Parquet, MovieLens, Amazon or KuaiRand file")
+    format: str = option(
+        "auto", "file format", choices=("auto", "parquet", "movielens", "amazon", "kuairand")
+    )
+    cache: str | None = option(
+        None, "folder for prepared histories (default: a folder of the user's cache)"
+    )
+    num_items: int | None = option(
+        None,
+        "size of the catalogue (default: the largest item id in the data, plus one)",
+        minimum=1,
+    )
+    max_length: int = option(
+        200, "history events that a sample holds at most", minimum=1, maximum=21000
+    )
+    split: str = option(
+        "leave-one-out", "what is held out", choices=("leave-one-out", "time", "none")
+    )
+    split_time: int | None = option(None, "first timestamp of the test part, with --split time")
+    negatives: int | None = option(
+        None,
+        "negatives of each --negatives-per (retrieval; default: 256 of a sample or position, 1,024 "
+        "of a batch)",
+        minimum=1,
+    )
+    negatives_per: str = option(
+        "sample",
+        "what has negatives of its own: each sample, each position, or the batch as a whole (auto: "
+        "the batch where histories are short, else each sample)",
+        choices=("auto", "sample", "position", "batch"),
+    )
+    in_batch_share: float = option(
+        0.0, "share of negatives that come from the batch", minimum=0.0, maximum=1.0
+    )
+    candidates: int = option(8, "candidates of each sample (ranking)", minimum=1)
+    shuffle: bool = option(True, "shuffle users, by the seed and the epoch")
+    workers: int | None = option(
+        None,
+        "processes of a rank that make batches ahead (default: 0, a thread, on CPUs; up to 8 on "
+        "GPUs, by the cores)",
+        minimum=0,
+    )

@@ -1,0 +1,42 @@
+"""Settings of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from freescale.config.options import Checked, option
+
+
+@dataclass(frozen=True)
+class ModelConfig(Checked):
+    """The shape of the model. Every field is an option of `freescale train`."""
+
+    heading: ClassVar[str] = "Model"
+
+    task: str = option("retrieval", "what to train", choices=("retrieval", "ranking"))
+    labels: str = option("", "label columns of the ranking tasks, comma-separated")
+    width: int = option(64, "width of embeddings and layers", minimum=1)
+    layers: int = option(2, "HSTU layers", minimum=1)
+    heads: int = option(2, "attention heads", minimum=1)
+    dropout: float = option(0.1, "dropout, keyed by the sample", minimum=0.0, maximum=0.99)
+    position_bias: bool = option(True, "relative position bias in attention")
+    time_bias: bool = option(True, "relative time bias in attention")
+    temperature: float = option(0.1, "softmax temperature (retrieval)", above=0.0)
+    segment: int | None = option(
+        None,
+        "cut histories into segments of so many events, seen later by their summaries alone",
+        minimum=1,
+    )
+    segment_tokens: int = option(4, "learned summaries of a segment, with --segment", minimum=1)
+    segment_weight: float = option(
+        1.0,
+        "events that a summary counts for where later segments see it, with --segment",
+        above=0.0,
+    )
+    segment_pooling: bool = option(
+        False, "summaries start with the pooled events of their segment, with --segment"
+    )
+    recompute: bool = option(
+        False, "activation checkpointing: recompute layers in backward to save memory"
+    )

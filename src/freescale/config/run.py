@@ -1,0 +1,111 @@
+"""All settings of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from freescale.config.data import DataConfig
+from freescale.config.model import ModelConfig
+from freescale.config.options import split_names
+from freescale.config.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that makes a run; `config.json` of its folder."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        if not self.data.data:
+            raise ValueError("--data is missing: name a file of histories or interactions")
+        if self.data.split == "time" and self.data.split_time is None:
+            raise ValueError(
+                "--split time needs --split-time, the first timestamp of the test part"
+            )
+        if self.model.task == "ranking" and not self.label_names:
+            raise ValueError(
+                "--task ranking needs --labels, the label columns (e.g. is_click,is_like)"
+            )
+        if self.model.width % self.model.heads:
+            raise ValueError(
+                f"--width {self.model.width} is not a multiple of --heads {self.model.heads}"
+            )
+        segment, tokens, longest = (
+            self.model.segment,
+            self.model.segment_tokens,
+            self.data.max_length,
+        )
+        if segment is not None and segment > longest:
+            raise ValueError(
+                f"--segment {segment} is longer than the longest history, --max-length {longest}"
+            )
+        if segment is not None and tokens > segment:
+            raise ValueError(
+                f"--segment-tokens {tokens} are more than the events of a segment, "
+                f"--segment {segment}"
+            )
+        if segment is not None and self.model.segment_weight > segment / tokens:
+            raise ValueError(
+                f"--segment-weight {self.model.segment_weight:g} is more than the "
+                f"{segment / tokens:g} events that a token stands "
+                f"for, --segment {segment} by --segment-tokens {tokens}"
+            )
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        return split_names(self.model.labels)
+
+    @property
+    def placements(self) -> str | dict[str, str]:
+        """--placement as parallelize takes it: `auto`, or `item=sharded,action=replicated` as a
+        mapping."""
+        if "=" not in self.train.placement:
+            return self.train.placement
+        return dict(part.split("=", 1) for part in self.train.placement.replace(" ", "").split(","))
+
+    @staticmethod
+    def from_settings(given: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:
+        """A configuration from settings by their names, wherever they belong.
+
+        Args:
+            given: values by name, as of `freescale train`: {"data": "histories.parquet",
+                "steps": 100}. None stands for a setting that was not given.
+            base: supplies the settings that were not given; without it their defaults do.
+
+        Raises:
+            ValueError: if a name is no setting, or a value is out of its limits.
+        """
+        known = {entry.name for kind in _PARTS.values() for entry in fields(kind)}
+        if unknown := sorted(set(given) - known):
+            raise ValueError(f"unknown settings: {', '.join(unknown)}")
+        parts: dict[str, Any] = {}
+        for part, kind in _PARTS.items():
+            names = [entry.name for entry in fields(kind)]
+            values = {name: getattr(getattr(base, part), name) for name in names} if base else {}
+            values |= {name: given[name] for name in names if given.get(name) is not None}
+            parts[part] = kind(**values)
+        return RunConfig(**parts)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> RunConfig:
+        """The configuration of a `config.json`. ValueError names settings that do not exist."""
+        raw: Mapping[str, Mapping[str, Any]] = json.loads(text)
+        for part, kind in _PARTS.items():
+            unknown = set(raw.get(part, {})) - {entry.name for entry in fields(kind)}
+            if unknown:
+                raise ValueError(
+                    f"config.json has unknown settings in {part!r}: {', '.join(sorted(unknown))}"
+                )
+        return RunConfig(**{part: kind(**raw.get(part, {})) for part, kind in _PARTS.items()})
+
+
+_PARTS: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}

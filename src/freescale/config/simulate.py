@@ -1,0 +1,78 @@
+"""Settings of the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from freescale.config.options import Checked, option
+
+
+@dataclass(frozen=True)
+class SimulateConfig(Checked):
+    """Settings of `freescale simulate`. The defaults are the paper's setting; what the paper does
+    not say is marked (assumed)."""
+
+    preset: str = option(
+        "paper",
+        "machine: a network and a compute curve that are shipped (`--preset list` names them)",
+    )
+    network: str | None = option(None, "TOML file of your own instead of the preset's network")
+    calibration: str | None = option(
+        None,
+        "compute curve: a shipped one or a file of `simulate calibrate` (default: the preset's)",
+    )
+    data: str | None = option(
+        None, "histories or interactions whose lengths and ids are used (default: generated ones)"
+    )
+    cache: str | None = option(
+        None, "folder for prepared histories (default: a folder of the user's cache)"
+    )
+    batch: int = option(128, "samples of a GPU", minimum=1)
+    median: float = option(3000.0, "median length of generated histories (assumed)", above=0.0)
+    sigma: float = option(
+        1.0, "spread of the logarithm of generated lengths (assumed)", minimum=0.0
+    )
+    cap: int = option(21_000, "longest history", minimum=2)
+    items: int = option(100_000_000, "size of the generated catalogue (assumed)", minimum=2)
+    popularity: float = option(1.0, "Zipf exponent of generated items (assumed)", minimum=0.0)
+    collisions: float | None = option(
+        0.1,
+        "share of a generated batch's requests that the batch before makes too (assumed)",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    natural: bool = option(
+        False, "leave collisions to what the popularity gives, instead of --collisions"
+    )
+    width: int = option(512, "width of embeddings and layers (assumed)", minimum=1)
+    layers: int = option(8, "HSTU layers (assumed)", minimum=1)
+    heads: int = option(4, "attention heads (assumed)", minimum=1)
+    schedule: str | None = option(
+        None,
+        "one schedule only (default: all techniques, alone and together)",
+        choices=("serial", "metadata", "stale", "staged"),
+    )
+    balance: str = option("greedy", "partitioner, as of `freescale train`")
+    transport: str = option(
+        "hostwire", "what carries ids, rows and gradients", choices=("collective", "hostwire")
+    )
+    placement: str = option(
+        "auto",
+        "where the item table lies; auto: by the rule of training",
+        choices=("auto", "sharded", "replicated"),
+    )
+    adapt: bool = option(False, "the balancer's cost model learns from the simulated times")
+    jitter: float | None = option(
+        None,
+        (
+            "standard deviation of a rank's compute from the curve, as a share (default: the "
+            "calibration's)"
+        ),
+        minimum=0.0,
+        maximum=1.0,
+    )
+    steps: int = option(20, "steps to simulate; the first two are not averaged", minimum=3)
+    seed: int = option(0, "seed of generated lengths")
+    out: str | None = option(
+        None, "folder for ledger.json, ledger.jsonl and trace.json.gz of each configuration"
+    )

@@ -1,0 +1,145 @@
+"""Settings of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from freescale.config.options import Checked, option
+
+_DISTRIBUTION = "Schedule, balancing and communication"
+_OUTPUT = "Evaluation, checkpoints and logs"
+
+
+@dataclass(frozen=True)
+class TrainConfig(Checked):
+    """How a run trains. Every field is an option of `freescale train`."""
+
+    heading: ClassVar[str] = "Optimization"
+
+    global_batch: int = option(64, "samples of a step, over all ranks", minimum=1)
+    epochs: int = option(10, "passes over the users", minimum=1)
+    steps: int | None = option(None, "stop after this many steps", minimum=1)
+    lr: float = option(3e-3, "learning rate of the dense parameters (AdamW)", minimum=0.0)
+    weight_decay: float = option(0.0, "weight decay of the dense parameters", minimum=0.0)
+    row_optimizer: str = option(
+        "adam", "optimizer of table rows", choices=("sgd", "adagrad", "rowwise_adagrad", "adam")
+    )
+    row_lr: float = option(3e-3, "learning rate of table rows", minimum=0.0)
+    warmup: int = option(0, "steps of linear learning-rate warm-up", minimum=0)
+    decay: str = option(
+        "constant", "learning rate after warm-up", choices=("constant", "linear", "cosine")
+    )
+    clip: float | None = option(None, "global norm limit of the dense gradients", above=0.0)
+    row_clip: float | None = option(None, "norm limit of each table row's gradient", above=0.0)
+    accumulate: int = option(1, "micro-batches of a rank's batch", minimum=1)
+    precision: str = option(
+        "auto",
+        (
+            "compute precision: fp32 is float32 throughout, tf32 rounds the factors of its matrix "
+            "products (GPUs), bf16 is autocast; auto is bf16 on GPUs that have it, else fp32"
+        ),
+        choices=("auto", "fp32", "tf32", "bf16"),
+    )
+    schedule: str = option(
+        "staged",
+        "how communication and compute are ordered",
+        choices=("staged", "serial"),
+        heading=_DISTRIBUTION,
+    )
+    balance: str = option(
+        "greedy",
+        (
+            "which rank computes which sample: none, fixed, variable, greedy, greedy_equal, local, "
+            "karmarkar_karp or module:function"
+        ),
+        heading=_DISTRIBUTION,
+    )
+    balance_cap: int | None = option(
+        None,
+        "tokens that a rank may hold at most (default: mean plus largest sample)",
+        minimum=1,
+        heading=_DISTRIBUTION,
+    )
+    balance_adapt: bool = option(
+        False,
+        "correct the cost model by measured times (assignments then depend on them, too)",
+        heading=_DISTRIBUTION,
+    )
+    transport: str = option(
+        "auto",
+        (
+            "what carries ids, rows, gradients and samples: process groups, or copy engines and "
+            "the CPU"
+        ),
+        choices=("auto", "collective", "hostwire-gloo", "hostwire-tcp", "hostwire-ucx"),
+        heading=_DISTRIBUTION,
+    )
+    dense_sums: str = option(
+        "auto",
+        (
+            "what sums gradients of dense parameters: the process group (NCCL on GPUs), or the "
+            "ranks, a partition each, over --transport; auto times both before step 1"
+        ),
+        choices=("auto", "collective", "partitioned"),
+        heading=_DISTRIBUTION,
+    )
+    wire_precision: str = option(
+        "full",
+        "precision of rows and gradients on the way (bf16 rounds each value)",
+        choices=("full", "bf16"),
+        heading=_DISTRIBUTION,
+    )
+    compress_dense: float | None = option(
+        None,
+        (
+            "share of the dense gradients' entries that a step holds back: 0.99 sends the largest "
+            "1 % (default: all, the exact step)"
+        ),
+        minimum=0.0,
+        below=1.0,
+        heading=_DISTRIBUTION,
+    )
+    compress_every: int = option(
+        10,
+        "steps between two resets of the thresholds of --compress-dense",
+        minimum=1,
+        heading=_DISTRIBUTION,
+    )
+    placement: str = option(
+        "auto",
+        "auto, sharded or replicated; or table=choice, comma-separated",
+        heading=_DISTRIBUTION,
+    )
+    device: str = option(
+        "auto", "where to compute", choices=("auto", "cpu", "cuda"), heading=_DISTRIBUTION
+    )
+    seed: int = option(0, "seed of everything random")
+    timeout: float = option(
+        120.0,
+        "seconds after which a silent collective is an error",
+        above=0.0,
+        heading=_DISTRIBUTION,
+    )
+    evaluate_every: int | None = option(
+        None,
+        "epochs between evaluations on the validation part (default: only at the end)",
+        minimum=1,
+        heading=_OUTPUT,
+    )
+    eval_batch: int = option(
+        256, "samples of an evaluation batch, over all ranks", minimum=1, heading=_OUTPUT
+    )
+    checkpoint_every: int = option(
+        1000, "steps between checkpoints (the end is always one)", minimum=1, heading=_OUTPUT
+    )
+    keep_checkpoints: int = option(2, "checkpoints to keep", minimum=1, heading=_OUTPUT)
+    log_every: int = option(10, "steps between log lines", minimum=1, heading=_OUTPUT)
+    trace_steps: int = option(100, "steps in the trace", minimum=0, heading=_OUTPUT)
+    profile_steps: int = option(
+        5,
+        "steps that torch's profiler sees on GPUs, for the report: device busy, launches; 0: none",
+        minimum=0,
+        heading=_OUTPUT,
+    )
+    tensorboard: bool = option(False, "write TensorBoard events too", heading=_OUTPUT)
