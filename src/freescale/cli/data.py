@@ -19,8 +19,10 @@ from freescale.config import GenerateConfig
 @add_settings(GenerateConfig)
 @exit_cleanly
 def generate(path: Path, **given: Any) -> None:
-    """Generate production-like histories: heavy-tailed lengths, popular items, a chosen collision
-    rate."""
+    """Generate histories with the statistics of production data.
+
+    Lengths are heavy-tailed, some items are popular, and --collision sets the collision rate.
+    """
     from freescale.data import synthetic
 
     config = GenerateConfig(**select_given(given))

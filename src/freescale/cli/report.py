@@ -23,7 +23,10 @@ from freescale.cli.errors import exit_cleanly
 @click.option("--open", "show", is_flag=True, help="show it in the browser")
 @exit_cleanly
 def report(runs: tuple[Path, ...], out: Path, show: bool) -> None:
-    """Write an HTML page that shows where the time of one or several runs went."""
+    """Write an HTML page: where the time of one or more runs went.
+
+    RUN is the folder of a run. Of several runs, the first is the one the others are compared with.
+    """
     from freescale.report.page import render_page
     from freescale.report.runs import read_runs
 

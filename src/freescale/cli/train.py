@@ -15,21 +15,22 @@ from freescale.cli.progress import show_progress
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.train.launch import is_rank
 
-RUN = "Ranks and run folder"
+_DISTRIBUTION, _OUTPUT = "Distribution", "Output"
 
 _nproc = click.option(
     "--nproc",
     cls=GroupedOption,
-    heading=RUN,
+    heading=_DISTRIBUTION,
+    common=True,
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="ranks to start on this machine",
+    help="ranks (processes) to start on this machine: as many as it has GPUs",
 )
 _port = click.option(
     "--port",
     cls=GroupedOption,
-    heading=RUN,
+    heading=_DISTRIBUTION,
     type=click.IntRange(1, 65535),
     help="port where local ranks meet  [default: a free one]",
 )
@@ -42,23 +43,27 @@ _port = click.option(
     "--folder",
     "run_folder",
     cls=GroupedOption,
-    heading=RUN,
+    heading=_OUTPUT,
+    common=True,
     type=click.Path(path_type=Path),
     help="folder of the run  [default: runs/DATE-TIME]",
 )
 @click.option(
     "--resume",
     cls=GroupedOption,
-    heading=RUN,
+    heading=_OUTPUT,
+    common=True,
     is_flag=True,
-    help="go on from the run's last checkpoint (--folder names it)",
+    help="continue the run in --folder from its last checkpoint, on any number of ranks",
 )
 @_port
 @exit_cleanly
 def train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, **given: Any) -> int:
-    """Train a model on histories or interactions, on one rank or many.
+    """Train a model on your data, on one rank or many.
 
-    Starts its own local ranks (--nproc), or joins those that torchrun started.
+    --nproc starts the ranks of this machine; under torchrun, the command joins torchrun's ranks.
+
+    Example: freescale train --data histories.parquet --nproc 2
     """
     return train_run(nproc, run_folder, resume, port, given)
 
@@ -133,7 +138,11 @@ def _prepare(config: RunConfig) -> Path:
 def evaluate(
     run_folder: Path, data: str | None, device: str | None, part: str, nproc: int, port: int | None
 ) -> int:
-    """Evaluate a run's last checkpoint on the full catalogue, beside the popularity baseline."""
+    """Evaluate a run's last checkpoint on held-out data.
+
+    Ranks every target among all items of the catalogue, and shows the popularity baseline beside
+    the model. Ranking tasks are evaluated by NE and AUC.
+    """
     if not (run_folder / "config.json").exists():
         raise ValueError(f"{run_folder} is not the folder of a run: it has no config.json")
     given = {"data": data, "device": device}
@@ -158,7 +167,9 @@ def evaluate(
 )
 @exit_cleanly
 def export(run_folder: Path, out: Path) -> None:
-    """Write a run's last checkpoint as safetensors files, for serving.
+    """Write a run's last checkpoint as safetensors files.
+
+    The files are for serving, and plain torch can load them.
 
     Dense weights are one file; each table is a file of its own, with its rows in the order of ids.
     """
@@ -178,8 +189,11 @@ def export(run_folder: Path, out: Path) -> None:
 )
 @exit_cleanly
 def demo(nproc: int, run_folder: Path | None) -> int:
-    """Train a small model on generated histories and compare the serial schedule with the full
-    system."""
+    """Train a small model on generated data (about two minutes).
+
+    Then trains the same steps twice, with the serial schedule and with every technique, and
+    compares the two.
+    """
     return run_demo(nproc, run_folder)
 
 

@@ -15,7 +15,9 @@ class DataConfig(Checked):
 
     heading: ClassVar[str] = "Data"
 
-    data: str = option("", "histories or interactions: Parquet, MovieLens, Amazon or KuaiRand file")
+    data: str = option(
+        "", "histories or interactions: Parquet, MovieLens, Amazon or KuaiRand file", common=True
+    )
     format: str = option(
         "auto", "file format", choices=("auto", "parquet", "movielens", "amazon", "kuairand")
     )
@@ -28,7 +30,7 @@ class DataConfig(Checked):
         minimum=1,
     )
     max_length: int = option(
-        200, "history events that a sample holds at most", minimum=1, maximum=21000
+        200, "history events that a sample holds at most", minimum=1, maximum=21000, common=True
     )
     split: str = option(
         "leave-one-out", "what is held out", choices=("leave-one-out", "time", "none")

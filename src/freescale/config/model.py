@@ -14,10 +14,10 @@ class ModelConfig(Checked):
 
     heading: ClassVar[str] = "Model"
 
-    task: str = option("retrieval", "what to train", choices=("retrieval", "ranking"))
-    labels: str = option("", "label columns of the ranking tasks, comma-separated")
-    width: int = option(64, "width of embeddings and layers", minimum=1)
-    layers: int = option(2, "HSTU layers", minimum=1)
+    task: str = option("retrieval", "what to train", choices=("retrieval", "ranking"), common=True)
+    labels: str = option("", "label columns of the ranking tasks, comma-separated", common=True)
+    width: int = option(64, "width of embeddings and layers", minimum=1, common=True)
+    layers: int = option(2, "HSTU layers", minimum=1, common=True)
     heads: int = option(2, "attention heads", minimum=1)
     dropout: float = option(0.1, "dropout, keyed by the sample", minimum=0.0, maximum=0.99)
     position_bias: bool = option(True, "relative position bias in attention")
