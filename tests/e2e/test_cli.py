@@ -58,7 +58,7 @@ def test_train_resume_eval_export(tmp_path):
 
     before = (run / "ledger.json").read_text()
     finished = freescale("train", "--folder", run, "--resume")
-    assert finished.returncode == 1 and "is at step 12 of 12: ask for more" in finished.stderr
+    assert finished.returncode == 1 and "has made 12 steps, and --epochs" in finished.stderr
     assert (run / "ledger.json").read_text() == before and metrics(tmp_path / "a") == expected
     resumed = json.loads((tmp_path / "b" / "run" / "ledger.json").read_text())
     assert resumed["steps"] == 12, "the ledger of a resumed run covers all its steps"
@@ -262,7 +262,7 @@ def test_other_bad_input_is_one_line(tmp_path):
     )
     check_refused(
         train(tmp_path, good, "--device", "cuda", "--nproc", 99),
-        ("99 ranks on this machine but"),
+        "--device cpu",
         tmp_path,
     )
     check_refused(freescale("train", "--resume"), "--resume needs --folder", tmp_path)

@@ -53,6 +53,17 @@ def test_no_sentence_is_cut(command):
         assert sentence.endswith("."), sentence
 
 
+def test_the_name_of_another_program_leads_to_the_option():
+    done = CliRunner().invoke(main, ["train", "--batch-size", "4"])
+    assert done.exit_code == 2
+    assert "use --global-batch (samples of a step, over all ranks)." in done.stderr
+    assert "--cache" not in done.stderr
+    other_names, options = main.commands["train"]._other_names, main.commands["train"].params
+    flags = {flag for option in options for flag in option.opts}
+    assert set(other_names.values()) <= flags
+    assert not {f"--{name}" for name in other_names} & flags, "an option of that name exists"
+
+
 HEADINGS = ["Data", "Model", "Training", "Distribution", "Output", "Help"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -66,10 +67,18 @@ class GroupedOption(click.Option):
 
 class GroupedCommand(click.Command):
     """Lists its options under their headings, in the order in which these first appear: the common
-    ones with --help, every one with --help-all."""
+    ones with --help, every one with --help-all.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    `other_names`: what other programs call an option, without the dashes, by which this command
+    calls it. Such a name is refused with a hint to the right one: similar spelling would suggest
+    others.
+    """
+
+    def __init__(
+        self, *args: Any, other_names: Mapping[str, str] | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._other_names = other_names or {}
         show_all = click.Option(
             ["--help-all"],
             is_flag=True,
@@ -85,6 +94,22 @@ class GroupedCommand(click.Command):
             context.meta[_EVERY_OPTION] = True
             click.echo(context.get_help(), color=context.color)
             context.exit()
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(context, args)
+        except click.NoSuchOption as error:
+            known = self._other_names.get(error.option_name.lstrip("-").replace("_", "-"))
+            if known is None:
+                raise
+            options = [one for one in self.params if isinstance(one, click.Option)]
+            words = next(one.help or "" for one in options if known in one.opts)
+            words = words.partition("  [default")[0]
+            raise click.NoSuchOption(
+                error.option_name,
+                f"No such option '{error.option_name}': use {known} ({words}).",
+                ctx=context,
+            ) from None
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}

@@ -17,6 +17,42 @@ from freescale.train.launch import is_rank
 
 _DISTRIBUTION, _OUTPUT = "Distribution", "Output"
 
+# What other programs call the options of train.
+_OTHER_NAMES = {
+    "batch-size": "--global-batch",
+    "bs": "--global-batch",
+    "train-batch-size": "--global-batch",
+    "dataset": "--data",
+    "data-path": "--data",
+    "input": "--data",
+    "train-data": "--data",
+    "dim": "--width",
+    "embedding-dim": "--width",
+    "hidden-size": "--width",
+    "hidden-units": "--width",
+    "num-layers": "--layers",
+    "num-blocks": "--layers",
+    "num-heads": "--heads",
+    "learning-rate": "--lr",
+    "max-len": "--max-length",
+    "maxlen": "--max-length",
+    "max-seq-len": "--max-length",
+    "max-steps": "--steps",
+    "num-epochs": "--epochs",
+    "gpus": "--nproc",
+    "nproc-per-node": "--nproc",
+    "num-workers": "--workers",
+    "world-size": "--nproc",
+    "num-negatives": "--negatives",
+    "out": "--folder",
+    "output": "--folder",
+    "output-dir": "--folder",
+    "run": "--folder",
+    "dropout-rate": "--dropout",
+    "warmup-steps": "--warmup",
+    "dtype": "--precision",
+}
+
 _nproc = click.option(
     "--nproc",
     cls=GroupedOption,
@@ -36,7 +72,7 @@ _port = click.option(
 )
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, other_names=_OTHER_NAMES)
 @add_settings(DataConfig, ModelConfig, TrainConfig)
 @_nproc
 @click.option(
@@ -75,12 +111,12 @@ def train_run(
     the exit status."""
     base = None
     if resume:
-        if run_folder is None or not (run_folder / "config.json").exists():
-            raise ValueError(
-                f"--resume needs --folder with the folder of an earlier run, not {run_folder}"
-            )
+        if run_folder is None:
+            raise ValueError("--resume needs --folder: name the folder of the run to continue")
         base = _read_config(run_folder)
     config = RunConfig.from_settings(given, base)
+    if resume and given.get("data") is None:
+        _refuse_missing_data(config, run_folder)
     if not is_rank():
         if nproc > 1:
             _refuse_missing_gpus(config.train.device, nproc)
@@ -98,7 +134,23 @@ def train_run(
 
 
 def _read_config(run_folder: Path) -> RunConfig:
-    return RunConfig.from_json((run_folder / "config.json").read_text(encoding="utf-8"))
+    path = run_folder / "config.json"
+    if not run_folder.is_dir():
+        raise ValueError(f"{run_folder} is not the folder of a run: there is no such folder")
+    if not path.exists():
+        raise ValueError(f"{run_folder} is not the folder of a run: it has no config.json")
+    return RunConfig.from_json(path.read_text(encoding="utf-8"))
+
+
+def _refuse_missing_data(config: RunConfig, run_folder: Path) -> None:
+    """Refuses a path of config.json that leads nowhere from here: most often the run was started in
+    another folder."""
+    data = config.data.data
+    if "://" not in data and not Path(data).exists():
+        raise ValueError(
+            f"{data}: no such file, seen from {Path.cwd()}; {run_folder / 'config.json'} names it "
+            "so: pass --data with its path, or run the command where the run was started"
+        )
 
 
 def _refuse_missing_gpus(device: str, nproc: int) -> None:
@@ -143,10 +195,10 @@ def evaluate(
     Ranks every target among all items of the catalogue, and shows the popularity baseline beside
     the model. Ranking tasks are evaluated by NE and AUC.
     """
-    if not (run_folder / "config.json").exists():
-        raise ValueError(f"{run_folder} is not the folder of a run: it has no config.json")
     given = {"data": data, "device": device}
     config = RunConfig.from_settings(given, _read_config(run_folder))
+    if data is None:
+        _refuse_missing_data(config, run_folder)
     if not is_rank():
         _prepare(config)
         if nproc > 1:

@@ -55,7 +55,7 @@ def _render_machines_of_run(place: int, run: Run) -> str:
         known = {
             name: value for name, value in machine.items() if name not in ("ranks", "versions")
         } | machine.get("versions", {})
-        rows.append(["ranks", escape(", ".join(map(str, machine["ranks"])))])
+        rows.append(["ranks on it", escape(_list_ranks(machine["ranks"]))])
         rows += [
             [escape(name.replace("_", " ")), escape(str(value))]
             for name, value in known.items()
@@ -69,6 +69,16 @@ def _render_machines_of_run(place: int, run: Run) -> str:
         ]
         rows.append([f"peak memory, rank {rank}", ", ".join(shown)])
     return render_table(["", "found"], rows, "words") if rows else "<p>Not recorded.</p>"
+
+
+def _list_ranks(ranks: Sequence[int]) -> str:
+    """How many, and which: `1 (rank 0)`, `4 (ranks 0 to 3)`."""
+    first, last = min(ranks), max(ranks)
+    if len(ranks) == 1:
+        return f"1 (rank {first})"
+    whole = len(ranks) > 2 and list(ranks) == list(range(first, last + 1))
+    named = f"{first} to {last}" if whole else ", ".join(map(str, ranks))
+    return f"{len(ranks)} (ranks {named})"
 
 
 def _format_mib(value: float) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -57,6 +57,7 @@ def render_page(runs: Sequence[Run]) -> str:
         "COLOURED": " ".join(sorted(COLOURED)),
         "STYLE": _read_asset("style.css"),
         "LINKS": "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in _SECTIONS),
+        "NOTES": _render_notes(runs),
         "MISSING": _render_missing(runs),
         "SUMMARY": render_overview(runs),
         "SECTIONS": parts,
@@ -85,15 +86,22 @@ def _render_timelines(runs: Sequence[Run]) -> str:
     return f"{_HELP}{''.join(parts)}<noscript><p>{without}</p></noscript>"
 
 
+def _render_notes(runs: Sequence[Run]) -> str:
+    rows = _list_words(runs, lambda run: run.notes)
+    return f'<aside id="notes"><ul>{rows}</ul></aside>' if rows else ""
+
+
 def _render_missing(runs: Sequence[Run]) -> str:
-    found = [(run.name, words) for run in runs for words in run.missing]
-    if not found:
+    rows = _list_words(runs, lambda run: run.missing)
+    if not rows:
         return ""
-    several = len(runs) > 1
-    rows = "".join(
-        f"<li>{escape(f'{name}: {words}' if several else words)}</li>" for name, words in found
-    )
     return f'<aside id="missing"><b>Missing in the run\'s folder</b><ul>{rows}</ul></aside>'
+
+
+def _list_words(runs: Sequence[Run], read: Callable[[Run], list[str]]) -> str:
+    """Items of a list, with the run's name where there are several runs."""
+    found = [f"{run.name}: {w}" if len(runs) > 1 else w for run in runs for w in read(run)]
+    return "".join(f"<li>{escape(words)}</li>" for words in found)
 
 
 def _embed_json(data: object) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from freescale.report.charts import draw_dots, render_panel, render_panels, thin
 from freescale.report.markup import BARS, format_figure, render_cards, render_table
-from freescale.report.runs import WARM_UP, Run
+from freescale.report.runs import Run
 
 _STEPS = 150  # with dots
 _RANKS = 16
@@ -26,7 +26,7 @@ def render_balance(runs: Sequence[Run]) -> str:
 def _render_run(place: int, run: Run) -> str:
     if run.ledger["ranks"] < 2:
         return "<p>One rank: nothing to balance.</p>"
-    steps = [figures for figures in run.steps[WARM_UP:] if figures.get("before")]
+    steps = [figures for figures in run.measured_lines if figures.get("before")]
     if not steps:
         words = "Not recorded: the run counted no events, or was made by an older version."
         return f"<p>{words} {_describe_imbalance(place, run)}</p>"
@@ -75,9 +75,7 @@ def _compute_shares(steps: Sequence[Mapping[str, Any]], name: str, when: str = "
         if values and sum(values):
             shares = [value * len(values) / sum(values) for value in values]
             found.append((figures["step"], _choose_shares(shares)))
-    # A resumed run may have had other numbers of ranks.
-    ranks = min((len(shares) for _, shares in found), default=0)
-    return [(step, shares[:ranks]) for step, shares in found]
+    return found
 
 
 def _choose_shares(shares: list[float]) -> list[float]:

@@ -137,8 +137,8 @@ class Trainer:
 
     @property
     def notes(self) -> list[str]:
-        """What a person should know about the folder."""
-        return self._run_folder.notes
+        """What a person should know about the folder and what was resumed from it."""
+        return [*self._run_folder.notes, *self._state.notes]
 
     # ---- training
 
@@ -183,10 +183,7 @@ class Trainer:
 
     def _open_folder(self) -> None:
         if self.step >= self.total:
-            raise ValueError(
-                f"{self.folder} is at step {self.step} of {self.total}: ask for more "
-                "--epochs or --steps to go on"
-            )
+            raise ValueError(self._explain_end())
         kind = self.transport.device.type
         # First of all: while kernels are compiled, the workers come up.
         batches = read_ahead(self.data, count_workers(self.config, kind), pin=kind == "cuda")
@@ -205,6 +202,18 @@ class Trainer:
             raise
         self._batches = batches
         self.checkpoints.folder = self.folder / "checkpoints"
+
+    def _explain_end(self) -> str:
+        """Why nothing is left to train, and which setting makes more of it."""
+        settings = self.config.train
+        made = f"nothing is left to train: {self.folder} has made {self.step:,} steps"
+        if settings.steps is not None and settings.steps <= len(self.data):
+            return f"{made}, and --steps is {settings.steps:,}: pass a larger --steps to continue"
+        larger = f" (--steps {settings.steps:,} alone does not)" if settings.steps else ""
+        return (
+            f"{made}, and --epochs {settings.epochs} ends after {len(self.data):,}: "
+            f"pass a larger --epochs to continue{larger}"
+        )
 
     def _train(self, signals: StopSignals) -> dict[str, Any]:
         self._callbacks.call("on_start", self)
