@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from freescale.report.glossary import explain
 from freescale.report.markup import BARS, format_figure, render_cards, render_table
 from freescale.report.runs import Run
 
@@ -67,7 +68,7 @@ def _render_machines_of_run(place: int, run: Run) -> str:
             f"{escape(where)} {format_figure(place, f'{path}/{where}', run.ledger, _format_mib)}"
             for where in peak
         ]
-        rows.append([f"peak memory, rank {rank}", ", ".join(shown)])
+        rows.append([explain(f"peak memory, rank {rank}"), ", ".join(shown)])
     return render_table(["", "found"], rows, "words") if rows else "<p>Not recorded.</p>"
 
 

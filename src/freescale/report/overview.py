@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from html import escape
 from typing import Any
 
+from freescale.report.glossary import explain
 from freescale.report.markup import (
     NONE,
     format_bytes,
@@ -53,16 +53,20 @@ def render_overview(runs: Sequence[Run]) -> str:
     shown.append(("last loss", lambda place, run: _show_last_loss(run)))
     names = dict.fromkeys(name for run in runs for name in _find_quality(run))
     kept = [name for name in names if name.endswith(_METRICS)] or list(names)[:2]
-    shown += [(escape(name), partial(_show_quality, name)) for name in kept]
+    shown += [(name, partial(_show_quality, name)) for name in kept]
     shown.append(("ranks", partial(show_figure, "ranks", str)))
     shown.append(("measured steps", partial(show_figure, "measured_steps", "{:,}".format)))
     if len(runs) == 1:
         tiles = "".join(
-            f"<div><dt>{name}</dt><dd>{show(0, runs[0])}</dd></div>" for name, show in shown
+            f"<div><dt>{explain(name)}</dt><dd>{show(0, runs[0])}</dd></div>"
+            for name, show in shown
         )
         return f'<dl class="tiles">{tiles}</dl>'
     head = ["", *(render_name(place, run) for place, run in enumerate(runs))]
-    rows = [[name, *(show(place, run) for place, run in enumerate(runs))] for name, show in shown]
+    rows = [
+        [explain(name), *(show(place, run) for place, run in enumerate(runs))]
+        for name, show in shown
+    ]
     return render_table(head, rows, "summary")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
@@ -15,6 +16,7 @@ from typing import Any
 
 from freescale.report.curves import render_curves
 from freescale.report.environment import render_machines, render_settings
+from freescale.report.glossary import find_term, render_definitions
 from freescale.report.markup import COLOURED, render_name
 from freescale.report.overview import render_overview
 from freescale.report.rank_balance import render_balance
@@ -52,25 +54,37 @@ def render_page(runs: Sequence[Run]) -> str:
         for name, title, render in _SECTIONS
     )
     names = ", ".join(run.name for run in runs)
+    summary, drawn = render_overview(runs), _find_drawn_terms(timelines)
+    used = {*re.findall(r'data-term="([^"]+)"', summary + parts), *drawn.values()}
     fill = {
         "TITLE": escape(names),
         "COLOURED": " ".join(sorted(COLOURED)),
         "STYLE": _read_asset("style.css"),
+        "DRAWN_TERMS": escape(json.dumps(drawn), quote=True),
         "LINKS": "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in _SECTIONS),
+        "TERMS": render_definitions(used),
         "NOTES": _render_notes(runs),
         "MISSING": _render_missing(runs),
-        "SUMMARY": render_overview(runs),
+        "SUMMARY": summary,
         "SECTIONS": parts,
         # Anyone (and the tests) can read here what the page was made from.
         "LEDGERS": _embed_json([{"name": run.name, "ledger": run.ledger} for run in runs]),
         "TIMELINES": _embed_json(timelines),
         "SCRIPT": "".join(
-            _read_asset(name) for name in ("timeline.js", "timeline_input.js", "page.js")
+            _read_asset(name) for name in ("tip.js", "timeline.js", "timeline_input.js", "page.js")
         ),
     }
     text = _read_asset("page.html")
     pieces = text.split("@@")  # @@NAME@@: what is filled in is not searched again
     return "".join(piece if place % 2 == 0 else fill[piece] for place, piece in enumerate(pieces))
+
+
+def _find_drawn_terms(timelines: Sequence[dict[str, Any] | None]) -> dict[str, str]:
+    """The slug of the term behind each name in the timelines, lanes among them."""
+    shown = [timeline for timeline in timelines if timeline]
+    names = {event[3] for timeline in shown for event in timeline["events"]}
+    names |= {lane for timeline in shown for lane, _ in timeline["lanes"]}
+    return {name: term.slug for name in sorted(names) if (term := find_term(name))}
 
 
 def _render_timelines(runs: Sequence[Run]) -> str:

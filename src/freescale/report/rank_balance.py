@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from freescale.report.charts import draw_dots, render_panel, render_panels, thin
+from freescale.report.glossary import explain
 from freescale.report.markup import BARS, format_figure, render_cards, render_table
 from freescale.report.runs import Run
 
@@ -54,14 +55,16 @@ def _describe_imbalance(place: int, run: Run) -> str:
     def show(name: str, form: str = "{:.3f}") -> str:
         return format_figure(place, name, run.ledger, form.format)
 
-    words = f"Imbalance of measured compute (slowest rank / mean): <b>{show('imbalance')}</b>."
+    measured = explain("Imbalance of measured compute", "imbalance")
+    words = f"{measured} (slowest rank / mean): <b>{show('imbalance')}</b>."
     if run.ledger.get("predicted_imbalance") is None:
         return f"{words} The samples stayed where they were: nothing was balanced."
     before = ""
     if run.ledger.get("predicted_imbalance_before") is not None:
         before = f"<b>{show('predicted_imbalance_before')}</b> before, "
     return (
-        f"Predicted imbalance {before}<b>{show('predicted_imbalance')}</b> after balancing; "
+        f"{explain('Predicted imbalance')} {before}<b>{show('predicted_imbalance')}</b> "
+        "after balancing; "
         f"{show('moved_tokens_percent', '{:.0f} %')} of the tokens changed ranks. {words}"
     )
 
