@@ -114,9 +114,9 @@ def train_run(
         if run_folder is None:
             raise ValueError("--resume needs --folder: name the folder of the run to continue")
         base = _read_config(run_folder)
+        if given.get("data") is None:
+            _refuse_missing_data(base, run_folder)
     config = RunConfig.from_settings(given, base)
-    if resume and given.get("data") is None:
-        _refuse_missing_data(config, run_folder)
     if not is_rank():
         if nproc > 1:
             _refuse_missing_gpus(config.train.device, nproc)
