@@ -16,10 +16,10 @@ def print_quality(
 ) -> None:
     """The metrics of the model that say most, and those of the baselines beside it."""
     model = quality["model"]
-    title = f"{part} part"
+    table = Table(title=f"{part} part, full catalogue" if REPEATS in model else f"{part} part")
     if REPEATS in model:
-        title += f", full catalogue; {100 * model[REPEATS]:.1f} % of the targets are repeats"
-    table = Table(title=title)
+        share = f"{100 * model[REPEATS]:.1f} %"
+        table.caption = f"{share} of the targets are repeats"
     table.add_column("metric")
     for name in quality:
         table.add_column(name, justify="right")
