@@ -150,11 +150,17 @@ def build_model(config: RunConfig, data: Histories, transport: Transport) -> Sha
         build_row_optimizer(config),
         transport=transport,
         placement=config.placements,
-        init_std=config.model.row_std or config.model.width**-0.5,
+        init_std=choose_row_std(config),
         seed=train.seed,
         row_clip=train.row_clip,
         wire_dtype=torch.bfloat16 if train.wire_precision == "bf16" else None,
     )
+
+
+def choose_row_std(config: RunConfig) -> float:
+    """Standard deviation of the first values of rows."""
+    model = config.model
+    return model.width**-0.5 if model.row_std is None else model.row_std
 
 
 def build_row_optimizer(config: RunConfig) -> RowOptimizer:
