@@ -78,13 +78,12 @@ def count_workers(config: RunConfig, device: str) -> int:
     return choose_workers(config.data.workers, device, cores, max(1, ranks))
 
 
-def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:
-    """The model as a plain module. Its tables are on the meta device; `parallelize` makes them."""
+def build_encoder(config: RunConfig) -> HSTU:
+    """The encoder of the model."""
     model = config.model
-    torch.manual_seed(config.train.seed)
     names = ("segment", "segment_tokens", "segment_weight", "segment_pooling")
     segments = {} if model.segment is None else {name: getattr(model, name) for name in names}
-    encoder = (SegmentedHSTU if segments else HSTU)(
+    return (SegmentedHSTU if segments else HSTU)(
         width=model.width,
         layers=model.layers,
         heads=model.heads,
@@ -98,6 +97,13 @@ def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Modu
         checkpoint=model.recompute,
         **segments,
     )
+
+
+def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:
+    """The model as a plain module. Its tables are on the meta device; `parallelize` makes them."""
+    model = config.model
+    torch.manual_seed(config.train.seed)
+    encoder = build_encoder(config)
     sizes: dict[str, Any] = {
         "num_items": num_items,
         "num_actions": num_actions,
