@@ -60,7 +60,7 @@ def test_resuming_on_another_number_of_ranks_is_said(saved, ranks, words):
     found = SimpleNamespace(path=Path("run/checkpoints/step-24"), state={"ranks": saved})
     loads = SimpleNamespace(load_state_dict=lambda state: None, reducer=None)
     state = RunState(
-        SimpleNamespace(last_intact=lambda: found, load=lambda *_: progress),
+        SimpleNamespace(find=lambda name: found, load=lambda *_: progress),
         SimpleNamespace(transport=SimpleNamespace(world=ranks)),
         None,
         loads,
@@ -76,4 +76,4 @@ def test_data_that_a_moved_command_does_not_find(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(config.to_json())
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"h.parquet: no such file, seen from .*pass --data"):
-        train_run(1, tmp_path, True, None, {})
+        train_run(1, tmp_path, "last", None, {})

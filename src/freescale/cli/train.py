@@ -89,12 +89,19 @@ _port = click.option(
     cls=GroupedOption,
     heading=_OUTPUT,
     common=True,
-    is_flag=True,
-    help="continue the run in --folder from its last checkpoint, on any number of ranks",
+    is_flag=False,
+    flag_value="last",
+    metavar="[CHECKPOINT]",
+    help=(
+        "continue the run in --folder, on any number of ranks, from its last checkpoint, or from "
+        "`best` or the step named; later checkpoints are given up"
+    ),
 )
 @_port
 @exit_cleanly
-def train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, **given: Any) -> int:
+def train(
+    nproc: int, run_folder: Path | None, resume: str | None, port: int | None, **given: Any
+) -> int:
     """Train a model on your data, on one rank or many.
 
     --nproc starts the ranks of this machine; under torchrun, the command joins torchrun's ranks.
@@ -105,12 +112,22 @@ def train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, *
 
 
 def train_run(
-    nproc: int, run_folder: Path | None, resume: bool, port: int | None, given: dict[str, Any]
+    nproc: int, run_folder: Path | None, resume: str | None, port: int | None, given: dict[str, Any]
 ) -> int:
-    """Trains as one rank, or starts `nproc` of them. `given`: settings that were given. Returns
-    the exit status."""
+    """Trains as one rank, or starts `nproc` of them.
+
+    Args:
+        nproc: ranks to start.
+        run_folder: of the run; None makes a new one.
+        resume: the checkpoint of the folder to go on from; None for a new run.
+        port: where the ranks meet.
+        given: settings that were given.
+
+    Returns:
+        The exit status.
+    """
     base = None
-    if resume:
+    if resume is not None:
         if run_folder is None:
             raise ValueError("--resume needs --folder: name the folder of the run to continue")
         base = _read_config(run_folder)
@@ -127,7 +144,7 @@ def train_run(
             # without a folder, rank 0 finds a name that is free
             where = ["--folder", str(run_folder)] if run_folder else []
             arguments = ["train", *format_arguments(given), *where]
-            return launch([*arguments, *(["--resume"] if resume else [])], nproc, port)
+            return launch([*arguments, *(["--resume", resume] if resume else [])], nproc, port)
     from freescale.train.run import run_training
 
     return run_training(config, run_folder, resume, lambda: _prepare(config))
@@ -169,8 +186,15 @@ def _prepare(config: RunConfig) -> Path:
         return prepare_data(config.data, progress)
 
 
+_checkpoint = click.option(
+    "--checkpoint",
+    help="last, best or a step  [default: the best of a run with --keep best, else the last]",
+)
+
+
 @click.command("eval")
 @click.argument("run_folder", type=click.Path(path_type=Path))
+@_checkpoint
 @click.option("--data", help="another data file than the run's own")
 @click.option(
     "--device",
@@ -188,12 +212,18 @@ def _prepare(config: RunConfig) -> Path:
 @_port
 @exit_cleanly
 def evaluate(
-    run_folder: Path, data: str | None, device: str | None, part: str, nproc: int, port: int | None
+    run_folder: Path,
+    checkpoint: str | None,
+    data: str | None,
+    device: str | None,
+    part: str,
+    nproc: int,
+    port: int | None,
 ) -> int:
-    """Evaluate a run's last checkpoint on held-out data.
+    """Evaluate a run's checkpoint on held-out data.
 
     Ranks every target among all items of the catalogue, and shows the popularity baseline beside
-    the model. Ranking tasks are evaluated by NE and AUC.
+    the model. Ranking tasks are evaluated by NE, AUC and GAUC.
     """
     given = {"data": data, "device": device}
     config = RunConfig.from_settings(given, _read_config(run_folder))
@@ -204,11 +234,12 @@ def evaluate(
         if nproc > 1:
             from freescale.train.launch import launch
 
-            arguments = ["eval", str(run_folder), "--part", part, *format_arguments(given)]
+            options = format_arguments({**given, "checkpoint": checkpoint})
+            arguments = ["eval", str(run_folder), "--part", part, *options]
             return launch(arguments, nproc, port)
     from freescale.train.run import run_evaluation
 
-    run_evaluation(config, run_folder, part, lambda: _prepare(config))
+    run_evaluation(config, run_folder, part, lambda: _prepare(config), checkpoint)
     return 0
 
 
@@ -217,17 +248,19 @@ def evaluate(
 @click.option(
     "--out", type=click.Path(path_type=Path), required=True, help="folder for the safetensors files"
 )
+@_checkpoint
 @exit_cleanly
-def export(run_folder: Path, out: Path) -> None:
-    """Write a run's last checkpoint as safetensors files.
+def export(run_folder: Path, out: Path, checkpoint: str | None) -> None:
+    """Write a run's checkpoint as safetensors files.
 
     The files are for serving, and plain torch can load them.
+
 
     Dense weights are one file; each table is a file of its own, with its rows in the order of ids.
     """
     from freescale.train.export import export_run
 
-    for path in export_run(run_folder, out):
+    for path in export_run(run_folder, out, checkpoint):
         click.echo(path)
 
 
@@ -256,14 +289,17 @@ def run_demo(nproc: int, run_folder: Path | None) -> int:
         compare_schedules,
         make_demo_data,
         make_short_data,
+        print_ending,
     )
     from freescale.train.run_folder import new_folder
 
     name = datetime.now().strftime("demo-%Y-%m-%d-%H%M%S")
     folder = run_folder or new_folder(Path("runs") / name)
     path = make_demo_data(Path("runs") / "demo-data.parquet")
-    status = train_run(nproc, folder, False, None, {**DEMO_SETTINGS, "data": str(path)})
-    if status or nproc == 1:  # one rank waits for nobody: nothing to compare
-        return status
-    short = make_short_data(Path("runs") / "demo-short.parquet")
-    return compare_schedules(short, folder, nproc, format_arguments)
+    status = train_run(nproc, folder, None, None, {**DEMO_SETTINGS, "data": str(path)})
+    if not status and nproc > 1:  # one rank waits for nobody: nothing to compare
+        short = make_short_data(Path("runs") / "demo-short.parquet")
+        status = compare_schedules(short, folder, nproc, format_arguments)
+    if not status:
+        print_ending(folder)
+    return status

@@ -12,7 +12,8 @@ def option(
 ) -> Any:
     """A field with its help text and checks (`minimum`, `maximum`, `choices`, `above`, `below`).
     `heading`: where it stands in the help, if not under that of its class; `common`: whether it
-    is one of the few that --help shows (--help-all shows every one)."""
+    is one of the few that --help shows (--help-all shows every one). `formerly`, among the checks:
+    what runs did whose config.json does not have the setting, where that is not the default."""
     shown = {"help": help, "common": common} | ({"heading": heading} if heading else {})
     return field(default=default, metadata={**shown, **checks})
 

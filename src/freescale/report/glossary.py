@@ -108,8 +108,8 @@ def render_markdown() -> str:
     lines = [
         "# Glossary",
         "",
-        "The terms of the documentation, the terminal and the [report](report.md), which shows",
-        "them as tooltips.",
+        "The terms of the documentation and the terminal. The [report](guide/report.md) shows",
+        "these texts as tooltips.",
     ]
     section = ""
     for term in read_glossary():

@@ -40,6 +40,14 @@ class Run:
         own = [line for line in self.steps if _count_ranks(line) == self.ledger.get("ranks")]
         return own[WARM_UP:]
 
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The best evaluation of the validation part: its metric, value, step and whether its
+        checkpoint is kept. None if the run did not compare them, or none had a value."""
+        noted = (entry["best"] for entry in reversed(self.metrics) if "best" in entry)
+        found: dict[str, Any] = next(noted, {})
+        return found if found.get("step") is not None else None
+
 
 def _count_ranks(line: dict[str, Any]) -> int:
     return len(line["straggler_ms"])
