@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from freescale.config.data import DataConfig
-from freescale.config.metrics import list_metrics
+from freescale.config.metrics import REPEATS, describe_metrics, list_metrics
 from freescale.config.model import ModelConfig
 from freescale.config.options import split_names
 from freescale.config.train import TrainConfig
@@ -70,11 +70,11 @@ class RunConfig:
                 )
             if self.data.split == "none":
                 raise ValueError(f"{asked} needs a validation part, which --split none has not")
-        known = list_metrics(self.model.task, self.label_names)
-        if train.keep_metric is not None and train.keep_metric not in known:
+        about, metric = (self.model.task, self.label_names), train.keep_metric
+        if metric is not None and metric not in set(list_metrics(*about)) - {REPEATS}:
             raise ValueError(
-                f"--keep-metric {train.keep_metric} is no metric of {self.model.task}; there is "
-                f"{', '.join(known)}"
+                f"--keep-metric {metric} is no metric of {self.model.task} that gets better; there "
+                f"is {describe_metrics(*about)}"
             )
 
     @property
