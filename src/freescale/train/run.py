@@ -96,12 +96,12 @@ def resume_command(folder: Path, environment: Mapping[str, str]) -> str:
 def _describe_best(trainer: Trainer) -> list[str]:
     """Which evaluation was the best, and whether its checkpoint was kept and training ended for
     it."""
-    best, patience = trainer.best, trainer.config.train.patience
+    best = trainer.best
     if best is None or best.step is None:
         return []
     where = f", {trainer.checkpoints.path(best.step)}" if best.kept else ""
     words = f"best on the validation part: step {best.step}, {best.metric} {best.value:.4f}{where}"
-    if patience is None or best.since < patience:
+    if not best.exhausted:
         return [words]
     early = f"ended early, after {best.since} evaluations without a better one (--patience)"
     return [early, words]
