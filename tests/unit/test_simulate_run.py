@@ -121,12 +121,13 @@ def test_dense_parameters_are_those_of_the_module(tmp_path, csv):
 
 def test_the_run_itself_is_simulated_beside_what_was_measured(tmp_path, csv):
     run = tmp_path / "run"
-    make_run(run, csv, make_ledger(2))
+    config = make_run(run, csv, make_ledger(2))
     data = simulate_run(run, steps=5)
     own = {row["figure"]: (row["simulated"], row["measured"]) for row in data["own"]["rows"]}
     assert data["own"]["ranks"] == 2 and own["step, ms"][1] == 7.0
     # replicated tables: one AllReduce of all rows and a mark for each, on two ranks
-    rows = 300 + 6
+    histories = Histories(prepare(config.data.data, run), 16)
+    rows = histories.num_items + histories.num_actions
     assert own["gradients, kB"][0] == pytest.approx(2 * rows * (64 * 4 + 4) / 1e3, rel=1e-3)
     assert any("abacus" in note for note in data["own"]["notes"])
     done = CliRunner().invoke(
