@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from freescale.bench.common.markdown import Results, format_table, single
+from freescale.simulate.verdict import BASE
 
 _ASKED = (
     ("step_error_percent", 10.0, " %"),
@@ -26,11 +27,11 @@ def format_ablation(used: Results, folder: str) -> str:
             f"{step[row['arm']]:,.0f} ms",
             f"{row['straggler_percent']:.1f} %",
             f"{sum(row['exposed_ms'].values()):.1f} ms",
-            f"{step['none'] / step[row['arm']]:.2f} x",
+            f"{step[BASE] / step[row['arm']]:.2f} x",
         )
         for row in found
     ]
-    head = ("", "step", "straggler", "exposed", "speed-up")
+    head = ("", "step", "straggler", "exposed", "of TorchRec")
     return format_table(used, folder, head, rows, conditions="Predicted.")
 
 
