@@ -208,7 +208,8 @@ def test_the_verdict_says_how_much_faster_and_what_balancing_is_worth():
         UNBALANCED: row(256, 130.0, 21.3),
         ALL: row(256, 160.0, 0.1, 2.0),
     }
-    assert write_verdict(rows, [], "H100") == (
+    useless = [{**CARDS[0], "more_samples_per_second_percent": 0.2}]
+    assert write_verdict(rows, useless, "H100") == (
         "On 256 H100s FreeScale trains this 1.60 times as fast as TorchRec's SparseDist; without "
         "balancing 1.30 times: stragglers cost 21 %. What limits it is compute, 98 % of the step: "
         "no faster network would give 1 % more."
@@ -250,3 +251,4 @@ def test_one_gpu_and_one_configuration_have_a_verdict_too():
     )
     asked = write_verdict({ASKED: row(8, 120.0), BASE: row(8, 100.0)}, [], "H200")
     assert asked.startswith("On 8 H200s this configuration trains 1.20 times as fast as")
+    assert asked.endswith("What limits it is compute, 100 % of the step.")
