@@ -39,7 +39,7 @@ from freescale.bench.segments.table import format_segments
 from freescale.bench.serial.table import format_serial
 from freescale.bench.short.table import format_short
 from freescale.bench.simulate import figure as simulate_figure
-from freescale.bench.simulate.table import format_ablation, format_validation
+from freescale.bench.simulate import table as simulate_table
 from freescale.bench.staged import figure as staged_figure
 from freescale.bench.staged.table import format_staged, format_staged_gpu
 from freescale.bench.train.table import format_train
@@ -162,8 +162,12 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "staged-gpu": (("staged-4ranks-h200",), format_staged_gpu),
     "train": (("train-h200",), format_train),
     "simulate-claims": (("simulate-paper",), format_claims),
-    "simulate-ablation": (("simulate-paper",), format_ablation),
-    "simulate-validation": (("simulate-validation",), format_validation),
+    "simulate-verdict": (("simulate-paper",), simulate_table.format_prediction),
+    "simulate-ablation": (("simulate-paper",), simulate_table.format_ablation),
+    "simulate-scaling": (("simulate-paper",), simulate_table.format_scaling),
+    "simulate-sensitivity": (("simulate-paper",), simulate_table.format_sensitivity),
+    "simulate-one-sample": (("simulate-paper",), simulate_table.format_one_sample),
+    "simulate-validation": (("simulate-validation",), simulate_table.format_validation),
 }
 
 
