@@ -17,15 +17,11 @@ from freescale.config import ModelConfig
 from freescale.kernels.dispatch import add_positions, fits_fused_layer, plan_attention, run_layers
 from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.triton.attention_plan import TilePlan
+from freescale.models.encoder import Encoder, check_shape
 from freescale.models.hstu_layer import EPS, Earlier, HSTULayer, get_product_dtype
 
-TOO_LONG = (
-    "a history has {} events, the model was built for max_length={}; cut the histories or "
-    "raise max_length"
-)
 
-
-class HSTU(nn.Module):
+class HSTU(Encoder):
     """[tokens, width] -> [tokens, width] over jagged samples, each with its history first and then
     its candidates.
 
@@ -43,8 +39,8 @@ class HSTU(nn.Module):
         d_qk: int | None = None,
         d_v: int | None = None,
         dropout: float = ModelConfig.dropout,
-        position_bias: bool = ModelConfig.position_bias,
-        time_bias: bool = ModelConfig.time_bias,
+        position_bias: bool = True,
+        time_bias: bool = True,
         num_time_buckets: int = 128,
         checkpoint: bool = ModelConfig.recompute,
         reach: int | None = None,
@@ -52,18 +48,16 @@ class HSTU(nn.Module):
         super().__init__()
         d_qk = width // heads if d_qk is None and heads > 0 else d_qk
         d_v = width // heads if d_v is None and heads > 0 else d_v
-        named = dict(
+        check_shape(
+            dropout,
             width=width,
             layers=layers,
             heads=heads,
             max_length=max_length,
             num_time_buckets=num_time_buckets,
+            d_qk=d_qk,
+            d_v=d_v,
         )
-        for name, value in (named | dict(d_qk=d_qk, d_v=d_v)).items():
-            if value is None or value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), not {dropout}")
         assert d_qk is not None and d_v is not None
         self.width = width
         self.widths = (d_qk, d_v)
@@ -105,18 +99,14 @@ class HSTU(nn.Module):
     ) -> Tensor:  # [tokens, width]
         timestamps = self._check_inputs(x, timestamps)
         plan = self._plan_attention(lengths, candidate_counts, timestamps, host)
-        if plan.longest_history > self.max_length:
-            raise ValueError(TOO_LONG.format(plan.longest_history, self.max_length))
-        if plan.tokens != x.shape[0]:
-            raise ValueError(f"lengths add up to {plan.tokens}, but there are {x.shape[0]} tokens")
+        self._check_sizes(x, plan.tokens, plan.longest_history)
         # the encoder's own dtype, whatever the tables hold
         x, token_keys = add_positions(plan, x, self.position, self._choose_keys(keys, lengths))
         return self._run_layers(x, lengths, token_keys, timestamps, candidate_counts, plan)
 
     def _check_inputs(self, x: Tensor, timestamps: Tensor | None) -> Tensor | None:
         """The timestamps, if they are used."""
-        if x.ndim != 2 or x.shape[1] != self.width:
-            raise ValueError(f"the encoder takes [tokens, {self.width}], not {list(x.shape)}")
+        self._check_width(x)
         if self.has_time_bias and timestamps is None:
             raise ValueError(
                 "the time bias needs timestamps; add them or build the model with time_bias=False"
@@ -143,18 +133,8 @@ class HSTU(nn.Module):
         )
 
     @property
-    def drops(self) -> bool:
-        return self.training and self.dropout > 0
-
-    def _choose_keys(self, keys: Tensor | None, lengths: Tensor) -> Tensor | None:
-        """The samples' keys, from which what is dropped follows; None where nothing is."""
-        if not self.drops:
-            return None
-        if keys is None or keys.shape != lengths.shape:
-            raise ValueError(
-                f"dropout needs keys, one per sample ({lengths.numel()}); got {_describe(keys)}"
-            )
-        return keys
+    def capturable(self) -> bool:
+        return type(self) is HSTU and not self.checkpoint
 
     def _run_layers(
         self,
@@ -196,7 +176,3 @@ class HSTU(nn.Module):
             else:
                 x = layer(x, *inputs)
         return x
-
-
-def _describe(keys: Tensor | None) -> str:
-    return "none" if keys is None else f"{keys.dtype} {list(keys.shape)}"

@@ -23,8 +23,10 @@ from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.parallelize import parallelize
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.folders import find_cache_folder
+from freescale.models.encoder import Encoder
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
+from freescale.models.sasrec import SASRec
 from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.pipeline import Pipeline
@@ -80,20 +82,7 @@ def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Modu
     """The model as a plain module. Its tables are on the meta device; `parallelize` makes them."""
     model = config.model
     torch.manual_seed(config.train.seed)
-    names = ("segment", "segment_tokens", "segment_weight", "segment_pooling")
-    segments = {} if model.segment is None else {name: getattr(model, name) for name in names}
-    encoder = (SegmentedHSTU if segments else HSTU)(
-        width=model.width,
-        layers=model.layers,
-        heads=model.heads,
-        max_length=config.data.max_length
-        + (config.data.candidates if model.task == "ranking" else 0),
-        dropout=model.dropout,
-        position_bias=model.position_bias,
-        time_bias=model.time_bias,
-        checkpoint=model.recompute,
-        **segments,
-    )
+    encoder = build_encoder(config)
     sizes: dict[str, Any] = {
         "num_items": num_items,
         "num_actions": num_actions,
@@ -104,6 +93,27 @@ def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Modu
     return Retrieval(encoder, temperature=model.temperature, **sizes)
 
 
+def build_encoder(config: RunConfig) -> Encoder:
+    """As `--encoder` and its options say."""
+    model = config.model
+    shared: dict[str, Any] = {
+        "width": model.width,
+        "layers": model.layers,
+        "heads": model.heads,
+        "max_length": config.data.max_length
+        + (config.data.candidates if model.task == "ranking" else 0),
+        "dropout": model.dropout,
+        "checkpoint": model.recompute,
+    }
+    if model.encoder == "sasrec":
+        return SASRec(**shared, hidden=model.hidden)
+    shared |= {"position_bias": model.position_bias, "time_bias": model.time_bias}
+    if model.segment is None:
+        return HSTU(**shared)
+    names = ("segment", "segment_tokens", "segment_weight", "segment_pooling")
+    return SegmentedHSTU(**shared, **{name: getattr(model, name) for name in names})
+
+
 def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
     """None without balancing. Costs come from the model's shapes; unless they are adapted,
     assignments depend on the data alone."""
@@ -111,14 +121,17 @@ def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
         return None
     model = config.model
     negatives = choose_negatives(config.data.negatives, config.data.negatives_per)
-    cost = CostModel.of_hstu(
-        width=model.width,
-        layers=model.layers,
-        heads=model.heads,
-        d_qk=model.width // model.heads,
-        d_v=model.width // model.heads,
-        negatives=negatives if model.task == "retrieval" else 0,
-        tasks=len(config.label_names),
+    shape: dict[str, int] = {
+        "width": model.width,
+        "layers": model.layers,
+        "negatives": negatives if model.task == "retrieval" else 0,
+        "tasks": len(config.label_names),
+    }
+    head = model.width // model.heads
+    cost = (
+        CostModel.of_sasrec(**shape, hidden=model.hidden)
+        if model.encoder == "sasrec"
+        else CostModel.of_hstu(**shape, heads=model.heads, d_qk=head, d_v=head)
     )
     partitioner = find_partitioner(config.train.balance, device)
     segments = None if model.segment is None else Segments(model.segment, model.segment_tokens)

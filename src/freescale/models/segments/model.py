@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from freescale.batch import HostSizes
 from freescale.config import ModelConfig
 from freescale.kernels.reference.positions import compute_positions, derive_token_keys
-from freescale.models.hstu import HSTU, TOO_LONG
+from freescale.models.encoder import TOO_LONG
+from freescale.models.hstu import HSTU
 from freescale.models.segments.arrangement import Rows, arrange_rows
 from freescale.models.segments.earlier import EarlierSegments
 from freescale.models.segments.memory import Memory
