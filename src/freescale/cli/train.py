@@ -13,6 +13,7 @@ from freescale.cli.layout import GroupedCommand, GroupedOption
 from freescale.cli.options import add_settings, format_arguments
 from freescale.cli.progress import show_progress
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from freescale.config.recipe import list_recipes
 from freescale.train.launch import is_rank
 
 RUN = "Ranks and run folder"
@@ -60,7 +61,18 @@ def train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, *
 
     Starts its own local ranks (--nproc), or joins those that torchrun started.
     """
+    if given.get("recipe") == "list":
+        return show_recipes()
     return train_run(nproc, run_folder, resume, port, given)
+
+
+def show_recipes() -> int:
+    """Prints the recipes of the package, a line each."""
+    found = list_recipes()
+    width = max(len(recipe.name) for recipe in found)
+    for recipe in found:
+        click.echo(f"{recipe.name:{width}}  {recipe.description}")
+    return 0
 
 
 def train_run(

@@ -14,6 +14,11 @@ class ModelConfig(Checked):
 
     heading: ClassVar[str] = "Model"
 
+    recipe: str | None = option(
+        None,
+        "settings by name (`list` shows them), or a .toml file of your own; options that are given "
+        "beside it win",
+    )
     task: str = option("retrieval", "what to train", choices=("retrieval", "ranking"))
     labels: str = option("", "label columns of the ranking tasks, comma-separated")
     encoder: str = option("hstu", "what reads the history", choices=("hstu", "sasrec"))
