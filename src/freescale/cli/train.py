@@ -163,6 +163,11 @@ _checkpoint = click.option(
     show_default=True,
     help="part of the split",
 )
+@click.option(
+    "--ranks",
+    type=click.Path(path_type=Path),
+    help="CSV file for the rank of every user's target (retrieval)",
+)
 @_nproc
 @_port
 @exit_cleanly
@@ -172,6 +177,7 @@ def evaluate(
     data: str | None,
     device: str | None,
     part: str,
+    ranks: Path | None,
     nproc: int,
     port: int | None,
 ) -> int:
@@ -185,12 +191,12 @@ def evaluate(
         if nproc > 1:
             from freescale.train.launch import launch
 
-            options = format_arguments({**given, "checkpoint": checkpoint})
+            options = format_arguments({**given, "checkpoint": checkpoint, "ranks": ranks})
             arguments = ["eval", str(run_folder), "--part", part, *options]
             return launch(arguments, nproc, port)
     from freescale.train.run import run_evaluation
 
-    run_evaluation(config, run_folder, part, lambda: _prepare(config), checkpoint)
+    run_evaluation(config, run_folder, part, lambda: _prepare(config), checkpoint, ranks)
     return 0
 
 

@@ -80,6 +80,25 @@ def expand_recipe(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**read_recipe(name).settings, **own}
 
 
+def parse_setting(text: str) -> tuple[str, Any]:
+    """`epochs=25` as ("epochs", 25): an option of `freescale train` by its name.
+
+    Raises:
+        ValueError: if it is none, or the value is of another type.
+    """
+    name, equals, value = text.partition("=")
+    entry = _find_settings().get(name.strip().replace("-", "_"))
+    if not equals or entry is None:
+        raise ValueError(f"{text!r} is not NAME=VALUE with an option of `freescale train`")
+    kind = str(entry.type).removesuffix(" | None")
+    try:
+        if kind == "bool":
+            return entry.name, {"true": True, "false": False}[value.strip().lower()]
+        return entry.name, {"int": int, "float": float, "str": str}[kind](value.strip())
+    except (KeyError, ValueError):
+        raise ValueError(f"{text!r}: {entry.name} must be of type {kind}") from None
+
+
 def _check_value(path: Path, key: str, value: Any) -> Any:
     known = _find_settings()
     entry = known.get(key.replace("-", "_"))

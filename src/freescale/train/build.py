@@ -34,6 +34,7 @@ from freescale.segments import Segments
 from freescale.train.evaluate import evaluate_ranking
 from freescale.train.evaluate_retrieval import evaluate_retrieval
 from freescale.train.learning_rate import build_learning_rate
+from freescale.train.ranks import SampleRanks
 from freescale.transport.api import Transport
 
 
@@ -200,7 +201,12 @@ def build_pipeline(
 
 
 def evaluate_part(
-    config: RunConfig, model: ShardedModel, path: Path, part: str, baseline: bool = False
+    config: RunConfig,
+    model: ShardedModel,
+    path: Path,
+    part: str,
+    baseline: bool = False,
+    keep: SampleRanks | None = None,
 ) -> dict[str, dict[str, float]]:
     """Metrics of the model on a part of the split. A collective; the same on all ranks.
 
@@ -210,6 +216,7 @@ def evaluate_part(
         path: of the histories file.
         part: `validation` or `test`.
         baseline: whether to evaluate the popularity baseline too (retrieval).
+        keep: gets the model's ranks sample by sample (retrieval).
 
     Returns:
         {"model": {metric: value}, "popularity": {metric: value}}
@@ -220,4 +227,4 @@ def evaluate_part(
     popularity = None
     if baseline:
         popularity = load_histories(config, path, model.transport).count_items()
-    return evaluate_retrieval(model, data, popularity=popularity)
+    return evaluate_retrieval(model, data, popularity=popularity, keep=keep)
