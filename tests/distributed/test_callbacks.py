@@ -201,13 +201,13 @@ def test_an_exception_in_a_callback_ends_the_run_on_all_ranks(data, tmp_path):
 
 
 def test_the_snippet_of_the_documentation_runs(data, tmp_path, monkeypatch, capsys):
-    """docs/training.md, with `histories.parquet` in the folder."""
+    """docs/guide/training.md, with `histories.parquet` in the folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "histories.parquet").write_bytes(data.read_bytes())
-    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guide" / "training.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, object] = {"__name__": "__main__"}
-    exec(compile(block, "docs/training.md", "exec"), names)
+    exec(compile(block, "docs/guide/training.md", "exec"), names)
     trainer = names["trainer"]
     assert isinstance(trainer, Trainer) and trainer.folder.is_relative_to("runs")
     assert trainer.checkpoints.steps() == [trainer.step] and trainer.step <= 60
