@@ -161,12 +161,14 @@ def fused(
     widths=(32, 64),
     lengths=(20, 0, 1, 40),
     device="cpu",
+    **inputs,
 ):
     """An encoder whose layers are fused against plain torch in float64."""
     torch.manual_seed(0)
     options = dict(width=48, heads=2, max_length=80, dropout=dropout)
     options |= dict(zip(("d_qk", "d_v"), widths, strict=True))
     options |= dict(layers=layers, position_bias=biases, time_bias=biases, num_time_buckets=16)
+    options |= inputs
     module = HSTU(**options)
     lengths = torch.tensor(lengths, device=device)
     counts = torch.tensor([3, 0, 1, 2], device=device) if candidates else None
@@ -218,6 +220,9 @@ def fused(
 FUSED = {
     "fused, dropout, parts": dict(dtype="float32", dropout=0.25, parts=2, layers=2),
     "fused, biases, candidates": dict(dtype="float32", biases=True, candidates=True),
+    "fused, dropout of inputs alone": dict(
+        dtype="float32", candidates=True, input_dropout=0.25, input_scale=3.0
+    ),
     "fused, half precision": dict(dtype="float16", dropout=0.25),
     "fused, heads of other widths": dict(
         dtype="float32", dropout=0.25, layers=2, widths=(25, 50), lengths=(9, 0, 1, 5)

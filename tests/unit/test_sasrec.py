@@ -45,7 +45,6 @@ def compute_densely(model, x, history, key, keep):
     slots = torch.arange(tokens)
     other, past = slots[None] != slots[:, None], slots[None] < history
     sees = (slots[None] <= slots[:, None]) & (past | ~other)
-    x = x + model.position[slots.clamp(max=history)]
     keys = derive(key, slots)
 
     def drop(values, stream, *more):
@@ -53,6 +52,7 @@ def compute_densely(model, x, history, key, keep):
             return values
         return values * draw_keep_mask(derive(keys, stream, *more), values.shape[1], keep) / keep
 
+    x = drop(x * width**0.5 + model.position[slots.clamp(max=history)], 1 << 20)
     for number, layer in enumerate(model.layers):
         q_in = F.layer_norm(x, (width,), eps=1e-8)
         q = layer.query(q_in).view(tokens, model.heads, width // model.heads)

@@ -29,6 +29,7 @@ from freescale.bench.hostwire.table import format_hostwire
 from freescale.bench.kernels import figure as kernels_figure
 from freescale.bench.ladder import figure as ladder_figure
 from freescale.bench.ladder.table import format_ladder
+from freescale.bench.learning.table import format_learning
 from freescale.bench.overlap import figure as overlap_figure
 from freescale.bench.packing.table import format_packing
 from freescale.bench.quality.table import format_quality, format_recipes
@@ -144,6 +145,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "quality": (("quality-cpu",), format_quality),
     "recipes": (("quality-*-*",), format_recipes),
     "short": (("short-cpu",), format_short),
+    "learning": (("learning-cpu",), format_learning),
     "packing": (("packing-cpu",), format_packing),
     "balance": (MEASURED, balance_table.format_measured),
     "balance-cost": (MEASURED, balance_table.format_cost),

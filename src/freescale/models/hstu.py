@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from freescale.batch import HostSizes
 from freescale.config import ModelConfig
-from freescale.kernels.dispatch import add_positions, fits_fused_layer, plan_attention, run_layers
+from freescale.kernels.dispatch import fits_fused_layer, plan_attention, run_layers
 from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.triton.attention_plan import TilePlan
-from freescale.models.encoder import Encoder, check_shape
+from freescale.models.encoder import Encoder
 from freescale.models.hstu_layer import EPS, Earlier, HSTULayer, get_product_dtype
 
 
@@ -39,38 +39,35 @@ class HSTU(Encoder):
         d_qk: int | None = None,
         d_v: int | None = None,
         dropout: float = ModelConfig.dropout,
+        input_scale: float | None = ModelConfig.input_scale,
+        input_dropout: float | None = ModelConfig.input_dropout,
         position_bias: bool = True,
         time_bias: bool = True,
         num_time_buckets: int = 128,
         checkpoint: bool = ModelConfig.recompute,
         reach: int | None = None,
     ) -> None:
-        super().__init__()
         d_qk = width // heads if d_qk is None and heads > 0 else d_qk
         d_v = width // heads if d_v is None and heads > 0 else d_v
-        check_shape(
-            dropout,
+        super().__init__(
             width=width,
+            max_length=max_length,
+            dropout=dropout,
+            input_scale=input_scale,
+            input_dropout=input_dropout,
             layers=layers,
             heads=heads,
-            max_length=max_length,
             num_time_buckets=num_time_buckets,
             d_qk=d_qk,
             d_v=d_v,
         )
         assert d_qk is not None and d_v is not None
-        self.width = width
         self.widths = (d_qk, d_v)
         self.heads = heads
-        self.max_length = max_length
-        self.dropout = dropout
         self.checkpoint = checkpoint
         self.num_time_buckets = num_time_buckets
         self.has_position_bias = position_bias
         self.has_time_bias = time_bias
-        # a parameter and no nn.Embedding: it is dense, every step touches most of it
-        self.position = nn.Parameter(torch.empty(max_length + 1, width))
-        nn.init.normal_(self.position, std=width**-0.5)
         self.layers = nn.ModuleList(
             HSTULayer(
                 number=number,
@@ -100,8 +97,7 @@ class HSTU(Encoder):
         timestamps = self._check_inputs(x, timestamps)
         plan = self._plan_attention(lengths, candidate_counts, timestamps, host)
         self._check_sizes(x, plan.tokens, plan.longest_history)
-        # the encoder's own dtype, whatever the tables hold
-        x, token_keys = add_positions(plan, x, self.position, self._choose_keys(keys, lengths))
+        x, token_keys = self._prepare_inputs(plan, x, keys)
         return self._run_layers(x, lengths, token_keys, timestamps, candidate_counts, plan)
 
     def _check_inputs(self, x: Tensor, timestamps: Tensor | None) -> Tensor | None:
@@ -147,6 +143,7 @@ class HSTU(Encoder):
         earlier: Earlier | None = None,
     ) -> Tensor:
         """Through all layers; the inputs are those of a layer."""
+        token_keys = token_keys if self.dropout > 0 else None
         recomputes = self.checkpoint and torch.is_grad_enabled()
         d_qk, d_v = self.widths
         if (

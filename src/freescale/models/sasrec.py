@@ -14,14 +14,13 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from freescale.batch import HostSizes
 from freescale.config import ModelConfig
-from freescale.kernels.dispatch import add_positions
 from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.reference.softmax_attention import (
     WeightDropout,
     plan_softmax_attention,
     softmax_attention,
 )
-from freescale.models.encoder import Encoder, check_shape
+from freescale.models.encoder import Encoder
 from freescale.random import derive, draw_keep_mask
 
 EPS = 1e-8  # of the norms
@@ -45,22 +44,25 @@ class SASRec(Encoder):
         max_length: int,
         hidden: int | None = None,
         dropout: float = ModelConfig.dropout,
+        input_scale: float | None = ModelConfig.input_scale,
+        input_dropout: float | None = ModelConfig.input_dropout,
         checkpoint: bool = ModelConfig.recompute,
     ) -> None:
-        super().__init__()
         hidden = width if hidden is None else hidden
-        sizes = dict(width=width, layers=layers, heads=heads, max_length=max_length, hidden=hidden)
-        check_shape(dropout, **sizes)
+        super().__init__(
+            width=width,
+            max_length=max_length,
+            dropout=dropout,
+            input_scale=input_scale,
+            input_dropout=input_dropout,
+            layers=layers,
+            heads=heads,
+            hidden=hidden,
+        )
         if width % heads:
             raise ValueError(f"width={width} is not a multiple of heads={heads}")
-        self.width = width
         self.heads = heads
-        self.max_length = max_length
-        self.dropout = dropout
         self.checkpoint = checkpoint
-        # a parameter and no nn.Embedding: it is dense, every step touches most of it
-        self.position = nn.Parameter(torch.empty(max_length + 1, width))
-        nn.init.normal_(self.position, std=width**-0.5)
         self.layers = nn.ModuleList(
             SASRecLayer(number=number, width=width, heads=heads, hidden=hidden, dropout=dropout)
             for number in range(layers)
@@ -80,7 +82,8 @@ class SASRec(Encoder):
             lengths, self.heads, candidate_counts=candidate_counts, host=host
         )
         self._check_sizes(x, plan.tokens, plan.longest_history)
-        x, token_keys = add_positions(plan, x, self.position, self._choose_keys(keys, lengths))
+        x, token_keys = self._prepare_inputs(plan, x, keys)
+        token_keys = token_keys if self.dropout > 0 else None
         for layer in self.layers:
             if self.checkpoint and torch.is_grad_enabled():
                 # dropout is a function of keys: there is no generator state to keep

@@ -4,6 +4,7 @@ the same."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from freescale.data.loader import Histories
 from freescale.data.negatives import choose_negatives
 from freescale.data.prepare import prepare
 from freescale.data.workers import choose_workers
-from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.embedding.optimizers import ROW_OPTIMIZERS, Adam, RowOptimizer
 from freescale.embedding.parallelize import parallelize
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.folders import find_cache_folder
@@ -105,6 +106,8 @@ def build_encoder(config: RunConfig) -> Encoder:
         "max_length": config.data.max_length
         + (config.data.candidates if model.task == "ranking" else 0),
         "dropout": model.dropout,
+        "input_dropout": model.input_dropout,
+        "input_scale": model.input_scale,
         "checkpoint": model.recompute,
     }
     if model.encoder == "sasrec":
@@ -159,14 +162,29 @@ def build_model(config: RunConfig, data: Histories, transport: Transport) -> Sha
     return parallelize(
         module,
         module.features,  # type: ignore[arg-type]
-        ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr),
+        build_row_optimizer(config),
         transport=transport,
         placement=config.placements,
-        init_std=config.model.width**-0.5,
+        init_std=choose_row_std(config),
         seed=train.seed,
         row_clip=train.row_clip,
         wire_dtype=torch.bfloat16 if train.wire_precision == "bf16" else None,
     )
+
+
+def choose_row_std(config: RunConfig) -> float:
+    """Standard deviation of the first values of rows."""
+    model = config.model
+    return model.width**-0.5 if model.row_std is None else model.row_std
+
+
+def build_row_optimizer(config: RunConfig) -> RowOptimizer:
+    """Of the rows of all tables."""
+    train = config.train
+    optimizer: RowOptimizer = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
+    if isinstance(optimizer, Adam):
+        optimizer = replace(optimizer, betas=(optimizer.betas[0], train.beta2))
+    return optimizer
 
 
 def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optimizer:
@@ -176,6 +194,7 @@ def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optim
     return torch.optim.AdamW(
         model.dense_parameters(),
         lr=train.lr,
+        betas=(0.9, train.beta2),
         weight_decay=train.weight_decay,
         fused=True,
     )
