@@ -33,6 +33,7 @@ ARMS: dict[str, dict[str, Any]] = {
     XAVIER: {},
     "temperature 0.1": {"temperature": 0.1},
     "inputs are not dropped": {"input_dropout": 0.0},
+    "second moments decay by 0.999": {"beta2": 0.999},
 }
 
 
