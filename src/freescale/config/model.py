@@ -15,7 +15,11 @@ class ModelConfig(Checked):
     heading: ClassVar[str] = "Model"
 
     task: str = option("retrieval", "what to train", choices=("retrieval", "ranking"))
-    labels: str = option("", "label columns of the ranking tasks, comma-separated")
+    labels: str = option(
+        "",
+        "labels of the ranking tasks, comma-separated: columns of 0 and 1, or comparisons with a "
+        "name (like=rating>=4)",
+    )
     width: int = option(64, "width of embeddings and layers", minimum=1)
     layers: int = option(2, "HSTU layers", minimum=1)
     heads: int = option(2, "attention heads", minimum=1)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from freescale.data.ids import VOCABULARY
 from freescale.embedding.layout import spread_ids
 from freescale.train.checkpoint import (
     Intact,
@@ -17,6 +18,7 @@ from freescale.train.checkpoint import (
     last_intact,
     verify_checkpoint,
 )
+from freescale.train.run_folder import copy_file
 from freescale.transport.local import LocalTransport
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -80,7 +82,10 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> Path:
 
 
 def export_run(folder: Path, out: Path) -> Iterator[Path]:
+    """Exports the last checkpoint of a run, with the vocabulary of its data where ids are coded."""
     found = last_intact(folder / "checkpoints", LocalTransport())
     if found is None:
         raise ValueError(f"{folder} holds no checkpoint: name the folder of a run")
     yield from export_checkpoint(found, out)
+    if (folder / VOCABULARY).is_file():  # rows of tables are codes of ids: it says of which
+        yield copy_file(folder / VOCABULARY, out / VOCABULARY)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from freescale.config import RunConfig
+from freescale.data.ids import VOCABULARY, check_vocabulary
 from freescale.train.build import build_model, evaluate_part, load_histories
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.metrics_log import to_json
@@ -120,6 +121,8 @@ def _show(results: dict[str, Any], folder: Path, stopped: str) -> None:
 def run_evaluation(config: RunConfig, folder: Path, part: str, prepare: Callable[[], Path]) -> None:
     """Evaluates the last checkpoint of the run in `folder`; writes eval-PART.json into it."""
     path = prepare()
+    if (folder / VOCABULARY).is_file():
+        check_vocabulary(path, folder / VOCABULARY)
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
     checkpoints = Checkpoints(folder / "checkpoints", transport)
     found = checkpoints.last_intact()
