@@ -31,7 +31,7 @@ class Label:
         """As it stands on the command line."""
         if self.operator is None:
             return self.name
-        value = f"{self.value:g}" if isinstance(self.value, float) else repr(self.value)
+        value = repr(self.value).removesuffix(".0")
         return f"{self.name}={self.column}{self.operator}{value}"
 
 

@@ -22,6 +22,7 @@ from freescale.data.histories import HistoriesMetadata
 from freescale.data.histories_writer import HistoriesWriter, make_schema
 from freescale.data.ids import VOCABULARY, ReadDifferently, is_huge
 from freescale.data.interactions import Interactions
+from freescale.data.read_as import describe_interactions
 from freescale.data.spill import partition, read_batches, read_table, spill
 from freescale.random import derive, integers
 
@@ -134,7 +135,7 @@ def build_histories(
             columns=tuple(schema.names[1:]),
             fingerprint=make_fingerprint(),
             no_labels=interactions.no_labels,
-            read=tuple(interactions.describe()),
+            read=tuple(describe_interactions(interactions)),
         )
     finally:
         writer.close(metadata)

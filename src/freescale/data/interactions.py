@@ -21,16 +21,16 @@ catalogue and the users.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from freescale.config import DataConfig, ModelConfig
 from freescale.config.columns import Label, parse_columns, parse_labels
 from freescale.config.data import FORMATS
+from freescale.data.actions import make_action, make_feedback_action, take_side
 from freescale.data.ids import (
     NotIntegers,
     ReadDifferently,
@@ -39,7 +39,7 @@ from freescale.data.ids import (
     parse_integers,
 )
 from freescale.data.labels import find_non_label, make_label
-from freescale.data.layouts import FEEDBACK, Layout, require_columns
+from freescale.data.layouts import Layout, require_columns
 from freescale.data.sources import SourceFile, find_files
 from freescale.data.tables import TableBlock, lay_out, list_side_columns, read_tables
 from freescale.data.timestamps import (
@@ -48,7 +48,7 @@ from freescale.data.timestamps import (
     choose_unit,
     detect_timestamps,
 )
-from freescale.data.values import BadValue, decode_text, parse_numbers, refuse_nulls
+from freescale.data.values import decode_text
 
 IDS = ("user_id", "item_id")
 REQUIRED = (*IDS, "timestamp")
@@ -72,7 +72,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         self._drop = missing == "drop"
         given = parse_columns(columns)
         self.layouts = [lay_out(file, format, given) for file in self.files]
-        self._sides = self._find_sides()
+        self.sides = self._find_sides()  # of Parquet files: those that are kept, and the others
         # those that are not among the columns anyway
         self.labels = [label for label in parse_labels(labels) if not self._has_column(label)]
         for file, layout in zip(self.files, self.layouts):
@@ -108,40 +108,6 @@ class Interactions(Iterator[pa.RecordBatch]):
                 self._begun = True
                 return batch
 
-    def describe(self) -> list[str]:
-        """What was read as what, once all has been read."""
-        layout, parts = self.layouts[0], []
-        for role, name in (("user", "user_id"), ("item", "item_id"), ("action", "action")):
-            if role in layout.roles:
-                source = "line" if (role, layout.format) == ("user", "sequences") else None
-                source = source or layout.roles[role]
-                parts.append(f"{source} -> {role} ({self._describe_ids(name)})")
-        times = self._times.get(self.files[0])
-        parts.append(f"{times.column} -> time ({times.meaning})" if times else "order -> time")
-        if "rating" in layout.roles:
-            parts.append(f"{layout.roles['rating']} -> action (twice the rating, rounded)")
-        if layout.feedback:
-            parts.append(f"{', '.join(layout.feedback)} -> action (as bits)")
-        parts += [f"{label.text} -> label" for label in self.labels if label.operator]
-        count = f", {len(self.files):,} files" if len(self.files) > 1 else ""
-        lines = [f"{self.files[0]}{' ...' if count else ''} ({layout.format}{count}): ", ""]
-        lines[0] += ", ".join(parts)
-        used = {*layout.roles.values(), *layout.feedback, *self._sides[0]}
-        used |= {label.column for label in self.labels}
-        left = [name for name in layout.names if name not in used]
-        lines[1] = f"columns left out: {', '.join(left)}" if left else ""
-        if self._sides[1]:
-            lines[1] += f" (with missing values: {', '.join(self._sides[1])})"
-        if self.missing_rows:
-            lines.append(f"{self.missing_rows:,} rows without user, item or time were left out")
-        return [line for line in lines if line]
-
-    def _describe_ids(self, name: str) -> str:
-        if name not in self.reading.coded:
-            return "integers"
-        count, reason = len(self.vocabulary.columns.get(name, ())), self.reading.coded[name]
-        return f"{count:,} {reason}" + ("" if reason == "strings" else "; numbered anew")
-
     def _find_sides(self) -> tuple[list[str], list[str]]:
         """Numeric columns of Parquet files that are kept, and those that are not."""
         complete: dict[str, None] = {}
@@ -158,13 +124,13 @@ class Interactions(Iterator[pa.RecordBatch]):
             return False
         layout = self.layouts[0]
         made = bool({"action", "rating"} & set(layout.roles) or layout.feedback)
-        kept = self._sides[0] if layout.format == "parquet" else layout.feedback
+        kept = self.sides[0] if layout.format == "parquet" else layout.feedback
         return label.name in kept or (label.name == "action" and made)
 
     def _read(self) -> Iterator[pa.RecordBatch]:
         schema: pa.Schema | None = None
-        self._times = self._detect_times()
-        times = list(self._times.values())
+        self.times = self._detect_times()
+        times = list(self.times.values())
         unit = choose_unit(times) if len(self.files) > 1 else None
         for file, layout in zip(self.files, self.layouts):
             events = 0
@@ -191,7 +157,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         self.fraction = 1.0
 
     def _list_needed(self, file: SourceFile, layout: Layout) -> list[str]:
-        sides = self._sides[0] if layout.format == "parquet" else ()
+        sides = self.sides[0] if layout.format == "parquet" else ()
         needed = [
             *layout.roles.values(),
             *layout.feedback,
@@ -233,13 +199,13 @@ class Interactions(Iterator[pa.RecordBatch]):
         if "action" in roles:
             columns["action"] = self._take_ids("action", block, roles["action"])
         elif "rating" in roles:
-            columns["action"] = block.convert(roles["rating"], _make_action)
+            columns["action"] = block.convert(roles["rating"], make_action)
         if layout.feedback:
-            columns |= _make_feedback_action(block, layout.feedback)
+            columns |= make_feedback_action(block, layout.feedback)
         if layout.format == "parquet":
-            for name in self._sides[0]:
+            for name in self.sides[0]:
                 if name in layout.names:
-                    columns[name] = block.convert(name, _take_side)
+                    columns[name] = block.convert(name, take_side)
         for label in self.labels:
             columns[label.name] = block.convert(label.column, make_label(label))
         return pa.RecordBatch.from_pydict(columns)
@@ -261,7 +227,7 @@ class Interactions(Iterator[pa.RecordBatch]):
     def _take_times(self, block: TableBlock, unit: str | None) -> pa.Array:
         rows = block.table.num_rows
         self._events += rows
-        times = self._times.get(block.file)
+        times = self.times.get(block.file)
         if times is None:
             return pa.array(np.arange(self._events - rows, self._events))
         try:
@@ -318,43 +284,6 @@ def read_interactions(
         ValueError: A file is missing, empty, or not of the format. Reading raises it, too.
     """
     return Interactions(find_files(path, cache), format, columns, labels, missing)
-
-
-def _make_action(ratings: pa.Array) -> pa.Array:
-    doubled = pc.round(pc.multiply(parse_numbers(ratings), 2.0), round_mode="half_up")
-    action = doubled.cast(pa.int64())
-    row = pc.index(pc.less(action, 0), pa.scalar(True)).as_py()
-    if row >= 0:
-        raise BadValue(
-            row,
-            f"holds {ratings[row].as_py()}, and a rating is 0 or more",
-            "mend it, or leave ratings out: --columns rating=",
-        )
-    return action
-
-
-def _make_feedback_action(block: TableBlock, names: Sequence[str]) -> Mapping[str, pa.Array]:
-    action = pa.repeat(pa.scalar(0, pa.int64()), block.table.num_rows)
-    flags = {}
-    for name in names:
-        flag = block.convert(name, _take_flag)
-        action = pc.bit_wise_or(action, pc.shift_left(flag.cast(pa.int64()), FEEDBACK.index(name)))
-        flags[name] = flag
-    return {"action": action, **flags}
-
-
-def _take_flag(values: pa.Array) -> pa.Array:
-    numbers = parse_numbers(values)
-    wrong = pc.invert(pc.or_(pc.equal(numbers, 0.0), pc.equal(numbers, 1.0)))
-    row = pc.index(wrong, pa.scalar(True)).as_py()
-    if row >= 0:
-        raise BadValue(row, f"holds {values[row].as_py()}, not 0 or 1", "mend or drop those rows")
-    return numbers.cast(pa.int8())
-
-
-def _take_side(values: pa.Array) -> pa.Array:
-    refuse_nulls(values)
-    return values.cast(pa.int8()) if pa.types.is_boolean(values.type) else values
 
 
 def _describe_schema(schema: pa.Schema) -> str:

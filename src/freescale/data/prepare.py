@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from freescale.config import DataConfig, ModelConfig
 from freescale.config.columns import parse_labels
@@ -69,10 +70,10 @@ def prepare(
         raise ValueError(f"num_items is {num_items}; it must be 1 or more")
     files = find_files(source, cache)
     if len(files) == 1 and files[0].is_parquet and is_histories(files[0].path):
-        if made := [label.text for label in parse_labels(labels) if label.operator]:
+        if rules := [label.text for label in parse_labels(labels) if label.operator]:
             raise ValueError(
                 f"{files[0]}: a histories file, and labels are made of interactions only: "
-                f"{', '.join(made)}; name a label column, or give the interactions"
+                f"{', '.join(rules)}; name a label column, or give the interactions"
             )
         return HistoriesFile(files[0].path, num_items).path
     interactions = Interactions(files, format, columns, labels, missing)
@@ -83,7 +84,7 @@ def prepare(
     members = [file.member for file in files if file.member]
     # A run goes on with the same data wherever it lies. The cache tells paths apart, since what it
     # holds names them in errors.
-    about = [[source.digest for source in sources], interactions.formats, num_items]
+    about: list[Any] = [[source.digest for source in sources], interactions.formats, num_items]
     about += [*([given] if given else []), *([members] if members else [])]
 
     def make_fingerprint() -> str:

@@ -13,27 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from freescale.data.digest import compute_digest
-from freescale.data.sources import SourceFile, make_source
 from freescale.data.workspace import explain_full_disk, workspace
 from freescale.folders import find_cache_folder
 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
 
-def fetch_files(url: str, cache: Path | None) -> list[SourceFile]:
+def fetch_files(url: str, cache: Path | None) -> list[tuple[Path, str]]:
     """Copies what a URL names, or what fits its pattern, into the cache.
+
+    Returns:
+        The copies, each with its URL.
 
     Raises:
         ValueError: There is no such file, it cannot be reached, or a package is missing.
     """
     system, path = _connect(url)
-    protocol = url.partition("://")[0]
     folder = (cache or find_cache_folder()) / "remote"
     try:
         paths = _list_paths(system, path, url)
-        return [
-            _fetch(system, found, f"{protocol}://{found.lstrip('/')}", folder) for found in paths
-        ]
+        urls = [(found, str(system.unstrip_protocol(found))) for found in paths]
+        return [(_fetch(system, found, shown, folder), shown) for found, shown in urls]
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -68,8 +68,10 @@ def _list_paths(system: Any, path: str, url: str) -> list[str]:
     return found
 
 
-def _fetch(system: Any, path: str, shown: str, folder: Path) -> SourceFile:
-    name = compute_digest(shown, str(system.ukey(path)))
+def _fetch(system: Any, path: str, shown: str, folder: Path) -> Path:
+    about = system.info(path)
+    version = [str(about.get(key)) for key in ("size", "ETag", "etag", "LastModified", "created")]
+    name = compute_digest(shown, str(system.ukey(path)), version)
     target = folder / name / Path(path).name
     if not target.is_file():
         with explain_full_disk(folder, f"fetching {shown}", "make room, or name another --cache"):
@@ -79,4 +81,4 @@ def _fetch(system: Any, path: str, shown: str, folder: Path) -> SourceFile:
                     shutil.copyfileobj(source, copy, 1 << 20)
                 target.parent.mkdir(exist_ok=True)
                 os.replace(work / "copy", target)
-    return make_source(target, shown)
+    return target

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from freescale.data.remote import fetch_files
+
 PARQUET = (".parquet", ".pq")
 TEXT = (".csv", ".tsv", ".txt", ".inter", ".json", ".jsonl", ".ndjson", ".dat", ".data")
 
@@ -57,9 +59,7 @@ def find_files(
     found: list[SourceFile] = []
     for one in given:
         if "://" in str(one):
-            from freescale.data.remote import fetch_files
-
-            found += fetch_files(str(one), cache)
+            found += [_make_source(*copy) for copy in fetch_files(str(one), cache)]
         else:
             found += _find_local(Path(one))
     for file in found:
@@ -68,7 +68,7 @@ def find_files(
     return found
 
 
-def make_source(path: Path, shown: str) -> SourceFile:
+def _make_source(path: Path, shown: str) -> SourceFile:
     """A single file; of an archive, its only member."""
     if path.suffix.lower() != ".zip":
         return SourceFile(path, shown)
@@ -98,12 +98,12 @@ def _list_members(path: Path, shown: str) -> list[str]:
 
 def _find_local(path: Path) -> list[SourceFile]:
     if path.is_file():
-        return [make_source(path, str(path))]
+        return [_make_source(path, str(path))]
     if path.is_dir():
-        return [make_source(file, str(file)) for file in _list_folder(path)]
+        return [_make_source(file, str(file)) for file in _list_folder(path)]
     if glob.has_magic(str(path)):
         matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
-        files = [make_source(match, str(match)) for match in matches if match.is_file()]
+        files = [_make_source(match, str(match)) for match in matches if match.is_file()]
         if not files:
             raise ValueError(f"{path}: no file fits the pattern; look at the folder with ls")
         return files

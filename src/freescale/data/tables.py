@@ -131,10 +131,11 @@ def _lay_out_parquet(file: SourceFile, given: Mapping[str, str]) -> Layout:
     names = schema.names
     own = {role: name for role, name in _OWN.items() if name in names}
     own |= {"action": "action"} if "action" in names else {}
-    roles = find_roles(names, own | given, ("user", "item", "time", "action", "rating"))
+    known = {**own, **given}
+    roles = find_roles(names, known, ("user", "item", "time", "action", "rating"))
     if "rating" not in given:  # it is a column beside the others
         roles.pop("rating", None)
-    if "action" not in own | given:
+    if "action" not in known:
         roles.pop("action", None)
     require_roles(file, names, given, roles)
     if roles["time"] == ORDER:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -30,14 +28,27 @@ def refuse_nulls(values: pa.Array) -> None:
 
 
 def parse_text(values: pa.Array, kind: pa.DataType, wanted: str, mend: str) -> pa.Array:
-    """Strings as numbers. BadValue names the first that is none."""
+    """Strings as numbers or times. BadValue names the first that is none."""
     try:
         return values.cast(kind)
     except pa.ArrowInvalid as error:
-        found = re.search(r"Failed to parse string: '(.*)' as a scalar", str(error), re.DOTALL)
-        text = found[1] if found else ""
-        row = pc.index(values, pa.scalar(text, values.type)).as_py()
-        raise BadValue(max(row, 0), f"holds {text[:80]!r}, not {wanted}", mend) from error
+        row = _find_first_failing(values, kind)
+        text = values[row].as_py()[:80]
+        raise BadValue(row, f"holds {text!r}, not {wanted}", mend) from error
+
+
+def _find_first_failing(values: pa.Array, kind: pa.DataType) -> int:
+    """The first value that cannot be cast, where one cannot, by halves."""
+    low, high = 0, len(values)  # it is in [low, high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            values.slice(low, middle - low).cast(kind)
+        except pa.ArrowInvalid:
+            high = middle
+        else:
+            low = middle
+    return low
 
 
 def parse_numbers(values: pa.Array) -> pa.Array:
