@@ -15,7 +15,7 @@ from freescale.train.checkpoint import (
     Intact,
     SafeReader,
     explain_errors,
-    last_intact,
+    find_checkpoint,
     verify_checkpoint,
 )
 from freescale.train.run_folder import copy_file
@@ -81,11 +81,10 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> Path:
     return path
 
 
-def export_run(folder: Path, out: Path) -> Iterator[Path]:
-    """Exports the last checkpoint of a run, with the vocabulary of its data where ids are coded."""
-    found = last_intact(folder / "checkpoints", LocalTransport())
-    if found is None:
-        raise ValueError(f"{folder} holds no checkpoint: name the folder of a run")
+def export_run(folder: Path, out: Path, name: str | None = None) -> Iterator[Path]:
+    """Exports a checkpoint of a run, as `find_checkpoint` names it, with the vocabulary of its data
+    where ids are coded."""
+    found = find_checkpoint(folder / "checkpoints", name, LocalTransport())
     yield from export_checkpoint(found, out)
     if (folder / VOCABULARY).is_file():  # rows of tables are codes of ids: it says of which
         yield copy_file(folder / VOCABULARY, out / VOCABULARY)
