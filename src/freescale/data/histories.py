@@ -111,7 +111,7 @@ class HistoriesFile:
             known.get("no_labels") if known else None
         )
         self.read_as: tuple[str, ...] = tuple(known.get("read", ())) if known else ()
-        self.dropped_users: int = known["dropped_users"] if known else 0
+        self.dropped_users: int = known.get("dropped_users", 0) if known else 0
         self.fingerprint: str = (
             known["fingerprint"]
             if known

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from freescale.data.ids import VOCABULARY
 from freescale.embedding.layout import spread_ids
 from freescale.train.checkpoint import (
     Intact,
@@ -86,5 +85,7 @@ def export_run(folder: Path, out: Path, name: str | None = None) -> Iterator[Pat
     where ids are coded."""
     found = find_checkpoint(folder / "checkpoints", name, LocalTransport())
     yield from export_checkpoint(found, out)
+    from freescale.data.ids import VOCABULARY  # with pyarrow, which a checkpoint alone does not need
+
     if (folder / VOCABULARY).is_file():  # rows of tables are codes of ids: it says of which
         yield copy_file(folder / VOCABULARY, out / VOCABULARY)
