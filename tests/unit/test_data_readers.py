@@ -51,6 +51,7 @@ def spell(separator: str, header: str = "") -> str:
         ("y.inter", spell("\t", "user_id:token\titem_id:token\ttimestamp:float\n"), ""),
         ("y.csv", spell(","), ""),  # three columns, the last one a time by its magnitude
         ("y.txt", spell(" "), "user=1,item=2,time=3"),
+        ("y.csv", spell(",", '"x, y",user,item,time\n').replace("\n", "\n9,")[:-2], ""),
         ("y.csv", 'user_id,note,item_id,timestamp\n196,"a, ""b""\n\nc",242,881250949\n'
          '186,,302,891717742\n196,"",51,881250949', ""),
         ("y.jsonl", "".join(
@@ -73,6 +74,14 @@ def test_text_of_any_shape_has_the_same_events(tmp_path, name, content, columns,
             archive.writestr(f"inside/{name}", content)
             archive.writestr("__MACOSX/x", "")
     assert read(path, columns=columns) == EVENTS
+
+
+@pytest.mark.parametrize("block", [8, 12, 64])
+def test_no_block_ends_inside_of_quotation_marks(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(text_blocks, "_BLOCK", block)
+    rows = [f'{n},"""a\n{n},b\n",{n},{n}\n' for n in range(9)]
+    path = write(tmp_path / "y.csv", "user,text,item,time\n" + "".join(rows))
+    assert read(path) == [(n, n, n) for n in range(9)]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +111,8 @@ def test_lines_of_ids_are_in_order_of_time(tmp_path, monkeypatch, content, event
 def test_a_file_in_order_of_time_needs_no_times(tmp_path):
     path = write(tmp_path / "y.csv", "user,item\n1,5\n2,6\n1,7\n")
     assert read(path, columns="time=order") == [(1, 5, 0), (2, 6, 1), (1, 7, 2)]
+    bare = write(tmp_path / "bare.csv", "1,2\n2,6\n")  # its first values are numbers of columns
+    assert read(bare, columns="user=1,item=2,time=order") == [(1, 2, 0), (2, 6, 1)]
 
 
 TIMES = [
@@ -381,6 +392,7 @@ def pack(*names: str):
         (table('{"user":1,"item":2,"time":3}\n{"user":1,"item":"b","time":3}\n', "y.jsonl"),
          ["line 2", "/item", "number to string"]),
         (table('{"user":1,"item":2.5,"time":3}\n', "y.jsonl"), ["line 1", "'item'", "2.5"]),
+        (table("some words\nare no events\n", "y.txt"), ["cannot tell", "sequences"]),
         (table("1 2\n" * 2000 + "1 2 3\n", "y.txt"), ["line 2001", "3 values", "1 2 3"]),
         (table("user_id:token\ttime:float\n1\t2\n", "y.inter"), ["as item", "--columns item="]),
         (lambda folder: folder / "*.csv", ["no file fits the pattern"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -91,7 +92,7 @@ def detect_layout(file: SourceFile, format: str, given: Mapping[str, str]) -> La
         return replace(layout, types=types)
     separator = find_separator(lines)
     names = split_line(lines[0], separator)
-    if _is_numbered(names, given):
+    if _is_numbered(given):
         names = [str(number + 1) for number in range(len(names))]
         return _lay_out(file, "csv", names, given, separator, header=False)
     if len(names) == 3 and not given and _looks_like_events(lines, separator):
@@ -140,7 +141,7 @@ def _detect_format(file: SourceFile, lines: Sequence[bytes], given: Mapping[str,
         return "csv"
     if separator in (b" ", b"\t") and counts == {2}:
         return "pairs"
-    if separator in (b" ", b"\t") and len(counts) > 1:
+    if separator in (b" ", b"\t") and all(token.isdigit() for token in b" ".join(lines).split()):
         heads = [line.split()[0] for line in lines]
         start = int(heads[0]) if heads[0] in (b"0", b"1") else None
         numbered = start is not None and len(lines) > 2
@@ -246,10 +247,10 @@ def _read_types(file: SourceFile, lines: Sequence[bytes]) -> dict[str, pa.DataTy
     return types
 
 
-def _is_numbered(names: Sequence[str], given: Mapping[str, str]) -> bool:
+def _is_numbered(given: Mapping[str, str]) -> bool:
     """Whether `--columns` counts columns, since there is no header."""
     numbers = [name for name in given.values() if name and name != ORDER]
-    return bool(numbers) and all(n.isdecimal() and n not in names for n in numbers)
+    return bool(numbers) and all(map(str.isdecimal, numbers))
 
 
 def _looks_like_events(lines: Sequence[bytes], separator: bytes) -> bool:
@@ -273,8 +274,9 @@ def find_separator(lines: Sequence[bytes]) -> bytes:
 
 def split_line(line: bytes, separator: bytes) -> list[str]:
     """The fields of a line; the header of a CSV file, for one."""
-    text = line.decode(errors="replace")
-    return [field.strip().strip('"') for field in text.split(separator.decode())]
+    text, sign = line.decode(errors="replace"), separator.decode()
+    fields = text.split(sign) if len(sign) > 1 else next(csv.reader([text], delimiter=sign))
+    return [field.strip().strip('"') for field in fields]
 
 
 def require_columns(file: object, needed: Sequence[str], present: Sequence[str]) -> None:

@@ -83,9 +83,11 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> Path:
 def export_run(folder: Path, out: Path, name: str | None = None) -> Iterator[Path]:
     """Exports a checkpoint of a run, as `find_checkpoint` names it, with the vocabulary of its data
     where ids are coded."""
+    from freescale.data.ids import (
+        VOCABULARY,
+    )  # with pyarrow, which a checkpoint alone does not need
+
     found = find_checkpoint(folder / "checkpoints", name, LocalTransport())
     yield from export_checkpoint(found, out)
-    from freescale.data.ids import VOCABULARY  # with pyarrow, which a checkpoint alone does not need
-
     if (folder / VOCABULARY).is_file():  # rows of tables are codes of ids: it says of which
         yield copy_file(folder / VOCABULARY, out / VOCABULARY)
