@@ -25,13 +25,17 @@ from freescale.bench.common.markdown import Results, Table, format_claims, forma
 from freescale.bench.common.options import make_parser
 from freescale.bench.common.repository import require_repository
 from freescale.bench.common.results import read_result
+from freescale.bench.compress.table import format_compress_hosts, format_compress_quality
 from freescale.bench.hostwire.table import format_hostwire
 from freescale.bench.kernels import figure as kernels_figure
+from freescale.bench.kernels.table import format_kernels
 from freescale.bench.ladder import figure as ladder_figure
 from freescale.bench.ladder.table import format_ladder
+from freescale.bench.learning.table import format_learning
 from freescale.bench.overlap import figure as overlap_figure
 from freescale.bench.packing.table import format_packing
 from freescale.bench.quality.table import format_quality
+from freescale.bench.segments.table import format_segments
 from freescale.bench.serial.table import format_serial
 from freescale.bench.short.table import format_short
 from freescale.bench.simulate import figure as simulate_figure
@@ -143,11 +147,16 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "serial": (("serial-cpu",), format_serial),
     "quality": (("quality-cpu",), format_quality),
     "short": (("short-cpu",), format_short),
+    "learning": (("learning-cpu",), format_learning),
     "packing": (("packing-cpu",), format_packing),
     "balance": (MEASURED, balance_table.format_measured),
     "balance-cost": (MEASURED, balance_table.format_cost),
     "balance-bound": (("balance-cpu",), balance_table.format_bound),
     "hostwire": (("hostwire-hosts",), format_hostwire),
+    "kernels": (("kernels-h200",), format_kernels),
+    "compress": (("compress-hosts",), format_compress_hosts),
+    "compress-quality": (("compress-quality-cpu",), format_compress_quality),
+    "segments": (("segments-cpu",), format_segments),
     "overlap-claims": (("overlap-4ranks-h200",), format_claims),
     "staged": (("staged-hosts",), format_staged),
     "staged-gpu": (("staged-4ranks-h200",), format_staged_gpu),

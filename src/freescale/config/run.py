@@ -121,7 +121,8 @@ class RunConfig:
 
     @staticmethod
     def from_json(text: str) -> RunConfig:
-        """The configuration of a `config.json`. ValueError names settings that do not exist."""
+        """The configuration of a `config.json`. A setting that it does not have is what it was
+        before there was such a setting. ValueError names settings that do not exist."""
         raw: Mapping[str, Mapping[str, Any]] = json.loads(text)
         for part, kind in _PARTS.items():
             unknown = set(raw.get(part, {})) - {entry.name for entry in fields(kind)}
@@ -129,7 +130,21 @@ class RunConfig:
                 raise ValueError(
                     f"config.json has unknown settings in {part!r}: {', '.join(sorted(unknown))}"
                 )
-        return RunConfig(**{part: kind(**raw.get(part, {})) for part, kind in _PARTS.items()})
+        return RunConfig(
+            **{
+                part: kind(**_list_former(kind) | dict(raw.get(part, {})))
+                for part, kind in _PARTS.items()
+            }
+        )
+
+
+def _list_former(kind: Any) -> dict[str, Any]:
+    """What settings stood for before they existed, where that is not their default."""
+    return {
+        entry.name: entry.metadata["formerly"]
+        for entry in fields(kind)
+        if "formerly" in entry.metadata
+    }
 
 
 _PARTS: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
