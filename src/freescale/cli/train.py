@@ -138,7 +138,7 @@ def _prepare(config: RunConfig) -> Path:
     from freescale.train.build import prepare_data
 
     with show_progress() as progress:
-        return prepare_data(config.data, progress)
+        return prepare_data(config, progress)
 
 
 _checkpoint = click.option(
@@ -187,7 +187,15 @@ def evaluate(
     given = {"data": data, "device": device}
     config = RunConfig.from_settings(given, _read_config(run_folder))
     if not is_rank():
-        _prepare(config)
+        try:
+            _prepare(config)
+        except ValueError as error:
+            if data is not None or "no such file" not in str(error):
+                raise
+            raise ValueError(
+                f"{error}; the run was started in another folder, or its data has moved: say "
+                "where it is with --data"
+            ) from None
         if nproc > 1:
             from freescale.train.launch import launch
 
@@ -211,6 +219,7 @@ def export(run_folder: Path, out: Path, checkpoint: str | None) -> None:
     """Write a run's checkpoint as safetensors files, for serving.
 
     Dense weights are one file; each table is a file of its own, with its rows in the order of ids.
+    Where ids of the data were numbered anew, vocabulary.parquet says which id has which row.
     """
     from freescale.train.export import export_run
 

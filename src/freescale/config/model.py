@@ -20,7 +20,11 @@ class ModelConfig(Checked):
         "beside it win",
     )
     task: str = option("retrieval", "what to train", choices=("retrieval", "ranking"))
-    labels: str = option("", "label columns of the ranking tasks, comma-separated")
+    labels: str = option(
+        "",
+        "labels of the ranking tasks, comma-separated: columns of 0 and 1, or comparisons with a "
+        "name (like=rating>=4)",
+    )
     encoder: str = option("hstu", "what reads the history", choices=("hstu", "sasrec"))
     width: int = option(64, "width of embeddings and layers", minimum=1)
     hidden: int | None = option(

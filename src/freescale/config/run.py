@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from freescale.config.columns import Label, parse_labels
 from freescale.config.data import DataConfig
 from freescale.config.metrics import REPEATS, describe_metrics, list_metrics
 from freescale.config.model import ModelConfig
-from freescale.config.options import split_names
 from freescale.config.recipe import expand_recipe
 from freescale.config.train import TrainConfig
 
@@ -80,7 +80,11 @@ class RunConfig:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        return split_names(self.model.labels)
+        return tuple(label.name for label in self.labels)
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        return parse_labels(self.model.labels)
 
     @property
     def placements(self) -> str | dict[str, str]:

@@ -14,7 +14,7 @@ from torch import nn
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import find_partitioner
-from freescale.config import DataConfig, RunConfig
+from freescale.config import RunConfig
 from freescale.data.history_builder import Progress
 from freescale.data.loader import Histories
 from freescale.data.negatives import choose_negatives
@@ -39,11 +39,20 @@ from freescale.train.ranks import SampleRanks
 from freescale.transport.api import Transport
 
 
-def prepare_data(config: DataConfig, progress: Progress | None = None) -> Path:
+def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
     """The histories file of the data, from the cache or made now. One process of a machine makes
     it; the others wait for it. `progress` is called with a stage and the share done."""
-    cache = Path(config.cache) if config.cache else find_cache_folder()
-    return prepare(config.data, cache, config.format, config.num_items, progress)
+    data = config.data
+    return prepare(
+        data.data,
+        Path(data.cache) if data.cache else find_cache_folder(),
+        data.format,
+        data.num_items,
+        progress,
+        columns=data.columns,
+        labels=config.model.labels if config.model.task == "ranking" else "",
+        missing=data.missing,
+    )
 
 
 def load_histories(

@@ -35,7 +35,8 @@ class ConsoleProgress(Callback):
     def on_start(self, trainer: Trainer) -> None:
         if trainer.rank != 0:
             return
-        for line in (f"run folder {trainer.folder}", *trainer.notes, *describe_run(trainer)):
+        lines = (f"run folder {trainer.folder}", *trainer.notes, *trainer.data.file.read_as)
+        for line in (*lines, *describe_run(trainer)):
             self._print(line)
         if self._console.is_terminal:
             from rich.progress import (

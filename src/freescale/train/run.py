@@ -13,6 +13,7 @@ import torch
 
 from freescale.config import RunConfig
 from freescale.config.metrics import UNSEEN
+from freescale.data.ids import VOCABULARY, check_vocabulary
 from freescale.train.build import build_model, evaluate_part, load_histories
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.checkpoint.files import Intact
@@ -192,6 +193,8 @@ def run_evaluation(
     """Evaluates a checkpoint of the run in `folder`, as `evaluate_checkpoint` does; writes
     eval-PART.json into it."""
     path = prepare()
+    if (folder / VOCABULARY).is_file():
+        check_vocabulary(path, folder / VOCABULARY)
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
     found, step, quality = evaluate_checkpoint(
         config, folder, part, path, transport, checkpoint, ranks
