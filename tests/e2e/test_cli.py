@@ -108,7 +108,7 @@ def test_transports_write_the_same(tmp_path):
         options += ["--dense-sums", "collective"]  # by default whatever is faster
         done = train(folder, data, *options, UCX_TLS="tcp,self", UCX_NET_DEVICES="lo")
         assert done.returncode == 0, done.stderr
-        assert f"transport {transport} (as asked)" in done.stdout
+        assert f"transport {transport} (as requested)" in done.stdout
         ledger = json.loads((folder / "run" / "ledger.json").read_text())
         same = (
             "ranks",

@@ -45,7 +45,7 @@ def test_compare_trains_the_same_steps_twice_and_says_what_it_shows(tmp_path, mo
     demo.print_ending(tmp_path)
     said = capfd.readouterr().out
     ending = " ".join(said.split())
-    assert f"the full system made {faster:.2f} times serial's samples/s here" in ending
+    assert f"the full system made {faster:.2f} times serial's samples/s" in ending
     page = Path(ending.split("side by side: ")[1])
     assert page == tmp_path / "compare.html"
     text = page.read_text(encoding="utf-8")
@@ -83,8 +83,8 @@ def test_the_ending_says_what_was_seen_and_what_to_type(tmp_path, monkeypatch, c
     commands = re.findall(r"^  (\S.*?) +# ", said, re.M)
     assert commands == [
         f"{name} report {tmp_path}",
+        f"{name} inspect FILE",
         f"{name} train --data FILE --nproc 2",
-        f"{name} train --help",
     ]
 
 

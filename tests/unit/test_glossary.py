@@ -4,13 +4,16 @@ report without an explanation."""
 from __future__ import annotations
 
 import re
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from helpers.report_cases import run_folder
+from rich.console import Console
 
 from freescale.ledger.record import KINDS
 from freescale.ledger.trace import LANES
+from freescale.report.console import print_ledger
 from freescale.report.glossary import explain, find_term, read_glossary, render_markdown
 from freescale.report.page import render_page
 from freescale.report.runs import read_runs
@@ -72,3 +75,12 @@ def test_names_of_traffic_lanes_and_spans_are_terms():
     spans = ("forward", "backward", "optimizer", "lookup", "update rows", "deduplicate", "data")
     waits = ("straggler", "exposed", "arrive", "await batch", "await sums", "agree", "balance")
     assert all(find_term(name) for name in (*KINDS, *LANES, *spans, *waits, "compare", "other"))
+
+
+def test_every_figure_of_the_terminal_is_a_term(tmp_path):
+    console = Console(width=120, file=StringIO())
+    print_ledger(console, read_runs([run_folder(tmp_path / "a")])[0].ledger)
+    text = console.file.getvalue()
+    names = [line.strip("│ ").split("│")[0].strip() for line in text.splitlines() if "│" in line]
+    assert {"step time", "straggler time", "rows", "peak memory of a rank"} <= set(names)
+    assert not [name for name in names if not find_term(name)]

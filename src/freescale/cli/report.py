@@ -31,11 +31,11 @@ def report(runs: tuple[Path, ...], out: Path, show: bool) -> None:
     from freescale.report.runs import read_runs
 
     if not out.absolute().parent.is_dir():
-        raise ValueError(f"there is no folder {out.absolute().parent} to write {out.name} into")
+        raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}, make it first")
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder: name a file")
     out.write_text(render_page(read_runs(list(runs))), encoding="utf-8")
-    click.echo(f"{out}: {out.stat().st_size / 1024:,.0f} KiB")
+    click.echo(f"wrote {out} ({out.stat().st_size / 1024:,.0f} KiB)")
     if show:
         import webbrowser
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from freescale.cli.layout import GroupedCommand, GroupedOption
 from freescale.cli.options import add_settings, format_arguments
 from freescale.cli.progress import show_progress
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from freescale.config.recipe import list_recipes
 from freescale.train.launch import is_rank
 
 _DISTRIBUTION, _OUTPUT = "Distribution", "Output"
@@ -108,7 +110,18 @@ def train(
 
     Example: freescale train --data histories.parquet --nproc 2
     """
+    if given.get("recipe") == "list":
+        return show_recipes()
     return train_run(nproc, run_folder, resume, port, given)
+
+
+def show_recipes() -> int:
+    """Prints the recipes of the package, a line each."""
+    found = list_recipes()
+    width = max(len(recipe.name) for recipe in found)
+    for recipe in found:
+        click.echo(f"{recipe.name:{width}}  {recipe.description}")
+    return 0
 
 
 def train_run(
@@ -163,7 +176,7 @@ def _refuse_missing_data(config: RunConfig, run_folder: Path) -> None:
     """Refuses a path of config.json that leads nowhere from here: most often the run was started in
     another folder."""
     data = config.data.data
-    if "://" not in data and not Path(data).exists():
+    if "://" not in data and not glob.glob(data):
         raise ValueError(
             f"{data}: no such file, seen from {Path.cwd()}; {run_folder / 'config.json'} names it "
             "so: pass --data with its path, or run the command where the run was started"
@@ -183,7 +196,7 @@ def _prepare(config: RunConfig) -> Path:
     from freescale.train.build import prepare_data
 
     with show_progress() as progress:
-        return prepare_data(config.data, progress)
+        return prepare_data(config, progress)
 
 
 _checkpoint = click.option(
@@ -208,6 +221,11 @@ _checkpoint = click.option(
     show_default=True,
     help="part of the split",
 )
+@click.option(
+    "--ranks",
+    type=click.Path(path_type=Path),
+    help="CSV file for the rank of every user's target (retrieval)",
+)
 @_nproc
 @_port
 @exit_cleanly
@@ -217,6 +235,7 @@ def evaluate(
     data: str | None,
     device: str | None,
     part: str,
+    ranks: Path | None,
     nproc: int,
     port: int | None,
 ) -> int:
@@ -230,16 +249,24 @@ def evaluate(
     if data is None:
         _refuse_missing_data(config, run_folder)
     if not is_rank():
-        _prepare(config)
+        try:
+            _prepare(config)
+        except ValueError as error:
+            if data is not None or "no such file" not in str(error):
+                raise
+            raise ValueError(
+                f"{error}; the run was started in another folder, or its data has moved: say "
+                "where it is with --data"
+            ) from None
         if nproc > 1:
             from freescale.train.launch import launch
 
-            options = format_arguments({**given, "checkpoint": checkpoint})
+            options = format_arguments({**given, "checkpoint": checkpoint, "ranks": ranks})
             arguments = ["eval", str(run_folder), "--part", part, *options]
             return launch(arguments, nproc, port)
     from freescale.train.run import run_evaluation
 
-    run_evaluation(config, run_folder, part, lambda: _prepare(config), checkpoint)
+    run_evaluation(config, run_folder, part, lambda: _prepare(config), checkpoint, ranks)
     return 0
 
 
@@ -257,6 +284,7 @@ def export(run_folder: Path, out: Path, checkpoint: str | None) -> None:
 
 
     Dense weights are one file; each table is a file of its own, with its rows in the order of ids.
+    Where ids of the data were numbered anew, vocabulary.parquet says which id has which row.
     """
     from freescale.train.export import export_run
 

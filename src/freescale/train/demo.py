@@ -163,21 +163,26 @@ def _describe_results(folder: Path) -> str:
     serial, full = (_read_ledger(run) for run in _list_runs(folder).values())
     faster = full["samples_per_second"] / serial["samples_per_second"]
     return (
-        f"{words} Then they trained the same steps twice. Serial does one thing after the other. "
-        "The full system fetches embedding rows while it computes, divides the work evenly, and "
+        f"{words} Then they trained the same steps twice. Serial does one thing after the other; "
+        "the full system fetches embedding rows while it computes, divides the work evenly and "
         "keeps communication out of the way of compute. Both reach the same loss, and the full "
-        f"system made {faster:.2f} times serial's samples/s here: one run of each, on one machine, "
-        "where there is little communication to hide. Networks and GPUs gain more or less: "
-        "docs/benchmarks.md, and `freescale bench ladder` measures it against TorchRec."
+        f"system made {faster:.2f} times serial's samples/s{_explain_speed(faster)}. This is one "
+        "run of each, between processes of one machine, where there is little communication to "
+        "hide; docs/benchmarks.md has networks and GPUs."
     )
+
+
+def _explain_speed(faster: float) -> str:
+    slower = " (its threads need idle cores, and other programs are using them)"
+    return slower if faster < 1 else ""
 
 
 def _list_next_commands(folder: Path) -> list[str]:
     program = _name_program()
     commands = {
         f"{program} report {shlex.quote(str(folder))}": "a page that shows where the time went",
-        f"{program} train --data FILE --nproc 2": "your data: user_id, item_id, timestamp",
-        f"{program} train --help": "the options that matter most",
+        f"{program} inspect FILE": "what a file of your interactions holds",
+        f"{program} train --data FILE --nproc 2": "trains on it",
     }
     widest = max(map(len, commands))
     lines = ["Next, type one of these:"]

@@ -28,14 +28,17 @@ class ConsoleProgress(Callback):
 
     def on_compile(self, trainer: Trainer, done: int, count: int) -> None:
         if done == 0:
-            self._print(f"compiling {count} GPU kernels, once for this configuration")
+            self._print(
+                f"compiling {count} GPU kernels, which later runs of this configuration reuse"
+            )
         elif done == count or (self._console.is_terminal and done % 8 == 0):
             self._print(f"{done} of {count} GPU kernels compiled")
 
     def on_start(self, trainer: Trainer) -> None:
         if trainer.rank != 0:
             return
-        for line in (f"run folder {trainer.folder}", *trainer.notes, *describe_run(trainer)):
+        lines = (f"run folder {trainer.folder}", *trainer.notes, *trainer.data.file.read_as)
+        for line in (*lines, *describe_run(trainer)):
             self._print(line)
         if self._console.is_terminal:
             from rich.progress import (
@@ -125,11 +128,13 @@ def describe_run(trainer: Trainer) -> list[str]:
     drawn = (
         f"; {data.negatives} negatives per {data.negatives_per}" if data.task == "retrieval" else ""
     )
+    ranks = f"{transport.world} rank{'s' * (transport.world > 1)}"
     return [
-        f"{data.num_samples:,} users, {data.num_items:,} items; {transport.world} ranks on "
-        f"{transport.device.type}, global batch {data.global_batch}, schedule "
-        f"{settings.schedule}, balance {settings.balance}{drawn}",
-        f"{parameters:,} dense parameters{about}; {transport.about}",
+        f"{data.num_samples:,} users, {data.num_items:,} items{drawn}",
+        f"{ranks} on {transport.device.type}, global batch {data.global_batch}, schedule "
+        f"{settings.schedule}, balance {settings.balance}",
+        f"{parameters:,} dense parameters{about}",
+        transport.about,
         *trainer.pipeline.describe_choices(),
         *trainer.model.tables.describe(),
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from datetime import datetime
@@ -30,6 +31,7 @@ _WRITTEN = (
     "ledger.json",
     "trace.json.gz",
     "tensorboard",
+    "vocabulary.parquet",
 )
 
 
@@ -45,6 +47,14 @@ def new_folder(wanted: Path) -> Path:
             continue
         return path
     raise AssertionError("counting has no end")
+
+
+def copy_file(source: Path, target: Path) -> Path:
+    """Copies a file; `target` is whole whenever it is there."""
+    temporary = target.with_name(f"{target.name}.tmp")
+    shutil.copyfile(source, temporary)
+    temporary.replace(target)
+    return target
 
 
 class RunFolder:
@@ -68,10 +78,11 @@ class RunFolder:
         self.notes: list[str] = []  # for the person who looks at the run
         self.path = self._agree_on(self._inspect)
 
-    def open(self, config: str) -> None:
-        """Claims the folder and writes `config` into it. Called once nothing can be refused any
-        more, so that a run that never began leaves no folder."""
-        self.path = self._agree_on(lambda: self._claim_new(config))
+    def open(self, config: str, vocabulary: Path | None = None) -> None:
+        """Claims the folder, writes `config` into it and copies the `vocabulary` of the data.
+        Called once nothing can be refused any more, so that a run that never began leaves no
+        folder."""
+        self.path = self._agree_on(lambda: self._claim_new(config, vocabulary))
 
     def close(self) -> None:
         """Releases the folder for other runs."""
@@ -93,13 +104,15 @@ class RunFolder:
             self.close()  # until nothing can be refused any more
         return self._folder
 
-    def _claim_new(self, config: str) -> Path:
+    def _claim_new(self, config: str, vocabulary: Path | None) -> Path:
         path = new_folder(self.path) if self._folder is None else self.path
         path.mkdir(parents=True, exist_ok=True)
         self._claim(path)
         self._refuse(path)
         if not self._resume and (path / "config.json").exists():
             self._move_aside(path)
+        if vocabulary is not None:
+            copy_file(vocabulary, path / vocabulary.name)
         temporary = path / "config.json.tmp"
         temporary.write_text(config, encoding="utf-8")
         temporary.replace(path / "config.json")
@@ -111,8 +124,8 @@ class RunFolder:
         self._lock = lock_folder(path)
         if self._lock is None:
             self.notes = [
-                f"{path} cannot be locked, its file system has no locks: see to it that no other "
-                "run uses it"
+                f"{path} cannot be locked, because its file system has no locks: make sure that no "
+                "other run uses it"
             ]
 
     def _refuse(self, path: Path) -> None:
@@ -121,13 +134,12 @@ class RunFolder:
         saved = Checkpoints(path / "checkpoints", self._transport).latest() is not None
         if saved and not self._resume:
             raise ValueError(
-                f"{path} already holds a run: name another folder, or pass --resume "
-                "to go on with it"
+                f"{path} already holds a run: name another folder, or pass --resume to continue it"
             )
         if self._resume and not saved:
             raise ValueError(
-                f"nothing to resume: {path} holds no checkpoint, the run ended before its first "
-                "one; start it again with the same command, without --resume"
+                f"nothing to resume: {path} holds no checkpoint, because the run ended before its "
+                "first one; start it again with the same command, without --resume"
             )
 
     def _move_aside(self, path: Path) -> None:
@@ -136,7 +148,9 @@ class RunFolder:
         for name in _WRITTEN:
             if (path / name).exists():
                 (path / name).rename(aside / name)
-        self.notes.append(f"a run that ended here before its first checkpoint is now in {aside}")
+        self.notes.append(
+            f"moved an earlier run, which ended before its first checkpoint, to {aside}"
+        )
 
     # ---- all ranks
 
@@ -175,8 +189,8 @@ def lock_folder(path: Path) -> IO[str] | None:
         holder = file.read().strip() or "unknown"
         file.close()
         raise ValueError(
-            f"{path} is in use by another run ({holder}): name another folder, or wait until that "
-            "has ended"
+            f"{path} is in use by another run ({holder}): name another folder, or wait until "
+            "it has ended"
         ) from None
     except OSError:
         file.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from freescale.config import RunConfig
+from freescale.data.ids import find_vocabulary
 from freescale.data.workers import WorkerLoader, read_ahead
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
@@ -37,7 +38,7 @@ from freescale.transport.api import Transport
 from freescale.transport.connect import connect
 
 _NOTHING_SUPERVISED = (
-    "no user of {data.data} has events enough for --split {data.split}: leave-one-out needs 4 or "
+    "no user of {data.data} has enough events for --split {data.split}: leave-one-out needs 4 or "
     "more events of a user, --split none needs 2"
 )
 _DIVERGED = "lower --lr and --row-lr, or set --clip and --row-clip"
@@ -78,7 +79,7 @@ class Trainer:
                 the model and the checkpoint do not fit each other.
         """
         self.config, self._resume = config, bool(resume)
-        self._histories = histories if histories is not None else prepare_data(config.data)
+        self._histories = histories if histories is not None else prepare_data(config)
         self._connected = transport is None
         settings = config.train
         self.transport = transport = (
@@ -191,10 +192,10 @@ class Trainer:
     def _open_folder(self) -> None:
         if self.step >= self.total:
             raise ValueError(self._explain_end())
-        if self._out_of_patience:
+        if self.best is not None and self.best.exhausted:
             raise ValueError(
-                f"{self.folder} ended at step {self.step}, after {self.config.train.patience} "
-                "evaluations without a better one: pass a larger --patience to continue"
+                f"{self.folder} ended at step {self.step}, after {self.best.since} evaluations "
+                "without a better one: pass a larger --patience to continue"
             )
         kind = self.transport.device.type
         # First of all: while kernels are compiled, the workers come up.
@@ -208,7 +209,7 @@ class Trainer:
                 lambda done, count: self._callbacks.call("on_compile", self, done, count),
             )
             self.pipeline.tune()  # before the run is described
-            self._run_folder.open(self.config.to_json())
+            self._run_folder.open(self.config.to_json(), find_vocabulary(self._histories))
         except BaseException as error:
             batches.__exit__(type(error), error, None)
             raise
@@ -286,7 +287,9 @@ class Trainer:
                     raise ValueError(_NOTHING_SUPERVISED.format(data=self.config.data))
                 with signals.suspend_limit():
                     self._validate()
-                    ended = self.step >= self.total or self._out_of_patience
+                    ended = self.step >= self.total or (
+                        self.best is not None and self.best.exhausted
+                    )
                     if not ended and self.step % settings.checkpoint_every == 0:
                         self._checkpoint()
                 yield last
@@ -318,12 +321,6 @@ class Trainer:
             self.best.note(self.step, metrics["model"])
         self._callbacks.call("on_evaluation", self, metrics, part)
         return metrics
-
-    @property
-    def _out_of_patience(self) -> bool:
-        """The same on every rank after the same step, as the metrics are."""
-        patience = self.config.train.patience
-        return patience is not None and self.best is not None and self.best.since >= patience
 
     def _load_best(self) -> None:
         best = self.best

@@ -48,11 +48,10 @@ def choose_transport(
             "pip install 'freescale[ucx]'"
         )
     if asked != "auto":
-        return asked, "as asked"
+        return asked, "as requested"
     if device == "cpu":
         return "collective", (
-            "on CPUs there are no multiprocessors to spare; hostwire-tcp lets urgent traffic "
-            "overtake"
+            "the default on CPUs; hostwire-tcp lets urgent traffic overtake bulk traffic"
         )
     if machines == 1:
         return "hostwire-gloo", (
