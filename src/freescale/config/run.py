@@ -105,7 +105,12 @@ class RunConfig:
                 raise ValueError(
                     f"config.json has unknown settings in {part!r}: {', '.join(sorted(unknown))}"
                 )
-        return RunConfig(**{part: kind(**raw.get(part, {})) for part, kind in _PARTS.items()})
+        parts = {part: dict(raw.get(part, {})) for part in _PARTS}
+        for part, settings in _WHEN_MISSING.items():
+            parts[part] = settings | parts[part]
+        return RunConfig(**{part: kind(**parts[part]) for part, kind in _PARTS.items()})
 
 
 _PARTS: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
+# What runs did before a setting existed, where its default is something else.
+_WHEN_MISSING: dict[str, dict[str, Any]] = {"data": {"log_q": False}}
