@@ -187,12 +187,14 @@ def test_ranking_samples(data, part, split, split_time):
     part=st.sampled_from(["train", "test"]),
     task=st.sampled_from(["retrieval", "ranking"]),
     per=st.sampled_from(["sample", "position", "batch"]),
+    source=st.sampled_from(["uniform", "popularity"]),
 )
 def test_ranks_together_are_the_global_batch(
-    data, batch, world, halo, share, shuffle, part, task, per
+    data, batch, world, halo, share, shuffle, part, task, per, source
 ):
     options = {
         "negatives_per": per,
+        "negatives_from": source,
         "halo": halo,
         "in_batch_share": share,
         "shuffle": shuffle,

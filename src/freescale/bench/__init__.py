@@ -15,6 +15,7 @@ BENCHMARKS = {
     "segments": "Histories cut into segments: Recall@10 and the work of a request.",
     "quality": "HR@10 of a default run against popularity.",
     "short": "Step time and HR@10 where histories have a few events, before and now.",
+    "negatives": "HR@10 and NDCG@10 with each kind of negatives.",
     "memory": "Peak memory of a rank with a large sharded table.",
     "simulate": "The simulator against measured runs, and to 4,096 GPUs.",
     "train": "What freescale train makes of one GPU, shape by shape.",

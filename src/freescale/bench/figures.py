@@ -27,6 +27,7 @@ from freescale.bench.hostwire.table import format_hostwire
 from freescale.bench.kernels import figure as kernels_figure
 from freescale.bench.ladder import figure as ladder_figure
 from freescale.bench.ladder.table import format_ladder
+from freescale.bench.negatives.table import format_negatives
 from freescale.bench.overlap import figure as overlap_figure
 from freescale.bench.packing.table import format_packing
 from freescale.bench.quality.table import format_quality
@@ -140,6 +141,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "serial": (("serial-cpu",), format_serial),
     "quality": (("quality-cpu",), format_quality),
     "short": (("short-cpu",), format_short),
+    "negatives": (("negatives-cpu",), format_negatives),
     "packing": (("packing-cpu",), format_packing),
     "balance": (MEASURED, balance_table.format_measured),
     "balance-cost": (MEASURED, balance_table.format_cost),

@@ -36,9 +36,9 @@ class AliasTable:
         before = np.concatenate([[0.0], missing[:-1]])[: len(light)]
         last = len(heavy) - 1
         aliases[light] = heavy[np.minimum(np.searchsorted(left, before, "right"), last)]
-        # the light item that takes more than is left of a heavy one and those before it
-        end = np.searchsorted(missing, left, "right")
-        falls = (end < len(light)) & (np.arange(len(heavy)) < last)
+        # the light item that takes the rest of a heavy one, or more
+        end = np.searchsorted(missing, left, "left")
+        falls = (end < len(light)) & (left > 0) & (np.arange(len(heavy)) < last)
         filled[heavy[falls]] = 1 + left[falls] - missing[end[falls]]
         aliases[heavy[falls]] = heavy[np.flatnonzero(falls) + 1]
         return AliasTable(filled, aliases)
