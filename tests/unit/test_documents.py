@@ -16,7 +16,7 @@ ARCHIVED = sorted(path.name for path in (RESULTS / "archive").iterdir())
 PAGES = [
     ROOT / "README.md",
     ROOT / "benchmarks" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 # Results have a testbed in their name, hence a hyphen; a run's own files (ledger.json, config.json)
 # have none.
@@ -65,6 +65,7 @@ def test_every_picture_is_made_from_a_result_or_of_a_run():
         "staged-trace.svg",
         "serial_step.svg",
         "balance.svg",
+        "architecture.svg",
         "report-light.png",
         "report-dark.png",
     }

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from freescale.config.data import DataConfig
+from freescale.config.metrics import list_metrics
 from freescale.config.model import ModelConfig
 from freescale.config.options import split_names
 from freescale.config.train import TrainConfig
@@ -36,6 +37,7 @@ class RunConfig:
             raise ValueError(
                 f"--width {self.model.width} is not a multiple of --heads {self.model.heads}"
             )
+        self._check_best()
         segment, tokens, longest = (
             self.model.segment,
             self.model.segment_tokens,
@@ -55,6 +57,24 @@ class RunConfig:
                 f"--segment-weight {self.model.segment_weight:g} is more than the "
                 f"{segment / tokens:g} events that a token stands "
                 f"for, --segment {segment} by --segment-tokens {tokens}"
+            )
+
+    def _check_best(self) -> None:
+        """Refuses to compare evaluations that are not made, or by a metric that they lack."""
+        train = self.train
+        asked = "--keep best" if train.keep == "best" else "--patience"
+        if train.keep == "best" or train.patience is not None:
+            if train.evaluate_every is None:
+                raise ValueError(
+                    f"{asked} needs --evaluate-every, the epochs between two evaluations"
+                )
+            if self.data.split == "none":
+                raise ValueError(f"{asked} needs a validation part, which --split none has not")
+        known = list_metrics(self.model.task, self.label_names)
+        if train.keep_metric is not None and train.keep_metric not in known:
+            raise ValueError(
+                f"--keep-metric {train.keep_metric} is no metric of {self.model.task}; there is "
+                f"{', '.join(known)}"
             )
 
     @property

@@ -134,6 +134,29 @@ class TrainConfig(Checked):
         1000, "steps between checkpoints (the end is always one)", minimum=1, heading=_OUTPUT
     )
     keep_checkpoints: int = option(2, "checkpoints to keep", minimum=1, heading=_OUTPUT)
+    keep: str = option(
+        "latest",
+        (
+            "which checkpoints stay: the latest, or beside them the best on the validation part, "
+            "which is then the one that is tested and exported (needs --evaluate-every)"
+        ),
+        choices=("latest", "best"),
+        heading=_OUTPUT,
+    )
+    keep_metric: str | None = option(
+        None,
+        (
+            "metric that --keep best and --patience compare (default: ndcg@10/unseen; for ranking "
+            "ne of the first label)"
+        ),
+        heading=_OUTPUT,
+    )
+    patience: int | None = option(
+        None,
+        "stop after this many evaluations without a better one (default: train to the end)",
+        minimum=1,
+        heading=_OUTPUT,
+    )
     log_every: int = option(10, "steps between log lines", minimum=1, heading=_OUTPUT)
     trace_steps: int = option(100, "steps in the trace", minimum=0, heading=_OUTPUT)
     profile_steps: int = option(

@@ -53,7 +53,7 @@ class Pipeline:
             where they take different paths. Sums of three and more ranks may differ in their last
             bits between the two; `state_dict` has the choice, and a resumed run repeats it.
         check: on the first batch, verify that the model returns sums and that samples do not
-            depend on each other (see docs/own_model.md). Training itself is unchanged by it.
+            depend on each other (see docs/start/your_model.md). Training itself is unchanged by it.
 
     Raises:
         TypeError: `model` or `optimizer` is something else than what is described above.

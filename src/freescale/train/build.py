@@ -29,7 +29,8 @@ from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.pipeline import Pipeline
 from freescale.segments import Segments
-from freescale.train.evaluate import evaluate_ranking, evaluate_retrieval
+from freescale.train.evaluate import evaluate_ranking
+from freescale.train.evaluate_retrieval import evaluate_retrieval
 from freescale.train.learning_rate import build_learning_rate
 from freescale.transport.api import Transport
 

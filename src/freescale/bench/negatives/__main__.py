@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=2, help="runs of each kind (default: 2)")
     parser.add_argument("--steps", type=int, default=300, help="of a run (default: 300)")
     parser.add_argument(
-        "--users", type=int, default=5000, help="of a file, evenly chosen (default: 5,000)"
+        "--items", type=int, default=2000, help="most frequent ones of a file (default: 2,000)"
     )
     parser.add_argument(
         "--run-folder", type=Path, help="keeps finished runs; a second call goes on with the rest"
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.data,
         options.seeds,
         options.steps,
-        options.users,
+        options.items,
         options.run_folder,
         read_destination(options),
     )

@@ -26,7 +26,8 @@ from freescale.train.trainer import Trainer
 from freescale.transport.api import Transport
 from freescale.transport.connect import connect
 
-# By name; `per` and `count` are the same for all that draw.
+LEAST_EVENTS = 5  # of a user, of the chosen items
+# By name, with what differs from the settings.
 KINDS: dict[str, dict[str, Any]] = {
     "uniform": {},
     "popularity": {"negatives_from": "popularity"},
@@ -34,10 +35,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "in-batch": {"in_batch_share": 1.0},
     "in-batch, not corrected": {"in_batch_share": 1.0, "log_q": False},
     "mixed": {"in_batch_share": 0.5},
-    "full softmax": {"negatives_from": "all"},
+    "full softmax": {"negatives_from": "all", "negatives": None},
 }
 SETTINGS: dict[str, Any] = {
-    "width": 64,
+    "width": 32,
     "layers": 2,
     "heads": 1,
     "dropout": 0.2,
@@ -46,7 +47,8 @@ SETTINGS: dict[str, Any] = {
     "time_bias": False,
     "max_length": 20,
     "global_batch": 64,
-    "negatives_per": "auto",
+    "negatives": 256,
+    "negatives_per": "batch",
     "lr": 1e-3,
     "row_optimizer": "adam",
     "row_lr": 1e-2,
@@ -61,7 +63,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def bench_negatives(
-    data: Sequence[Path], seeds: int, steps: int, users: int, kept: Path | None, to: Destination
+    data: Sequence[Path], seeds: int, steps: int, items: int, kept: Path | None, to: Destination
 ) -> None:
     """`kept`: folder of finished runs, which are not made again."""
     rows: list[Row] = []
@@ -70,7 +72,7 @@ def bench_negatives(
         transport = connect("cpu", 600.0, "auto")
         for path in data:
             histories = Path(name) / f"{path.stem}.parquet"
-            files[path.stem] = choose_users(prepare(path, Path(name)), users, histories)
+            files[path.stem] = choose_items(prepare(path, Path(name)), items, histories)
             for seed in range(seeds):
                 for kind, options in KINDS.items():
                     folder = Path(name) / f"{path.stem}-{len(rows)}"
@@ -88,25 +90,35 @@ def bench_negatives(
                     print(rows[-1], flush=True)
         transport.close()
     given = " ".join(f"--data {path.name}" for path in data)
-    command = f"freescale bench negatives {given} --seeds {seeds} --steps {steps} --users {users}"
+    command = f"freescale bench negatives {given} --seeds {seeds} --steps {steps} --items {items}"
     training = {"settings": SETTINGS, "steps": steps, "seeds": seeds, "files": files}
     write("negatives", "cpu", command, rows, [], to=to, training=training)
 
 
-def choose_users(histories: Path, count: int, out: Path) -> dict[str, int]:
-    """Writes at most `count` users of a histories file, evenly spread over its order, with the
-    items that they know numbered anew. Returns how many users and items these are."""
+def choose_items(histories: Path, count: int, out: Path) -> dict[str, int]:
+    """Writes the events of the `count` most frequent items of a histories file, numbered anew, of
+    users with at least five of them. Returns how many users, items and events these are."""
     table = pq.read_table(histories, columns=["user_id", "item_id", "timestamp"])
-    count = min(count, len(table))
-    table = table.take(np.arange(count) * len(table) // count)
-    items = table["item_id"].combine_chunks()
-    known, numbers = np.unique(items.flatten().to_numpy(), return_inverse=True)
-    lengths = items.value_lengths().to_numpy()
+    lists = table["item_id"].combine_chunks()
+    items, times = (
+        table[name].combine_chunks().flatten().to_numpy() for name in ("item_id", "timestamp")
+    )
+    users = np.repeat(np.arange(len(table)), lists.value_lengths().to_numpy())
+    known, numbers, counts = np.unique(items, return_inverse=True, return_counts=True)
+    rank = np.empty(len(known), np.int64)
+    rank[np.argsort(-counts, kind="stable")] = np.arange(len(known))
+    frequent = rank[numbers] < count
+    enough = np.bincount(users[frequent], minlength=len(table)) >= LEAST_EVENTS
+    kept = frequent & enough[users]
+    lengths = np.bincount(users[kept], minlength=len(table))[enough]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    renumbered = pa.ListArray.from_arrays(offsets, pa.array(numbers.astype(np.int64)))
-    table = table.set_column(1, "item_id", renumbered)
-    pq.write_table(table.replace_schema_metadata(None), out, row_group_size=1024)
-    return {"users": count, "items": len(known), "events": len(numbers)}
+    columns = {
+        name: pa.ListArray.from_arrays(offsets, pa.array(values[kept].astype(np.int64)))
+        for name, values in (("item_id", rank[numbers]), ("timestamp", times))
+    }
+    chosen = pa.table({"user_id": table["user_id"].combine_chunks().filter(enough), **columns})
+    pq.write_table(chosen, out, row_group_size=1024)
+    return {"users": len(lengths), "items": min(count, len(known)), "events": int(kept.sum())}
 
 
 def measure(

@@ -25,16 +25,16 @@ def format_negatives(used: Results, folder: str) -> str:
             line.append(f"{statistics.median(row['step_ms'] for row in mine):.0f}")
         lines.append(line)
     files = "; ".join(
-        f"{name}: {part['users']:,} users, {part['items']:,} items, "
-        f"{_find_count(rows, name)} where negatives are drawn"
+        f"{name}: {part['users']:,} users, {part['items']:,} items, {part['events']:,} events"
         for name, part in about["files"].items()
     )
     kept = about["settings"]
     conditions = (
         f"Validation, {'items of the history left out' if suffix else 'all items'}; mean and "
         f"range of {about['seeds']} seeds. {files}. Width {kept['width']}, {kept['layers']} "
-        f"layers, temperature {kept['temperature']}, {about['steps']} steps of "
-        f"{kept['global_batch']} samples, one CPU rank."
+        f"layers, temperature {kept['temperature']}, {kept['negatives']} negatives per "
+        f"{kept['negatives_per']}, {about['steps']} steps of {kept['global_batch']} samples, one "
+        "CPU rank."
     )
     return format_table(used, folder, head, lines, conditions=conditions)
 
@@ -43,9 +43,3 @@ def _format_mean(rows: Sequence[Mapping[str, Any]], name: str) -> str:
     values = [row[name] for row in rows]
     spread = (max(values) - min(values)) / 2
     return f"{statistics.mean(values):.4f} ± {spread:.4f}"
-
-
-def _find_count(rows: Sequence[Mapping[str, Any]], name: str) -> str:
-    """How many negatives the kinds that draw them have on a file."""
-    (row,) = [r for r in rows if r["data"] == name and r["kind"] == "uniform" and not r["seed"]]
-    return f"{row['negatives']:,} negatives"
