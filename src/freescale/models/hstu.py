@@ -169,11 +169,8 @@ class HSTU(nn.Module):
         """Through all layers; the inputs are those of a layer."""
         recomputes = self.checkpoint and torch.is_grad_enabled()
         d_qk, d_v = self.widths
-        if (
-            earlier is None
-            and isinstance(plan, TilePlan)
-            and fits_fused_layer(plan, x, self.heads * d_v)
-        ):
+        dtype = get_product_dtype(self.position)
+        if earlier is None and fits_fused_layer(plan, x, self.heads * d_v, dtype):
             return run_layers(
                 x,
                 [cast(HSTULayer, layer).collect_parameters() for layer in self.layers],
@@ -183,7 +180,7 @@ class HSTU(nn.Module):
                 d_v=d_v,
                 scale_length=self.max_length,
                 eps=EPS,
-                dtype=get_product_dtype(self.position),
+                dtype=dtype,
                 keys=token_keys,
                 keep=1 - self.dropout,
                 recompute=recomputes,

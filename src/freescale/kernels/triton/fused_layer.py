@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from freescale.kernels.attention_checks import check_plan
+from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.triton.attention import attend, differentiate_attention
 from freescale.kernels.triton.attention_plan import TilePlan
 from freescale.kernels.triton.launch import (
@@ -59,7 +60,7 @@ class LayerParameters(NamedTuple):
 class LayerOptions:
     """What the layers of a model share in a step."""
 
-    plan: TilePlan
+    plan: TilePlan | AttentionPlan
     heads: int
     d_qk: int
     d_v: int
@@ -77,6 +78,7 @@ class LayerOptions:
 
     @property
     def attention(self) -> tuple[TilePlan, float, float]:
+        assert isinstance(self.plan, TilePlan)
         return self.plan, self.d_qk**-0.5, float(self.scale_length)
 
 
