@@ -191,8 +191,9 @@ def fits_fused_layer(
 def run_layers(x: Tensor, layers: Sequence[fused_layer.LayerParameters], **options: Any) -> Tensor:
     """`models.HSTULayer` after another, as fused kernels."""
     chosen = fused_layer.LayerOptions(**options)
-    run = fused_layer if isinstance(chosen.plan, TilePlan) else native_layer
-    return run.run_layers(x, layers, chosen)
+    if isinstance(chosen.plan, TilePlan):
+        return fused_layer.run_layers(x, layers, chosen)
+    return native_layer.run_layers(x, layers, chosen)
 
 
 def _fits_triton_layer(
@@ -219,9 +220,10 @@ def sampled_softmax(
         and {outputs.dtype, rows.dtype} <= set(triton_softmax.DTYPES)
         and outputs.shape[1] <= triton_softmax.MAX_WIDTH
     )
+    if not fits and native_softmax.fits(outputs, rows, negatives):
+        return native_softmax.sampled_softmax(*inputs, **options)
     if not fits:
-        chosen = native_softmax if native_softmax.fits(outputs, rows, negatives) else softmax
-        return chosen.sampled_softmax(*inputs, **options)
+        return softmax.sampled_softmax(*inputs, **options)
     kind = outputs.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return triton_softmax.sampled_softmax(*inputs, dtype=dtype, **options)

@@ -22,7 +22,6 @@ from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.triton.fused_layer import LayerOptions, LayerParameters
 from freescale.random import compute_keep_threshold
 
-
 # Scores (heads * pairs of tokens) up to which a list of pairs pays here: matrix products of padded
 # groups compute a score in less time than C does.
 LISTED_SCORES = 1 << 15
@@ -89,7 +88,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *rest):  # type: ignore[no-untyped-def]
         *parameters, options, number = rest
-        layer = LayerParameters(*(p if p is None else p.contiguous() for p in parameters))
+        layer = LayerParameters._make(p if p is None else p.contiguous() for p in parameters)
         library, x = require_native(), x.contiguous()
         shape, (tokens, _) = _describe(x, options), x.shape
         normed, stats = torch.empty_like(x), x.new_empty(2, tokens, 2)
@@ -114,7 +113,7 @@ class _Layer(torch.autograd.Function):
         return torch.addmm(layer.output_bias, gated, layer.output.t()).add_(x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, normed, stats, projected, activated, scores, attended, gated, *own = ctx.saved_tensors
         layer, options, library = LayerParameters(*own), ctx.options, require_native()
@@ -122,7 +121,7 @@ class _Layer(torch.autograd.Function):
         of_gated = torch.mm(grad, layer.output)
         of_projected, of_attended = torch.empty_like(projected), torch.empty_like(attended)
         room = x.new_empty(2, gated.shape[1])
-        grads = LayerParameters(*(None if p is None else torch.empty_like(p) for p in layer))
+        grads = LayerParameters._make(None if p is None else torch.empty_like(p) for p in layer)
         for bias in (grads.position_bias, grads.time_bias):
             if bias is not None:
                 bias.zero_()

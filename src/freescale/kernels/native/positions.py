@@ -39,7 +39,7 @@ class _AddPositions(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (places,) = ctx.saved_tensors
         grad = grad.contiguous()

@@ -91,6 +91,6 @@ class _SampledSoftmax(torch.autograd.Function):
         return loss.sum()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return *(part * grad for part in ctx.saved_tensors), None, None, None, None, None, None
