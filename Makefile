@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: ready demo test browser compiler lint wheel bench clean
+.PHONY: ready demo test browser compiler lint wheel docs bench clean
 
 # The environment alone.
 ready: $(READY)
@@ -30,14 +30,23 @@ compiler:
 		gcc libc6-dev >/dev/null; } || echo "no gcc: the engine's tests will fail"
 
 lint: $(READY)
-	$(VENV)/bin/ruff check src tests benchmarks examples
-	$(VENV)/bin/ruff format --check src tests benchmarks examples
+	$(VENV)/bin/ruff check src tests benchmarks examples docs
+	$(VENV)/bin/ruff format --check src tests benchmarks examples docs
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
 # The wheel, installed elsewhere, runs the demo, a training, a report and a benchmark.
 wheel: $(READY)
 	bash .ci/wheel $(RUN)
+
+# The documentation site, in site/: opens from disk. Broken links and anchors are errors.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+	@echo "built: site/index.html"
+
+$(VENV)/.docs: $(READY)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
 
 # The comparison with TorchRec; sets up an environment of its own.
 bench: $(READY)
@@ -50,4 +59,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .venv-peer runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-peer runs site .pytest_cache .mypy_cache .ruff_cache

@@ -114,16 +114,34 @@ def _stop_early(transport, data: Path, folder: Path, best: float):
     )
     results = trainer.train()
     steps = [call[1] for call in recorder.calls if call[0] == "step"]
-    return steps, stopper.seen, results["stopped"], "test" in results, trainer.checkpoints.steps()
+    saved = trainer.checkpoints.steps()
+    return steps, stopper.seen, results["stopped"], "test" in results, saved
 
 
-def test_a_callback_stops_all_ranks_by_a_metric(data, tmp_path):
+def _stop_by_patience(transport, data: Path, folder: Path):
+    config = configure(data, epochs=8, evaluate_every=1, patience=1, keep="best")
+    trainer = Trainer(config, folder, histories=data, transport=transport)
+    results = trainer.train()
+    return trainer.step, results["best"], results["test"], trainer.checkpoints.steps()
+
+
+def _stop_both_ways(transport, data: Path, folder: Path, best: float):
+    return (
+        _stop_early(transport, data, folder / "run", best),
+        _stop_by_patience(transport, data, folder / "patient"),
+    )
+
+
+def test_a_callback_or_patience_stops_all_ranks_by_a_metric(data, tmp_path):
     """An epoch has 3 steps: the second evaluation is after step 6 of 24."""
-    first, second = run_ranks(2, _stop_early, data, tmp_path / "run", 1.0)
+    first, second = run_ranks(2, _stop_both_ways, data, tmp_path, 1.0)
     assert first == second
-    steps, seen, signal, tested, saved = first
+    steps, seen, signal, tested, saved = first[0]
     assert 6 <= steps[-1] <= 9 and len(seen) >= 2 and steps == list(range(1, steps[-1] + 1))
     assert signal == 0 and tested and saved == steps[-1:]
+    last, best, _, saved = first[1]
+    # patience ends it right after the evaluation, one epoch behind the best one
+    assert last < 24 and best["step"] == last - 3 and saved == [last - 3, last]
 
 
 class Failing(Callback):
@@ -183,13 +201,13 @@ def test_an_exception_in_a_callback_ends_the_run_on_all_ranks(data, tmp_path):
 
 
 def test_the_snippet_of_the_documentation_runs(data, tmp_path, monkeypatch, capsys):
-    """docs/training.md, with `histories.parquet` in the folder."""
+    """docs/guide/training.md, with `histories.parquet` in the folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "histories.parquet").write_bytes(data.read_bytes())
-    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guide" / "training.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, object] = {"__name__": "__main__"}
-    exec(compile(block, "docs/training.md", "exec"), names)
+    exec(compile(block, "docs/guide/training.md", "exec"), names)
     trainer = names["trainer"]
     assert isinstance(trainer, Trainer) and trainer.folder.is_relative_to("runs")
     assert trainer.checkpoints.steps() == [trainer.step] and trainer.step <= 60

@@ -1,7 +1,8 @@
-"""Full-catalogue evaluation on several ranks against sorting all scores in one process."""
+"""Full-catalogue evaluation on several ranks against all scores in one process, by numpy."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from helpers.ranks import run_ranks
@@ -11,11 +12,13 @@ import freescale
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
-from freescale.train.evaluate import evaluate_ranking, evaluate_retrieval
-from freescale.train.metrics import area_under_curve, normalized_entropy, ranking_quality
+from freescale.train.evaluate import evaluate_ranking
+from freescale.train.evaluate_retrieval import evaluate_retrieval
+from freescale.train.metrics import area_under_curve, normalized_entropy
 from freescale.transport.local import LocalTransport
 
 ITEMS = 37
+BATCHES = ((0, 11), (1, 2))  # seed and samples: one of three ranks has none of the second
 POPULARITY = (1 << 53) + torch.arange(ITEMS) // 4  # ties, and counts that no float tells apart
 
 
@@ -35,14 +38,20 @@ def sharded(model, transport, placement):
 
 def retrieval_batch(seed, samples=7):
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 6, (samples,), generator=generator)
+    lengths = torch.randint(0, 10, (samples,), generator=generator)
     tokens = int(lengths.sum())
+    history = torch.randint(0, ITEMS // 2, (tokens,), generator=generator)  # repeats among them
+    target = torch.randint(0, ITEMS, (samples,), generator=generator)
+    first = lengths.cumsum(0) - lengths
+    for sample in range(0, samples, 3):
+        if lengths[sample]:  # the target is in the history, too
+            target[sample] = history[first[sample]]
     return SequenceBatch(
         sequences={
-            "history": Jagged(torch.randint(0, ITEMS, (tokens,), generator=generator), lengths),
+            "history": Jagged(history, lengths),
             "timestamps": Jagged(torch.arange(tokens), lengths),
         },
-        dense={"target": torch.randint(0, ITEMS, (samples,), generator=generator)},
+        dense={"target": target},
         weights={"next_item": (lengths > 0).float()},
         keys=torch.arange(samples),
     )
@@ -56,18 +65,26 @@ def evaluated(transport, placement):
     popularity = POPULARITY
     data = [
         rank_slice(retrieval_batch(seed, samples), transport.rank, transport.world)
-        for seed, samples in ((0, 7), (1, 2))
+        for seed, samples in BATCHES
     ]
     return evaluate_retrieval(parallel, data, popularity=popularity)
 
 
-def last_place(scores, target):
-    """Rank of the target in the sorted catalogue, the last of those that score alike."""
-    return max(
-        place
-        for place, score in enumerate(sorted(scores, reverse=True), start=1)
-        if score == scores[target]
-    )
+def last_place(scores, target, left_out=()):
+    """Rank of the target among the items that are not left out, the last of those that score
+    alike."""
+    kept = [score for item, score in enumerate(scores) if item == target or item not in left_out]
+    return int(np.sum(np.array(kept) >= scores[target]))
+
+
+def measure(ranks, kind=""):
+    """By the definitions: a hit in the first k, its gain, the reciprocal rank."""
+    ranks, found = np.array(ranks, dtype=float), {}
+    for k in (1, 5, 10, 20, 50, 100, 200):
+        found[f"hr@{k}{kind}"] = np.mean([1.0 if rank <= k else 0.0 for rank in ranks])
+        gains = [1 / np.log2(1 + rank) if rank <= k else 0.0 for rank in ranks]
+        found[f"ndcg@{k}{kind}"] = np.mean(gains)
+    return found | {f"mrr{kind}": np.mean(1 / ranks)}
 
 
 @pytest.fixture(scope="module")
@@ -82,31 +99,44 @@ def expected():
     with torch.no_grad():
         model.item.weight.copy_(table)
         model.encoder.load_state_dict(parallel.module.encoder.state_dict())
-    ranks, popular = [], []
-    for seed, samples in ((0, 7), (1, 2)):
+    ranks = {who: ([], []) for who in ("model", "popularity")}  # among all, among unseen
+    repeats = []
+    for seed, samples in BATCHES:
         batch = retrieval_batch(seed, samples)
         with torch.no_grad():
-            scores = model.encode_queries(batch) @ model.encode_items(table).T
-        for row, target, weight in zip(
-            scores, batch.dense["target"].tolist(), batch.weights["next_item"].tolist()
-        ):
-            if weight:
-                ranks.append(last_place(row.tolist(), target))
-                popular.append(last_place(POPULARITY.tolist(), target))
-    return {
-        "model": ranking_quality(torch.tensor(ranks)),
-        "popularity": ranking_quality(torch.tensor(popular)),
+            scores = (model.encode_queries(batch) @ model.encode_items(table).T).numpy()
+        history = batch.sequences["history"]
+        past = [part.tolist() for part in history.values.split(history.lengths.tolist())]
+        for row, target, items in zip(scores, batch.dense["target"].tolist(), past):
+            if items:
+                repeats.append(target in items)
+                for who, values in (("model", row), ("popularity", POPULARITY.numpy())):
+                    for kind, left_out in enumerate(((), items)):
+                        ranks[who][kind].append(last_place(values, target, left_out))
+    assert 0 < np.mean(repeats) < 1 and ranks["model"][0] != ranks["model"][1]
+    found = {
+        who: measure(every) | measure(unseen, "/unseen") for who, (every, unseen) in ranks.items()
     }
+    found["model"]["repeats"] = np.mean(repeats)
+    return found
+
+
+def check(found, expected):
+    assert found.keys() == expected.keys()
+    for who, metrics in expected.items():
+        assert found[who] == pytest.approx(metrics, rel=1e-14)
 
 
 def test_one_process(expected):
     for placement in ("sharded", "replicated"):
-        assert evaluated(LocalTransport(), placement) == expected
+        check(evaluated(LocalTransport(), placement), expected)
 
 
 @pytest.mark.parametrize(("world", "placement"), [(2, "replicated"), (3, "sharded")])
 def test_several_ranks(world, placement, expected):
-    assert run_ranks(world, evaluated, placement) == [expected] * world
+    first, *others = run_ranks(world, evaluated, placement)
+    check(first, expected)
+    assert others == [first] * (world - 1)
 
 
 def ranking_batch(seed, samples=6):
@@ -145,16 +175,24 @@ def test_ranking_metrics():
         "sharded",
     )
     parallel.tables.place()
-    guesses, labels = [], []
+    guesses, labels, users = [], [], []
     parallel.module.eval()
     for seed in range(3):
         batch = ranking_batch(seed)
         parallel.tables.fetch(parallel.tables.request([batch]), train=False)
         guesses.append(parallel.module.predict(batch).detach().float())
         labels.append(batch.sequences["labels"].values)
+        users += batch.sequences["labels"].lengths.tolist()
     for column, task in enumerate(("click", "like")):
         guess, label = torch.cat(guesses)[:, column], torch.cat(labels)[:, column]
         assert one["model"][f"auc/{task}"] == pytest.approx(area_under_curve(guess, label))
         assert one["model"][f"ne/{task}"] == pytest.approx(normalized_entropy(guess, label))
+        areas = [
+            (area_under_curve(g, y), len(y))
+            for g, y in zip(guess.split(users), label.split(users))
+            if len(set(y.tolist())) == 2
+        ]
+        mean = sum(area * size for area, size in areas) / sum(size for _, size in areas)
+        assert areas and one["model"][f"gauc/{task}"] == pytest.approx(mean)
     for several in run_ranks(2, ranked):
         assert several["model"] == pytest.approx(one["model"], rel=1e-6)

@@ -195,10 +195,7 @@ def test_ranking(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "error of the cost model" in done.stdout
     assert set(metrics(tmp_path)[-1]["test"]["model"]) == {
-        "ne/is_click",
-        "auc/is_click",
-        "ne/is_like",
-        "auc/is_like",
+        f"{metric}/{label}" for metric in ("ne", "auc", "gauc") for label in ("is_click", "is_like")
     }
     (tmp_path / "b").mkdir()
     for column, word in (

@@ -52,8 +52,8 @@ def test_ranking_model_on_two_ranks(tmp_path):
 
 
 def test_snippets_of_own_model(tmp_path):
-    """docs/own_model.md, block after block, on two ranks."""
-    page = (ROOT / "docs" / "own_model.md").read_text(encoding="utf-8")
+    """docs/start/your_model.md, block after block, on two ranks."""
+    page = (ROOT / "docs" / "start" / "your_model.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 9
     checks = """

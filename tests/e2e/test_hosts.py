@@ -1,5 +1,5 @@
-"""`freescale train` over two hosts that torchrun joins, as docs/scale.md says: network namespaces
-with an address each."""
+"""`freescale train` over two hosts that torchrun joins, as docs/guide/scale.md says: network
+namespaces with an address each."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The GPU tests, on a machine with one GPU: CUDA's MPS lets several ranks share it. Needs torch with CUDA, nothing installed.
 #   bash tests/gpu/run.sh            # all, divided among processes: most of the time is Triton compiling kernels
+#   LOGS=FOLDER bash tests/gpu/run.sh  # the same, with the logs in a folder that outlives it
 #   bash tests/gpu/run.sh -k layer   # some, in one process; arguments are pytest's
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -19,20 +20,20 @@ if [ $# -gt 0 ]; then
   exit
 fi
 jobs=${JOBS:-$((($(nproc) + 1) / 2))}
-folder=$(mktemp -d)
+folder=${LOGS:-$(mktemp -d)}
 python3 -m pytest tests/gpu -p no:cacheprovider -o addopts= --collect-only -q -k "not nccl and not 32_bits" | grep "::" >"$folder/tests"
 split -n "r/$jobs" "$folder/tests" "$folder/part."
 failed=0
 pids=()
 for part in "$folder"/part.*; do
   [ -s "$part" ] || continue
-  (mapfile -t tests <"$part" && python3 -m pytest -p no:cacheprovider -o addopts= -q -rs "${tests[@]}" >"$part.log" 2>&1) &
+  (mapfile -t tests <"$part" && python3 -m pytest -p no:cacheprovider -o addopts= -v -rfEs --tb=short "${tests[@]}" >"$part.log" 2>&1) &
   pids+=($!)
 done
 for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
 mps
 # Alone: several ranks, or most of the memory.
-python3 -m pytest tests/gpu -p no:cacheprovider -o addopts= -q -rs -k "nccl or 32_bits" >"$folder/part.alone.log" 2>&1 || failed=1
+python3 -m pytest tests/gpu -p no:cacheprovider -o addopts= -v -rfEs --tb=short -k "nccl or 32_bits" >"$folder/part.alone.log" 2>&1 || failed=1
 for log in "$folder"/part.*.log; do
   grep -E "^(FAILED|ERROR|SKIPPED|E  )" "$log" || true
   tail -n 1 "$log"

@@ -147,11 +147,14 @@ WHOLE = {
 }
 
 
-def fused(dtype, dropout=0.0, biases=False, candidates=False, layers=1, parts=None, device="cpu"):
+def fused(
+    dtype, dropout=0.0, biases=False, candidates=False, layers=1, parts=None, device="cpu", **inputs
+):
     """An encoder whose layers are fused against plain torch in float64."""
     torch.manual_seed(0)
     options = dict(width=48, heads=2, d_qk=32, d_v=64, max_length=80, dropout=dropout)
     options |= dict(layers=layers, position_bias=biases, time_bias=biases, num_time_buckets=16)
+    options |= inputs
     module = HSTU(**options)
     lengths = torch.tensor([20, 0, 1, 40], device=device)
     counts = torch.tensor([3, 0, 1, 2], device=device) if candidates else None
@@ -203,6 +206,9 @@ def fused(dtype, dropout=0.0, biases=False, candidates=False, layers=1, parts=No
 FUSED = {
     "fused, dropout, parts": dict(dtype="float32", dropout=0.25, parts=2, layers=2),
     "fused, biases, candidates": dict(dtype="float32", biases=True, candidates=True),
+    "fused, dropout of inputs alone": dict(
+        dtype="float32", candidates=True, input_dropout=0.25, input_scale=3.0
+    ),
     "fused, half precision": dict(dtype="float16", dropout=0.25),
 }
 

@@ -103,9 +103,15 @@ def run_folder(
         for step in range(0, steps, 2)
     ]
     quality = {"model": {"hr@10": 0.25, "auc": None}, "popularity": {"hr@10": 0.125}}
+    best = {"metric": "hr@10/unseen", "kept": True, "step": 7, "value": 0.4375, "since": 1}
+    validation = {"model": {"hr@10": 0.2}}
+    if not older:
+        quality["model"] |= {"hr@10/unseen": 0.375, "hr@50/unseen": 0.6875, "repeats": 0.0625}
+        quality["popularity"] |= {"hr@10/unseen": 0.1875}
+        validation["model"] |= {"hr@50": 0.3, "hr@10/unseen": 0.4375}
     metrics += [
-        {"step": steps, "validation": {"model": {"hr@10": 0.2}}},
-        {"step": steps, "test": quality},
+        {"step": steps, "validation": validation, **({} if older else {"best": best})},
+        {"step": steps, "test": quality, **({} if older else {"of_step": 7})},
     ]
     config = {
         "data": {"data": "<script>alert(1)</script>"},

@@ -7,16 +7,29 @@ import math
 import pytest
 import torch
 
+from freescale.config.metrics import (
+    choose_metric,
+    is_better,
+    list_metrics,
+    select_headlines,
+)
 from freescale.train.learning_rate import build_learning_rate
-from freescale.train.metrics import area_under_curve, normalized_entropy, ranking_quality
+from freescale.train.metrics import (
+    area_under_curve,
+    group_area_under_curve,
+    normalized_entropy,
+    ranking_quality,
+)
 
 
 def test_ranking_quality():
     quality = ranking_quality(torch.tensor([1, 2, 11, 50, 51]))
-    assert quality["hr@1"] == pytest.approx(1 / 5)
-    assert quality["hr@10"] == pytest.approx(2 / 5)
-    assert quality["hr@50"] == pytest.approx(4 / 5)
+    hits = {1: 1, 5: 2, 10: 2, 20: 3, 50: 4, 100: 5, 200: 5}
+    assert {k: quality[f"hr@{k}"] for k in hits} == pytest.approx(
+        {k: n / 5 for k, n in hits.items()}
+    )
     assert quality["ndcg@10"] == pytest.approx((1 + 1 / math.log2(3)) / 5)
+    assert quality["ndcg@20"] == pytest.approx((1 + 1 / math.log2(3) + 1 / math.log2(12)) / 5)
     assert quality["mrr"] == pytest.approx((1 + 1 / 2 + 1 / 11 + 1 / 50 + 1 / 51) / 5)
 
 
@@ -30,6 +43,43 @@ def test_area_under_curve_counts_pairs():
     assert math.isnan(area_under_curve(predictions, torch.zeros(60)))
     # not the best of all
     assert math.isnan(area_under_curve(torch.where(labels == 1, math.nan, predictions), labels))
+
+
+def test_gauc_is_the_weighted_mean_over_users_with_both_classes():
+    torch.manual_seed(0)
+    counts = torch.tensor([4, 0, 1, 7, 3, 40, 2])
+    total = int(counts.sum())
+    predictions = torch.randint(0, 6, (total,)).float() / 5  # ties, also between users
+    labels = (torch.rand(total) < 0.5).float()
+    labels[12:15] = 1  # a user of one class
+    users = list(zip(predictions.split(counts.tolist()), labels.split(counts.tolist())))
+    areas = [(area_under_curve(p, y), len(y)) for p, y in users]
+    counted = [(area, size) for area, size in areas if not math.isnan(area)]
+    assert 1 < len(counted) < 6
+    expected = sum(area * size for area, size in counted) / sum(size for _, size in counted)
+    assert group_area_under_curve(predictions, labels, counts) == pytest.approx(expected)
+    assert math.isnan(group_area_under_curve(predictions, torch.ones(total), counts))
+    assert math.isnan(group_area_under_curve(predictions * math.nan, labels, counts))
+    nobody = torch.zeros(0)
+    assert math.isnan(group_area_under_curve(nobody, nobody, nobody.long()))
+
+
+def test_names():
+    names = list_metrics("retrieval")
+    quality = ranking_quality(torch.tensor([1]))
+    assert set(names) == {*quality, *(f"{name}/unseen" for name in quality), "repeats"}
+    headlines = ["hr@10", "ndcg@10", "hr@10/unseen", "ndcg@10/unseen"]
+    assert select_headlines(names) == headlines and choose_metric("retrieval") in names
+    judged = list_metrics("ranking", ["click", "like"])
+    assert choose_metric("ranking", ["click", "like"]) == judged[0] == "ne/click"
+    assert select_headlines(judged) == judged and "gauc/like" in judged
+    assert (
+        is_better("mrr", 0.2, 0.1) and is_better("ne/click", 0.8, 0.9) and is_better("mrr", 0, None)
+    )
+    assert not any(
+        is_better(m, v, 0.5) for m, v in (("mrr", 0.5), ("ne/click", 0.6), ("mrr", math.nan))
+    )
+    assert not is_better("mrr", math.nan, None)
 
 
 def test_normalized_entropy():

@@ -414,7 +414,7 @@ class TestEncoder:
     def test_dropout_scales_and_differs_by_token_and_layer(self):
         torch.manual_seed(0)
         module = HSTU(
-            width=16, layers=2, heads=2, max_length=100, dropout=0.25, **UNBIASED
+            width=16, layers=2, heads=2, max_length=100, dropout=0.25, input_dropout=0.0, **UNBIASED
         ).double()
         x, lengths, keys = (
             torch.randn(150, 16, dtype=torch.float64),

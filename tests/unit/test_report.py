@@ -97,6 +97,25 @@ def test_figures_are_the_ledgers(tmp_path):
     assert "0.2500" in text and "4.0000" in text  # quality and last loss
 
 
+def test_quality_stands_beside_itself_without_the_history(tmp_path):
+    """All metrics of the test part in a table, the headlines as curves and tiles."""
+    text = render_page([read_run(run_folder(tmp_path / "a"))])
+    head = "".join(
+        f'<th scope="col">{cell}</th>'
+        for who in ("model", "popularity")
+        for cell in (f"{who}, all items", f"{who}, unseen items")
+    )
+    assert head in text
+    cells = "".join(f"<td>{cell}</td>" for cell in ("0.2500", "0.3750", "0.1250", "0.1875"))
+    assert f'<th scope="row">hr@10</th>{cells}' in text and "6.2 % of the targets" in text
+    assert '<th scope="row">hr@50</th><td>-</td><td>0.6875</td>' in text
+    assert "Validation hr@10/unseen" in text and "Validation hr@50" not in text
+    assert "Best on the validation part: step 7, hr@10/unseen 0.4375; its checkpoint" in text
+    assert "Evaluated with the checkpoint of step 7." in text and ">step 7<" in text
+    older = render_page([read_run(run_folder(tmp_path / "b", older=True))])
+    assert "unseen" not in older and "Best on" not in older and ">0.1250<" in older
+
+
 def test_a_bar_adds_up_to_the_step(tmp_path):
     ledger = read_run(run_folder(tmp_path / "a")).ledger
     for rank in (0, 1):

@@ -1,5 +1,5 @@
-"""The job files of docs/scale.md: shown as they are, read by their tools, and run with stand-ins
-for what a cluster has."""
+"""The job files of docs/guide/scale.md: shown as they are, read by their tools, and run with
+stand-ins for what a cluster has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SBATCH, MANIFEST = (
     ROOT / "examples" / "slurm" / "train.sbatch",
     ROOT / "examples" / "kubernetes" / "train.yaml",
 )
-PAGE = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guide" / "scale.md").read_text(encoding="utf-8")
 
 
 def script_of(manifest: Path) -> str:
@@ -138,7 +138,7 @@ def test_the_manifest_is_one():
 def test_the_page_shows_them_and_names_what_is_read():
     for path in (SBATCH, MANIFEST):
         assert path.read_text(encoding="utf-8") in PAGE, (
-            f"docs/scale.md does not show {path.name} as it is"
+            f"docs/guide/scale.md does not show {path.name} as it is"
         )
     row = next(line for line in PAGE.splitlines() if "what FreeScale reads to join" in line)
     named = set(re.findall(r"`([A-Z_]+)`", row.split("|")[1]))

@@ -24,7 +24,7 @@ def count(scores, places, goals=None):
     # a query's row picks its own column of the items; a product with zeros would spoil what is no
     # number, so each query is counted alone
     return [
-        int(count_better(torch.ones(1, 1), row[:, None], place[None], goal[None], tile=TILE))
+        int(count_better(torch.ones(1, 1), row[:, None], place[None], goal[None], tile=TILE)[0])
         for row, place, goal in zip(scores, places, goals, strict=True)
     ]
 
@@ -59,18 +59,22 @@ def test_tiles_equal_all_at_once(items, tile):
     goals = score_targets(queries, rows, places, tile=tile)
     for i, place in enumerate(places.tolist()):
         assert goals[i] == pytest.approx(0.0 if place < 0 else float(scores[i, place]))
+    near = scores >= goals[:, None] - 1e-12
     owner = torch.repeat_interleave(torch.arange(7), lengths)
+    history = torch.full((7, 4), -1)  # different items, without the target
+    for i in range(7):
+        of = {p for p in out.values[owner == i].tolist() if p >= 0} - {int(places[i])}
+        history[i, : len(of)] = torch.tensor(sorted(of))
+    for seen in (None, history):
+        better, of_seen = count_better(queries, rows, places, goals, tile=tile, seen=seen)
+        for i, place in enumerate(places.tolist()):
+            ahead = {item for item in range(items) if near[i, item]} - {place}
+            assert int(better[i]) == len(ahead)
+            assert int(of_seen[i]) == len(ahead & set([] if seen is None else seen[i].tolist()))
     for left_out in (None, out):
         if left_out is not None:
             there = out.values >= 0
             scores[owner[there], out.values[there]] = -torch.inf
-        better = count_better(queries, rows, places, goals, tile=tile, left_out=left_out)
-        near = scores >= goals[:, None] - 1e-12
-        expected = [
-            int(near[i].sum()) - (place >= 0 and bool(near[i, place]))
-            for i, place in enumerate(places.tolist())
-        ]
-        assert better.tolist() == expected
         found, best = find_best(queries, rows, 5, tile=tile, left_out=left_out)
         torch.testing.assert_close(found, scores.topk(min(5, items), dim=1).values)
         if items:
@@ -86,7 +90,7 @@ def test_equal_rows_score_alike_in_every_tile_and_part():
     for part in (rows, rows[:7]):
         places = torch.arange(33) % 7
         goals = score_targets(queries, part, places, tile=tile)
-        better = count_better(queries, part, places, goals, tile=tile)
+        better, _ = count_better(queries, part, places, goals, tile=tile)
         assert better.tolist() == [len(part) - 1] * 33
 
 

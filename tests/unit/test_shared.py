@@ -24,6 +24,7 @@ os.setuid(65534)
 calling = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 calling.connect(b"\\0" + sys.argv[1].encode())
 calling.settimeout(5)
+print("in the queue", flush=True)
 try:
     socket.send_fds(calling, [struct.pack("<IQ", 1, 4096)], [0])
     sys.exit(0 if calling.recv(1) == b"" else 3)
@@ -72,13 +73,16 @@ def test_another_user_is_not_let_in():
     strangers = []
 
     def call(names):
-        strangers.extend(
-            subprocess.Popen([sys.executable, "-c", STRANGER, name[1:].decode()]) for name in names
-        )
-        threading.Event().wait(0.5)  # they are in the queue before the ranks call each other
+        for name in names:
+            command = [sys.executable, "-c", STRANGER, name[1:].decode()]
+            strangers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        # they are in the queue before the ranks call each other
+        assert [stranger.stdout.readline() for stranger in strangers] == ["in the queue\n"] * 2
 
     wires = _together(call)
     assert [stranger.wait(timeout=20) for stranger in strangers] == [0, 0]
+    for stranger in strangers:
+        stranger.stdout.close()
     for rank, wire in enumerate(wires):
         assert isinstance(wire, shared.SharedWire) and list(wire.rings) == [1 - rank], wire
         wire.close()

@@ -17,7 +17,7 @@ from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.serial import Serial
-from freescale.pipeline.single import Single
+from freescale.pipeline.single import SerialSingle, Single
 from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.local import LocalTransport
@@ -74,11 +74,18 @@ def test_batches_of_one_sample_or_none():
     assert_same(train("staged", ones, optimizer="adam"), train("serial", ones, optimizer="adam"))
 
 
-def test_the_name_staged_means_this_one_on_one_rank():
-    for schedule, kind in (("staged", Single), ("serial", Serial), (Staged, Staged)):
+@pytest.mark.parametrize("padded", [False, True], ids=["as they are", "padded"])
+def test_schedules_of_one_rank_by_their_names(padded, monkeypatch):
+    monkeypatch.setattr("freescale.pipeline.pipeline.pads_batches", lambda *_: padded)
+    oracle = SerialSingle if padded else Serial
+    for schedule, kind in (("staged", Single), ("serial", oracle), (Staged, Staged)):
         _, pipeline = build(LocalTransport(), schedule)
         assert type(pipeline.schedule) is kind
         pipeline.close()
+
+
+def test_the_oracle_of_padded_batches_is_serial():
+    assert_same(train(SerialSingle, optimizer="adam"), train(Serial, optimizer="adam"))
 
 
 @pytest.fixture(scope="module")

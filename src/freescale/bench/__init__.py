@@ -14,6 +14,7 @@ BENCHMARKS = {
     "compress": "Thresholded gradients: step time, traffic and quality.",
     "segments": "Histories cut into segments: Recall@10 and the work of a request.",
     "quality": "HR@10 of a default run against popularity.",
+    "learning": "What the defaults of training are worth, one at a time, after few epochs.",
     "short": "Step time and HR@10 where histories have a few events, before and now.",
     "memory": "Peak memory of a rank with a large sharded table.",
     "simulate": "The simulator against measured runs, and to 4,096 GPUs.",

@@ -1,6 +1,6 @@
 """`freescale bench figures`: every figure and every measured table of the documentation, from the
 files in benchmarks/results. Draws docs/figures/*.svg and fills the marked parts of README.md and
-docs/*.md; needs the repository.
+the pages in docs; needs the repository.
 
 A figure whose results are missing is left out, with a message; it is drawn when they are there. In
 the documents, what stands between `<!-- measured:NAME -->` and `<!-- /measured -->` is made here:
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from freescale.bench import headline
+from freescale.bench.architecture import draw_architecture, read_layers
 from freescale.bench.balance import figure as balance_figure
 from freescale.bench.balance import table as balance_table
 from freescale.bench.common.drawing import describe_origin
@@ -23,13 +25,17 @@ from freescale.bench.common.markdown import Results, Table, format_claims, forma
 from freescale.bench.common.options import make_parser
 from freescale.bench.common.repository import require_repository
 from freescale.bench.common.results import read_result
+from freescale.bench.compress.table import format_compress_hosts, format_compress_quality
 from freescale.bench.hostwire.table import format_hostwire
 from freescale.bench.kernels import figure as kernels_figure
+from freescale.bench.kernels.table import format_kernels
 from freescale.bench.ladder import figure as ladder_figure
 from freescale.bench.ladder.table import format_ladder
+from freescale.bench.learning.table import format_learning
 from freescale.bench.overlap import figure as overlap_figure
 from freescale.bench.packing.table import format_packing
 from freescale.bench.quality.table import format_quality
+from freescale.bench.segments.table import format_segments
 from freescale.bench.serial.table import format_serial
 from freescale.bench.short.table import format_short
 from freescale.bench.simulate import figure as simulate_figure
@@ -136,15 +142,21 @@ MEASURED = (
 )
 # By the name of their marker: the results that they are made of, and how.
 TABLES: dict[str, tuple[Sequence[str], Table]] = {
+    "headline": (headline.FILES, headline.format_headline),
     "ladder-paper-hosts": (("ladder-paper-hosts",), format_ladder),
     "serial": (("serial-cpu",), format_serial),
     "quality": (("quality-cpu",), format_quality),
     "short": (("short-cpu",), format_short),
+    "learning": (("learning-cpu",), format_learning),
     "packing": (("packing-cpu",), format_packing),
     "balance": (MEASURED, balance_table.format_measured),
     "balance-cost": (MEASURED, balance_table.format_cost),
     "balance-bound": (("balance-cpu",), balance_table.format_bound),
     "hostwire": (("hostwire-hosts",), format_hostwire),
+    "kernels": (("kernels-h200",), format_kernels),
+    "compress": (("compress-hosts",), format_compress_hosts),
+    "compress-quality": (("compress-quality-cpu",), format_compress_quality),
+    "segments": (("segments-cpu",), format_segments),
     "overlap-claims": (("overlap-4ranks-h200",), format_claims),
     "staged": (("staged-hosts",), format_staged),
     "staged-gpu": (("staged-4ranks-h200",), format_staged_gpu),
@@ -176,7 +188,8 @@ def draw(figure: Figure, results: Path) -> dict[str, tuple[str, Results]]:
 def show(figure: Figure, name: str, used: Results, depth: str) -> str:
     """The picture in a document, and where its numbers are from. `depth`: from the document to the
     root."""
-    image = f"![{figure.about}]({'' if depth else 'docs/'}figures/{name}.svg)"
+    folder = depth.removeprefix("../") if depth else "docs/"  # of the documents
+    image = f"![{figure.about}]({folder}figures/{name}.svg)"
     if figure.table:
         return f"### {name}\n\n{figure.table(used, f'{depth}benchmarks/results')}\n\n{image}"
     lines = [image, ""]
@@ -236,6 +249,12 @@ def fill(document: str, parts: Mapping[str, Part], depth: str) -> str:
     return _MARKED.sub(make, document)
 
 
+def find_documents(root: Path) -> list[tuple[Path, str]]:
+    """The pages that may have measured parts, and the way from each to the root."""
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    return [(page, "../" * (len(page.relative_to(root).parts) - 1)) for page in pages]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("figures", __doc__, kept=False)
     parser.add_argument(
@@ -248,8 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = {figures / name: picture for name, picture in pictures.items()}
     lengths = balance_figure.read_lengths(None, 128)
     wanted[figures / "balance.svg"] = balance_figure.draw_balance(lengths, 8)
-    for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
-        depth = "" if path.parent == root else "../"
+    wanted[figures / "architecture.svg"] = draw_architecture(read_layers(root))
+    for path, depth in find_documents(root):
         wanted[path] = fill(path.read_text(encoding="utf-8"), parts, depth)
     changed = [
         path

@@ -50,12 +50,19 @@ _port = click.option(
     "--resume",
     cls=GroupedOption,
     heading=RUN,
-    is_flag=True,
-    help="go on from the run's last checkpoint (--folder names it)",
+    is_flag=False,
+    flag_value="last",
+    metavar="[CHECKPOINT]",
+    help=(
+        "go on from a checkpoint of the run (--folder names it): the last, or `best`, or a step; "
+        "later ones are given up"
+    ),
 )
 @_port
 @exit_cleanly
-def train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, **given: Any) -> int:
+def train(
+    nproc: int, run_folder: Path | None, resume: str | None, port: int | None, **given: Any
+) -> int:
     """Train a model on histories or interactions, on one rank or many.
 
     Starts its own local ranks (--nproc), or joins those that torchrun started.
@@ -64,12 +71,22 @@ def train(nproc: int, run_folder: Path | None, resume: bool, port: int | None, *
 
 
 def train_run(
-    nproc: int, run_folder: Path | None, resume: bool, port: int | None, given: dict[str, Any]
+    nproc: int, run_folder: Path | None, resume: str | None, port: int | None, given: dict[str, Any]
 ) -> int:
-    """Trains as one rank, or starts `nproc` of them. `given`: settings that were given. Returns
-    the exit status."""
+    """Trains as one rank, or starts `nproc` of them.
+
+    Args:
+        nproc: ranks to start.
+        run_folder: of the run; None makes a new one.
+        resume: the checkpoint of the folder to go on from; None for a new run.
+        port: where the ranks meet.
+        given: settings that were given.
+
+    Returns:
+        The exit status.
+    """
     base = None
-    if resume:
+    if resume is not None:
         if run_folder is None or not (run_folder / "config.json").exists():
             raise ValueError(
                 f"--resume needs --folder with the folder of an earlier run, not {run_folder}"
@@ -86,7 +103,7 @@ def train_run(
             # without a folder, rank 0 finds a name that is free
             where = ["--folder", str(run_folder)] if run_folder else []
             arguments = ["train", *format_arguments(given), *where]
-            return launch([*arguments, *(["--resume"] if resume else [])], nproc, port)
+            return launch([*arguments, *(["--resume", resume] if resume else [])], nproc, port)
     from freescale.train.run import run_training
 
     return run_training(config, run_folder, resume, lambda: _prepare(config))
@@ -112,8 +129,15 @@ def _prepare(config: RunConfig) -> Path:
         return prepare_data(config.data, progress)
 
 
+_checkpoint = click.option(
+    "--checkpoint",
+    help="last, best or a step  [default: the best of a run with --keep best, else the last]",
+)
+
+
 @click.command("eval")
 @click.argument("run_folder", type=click.Path(path_type=Path))
+@_checkpoint
 @click.option("--data", help="another data file than the run's own")
 @click.option(
     "--device",
@@ -131,9 +155,15 @@ def _prepare(config: RunConfig) -> Path:
 @_port
 @exit_cleanly
 def evaluate(
-    run_folder: Path, data: str | None, device: str | None, part: str, nproc: int, port: int | None
+    run_folder: Path,
+    checkpoint: str | None,
+    data: str | None,
+    device: str | None,
+    part: str,
+    nproc: int,
+    port: int | None,
 ) -> int:
-    """Evaluate a run's last checkpoint on the full catalogue, beside the popularity baseline."""
+    """Evaluate a run's checkpoint on the full catalogue, beside the popularity baseline."""
     if not (run_folder / "config.json").exists():
         raise ValueError(f"{run_folder} is not the folder of a run: it has no config.json")
     given = {"data": data, "device": device}
@@ -143,11 +173,12 @@ def evaluate(
         if nproc > 1:
             from freescale.train.launch import launch
 
-            arguments = ["eval", str(run_folder), "--part", part, *format_arguments(given)]
+            options = format_arguments({**given, "checkpoint": checkpoint})
+            arguments = ["eval", str(run_folder), "--part", part, *options]
             return launch(arguments, nproc, port)
     from freescale.train.run import run_evaluation
 
-    run_evaluation(config, run_folder, part, lambda: _prepare(config))
+    run_evaluation(config, run_folder, part, lambda: _prepare(config), checkpoint)
     return 0
 
 
@@ -156,15 +187,16 @@ def evaluate(
 @click.option(
     "--out", type=click.Path(path_type=Path), required=True, help="folder for the safetensors files"
 )
+@_checkpoint
 @exit_cleanly
-def export(run_folder: Path, out: Path) -> None:
-    """Write a run's last checkpoint as safetensors files, for serving.
+def export(run_folder: Path, out: Path, checkpoint: str | None) -> None:
+    """Write a run's checkpoint as safetensors files, for serving.
 
     Dense weights are one file; each table is a file of its own, with its rows in the order of ids.
     """
     from freescale.train.export import export_run
 
-    for path in export_run(run_folder, out):
+    for path in export_run(run_folder, out, checkpoint):
         click.echo(path)
 
 
@@ -196,7 +228,7 @@ def run_demo(nproc: int, run_folder: Path | None) -> int:
     name = datetime.now().strftime("demo-%Y-%m-%d-%H%M%S")
     folder = run_folder or new_folder(Path("runs") / name)
     path = make_demo_data(Path("runs") / "demo-data.parquet")
-    status = train_run(nproc, folder, False, None, {**DEMO_SETTINGS, "data": str(path)})
+    status = train_run(nproc, folder, None, None, {**DEMO_SETTINGS, "data": str(path)})
     if status or nproc == 1:  # one rank waits for nobody: nothing to compare
         return status
     short = make_short_data(Path("runs") / "demo-short.parquet")

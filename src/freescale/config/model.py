@@ -20,9 +20,29 @@ class ModelConfig(Checked):
     layers: int = option(2, "HSTU layers", minimum=1)
     heads: int = option(2, "attention heads", minimum=1)
     dropout: float = option(0.1, "dropout, keyed by the sample", minimum=0.0, maximum=0.99)
+    input_dropout: float | None = option(
+        None,
+        "dropout of what the first layer reads (default: --dropout)",
+        minimum=0.0,
+        maximum=0.99,
+        formerly=0.0,
+    )
+    input_scale: float | None = option(
+        None,
+        "factor of table rows as inputs, before positions are added (default: the square root of "
+        "the width)",
+        above=0.0,
+        formerly=1.0,
+    )
+    row_std: float | None = option(
+        0.02,
+        "standard deviation of the first values of table rows",
+        above=0.0,
+        formerly=None,  # 1 / sqrt(width)
+    )
     position_bias: bool = option(True, "relative position bias in attention")
     time_bias: bool = option(True, "relative time bias in attention")
-    temperature: float = option(0.1, "softmax temperature (retrieval)", above=0.0)
+    temperature: float = option(0.05, "softmax temperature (retrieval)", above=0.0)
     segment: int | None = option(
         None,
         "cut histories into segments of so many events, seen later by their summaries alone",

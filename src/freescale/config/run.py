@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from freescale.config.data import DataConfig
+from freescale.config.metrics import list_metrics
 from freescale.config.model import ModelConfig
 from freescale.config.options import split_names
 from freescale.config.train import TrainConfig
@@ -36,6 +37,7 @@ class RunConfig:
             raise ValueError(
                 f"--width {self.model.width} is not a multiple of --heads {self.model.heads}"
             )
+        self._check_best()
         segment, tokens, longest = (
             self.model.segment,
             self.model.segment_tokens,
@@ -55,6 +57,24 @@ class RunConfig:
                 f"--segment-weight {self.model.segment_weight:g} is more than the "
                 f"{segment / tokens:g} events that a token stands "
                 f"for, --segment {segment} by --segment-tokens {tokens}"
+            )
+
+    def _check_best(self) -> None:
+        """Refuses to compare evaluations that are not made, or by a metric that they lack."""
+        train = self.train
+        asked = "--keep best" if train.keep == "best" else "--patience"
+        if train.keep == "best" or train.patience is not None:
+            if train.evaluate_every is None:
+                raise ValueError(
+                    f"{asked} needs --evaluate-every, the epochs between two evaluations"
+                )
+            if self.data.split == "none":
+                raise ValueError(f"{asked} needs a validation part, which --split none has not")
+        known = list_metrics(self.model.task, self.label_names)
+        if train.keep_metric is not None and train.keep_metric not in known:
+            raise ValueError(
+                f"--keep-metric {train.keep_metric} is no metric of {self.model.task}; there is "
+                f"{', '.join(known)}"
             )
 
     @property
@@ -97,7 +117,8 @@ class RunConfig:
 
     @staticmethod
     def from_json(text: str) -> RunConfig:
-        """The configuration of a `config.json`. ValueError names settings that do not exist."""
+        """The configuration of a `config.json`. A setting that it does not have is what it was
+        before there was such a setting. ValueError names settings that do not exist."""
         raw: Mapping[str, Mapping[str, Any]] = json.loads(text)
         for part, kind in _PARTS.items():
             unknown = set(raw.get(part, {})) - {entry.name for entry in fields(kind)}
@@ -105,7 +126,21 @@ class RunConfig:
                 raise ValueError(
                     f"config.json has unknown settings in {part!r}: {', '.join(sorted(unknown))}"
                 )
-        return RunConfig(**{part: kind(**raw.get(part, {})) for part, kind in _PARTS.items()})
+        return RunConfig(
+            **{
+                part: kind(**_list_former(kind) | dict(raw.get(part, {})))
+                for part, kind in _PARTS.items()
+            }
+        )
+
+
+def _list_former(kind: Any) -> dict[str, Any]:
+    """What settings stood for before they existed, where that is not their default."""
+    return {
+        entry.name: entry.metadata["formerly"]
+        for entry in fields(kind)
+        if "formerly" in entry.metadata
+    }
 
 
 _PARTS: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}

@@ -22,6 +22,13 @@ class TrainConfig(Checked):
     steps: int | None = option(None, "stop after this many steps", minimum=1)
     lr: float = option(3e-3, "learning rate of the dense parameters (AdamW)", minimum=0.0)
     weight_decay: float = option(0.0, "weight decay of the dense parameters", minimum=0.0)
+    beta2: float = option(
+        0.98,
+        "how much of their second moments AdamW and the rows' Adam keep from step to step",
+        minimum=0.0,
+        below=1.0,
+        formerly=0.999,
+    )
     row_optimizer: str = option(
         "adam", "optimizer of table rows", choices=("sgd", "adagrad", "rowwise_adagrad", "adam")
     )
@@ -134,6 +141,29 @@ class TrainConfig(Checked):
         1000, "steps between checkpoints (the end is always one)", minimum=1, heading=_OUTPUT
     )
     keep_checkpoints: int = option(2, "checkpoints to keep", minimum=1, heading=_OUTPUT)
+    keep: str = option(
+        "latest",
+        (
+            "which checkpoints stay: the latest, or beside them the best on the validation part, "
+            "which is then the one that is tested and exported (needs --evaluate-every)"
+        ),
+        choices=("latest", "best"),
+        heading=_OUTPUT,
+    )
+    keep_metric: str | None = option(
+        None,
+        (
+            "metric that --keep best and --patience compare (default: ndcg@10/unseen; for ranking "
+            "ne of the first label)"
+        ),
+        heading=_OUTPUT,
+    )
+    patience: int | None = option(
+        None,
+        "stop after this many evaluations without a better one (default: train to the end)",
+        minimum=1,
+        heading=_OUTPUT,
+    )
     log_every: int = option(10, "steps between log lines", minimum=1, heading=_OUTPUT)
     trace_steps: int = option(100, "steps in the trace", minimum=0, heading=_OUTPUT)
     profile_steps: int = option(

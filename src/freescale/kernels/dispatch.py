@@ -137,7 +137,11 @@ def attend_to_summaries(plan: AttentionPlan | TilePlan, *inputs: Any, **options:
 
 
 def add_positions(
-    plan: AttentionPlan | TilePlan, x: Tensor, position: Tensor, keys: Tensor | None
+    plan: AttentionPlan | TilePlan,
+    x: Tensor,
+    position: Tensor,
+    keys: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`reference.positions.add_positions`, in the version that `plan` and x are for."""
     if (
@@ -146,12 +150,11 @@ def add_positions(
         and _fits_triton_layer(plan, x)
         and position.dtype in triton_layer.DTYPES
     ):
-        return triton_positions.add_positions(x, position, plan, keys)
+        return triton_positions.add_positions(x, position, plan, keys, **options)
+    inputs = x, position, plan.lengths, plan.candidate_counts, keys
     if native_layer.fits(plan, x, position.dtype):
-        return native_positions.add_positions(
-            x, position, plan.lengths, plan.candidate_counts, keys
-        )
-    return positions.add_positions(x, position, plan.lengths, plan.candidate_counts, keys)
+        return native_positions.add_positions(*inputs, **options)
+    return positions.add_positions(*inputs, **options)
 
 
 def layer_norm(plan: AttentionPlan | TilePlan, x: Tensor, *parameters: Any) -> Tensor:

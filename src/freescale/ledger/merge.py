@@ -28,7 +28,7 @@ def merge_step(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Returns:
         The figures of the step, as they stand in a line of ledger.jsonl. Times are milliseconds;
-        docs/ledger.md lists the keys.
+        docs/how/ledger.md lists the keys.
 
     Raises:
         ValueError: The ranks recorded different collectives.

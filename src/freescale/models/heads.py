@@ -50,7 +50,7 @@ class _SequenceHead(nn.Module):
         self.encoder = encoder
         for table in (self.item, self.action):
             if table is not None:
-                nn.init.normal_(table.weight, std=encoder.width**-0.5)
+                nn.init.normal_(table.weight, std=ModelConfig.row_std or encoder.width**-0.5)
 
     def _embed_events(self, batch: SequenceBatch, history: Jagged) -> Tensor:
         """Sums the item and action rows of each event: [tokens, width]."""

@@ -31,6 +31,8 @@ class HSTU(nn.Module):
 
     Histories go up to `max_length`. `checkpoint` recomputes each layer's activations in backward;
     gradients are the same to the bit. Dropout applies in training mode and needs the samples' keys.
+    Inputs are multiplied by `input_scale`, by default the square root of the width, before a row
+    for their position is added; `input_dropout`, by default `dropout`, applies to the sum.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class HSTU(nn.Module):
         d_qk: int | None = None,
         d_v: int | None = None,
         dropout: float = ModelConfig.dropout,
+        input_scale: float | None = ModelConfig.input_scale,
+        input_dropout: float | None = ModelConfig.input_dropout,
         position_bias: bool = ModelConfig.position_bias,
         time_bias: bool = ModelConfig.time_bias,
         num_time_buckets: int = 128,
@@ -62,14 +66,18 @@ class HSTU(nn.Module):
         for name, value in (named | dict(d_qk=d_qk, d_v=d_v)).items():
             if value is None or value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), not {dropout}")
+        input_dropout = dropout if input_dropout is None else input_dropout
+        for name, share in (("dropout", dropout), ("input_dropout", input_dropout)):
+            if not 0 <= share < 1:
+                raise ValueError(f"{name} must be in [0, 1), not {share}")
         assert d_qk is not None and d_v is not None
         self.width = width
         self.widths = (d_qk, d_v)
         self.heads = heads
         self.max_length = max_length
         self.dropout = dropout
+        self.input_dropout = input_dropout
+        self.input_scale = float(width**0.5 if input_scale is None else input_scale)
         self.checkpoint = checkpoint
         self.num_time_buckets = num_time_buckets
         self.has_position_bias = position_bias
@@ -110,7 +118,14 @@ class HSTU(nn.Module):
         if plan.tokens != x.shape[0]:
             raise ValueError(f"lengths add up to {plan.tokens}, but there are {x.shape[0]} tokens")
         # the encoder's own dtype, whatever the tables hold
-        x, token_keys = add_positions(plan, x, self.position, self._choose_keys(keys, lengths))
+        x, token_keys = add_positions(
+            plan,
+            x,
+            self.position,
+            self._choose_keys(keys, lengths),
+            scale=self.input_scale,
+            keep=1 - self.input_dropout,
+        )
         return self._run_layers(x, lengths, token_keys, timestamps, candidate_counts, plan)
 
     def _check_inputs(self, x: Tensor, timestamps: Tensor | None) -> Tensor | None:
@@ -144,7 +159,7 @@ class HSTU(nn.Module):
 
     @property
     def drops(self) -> bool:
-        return self.training and self.dropout > 0
+        return self.training and max(self.dropout, self.input_dropout) > 0
 
     def _choose_keys(self, keys: Tensor | None, lengths: Tensor) -> Tensor | None:
         """The samples' keys, from which what is dropped follows; None where nothing is."""
@@ -167,6 +182,7 @@ class HSTU(nn.Module):
         earlier: Earlier | None = None,
     ) -> Tensor:
         """Through all layers; the inputs are those of a layer."""
+        token_keys = token_keys if self.dropout > 0 else None
         recomputes = self.checkpoint and torch.is_grad_enabled()
         d_qk, d_v = self.widths
         dtype = get_product_dtype(self.position)

@@ -16,7 +16,7 @@ from freescale.ledger.ledger import Ledger
 from freescale.pipeline.dense.reducer import MakeReducer, Reducer
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.serial import Serial
-from freescale.pipeline.single import Single
+from freescale.pipeline.single import SerialSingle, Single, pads_batches
 from freescale.pipeline.staged import Staged
 from freescale.pipeline.step_result import StepResult
 
@@ -53,7 +53,7 @@ class Pipeline:
             where they take different paths. Sums of three and more ranks may differ in their last
             bits between the two; `state_dict` has the choice, and a resumed run repeats it.
         check: on the first batch, verify that the model returns sums and that samples do not
-            depend on each other (see docs/own_model.md). Training itself is unchanged by it.
+            depend on each other (see docs/start/your_model.md). Training itself is unchanged by it.
 
     Raises:
         TypeError: `model` or `optimizer` is something else than what is described above.
@@ -94,9 +94,7 @@ class Pipeline:
         if isinstance(schedule, str):
             if schedule not in SCHEDULES:
                 raise ValueError(f"unknown schedule {schedule!r}; there is {', '.join(SCHEDULES)}")
-            # what is staged is the traffic between ranks
-            alone = schedule == "staged" and model.transport.world == 1
-            schedule = Single if alone else SCHEDULES[schedule]
+            schedule = _choose_schedule(schedule, model, accumulate)
         self.schedule: Schedule = schedule(
             model,
             optimizer,
@@ -220,3 +218,13 @@ class Pipeline:
             f"optimizer={type(self.optimizer).__name__}, accumulate={schedule.accumulate}, "
             f"clip={schedule.clip}, precision={schedule.choices.precision})"
         )
+
+
+def _choose_schedule(name: str, model: ShardedModel, accumulate: int) -> type[Schedule]:
+    """What is staged is the traffic between ranks: a single rank has a schedule of its own, and an
+    oracle of its own where its batches are padded."""
+    if model.transport.world > 1:
+        return SCHEDULES[name]
+    if name == "staged":
+        return Single
+    return SerialSingle if pads_batches(model, accumulate) else SCHEDULES[name]

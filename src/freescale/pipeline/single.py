@@ -7,8 +7,8 @@ with traffic.
 On a GPU all of it is issued on one stream, and the host reads nothing of the device: it runs ahead
 of the device by up to two steps (the watch over the losses holds it there). While the device
 computes, the host takes the following batch and starts its copy, on a stream of its own. Bit for
-bit what the serial schedule trains, unless batches are padded for CUDA graphs: then the last bits
-differ, since products of other sizes add up in another order.
+bit what the serial schedule trains. Batches that CUDA graphs compute are padded, and products of
+other sizes add up in another order: there the serial schedule is `SerialSingle`, which pads alike.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.local import Collected
+from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.agreement import Agreement, agree_alone
 from freescale.pipeline.captured.graphs import Graphs, can_capture
 from freescale.pipeline.next_batch import check_batch, copy_to_device, count_batch
@@ -46,16 +47,24 @@ class Single(Schedule):
     """One rank."""
 
     overlaps_dense = False
+    replays = True  # CUDA graphs, once a size of batches has one
 
     def __init__(self, *arguments: Any, graphs: bool = True, **options: Any) -> None:
         """As `Schedule`. `graphs`: small batches are computed by CUDA graphs, where the model and
         the device allow it."""
         super().__init__(*arguments, **options)
-        usable = graphs and self.accumulate == 1 and self.transport.device.type == "cuda"
-        self._graphs = Graphs(self) if usable and can_capture(self.parallel.module) else None
+        self._graphs = None
+        if graphs and pads_batches(self.parallel, self.accumulate):
+            self._graphs = Graphs(self, replays=self.replays)
+
+    @property
+    def _ahead(self) -> bool:
+        """Whether the following batch is taken beside the step: on a CPU nothing happens beside
+        the host."""
+        return self.transport.device.type != "cpu"
 
     def _run(self, source: BatchSource) -> Iterator[StepResult]:
-        ahead = self.transport.device.type != "cpu"  # there nothing happens beside the host
+        ahead = self._ahead
         self.ledger.begin_step(self.steps)
         current = self._take(source)
         while current is not None:
@@ -139,3 +148,19 @@ class Single(Schedule):
         losses = self._compute(micro, agreement)
         with self.ledger.span("update rows"):
             return self.tables.collect_locally(requests), losses
+
+
+class SerialSingle(Single):
+    """The oracle of one rank whose batches are padded for CUDA graphs: the same work on the same
+    padded batches, one batch after the other, launched kernel by kernel."""
+
+    replays = False
+
+    @property
+    def _ahead(self) -> bool:
+        return False
+
+
+def pads_batches(model: ShardedModel, accumulate: int) -> bool:
+    """Whether one rank's batches are padded for CUDA graphs."""
+    return accumulate == 1 and model.transport.device.type == "cuda" and can_capture(model.module)

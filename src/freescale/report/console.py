@@ -8,24 +8,28 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from freescale.config.metrics import REPEATS, select_headlines
+
 
 def print_quality(
     console: Console, quality: Mapping[str, Mapping[str, float]], part: str = "test"
 ) -> None:
-    """Metrics of the model, and of the baselines beside it."""
-    table = Table(
-        title=f"{part} part, full catalogue" if "hr@10" in quality["model"] else f"{part} part"
-    )
+    """The metrics of the model that say most, and those of the baselines beside it."""
+    model = quality["model"]
+    table = Table(title=f"{part} part, full catalogue" if REPEATS in model else f"{part} part")
+    if REPEATS in model:
+        share = f"{100 * model[REPEATS]:.1f} %"
+        table.caption = f"{share} of the targets are repeats"
     table.add_column("metric")
     for name in quality:
         table.add_column(name, justify="right")
     if "popularity" in quality:
         table.add_column("ratio", justify="right")
-    for metric, value in quality["model"].items():
+    for metric in select_headlines(model):
         row = [metric, *(f"{quality[name].get(metric, float('nan')):.4f}" for name in quality)]
         if "popularity" in quality:
             base = quality["popularity"][metric]
-            row.append(f"{value / base:.2f}" if base else "-")
+            row.append(f"{model[metric] / base:.2f}" if base else "-")
         table.add_row(*row)
     console.print(table)
 

@@ -7,6 +7,7 @@ from functools import partial
 from html import escape
 from typing import Any
 
+from freescale.config.metrics import REPEATS, UNSEEN, select_headlines
 from freescale.report.charts import Series, draw_lines, render_panel, render_panels
 from freescale.report.markup import render_name, render_table
 from freescale.report.runs import WARM_UP, Run
@@ -35,7 +36,7 @@ def render_curves(runs: Sequence[Run]) -> str:
         return "<p>Nothing was recorded over the steps.</p>"
     legend = "".join(f"<li>{render_name(place, run)}</li>" for place, run in enumerate(runs))
     legend = f'<ul class="legend">{legend}</ul>' if len(runs) > 1 else ""
-    return legend + render_panels(panels) + _render_test_metrics(runs)
+    return legend + render_panels(panels) + _render_best(runs) + _render_test_metrics(runs)
 
 
 def _read_loss(run: Run) -> Points:
@@ -45,7 +46,8 @@ def _read_loss(run: Run) -> Points:
 
 
 def _list_validation_metrics(run: Run) -> list[str]:
-    return [name for entry in run.metrics for name in entry.get("validation", {}).get("model", {})]
+    found = [name for entry in run.metrics for name in entry.get("validation", {}).get("model", {})]
+    return select_headlines(dict.fromkeys(found))
 
 
 def _read_validation(name: str, run: Run) -> Points:
@@ -73,15 +75,40 @@ def _read_exposed(run: Run) -> Points:
     ]
 
 
-def _render_test_metrics(runs: Sequence[Run]) -> str:
-    """The test part's metrics of the model and of the baselines, as a table."""
-    columns: list[tuple[str, dict[str, Any]]] = []
+def _render_best(runs: Sequence[Run]) -> str:
+    """The best evaluation of the validation part, of runs that compare them."""
+    parts = []
     for run in runs:
-        tests = (entry["test"] for entry in reversed(run.metrics) if "test" in entry)
-        test: dict[str, dict[str, Any]] = next(tests, {})
-        columns += [
-            (f"{run.name}: {who}" if len(runs) > 1 else who, values) for who, values in test.items()
-        ]
+        if (best := run.best) is not None:
+            name = f"{run.name}: " if len(runs) > 1 else ""
+            kept = "; its checkpoint is kept" if best["kept"] else ""
+            words = f"step {best['step']:,}, {best['metric']} {best['value']:.4f}{kept}"
+            parts.append(f"<p>{escape(f'{name}Best on the validation part: {words}.')}</p>")
+    return "".join(parts)
+
+
+def _render_test_metrics(runs: Sequence[Run]) -> str:
+    """The test part's metrics of the model and of the baselines, as a table: among all items, and
+    beside that among those that the history does not hold."""
+    columns: list[tuple[str, dict[str, Any]]] = []
+    notes: list[str] = []
+    for run in runs:
+        name = f"{run.name}: " if len(runs) > 1 else ""
+        tests = (entry for entry in reversed(run.metrics) if "test" in entry)
+        entry: dict[str, Any] = next(tests, {})
+        test: dict[str, dict[str, Any]] = entry.get("test", {})
+        for who, values in test.items():
+            kinds = {kind: _select_kind(values, kind) for kind in ("", UNSEEN)}
+            parts = {"": "all items", UNSEEN: "unseen items"} if kinds[UNSEEN] else {"": ""}
+            columns += [
+                (f"{name}{who}{', ' if words else ''}{words}", kinds[kind])
+                for kind, words in parts.items()
+            ]
+        if (share := test.get("model", {}).get(REPEATS)) is not None:
+            words = f"{100 * share:.1f} % of the targets are repeats: the history holds them."
+            notes.append(name + words)
+        if entry.get("of_step") is not None:
+            notes.append(f"{name}Evaluated with the checkpoint of step {entry['of_step']:,}.")
     names = dict.fromkeys(name for _, values in columns for name in values)
     if not names:
         return ""
@@ -90,4 +117,15 @@ def _render_test_metrics(runs: Sequence[Run]) -> str:
         for n in names
     ]
     head = ["metric", *(escape(title) for title, _ in columns)]
-    return "<h3>Test part</h3>" + render_table(head, rows)
+    words = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    return "<h3>Test part</h3>" + words + render_table(head, rows)
+
+
+def _select_kind(values: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The metrics among all items (kind "") or among unseen ones, by their names without the
+    kind."""
+    return {
+        name.removesuffix(UNSEEN): value
+        for name, value in values.items()
+        if name != REPEATS and name.endswith(UNSEEN) == (kind == UNSEEN)
+    }

@@ -7,6 +7,7 @@ from functools import partial
 from html import escape
 from typing import Any
 
+from freescale.config.metrics import select_headlines
 from freescale.report.markup import (
     NONE,
     format_bytes,
@@ -32,7 +33,7 @@ _DEVICE_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("kernels launched a step", "launches", "{:,.0f}".format),
     ("compilations after step 1", "compilations", "{:,.0f}".format),
 )
-_METRICS = ("hr@10", "ndcg@10", "auc", "ne")  # of the model's quality, where they are there
+_METRICS = 6  # of the model's quality, at most
 
 
 def render_overview(runs: Sequence[Run]) -> str:
@@ -52,8 +53,9 @@ def render_overview(runs: Sequence[Run]) -> str:
     ]
     shown.append(("last loss", lambda place, run: _show_last_loss(run)))
     names = dict.fromkeys(name for run in runs for name in _find_quality(run))
-    kept = [name for name in names if name.endswith(_METRICS)] or list(names)[:2]
-    shown += [(escape(name), partial(_show_quality, name)) for name in kept]
+    shown += [(escape(name), partial(_show_quality, name)) for name in list(names)[:_METRICS]]
+    if any(run.best for run in runs):
+        shown.append(("best on validation", lambda place, run: _show_best(run)))
     shown.append(("ranks", partial(show_figure, "ranks", str)))
     shown.append(("measured steps", partial(show_figure, "measured_steps", "{:,}".format)))
     if len(runs) == 1:
@@ -73,8 +75,13 @@ def _find_quality(run: Run) -> dict[str, float]:
             (entry[part]["model"] for entry in reversed(run.metrics) if part in entry), None
         )
         if found:
-            return {f"{part} {name}": value for name, value in found.items() if value is not None}
+            shown = {name: value for name, value in found.items() if value is not None}
+            return {f"{part} {name}": shown[name] for name in select_headlines(shown)}
     return {}
+
+
+def _show_best(run: Run) -> str:
+    return NONE if run.best is None else f"step {run.best['step']:,}"
 
 
 def _show_quality(name: str, place: int, run: Run) -> str:

@@ -33,6 +33,14 @@ class Run:
         """Whether the ledger has figures: a run that ended early, or has just begun, has none."""
         return bool(self.ledger.get("measured_steps"))
 
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The best evaluation of the validation part: its metric, value, step and whether its
+        checkpoint is kept. None if the run did not compare them, or none had a value."""
+        noted = (entry["best"] for entry in reversed(self.metrics) if "best" in entry)
+        found: dict[str, Any] = next(noted, {})
+        return found if found.get("step") is not None else None
+
 
 def read_runs(folders: list[Path]) -> list[Run]:
     """Reads runs, and names them by as much of their paths as tells them apart."""

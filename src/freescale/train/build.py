@@ -4,6 +4,7 @@ the same."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from freescale.data.loader import Histories
 from freescale.data.negatives import choose_negatives
 from freescale.data.prepare import prepare
 from freescale.data.workers import choose_workers
-from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.embedding.optimizers import ROW_OPTIMIZERS, Adam, RowOptimizer
 from freescale.embedding.parallelize import parallelize
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.folders import find_cache_folder
@@ -29,7 +30,8 @@ from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.pipeline import Pipeline
 from freescale.segments import Segments
-from freescale.train.evaluate import evaluate_ranking, evaluate_retrieval
+from freescale.train.evaluate import evaluate_ranking
+from freescale.train.evaluate_retrieval import evaluate_retrieval
 from freescale.train.learning_rate import build_learning_rate
 from freescale.transport.api import Transport
 
@@ -76,24 +78,32 @@ def count_workers(config: RunConfig, device: str) -> int:
     return choose_workers(config.data.workers, device, cores, max(1, ranks))
 
 
-def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:
-    """The model as a plain module. Its tables are on the meta device; `parallelize` makes them."""
+def build_encoder(config: RunConfig) -> HSTU:
+    """The encoder of the model."""
     model = config.model
-    torch.manual_seed(config.train.seed)
     names = ("segment", "segment_tokens", "segment_weight", "segment_pooling")
     segments = {} if model.segment is None else {name: getattr(model, name) for name in names}
-    encoder = (SegmentedHSTU if segments else HSTU)(
+    return (SegmentedHSTU if segments else HSTU)(
         width=model.width,
         layers=model.layers,
         heads=model.heads,
         max_length=config.data.max_length
         + (config.data.candidates if model.task == "ranking" else 0),
         dropout=model.dropout,
+        input_dropout=model.input_dropout,
+        input_scale=model.input_scale,
         position_bias=model.position_bias,
         time_bias=model.time_bias,
         checkpoint=model.recompute,
         **segments,
     )
+
+
+def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:
+    """The model as a plain module. Its tables are on the meta device; `parallelize` makes them."""
+    model = config.model
+    torch.manual_seed(config.train.seed)
+    encoder = build_encoder(config)
     sizes: dict[str, Any] = {
         "num_items": num_items,
         "num_actions": num_actions,
@@ -144,14 +154,29 @@ def build_model(config: RunConfig, data: Histories, transport: Transport) -> Sha
     return parallelize(
         module,
         module.features,  # type: ignore[arg-type]
-        ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr),
+        build_row_optimizer(config),
         transport=transport,
         placement=config.placements,
-        init_std=config.model.width**-0.5,
+        init_std=choose_row_std(config),
         seed=train.seed,
         row_clip=train.row_clip,
         wire_dtype=torch.bfloat16 if train.wire_precision == "bf16" else None,
     )
+
+
+def choose_row_std(config: RunConfig) -> float:
+    """Standard deviation of the first values of rows."""
+    model = config.model
+    return model.width**-0.5 if model.row_std is None else model.row_std
+
+
+def build_row_optimizer(config: RunConfig) -> RowOptimizer:
+    """Of the rows of all tables."""
+    train = config.train
+    optimizer: RowOptimizer = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
+    if isinstance(optimizer, Adam):
+        optimizer = replace(optimizer, betas=(optimizer.betas[0], train.beta2))
+    return optimizer
 
 
 def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optimizer:
@@ -161,6 +186,7 @@ def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optim
     return torch.optim.AdamW(
         model.dense_parameters(),
         lr=train.lr,
+        betas=(0.9, train.beta2),
         weight_decay=train.weight_decay,
         fused=True,
     )

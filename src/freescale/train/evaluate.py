@@ -1,10 +1,5 @@
-"""Evaluation over all ranks: any model by means of your own (`evaluate`), retrieval against the
-full catalogue, ranking by NE and AUC.
-
-In retrieval every rank scores all queries of a batch against its own part of the item table; the
-target's score and the number of better items are summed over ranks. No rank ever holds the whole
-table, and nothing is sampled.
-"""
+"""Evaluation over all ranks: any model by means of your own (`evaluate`), ranking by NE, AUC and
+GAUC. Retrieval has a file of its own, evaluate_retrieval.py."""
 
 from __future__ import annotations
 
@@ -17,13 +12,11 @@ from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.sharded_model import ShardedModel, evaluation_mode
-from freescale.kernels.reference.scores import (
-    choose_tile,
-    count_better,
-    score_targets,
-    split_queries,
+from freescale.train.metrics import (
+    area_under_curve,
+    group_area_under_curve,
+    normalized_entropy,
 )
-from freescale.train.metrics import area_under_curve, normalized_entropy, ranking_quality
 from freescale.transport.api import Transport
 from freescale.transport.failures import raise_together
 
@@ -135,7 +128,7 @@ def _merge_totals(totals: Mapping[str, Tensor], transport: Transport) -> dict[st
     }
 
 
-def _visit_batches(
+def visit_batches(
     parallel: ShardedModel, data: Iterable[SequenceBatch], visit: Callable[[SequenceBatch], None]
 ) -> None:
     """Visits batches with the model in evaluation mode and the batch's rows fetched. All ranks have
@@ -147,8 +140,8 @@ def _visit_batches(
                 visit(batch)
 
 
-def _gather_rows(tensor: Tensor, transport: Transport) -> tuple[Tensor, list[int]]:
-    """tensor [n, ...] with another n on each rank -> all rows in rank order, and each rank's n."""
+def gather_rows(tensor: Tensor, transport: Transport) -> Tensor:
+    """tensor [n, ...] with another n on each rank -> all rows in rank order."""
     sizes = (
         transport.all_gather(torch.tensor([tensor.shape[0]], device=tensor.device), "counts")
         .wait()
@@ -158,106 +151,38 @@ def _gather_rows(tensor: Tensor, transport: Transport) -> tuple[Tensor, list[int
     padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor
     parts = transport.all_gather(padded, "rows").wait()
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]), sizes
-
-
-def evaluate_retrieval(
-    parallel: ShardedModel,
-    data: Iterable[SequenceBatch],
-    *,
-    table: str = "item",
-    popularity: Tensor | None = None,
-) -> dict[str, dict[str, float]]:
-    """{"model": metrics, "popularity": metrics}: ranks of dense["target"] in the full catalogue.
-    The same on every rank.
-
-    `popularity` [rows]: how often the training part holds each item; the baseline that recommends
-    the most popular to all. Of equal scores, and of equally popular items, the target ranks last.
-    """
-    transport = parallel.transport
-    parallel.tables.settle()
-    ids, rows = parallel.tables.get_local_rows(table)
-    module = parallel.module
-    with torch.no_grad(), evaluation_mode(module):
-        catalogue = module.encode_items(rows)  # type: ignore[operator]  # [n, width]
-    place = _PlaceFinder(ids)
-    # on every rank, whatever it owns
-    tile = choose_tile(-(-parallel.tables.specs[table].rows // transport.world))
-    # In its own dtype: rounded counts would tie, and ties would make the baseline look worse than
-    # it is.
-    counts = popularity.to(ids.device)[ids] if popularity is not None else None
-    ordered = counts.sort().values if counts is not None else None
-    ranks: list[Tensor] = []
-    popular: list[Tensor] = []
-
-    def add_up(mine: Tensor) -> Tensor:
-        return transport.all_reduce(mine, "counts").wait()
-
-    def visit(batch: SequenceBatch) -> None:
-        valid = batch.weights["next_item"] > 0 if len(batch) else None
-        if valid is not None:
-            queries, targets = module.encode_queries(batch)[valid], batch.dense["target"][valid]  # type: ignore[operator]
-        else:
-            queries = catalogue.new_zeros(0, catalogue.shape[1])
-            targets = torch.zeros(0, dtype=torch.int64, device=transport.device)
-        queries, _ = _gather_rows(queries.to(catalogue.dtype), transport)
-        targets, _ = _gather_rows(targets, transport)
-        places = place.find(targets)
-        for part, own in split_queries(queries, places):
-            goals = add_up(score_targets(part, catalogue, own, tile=tile))
-            ranks.append(add_up(count_better(part, catalogue, own, goals, tile=tile)) + 1)
-        if counts is not None and ordered is not None:
-            here = places >= 0
-            goals = torch.zeros_like(targets, dtype=counts.dtype)
-            if counts.numel():
-                goals = torch.where(here, counts[places.clamp(min=0)], goals)
-            ahead = counts.numel() - torch.searchsorted(ordered, add_up(goals)) - here.long()
-            popular.append(add_up(ahead) + 1)
-
-    _visit_batches(parallel, data, visit)
-    results = {"model": ranking_quality(torch.cat(ranks).cpu())} if ranks else {"model": {}}
-    if popular:
-        results["popularity"] = ranking_quality(torch.cat(popular).cpu())
-    return results
-
-
-class _PlaceFinder:
-    """Finds ids among the ids [n] of this rank's rows."""
-
-    def __init__(self, ids: Tensor) -> None:
-        self._ordered, self._order = ids.sort()
-
-    def find(self, wanted: Tensor) -> Tensor:
-        """wanted [q] -> their places [q], -1 for those that are not here."""
-        if not self._ordered.numel():
-            return torch.full_like(wanted, -1)
-        found = torch.searchsorted(self._ordered, wanted).clamp_(max=self._ordered.numel() - 1)
-        return torch.where(self._ordered[found] == wanted, self._order[found], -1)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 def evaluate_ranking(
     parallel: ShardedModel, data: Iterable[SequenceBatch], tasks: tuple[str, ...]
 ) -> dict[str, dict[str, float]]:
-    """{"model": {"ne/task": ..., "auc/task": ...}} over all candidates of all ranks."""
+    """{"model": {"ne/task": ..., "auc/task": ..., "gauc/task": ...}} over all candidates of all
+    ranks; a sample is a user."""
     transport = parallel.transport
     predictions: list[Tensor] = []
     labels: list[Tensor] = []
+    counts: list[Tensor] = []  # candidates of each user
 
     def visit(batch: SequenceBatch) -> None:
         if len(batch):
             guess = parallel.module.predict(batch).float()  # type: ignore[operator]
             truth = batch.sequences["labels"].values.float()
+            count = batch.sequences["labels"].lengths
         else:
             guess = truth = torch.zeros(0, len(tasks), device=transport.device)
-        predictions.append(_gather_rows(guess, transport)[0].cpu())
-        labels.append(_gather_rows(truth, transport)[0].cpu())
+            count = torch.zeros(0, dtype=torch.int64, device=transport.device)
+        for found, mine in ((predictions, guess), (labels, truth), (counts, count)):
+            found.append(gather_rows(mine, transport).cpu())
 
-    _visit_batches(parallel, data, visit)
+    visit_batches(parallel, data, visit)
     if not predictions:
         return {"model": {}}
-    guesses, truths = torch.cat(predictions), torch.cat(labels)
+    guesses, truths, users = torch.cat(predictions), torch.cat(labels), torch.cat(counts)
     result: dict[str, float] = {}
     for column, task in enumerate(tasks):
-        result[f"ne/{task}"] = normalized_entropy(guesses[:, column], truths[:, column])
-        result[f"auc/{task}"] = area_under_curve(guesses[:, column], truths[:, column])
+        guess, truth = guesses[:, column], truths[:, column]
+        result[f"ne/{task}"] = normalized_entropy(guess, truth)
+        result[f"auc/{task}"] = area_under_curve(guess, truth)
+        result[f"gauc/{task}"] = group_area_under_curve(guess, truth, users)
     return {"model": result}

@@ -14,7 +14,7 @@ from freescale.train.checkpoint import (
     Intact,
     SafeReader,
     explain_errors,
-    last_intact,
+    find_checkpoint,
     verify_checkpoint,
 )
 from freescale.transport.local import LocalTransport
@@ -79,8 +79,7 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> Path:
     return path
 
 
-def export_run(folder: Path, out: Path) -> Iterator[Path]:
-    found = last_intact(folder / "checkpoints", LocalTransport())
-    if found is None:
-        raise ValueError(f"{folder} holds no checkpoint: name the folder of a run")
+def export_run(folder: Path, out: Path, name: str | None = None) -> Iterator[Path]:
+    """Exports a checkpoint of a run, as `find_checkpoint` names it."""
+    found = find_checkpoint(folder / "checkpoints", name, LocalTransport())
     yield from export_checkpoint(found, out)

@@ -7,15 +7,22 @@ import math
 import torch
 from torch import Tensor
 
+from freescale.config.metrics import CUTOFFS
+
 
 def ranking_quality(ranks: Tensor) -> dict[str, float]:
-    """HR@k, NDCG@10 and MRR from the rank [n] (1 = best) of each target in the whole catalogue."""
+    """HR@k and NDCG@k for every k of `CUTOFFS`, and MRR, from the rank [n] (1 = best) of each
+    target in the catalogue."""
     if not ranks.numel():
         return {}
     ranks = ranks.double()
-    quality = {f"hr@{k}": (ranks <= k).double().mean().item() for k in (1, 10, 50)}
-    gain = torch.where(ranks <= 10, 1 / torch.log2(ranks + 1), 0.0)
-    return quality | {"ndcg@10": gain.mean().item(), "mrr": (1 / ranks).mean().item()}
+    gain = 1 / torch.log2(ranks + 1)
+    hits = {k: ranks <= k for k in CUTOFFS}
+    return {
+        **{f"hr@{k}": hit.double().mean().item() for k, hit in hits.items()},
+        **{f"ndcg@{k}": torch.where(hit, gain, 0.0).mean().item() for k, hit in hits.items()},
+        "mrr": (1 / ranks).mean().item(),
+    }
 
 
 def normalized_entropy(predictions: Tensor, labels: Tensor) -> float:
@@ -41,3 +48,38 @@ def area_under_curve(predictions: Tensor, labels: Tensor) -> float:
     middle = sizes.cumsum(0).double() - (sizes.double() - 1) / 2  # mean rank of each tied value
     rank_sum: float = middle[inverse][positives].sum().item()
     return (rank_sum - count * (count + 1) / 2) / (count * (total - count))
+
+
+def group_area_under_curve(predictions: Tensor, labels: Tensor, counts: Tensor) -> float:
+    """GAUC: the mean of each user's AUC, weighted by the user's candidates.
+
+    Users whose candidates are all of one class have no AUC and do not count.
+
+    Args:
+        predictions: [n], the candidates of a user beside each other.
+        labels: [n] 0 or 1.
+        counts: [users] int64: candidates of each.
+
+    Returns:
+        Not a number if no user counts, or a prediction is not a number.
+    """
+    if predictions.isnan().any():
+        return math.nan
+    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    order = predictions.argsort()
+    order = order[owner[order].argsort(stable=True)]  # by user, then by prediction
+    ordered = predictions[order]
+    new = torch.ones_like(owner, dtype=torch.bool)  # a value, or a user
+    new[1:] = (ordered[1:] != ordered[:-1]) | (owner[1:] != owner[:-1])
+    run = new.cumsum(0) - 1
+    sizes = torch.bincount(run)
+    middle = sizes.cumsum(0).double() - (sizes.double() - 1) / 2  # mean rank of each tied value
+    ranks = middle[run] - (counts.cumsum(0) - counts)[owner].double()  # within the user
+    positives = (labels[order] > 0.5).double()
+    positive = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, owner, positives)
+    rank_sum = torch.zeros_like(positive).index_add_(0, owner, ranks * positives)
+    pairs_of = positive * (counts - positive)  # one of each class
+    both = pairs_of > 0
+    areas = (rank_sum - positive * (positive + 1) / 2)[both] / pairs_of[both]
+    weights = counts[both].double()
+    return (areas * weights).sum().item() / weights.sum().item() if both.any() else math.nan

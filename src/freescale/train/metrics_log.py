@@ -21,8 +21,14 @@ class MetricsLog(Callback):
         self._append(trainer, entry)
 
     def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:
-        epoch = {"epoch": trainer.epoch} if part == "validation" else {}
-        self._append(trainer, {"step": trainer.step, **epoch, part: metrics})
+        best = trainer.best
+        about: dict[str, Any] = {}
+        if part == "validation":
+            about["epoch"] = trainer.epoch
+            about |= {"best": best.state_dict()} if best is not None else {}
+        elif best is not None and best.kept and best.step is not None:
+            about["of_step"] = best.step  # whose checkpoint is evaluated
+        self._append(trainer, {"step": trainer.step, **about, part: metrics})
 
     def _append(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
         if trainer.rank == 0:

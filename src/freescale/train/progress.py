@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from freescale.config.metrics import select_headlines
 from freescale.pipeline.step_result import StepResult
 from freescale.train.build import build_reducer
 from freescale.train.callbacks import Callback, Metrics
@@ -73,8 +74,11 @@ class ConsoleProgress(Callback):
 
     def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:
         if trainer.rank == 0 and part == "validation":  # the command shows the test part as a table
-            values = "  ".join(f"{name} {value:.4f}" for name, value in metrics["model"].items())
-            self._print(f"step {trainer.step}  validation  {values}")
+            quality = metrics["model"]
+            values = "  ".join(f"{name} {quality[name]:.4f}" for name in select_headlines(quality))
+            best = trainer.best
+            mark = "  best so far" if best is not None and best.step == trainer.step else ""
+            self._print(f"step {trainer.step}  validation  {values}{mark}")
 
     def on_end(self, trainer: Trainer, results: Mapping[str, Any]) -> None:
         if self._bar:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from freescale.config import RunConfig
+from freescale.config.metrics import UNSEEN
 from freescale.train.build import build_model, evaluate_part, load_histories
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.metrics_log import to_json
@@ -22,14 +23,14 @@ from freescale.transport.connect import connect
 
 
 def run_training(
-    config: RunConfig, folder: Path | None, resume: bool, prepare: Callable[[], Path]
+    config: RunConfig, folder: Path | None, resume: str | None, prepare: Callable[[], Path]
 ) -> int:
     """Trains as one of the ranks, and shows the run on rank 0's terminal.
 
     Args:
         config: of the run.
         folder: of the run; None makes a new one.
-        resume: go on from the folder's last checkpoint.
+        resume: the checkpoint of the folder to go on from; None for a new run.
         prepare: returns the histories file.
 
     Returns:
@@ -41,13 +42,18 @@ def run_training(
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
     callbacks = [ConsoleProgress()] if transport.rank == 0 else []
     trainer = Trainer(
-        config, folder, resume=resume, callbacks=callbacks, histories=path, transport=transport
+        config,
+        folder,
+        resume=resume if resume is not None else False,
+        callbacks=callbacks,
+        histories=path,
+        transport=transport,
     )
     with StopSignals(trainer.stop, transport.rank) as signals:
         results = trainer.train(signals)
         if transport.rank == 0:
             stopped = _describe_stop(trainer) if results["stopped"] else ""
-            _show(results, trainer.folder, stopped)
+            _show(results, trainer, stopped)
         if results["stopped"]:
             # the first that ends makes a launcher end the others: let all be through
             transport.gather_bytes(b"")
@@ -87,19 +93,38 @@ def resume_command(folder: Path, environment: Mapping[str, str]) -> str:
     return f"freescale {arguments}" + (f" --nproc {ranks}" if ranks > 1 else "")
 
 
-def _show(results: dict[str, Any], folder: Path, stopped: str) -> None:
+def _describe_best(trainer: Trainer) -> list[str]:
+    """Which evaluation was the best, and whether its checkpoint was kept and training ended for
+    it."""
+    best, patience = trainer.best, trainer.config.train.patience
+    if best is None or best.step is None:
+        return []
+    where = f", {trainer.checkpoints.path(best.step)}" if best.kept else ""
+    words = f"best on the validation part: step {best.step}, {best.metric} {best.value:.4f}{where}"
+    if patience is None or best.since < patience:
+        return [words]
+    early = f"ended early, after {best.since} evaluations without a better one (--patience)"
+    return [early, words]
+
+
+def _show(results: dict[str, Any], trainer: Trainer, stopped: str) -> None:
     from rich.console import Console
 
     from freescale.report.console import print_ledger, print_quality
 
-    console = Console()
+    console, folder = Console(), trainer.folder
     if results.get("test"):
         print_quality(console, results["test"])
     print_ledger(console, results["ledger"])
     if "loss" in results:
         quality = results.get("test", {}).get("model", {})
-        hit = f"  HR@10 {quality['hr@10']:.4f}" if "hr@10" in quality else ""
+        hit = ""
+        if "hr@10" in quality:
+            unseen = quality[f"hr@10{UNSEEN}"]
+            hit = f"  HR@10 {quality['hr@10']:.4f}, without the history's items {unseen:.4f}"
         console.print(f"loss {results['loss']:.4f}{hit}", highlight=False, soft_wrap=True)
+    for line in _describe_best(trainer):
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(
         (
             f"everything is in {folder}: config.json, metrics.jsonl, ledger.json, trace.json.gz, "
@@ -117,14 +142,19 @@ def _show(results: dict[str, Any], folder: Path, stopped: str) -> None:
         console.print(stopped, highlight=False, soft_wrap=True)
 
 
-def run_evaluation(config: RunConfig, folder: Path, part: str, prepare: Callable[[], Path]) -> None:
-    """Evaluates the last checkpoint of the run in `folder`; writes eval-PART.json into it."""
+def run_evaluation(
+    config: RunConfig,
+    folder: Path,
+    part: str,
+    prepare: Callable[[], Path],
+    checkpoint: str | None = None,
+) -> None:
+    """Evaluates a checkpoint of the run in `folder`, as `Checkpoints.find` names it; writes
+    eval-PART.json into it."""
     path = prepare()
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
     checkpoints = Checkpoints(folder / "checkpoints", transport)
-    found = checkpoints.last_intact()
-    if found is None:
-        raise ValueError(f"{folder} holds no checkpoint")
+    found = checkpoints.find(checkpoint)
     model = build_model(config, load_histories(config, path, transport), transport)
     progress = checkpoints.load(found, model)
     quality = evaluate_part(config, model, path, part, baseline=True)
@@ -144,5 +174,7 @@ def run_evaluation(config: RunConfig, folder: Path, part: str, prepare: Callable
             "torch": torch.__version__,
             "quality": quality,
         }
-        (folder / f"eval-{part}.json").write_text(to_json(result) + "\n", encoding="utf-8")
+        written = folder / f"eval-{part}.json"
+        written.write_text(to_json(result) + "\n", encoding="utf-8")
+        console.print(f"all metrics are in {written}", highlight=False, soft_wrap=True)
     transport.close()

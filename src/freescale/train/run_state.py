@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from freescale.data.loader import Histories
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.pipeline import Pipeline
+from freescale.train.best import Best
 from freescale.train.checkpoint import Checkpoints
 
 
@@ -22,6 +24,7 @@ class RunState:
     optimizer: torch.optim.Optimizer
     pipeline: Pipeline
     data: Histories
+    best: Best | None = None
     _saved: int = field(default=0, init=False)  # the last step in a checkpoint
 
     def save(self, number: int) -> Path | None:
@@ -39,21 +42,28 @@ class RunState:
         """
         if self._saved == self.pipeline.steps:
             return None
-        progress = {
+        progress: dict[str, Any] = {
             "step": self.pipeline.steps,
             "pipeline": self.pipeline.state_dict(),
             "data": self.data.state_dict(number + 1),
         }
-        path = self.checkpoints.save(self.model, self.optimizer, progress, self.pipeline.reducer)
+        protected: list[int] = []
+        if self.best is not None:
+            progress["best"] = self.best.state_dict()
+            protected += [self.best.step] if self.best.kept and self.best.step else []
+        path = self.checkpoints.save(
+            self.model, self.optimizer, progress, self.pipeline.reducer, protected
+        )
         self._saved = self.pipeline.steps
         return path
 
-    def load(self) -> int:
-        """Loads the last intact checkpoint and returns its step. ValueError if there is none."""
-        found = self.checkpoints.last_intact()
-        if found is None:
-            raise ValueError(f"nothing to resume: {self.checkpoints.folder} holds no checkpoint")
+    def load(self, name: str = "last") -> int:
+        """Loads a checkpoint, as `Checkpoints.find` names it, and returns its step. ValueError if
+        there is none."""
+        found = self.checkpoints.find(name)
         progress = self.checkpoints.load(found, self.model, self.optimizer, self.pipeline.reducer)
         self.pipeline.load_state_dict(progress["pipeline"])
         self.data.load_state_dict(progress["data"])
+        if self.best is not None:
+            self.best.load_state_dict(progress.get("best"))
         return int(progress["step"])

@@ -14,6 +14,7 @@ from freescale.data.workers import WorkerLoader, read_ahead
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
+from freescale.train.best import build_best
 from freescale.train.build import (
     build_model,
     build_optimizer,
@@ -55,17 +56,18 @@ class Trainer:
         config: RunConfig,
         folder: Path | str | None = None,
         *,
-        resume: bool = False,
+        resume: bool | str = False,
         callbacks: Sequence[Callback] = (),
         histories: Path | None = None,
         transport: Transport | None = None,
     ) -> None:
-        """Builds everything and, with `resume`, loads the folder's last checkpoint.
+        """Builds everything and, with `resume`, loads a checkpoint of the folder.
 
         Args:
             config: what to train on what, and how.
             folder: of the run. None makes a new one under runs/ when training begins.
-            resume: go on from the last checkpoint in `folder`.
+            resume: go on from the last checkpoint in `folder`; or from another, by name: "best" or
+                a step. Checkpoints after it are given up.
             callbacks: are called at steps, evaluations and checkpoints, on every rank.
             histories: the prepared histories file. None prepares `config.data.data`.
             transport: joins the ranks. None connects by torchrun's environment, or as one process,
@@ -75,7 +77,7 @@ class Trainer:
             ValueError: if the folder holds another run, there is nothing to resume, or the data,
                 the model and the checkpoint do not fit each other.
         """
-        self.config, self._resume = config, resume
+        self.config, self._resume = config, bool(resume)
         self._histories = histories if histories is not None else prepare_data(config.data)
         self._connected = transport is None
         settings = config.train
@@ -84,7 +86,7 @@ class Trainer:
             if transport is None
             else transport
         )
-        self._run_folder = RunFolder(Path(folder) if folder else None, resume, transport)
+        self._run_folder = RunFolder(Path(folder) if folder else None, self._resume, transport)
         self.data = load_histories(config, self._histories, transport)
         # as it was chosen: the run's config.json keeps it, and a resumed run repeats it
         per, count = self.data.negatives_per, self.data.negatives
@@ -98,15 +100,16 @@ class Trainer:
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", transport, settings.keep_checkpoints
         )
+        self.best = build_best(config)  # evaluation so far, where evaluations are compared
         self._state = RunState(
-            self.checkpoints, self.model, self.optimizer, self.pipeline, self.data
+            self.checkpoints, self.model, self.optimizer, self.pipeline, self.data, self.best
         )
         self._number = -1  # of the last batch that was applied
         own: list[Callback] = [MetricsLog(), DeviceFigures(settings.profile_steps)]
         own += [TensorBoardLog()] if settings.tensorboard else []
         self._callbacks = CallbackList([*own, *callbacks], transport)
         if resume:
-            step = self._state.load()
+            step = self._state.load(resume if isinstance(resume, str) else "last")
             if self.rank == 0:
                 truncate_logs(self.folder, step)
         else:
@@ -148,21 +151,25 @@ class Trainer:
         self.pipeline.stop()
 
     def train(self, signals: StopSignals | None = None) -> dict[str, Any]:
-        """Trains to the end of the configuration, or until `stop` or a signal ends it.
+        """Trains to the end of the configuration, or until `stop`, `patience` or a signal ends it.
+
+        With `keep="best"` the test part is evaluated with the best checkpoint, which `model` holds
+        afterwards.
 
         Args:
             signals: listens for SIGTERM and Ctrl-C. Without it signals do what they do elsewhere.
 
         Returns:
             `loss` of the last step, `test` with the metrics of the test part, `ledger` (on rank 0)
-            and `stopped`: the number of the signal that ended the run, or 0.
+            and `stopped`: the number of the signal that ended the run, or 0. Where evaluations are
+            compared, `best` with its `metric`, `value`, `step` and whether it is `kept`.
 
         Raises:
             ValueError: if nothing is left to train, or the model diverges.
             RemoteError: if another rank fails.
         """
-        self._open_folder()
         try:
+            self._open_folder()
             results = self._train(signals or StopSignals(self.stop, self.rank))
         finally:
             self._run_folder.close()
@@ -174,8 +181,8 @@ class Trainer:
         """The steps of `train`, for a program with a loop of its own: logs, evaluations and
         checkpoints are made as they fall due, the last checkpoint and the test part are left out.
         A collective, like each of its steps."""
-        self._open_folder()
         try:
+            self._open_folder()
             self._callbacks.call("on_start", self)
             yield from self._loop(self._start_ledger(), StopSignals(self.stop, self.rank))
         finally:
@@ -186,6 +193,11 @@ class Trainer:
             raise ValueError(
                 f"{self.folder} is at step {self.step} of {self.total}: ask for more "
                 "--epochs or --steps to go on"
+            )
+        if self._out_of_patience:
+            raise ValueError(
+                f"{self.folder} ended at step {self.step}, after {self.config.train.patience} "
+                "evaluations without a better one: ask for more --patience to go on"
             )
         kind = self.transport.device.type
         # First of all: while kernels are compiled, the workers come up.
@@ -229,9 +241,12 @@ class Trainer:
         # Whichever rank got a signal: all skip what is left.
         numbers = self.transport.gather_bytes(b"%d" % signals.number)
         results["stopped"] = max(map(int, numbers))
+        if self.best is not None:
+            results["best"] = self.best.state_dict()
         if not results["stopped"]:
             signals.close()
             if self.config.data.split != "none":
+                self._load_best()
                 results["test"] = self._evaluate("test")
         self._callbacks.call("on_end", self, results)
         self._callbacks.check()
@@ -260,9 +275,9 @@ class Trainer:
                 supervised += sum(last.counts.values())
                 if not supervised and (self._ends_epoch or self.step == self.total):
                     raise ValueError(_NOTHING_SUPERVISED.format(data=self.config.data))
-                ended = self.step >= self.total
                 with signals.suspend_limit():
                     self._validate()
+                    ended = self.step >= self.total or self._out_of_patience
                     if not ended and self.step % settings.checkpoint_every == 0:
                         self._checkpoint()
                 yield last
@@ -283,13 +298,28 @@ class Trainer:
         due = every is not None and self._ends_epoch and self.epoch % every == 0
         if due and self.config.data.split != "none":
             self._evaluate("validation")
+            if self.best is not None and self.best.kept and self.best.step == self.step:
+                self._checkpoint()
 
     def _evaluate(self, part: str) -> dict[str, dict[str, float]]:
         metrics = evaluate_part(
             self.config, self.model, self._histories, part, baseline=part == "test"
         )
+        if self.best is not None and part == "validation":
+            self.best.note(self.step, metrics["model"])
         self._callbacks.call("on_evaluation", self, metrics, part)
         return metrics
+
+    @property
+    def _out_of_patience(self) -> bool:
+        """The same on every rank after the same step, as the metrics are."""
+        patience = self.config.train.patience
+        return patience is not None and self.best is not None and self.best.since >= patience
+
+    def _load_best(self) -> None:
+        best = self.best
+        if best is not None and best.kept and best.step not in (None, self.step):
+            self.checkpoints.load(self.checkpoints.find("best"), self.model)
 
     def _checkpoint(self) -> None:
         path = self._state.save(self._number)

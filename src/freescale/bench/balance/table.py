@@ -63,7 +63,7 @@ def format_cost(used: Results, folder: str) -> str:
         "largest peak on the GPU: none, greedy",
     )
     asked = (
-        "Asked: own time at most 1 % of the step, predicted times at most 5 % off the "
+        "Targets: own time at most 1 % of the step, predicted times at most 5 % off the "
         "measured ones (median, after 50 steps)."
     )
     return format_table(used, folder, head, rows, note=f"{asked} {format_verdict(used)}")

@@ -63,8 +63,8 @@ def describe_machine(result: Mapping[str, Any]) -> str:
 
 
 def describe_origin(result: Mapping[str, Any]) -> str:
-    """Machine, commit, date."""
-    return f"{describe_machine(result)}, commit {result['commit']}, {result['date'][:10]}"
+    """Machine and date; the result itself has the commit."""
+    return f"{describe_machine(result)}, {result['date'][:10]}"
 
 
 def draw_caption(

@@ -42,7 +42,7 @@ def format_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_sources(used: Results, folder: str) -> str:
-    """Raw file, machine, commit, date and command of each result."""
+    """Raw file, machine, date and command of each result."""
     return "; ".join(
         f"[{name}.json]({folder}/{name}.json): {describe_origin(result)}, `{result['command']}`"
         for name, result in used.items()
@@ -68,17 +68,17 @@ def capitalize(text: str) -> str:
 
 
 def format_claims(used: Results, folder: str) -> str:
-    """What was asked of a benchmark, and what its last run found."""
+    """The targets of a benchmark, and what it measured."""
     rows = [
         (
             entry["claim"],
             f"{format_number(entry['asked'])} {entry['unit']}".strip(),
             f"{format_number(entry['measured'], 4)} {entry['unit']}".strip(),
-            "holds" if entry["holds"] else "**does not hold**",
+            "met" if entry["holds"] else "**missed**",
         )
         for entry in single(used)["claims"]
     ]
-    return format_table(used, folder, ("", "asked", "found", ""), rows)
+    return format_table(used, folder, ("", "target", "measured", ""), rows)
 
 
 def format_verdict(used: Results) -> str:
@@ -89,7 +89,7 @@ def format_verdict(used: Results) -> str:
         for entry in result["claims"]
         if not entry["holds"]
     ]
-    return f"Missed: {'; '.join(missed)}." if missed else "All that was asked holds."
+    return f"Targets missed: {'; '.join(missed)}." if missed else "All targets are met."
 
 
 def format_missed(used: Results, folder: str) -> str:
@@ -105,5 +105,5 @@ def format_missed(used: Results, folder: str) -> str:
         for name, entry in claims
         if not entry["holds"]
     ]
-    table = format_rows(("", "asked", "found", "raw"), rows)
-    return f"{table}\n\n*{len(rows)} of {len(claims)} claims; the others hold.*"
+    table = format_rows(("", "target", "measured", "raw data"), rows)
+    return f"{table}\n\n*{len(rows)} of {len(claims)} targets; the others are met.*"

@@ -46,11 +46,11 @@ def format_ladder(used: Results, folder: str) -> str:
         "loss, off serial's",
     )
     asked = [
-        f"{entry['claim']}: {entry['measured']:.3g} {entry['unit']} ({entry['asked']:g} asked)"
+        f"{entry['claim']}: {entry['measured']:.3g} {entry['unit']} (target {entry['asked']:g})"
         for entry in result["claims"]
         if not entry["holds"]
     ]
-    missed = f"\n\n**Asked of it and missed.** {'; '.join(asked)}." if asked else ""
+    missed = f"\n\n**Targets missed.** {'; '.join(asked)}." if asked else ""
     where = f"{capitalize(describe_conditions(result))}; medians, arms in turn."
     note = explain_rungs(result, "`")
     return format_table(used, folder, head, rows, note=note, conditions=where) + missed

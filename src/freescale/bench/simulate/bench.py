@@ -14,7 +14,8 @@ import numpy as np
 from freescale.bench.common.results import Destination, claim, write
 from freescale.config import SimulateConfig
 from freescale.simulate.generated_workload import GeneratedWorkload
-from freescale.simulate.run import Plans, build_cluster, build_workload
+from freescale.simulate.inputs import build_cluster, build_workload
+from freescale.simulate.run import Plans
 from freescale.simulate.simulator import Setting
 from freescale.simulate.workload import Demand, Rows
 
@@ -50,7 +51,7 @@ def simulate_arms(
 
 NONE, BALANCED, ALL = Setting(), Setting(balance="greedy"), Setting("staged", "greedy", "hostwire")
 ARMS = {
-    "plain TorchRec": Setting("metadata", deduplicate=False),
+    "plain TorchRec": Setting("sparse_dist", deduplicate=False),
     "none": NONE,
     "balancing": BALANCED,
     "staged": Setting("staged"),

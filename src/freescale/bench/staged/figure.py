@@ -49,7 +49,7 @@ def draw_curves(used: Results) -> str:
         used,
         note=(
             "Measured. Bars: 20th to 80th percentile. Charging counts and dense gradients to "
-            "staged, too: docs/staged.md."
+            "staged, too: docs/how/staged.md."
         ),
     )
 

@@ -42,8 +42,12 @@ class NativeLibrary:
     def __init__(self, path: str) -> None:
         library = ctypes.CDLL(path)
         shape, size, at, flag = POINTER(Shape), c_int64, c_void_p, c_int32
-        self.add_positions = _declare(library.add_positions, *[size] * 2, *[at] * 8)
-        self.sum_positions = _declare(library.sum_positions, *[size] * 2, *[at] * 3)
+        self.add_positions = _declare(
+            library.add_positions, *[size] * 3, *[at] * 5, c_float, c_int32, c_float, *[at] * 4
+        )
+        self.differentiate_positions = _declare(
+            library.differentiate_positions, *[size] * 2, *[at] * 3, c_float, *[at] * 2
+        )
         self.norm_rows = _declare(library.norm_rows, shape, *[at] * 5)
         self.differentiate_norm = _declare(library.differentiate_norm, shape, *[at] * 7)
         self.attend_and_gate = _declare(library.attend_and_gate, shape, size, *[at] * 11)

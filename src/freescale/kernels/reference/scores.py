@@ -59,9 +59,10 @@ def count_better(
     target_scores: Tensor,
     *,
     tile: int,
-    left_out: Jagged | None = None,
-) -> Tensor:
-    """Counts the items that rank before each query's target. Of equal scores the target is last.
+    seen: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Counts the items that rank before each query's target, all of them and those of a list of the
+    query's own. Of equal scores the target is last.
 
     So a model that scores all items alike ranks last, whatever the order of the items. Counts what
     is not worse, so that a score that is not a number puts the target behind it, never before.
@@ -72,19 +73,27 @@ def count_better(
         places: [q] int64: where the targets are among the items, which do not count; -1: elsewhere.
         target_scores: [q].
         tile: From `choose_tile`.
-        left_out: For each query, places of items that do not count; negative ones are skipped.
+        seen: [q, s] int64: for each query, places of different items other than the target;
+            negative ones are skipped. The scores are those that are compared anyway.
 
     Returns:
-        [q] int64.
+        ([q] int64 of all items, [q] int64 of those in `seen`).
     """
-    better = torch.zeros_like(places)
-    for start, scores in _score_tiles(queries, items, tile, left_out):
+    better, of_seen = torch.zeros_like(places), torch.zeros_like(places)
+    for start, scores in _score_tiles(queries, items, tile, None):
         ahead = ~(scores < target_scores[:, None])
-        own = places - start
-        inside = (own >= 0) & (own < scores.shape[1])
-        itself = ahead.gather(1, torch.where(inside, own, 0)[:, None])[:, 0] & inside
-        better += ahead.sum(1) - itself.long()
-    return better
+        better += ahead.sum(1) - _look_up(ahead, places[:, None], start)
+        if seen is not None:
+            of_seen += _look_up(ahead, seen, start)
+    return better, of_seen
+
+
+def _look_up(marks: Tensor, places: Tensor, start: int) -> Tensor:
+    """Counts the places [q, s] that are marked in a tile, marks [q, t], which begins at `start`:
+    [q]. Places outside it do not count."""
+    inner = places - start
+    inside = (inner >= 0) & (inner < marks.shape[1])  # -1 is before every tile
+    return (marks.gather(1, torch.where(inside, inner, 0)) & inside).sum(1)
 
 
 def find_best(

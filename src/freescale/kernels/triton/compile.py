@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -25,7 +24,6 @@ from freescale.kernels.triton.compile_worker import Version
 from freescale.kernels.triton.launch import (
     Launch,
     describe_block,
-    is_interpreted,
     prepare_launch,
     record_launches,
 )
@@ -183,33 +181,3 @@ def _run_worker(versions: Sequence[Version], count_one: Callable[[], None]) -> N
             names = ", ".join(sorted({version.name for version in versions}))
             text = errors.read().decode(errors="replace")[-2000:]
             raise RuntimeError(f"a kernel of {names} does not compile: {text}")
-
-
-# ---- counting
-
-
-class _Counter:
-    """Triton's listener: told of each kernel that is compiled or read from the cache."""
-
-    def __init__(self, before: Callable[..., Any] | None) -> None:
-        self.count, self.before = 0, before
-
-    def __call__(self, **told: Any) -> None:
-        self.count += 1
-        if self.before is not None:
-            self.before(**told)
-
-
-@cache
-def _listen() -> _Counter:
-    from triton import knobs
-
-    counter = _Counter(knobs.compilation.listener)
-    knobs.compilation.listener = counter
-    return counter
-
-
-def count_compilations() -> int:
-    """How many kernels Triton has compiled, or read from its cache folder, in this process since
-    the first call of this function: each kept a launch waiting."""
-    return 0 if is_interpreted() else _listen().count

@@ -49,8 +49,9 @@ def can_capture(module: nn.Module) -> bool:
 class Graphs:
     """By the size of the batch."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
+    def __init__(self, schedule: Schedule, replays: bool = True) -> None:
+        """`replays`: False launches the same work kernel by kernel, always: the oracle."""
+        self._schedule, self._replays = schedule, replays
         self._steps: dict[Any, StaticStep] = {}
         self._pool: Any = None
         device = schedule.transport.device
@@ -88,7 +89,8 @@ class Graphs:
         return self._pool
 
     def has_room(self) -> bool:
-        return sum(step.captured for step in self._steps.values()) < _MOST_GRAPHS
+        """Whether one more graph may be made."""
+        return self._replays and sum(s.captured for s in self._steps.values()) < _MOST_GRAPHS
 
 
 class StaticStep:

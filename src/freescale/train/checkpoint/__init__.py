@@ -9,6 +9,7 @@ parameters and optimizer state by parameter name.
 
 from freescale.train.checkpoint.checkpoints import Checkpoints
 from freescale.train.checkpoint.files import Damaged, Intact, last_intact, verify_checkpoint
+from freescale.train.checkpoint.find import find_checkpoint
 from freescale.train.checkpoint.finite_check import NotFinite
 from freescale.train.checkpoint.on_all_ranks import explain_errors
 from freescale.train.checkpoint.safe_reader import SafeReader
@@ -20,6 +21,7 @@ __all__ = [
     "NotFinite",
     "SafeReader",
     "explain_errors",
+    "find_checkpoint",
     "last_intact",
     "verify_checkpoint",
 ]

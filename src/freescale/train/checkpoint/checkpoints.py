@@ -28,6 +28,7 @@ from freescale.train.checkpoint.files import (
     verify_checkpoint,
     write_state,
 )
+from freescale.train.checkpoint.find import find_checkpoint
 from freescale.train.checkpoint.finite_check import NotFinite, find_not_finite
 from freescale.train.checkpoint.model import (
     collect_dense,
@@ -59,7 +60,8 @@ from freescale.transport.process_group import ProcessGroupTransport
 
 
 class Checkpoints:
-    """The checkpoints in a folder. `check`, `save`, `load` and `last_intact` are collectives.
+    """The checkpoints in a folder. `check`, `save`, `load`, `find` and `last_intact` are
+    collectives.
 
     A folder holds one run. Steps ahead of the one that is saved are refused: they belong to another
     run. Loading an earlier checkpoint with its optimizer leaves the later ones behind: the next
@@ -110,6 +112,11 @@ class Checkpoints:
         """The last checkpoint, for `load`; if it is damaged, the one before, with a warning."""
         return last_intact(self.folder, self.transport)
 
+    def find(self, name: str | None) -> Intact:
+        """The checkpoint `last`, `best` or of a step; None: the best of a run that keeps it, else
+        the last. ValueError if there is none."""
+        return find_checkpoint(self.folder, name, self.transport)
+
     # ---- save
 
     def check(
@@ -141,6 +148,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         progress: Mapping[str, Any],
         reducer: Reducer | None = None,
+        protected: Collection[int] = (),
     ) -> Path:
         """Writes a checkpoint. A collective.
 
@@ -151,6 +159,7 @@ class Checkpoints:
                 instance `pipeline.state_dict()` and the position of the data.
             reducer: `pipeline.reducer`: carries the order of sums, and errors where it compresses,
                 from step to step.
+            protected: steps whose checkpoints stay beside the last `keep`.
 
         Returns:
             The checkpoint's folder.
@@ -184,7 +193,7 @@ class Checkpoints:
                 with suppress(OSError):  # the next save tries again
                     self.files.clear()
             raise
-        self._run_on_rank_0(lambda: self._remove_old(step))
+        self._run_on_rank_0(lambda: self._remove_old(step, protected))
         return self.path(step)
 
     def _contents(
@@ -271,13 +280,15 @@ class Checkpoints:
                 "the checkpoints before it stay"
             )
 
-    def _remove_old(self, step: int) -> None:
-        """Those left behind, and all but the last `keep`; never the one just saved."""
+    def _remove_old(self, step: int, protected: Collection[int]) -> None:
+        """Those left behind, and all but the last `keep` and the protected; never the one just
+        saved."""
         others = [found for found in self.steps() if found != step]
         old = [found for found in others if found not in self._left_behind]
+        expired = old[: max(0, len(old) - self.keep + 1)]
         self.files.remove(
             [found for found in others if found in self._left_behind]
-            + old[: max(0, len(old) - self.keep + 1)]
+            + [found for found in expired if found not in protected]
         )
         self._left_behind.clear()
 

@@ -26,18 +26,10 @@ static inline void measure_row(const float *x, int64_t n, float eps, float *mean
     *rstd = 1.0f / sqrtf(square / (float)n + eps);
 }
 
-/* Factors [n] of a token's gate: 0 where it is dropped. `random.draw_keep_mask`: four draws a key. */
-static inline void draw_kept(const Shape *s, int64_t token, int64_t stream, int64_t n, float *kept) {
-    if (!s->token_keys) {
-        for (int64_t i = 0; i < n; i++) kept[i] = 1.0f;
-        return;
-    }
-    int64_t key = derive(s->token_keys[token], stream);
-    for (int64_t i = 0; i < n; i += 4) {
-        uint64_t draws = (uint64_t)derive(key, i / 4);
-        for (int64_t j = 0; j < 4 && i + j < n; j++)
-            kept[i + j] = (int16_t)(draws >> (16 * j)) < s->threshold ? s->keep_scale : 0.0f;
-    }
+/* Factors [n] of a token's gate. */
+static inline void draw_gate(const Shape *s, int64_t token, int64_t stream, int64_t n, float *kept) {
+    const int64_t *key = s->token_keys ? s->token_keys + token : NULL;
+    draw_kept(key, stream, n, s->threshold, s->keep_scale, kept);
 }
 
 /* y = norm(x) * weight + bias; stats [tokens, 2]. */
@@ -104,7 +96,7 @@ void attend_and_gate(const Shape *s, int64_t stream, const float *projected,
         const float *from = attended + t * wide, *gate = activated + t * columns;
         float *to = out + t * wide, mean, rstd;
         measure_row(from, wide, s->eps, &mean, &rstd);
-        draw_kept(s, t, stream, wide, kept);
+        draw_gate(s, t, stream, wide, kept);
         for (int64_t i = 0; i < wide; i++)
             to[i] = ((from[i] - mean) * rstd * weight[i] + bias[i]) * gate[i] * kept[i];
         stats[2 * t] = mean, stats[2 * t + 1] = rstd;
@@ -130,7 +122,7 @@ void differentiate_attention(const Shape *s, int64_t stream, const float *grad,
         const float *from = attended + t * wide;
         float *to = grad_attended + t * wide, *of_gate = grad_projected + t * columns;
         float mean = stats[2 * t], rstd = stats[2 * t + 1], a = 0, b = 0;
-        draw_kept(s, t, stream, wide, kept);
+        draw_gate(s, t, stream, wide, kept);
 #pragma omp simd reduction(+ : a, b)
         for (int64_t i = 0; i < wide; i++) {
             float unit = (from[i] - mean) * rstd, passed = g[i] * kept[i];

@@ -44,3 +44,19 @@ static inline int64_t derive(int64_t key, int64_t counter) {
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
     return (int64_t)(x ^ (x >> 31));
 }
+
+/* `random.draw_keep_mask`, four draws of 16 bits a hash: factors [n] of a token's values, 0 where a
+   value is dropped. Without a key nothing is. */
+static inline void draw_kept(const int64_t *token_key, int64_t stream, int64_t n, int32_t threshold,
+                             float keep_scale, float *kept) {
+    if (!token_key) {
+        for (int64_t i = 0; i < n; i++) kept[i] = 1.0f;
+        return;
+    }
+    int64_t key = derive(*token_key, stream);
+    for (int64_t i = 0; i < n; i += 4) {
+        uint64_t draws = (uint64_t)derive(key, i / 4);
+        for (int64_t j = 0; j < 4 && i + j < n; j++)
+            kept[i + j] = (int16_t)(draws >> (16 * j)) < threshold ? keep_scale : 0.0f;
+    }
+}

@@ -1,0 +1,55 @@
+"""The table on the first screen: what FreeScale makes of several machines, a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from freescale.bench.common.markdown import Results, format_rows
+
+FILES = (
+    "ladder-paper-hosts",
+    "ladder-paper-4ranks-h200",
+    "ladder-paper-8ranks-h200",
+    "train-h200",
+    "quality-cpu",
+)
+
+
+def format_headline(used: Results, folder: str) -> str:
+    """Five rows: three of speed against TorchRec, one of a single GPU, one of quality."""
+    hosts, four, eight, train, quality = (used[name] for name in FILES)
+    long = next(row for row in train["rows"] if row.get("shape") == "long")
+    rows = [
+        ("2 CPU ranks, 200 Mbit/s between them", *_compare(hosts, "staged + balancing + hostwire")),
+        ("4 ranks sharing one H200, defaults", *_compare(four, "defaults")),
+        ("8 ranks sharing one H200, defaults", *_compare(eight, "defaults")),
+        (
+            f"one H200, {long['samples']} histories of {long['tokens'] / long['samples']:,.0f} "
+            f"events on average, width {long['width']}, {long['layers']} layers",
+            f"{long['step_ms']['median']:.0f} ms a step, {long['tflop_per_s']:.0f} TFLOP/s",
+            "",
+            f"device busy {long['device_busy_percent']:.0f} % of the time",
+        ),
+        ("Online Retail II, defaults, HR@10", *_compare_quality(quality)),
+    ]
+    head = ("", "FreeScale", "compared with", "")
+    links = ", ".join(f"[{name}]({folder}/{name}.json)" for name in used)
+    return f"{format_rows(head, rows)}\n\n*Raw data: {links}.*"
+
+
+def _compare(result: Mapping[str, Any], arm: str) -> tuple[str, str, str]:
+    rates = {row["arm"]: row["samples_per_second"]["median"] for row in result["rows"]}
+    ours, theirs = rates[arm], rates["TorchRec TrainPipelineSparseDist"]
+    return (
+        f"{ours:,.0f} samples/s",
+        f"TorchRec SparseDist: {theirs:,.0f} samples/s",
+        f"{ours / theirs:.2f} times faster",
+    )
+
+
+def _compare_quality(result: Mapping[str, Any]) -> tuple[str, str, str]:
+    found = {row["arm"]: row["hr@10"] for row in result["rows"]}
+    ours, popularity = found["model"], found["popularity"]
+    times = f"{ours / popularity:.1f} times as many hits"
+    return f"{ours:.3f}", f"popularity baseline: {popularity:.3f}", times

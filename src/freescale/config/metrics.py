@@ -1,0 +1,40 @@
+"""The metrics of an evaluation by their names: which there are, which say most, what is better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+CUTOFFS = (1, 5, 10, 20, 50, 100, 200)  # k of HR@k and NDCG@k
+UNSEEN = "/unseen"  # behind the name: ranked among the items that the history does not hold
+REPEATS = "repeats"  # share of targets that the history holds
+_PER_TASK = ("ne", "auc", "gauc")  # of ranking, each as metric/task
+_HEADLINES = ("hr@10", "ndcg@10")
+
+
+def list_metrics(task: str, labels: Sequence[str] = ()) -> list[str]:
+    """The metrics of `retrieval`, or of `ranking` with these labels."""
+    if task == "ranking":
+        return [f"{metric}/{label}" for label in labels for metric in _PER_TASK]
+    ranked = [f"{kind}@{k}" for kind in ("hr", "ndcg") for k in CUTOFFS] + ["mrr"]
+    return [*ranked, *(name + UNSEEN for name in ranked), REPEATS]
+
+
+def choose_metric(task: str, labels: Sequence[str] = ()) -> str:
+    """By which checkpoints are compared unless another metric is named."""
+    return f"ne/{labels[0]}" if task == "ranking" else f"ndcg@10{UNSEEN}"
+
+
+def is_better(metric: str, value: float, than: float | None) -> bool:
+    """Whether a value of the metric is better than another, or than none. What is not a number
+    never is."""
+    if value != value:
+        return False
+    return than is None or (value < than if metric.startswith("ne/") else value > than)
+
+
+def select_headlines(names: Iterable[str]) -> list[str]:
+    """Those of many metrics that a line has room for: HR@10 and NDCG@10, over all items and over
+    the unseen ones. Where these are missing, all of them."""
+    listed = list(names)
+    wanted = [name + kind for kind in ("", UNSEEN) for name in _HEADLINES]
+    return [name for name in wanted if name in listed] or listed

@@ -1,0 +1,55 @@
+"""The best evaluation of a run: which checkpoint stays, and when training has stopped getting
+better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from freescale.config import RunConfig
+from freescale.config.metrics import choose_metric, is_better
+
+
+@dataclass
+class Best:
+    """The best evaluation of the validation part so far, and how many there were since.
+
+    Metrics are the same on every rank, hence so is this: ranks need not agree on it. It is part of
+    every checkpoint, so that a resumed run keeps the same best and stops at the same evaluation.
+    """
+
+    metric: str
+    kept: bool  # its checkpoint stays
+    step: int | None = None  # None: no evaluation has a value yet
+    value: float | None = None
+    since: int = 0  # evaluations after it
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Notes an evaluation. Returns whether it is the best."""
+        value = metrics.get(self.metric, math.nan)
+        if not is_better(self.metric, value, self.value):
+            self.since += 1
+            return False
+        self.step, self.value, self.since = step, value, 0
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on from a checkpoint's state. Begins anew if the checkpoint has none, compared
+        another metric, or did not keep what is now to be kept."""
+        if state is None or state["metric"] != self.metric or (self.kept and not state["kept"]):
+            return
+        self.step, self.value, self.since = state["step"], state["value"], state["since"]
+
+
+def build_best(config: RunConfig) -> Best | None:
+    """None if neither --keep best nor --patience asks for it."""
+    if config.train.keep != "best" and config.train.patience is None:
+        return None
+    metric = config.train.keep_metric or choose_metric(config.model.task, config.label_names)
+    return Best(metric, kept=config.train.keep == "best")

@@ -1,0 +1,174 @@
+"""Retrieval against the full catalogue, over all ranks: among all items, and among those that the
+history does not hold.
+
+Every rank scores all queries of a batch against its own part of the item table; the target's score
+and the numbers of better items, all of them and those of the history, are summed over ranks. No
+rank ever holds the whole table, nothing is sampled, and nothing is scored twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from freescale.batch import Jagged, SequenceBatch
+from freescale.config.metrics import REPEATS, UNSEEN
+from freescale.embedding.sharded_model import ShardedModel, evaluation_mode
+from freescale.kernels.reference.scores import (
+    choose_tile,
+    count_better,
+    score_targets,
+    split_queries,
+)
+from freescale.train.evaluate import gather_rows, visit_batches
+from freescale.train.metrics import ranking_quality
+from freescale.transport.api import Transport
+
+
+def evaluate_retrieval(
+    parallel: ShardedModel,
+    data: Iterable[SequenceBatch],
+    *,
+    table: str = "item",
+    popularity: Tensor | None = None,
+) -> dict[str, dict[str, float]]:
+    """{"model": metrics, "popularity": metrics}: ranks of dense["target"] in the full catalogue.
+    The same on every rank.
+
+    Metrics are HR@k, NDCG@k and MRR among all items ("hr@10") and without the items of the sample's
+    history ("hr@10/unseen"), and "repeats", the share of targets that the history holds. A target
+    is never left out itself. Of equal scores, and of equally popular items, the target ranks last.
+
+    Args:
+        parallel: A sharded Retrieval model.
+        data: This rank's batches; all ranks have equally many.
+        table: Of the items.
+        popularity: [rows] how often the training part holds each item; the baseline that recommends
+            the most popular to all.
+    """
+    transport, module = parallel.transport, parallel.module
+    parallel.tables.settle()
+    ids, rows = parallel.tables.get_local_rows(table)
+    with torch.no_grad(), evaluation_mode(module):
+        catalogue = module.encode_items(rows)  # type: ignore[operator]  # [n, width]
+    place = _PlaceFinder(ids)
+    # on every rank, whatever it owns
+    tile = choose_tile(-(-parallel.tables.specs[table].rows // transport.world))
+    baseline = None if popularity is None else _Popularity(popularity.to(ids.device)[ids])
+    ranks: list[Tensor] = []  # [2, q] each: among all items, among the unseen
+    popular: list[Tensor] = []  # likewise
+    repeats: list[Tensor] = []
+
+    def add_up(mine: Tensor) -> Tensor:
+        return transport.all_reduce(mine, "counts").wait()
+
+    def visit(batch: SequenceBatch) -> None:
+        queries, targets, history = _gather_samples(module, batch, catalogue, transport)
+        repeats.append((history == targets[:, None]).any(1))
+        places, seen = place.find(targets), place.find(_list_seen(history, targets))
+        for part, own, past in split_queries(queries, places, seen):
+            goals = add_up(score_targets(part, catalogue, own, tile=tile))
+            counts = count_better(part, catalogue, own, goals, tile=tile, seen=past)
+            ranks.append(_to_ranks(add_up(torch.stack(counts))))
+        if baseline is not None:
+            counts = baseline.count_better(places, add_up(baseline.score_targets(places)), seen)
+            popular.append(_to_ranks(add_up(torch.stack(counts))))
+
+    visit_batches(parallel, data, visit)
+    found = torch.cat(repeats).double() if repeats else torch.zeros(0)
+    if not found.numel():
+        return {"model": {}}
+    results = {"model": _measure(ranks) | {REPEATS: found.mean().item()}}
+    if popular:
+        results["popularity"] = _measure(popular)
+    return results
+
+
+def _gather_samples(
+    module: nn.Module, batch: SequenceBatch, catalogue: Tensor, transport: Transport
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [q, width], targets [q] and histories [q, longest] (-1 behind the end) of all ranks'
+    samples that have a target."""
+    if len(batch):
+        # the samples with a target, read from the device once a batch
+        (kept,) = (batch.weights["next_item"] > 0).nonzero(as_tuple=True)
+        queries = module.encode_queries(batch)[kept]  # type: ignore[operator]
+        targets, history = batch.dense["target"][kept], batch.sequences["history"].select(kept)
+    else:
+        queries = catalogue.new_zeros(0, catalogue.shape[1])
+        targets = torch.zeros(0, dtype=torch.int64, device=transport.device)
+        history = Jagged(targets, targets)
+    queries = gather_rows(queries.to(catalogue.dtype), transport)
+    targets = gather_rows(targets, transport)
+    lengths, items = (gather_rows(part, transport) for part in (history.lengths, history.values))
+    return queries, targets, _pad(Jagged(items, lengths))
+
+
+def _pad(history: Jagged) -> Tensor:
+    """[samples, longest], with -1 behind the end of each."""
+    lengths, tokens = history.lengths, history.values.shape[0]
+    padded = lengths.new_full((len(lengths), int(lengths.max()) if len(lengths) else 0), -1)
+    numbers = torch.arange(len(lengths), device=lengths.device)
+    owner = torch.repeat_interleave(numbers, lengths, output_size=tokens)
+    column = torch.arange(tokens, device=lengths.device) - history.offsets[owner]
+    padded[owner, column] = history.values
+    return padded
+
+
+def _list_seen(history: Tensor, targets: Tensor) -> Tensor:
+    """The items of each history [q, longest], each once and without the target, else -1."""
+    ordered = history.sort(dim=1).values
+    known = ordered == targets[:, None]
+    known[:, 1:] |= ordered[:, 1:] == ordered[:, :-1]
+    return ordered.masked_fill(known, -1)
+
+
+def _to_ranks(better: Tensor) -> Tensor:
+    """Numbers of better items [2, q], of all and of the history -> ranks [2, q], among all and
+    among the unseen."""
+    return torch.stack([better[0], better[0] - better[1]]) + 1
+
+
+def _measure(ranks: list[Tensor]) -> dict[str, float]:
+    among_all, among_unseen = torch.cat(ranks, 1).cpu()
+    unseen = ranking_quality(among_unseen)
+    return ranking_quality(among_all) | {name + UNSEEN: value for name, value in unseen.items()}
+
+
+class _PlaceFinder:
+    """Finds ids among the ids [n] of this rank's rows."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self._ordered, self._order = ids.sort()
+
+    def find(self, wanted: Tensor) -> Tensor:
+        """wanted [...] -> their places [...], -1 for those that are not here."""
+        if not self._ordered.numel():
+            return torch.full_like(wanted, -1)
+        found = torch.searchsorted(self._ordered, wanted).clamp_(max=self._ordered.numel() - 1)
+        return torch.where(self._ordered[found] == wanted, self._order[found], -1)
+
+
+class _Popularity:
+    """The baseline that gives every query the same scores, by this rank's counts [n].
+
+    They stay integers: rounded counts would tie, and ties would make the baseline look worse than
+    it is.
+    """
+
+    def __init__(self, counts: Tensor) -> None:
+        self._counts, self._ordered = counts, counts.sort().values
+
+    def score_targets(self, places: Tensor) -> Tensor:
+        """Counts of the items at places [...]; 0 for those that are elsewhere."""
+        if not self._counts.numel():
+            return torch.zeros_like(places, dtype=self._counts.dtype)
+        return torch.where(places >= 0, self._counts[places.clamp(min=0)], 0)
+
+    def count_better(self, places: Tensor, goals: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """As `scores.count_better`."""
+        not_less = len(self._counts) - torch.searchsorted(self._ordered, goals)
+        ahead = (self.score_targets(seen) >= goals[:, None]) & (seen >= 0)
+        return not_less - (places >= 0).long(), ahead.sum(1)
