@@ -248,7 +248,7 @@ def test_labels_are_made_by_comparisons(tmp_path):
         "like": [1, 0], "bought": [1, 0], "low": [0, 1], "other": [0, 1], "liked": [1, 0],
     }  # fmt: skip
     assert prepare(path, tmp_path / "cache") != made
-    with pytest.raises(ValueError, match=r"y.csv: column 'stars' is missing.*rating, kind"):
+    with pytest.raises(ValueError, match=r"y.csv: column 'stars', .*missing.*rating, kind"):
         prepare(path, tmp_path / "cache", labels="like=stars>3")
     with pytest.raises(ValueError, match=r"y.csv, line 2: column 'kind' holds 'buy', not a number"):
         prepare(path, tmp_path / "cache", labels="like=kind>3")
@@ -304,6 +304,8 @@ def test_folders_and_patterns(tmp_path):
     write(tmp_path / "hub" / ".cache.parquet", "hidden")
     assert read(tmp_path / "hub") == read(f"{tmp_path}/hub/**/*.parquet") == [(1, 2, 3), (1, 4, 5)]
     assert read([first, tmp_path / "hub" / "data"])[1] == (1, 2, 3)
+    more = shard(tmp_path / "more.parquet", (1, 6, 7), price=[0.5])  # what not all have is left out
+    assert read([first, more]) == [(1, 2, 3), (1, 6, 7)] and read(more) == [(1, 6, 7, 0.5)]
     for part in ("a", "b"):
         (tmp_path / "logs").mkdir(exist_ok=True)
         write(tmp_path / "logs" / f"{part}.csv", f"user,item,time\n{ord(part)},2,3\n")
