@@ -86,9 +86,9 @@ def _count_collisions(
         sequences = (batch.sequences["history"].values, batch.sequences["targets"].values)
         rows = [values.numpy() for values in sequences]
         own.add(np.unique(np.concatenate(rows)), first=number == 0)
-        for negatives in (batch.dense, batch.shared):  # of each sample, or of the batch
-            if "negatives" in negatives:
-                rows.append(negatives["negatives"].numpy().ravel())
+        # of each sample, or of the batch
+        drawn = [part["negatives"] for part in (batch.dense, batch.shared) if "negatives" in part]
+        rows += [negatives.numpy().ravel() for negatives in drawn]
         all_rows.add(np.unique(np.concatenate(rows)), first=number == 0)
     return own.rate, all_rows.rate
 
