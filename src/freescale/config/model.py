@@ -42,7 +42,7 @@ class ModelConfig(Checked):
     )
     position_bias: bool = option(True, "relative position bias in attention")
     time_bias: bool = option(True, "relative time bias in attention")
-    temperature: float = option(0.05, "softmax temperature (retrieval)", above=0.0)
+    temperature: float = option(0.1, "softmax temperature (retrieval)", above=0.0)
     segment: int | None = option(
         None,
         "cut histories into segments of so many events, seen later by their summaries alone",
