@@ -5,7 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from freescale.config.columns import parse_columns
 from freescale.config.options import Checked, option
+
+FORMATS = (
+    "parquet",
+    "csv",
+    "jsonl",
+    "pairs",
+    "sequences",
+    "user-sequences",
+    "movielens",
+    "amazon",
+    "kuairand",
+)
 
 
 @dataclass(frozen=True)
@@ -15,9 +28,26 @@ class DataConfig(Checked):
 
     heading: ClassVar[str] = "Data"
 
-    data: str = option("", "histories or interactions: Parquet, MovieLens, Amazon or KuaiRand file")
+    data: str = option(
+        "",
+        "histories or interactions: a file (Parquet, CSV, TSV, JSON lines, .inter, lines of ids; "
+        ".gz, .zip), a folder, a pattern in quotes, or a URL (s3://...)",
+    )
     format: str = option(
-        "auto", "file format", choices=("auto", "parquet", "movielens", "amazon", "kuairand")
+        "auto",
+        "file format; auto: by name and content (`freescale inspect` says which)",
+        choices=("auto", *FORMATS),
+    )
+    columns: str = option(
+        "",
+        "columns by role, where their names are not recognised: user=NAME,item=NAME,time=NAME "
+        "(time=order: rows are in order of time), also rating= and action=; numbers from 1 where "
+        "there is no header",
+    )
+    missing: str = option(
+        "refuse",
+        "rows without a user, an item or a time",
+        choices=("refuse", "drop"),
     )
     cache: str | None = option(
         None, "folder for prepared histories (default: a folder of the user's cache)"
@@ -37,7 +67,7 @@ class DataConfig(Checked):
     negatives: int | None = option(
         None,
         "negatives of each --negatives-per (retrieval; default: 256 of a sample or position, 1,024 "
-        "of a batch)",
+        "of a batch; with --negatives-from all: every item)",
         minimum=1,
     )
     negatives_per: str = option(
@@ -46,8 +76,29 @@ class DataConfig(Checked):
         "the batch where histories are short, else each sample)",
         choices=("auto", "sample", "position", "batch"),
     )
+    negatives_from: str = option(
+        "uniform",
+        "what negatives are drawn from: items alike, items by their popularity in the training "
+        "data, or all: the full softmax over the catalogue, nothing is drawn",
+        choices=("uniform", "popularity", "all"),
+    )
+    popularity_power: float = option(
+        0.75,
+        "power of the counts that items are drawn by, with --negatives-from popularity",
+        minimum=0.0,
+    )
     in_batch_share: float = option(
-        0.0, "share of negatives that come from the batch", minimum=0.0, maximum=1.0
+        0.0,
+        "share of negatives that are targets of other samples of the batch (1: in-batch negatives "
+        "alone, less: mixed with --negatives-from)",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    log_q: bool | None = option(
+        None,
+        "subtract the log-probability of its draw from each logit (default: yes, where items are "
+        "not drawn alike)",
+        formerly=False,
     )
     candidates: int = option(8, "candidates of each sample (ranking)", minimum=1)
     shuffle: bool = option(True, "shuffle users, by the seed and the epoch")
@@ -57,3 +108,7 @@ class DataConfig(Checked):
         "GPUs, by the cores)",
         minimum=0,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_columns(self.columns)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from freescale.config.columns import Label, parse_labels
 from freescale.config.data import DataConfig
-from freescale.config.metrics import list_metrics
+from freescale.config.metrics import REPEATS, describe_metrics, list_metrics
 from freescale.config.model import ModelConfig
-from freescale.config.options import split_names
+from freescale.config.recipe import expand_recipe
 from freescale.config.train import TrainConfig
 
 
@@ -70,16 +71,20 @@ class RunConfig:
                 )
             if self.data.split == "none":
                 raise ValueError(f"{asked} needs a validation part, which --split none has not")
-        known = list_metrics(self.model.task, self.label_names)
-        if train.keep_metric is not None and train.keep_metric not in known:
+        about, metric = (self.model.task, self.label_names), train.keep_metric
+        if metric is not None and metric not in set(list_metrics(*about)) - {REPEATS}:
             raise ValueError(
-                f"--keep-metric {train.keep_metric} is no metric of {self.model.task}; there is "
-                f"{', '.join(known)}"
+                f"--keep-metric {metric} is no metric of {self.model.task} that gets better; there "
+                f"is {describe_metrics(*about)}"
             )
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        return split_names(self.model.labels)
+        return tuple(label.name for label in self.labels)
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        return parse_labels(self.model.labels)
 
     @property
     def placements(self) -> str | dict[str, str]:
@@ -95,7 +100,8 @@ class RunConfig:
 
         Args:
             given: values by name, as of `freescale train`: {"data": "histories.parquet",
-                "steps": 100}. None stands for a setting that was not given.
+                "steps": 100}. None stands for a setting that was not given. Those of a "recipe"
+                count as given, unless they are given beside it.
             base: supplies the settings that were not given; without it their defaults do.
 
         Raises:
@@ -104,6 +110,7 @@ class RunConfig:
         known = {entry.name for kind in _PARTS.values() for entry in fields(kind)}
         if unknown := sorted(set(given) - known):
             raise ValueError(f"unknown settings: {', '.join(unknown)}")
+        given = expand_recipe(given)
         parts: dict[str, Any] = {}
         for part, kind in _PARTS.items():
             names = [entry.name for entry in fields(kind)]

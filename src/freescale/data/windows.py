@@ -49,7 +49,8 @@ class WindowReader:
         self._part, self._max_length, self._tail = part, max_length, tail
         self._columns, self._kept_groups = tuple(columns), kept_groups
         self._kept_bytes, self._bytes = kept_bytes, 0
-        self._ends: dict[int, NDArray[Any]] = {}  # of the part's histories, by row group
+        # where the part of each history ends, and how many events are beyond it, by row group
+        self._ends: dict[int, tuple[NDArray[Any], NDArray[Any]]] = {}
         # decoded, the least recently used first
         self.groups: OrderedDict[int, RowGroup] = OrderedDict()
 
@@ -98,10 +99,14 @@ class WindowReader:
     def _find_window(self, number: int, rows: NDArray[Any]) -> Window:
         group = self._read_group(number)
         if number not in self._ends:
-            self._ends[number] = self._split.find_ends(group, self._part)
-        return find_window(
-            group.offsets[rows], self._ends[number][rows], self._max_length, self._tail
-        )
+            ends = self._split.find_ends(group, self._part)
+            tails = np.full_like(ends, self._tail)
+            if self._part == "test":
+                later = self._split.find_later(group, self._tail - 1)
+                ends, tails = ends + later, later + 1
+            self._ends[number] = ends, tails
+        ends, tails = self._ends[number]
+        return find_window(group.offsets[rows], ends[rows], self._max_length, tails[rows])
 
     def _read_group(self, number: int) -> RowGroup:
         if number not in self.groups:
@@ -123,6 +128,27 @@ class WindowReader:
             index = concat_ranges(torch.from_numpy(group.offsets[:-1]), lengths).numpy()
             np.add.at(counts, group.values["item_id"][index], 1)
         return torch.from_numpy(counts)
+
+    def share_targets(self) -> tuple[NDArray[np.float64], float]:
+        """How the targets of the samples divide among the items. Reads the whole file.
+
+        Returns:
+            ([num_items]: the probability of each item to be a target of a sample, where samples
+            are equally likely and so are the targets of each; and the share of samples that have
+            none, which is what the others add up to less than 1).
+        """
+        shares, empty = np.zeros(self._file.num_items), 0
+        for number in range(self._file.num_groups):
+            group = self._file.read(number, ("item_id", "timestamp"))
+            ends = self._split.find_ends(group, "train")
+            window = find_window(group.offsets[:-1], ends, self._max_length, 1)
+            lengths = window.end - window.begin - window.tail
+            index = list_ranges(window.begin + 1, lengths)
+            each = np.repeat(1 / np.maximum(lengths, 1), lengths)
+            np.add.at(shares, group.values["item_id"][index], each)
+            empty += int(np.count_nonzero(lengths == 0))
+        samples = max(1, self._file.num_samples)
+        return shares / samples, empty / samples
 
 
 def list_ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:

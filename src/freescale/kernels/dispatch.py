@@ -108,7 +108,7 @@ def fits_triton_attention(
         buckets: Of the time bias; 0 without one.
     """
     fits = (
-        all(triton_attention.fits_width(width, dtype) for width in widths)
+        all(triton_attention.find_kernel_width(width, dtype) is not None for width in widths)
         and dtype in triton_attention.DTYPES
     )
     return gpu and triton and fits and buckets <= triton_attention_plan.MAX_BUCKETS

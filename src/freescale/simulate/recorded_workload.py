@@ -136,18 +136,11 @@ class RecordedWorkload:
                 integers(derive(hash_name("simulated"), torch.from_numpy(ids)), self._sampled) == 0
             ).numpy()
             ids, consumer = ids[kept], consumer[kept]
+        both = _find_unique(consumer * self.items + ids, ranks * self.items)
         spec = TableSpec("item", self.items, 1, torch.float32, ())
         layout = ShardLayout((spec,), ranks)
-        keys = layout.compute_keys(0, torch.from_numpy(ids)).numpy()
-        space = layout.size * ranks
-        both = _find_unique(consumer * space + keys, ranks * space)
-        return _Requests(
-            torch.from_numpy(both % space),
-            both // space,
-            lookups,
-            self._sampled,
-            layout.size,
-        )
+        keys = layout.compute_keys(0, torch.from_numpy(both % self.items))
+        return _Requests(keys, both // self.items, lookups, self._sampled, layout.size)
 
     def compute_demand(
         self, before: _Requests | None, now: _Requests, after: _Requests | None

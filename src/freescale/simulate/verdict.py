@@ -10,6 +10,7 @@ from typing import Any
 BASE = "TorchRec SparseDist"
 ALL, UNBALANCED = "staged + balancing + hostwire", "staged + hostwire"
 ASKED = "as asked"  # one configuration alone
+_BASE_NAME = "TorchRec's SparseDist"
 
 LIMIT = 10.0  # per cent of a step above which something other than compute limits it
 BATCH = "twice the batch"  # the change that is not one of the machine
@@ -46,9 +47,6 @@ def write_verdict(
     return f"{said}. {_name_limit(best, [c for c in changes if c['arm'] == name])}"
 
 
-_BASE_NAME = "TorchRec's SparseDist"
-
-
 def _divide(row: Mapping[str, Any], base: Mapping[str, Any]) -> float:
     return float(row["samples_per_second"] / base["samples_per_second"])
 
@@ -72,4 +70,4 @@ def _name_limit(row: Mapping[str, Any], changes: Sequence[Mapping[str, Any]]) ->
     said = f"What limits it is compute, {100 - exposed - straggler:.0f} % of the step"
     if gain >= 1:
         return f"{said}; {part} would give {gain:.1f} % more."
-    return f"{said}: no faster network would give 1 % more."
+    return f"{said}: no faster network would give 1 % more." if gains else f"{said}."

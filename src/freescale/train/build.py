@@ -14,7 +14,7 @@ from torch import nn
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import find_partitioner
-from freescale.config import DataConfig, RunConfig
+from freescale.config import RunConfig
 from freescale.data.history_builder import Progress
 from freescale.data.loader import Histories
 from freescale.data.negatives import choose_negatives
@@ -24,8 +24,10 @@ from freescale.embedding.optimizers import ROW_OPTIMIZERS, Adam, RowOptimizer
 from freescale.embedding.parallelize import parallelize
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.folders import find_cache_folder
+from freescale.models.encoder import Encoder
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
+from freescale.models.sasrec import SASRec
 from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.pipeline import Pipeline
@@ -33,14 +35,24 @@ from freescale.segments import Segments
 from freescale.train.evaluate import evaluate_ranking
 from freescale.train.evaluate_retrieval import evaluate_retrieval
 from freescale.train.learning_rate import build_learning_rate
+from freescale.train.ranks import SampleRanks
 from freescale.transport.api import Transport
 
 
-def prepare_data(config: DataConfig, progress: Progress | None = None) -> Path:
+def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
     """The histories file of the data, from the cache or made now. One process of a machine makes
     it; the others wait for it. `progress` is called with a stage and the share done."""
-    cache = Path(config.cache) if config.cache else find_cache_folder()
-    return prepare(config.data, cache, config.format, config.num_items, progress)
+    data = config.data
+    return prepare(
+        data.data,
+        Path(data.cache) if data.cache else find_cache_folder(),
+        data.format,
+        data.num_items,
+        progress,
+        columns=data.columns,
+        labels=config.model.labels if config.model.task == "ranking" else "",
+        missing=data.missing,
+    )
 
 
 def load_histories(
@@ -62,7 +74,10 @@ def load_histories(
         split_time=data.split_time,
         negatives=data.negatives,
         negatives_per=data.negatives_per,
+        negatives_from=data.negatives_from,
+        popularity_power=data.popularity_power,
         in_batch_share=data.in_batch_share,
+        log_q=data.log_q,
         candidates=data.candidates,
         seed=train.seed,
         shuffle=data.shuffle and training,
@@ -76,27 +91,6 @@ def count_workers(config: RunConfig, device: str) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return choose_workers(config.data.workers, device, cores, max(1, ranks))
-
-
-def build_encoder(config: RunConfig) -> HSTU:
-    """The encoder of the model."""
-    model = config.model
-    names = ("segment", "segment_tokens", "segment_weight", "segment_pooling")
-    segments = {} if model.segment is None else {name: getattr(model, name) for name in names}
-    return (SegmentedHSTU if segments else HSTU)(
-        width=model.width,
-        layers=model.layers,
-        heads=model.heads,
-        max_length=config.data.max_length
-        + (config.data.candidates if model.task == "ranking" else 0),
-        dropout=model.dropout,
-        input_dropout=model.input_dropout,
-        input_scale=model.input_scale,
-        position_bias=model.position_bias,
-        time_bias=model.time_bias,
-        checkpoint=model.recompute,
-        **segments,
-    )
 
 
 def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:
@@ -114,6 +108,29 @@ def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Modu
     return Retrieval(encoder, temperature=model.temperature, **sizes)
 
 
+def build_encoder(config: RunConfig) -> Encoder:
+    """As `--encoder` and its options say."""
+    model = config.model
+    shared: dict[str, Any] = {
+        "width": model.width,
+        "layers": model.layers,
+        "heads": model.heads,
+        "max_length": config.data.max_length
+        + (config.data.candidates if model.task == "ranking" else 0),
+        "dropout": model.dropout,
+        "input_dropout": model.input_dropout,
+        "input_scale": model.input_scale,
+        "checkpoint": model.recompute,
+    }
+    if model.encoder == "sasrec":
+        return SASRec(**shared, hidden=model.hidden)
+    shared |= {"position_bias": model.position_bias, "time_bias": model.time_bias}
+    if model.segment is None:
+        return HSTU(**shared)
+    names = ("segment", "segment_tokens", "segment_weight", "segment_pooling")
+    return SegmentedHSTU(**shared, **{name: getattr(model, name) for name in names})
+
+
 def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
     """None without balancing. Costs come from the model's shapes; unless they are adapted,
     assignments depend on the data alone."""
@@ -121,14 +138,17 @@ def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
         return None
     model = config.model
     negatives = choose_negatives(config.data.negatives, config.data.negatives_per)
-    cost = CostModel.of_hstu(
-        width=model.width,
-        layers=model.layers,
-        heads=model.heads,
-        d_qk=model.width // model.heads,
-        d_v=model.width // model.heads,
-        negatives=negatives if model.task == "retrieval" else 0,
-        tasks=len(config.label_names),
+    shape: dict[str, int] = {
+        "width": model.width,
+        "layers": model.layers,
+        "negatives": negatives if model.task == "retrieval" else 0,
+        "tasks": len(config.label_names),
+    }
+    head = model.width // model.heads
+    cost = (
+        CostModel.of_sasrec(**shape, hidden=model.hidden)
+        if model.encoder == "sasrec"
+        else CostModel.of_hstu(**shape, heads=model.heads, d_qk=head, d_v=head)
     )
     partitioner = find_partitioner(config.train.balance, device)
     segments = None if model.segment is None else Segments(model.segment, model.segment_tokens)
@@ -212,7 +232,12 @@ def build_pipeline(
 
 
 def evaluate_part(
-    config: RunConfig, model: ShardedModel, path: Path, part: str, baseline: bool = False
+    config: RunConfig,
+    model: ShardedModel,
+    path: Path,
+    part: str,
+    baseline: bool = False,
+    keep: SampleRanks | None = None,
 ) -> dict[str, dict[str, float]]:
     """Metrics of the model on a part of the split. A collective; the same on all ranks.
 
@@ -222,6 +247,7 @@ def evaluate_part(
         path: of the histories file.
         part: `validation` or `test`.
         baseline: whether to evaluate the popularity baseline too (retrieval).
+        keep: gets the model's ranks sample by sample (retrieval).
 
     Returns:
         {"model": {metric: value}, "popularity": {metric: value}}
@@ -232,4 +258,4 @@ def evaluate_part(
     popularity = None
     if baseline:
         popularity = load_histories(config, path, model.transport).count_items()
-    return evaluate_retrieval(model, data, popularity=popularity)
+    return evaluate_retrieval(model, data, popularity=popularity, keep=keep)

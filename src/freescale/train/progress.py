@@ -13,6 +13,7 @@ from freescale.train.callbacks import Callback, Metrics
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from freescale.data.loader import Histories
     from freescale.train.trainer import Trainer
 
 
@@ -35,7 +36,8 @@ class ConsoleProgress(Callback):
     def on_start(self, trainer: Trainer) -> None:
         if trainer.rank != 0:
             return
-        for line in (f"run folder {trainer.folder}", *trainer.notes, *describe_run(trainer)):
+        lines = (f"run folder {trainer.folder}", *trainer.notes, *trainer.data.file.read_as)
+        for line in (*lines, *describe_run(trainer)):
             self._print(line)
         if self._console.is_terminal:
             from rich.progress import (
@@ -122,9 +124,7 @@ def describe_run(trainer: Trainer) -> list[str]:
     about = ""
     if compressed := build_reducer(trainer.config):
         about = f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)"
-    drawn = (
-        f"; {data.negatives} negatives per {data.negatives_per}" if data.task == "retrieval" else ""
-    )
+    drawn = f"; {describe_negatives(data)}" if data.task == "retrieval" else ""
     return [
         f"{data.num_samples:,} users, {data.num_items:,} items; {transport.world} ranks on "
         f"{transport.device.type}, global batch {data.global_batch}, schedule "
@@ -133,3 +133,15 @@ def describe_run(trainer: Trainer) -> list[str]:
         *trainer.pipeline.describe_choices(),
         *trainer.model.tables.describe(),
     ]
+
+
+def describe_negatives(data: Histories) -> str:
+    """What targets compete with."""
+    if data.negatives_from == "all":
+        return f"full softmax over {data.negatives:,} items"
+    text = f"{data.negatives} negatives per {data.negatives_per}"
+    if data.negatives_from == "popularity":
+        text += f" by popularity to the power of {data.popularity_power:g}"
+    if data.in_batch_share:
+        text += f", {data.in_batch_share:.0%} from the batch"
+    return f"{text}, log-q corrected" if data.log_q else text

@@ -77,7 +77,7 @@ def bench_learning(data: Path, epochs: int, max_length: int, seeds: int, to: Des
 
 def _measure(config: RunConfig, folder: Path, xavier: bool) -> dict[str, float]:
     """Trains; metrics of the validation part and seconds of training."""
-    histories = prepare_data(config.data)
+    histories = prepare_data(config)
     trainer = Trainer(config, folder, histories=histories)
     if xavier:
         for layer in trainer.model.module.encoder.layers:  # type: ignore[union-attr]

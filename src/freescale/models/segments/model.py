@@ -21,7 +21,8 @@ from freescale.kernels.reference.positions import (
     derive_token_keys,
     drop_inputs,
 )
-from freescale.models.hstu import HSTU, TOO_LONG
+from freescale.models.encoder import TOO_LONG
+from freescale.models.hstu import HSTU
 from freescale.models.segments.arrangement import Rows, arrange_rows
 from freescale.models.segments.earlier import EarlierSegments
 from freescale.models.segments.memory import Memory
