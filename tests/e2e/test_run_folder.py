@@ -216,7 +216,7 @@ def test_a_killed_run_has_a_page_and_is_started_again(tmp_path):
         "before its first figures" in page.read_text() or "the run did not end" in page.read_text()
     )
     again = freescale(*command, "--steps", 3)
-    assert again.returncode == 0 and f"is now in {run / 'ended'}" in again.stdout, again.stderr
+    assert again.returncode == 0 and f"to {run / 'ended'}" in again.stdout, again.stderr
     assert [
         json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()
     ] == [1, 2, 3, 3]

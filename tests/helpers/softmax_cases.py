@@ -19,9 +19,10 @@ LIMITS = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
 
 def draw(
     per, lengths=MIXED, *, k=7, width=8, items=20, dtype=torch.float64, device="cpu",
-    weighted=False, log_q=False, seed=0,
+    weighted=False, log_q=False, whole=False, seed=0,
 ):  # fmt: skip
-    """(leaves, arguments) of a loss. A target is among its negatives, and a row is nobody's."""
+    """(leaves, arguments) of a loss. A target is among its negatives, and a row is nobody's.
+    `whole`: the negatives of the batch are all rows, in another order."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor(lengths, dtype=torch.int64)
     tokens = int(lengths.sum())
@@ -31,6 +32,8 @@ def draw(
 
     shape = {"sample": (len(lengths), k), "position": (tokens, k), "batch": (k,)}[per]
     index = torch.randint(0, items - 1, shape, generator=generator)
+    if whole:
+        k, shape, index = items, (items,), torch.randperm(items, generator=generator)
     targets = torch.randint(0, items - 1, (tokens,), generator=generator)
     if tokens:
         targets[-1] = index.reshape(-1, k)[{"sample": len(lengths) - 1}.get(per, -1), k // 2]
@@ -120,6 +123,7 @@ CASES = {
         }
         for per in PER
     },
+    "batch, all rows": {"per": "batch", "lengths": LONG, "items": 37, "whole": True},
     "many samples": {"per": "sample", "lengths": [1, 2] * 5, "k": 2, "items": 4},
 }  # fmt: skip
 

@@ -28,10 +28,16 @@ H200 = ("cuda", 90, 32)
 CPU = torch.device("cpu")
 
 
-def configure(task="retrieval", per="sample", **changes):
+def configure(task="retrieval", per="sample", in_batch_share=0.0, **changes):
     model = dict(width=64, layers=3, heads=2, dropout=0.2, task=task, labels="click") | changes
     return RunConfig(
-        data=DataConfig(data="synthetic", negatives=8, max_length=40, negatives_per=per),
+        data=DataConfig(
+            data="synthetic",
+            negatives=8,
+            max_length=40,
+            negatives_per=per,
+            in_batch_share=in_batch_share,
+        ),
         model=ModelConfig(**model),
         train=TrainConfig(precision="bf16"),
     )
@@ -51,6 +57,10 @@ def draw_batch(config, seed):
     more = {}
     if config.data.negatives_per == "position":
         more["negatives"] = Jagged(draw(50, events, config.data.negatives), lengths)
+    columns = {}
+    if config.data.in_batch_share:  # which is corrected for
+        more["targets_log_q"] = Jagged(torch.zeros(events), lengths)
+        columns = {"negatives_log_q": torch.zeros(samples, config.data.negatives)}
     return SequenceBatch(
         sequences={
             **more,
@@ -64,7 +74,7 @@ def draw_batch(config, seed):
             "candidates": Nested(draw(50, candidates), torch.ones_like(draw(1, candidates)), counts)
         },
         **{
-            "sample": lambda count: {"dense": {"negatives": draw(50, samples, count)}},
+            "sample": lambda count: {"dense": {"negatives": draw(50, samples, count)} | columns},
             "batch": lambda count: {"shared": {"negatives": draw(50, count)}},
             "position": lambda count: {},
         }[config.data.negatives_per](config.data.negatives),
@@ -78,6 +88,7 @@ def draw_batch(config, seed):
         ("retrieval", {"position_bias": False, "time_bias": False}),
         ("retrieval", {"position_bias": True, "time_bias": True}),
         ("ranking", {"position_bias": True, "time_bias": False, "dropout": 0.0}),
+        ("retrieval", {"in_batch_share": 0.5, "position_bias": False, "time_bias": False}),
         ("retrieval", {"per": "position", "position_bias": False, "time_bias": False}),
         (
             "retrieval",

@@ -190,12 +190,14 @@ def test_ranking_samples(data, part, split, split_time):
     part=st.sampled_from(["train", "test"]),
     task=st.sampled_from(["retrieval", "ranking"]),
     per=st.sampled_from(["sample", "position", "batch"]),
+    source=st.sampled_from(["uniform", "popularity"]),
 )
 def test_ranks_together_are_the_global_batch(
-    data, batch, world, halo, share, shuffle, part, task, per
+    data, batch, world, halo, share, shuffle, part, task, per, source
 ):
     options = {
         "negatives_per": per,
+        "negatives_from": source,
         "halo": halo,
         "in_batch_share": share,
         "shuffle": shuffle,
@@ -267,6 +269,7 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
         12,
         shuffle_groups=4,
         in_batch_share=0.5,
+        log_q=False,  # which counts items first
         halo=3,
         rank=1,
         world=2,
@@ -299,6 +302,7 @@ def test_negatives_come_from_the_halo_or_from_everywhere(data):
         negatives=40,
         negatives_per="sample",
         in_batch_share=0.25,
+        log_q=False,
         halo=5,
         num_items=1 << 40,
         shuffle=False,
@@ -380,6 +384,7 @@ def test_negatives_of_positions_and_of_the_batch(data):
     """Every rank draws the same: those of a batch are equal everywhere, in-batch ones included;
     those of a position belong to the sample's position, whoever reads it."""
     options = {"negatives": 12, "in_batch_share": 0.5, "halo": 3, "num_items": 1 << 40}
+    options["log_q"] = False
     for world in (1, 3):
         ranks = [
             Histories(data[0], 10, rank=r, world=world, negatives_per="batch", **options)

@@ -465,12 +465,13 @@ class TestEncoder:
         state = copy.deepcopy(short.state_dict())
         state["position"] = torch.cat([state["position"], torch.zeros(12, WIDTH)])
         long.load_state_dict(state)
-        x, lengths = torch.randn(12, WIDTH), torch.tensor([5, 7])
+        # float64: one call for a whole layer would show nothing of its inside
+        x, lengths = torch.randn(12, WIDTH).double(), torch.tensor([5, 7])
         captured = {}
         for name, module in (("short", short), ("long", long)):
             hook = module.layers[0].attention_norm.register_forward_pre_hook(
                 lambda _, inputs, name=name: captured.__setitem__(name, inputs[0])
             )
-            module(x, lengths)
+            module.double()(x, lengths)
             hook.remove()
         torch.testing.assert_close(captured["short"], 2 * captured["long"])

@@ -33,6 +33,7 @@ def test_the_kernels_equal_the_definition(interpreted, case):
 @pytest.mark.parametrize("budget", [reference.BUDGET, 200])
 def test_the_plain_one_equals_the_definition(per, lengths, extra, normalize, budget, monkeypatch):
     monkeypatch.setattr(reference, "BUDGET", budget)
+    monkeypatch.setattr(reference, "FEWEST_SHARING", 20)
     leaves, arguments, options = draw(per, lengths, width=50, **extra)
     options["normalize"] = normalize
     expected = differentiate(define, leaves, arguments, options, slope=0.7)
@@ -42,6 +43,19 @@ def test_the_plain_one_equals_the_definition(per, lengths, extra, normalize, bud
     with torch.no_grad():
         alone = reference.sampled_softmax(*leaves, *arguments, **options)
     torch.testing.assert_close(alone, expected[0], rtol=1e-12, atol=1e-12)
+
+
+def test_with_all_rows_as_negatives_it_is_the_full_softmax(monkeypatch):
+    monkeypatch.setattr(reference, "FEWEST_SHARING", 7)
+    monkeypatch.setattr(reference, "BUDGET", 1)
+    leaves, (targets, *others), options = draw("batch", (18, 0, 3), items=37, whole=True)
+    found = reference.sampled_softmax(*leaves, targets, *others, normalize=False, **options)
+    scores = leaves[0] @ leaves[1].T / options["temperature"]
+    expected = torch.nn.functional.cross_entropy(scores, targets, reduction="sum")
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad(loss, leaves) for loss in (found, expected))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("normalize", [True, False])

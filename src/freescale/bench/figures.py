@@ -32,6 +32,7 @@ from freescale.bench.kernels.table import format_kernels
 from freescale.bench.ladder import figure as ladder_figure
 from freescale.bench.ladder.table import format_ladder
 from freescale.bench.learning.table import format_learning
+from freescale.bench.negatives.table import format_negatives
 from freescale.bench.overlap import figure as overlap_figure
 from freescale.bench.packing.table import format_packing
 from freescale.bench.quality.table import format_quality, format_recipes
@@ -149,6 +150,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "recipes": (("quality-*-*",), format_recipes),
     "short": (("short-cpu",), format_short),
     "learning": (("learning-cpu",), format_learning),
+    "negatives": (("negatives-cpu",), format_negatives),
     "packing": (("packing-cpu",), format_packing),
     "balance": (MEASURED, balance_table.format_measured),
     "balance-cost": (MEASURED, balance_table.format_cost),

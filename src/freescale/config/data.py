@@ -69,7 +69,7 @@ class DataConfig(Checked):
     negatives: int | None = option(
         None,
         "negatives of each --negatives-per (retrieval; default: 256 of a sample or position, 1,024 "
-        "of a batch)",
+        "of a batch; with --negatives-from all: every item)",
         minimum=1,
     )
     negatives_per: str = option(
@@ -78,8 +78,29 @@ class DataConfig(Checked):
         "the batch where histories are short, else each sample)",
         choices=("auto", "sample", "position", "batch"),
     )
+    negatives_from: str = option(
+        "uniform",
+        "what negatives are drawn from: items alike, items by their popularity in the training "
+        "data, or all: the full softmax over the catalogue, nothing is drawn",
+        choices=("uniform", "popularity", "all"),
+    )
+    popularity_power: float = option(
+        0.75,
+        "power of the counts that items are drawn by, with --negatives-from popularity",
+        minimum=0.0,
+    )
     in_batch_share: float = option(
-        0.0, "share of negatives that come from the batch", minimum=0.0, maximum=1.0
+        0.0,
+        "share of negatives that are targets of other samples of the batch (1: in-batch negatives "
+        "alone, less: mixed with --negatives-from)",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    log_q: bool | None = option(
+        None,
+        "subtract the log-probability of its draw from each logit (default: yes, where items are "
+        "not drawn alike)",
+        formerly=False,
     )
     candidates: int = option(8, "candidates of each sample (ranking)", minimum=1)
     shuffle: bool = option(True, "shuffle users, by the seed and the epoch")

@@ -12,27 +12,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from freescale.batch import Jagged, Nested, SequenceBatch, concat_ranges
 from freescale.config import DataConfig, ModelConfig, TrainConfig
+from freescale.data.alias import AliasTable
 from freescale.data.epoch_order import EpochOrder
 from freescale.data.histories import HistoriesFile
 from freescale.data.labels import check_labels
 from freescale.data.negatives import (
+    NEGATIVES_FROM,
+    NEGATIVES_PER,
+    NegativeSampler,
+    check_catalogue,
+    check_countable,
+    choose_log_q,
     choose_negatives,
     choose_negatives_per,
-    derive_batch_key,
-    derive_position_keys,
-    draw_negatives,
+    mix_log_q,
 )
 from freescale.data.splits import PARTS, SPLITS, Split
 from freescale.data.windows import WindowReader
 from freescale.random import derive
 
 TASKS = ("retrieval", "ranking")
-NEGATIVES_PER = ("auto", "sample", "position", "batch")
 # The columns of a file and what a batch calls them.
 _NAMES = {"item_id": "history", "timestamp": "timestamps", "action": "actions"}
 
@@ -60,7 +65,9 @@ class Histories:
     |                  | candidate_timestamps, labels [., tasks] |                                |
 
     Negatives of a sample are in `dense` [n, negatives], those of a position in `sequences`
-    [tokens, negatives], those of the batch in `shared` [negatives], by `negatives_per`.
+    [tokens, negatives], those of the batch in `shared` [negatives], by `negatives_per`. With
+    `log_q` their log-probabilities are beside them as `negatives_log_q`, those of the targets in
+    `sequences` as `targets_log_q`.
 
     Targets are the next item of each event. Candidates of ranking are the last `candidates` events
     of the train part (fewer where the history would be empty); of the test part of split `time` the
@@ -80,7 +87,13 @@ class Histories:
         split_time: With split `time`: where it cuts, in the file's unit.
         negatives: How many each sample, position or batch has, for retrieval; None: by what it is.
         negatives_per: `sample`, `position` or `batch`; `auto` decides by the file's mean length.
+        negatives_from: What they are drawn from: `uniform` over the catalogue, by `popularity`, or
+            `all`: not drawn, the whole catalogue.
+        popularity_power: Items are drawn by their counts in the train part to this power.
         in_batch_share: Share of the negatives that are targets of other samples of the batch.
+        log_q: Whether batches say how probable their negatives and targets were as draws, where
+            items differ in that; None: yes. What popularity and `log_q` need is counted before the
+            first batch, by reading the whole file.
         halo: How many samples further such negatives may come from.
         candidates: Candidates per sample, at most, for ranking.
         seed: Of the order and the negatives.
@@ -111,7 +124,10 @@ class Histories:
         split_time: int | None = DataConfig.split_time,
         negatives: int | None = DataConfig.negatives,
         negatives_per: str = DataConfig.negatives_per,
+        negatives_from: str = DataConfig.negatives_from,
+        popularity_power: float = DataConfig.popularity_power,
         in_batch_share: float = DataConfig.in_batch_share,
+        log_q: bool | None = DataConfig.log_q,
         halo: int = 16,
         candidates: int = DataConfig.candidates,
         seed: int = TrainConfig.seed,
@@ -126,6 +142,7 @@ class Histories:
         _check_choice("part", part, PARTS)
         _check_choice("split", split, SPLITS)
         _check_choice("negatives_per", negatives_per, NEGATIVES_PER)
+        _check_choice("negatives_from", negatives_from, NEGATIVES_FROM)
         for name, value, least in (
             ("global_batch", global_batch, 1),
             ("world", world, 1),
@@ -164,11 +181,19 @@ class Histories:
         self.split = split
         self.split_time = split_time
         self.halo, self.candidates = halo, candidates
+        self.negatives_from, self.popularity_power = negatives_from, popularity_power
+        self.in_batch_share = in_batch_share
         self.negatives_per = choose_negatives_per(
-            negatives_per, min(self.file.mean_length, max_length)
+            negatives_per, min(self.file.mean_length, max_length), negatives_from
         )
+        if negatives_from == "all" and part == "train" and task == "retrieval":
+            check_catalogue(self.num_items, negatives, in_batch_share)
+            negatives = self.num_items
         self.negatives = choose_negatives(negatives, self.negatives_per)
-        self._in_batch = round(self.negatives * in_batch_share)
+        self.log_q = choose_log_q(log_q, negatives_from, in_batch_share)
+        if self.log_q or negatives_from == "popularity":
+            check_countable(self.num_items)
+        self._sampler: NegativeSampler | None = None
         self.seed = seed
         self.shuffle = shuffle
         self.shuffle_groups = shuffle_groups
@@ -299,7 +324,7 @@ class Histories:
         draws = training and self.task == "retrieval"
         # The slice, then the samples after it (round the batch) that its in-batch negatives may
         # come from.
-        beyond = self._count_beyond(size, own) if draws else 0
+        beyond = self._find_sampler().count_beyond(size, own) if draws else 0
         places = torch.arange(low, low + min(own + beyond, size)) % size
         samples = self._order.samples(epoch, first, first + size)[places]
         columns, tail = self._reader.read(epoch, samples)
@@ -328,13 +353,10 @@ class Histories:
             targets = Jagged(items.values[events + 1], history)
             sequences["targets"] = targets.slice(0, own)
             weights = {"next_item": own_history.to(torch.float32)}
-            negatives = self._draw_negatives(number, keys, targets, low, size)
-            if self.negatives_per == "sample":
-                dense["negatives"] = negatives
-            elif self.negatives_per == "position":
-                sequences["negatives"] = Jagged(negatives, own_history)
-            else:
-                shared["negatives"] = negatives[0]
+            drawn = self._find_sampler().draw(number, keys, targets, low, size)
+            sequences |= {name: Jagged(v, own_history) for name, v in drawn.sequences.items()}
+            dense |= drawn.dense
+            shared |= drawn.shared
         else:
             # a sample without target reads this 0
             padded = torch.cat([items.values, items.values.new_zeros(1)])
@@ -343,35 +365,43 @@ class Histories:
             weights = {"next_item": tail.to(torch.float32)}
         return SequenceBatch(sequences, candidates, dense, weights, keys, number, shared)
 
-    def _count_beyond(self, size: int, own: int) -> int:
-        """Samples after the slice that its in-batch negatives may come from: the halo, or all of
-        the batch for those that it shares."""
-        if not self._in_batch:
-            return 0
-        if self.negatives_per == "batch":
-            return size - own
-        return min(self.halo, size - 1) if own else 0
+    def _find_sampler(self) -> NegativeSampler:
+        """Made when the first batch needs it: it may have to read the whole file. Workers get it
+        with the source."""
+        if self._sampler is None:
+            self._sampler = self._build_sampler()
+        return self._sampler
 
-    def _draw_negatives(
-        self, number: int, keys: Tensor, targets: Jagged, low: int, size: int
-    ) -> Tensor:
-        """[rows, negatives] for the slice of a batch that begins at sample `low`: a row for each
-        sample, for each position, or one."""
-        homes, halo = None, min(self.halo, size - 1)  # a sample is never in its own halo
-        if self.negatives_per == "position":
-            keys, homes = derive_position_keys(keys, targets.lengths[: len(keys)])
-        elif self.negatives_per == "batch":
-            # counted from the batch's first sample, wherever the slice begins
-            keys, homes, halo = derive_batch_key(self.seed, number), torch.tensor([-low - 1]), size
-        return draw_negatives(
-            keys,
-            targets,
-            count=self.negatives,
-            in_batch=self._in_batch,
-            halo=halo,
-            batch_size=size,
-            num_items=self.num_items,
-            homes=homes,
+    def _build_sampler(self) -> NegativeSampler:
+        per, count = self.negatives_per, self.negatives
+        in_batch = round(count * self.in_batch_share)
+        weights = popularity = log_q = None
+        if self.negatives_from == "popularity":
+            weights = self.count_items().numpy() ** self.popularity_power
+            if not weights.any():
+                raise ValueError(
+                    f"{self.file.path}: the train part holds no events to draw popular items "
+                    "from; choose negatives_from 'uniform', or another split"
+                )
+            popularity = AliasTable.of(weights)
+        if self.log_q:
+            weights = np.ones(self.num_items) if weights is None else weights
+            catalogue, share = weights / weights.sum(), 0.0
+            targets, empty = np.zeros(self.num_items), 0.0
+            if in_batch and (per == "batch" or self.halo):
+                share = in_batch / count
+                targets, empty = self._reader.share_targets()
+            log_q = mix_log_q(catalogue, targets, empty, share)
+        return NegativeSampler(
+            per,
+            count,
+            in_batch,
+            self.halo,
+            self.seed,
+            self.num_items,
+            popularity,
+            log_q,
+            self.negatives_from == "all",
         )
 
     def count_items(self) -> Tensor:

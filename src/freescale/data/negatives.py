@@ -3,16 +3,22 @@ or of a batch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.batch import Jagged
+from freescale.data.alias import AliasTable
 from freescale.random import derive, hash_name, integers
 
-_UNIFORM, _SAMPLE, _POSITION = (
+_UNIFORM, _COIN, _SAMPLE, _POSITION = (
     hash_name("uniform negative"),
+    hash_name("negative or alias"),
     hash_name("negative's sample"),
     hash_name("negative's position"),
 )
@@ -25,30 +31,170 @@ _MIX = (
 )
 _TOKEN, _BATCH = hash_name("negatives of a position"), hash_name("negatives of a batch")
 
-
+NEGATIVES_FROM = ("uniform", "popularity", "all")
+NEGATIVES_PER = ("auto", "sample", "position", "batch")
 # Events of a mean history below which a batch shares its negatives. A sample's own are rows that
 # few positions use: 256 rows for 6 positions cost many times what the positions do.
 SHORT = 32.0
+# Items of the largest catalogue that can be negatives all at once. Every rank fetches the rows of
+# all of them in every step, and every position is multiplied with them.
+LARGEST_CATALOGUE = 1 << 17
+# Items of the largest catalogue whose counts are kept, with 20 bytes each in every process.
+LARGEST_COUNTED = 1 << 28
 
 
-def choose_negatives_per(asked: str, mean_length: float) -> str:
+def choose_negatives_per(asked: str, mean_length: float, source: str = "uniform") -> str:
     """What has negatives of its own: `sample`, `position` or `batch`.
 
     Args:
         asked: One of these, or `auto`, which leaves it to this rule.
         mean_length: Events of a history, on average over the file.
+        source: One of `NEGATIVES_FROM`. All items are the same for every position.
     """
+    if source == "all":
+        return "batch"
     if asked != "auto":
         return asked
     return "batch" if mean_length < SHORT else "sample"
 
 
 def choose_negatives(asked: int | None, per: str) -> int:
-    """How many negatives each sample, position or batch (`per`) has. A batch has more: its
-    positions, of all samples, see no others."""
+    """How many negatives each sample, position or batch (`per`) has, where they are drawn. A batch
+    has more: its positions, of all samples, see no others."""
     if asked is not None:
         return asked
     return 1024 if per == "batch" else 256
+
+
+def choose_log_q(asked: bool | None, source: str, in_batch_share: float) -> bool:
+    """Whether logits are corrected for the probabilities of the draws. Where these are all equal
+    the correction changes nothing; the full softmax draws nothing."""
+    unequal = source == "popularity" or (source == "uniform" and in_batch_share > 0)
+    return unequal and asked is not False
+
+
+def check_catalogue(num_items: int, asked: int | None, in_batch_share: float) -> None:
+    """Refuses options that do not go with the full softmax.
+
+    Args:
+        num_items: Size of the catalogue.
+        asked: How many negatives are asked for; None: not said.
+        in_batch_share: Share of them that is asked of the batch.
+    """
+    if num_items > LARGEST_CATALOGUE:
+        raise ValueError(
+            f"--negatives-from all takes up to {LARGEST_CATALOGUE:,} items, the catalogue has "
+            f"{num_items:,}: every rank reads all their rows in every step; draw some with "
+            "--negatives-from uniform or popularity"
+        )
+    if asked not in (None, num_items):
+        raise ValueError(
+            f"--negatives {asked} with --negatives-from all: all {num_items:,} items are "
+            "negatives; leave --negatives out"
+        )
+    if in_batch_share:
+        raise ValueError(
+            f"--in-batch-share {in_batch_share:g} with --negatives-from all: the targets of the "
+            "batch are among all items; leave it out"
+        )
+
+
+def check_countable(num_items: int) -> None:
+    """Refuses a catalogue whose items are too many to keep the probability of each."""
+    if num_items > LARGEST_COUNTED:
+        raise ValueError(
+            f"the catalogue has {num_items:,} items; popularity and log-q are for up to "
+            f"{LARGEST_COUNTED:,}: use --negatives-from uniform and --no-log-q"
+        )
+
+
+class DrawnNegatives(NamedTuple):
+    """Columns of a batch, by the part that they belong to."""
+
+    dense: Mapping[str, Tensor]  # of samples, each [samples, negatives]
+    sequences: Mapping[str, Tensor]  # of positions, each [tokens] or [tokens, negatives]
+    shared: Mapping[str, Tensor]  # of the batch, each [negatives]
+
+
+@dataclass(frozen=True)
+class NegativeSampler:
+    """Draws the negatives of a rank's slice of a batch.
+
+    Args:
+        per: `sample`, `position` or `batch`.
+        count: Of each of these.
+        in_batch: How many of them are targets of other samples.
+        halo: How many samples further these come from, at most; those of a batch come from all of
+            its samples.
+        seed: Of the run.
+        num_items: Ids are below it.
+        popularity: What those that are not from the batch are drawn from; None: uniform.
+        log_q: [num_items] float32 log of the probability that a draw is each item, to correct
+            logits with; None: no correction.
+        whole: The negatives are all items, once each; nothing is drawn.
+    """
+
+    per: str
+    count: int
+    in_batch: int
+    halo: int
+    seed: int
+    num_items: int
+    popularity: AliasTable | None = None
+    log_q: Tensor | None = None
+    whole: bool = False
+
+    def draw(
+        self, number: int, keys: Tensor, targets: Jagged, low: int, size: int
+    ) -> DrawnNegatives:
+        """The negatives of a slice of batch `number`, with what corrects for their probabilities.
+
+        Args:
+            number: Of the global batch.
+            keys: [own] of the slice's samples.
+            targets: Of the slice's samples, then of those after them (`count_beyond`).
+            low: Place of the slice's first sample in the global batch.
+            size: Samples of the global batch.
+        """
+        if self.whole:
+            return DrawnNegatives({}, {}, {"negatives": torch.arange(self.num_items)})
+        own_lengths = targets.lengths[: len(keys)]
+        homes, halo = None, min(self.halo, size - 1)  # a sample is never in its own halo
+        if self.per == "position":
+            keys, homes = derive_position_keys(keys, own_lengths)
+        elif self.per == "batch":
+            # counted from the batch's first sample, wherever the slice begins
+            keys, homes, halo = derive_batch_key(self.seed, number), torch.tensor([-low - 1]), size
+        negatives = draw_negatives(
+            keys,
+            targets,
+            count=self.count,
+            in_batch=self.in_batch,
+            halo=halo,
+            batch_size=size,
+            num_items=self.num_items,
+            homes=homes,
+            popularity=self.popularity,
+        )
+        columns, sequences = {"negatives": negatives}, {}
+        if self.log_q is not None:
+            own = targets.values[: int(own_lengths.sum())]
+            columns["negatives_log_q"] = self.log_q[negatives]
+            sequences["targets_log_q"] = self.log_q[own]
+        if self.per == "sample":
+            return DrawnNegatives(columns, sequences, {})
+        if self.per == "position":
+            return DrawnNegatives({}, sequences | columns, {})
+        return DrawnNegatives({}, sequences, {name: rows[0] for name, rows in columns.items()})
+
+    def count_beyond(self, size: int, own: int) -> int:
+        """Samples after a slice of `own` samples that its in-batch negatives may come from: the
+        halo, or all of the batch for those that it shares."""
+        if not self.in_batch:
+            return 0
+        if self.per == "batch":
+            return size - own
+        return min(self.halo, size - 1) if own else 0
 
 
 def draw_negatives(
@@ -61,8 +207,9 @@ def draw_negatives(
     batch_size: int,
     num_items: int,
     homes: Tensor | None = None,
+    popularity: AliasTable | None = None,
 ) -> Tensor:
-    """Draws negatives: some from the targets of other samples, the rest uniformly.
+    """Draws negatives: some from the targets of other samples, the rest from the catalogue.
 
     Args:
         keys: [n] random keys: of samples, of positions or of a batch.
@@ -70,17 +217,21 @@ def draw_negatives(
             batch (cyclically) as the halo needs.
         count: Negatives per key.
         in_batch: How many of these are targets of the next `halo` samples. A sample without
-            targets is replaced by a uniform draw.
+            targets is replaced by a draw from the catalogue.
         halo: Samples.
         batch_size: Of the global batch.
         num_items: Ids are below it.
         homes: [n] the sample of each key, among those of the targets; by default key i is of
             sample i.
+        popularity: The distribution over the catalogue; None: uniform.
 
     Returns:
         [n, count] item ids.
     """
-    negatives = torch.from_numpy(_draw_uniformly(keys.numpy(), count, num_items))  # [n, count]
+    drawn = _draw_uniformly(keys.numpy(), count, num_items)  # [n, count]
+    if popularity is not None:
+        drawn = popularity.choose(drawn, _draw_coins(keys.numpy(), count))
+    negatives = torch.from_numpy(drawn)
     if in_batch == 0 or halo <= 0 or targets.values.numel() == 0:
         return negatives
     homes = torch.arange(len(keys)) if homes is None else homes
@@ -91,15 +242,55 @@ def draw_negatives(
     place = targets.offsets[chosen] + integers(
         derive(keys[:, None], _POSITION, numbers), lengths.clamp(min=1)
     )
-    drawn = targets.values[place.clamp(max=targets.values.numel() - 1)]
-    negatives[:, :in_batch] = torch.where(lengths > 0, drawn, negatives[:, :in_batch])
+    found = targets.values[place.clamp(max=targets.values.numel() - 1)]
+    negatives[:, :in_batch] = torch.where(lengths > 0, found, negatives[:, :in_batch])
     return negatives
 
 
+def mix_log_q(
+    catalogue: NDArray[np.float64], batch: NDArray[np.float64], empty: float, share: float
+) -> Tensor:
+    """The log of the probability that a draw is each item, over all batches.
+
+    Args:
+        catalogue: [items] of a draw from the catalogue.
+        batch: [items] of a sample's target: a sample, then one of its targets; of samples without
+            targets nothing.
+        empty: Share of samples without targets, for which the catalogue steps in.
+        share: Of the draws that are targets of samples.
+
+    Returns:
+        [items] float32; -inf where it is 0.
+    """
+    mixed = share * batch + (1 - share + share * empty) * catalogue
+    with np.errstate(divide="ignore"):
+        return torch.from_numpy(np.log(mixed).astype(np.float32))
+
+
 def _draw_uniformly(keys: NDArray[np.int64], count: int, bound: int) -> NDArray[np.int64]:
-    """integers(derive(keys[:, None], _UNIFORM, arange(count)), bound), in place in one array: the
-    negatives are most of what a batch draws."""
-    base = derive(torch.from_numpy(keys), _UNIFORM).numpy().view(np.uint64)
+    """integers(derive(keys[:, None], _UNIFORM, arange(count)), bound)."""
+    drawn = _draw_bits(keys, _UNIFORM, count)
+    drawn >>= np.uint64(1)
+    # a division by one number is many times faster than the remainder, for numpy
+    quotient = np.floor_divide(drawn, np.uint64(bound))
+    quotient *= np.uint64(bound)
+    drawn -= quotient
+    return drawn.view(np.int64)
+
+
+def _draw_coins(keys: NDArray[np.int64], count: int) -> NDArray[np.float64]:
+    """uniform(derive(keys[:, None], _COIN, arange(count)))."""
+    drawn = _draw_bits(keys, _COIN, count)
+    drawn >>= np.uint64(11)
+    coins = drawn.astype(np.float64)
+    coins *= 2.0**-53
+    return coins
+
+
+def _draw_bits(keys: NDArray[np.int64], name: int, count: int) -> NDArray[np.uint64]:
+    """derive(keys[:, None], name, arange(count)), in place in one array: the negatives are most of
+    what a batch draws."""
+    base = derive(torch.from_numpy(keys), name).numpy().view(np.uint64)
     drawn, shifted = (np.empty((len(keys), count), np.uint64) for _ in range(2))
     np.add((base * _GOLDEN)[:, None], np.arange(1, count + 1, dtype=np.uint64), out=drawn)
     for bits, factor in _MIX:
@@ -107,12 +298,7 @@ def _draw_uniformly(keys: NDArray[np.int64], count: int, bound: int) -> NDArray[
         drawn ^= shifted
         if factor is not None:
             drawn *= factor
-    drawn >>= np.uint64(1)
-    # a division by one number is many times faster than the remainder, for numpy
-    np.floor_divide(drawn, np.uint64(bound), out=shifted)
-    shifted *= np.uint64(bound)
-    drawn -= shifted
-    return drawn.view(np.int64)
+    return drawn
 
 
 def derive_position_keys(keys: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -129,6 +129,27 @@ class WindowReader:
             np.add.at(counts, group.values["item_id"][index], 1)
         return torch.from_numpy(counts)
 
+    def share_targets(self) -> tuple[NDArray[np.float64], float]:
+        """How the targets of the samples divide among the items. Reads the whole file.
+
+        Returns:
+            ([num_items]: the probability of each item to be a target of a sample, where samples
+            are equally likely and so are the targets of each; and the share of samples that have
+            none, which is what the others add up to less than 1).
+        """
+        shares, empty = np.zeros(self._file.num_items), 0
+        for number in range(self._file.num_groups):
+            group = self._file.read(number, ("item_id", "timestamp"))
+            ends = self._split.find_ends(group, "train")
+            window = find_window(group.offsets[:-1], ends, self._max_length, 1)
+            lengths = window.end - window.begin - window.tail
+            index = list_ranges(window.begin + 1, lengths)
+            each = np.repeat(1 / np.maximum(lengths, 1), lengths)
+            np.add.at(shares, group.values["item_id"][index], each)
+            empty += int(np.count_nonzero(lengths == 0))
+        samples = max(1, self._file.num_samples)
+        return shares / samples, empty / samples
+
 
 def list_ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
     """Index ranges [starts[i], starts[i] + lengths[i]), one after another: [sum(lengths)]."""

@@ -146,11 +146,8 @@ class HSTU(Encoder):
         token_keys = token_keys if self.dropout > 0 else None
         recomputes = self.checkpoint and torch.is_grad_enabled()
         d_qk, d_v = self.widths
-        if (
-            earlier is None
-            and isinstance(plan, TilePlan)
-            and fits_fused_layer(plan, x, self.heads * d_v)
-        ):
+        dtype = get_product_dtype(self.position)
+        if earlier is None and fits_fused_layer(plan, x, self.heads * d_v, dtype):
             return run_layers(
                 x,
                 [cast(HSTULayer, layer).collect_parameters() for layer in self.layers],
@@ -160,7 +157,7 @@ class HSTU(Encoder):
                 d_v=d_v,
                 scale_length=self.max_length,
                 eps=EPS,
-                dtype=get_product_dtype(self.position),
+                dtype=dtype,
                 keys=token_keys,
                 keep=1 - self.dropout,
                 recompute=recomputes,

@@ -46,6 +46,14 @@ def _list_settings(run: Run, part: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {"": found}
 
 
+_NAMES = {
+    "cpu": "CPU",
+    "gpu": "GPU",
+    "memory_gib": "memory, GiB",
+    "gpu_memory_gib": "GPU memory, GiB",
+}
+
+
 def render_machines(runs: Sequence[Run]) -> str:
     return render_cards(runs, _render_machines_of_run, needs_figures=False)
 
@@ -58,7 +66,7 @@ def _render_machines_of_run(place: int, run: Run) -> str:
         } | machine.get("versions", {})
         rows.append(["ranks on it", escape(_list_ranks(machine["ranks"]))])
         rows += [
-            [escape(name.replace("_", " ")), escape(str(value))]
+            [escape(_NAMES.get(name, name.replace("_", " "))), escape(str(value))]
             for name, value in known.items()
             if value is not None
         ]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import RunConfig
-from freescale.data.negatives import choose_negatives
+from freescale.data.negatives import choose_log_q, choose_negatives
 from freescale.embedding.layout import TableSpec, choose_stride
 from freescale.embedding.storage import RowStorage, TableRange
 from freescale.kernels import dispatch
@@ -179,12 +179,17 @@ def build_batch(config: RunConfig, actions: bool, span: int) -> SequenceBatch:
         nested["candidates"] = Nested(items % ITEMS, torch.ones_like(items), counts)
     else:
         sequences["targets"] = Jagged(numbers % ITEMS, lengths)
-        count = choose_negatives(config.data.negatives, config.data.negatives_per)
-        negatives = torch.arange(count) % ITEMS
-        if config.data.negatives_per == "position":
-            sequences["negatives"] = Jagged(negatives.repeat(len(numbers), 1), lengths)
-        elif config.data.negatives_per == "batch":
-            shared["negatives"] = negatives
-        else:
-            dense["negatives"] = negatives.repeat(SAMPLES, 1)
+        data = config.data
+        negatives = torch.arange(choose_negatives(data.negatives, data.negatives_per)) % ITEMS
+        columns = {"negatives": negatives}
+        if choose_log_q(data.log_q, data.negatives_from, data.in_batch_share):
+            columns["negatives_log_q"] = torch.zeros(len(negatives))
+            sequences["targets_log_q"] = Jagged(torch.zeros(len(numbers)), lengths)
+        for name, column in columns.items():
+            if data.negatives_per == "position":
+                sequences[name] = Jagged(column.repeat(len(numbers), 1), lengths)
+            elif data.negatives_per == "batch":
+                shared[name] = column
+            else:
+                dense[name] = column.repeat(SAMPLES, 1)
     return SequenceBatch(sequences, nested, dense, keys=torch.arange(SAMPLES), shared=shared)

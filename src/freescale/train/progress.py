@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from freescale.train.callbacks import Callback, Metrics
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from freescale.data.loader import Histories
     from freescale.train.trainer import Trainer
 
 
@@ -77,7 +79,8 @@ class ConsoleProgress(Callback):
 
     def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:
         if trainer.rank == 0 and part == "validation":  # the command shows the test part as a table
-            quality = metrics["model"]
+            found = metrics["model"].items()
+            quality = {name: value for name, value in found if not math.isnan(value)}
             values = "  ".join(f"{name} {quality[name]:.4f}" for name in select_headlines(quality))
             best = trainer.best
             mark = "  best so far" if best is not None and best.step == trainer.step else ""
@@ -125,9 +128,7 @@ def describe_run(trainer: Trainer) -> list[str]:
     about = ""
     if compressed := build_reducer(trainer.config):
         about = f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)"
-    drawn = (
-        f"; {data.negatives} negatives per {data.negatives_per}" if data.task == "retrieval" else ""
-    )
+    drawn = f"; {describe_negatives(data)}" if data.task == "retrieval" else ""
     ranks = f"{transport.world} rank{'s' * (transport.world > 1)}"
     return [
         f"{data.num_samples:,} users, {data.num_items:,} items{drawn}",
@@ -138,3 +139,15 @@ def describe_run(trainer: Trainer) -> list[str]:
         *trainer.pipeline.describe_choices(),
         *trainer.model.tables.describe(),
     ]
+
+
+def describe_negatives(data: Histories) -> str:
+    """What targets compete with."""
+    if data.negatives_from == "all":
+        return f"full softmax over {data.negatives:,} items"
+    text = f"{data.negatives} negatives per {data.negatives_per}"
+    if data.negatives_from == "popularity":
+        text += f" by popularity to the power of {data.popularity_power:g}"
+    if data.in_batch_share:
+        text += f", {data.in_batch_share:.0%} from the batch"
+    return f"{text}, log-q corrected" if data.log_q else text

@@ -90,10 +90,10 @@ class Trainer:
         self._run_folder = RunFolder(Path(folder) if folder else None, self._resume, transport)
         self.data = load_histories(config, self._histories, transport)
         # as it was chosen: the run's config.json keeps it, and a resumed run repeats it
-        per, count = self.data.negatives_per, self.data.negatives
-        self.config = config = replace(
-            config, data=replace(config.data, negatives_per=per, negatives=count)
-        )
+        chosen = {
+            name: getattr(self.data, name) for name in ("negatives_per", "negatives", "log_q")
+        }
+        self.config = config = replace(config, data=replace(config.data, **chosen))
         self.total = min(len(self.data), settings.steps or len(self.data))  # steps
         self.model = build_model(config, self.data, transport)
         self.optimizer = build_optimizer(config, self.model)

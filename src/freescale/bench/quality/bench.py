@@ -101,7 +101,7 @@ def bench_quality(plan: Plan, to: Destination) -> None:
     config = seeds[0].config  # wrong settings are refused here
     if config.model.task != "retrieval" or config.data.split == "none":
         raise ValueError("quality is that of retrieval with a test part: --task, --split")
-    histories = prepare_data(config.data)
+    histories = prepare_data(config)
     peers = _train_all(plan, seeds, config, histories)
     found = [seed.find_result() for seed in seeds]
     results = [result for result in found if result is not None]

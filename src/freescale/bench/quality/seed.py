@@ -65,7 +65,7 @@ def train_seed(seed: Seed) -> None:
     from freescale.transport.connect import connect
 
     config, folder = seed.config, Path(seed.folder)
-    path = prepare_data(config.data)
+    path = prepare_data(config)
     train = config.train
     transport = connect(train.device, train.timeout, train.transport)
     begin, trained = time.perf_counter(), folder / TRAINED

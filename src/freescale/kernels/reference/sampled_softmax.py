@@ -11,14 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from freescale.batch import concat_ranges
 from freescale.kernels.groups import Groups
 
 BUDGET = 1 << 18  # elements at a time, of logits and of gathered rows: about a core's cache
+# Tokens at a time that share their negatives, at least: a product with fewer reads its other factor
+# for little work.
+FEWEST_SHARING = 64
 SMALLEST_NORM = 1e-12  # as in torch.nn.functional.normalize
 
 Per = Literal["sample", "position", "batch"]
@@ -135,7 +140,7 @@ def _cut_tiles(problem: _Problem, width: int) -> Iterator[_Tile]:
             yield _Tile(group.pad, group.put, lambda x, own=group.samples: x.index_select(0, own))  # type: ignore[misc]
         return
     shared = negatives.per == "batch"
-    step = max(1, BUDGET // (count if shared else count * width))
+    step = max(FEWEST_SHARING, BUDGET // count) if shared else max(1, BUDGET // (count * width))
     axis = 0 if shared else 1
     for start in range(0, tokens, step):
         part = slice(start, start + step)
@@ -155,8 +160,13 @@ class _SampledSoftmax(torch.autograd.Function):
         if need_grad:
             grads = torch.zeros_like(outputs, dtype=dtype), torch.zeros_like(rows, dtype=dtype)
         with torch.autocast(outputs.device.type, enabled=False):
+            shared = None
+            if problem.negatives.per == "batch" and outputs.shape[0]:
+                shared = _Others.gather(rows, problem.negatives.index[None], problem, dtype)
             for tile in _cut_tiles(problem, outputs.shape[1]):
-                _compute_tile(tile, outputs, rows, problem, loss, grads)
+                _compute_tile(tile, outputs, rows, problem, loss, grads, shared)
+            if shared is not None and shared.grad is not None and grads is not None:
+                shared.add_gradient(grads[1], shared.grad)
         if grads is not None:
             ctx.save_for_backward(*grads)
         ctx.dtypes = outputs.dtype, rows.dtype
@@ -168,6 +178,36 @@ class _SampledSoftmax(torch.autograd.Function):
         return *((part * grad).to(dtype) for part, dtype in saved), None, None
 
 
+@dataclass
+class _Others:
+    """The rows of the negatives, gathered: of a tile, or once for all tiles that share them."""
+
+    index: Tensor  # [n, K]
+    rows: Tensor  # [n, K, width], of unit length with normalize
+    scale: Tensor | None  # [n, K] 1 / the norms that they had
+    grad: Tensor | None = None  # [n, K, width] summed over the tiles that share them, before norms
+
+    @staticmethod
+    def gather(rows: Tensor, index: Tensor, problem: _Problem, dtype: torch.dtype) -> _Others:
+        others = _gather(rows, index, dtype)
+        if not problem.normalize:
+            return _Others(index, others, None)
+        scale = _invert_norms(others)
+        return _Others(index, others * scale[..., None], scale)
+
+    @cached_property
+    def order(self) -> tuple[Tensor, Tensor]:
+        """([K] the indices of one list, sorted, [K] their places in it)."""
+        ordered, order = self.index[0].sort(stable=True)
+        return ordered, order
+
+    def add_gradient(self, into: Tensor, grad: Tensor) -> None:
+        """Adds the gradient of the rows, given as that of the products' factors."""
+        if self.scale is not None:
+            _differentiate_norm(grad, self.rows, self.scale)
+        _add_rows(into, self.index.reshape(-1), grad.view(-1, into.shape[1]))
+
+
 def _compute_tile(
     tile: _Tile,
     outputs: Tensor,
@@ -175,20 +215,18 @@ def _compute_tile(
     problem: _Problem,
     loss: Tensor,  # [tokens], written
     grads: tuple[Tensor, Tensor] | None,  # of outputs, written, and of rows, added to
+    shared: _Others | None,  # whose gradient is added up there
 ) -> None:
-    dtype, (width,) = loss.dtype, outputs.shape[1:]
+    dtype = loss.dtype
     x = tile.pad(outputs).to(dtype)  # [n, length, width]
     goal = tile.pad(problem.targets)  # [n, length]
+    y = _gather(rows, goal, dtype)
     index = tile.select(problem.negatives.index)  # [n, K]
-    y, others = (
-        rows.index_select(0, i.reshape(-1)).view(*i.shape, width).to(dtype) for i in (goal, index)
-    )
-    x_scale, y_scale, scale = (
-        _invert_norms(rows) if problem.normalize else None for rows in (x, y, others)
-    )
-    if x_scale is not None and y_scale is not None and scale is not None:
+    negatives = shared or _Others.gather(rows, index, problem, dtype)
+    others = negatives.rows
+    x_scale, y_scale = (_invert_norms(rows) if problem.normalize else None for rows in (x, y))
+    if x_scale is not None and y_scale is not None:
         x, y = x * x_scale[..., None], y * y_scale[..., None]
-        others = others * scale[..., None]
     positive = (x * y).sum(2)  # [n, length]
     own = positive / problem.temperature
     if problem.targets_log_q is not None:
@@ -197,7 +235,7 @@ def _compute_tile(
     logits = torch.bmm(x / problem.temperature, others.transpose(1, 2))
     if problem.negatives.log_q is not None:
         logits.sub_(tile.select(problem.negatives.log_q)[:, None, :])
-    _block_targets(logits, goal, index, rows.shape[0])
+    _block_targets(logits, goal, negatives)
     top = torch.maximum(logits.amax(2), own)
     shares = logits.sub_(top[..., None]).exp_()
     rest = shares.sum(2)  # [n, length]
@@ -216,36 +254,47 @@ def _compute_tile(
     grad_x = torch.bmm(shares, others).mul_(factor[..., None]).sub_(y * slope[..., None])
     grad_y = x * -slope[..., None]
     grad_others = torch.bmm(shares.transpose(1, 2), x * factor[..., None])  # [n, K, width]
-    if x_scale is not None and y_scale is not None and scale is not None:
-        for grad, unit, inverse in (
-            (grad_x, x, x_scale),
-            (grad_y, y, y_scale),
-            (grad_others, others, scale),
-        ):
-            # through the norm: what points along the row itself is taken away
-            grad.addcmul_(unit, (grad * unit).sum(2, keepdim=True), value=-1)
-            grad.mul_(inverse[..., None])
+    if x_scale is not None and y_scale is not None:
+        _differentiate_norm(grad_x, x, x_scale)
+        _differentiate_norm(grad_y, y, y_scale)
     tile.put(grads[0], grad_x)
-    for i, grad in ((goal, grad_y), (index, grad_others)):
-        _add_rows(grads[1], i.reshape(-1), grad.view(-1, width))
+    _add_rows(grads[1], goal.reshape(-1), grad_y.view(-1, grad_y.shape[2]))
+    if shared is None:
+        negatives.add_gradient(grads[1], grad_others)
+    else:
+        shared.grad = grad_others if shared.grad is None else shared.grad.add_(grad_others)
 
 
 def _block_targets(
     logits: Tensor,  # [n, length, K], written
     goal: Tensor,  # [n, length]
-    index: Tensor,  # [n, K]
-    rows: int,  # both are below it
+    negatives: _Others,
 ) -> None:
     """A negative that is the target counts as absent."""
+    index = negatives.index
     if len(index) > 1 or logits.is_cuda:
         logits.masked_fill_(goal[:, :, None] == index[:, None, :], -torch.inf)
         return
-    # One list for all tokens: few of them have their target in it.
-    drawn = torch.zeros(rows, dtype=torch.bool).index_fill_(0, index[0], True)
-    hit = drawn.index_select(0, goal[0]).nonzero()[:, 0]  # [tokens with one]
-    if hit.numel():
-        same = goal[0].index_select(0, hit)[:, None] == index
-        logits[0].index_put_((hit,), logits[0].index_select(0, hit).masked_fill_(same, -torch.inf))
+    # One list for all tokens: each has its target there a few times, if at all.
+    ordered, order = negatives.order
+    first, last = (torch.searchsorted(ordered, goal[0], right=right) for right in (False, True))
+    counts = last - first  # [tokens]
+    tokens = torch.repeat_interleave(counts)
+    places = order.index_select(0, concat_ranges(first, counts))
+    logits[0].index_put_((tokens, places), logits.new_tensor(-torch.inf))
+
+
+def _gather(rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """[u, width], [...] -> [..., width]."""
+    gathered = rows.index_select(0, index.reshape(-1)).view(*index.shape, rows.shape[1])
+    return gathered.to(dtype)
+
+
+def _differentiate_norm(grad: Tensor, unit: Tensor, inverse: Tensor) -> None:
+    """The gradient [..., width] of rows of unit length becomes, in place, that of the rows as they
+    were, 1 / `inverse` [...] long: what points along a row is taken away."""
+    grad.addcmul_(unit, (grad * unit).sum(-1, keepdim=True), value=-1)
+    grad.mul_(inverse[..., None])
 
 
 def _add_rows(into: Tensor, index: Tensor, rows: Tensor) -> None:

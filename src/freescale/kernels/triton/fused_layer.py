@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from freescale.kernels.attention_checks import check_plan
+from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.triton.attention import (
     attend,
     cut_heads,
@@ -70,7 +71,7 @@ class LayerParameters(NamedTuple):
 class LayerOptions:
     """What the layers of a model share in a step."""
 
-    plan: TilePlan
+    plan: TilePlan | AttentionPlan
     heads: int
     d_qk: int
     d_v: int
@@ -103,6 +104,7 @@ class LayerOptions:
 
     @property
     def attention(self) -> tuple[TilePlan, float, float]:
+        assert isinstance(self.plan, TilePlan)
         return self.plan, self.d_qk**-0.5, float(self.scale_length)
 
 
