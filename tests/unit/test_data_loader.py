@@ -517,12 +517,12 @@ def test_sizes(data):
         pytest.param({"start": 7}, r"start is 7; the run has 6 batches", id="start beyond the end"),
         pytest.param(
             {"task": "ranking"},
-            "label columns not named; the file has 'action', 'like', 'score'",
+            "no label is named; it has 'action', 'like', 'score'",
             id="ranking without labels",
         ),
         pytest.param(
             {"task": "ranking", "tasks": ("like", "share")},
-            ("label columns 'share'; the file has 'action', 'like'"),
+            "has no label column 'share'; it has 'action', 'like'",
             id="unknown label",
         ),
         pytest.param(

@@ -238,11 +238,16 @@ class Histories:
         missing = [name for name in self.tasks if name not in labels]
         if missing or not self.tasks:
             raise ValueError(
-                f"{self.file.path}: label columns {', '.join(map(repr, missing)) or 'not named'}; "
-                f"the file has {', '.join(map(repr, labels)) or 'none'}; name some of these as "
-                "tasks"
+                f"{self.file.path} {self._describe_missing(missing)}; it has "
+                f"{', '.join(map(repr, labels)) or 'none'}: name labels that it has"
             )
         check_labels(self.file, self.tasks)
+
+    @staticmethod
+    def _describe_missing(labels: Sequence[str]) -> str:
+        if not labels:
+            return "is read for ranking, and no label is named"
+        return f"has no label column {', '.join(map(repr, labels))}"
 
     def _seek(self, start: int) -> None:
         total = self.stop

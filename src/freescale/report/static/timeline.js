@@ -60,7 +60,7 @@ class Timeline {
 
   buildLegend() {
     const names = [...new Set(this.data.events.map((event) => event[3]))];
-    const words = { straggler: "bubble: waits for the slowest rank", exposed: "bubble: exposed communication" };
+    const words = { straggler: "waiting for the slowest rank", exposed: "exposed communication" };
     const list = this.createElement("ul", { class: "legend" }, this.root);
     for (const name of names.sort((a, b) => (a in words) - (b in words))) {
       const item = this.createElement("li", {}, list);
