@@ -59,7 +59,7 @@ class ModelConfig(Checked):
     time_bias: bool | None = option(
         None, "relative time bias in attention, with --encoder hstu  [default: on]"
     )
-    temperature: float = option(0.05, "softmax temperature (retrieval)", above=0.0)
+    temperature: float = option(0.1, "softmax temperature (retrieval)", above=0.0)
     segment: int | None = option(
         None,
         "cut histories into segments of so many events, seen later by their summaries alone",

@@ -101,8 +101,10 @@ def _describe_best(trainer: Trainer) -> list[str]:
     """Which evaluation was the best, and whether its checkpoint was kept and training ended for
     it."""
     best = trainer.best
-    if best is None or best.step is None:
+    if best is None:
         return []
+    if best.step is None:
+        return [f"no best one: {best.metric} was not defined in any evaluation"]
     where = f", {trainer.checkpoints.path(best.step)}" if best.kept else ""
     words = f"best on the validation part: step {best.step}, {best.metric} {best.value:.4f}{where}"
     if not best.exhausted:
