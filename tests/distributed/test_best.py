@@ -179,8 +179,9 @@ def test_best():
         ({"evaluate_every": None}, "--keep best needs --evaluate-every"),
         ({"keep": "latest", "evaluate_every": None}, "--patience needs --evaluate-every"),
         ({"split": "none"}, "--keep best needs a validation part"),
-        ({"keep_metric": "hr@11"}, "--keep-metric hr@11 is no metric of retrieval; there is hr@1,"),
-        ({"keep_metric": "auc/like", "task": "ranking", "labels": "click"}, "there is ne/click"),
+        ({"keep_metric": "hr@11"}, r"--keep-metric hr@11 is no metric .*; there is hr@K, ndcg@K"),
+        ({"keep_metric": "repeats"}, "no metric of retrieval that gets better"),
+        ({"keep_metric": "auc/like", "task": "ranking", "labels": "click"}, "there is ne/click, a"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(data, settings, words):

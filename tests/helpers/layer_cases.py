@@ -104,11 +104,14 @@ def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, dev
     return found
 
 
-def whole(dtype, dropout, device="cpu", planner=triton_attention_plan.plan_attention):
+def whole(
+    dtype, dropout, widths=(32, 64), device="cpu", planner=triton_attention_plan.plan_attention
+):
     """A layer with everything in Triton (or what the plan says) against plain torch in float64.
     Half precision is by autocast."""
     torch.manual_seed(0)
-    options = dict(width=48, heads=2, d_qk=32, d_v=64, max_length=80, dropout=dropout)
+    options = dict(width=48, heads=2, max_length=80, dropout=dropout)
+    options |= dict(zip(("d_qk", "d_v"), widths, strict=True))
     module = HSTULayer(
         number=3, position_bias=False, time_bias=False, num_time_buckets=1, **options
     )
@@ -144,16 +147,30 @@ WHOLE = {
     "layer, dropout": dict(dtype="float32", dropout=0.25),
     # the interpreter's products know no bfloat16
     "layer, dropout, half precision": dict(dtype="float16", dropout=0.25),
+    "layer, heads of other widths": dict(dtype="float32", dropout=0.25, widths=(25, 50)),
 }
 
 
-def fused(dtype, dropout=0.0, biases=False, candidates=False, layers=1, parts=None, device="cpu"):
+def fused(
+    dtype,
+    dropout=0.0,
+    biases=False,
+    candidates=False,
+    layers=1,
+    parts=None,
+    widths=(32, 64),
+    lengths=(20, 0, 1, 40),
+    device="cpu",
+    **inputs,
+):
     """An encoder whose layers are fused against plain torch in float64."""
     torch.manual_seed(0)
-    options = dict(width=48, heads=2, d_qk=32, d_v=64, max_length=80, dropout=dropout)
+    options = dict(width=48, heads=2, max_length=80, dropout=dropout)
+    options |= dict(zip(("d_qk", "d_v"), widths, strict=True))
     options |= dict(layers=layers, position_bias=biases, time_bias=biases, num_time_buckets=16)
+    options |= inputs
     module = HSTU(**options)
-    lengths = torch.tensor([20, 0, 1, 40], device=device)
+    lengths = torch.tensor(lengths, device=device)
     counts = torch.tensor([3, 0, 1, 2], device=device) if candidates else None
     x, slope = torch.randn(2, int(lengths.sum()), 48).to(device)
     times = torch.randint(0, 10**6, (len(x),)).to(device) if biases else None
@@ -203,7 +220,13 @@ def fused(dtype, dropout=0.0, biases=False, candidates=False, layers=1, parts=No
 FUSED = {
     "fused, dropout, parts": dict(dtype="float32", dropout=0.25, parts=2, layers=2),
     "fused, biases, candidates": dict(dtype="float32", biases=True, candidates=True),
+    "fused, dropout of inputs alone": dict(
+        dtype="float32", candidates=True, input_dropout=0.25, input_scale=3.0
+    ),
     "fused, half precision": dict(dtype="float16", dropout=0.25),
+    "fused, heads of other widths": dict(
+        dtype="float32", dropout=0.25, layers=2, widths=(25, 50), lengths=(9, 0, 1, 5)
+    ),
 }
 
 

@@ -105,7 +105,7 @@ def _rank(
             world_size=world,
             timeout=timedelta(seconds=timeout / 2),
         )
-        value = function(connect("cpu"), *args)
+        value = function(connect("cpu", transport="collective"), *args)
         queue.put((rank, None, _packed(value)))
     except BaseException:
         queue.put((rank, traceback.format_exc(), None))

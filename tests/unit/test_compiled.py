@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from freescale import folders
-from freescale.transport.hostwire import compiled
-from freescale.transport.hostwire.bindings import ErrorCode
+from freescale import compiled, folders
+from freescale.transport.hostwire.bindings import SOURCE, ErrorCode
 
 
 @pytest.fixture
@@ -36,29 +35,28 @@ def load(path):
 
 
 def test_it_is_compiled_once_and_kept(kept, monkeypatch):
-    first, why = compiled.compile_and_load("engine", load)
+    first, why = compiled.compile_and_load(SOURCE, load)
     assert first is not None and not why
     (made,) = kept.iterdir()
     monkeypatch.setattr(compiled, "_compile", None)  # nothing is compiled the second time
-    assert compiled.compile_and_load("engine", load) == (str(made), "")
+    assert compiled.compile_and_load(SOURCE, load) == (str(made), "")
 
 
-def test_a_change_of_any_source_is_another_library(tmp_path, monkeypatch):
-    before = compiled._hash_sources()
-    copied = Path(shutil.copytree(compiled.SOURCES, tmp_path / "csrc"))
-    monkeypatch.setattr(compiled, "SOURCES", copied)
-    seen = [compiled._hash_sources()]
+def test_a_change_of_any_source_is_another_library(tmp_path):
+    before = compiled._hash_sources(SOURCE.parent, compiled.FLAGS)
+    copied = Path(shutil.copytree(SOURCE.parent, tmp_path / "csrc"))
+    seen = [compiled._hash_sources(copied, compiled.FLAGS)]
     assert seen == [before]  # the same text
     included = re.findall(r'#include "(.*)"', (copied / "engine.c").read_text())
     for name in ("engine.c", *included):
         with (copied / name).open("a") as file:
             file.write("/* another */\n")
-        seen.append(compiled._hash_sources())
+        seen.append(compiled._hash_sources(copied, compiled.FLAGS))
     assert len(seen) > 5 and len(set(seen)) == len(seen)
 
 
 def test_error_codes_are_those_of_the_header():
-    text = (compiled.SOURCES / "engine.h").read_text()
+    text = SOURCE.with_name("engine.h").read_text()
     (body,) = re.findall(r"typedef enum \{(.*?)\} ErrorCode;", text, re.DOTALL)
     found = {name: int(value) for name, value in re.findall(r"ERROR_(\w+) = (\d+)", body)}
     assert found == {code.name: code.value for code in ErrorCode}
@@ -66,16 +64,16 @@ def test_error_codes_are_those_of_the_header():
 
 @pytest.mark.parametrize("damage", ["cut off", "another"])
 def test_a_damaged_one_is_made_again(kept, damage):
-    compiled.compile_and_load("engine", load)
+    compiled.compile_and_load(SOURCE, load)
     (made,) = kept.iterdir()
     whole = made.read_bytes()
     made.write_bytes({"cut off": whole[:9000], "another": whole[:-1] + b"?"}[damage])
-    assert compiled.compile_and_load("engine", load)[0] is not None
+    assert compiled.compile_and_load(SOURCE, load)[0] is not None
     assert [file.read_bytes() for file in kept.iterdir()] == [whole]
 
 
 def test_one_that_this_machine_cannot_load_is_made_again(kept):
-    compiled.compile_and_load("engine", load)
+    compiled.compile_and_load(SOURCE, load)
     (made,) = kept.iterdir()
     whole, refused = made.read_bytes(), []
 
@@ -85,7 +83,7 @@ def test_one_that_this_machine_cannot_load_is_made_again(kept):
             raise OSError("version `GLIBC_2.99' not found")
         return load(path)
 
-    assert compiled.compile_and_load("engine", picky)[0] is not None and refused
+    assert compiled.compile_and_load(SOURCE, picky)[0] is not None and refused
     assert [file.read_bytes() for file in kept.iterdir()] == [whole]
 
 
@@ -94,7 +92,7 @@ def test_what_cannot_be_loaded_is_not_kept_and_the_reason_is_told(kept, tmp_path
     bad.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nseq 1000 > "$2"\n')
     bad.chmod(0o755)
     monkeypatch.setenv("CC", str(bad))
-    made, why = compiled.compile_and_load("engine", load)
+    made, why = compiled.compile_and_load(SOURCE, load)
     assert made is None and "invalid ELF header" in why and "\n" not in why
     assert list(kept.iterdir()) == []
 
@@ -107,7 +105,7 @@ def test_a_cache_that_nothing_is_executed_from(kept, tmp_path):
     ):
         pytest.skip("nothing can be mounted here")
     try:
-        made, _ = compiled.compile_and_load("engine", load)
+        made, _ = compiled.compile_and_load(SOURCE, load)
         assert made is not None and (tmp_path / "temporary") in Path(made).parents, made
         assert list(kept.iterdir()) == []
     finally:
@@ -126,12 +124,12 @@ def test_without_a_home_the_cache_is_beside_temporary_files(tmp_path, monkeypatc
     assert (
         folder == tmp_path / f"freescale-{os.getuid()}" and folder.stat().st_mode & 0o777 == 0o700
     )
-    made, why = compiled.compile_and_load("engine", load)
+    made, why = compiled.compile_and_load(SOURCE, load)
     assert made is not None and not why
     folder.chmod(0o777)
     with pytest.raises(ValueError, match="others may write to it.*--cache"):
         folders.find_cache_folder()
-    made, why = compiled.compile_and_load("engine", load)
+    made, why = compiled.compile_and_load(SOURCE, load)
     assert made is None and "others may write to it" in why
 
 
@@ -157,7 +155,7 @@ def test_the_engine_compiles_without_a_warning(name, tmp_path):
         "-Werror",
         "-o",
         str(tmp_path / "engine.so"),
-        str(compiled.SOURCES / "engine.c"),
+        str(SOURCE),
     ]
     done = subprocess.run(strict, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

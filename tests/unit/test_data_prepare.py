@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.data import histories_writer, history_builder, interactions, prepare
+from freescale.data import histories_writer, history_builder, prepare, tables
 
 events = st.lists(
     st.tuples(st.integers(0, 12), st.integers(0, 30), st.integers(-5, 5), st.integers(0, 9)),
@@ -250,7 +250,7 @@ def peak_of(function) -> int:
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(interactions, "_ROWS", 10_000)
+    monkeypatch.setattr(tables, "_ROWS", 10_000)
     options = {"cache": tmp_path / "c", "bucket_events": 20_000}
     peaks = []
     for count in (300_000, 1_200_000):

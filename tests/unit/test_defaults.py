@@ -21,6 +21,7 @@ from freescale.embedding.tables import Tables
 from freescale.ledger.collector import Collector
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
+from freescale.models.sasrec import SASRec
 from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.thresholded import ThresholdedGradients
 from freescale.pipeline.schedule import Schedule
@@ -53,6 +54,7 @@ CALLABLES = [
         prepare,
         read_interactions,
         HSTU,
+        SASRec,
         SegmentedHSTU,
         Retrieval,
         Ranking,
@@ -79,7 +81,8 @@ def options_with_defaults(function) -> dict:
 
 
 def settings(*kinds) -> dict:
-    return {entry.name: entry.default for kind in kinds for entry in fields(kind)}
+    """Of settings as they are: some defaults follow from others."""
+    return {entry.name: getattr(kind(), entry.name) for kind in kinds for entry in fields(kind)}
 
 
 @pytest.mark.parametrize("function", CALLABLES, ids=lambda function: function.__name__)

@@ -23,14 +23,15 @@ def test_the_kernels_that_doctor_names_are_those_that_run(gpu, triton):
     )
 
 
-def test_the_head_widths_that_doctor_names_are_those_of_the_rule():
-    named = {int(number) for number in re.findall(r"\d+", _check_kernels(True, "3.6.0")[2])}
-    assert named == {
-        width
-        for width in range(1, 513)
-        if fits_triton_attention(True, True, (width, width), torch.bfloat16)
-    }
-    assert not fits_triton_attention(True, True, (32, 48), torch.bfloat16)
+def test_the_head_widths_that_doctor_names_are_the_widest_of_the_rule():
+    named = [int(number) for number in re.findall(r"\b\d+", _check_kernels(True, "3.6.0")[2])]
+
+    def fits(dtype):
+        return [w for w in range(1, 513) if fits_triton_attention(True, True, (w, w), dtype)]
+
+    widths = zip(named, (torch.bfloat16, torch.float32), strict=True)
+    assert all(fits(dtype) == list(range(1, widest + 1)) for widest, dtype in widths)
+    assert not fits_triton_attention(True, True, (32, 257), torch.bfloat16)
     assert not fits_triton_attention(True, True, (32, 32), torch.float64)
 
 

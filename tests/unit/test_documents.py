@@ -76,3 +76,74 @@ def test_every_picture_is_made_from_a_result_or_of_a_run():
 def test_every_picture_is_shown():
     shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert not [path.name for path in FIGURES.iterdir() if f"figures/{path.name})" not in shown]
+
+
+GUIDES = [page for page in PAGES if page != LOG]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_name_targets_and_no_commits(page):
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r"\b(?:was|were) asked\b|\bAsked\b|\basked of\b|\d asked\)", text)
+    hashes = [word for word in re.findall(r"\b[0-9a-f]{7,40}\b", text) if not word.isdigit()]
+    assert not [word for word in hashes if re.search(r"\d", word)]
+
+
+def find_commands(text):
+    """The lines of code blocks that call freescale, continued ones joined, without comments."""
+    blocks = re.findall(r"```(?:bash|console|sh)?\n(.*?)```", text, re.DOTALL)
+    indented = [line for line in text.splitlines() if line.startswith("    ")]
+    for line in "\n".join([*blocks, *indented]).replace("\\\n", " ").splitlines():
+        words = line.partition(" #")[0].split()
+        for start in ("freescale", "-m freescale"):
+            first = start.split()
+            places = [i for i in range(len(words)) if words[i : i + len(first)] == first]
+            if places and (len(first) == 2 or places[0] == 0):
+                yield words[places[0] + len(first) :]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_that_pages_show_exist(page):
+    from freescale.cli.main import main
+
+    for name, *words in filter(None, find_commands(page.read_text(encoding="utf-8"))):
+        if name.startswith("-"):
+            continue
+        assert name in main.commands, f"freescale {name}"
+        if name == "bench":  # the benchmarks read their options themselves
+            continue
+        command = main.commands[name]
+        known = {flag for entry in command.params for flag in (*entry.opts, *entry.secondary_opts)}
+        nested = getattr(command, "commands", {})
+        for entry in nested.values():
+            known |= {flag for option in entry.params for flag in option.opts}
+        shown = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert shown <= known | {"--help"}, f"freescale {name}: {sorted(shown - known)}"
+
+
+def test_the_snippet_of_the_first_page_trains(capsys):
+    import torch
+
+    import freescale
+    from freescale.batch import Jagged
+
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+    class MyModel(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.item, self.score = torch.nn.Embedding(50, 4), torch.nn.Linear(4, 1)
+
+        def forward(self, batch):
+            return {"size": self.score(self.item(batch.sequences["history"].values)).square().sum()}
+
+    ids = torch.arange(6)
+    batch = freescale.SequenceBatch(
+        sequences={"history": Jagged(ids, torch.tensor([2, 4]))},
+        weights={"size": torch.ones(2)},
+    )
+    names = {"freescale": freescale, "torch": torch, "MyModel": MyModel}
+    exec(compile(snippet, "README.md", "exec"), {**names, "my_batches": [batch, batch]})
+    steps = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [words[0] for words in steps] == ["1", "2"]
+    assert float(steps[1][1]) < float(steps[0][1])

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from freescale.transport.hostwire.compiled import FLAGS, SOURCES
+from freescale.compiled import FLAGS
+from freescale.transport.hostwire.bindings import SOURCE
 
 SANITIZERS = [
     "-g",
@@ -37,7 +38,7 @@ def test_random_exchanges_and_hostile_peers_under_sanitizers(tmp_path):
     library = tmp_path / "engine.so"
     flags = [flag for flag in FLAGS if flag != "-O2"]
     subprocess.run(
-        [compiler, *flags, *SANITIZERS, "-o", str(library), str(SOURCES / "engine.c")],
+        [compiler, *flags, *SANITIZERS, "-o", str(library), str(SOURCE)],
         check=True,
         timeout=60,
     )

@@ -414,7 +414,7 @@ class TestEncoder:
     def test_dropout_scales_and_differs_by_token_and_layer(self):
         torch.manual_seed(0)
         module = HSTU(
-            width=16, layers=2, heads=2, max_length=100, dropout=0.25, **UNBIASED
+            width=16, layers=2, heads=2, max_length=100, dropout=0.25, input_dropout=0.0, **UNBIASED
         ).double()
         x, lengths, keys = (
             torch.randn(150, 16, dtype=torch.float64),
@@ -465,12 +465,13 @@ class TestEncoder:
         state = copy.deepcopy(short.state_dict())
         state["position"] = torch.cat([state["position"], torch.zeros(12, WIDTH)])
         long.load_state_dict(state)
-        x, lengths = torch.randn(12, WIDTH), torch.tensor([5, 7])
+        # float64: one call for a whole layer would show nothing of its inside
+        x, lengths = torch.randn(12, WIDTH).double(), torch.tensor([5, 7])
         captured = {}
         for name, module in (("short", short), ("long", long)):
             hook = module.layers[0].attention_norm.register_forward_pre_hook(
                 lambda _, inputs, name=name: captured.__setitem__(name, inputs[0])
             )
-            module(x, lengths)
+            module.double()(x, lengths)
             hook.remove()
         torch.testing.assert_close(captured["short"], 2 * captured["long"])

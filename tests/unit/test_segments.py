@@ -260,4 +260,4 @@ class TestBadInput:
         with pytest.raises(ValueError, match="scale_length"):
             function(q, k, k, plan, scale_length=0, alpha=0.1)
         with pytest.raises(ValueError, match="heads .* wide"):
-            twin.summary_attention(q[:, :, :5], k[:, :, :5], k, plan, scale_length=9, alpha=0.1)
+            twin.summary_attention(q, k, k.repeat(1, 1, 5), plan, scale_length=9, alpha=0.1)

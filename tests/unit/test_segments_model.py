@@ -65,7 +65,7 @@ def defined(encoder, x, candidates, times, key):
     for event in range(length):
         place = min(event, history)
         events.append(len(rows))
-        rows.append(x[event] + encoder.position[place])
+        rows.append(x[event] * WIDTH**0.5 + encoder.position[place])
         at.append(
             (
                 place // segments.length if event < history else history // segments.length,
@@ -82,6 +82,9 @@ def defined(encoder, x, candidates, times, key):
             at += [(event // segments.length, times[event])] * segments.tokens
     rows = torch.stack(rows)
     total = len(rows)
+    if encoder.training:
+        kept = draw_keep_mask(derive(key, torch.arange(total), 1 << 20), WIDTH, 0.7)
+        rows = rows * kept / 0.7
     place = torch.arange(total).clamp(max=total - candidates)
     same = torch.tensor([[a[0] == b[0] for b in at] for a in at])
     elapsed = torch.tensor(

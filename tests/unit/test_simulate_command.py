@@ -29,17 +29,20 @@ def test_the_command_shows_what_each_technique_gives(tmp_path):
     assert done.exit_code == 0, done.output
     for words in (
         "8 GPUs",
-        "balancing, staged",
-        "all, but stale rows",
+        "TorchRec SparseDist, ids deduplicated",
+        "stale + balancing + hostwire",
+        "x TorchRec",
         "twice the batch",
         "straggler % / exposed %",
         "measured by",
+        "On 16 H100s FreeScale trains this",
     ):
         assert words in done.output
-    ledger = json.loads((tmp_path / "16-all" / "ledger.json").read_text())
+    folder = tmp_path / "16-staged-balancing-hostwire"
+    ledger = json.loads((folder / "ledger.json").read_text())
     assert ledger["ranks"] == 16 and ledger["measured_steps"] == 2
-    assert len((tmp_path / "16-all" / "ledger.jsonl").read_text().splitlines()) == 4
-    with gzip.open(tmp_path / "16-all" / "trace.json.gz", "rt") as file:
+    assert len((folder / "ledger.jsonl").read_text().splitlines()) == 4
+    with gzip.open(folder / "trace.json.gz", "rt") as file:
         lanes = {event["tid"] for event in json.load(file)["traceEvents"] if event["ph"] == "X"}
     assert lanes == {0, 1, 2, 3, 4}  # compute, communication, ahead, urgent, input
     assert len(json.loads((tmp_path / "simulate.json").read_text())["rows"]) == 20
@@ -64,9 +67,7 @@ def test_one_configuration_with_the_users_own_data(tmp_path):
     [
         pytest.param(("--gpus", "12"), "12 GPUs do not fill nodes of 8", id="nodes not full"),
         pytest.param(
-            ("--width", "320"),
-            "calibration 'h200' is of another model",
-            id="calibration of another model",
+            ("--width", "321"), "--width 321 is not a multiple of --heads 4", id="no such model"
         ),
         pytest.param(("--preset", "mars"), "unknown preset 'mars'", id="unknown preset"),
         pytest.param(("--calibration", "mars"), "no such calibration", id="unknown calibration"),
@@ -99,6 +100,15 @@ def test_longer_histories_than_were_measured_are_marked():
         "EXTRAPOLATED" in note
         for note in run_simulation(SimulateConfig(batch=4, steps=3), [8])["notes"]
     )
+
+
+@pytest.mark.parametrize(("width", "marked"), [(512, False), (320, False), (64, True)])
+def test_any_model_shape_is_simulated(width, marked):
+    """The defaults of training are narrower than what was measured."""
+    config = SimulateConfig(width=width, layers=2, heads=2, batch=4, steps=3)
+    data = run_simulation(config, [8])
+    assert any(f"EXTRAPOLATED: width {width}" in note for note in data["notes"]) == marked
+    assert min(row["step_ms"] for row in data["rows"]) > 0
 
 
 def test_natural_collisions_are_those_of_the_popularity():

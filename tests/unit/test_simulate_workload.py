@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from freescale.data.loader import Histories
 from freescale.data.synthetic import generate
 from freescale.embedding.collision import collision_masks
 from freescale.simulate.generated_workload import GeneratedWorkload
@@ -71,22 +72,40 @@ def test_strata_of_the_catalogue_do_not_matter():
 @pytest.fixture(scope="module")
 def histories(tmp_path_factory):
     path = tmp_path_factory.mktemp("simulate") / "histories.parquet"
-    generate(path, users=300, items=4000, median=30.0, cap=200, seed=3)
+    generate(path, users=300, items=4000, median=30.0, cap=200, seed=3, labels=("liked",))
     return path
 
 
-def test_a_file_gives_the_rows_of_its_ids(histories):
-    source = RecordedWorkload(histories, 64, cap=200)
+READING = {
+    "negatives of a sample": {"task": "retrieval", "negatives": 8},
+    "negatives of a position": {"task": "retrieval", "negatives": 2, "negatives_per": "position"},
+    "negatives of the batch": {"task": "retrieval", "negatives": 50, "negatives_per": "batch"},
+    "candidates": {"task": "ranking", "tasks": ("liked",), "candidates": 3},
+}
+
+
+@pytest.mark.parametrize("task", READING)
+def test_a_file_gives_the_rows_that_training_reads(histories, task):
+    """Against the batches of training's own ranks."""
+    reading = READING[task]
+    source = RecordedWorkload(histories, 64, cap=200, **reading)
     asked = [source.find_requests(step, home(64), RANKS) for step in range(2)]
     demand = source.compute_demand(asked[0], asked[1], None)
-    sets = []
+    features = {"ranking": ["history", "candidates"]}.get(
+        reading["task"], ["history", "targets", "negatives"]
+    )
+    sets, lookups = [], []
     for step in range(2):
-        lengths, ids = source._batch(step)
-        sets.append(
-            [set(ids[np.repeat(home(64), lengths) == rank].tolist()) for rank in range(RANKS)]
-        )
+        batches = [
+            Histories(histories, 64, rank=rank, world=RANKS, max_length=200, **reading).batch(step)
+            for rank in range(RANKS)
+        ]
+        ids = [torch.cat([batch.values(name).flatten() for name in features]) for batch in batches]
+        sets.append([set(mine.tolist()) for mine in ids])
+        lookups.append([len(mine) for mine in ids])
     before = set().union(*sets[0])
     assert demand.whole.requested.tolist() == [len(mine) for mine in sets[1]]
+    assert demand.lookups.tolist() == lookups[1]
     assert demand.late.requested.tolist() == [len(mine & before) for mine in sets[1]]
     assert demand.whole.owned.sum() == demand.whole.requested.sum()
     assert source.describe_error(RANKS).startswith("rows: of all ids")
@@ -94,8 +113,8 @@ def test_a_file_gives_the_rows_of_its_ids(histories):
 
 def test_a_sample_of_the_ids_says_how_far_it_is_off(histories):
     whole, part = (
-        RecordedWorkload(histories, 64, cap=200),
-        RecordedWorkload(histories, 64, cap=200, events=600),
+        RecordedWorkload(histories, 64, cap=200, negatives=0),
+        RecordedWorkload(histories, 64, cap=200, negatives=0, events=600),
     )
     rows = []
     for source in (whole, part):
@@ -109,7 +128,7 @@ def test_a_sample_of_the_ids_says_how_far_it_is_off(histories):
 def test_users_that_come_again_are_noted(histories):
     source = RecordedWorkload(histories, 1000, cap=200)
     assert len(source.get_lengths(0)) == 1000 and any("REPEATED" in note for note in source.notes)
-    assert len(source._batch(0)[1]) == source.get_lengths(0).sum()
+    assert source._batch(0).sample.max() == 999
 
 
 def test_bad_workloads_are_refused(tmp_path):

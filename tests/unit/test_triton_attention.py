@@ -120,7 +120,7 @@ class TestBadInput:
     def test_shapes(self):
         self.refused("do not fit", k=torch.zeros(5, 2, 64))
         self.refused("do not fit", v=torch.zeros(4, 2, 32))
-        self.refused("heads .* wide", v=torch.zeros(5, 2, 48))
+        self.refused("heads .* wide", v=torch.zeros(5, 2, 129))
         self.refused("scale_length", scale_length=0)
 
     def test_dtypes(self):

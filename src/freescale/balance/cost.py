@@ -22,7 +22,7 @@ class CostModel:
     """What a sample costs: quadratic * L^2 + linear * L + candidate * candidates + constant.
 
     L is the length of the balancer's feature. The unit does not matter: only ratios enter an
-    assignment. `CostModel.of_hstu` counts the operations of an HSTU encoder.
+    assignment. `CostModel.of_hstu` and `CostModel.of_sasrec` count the operations of an encoder.
 
     Args:
         quadratic: attention between the events of a sample.
@@ -84,6 +84,23 @@ class CostModel:
         # per pair of positions that see each other: half of L^2, 2 operations each
         attention = layers * heads * (d_qk + d_v)
         projections = layers * 2 * width * (2 * heads * (d_qk + d_v) + heads * d_v)
+        return CostModel._of_layers(attention, projections, width, negatives, tasks)
+
+    @staticmethod
+    def of_sasrec(
+        *, width: int, layers: int, hidden: int | None = None, negatives: int = 0, tasks: int = 0
+    ) -> CostModel:
+        """As `of_hstu`, of SASRec with `hidden` (default: `width`) columns inside its feed-forward
+        networks."""
+        inside = width if hidden is None else hidden
+        projections = layers * 2 * width * (4 * width + 2 * inside)
+        return CostModel._of_layers(layers * 2 * width, projections, width, negatives, tasks)
+
+    @staticmethod
+    def _of_layers(
+        attention: int, projections: int, width: int, negatives: int, tasks: int
+    ) -> CostModel:
+        """From the operations of a forward: of a pair of events and of an event, in all layers."""
         return CostModel(
             quadratic=3.0 * attention,
             linear=3.0 * (projections + 2 * negatives * width),

@@ -25,18 +25,22 @@ from freescale.bench.common.markdown import Results, Table, format_claims, forma
 from freescale.bench.common.options import make_parser
 from freescale.bench.common.repository import require_repository
 from freescale.bench.common.results import read_result
+from freescale.bench.compress.table import format_compress_hosts, format_compress_quality
 from freescale.bench.hostwire.table import format_hostwire
 from freescale.bench.kernels import figure as kernels_figure
+from freescale.bench.kernels.table import format_kernels
 from freescale.bench.ladder import figure as ladder_figure
 from freescale.bench.ladder.table import format_ladder
+from freescale.bench.learning.table import format_learning
 from freescale.bench.negatives.table import format_negatives
 from freescale.bench.overlap import figure as overlap_figure
 from freescale.bench.packing.table import format_packing
-from freescale.bench.quality.table import format_quality
+from freescale.bench.quality.table import format_quality, format_recipes
+from freescale.bench.segments.table import format_segments
 from freescale.bench.serial.table import format_serial
 from freescale.bench.short.table import format_short
 from freescale.bench.simulate import figure as simulate_figure
-from freescale.bench.simulate.table import format_ablation, format_validation
+from freescale.bench.simulate import table as simulate_table
 from freescale.bench.staged import figure as staged_figure
 from freescale.bench.staged.table import format_staged, format_staged_gpu
 from freescale.bench.train.table import format_train
@@ -143,20 +147,30 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "ladder-paper-hosts": (("ladder-paper-hosts",), format_ladder),
     "serial": (("serial-cpu",), format_serial),
     "quality": (("quality-cpu",), format_quality),
+    "recipes": (("quality-*-*",), format_recipes),
     "short": (("short-cpu",), format_short),
+    "learning": (("learning-cpu",), format_learning),
     "negatives": (("negatives-cpu",), format_negatives),
     "packing": (("packing-cpu",), format_packing),
     "balance": (MEASURED, balance_table.format_measured),
     "balance-cost": (MEASURED, balance_table.format_cost),
     "balance-bound": (("balance-cpu",), balance_table.format_bound),
     "hostwire": (("hostwire-hosts",), format_hostwire),
+    "kernels": (("kernels-h200",), format_kernels),
+    "compress": (("compress-hosts",), format_compress_hosts),
+    "compress-quality": (("compress-quality-cpu",), format_compress_quality),
+    "segments": (("segments-cpu",), format_segments),
     "overlap-claims": (("overlap-4ranks-h200",), format_claims),
     "staged": (("staged-hosts",), format_staged),
     "staged-gpu": (("staged-4ranks-h200",), format_staged_gpu),
     "train": (("train-h200",), format_train),
     "simulate-claims": (("simulate-paper",), format_claims),
-    "simulate-ablation": (("simulate-paper",), format_ablation),
-    "simulate-validation": (("simulate-validation",), format_validation),
+    "simulate-verdict": (("simulate-paper",), simulate_table.format_prediction),
+    "simulate-ablation": (("simulate-paper",), simulate_table.format_ablation),
+    "simulate-scaling": (("simulate-paper",), simulate_table.format_scaling),
+    "simulate-sensitivity": (("simulate-paper",), simulate_table.format_sensitivity),
+    "simulate-one-sample": (("simulate-paper",), simulate_table.format_one_sample),
+    "simulate-validation": (("simulate-validation",), simulate_table.format_validation),
 }
 
 
@@ -165,7 +179,9 @@ def find_missing(files: Sequence[str], results: Path) -> list[str]:
 
 
 def read_results(names: Sequence[str], results: Path) -> Results:
-    return {name: read_result(results / f"{name}.json") for name in names}
+    """By their names, which may be patterns."""
+    found = [path for name in names for path in sorted(results.glob(f"{name}.json"))]
+    return {path.stem: read_result(path) for path in found}
 
 
 def draw(figure: Figure, results: Path) -> dict[str, tuple[str, Results]]:

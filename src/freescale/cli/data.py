@@ -1,7 +1,8 @@
-"""The command generate."""
+"""The commands that are about data: generate and inspect."""
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import click
 
 from freescale.cli.errors import exit_cleanly
-from freescale.cli.options import add_settings, select_given
+from freescale.cli.options import add_settings, format_arguments, select_given
 from freescale.cli.progress import show_progress
-from freescale.config import GenerateConfig
+from freescale.config import DataConfig, GenerateConfig, ModelConfig, RunConfig, TrainConfig
 
 
 @click.command()
@@ -33,3 +34,29 @@ def generate(path: Path, **given: Any) -> None:
         f"{report.path}: {report.users:,} users, {report.tokens:,} events, lengths "
         f"{report.lengths}{collisions}"
     )
+
+
+_INSPECTED = ("format", "columns", "missing", "cache", "num_items", "max_length")
+
+
+@click.command()
+@click.argument("data")
+@add_settings(DataConfig, ModelConfig, TrainConfig, only=(*_INSPECTED, "labels", "global_batch"))
+@exit_cleanly
+def inspect(data: str, **given: Any) -> None:
+    """Show what data holds before training on it: columns, users, items, lengths, collisions, what
+    is left out."""
+    from freescale.data.inspection import describe_inspection, inspect_histories
+    from freescale.train.build import prepare_data
+
+    ranking = {"task": "ranking"} if given["labels"] else {}
+    config = RunConfig.from_settings({"data": data, **given, **ranking})
+    with show_progress() as progress:
+        path = prepare_data(config, progress)
+    found = inspect_histories(
+        path, config.train.global_batch, config.data.max_length, config.data.num_items
+    )
+    for line in describe_inspection(found):
+        click.echo(line)
+    arguments = format_arguments({"data": data, **ranking, **select_given(given)})
+    click.echo(f"train on it: freescale train {shlex.join(arguments)}")

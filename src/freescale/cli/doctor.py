@@ -136,7 +136,7 @@ def _find_triton() -> str | None:
 
 def _check_kernels(gpu: bool, triton: str | None) -> Row:
     """What `kernels.dispatch` chooses on a machine with or without a GPU and Triton."""
-    from freescale.kernels.triton.attention import WIDTHS
+    from freescale.kernels.triton.attention import FLOAT32_WIDTHS, WIDTHS
 
     if not gpu:
         return ("triton", triton or "no", "not used: on CPUs plain torch kernels run")
@@ -146,11 +146,11 @@ def _check_kernels(gpu: bool, triton: str | None) -> Row:
             "no",
             "plain torch kernels run, slowly on GPUs: pip install triton (Linux)",
         )
-    widths = f"{', '.join(map(str, WIDTHS[:-1]))} or {WIDTHS[-1]}"
     return (
         "triton",
         triton,
-        f"Triton kernels run; attention and layers only where --width / --heads is {widths}",
+        f"Triton kernels run; attention and layers only where --width / --heads is at most "
+        f"{WIDTHS[-1]} (float32: {FLOAT32_WIDTHS[-1]})",
     )
 
 

@@ -6,7 +6,7 @@ import click
 
 from freescale import __version__
 from freescale.cli.bench import bench
-from freescale.cli.data import generate
+from freescale.cli.data import generate, inspect
 from freescale.cli.doctor import doctor
 from freescale.cli.layout import CommandGroup
 from freescale.cli.report import report
@@ -25,5 +25,5 @@ def main() -> None:
 
 
 # In the order in which people need them.
-for _command in (doctor, demo, generate, train, evaluate, export, report, simulate, bench):
+for _command in (doctor, demo, generate, inspect, train, evaluate, export, report, simulate, bench):
     main.add_command(_command)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
@@ -15,8 +15,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _TYPES = {"int": int, "float": float, "str": str}
 
 
-def add_settings(*kinds: Any) -> Callable[[F], F]:
+def add_settings(*kinds: Any, only: Collection[str] | None = None) -> Callable[[F], F]:
     """A decorator: one option for each field of the settings classes `kinds`, with its help.
+    `only`: for these fields.
 
     An option that is not given is None, so that the default comes from the class alone.
     """
@@ -24,7 +25,8 @@ def add_settings(*kinds: Any) -> Callable[[F], F]:
     def add(function: F) -> F:
         for kind in reversed(kinds):
             for entry in reversed(fields(kind)):
-                function = _make_option(entry, kind.heading)(function)
+                if only is None or entry.name in only:
+                    function = _make_option(entry, kind.heading)(function)
         return function
 
     return add

@@ -26,7 +26,7 @@ from freescale.config import SimulateConfig
 @click.pass_context
 def simulate(context: click.Context, /, gpus: tuple[int, ...], **given: Any) -> None:
     """Simulate a training step on a cluster: its time, where the time goes, and what each technique
-    gains."""
+    gains over TorchRec."""
     if context.invoked_subcommand is None:
         _simulate(gpus, given)
 
@@ -34,8 +34,12 @@ def simulate(context: click.Context, /, gpus: tuple[int, ...], **given: Any) -> 
 @exit_cleanly
 def _simulate(gpus: tuple[int, ...], given: dict[str, Any]) -> None:
     from freescale.simulate.show import print_simulation
+    from freescale.simulate.trained_run import list_settings, read_trained_run
 
-    print_simulation(SimulateConfig(**select_given(given)), gpus)
+    settings = select_given(given)
+    if "run" in settings:
+        settings = list_settings(read_trained_run(settings["run"])) | settings
+    print_simulation(SimulateConfig(**settings), gpus)
 
 
 @simulate.command()
@@ -57,7 +61,7 @@ def _simulate(gpus: tuple[int, ...], given: dict[str, Any]) -> None:
     "shapes",
     multiple=True,
     metavar="WIDTH:HEADS",
-    help="model shapes  [default: 512:4, 256:4, 128:2; cpu 64:2]",
+    help="model shapes  [default: 512:4, 256:4, 128:2, 64:2; cpu 64:2]",
 )
 @click.option(
     "--repetitions",

@@ -13,6 +13,7 @@ from freescale.cli.layout import GroupedCommand, GroupedOption
 from freescale.cli.options import add_settings, format_arguments
 from freescale.cli.progress import show_progress
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from freescale.config.recipe import list_recipes
 from freescale.train.launch import is_rank
 
 RUN = "Ranks and run folder"
@@ -67,7 +68,18 @@ def train(
 
     Starts its own local ranks (--nproc), or joins those that torchrun started.
     """
+    if given.get("recipe") == "list":
+        return show_recipes()
     return train_run(nproc, run_folder, resume, port, given)
+
+
+def show_recipes() -> int:
+    """Prints the recipes of the package, a line each."""
+    found = list_recipes()
+    width = max(len(recipe.name) for recipe in found)
+    for recipe in found:
+        click.echo(f"{recipe.name:{width}}  {recipe.description}")
+    return 0
 
 
 def train_run(
@@ -126,7 +138,7 @@ def _prepare(config: RunConfig) -> Path:
     from freescale.train.build import prepare_data
 
     with show_progress() as progress:
-        return prepare_data(config.data, progress)
+        return prepare_data(config, progress)
 
 
 _checkpoint = click.option(
@@ -151,6 +163,11 @@ _checkpoint = click.option(
     show_default=True,
     help="part of the split",
 )
+@click.option(
+    "--ranks",
+    type=click.Path(path_type=Path),
+    help="CSV file for the rank of every user's target (retrieval)",
+)
 @_nproc
 @_port
 @exit_cleanly
@@ -160,6 +177,7 @@ def evaluate(
     data: str | None,
     device: str | None,
     part: str,
+    ranks: Path | None,
     nproc: int,
     port: int | None,
 ) -> int:
@@ -169,16 +187,24 @@ def evaluate(
     given = {"data": data, "device": device}
     config = RunConfig.from_settings(given, _read_config(run_folder))
     if not is_rank():
-        _prepare(config)
+        try:
+            _prepare(config)
+        except ValueError as error:
+            if data is not None or "no such file" not in str(error):
+                raise
+            raise ValueError(
+                f"{error}; the run was started in another folder, or its data has moved: say "
+                "where it is with --data"
+            ) from None
         if nproc > 1:
             from freescale.train.launch import launch
 
-            options = format_arguments({**given, "checkpoint": checkpoint})
+            options = format_arguments({**given, "checkpoint": checkpoint, "ranks": ranks})
             arguments = ["eval", str(run_folder), "--part", part, *options]
             return launch(arguments, nproc, port)
     from freescale.train.run import run_evaluation
 
-    run_evaluation(config, run_folder, part, lambda: _prepare(config), checkpoint)
+    run_evaluation(config, run_folder, part, lambda: _prepare(config), checkpoint, ranks)
     return 0
 
 
@@ -193,6 +219,7 @@ def export(run_folder: Path, out: Path, checkpoint: str | None) -> None:
     """Write a run's checkpoint as safetensors files, for serving.
 
     Dense weights are one file; each table is a file of its own, with its rows in the order of ids.
+    Where ids of the data were numbered anew, vocabulary.parquet says which id has which row.
     """
     from freescale.train.export import export_run
 

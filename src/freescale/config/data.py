@@ -5,7 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from freescale.config.columns import parse_columns
 from freescale.config.options import Checked, option
+
+FORMATS = (
+    "parquet",
+    "csv",
+    "jsonl",
+    "pairs",
+    "sequences",
+    "user-sequences",
+    "movielens",
+    "amazon",
+    "kuairand",
+)
 
 
 @dataclass(frozen=True)
@@ -15,9 +28,26 @@ class DataConfig(Checked):
 
     heading: ClassVar[str] = "Data"
 
-    data: str = option("", "histories or interactions: Parquet, MovieLens, Amazon or KuaiRand file")
+    data: str = option(
+        "",
+        "histories or interactions: a file (Parquet, CSV, TSV, JSON lines, .inter, lines of ids; "
+        ".gz, .zip), a folder, a pattern in quotes, or a URL (s3://...)",
+    )
     format: str = option(
-        "auto", "file format", choices=("auto", "parquet", "movielens", "amazon", "kuairand")
+        "auto",
+        "file format; auto: by name and content (`freescale inspect` says which)",
+        choices=("auto", *FORMATS),
+    )
+    columns: str = option(
+        "",
+        "columns by role, where their names are not recognised: user=NAME,item=NAME,time=NAME "
+        "(time=order: rows are in order of time), also rating= and action=; numbers from 1 where "
+        "there is no header",
+    )
+    missing: str = option(
+        "refuse",
+        "rows without a user, an item or a time",
+        choices=("refuse", "drop"),
     )
     cache: str | None = option(
         None, "folder for prepared histories (default: a folder of the user's cache)"
@@ -68,6 +98,7 @@ class DataConfig(Checked):
         None,
         "subtract the log-probability of its draw from each logit (default: yes, where items are "
         "not drawn alike)",
+        formerly=False,
     )
     candidates: int = option(8, "candidates of each sample (ranking)", minimum=1)
     shuffle: bool = option(True, "shuffle users, by the seed and the epoch")
@@ -77,3 +108,7 @@ class DataConfig(Checked):
         "GPUs, by the cores)",
         minimum=0,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_columns(self.columns)

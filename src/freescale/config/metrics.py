@@ -24,6 +24,14 @@ def choose_metric(task: str, labels: Sequence[str] = ()) -> str:
     return f"ne/{labels[0]}" if task == "ranking" else f"ndcg@10{UNSEEN}"
 
 
+def describe_metrics(task: str, labels: Sequence[str] = ()) -> str:
+    """The metrics that can be compared, for a person."""
+    if task == "ranking":
+        return ", ".join(list_metrics(task, labels))
+    sizes = ", ".join(map(str, CUTOFFS))
+    return f"hr@K, ndcg@K (K is {sizes}) and mrr, each also with {UNSEEN} behind it"
+
+
 def is_better(metric: str, value: float, than: float | None) -> bool:
     """Whether a value of the metric is better than another, or than none. What is not a number
     never is."""

@@ -14,14 +14,51 @@ class ModelConfig(Checked):
 
     heading: ClassVar[str] = "Model"
 
+    recipe: str | None = option(
+        None,
+        "settings by name (`list` shows them), or a .toml file of your own; options that are given "
+        "beside it win",
+    )
     task: str = option("retrieval", "what to train", choices=("retrieval", "ranking"))
-    labels: str = option("", "label columns of the ranking tasks, comma-separated")
+    labels: str = option(
+        "",
+        "labels of the ranking tasks, comma-separated: columns of 0 and 1, or comparisons with a "
+        "name (like=rating>=4)",
+    )
+    encoder: str = option("hstu", "what reads the history", choices=("hstu", "sasrec"))
     width: int = option(64, "width of embeddings and layers", minimum=1)
-    layers: int = option(2, "HSTU layers", minimum=1)
+    hidden: int | None = option(
+        None, "width inside SASRec's feed-forward networks (default: --width)", minimum=1
+    )
+    layers: int = option(2, "layers of the encoder", minimum=1)
     heads: int = option(2, "attention heads", minimum=1)
     dropout: float = option(0.1, "dropout, keyed by the sample", minimum=0.0, maximum=0.99)
-    position_bias: bool = option(True, "relative position bias in attention")
-    time_bias: bool = option(True, "relative time bias in attention")
+    input_dropout: float | None = option(
+        None,
+        "dropout of what the first layer reads (default: --dropout)",
+        minimum=0.0,
+        maximum=0.99,
+        formerly=0.0,
+    )
+    input_scale: float | None = option(
+        None,
+        "factor of table rows as inputs, before positions are added (default: the square root of "
+        "the width)",
+        above=0.0,
+        formerly=1.0,
+    )
+    row_std: float | None = option(
+        0.02,
+        "standard deviation of the first values of table rows",
+        above=0.0,
+        formerly=None,  # 1 / sqrt(width)
+    )
+    position_bias: bool | None = option(
+        None, "relative position bias in attention, with --encoder hstu  [default: on]"
+    )
+    time_bias: bool | None = option(
+        None, "relative time bias in attention, with --encoder hstu  [default: on]"
+    )
     temperature: float = option(0.1, "softmax temperature (retrieval)", above=0.0)
     segment: int | None = option(
         None,
@@ -40,3 +77,21 @@ class ModelConfig(Checked):
     recompute: bool = option(
         False, "activation checkpointing: recompute layers in backward to save memory"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("position_bias", "time_bias"):
+            if getattr(self, name) is None:  # what the encoder has
+                object.__setattr__(self, name, self.encoder == "hstu")
+        asked = {
+            "--position-bias": ("hstu", self.position_bias),
+            "--time-bias": ("hstu", self.time_bias),
+            "--segment": ("hstu", self.segment is not None),
+            "--hidden": ("sasrec", self.hidden is not None),
+        }
+        for flag, (owner, given) in asked.items():
+            if given and owner != self.encoder:
+                raise ValueError(
+                    f"--encoder {self.encoder} has no {flag}: leave it out, or choose "
+                    f"--encoder {owner}"
+                )

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from freescale.config.columns import Label, parse_labels
 from freescale.config.data import DataConfig
-from freescale.config.metrics import list_metrics
+from freescale.config.metrics import REPEATS, describe_metrics, list_metrics
 from freescale.config.model import ModelConfig
-from freescale.config.options import split_names
+from freescale.config.recipe import expand_recipe
 from freescale.config.train import TrainConfig
 
 
@@ -70,16 +71,20 @@ class RunConfig:
                 )
             if self.data.split == "none":
                 raise ValueError(f"{asked} needs a validation part, which --split none has not")
-        known = list_metrics(self.model.task, self.label_names)
-        if train.keep_metric is not None and train.keep_metric not in known:
+        about, metric = (self.model.task, self.label_names), train.keep_metric
+        if metric is not None and metric not in set(list_metrics(*about)) - {REPEATS}:
             raise ValueError(
-                f"--keep-metric {train.keep_metric} is no metric of {self.model.task}; there is "
-                f"{', '.join(known)}"
+                f"--keep-metric {metric} is no metric of {self.model.task} that gets better; there "
+                f"is {describe_metrics(*about)}"
             )
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        return split_names(self.model.labels)
+        return tuple(label.name for label in self.labels)
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        return parse_labels(self.model.labels)
 
     @property
     def placements(self) -> str | dict[str, str]:
@@ -95,7 +100,8 @@ class RunConfig:
 
         Args:
             given: values by name, as of `freescale train`: {"data": "histories.parquet",
-                "steps": 100}. None stands for a setting that was not given.
+                "steps": 100}. None stands for a setting that was not given. Those of a "recipe"
+                count as given, unless they are given beside it.
             base: supplies the settings that were not given; without it their defaults do.
 
         Raises:
@@ -104,6 +110,7 @@ class RunConfig:
         known = {entry.name for kind in _PARTS.values() for entry in fields(kind)}
         if unknown := sorted(set(given) - known):
             raise ValueError(f"unknown settings: {', '.join(unknown)}")
+        given = expand_recipe(given)
         parts: dict[str, Any] = {}
         for part, kind in _PARTS.items():
             names = [entry.name for entry in fields(kind)]
@@ -117,7 +124,8 @@ class RunConfig:
 
     @staticmethod
     def from_json(text: str) -> RunConfig:
-        """The configuration of a `config.json`. ValueError names settings that do not exist."""
+        """The configuration of a `config.json`. A setting that it does not have is what it was
+        before there was such a setting. ValueError names settings that do not exist."""
         raw: Mapping[str, Mapping[str, Any]] = json.loads(text)
         for part, kind in _PARTS.items():
             unknown = set(raw.get(part, {})) - {entry.name for entry in fields(kind)}
@@ -125,12 +133,21 @@ class RunConfig:
                 raise ValueError(
                     f"config.json has unknown settings in {part!r}: {', '.join(sorted(unknown))}"
                 )
-        parts = {part: dict(raw.get(part, {})) for part in _PARTS}
-        for part, settings in _WHEN_MISSING.items():
-            parts[part] = settings | parts[part]
-        return RunConfig(**{part: kind(**parts[part]) for part, kind in _PARTS.items()})
+        return RunConfig(
+            **{
+                part: kind(**_list_former(kind) | dict(raw.get(part, {})))
+                for part, kind in _PARTS.items()
+            }
+        )
+
+
+def _list_former(kind: Any) -> dict[str, Any]:
+    """What settings stood for before they existed, where that is not their default."""
+    return {
+        entry.name: entry.metadata["formerly"]
+        for entry in fields(kind)
+        if "formerly" in entry.metadata
+    }
 
 
 _PARTS: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
-# What runs did before a setting existed, where its default is something else.
-_WHEN_MISSING: dict[str, dict[str, Any]] = {"data": {"log_q": False}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from freescale.config.options import Checked, option
+from freescale.config.train import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,13 @@ class SimulateConfig(Checked):
     """Settings of `freescale simulate`. The defaults are the paper's setting; what the paper does
     not say is marked (assumed)."""
 
+    run: str | None = option(
+        None,
+        (
+            "folder of a run of `freescale train`: its model, data, samples of a rank, placement "
+            "and schedule are taken, unless they are given"
+        ),
+    )
     preset: str = option(
         "paper",
         "machine: a network and a compute curve that are shipped (`--preset list` names them)",
@@ -22,7 +30,11 @@ class SimulateConfig(Checked):
         "compute curve: a shipped one or a file of `simulate calibrate` (default: the preset's)",
     )
     data: str | None = option(
-        None, "histories or interactions whose lengths and ids are used (default: generated ones)"
+        None,
+        (
+            "histories or interactions, read as `freescale train` does (default: generated "
+            "histories)"
+        ),
     )
     cache: str | None = option(
         None, "folder for prepared histories (default: a folder of the user's cache)"
@@ -50,7 +62,7 @@ class SimulateConfig(Checked):
     schedule: str | None = option(
         None,
         "one schedule only (default: all techniques, alone and together)",
-        choices=("serial", "metadata", "stale", "staged"),
+        choices=("serial", "sparse_dist", "stale", "staged"),
     )
     balance: str = option("greedy", "partitioner, as of `freescale train`")
     transport: str = option(
@@ -58,8 +70,13 @@ class SimulateConfig(Checked):
     )
     placement: str = option(
         "auto",
-        "where the item table lies; auto: by the rule of training",
+        "where tables lie; auto: by the rule of training",
         choices=("auto", "sharded", "replicated"),
+    )
+    row_optimizer: str = option(
+        TrainConfig.row_optimizer,
+        "optimizer of table rows, whose state counts when tables are placed",
+        choices=("sgd", "adagrad", "rowwise_adagrad", "adam"),
     )
     adapt: bool = option(False, "the balancer's cost model learns from the simulated times")
     jitter: float | None = option(

@@ -22,6 +22,13 @@ class TrainConfig(Checked):
     steps: int | None = option(None, "stop after this many steps", minimum=1)
     lr: float = option(3e-3, "learning rate of the dense parameters (AdamW)", minimum=0.0)
     weight_decay: float = option(0.0, "weight decay of the dense parameters", minimum=0.0)
+    beta2: float = option(
+        0.98,
+        "how much of their second moments AdamW and the rows' Adam keep from step to step",
+        minimum=0.0,
+        below=1.0,
+        formerly=0.999,
+    )
     row_optimizer: str = option(
         "adam", "optimizer of table rows", choices=("sgd", "adagrad", "rowwise_adagrad", "adam")
     )

@@ -2,7 +2,7 @@
 
 Columns: user_id (int64) and the lists item_id, timestamp, optional action and side columns, each
 history in time order. Under the key `freescale` the file's metadata says, as JSON: version,
-num_items, num_users, num_events, dropped_users, columns, fingerprint, no_labels. Files made
+num_items, num_users, num_events, dropped_users, columns, fingerprint, no_labels, read. Files made
 elsewhere need the columns only.
 """
 
@@ -40,6 +40,7 @@ class HistoriesMetadata:
     # Columns whose source holds something else than 0 and 1: its file, its name there, the value.
     # None: not looked for.
     no_labels: Mapping[str, Sequence[str]] | None = None
+    read: tuple[str, ...] = ()  # lines that say what was read as what
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ class HistoriesFile:
         self.no_labels: Mapping[str, Sequence[str]] | None = (
             known.get("no_labels") if known else None
         )
+        self.read_as: tuple[str, ...] = tuple(known.get("read", ())) if known else ()
+        self.dropped_users: int = known.get("dropped_users", 0) if known else 0
         self.fingerprint: str = (
             known["fingerprint"]
             if known

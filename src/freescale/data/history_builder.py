@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 
 from freescale.data.histories import HistoriesMetadata
 from freescale.data.histories_writer import HistoriesWriter, make_schema
+from freescale.data.ids import VOCABULARY, ReadDifferently, is_huge
 from freescale.data.interactions import Interactions
+from freescale.data.read_as import describe_interactions
 from freescale.data.spill import partition, read_batches, read_table, spill
 from freescale.random import derive, integers
 
@@ -47,7 +49,7 @@ def build_histories(
     interactions: Interactions,
     folder: Path,
     num_items: int | None,
-    fingerprint: str,
+    make_fingerprint: Callable[[], str],
     report: Progress,
     limit: int,
     spilled: Spilled,
@@ -58,7 +60,7 @@ def build_histories(
         interactions: What to read.
         folder: Where to write, and to spill events to.
         num_items: Rows of the item table; by default the largest id plus 1.
-        fingerprint: Of the sources, for the metadata.
+        make_fingerprint: Returns that of the sources, for the metadata, once they have been read.
         report: Called with a stage and the share done.
         limit: Events of a bucket, about.
         spilled: Updated with the bytes spilled.
@@ -67,6 +69,7 @@ def build_histories(
         The paths of the files, the histories last.
 
     Raises:
+        ReadDifferently: What has been read shows that it must be read in another way.
         ValueError: An id is out of range, or no user has two events.
     """
     largest, events, dropped = -1, 0, 0
@@ -77,7 +80,7 @@ def build_histories(
             largest = max(largest, int(batch.column("item_id").to_numpy().max()))
             if num_items is not None and largest >= num_items:
                 raise ValueError(
-                    f"{interactions.paths[0]}: item id {largest} is not below num_items "
+                    f"{interactions.files[0]}: item id {largest} is not below num_items "
                     f"{num_items}; "
                     "raise num_items or leave it out"
                 )
@@ -85,6 +88,9 @@ def build_histories(
             spilled.bytes, spilled.share = spilled.bytes + batch.nbytes, interactions.fraction
             report("read", interactions.fraction)
             yield batch
+        if num_items is None and is_huge(largest, events):
+            reading = interactions.reading.code("item_id", f"integers up to {largest:,}")
+            raise ReadDifferently(f"item ids reach {largest}", reading)
 
     # Histories of one bucket after another, cut to users with two events; order samples on the way.
     samples: list[NDArray[Any]] = []
@@ -109,7 +115,7 @@ def build_histories(
     spill(make_histories(), unordered)
     if kept_users == 0:
         raise ValueError(
-            f"{interactions.paths[0]}: no user has 2 or more events ({dropped} users "
+            f"{interactions.files[0]}: no user has 2 or more events ({dropped} users "
             "with one); give a longer log"
         )
     order = np.unique(np.concatenate(samples), axis=0)  # [samples, 2]: (last timestamp, user)
@@ -127,16 +133,16 @@ def build_histories(
             num_events=kept_events,
             dropped_users=dropped,
             columns=tuple(schema.names[1:]),
-            fingerprint=fingerprint,
+            fingerprint=make_fingerprint(),
             no_labels=interactions.no_labels,
+            read=tuple(describe_interactions(interactions)),
         )
     finally:
         writer.close(metadata)
-    if not interactions.vocabulary:
+    if not interactions.vocabulary.columns:
         return [path]
-    vocabulary = folder / "vocabulary.parquet"
-    _write_vocabulary(interactions.vocabulary, vocabulary)
-    return [vocabulary, path]
+    interactions.vocabulary.write(folder / VOCABULARY)
+    return [folder / VOCABULARY, path]
 
 
 def _partition_by_user(
@@ -230,22 +236,10 @@ def _sample_order(table: pa.Table, step: int) -> NDArray[Any]:
 def _estimate_rows(interactions: Interactions) -> int:
     """Number of events, or about as many: a text line of them has seldom fewer than 24 bytes."""
     sizes = [
-        pq.read_metadata(p).num_rows if f == "parquet" else p.stat().st_size // 24
-        for p, f in zip(interactions.paths, interactions.formats, strict=True)
+        pq.read_metadata(file.path).num_rows if format == "parquet" else file.size // 24
+        for file, format in zip(interactions.files, interactions.formats, strict=True)
     ]
     return sum(sizes)
-
-
-def _write_vocabulary(vocabulary: dict[str, dict[str, int]], path: Path) -> None:
-    schema = pa.schema([("column", pa.string()), ("id", pa.int64()), ("text", pa.string())])
-    with pq.ParquetWriter(path, schema) as writer:
-        for name, codes in vocabulary.items():
-            columns = [
-                pa.repeat(name, len(codes)),
-                pa.array(np.arange(len(codes))),
-                pa.array(list(codes), pa.string()),
-            ]
-            writer.write_table(pa.table(columns, schema=schema))
 
 
 def _read_schema(path: Path) -> pa.Schema:

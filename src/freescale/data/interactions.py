@@ -1,17 +1,22 @@
 """Reads interaction files (one event per row) as a stream of record batches with the same columns
 for every format.
 
-| format    | files                                                     | action                  |
-|-----------|-----------------------------------------------------------|-------------------------|
-| parquet   | user_id, item_id, timestamp, further numeric columns      | column `action`, if any |
-| movielens | ratings.dat (`::`), u.data (tabs), ratings.csv            | round(2 * rating)       |
-| amazon    | ratings csv with or without header, reviews as json lines | round(2 * rating)       |
-| kuairand  | log csv; 0/1 feedback columns are kept as side columns    | feedback as bits        |
+| format         | files                                                     | action           |
+|----------------|-----------------------------------------------------------|------------------|
+| parquet        | user, item, time; further numeric columns are kept        | column `action`  |
+| csv            | a header and any separator; RecBole's `.inter`            | action or rating |
+| jsonl          | one JSON object a line                                    | action or rating |
+| pairs          | `user item` lines, in order of time                       |                  |
+| sequences      | the items of a user a line                                |                  |
+| user-sequences | a user and its items a line                               |                  |
+| movielens      | ratings.dat (`::`), u.data (tabs), ratings.csv            | rating           |
+| amazon         | ratings csv with or without header, reviews as json lines | rating           |
+| kuairand       | log csv; 0/1 feedback columns are kept as side columns    | feedback as bits |
 
-Timestamps keep the unit of the file (KuaiRand and the newer Amazon files count milliseconds):
-rounding to seconds would lose the order of events. Several files are brought to the finest unit
-among them. Memory is one block of the file; the ids of Amazon files are strings, and their codes
-(dense, in order of first appearance) need memory for the catalogue and the users.
+A rating becomes the action round(2 * rating). Timestamps keep the unit of the file: rounding to
+seconds would lose the order of events. Several files are brought to the finest unit among them.
+Memory is one block of the file; the codes of ids that are not integers (ids.py) need memory for the
+catalogue and the users.
 """
 
 from __future__ import annotations
@@ -19,106 +24,230 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from freescale.config import DataConfig
-from freescale.data.histories import is_list, is_number
-from freescale.data.labels import find_non_label
-from freescale.data.text_formats import (
-    FEEDBACK,
-    FORMATS,
-    TextLayout,
-    detect_format,
-    detect_layout,
-    parse_block,
-    read_blocks,
-    require_columns,
-    shorten_error,
+from freescale.config import DataConfig, ModelConfig
+from freescale.config.columns import Label, parse_columns, parse_labels
+from freescale.config.data import FORMATS
+from freescale.data.actions import make_action, make_feedback_action, take_side
+from freescale.data.ids import (
+    NotIntegers,
+    ReadDifferently,
+    Reading,
+    Vocabulary,
+    parse_integers,
 )
-from freescale.data.timestamps import TimestampFormat, choose_unit
+from freescale.data.labels import find_non_label, make_label
+from freescale.data.layouts import Layout
+from freescale.data.sources import SourceFile, find_files
+from freescale.data.tables import TableBlock, lay_out, list_side_columns, read_tables
+from freescale.data.timestamps import (
+    FinerTimes,
+    TimestampFormat,
+    choose_unit,
+    detect_timestamps,
+)
+from freescale.data.values import decode_text
 
 IDS = ("user_id", "item_id")
 REQUIRED = (*IDS, "timestamp")
-_ROWS = 1 << 18  # rows of Parquet
 
 
 class Interactions(Iterator[pa.RecordBatch]):
-    """The record batches of one or several files. `vocabulary`, `fraction` and `no_labels` grow
-    while it is read."""
+    """The record batches of one or several files. `vocabulary`, `fraction`, `no_labels` and
+    `missing_rows` grow while it is read."""
 
-    def __init__(self, paths: Sequence[Path], format: str):
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        format: str,
+        columns: str = "",
+        labels: str = "",
+        missing: str = "refuse",
+    ):
         if format not in ("auto", *FORMATS):
             raise ValueError(f"unknown format {format!r}: choose auto, {', '.join(FORMATS)}")
-        if not paths:
-            raise ValueError("no interaction file given: name at least one")
-        self.paths = list(paths)
-        for path in self.paths:
-            if not path.is_file():
-                raise ValueError(f"{path}: no such file; give the path of an interaction file")
-            if path.stat().st_size == 0:
-                raise ValueError(f"{path}: the file is empty (0 bytes); give a file with events")
-        self.formats = [detect_format(path) if format == "auto" else format for path in self.paths]
-        self.vocabulary: dict[str, dict[str, int]] = {}  # column -> string id -> code
+        self.files = list(files)
+        self._drop = missing == "drop"
+        given = parse_columns(columns)
+        self.layouts = [lay_out(file, format, given) for file in self.files]
+        self.sides = self._find_sides()  # of Parquet files: those that are kept, and the others
+        # those that are not among the columns anyway
+        self.labels = [label for label in parse_labels(labels) if not self._has_column(label)]
+        for file, layout in zip(self.files, self.layouts):
+            for label in self.labels:
+                if label.column not in layout.names:
+                    raise ValueError(
+                        f"{file}: column {label.column!r}, of --labels {label.text}, is missing; "
+                        f"the file has {', '.join(layout.names)[:200]}; name one of these"
+                    )
+        self.restart(Reading())
+
+    def restart(self, reading: Reading) -> None:
+        """Reads from the beginning, with what has been found out."""
+        self.reading = reading
+        self.vocabulary = Vocabulary()
         # column -> file, column there, value that is not 0 or 1
         self.no_labels: dict[str, tuple[str, str, str]] = {}
         self.fraction = 0.0  # of the bytes or rows read so far
-        self._done, self._total = 0, sum(path.stat().st_size for path in self.paths)
-        self._unit: str | None = None  # of the timestamps, where files are brought to one
+        self.missing_rows = 0  # that were left out
+        self._events = self._lines = 0
+        self._done, self._total = 0, sum(file.size for file in self.files)
         self._batches = self._read()
+        self._begun = False
+
+    @property
+    def formats(self) -> list[str]:
+        return [layout.format for layout in self.layouts]
 
     def __next__(self) -> pa.RecordBatch:
-        return next(self._batches)
+        while True:
+            try:
+                batch = next(self._batches)
+            except ReadDifferently as found:
+                if self._begun:
+                    raise
+                self.restart(found.reading)
+            else:
+                self._begun = True
+                return batch
+
+    def _find_sides(self) -> tuple[list[str], list[str]]:
+        """Numeric columns of Parquet files that are kept, and those that are not."""
+        complete: dict[str, None] = {}
+        broken: dict[str, None] = {}
+        for file, layout in zip(self.files, self.layouts):
+            if layout.format == "parquet":
+                found, missing = list_side_columns(file, layout)
+                complete |= dict.fromkeys(found)
+                broken |= dict.fromkeys(missing)
+        common = set.intersection(*(set(layout.names) for layout in self.layouts))
+        return [n for n in complete if n not in broken and n in common], list(broken)
+
+    def _has_column(self, label: Label) -> bool:
+        if label.operator is not None:
+            return False
+        layout = self.layouts[0]
+        made = bool({"action", "rating"} & set(layout.roles) or layout.feedback)
+        kept = self.sides[0] if layout.format == "parquet" else layout.feedback
+        return label.name in kept or (label.name == "action" and made)
 
     def _read(self) -> Iterator[pa.RecordBatch]:
         schema: pa.Schema | None = None
-        self._unit = self._choose_unit()
-        for path, format in zip(self.paths, self.formats, strict=True):
+        self.times = self._detect_times()
+        times = list(self.times.values())
+        unit = choose_unit(times) if len(self.files) > 1 else None
+        for file, layout in zip(self.files, self.layouts):
             events = 0
-            for batch in (
-                self._read_parquet(path)
-                if format == "parquet"
-                else self._read_text(path, detect_layout(path, format))
-            ):
+            needed = self._list_needed(file, layout)
+            for block in read_tables(file, layout, needed, self._lines):
+                self.fraction = min((self._done + block.share * file.size) / self._total, 1.0)
+                batch = self._normalise(block, layout, unit)
                 if schema is not None and batch.schema != schema:
                     raise ValueError(
-                        f"{path}: columns {_describe_schema(batch.schema)} differ from those of "
-                        f"{self.paths[0]}: "
+                        f"{file}: columns {_describe_schema(batch.schema)} differ from those of "
+                        f"{self.files[0]}: "
                         f"{_describe_schema(schema)}; give files of one kind"
                     )
                 schema = batch.schema
-                _check_batch(batch, path)
-                self._note_labels(batch, path, format)
+                self._note_labels(batch, file, layout)
                 events += batch.num_rows
                 if batch.num_rows:
                     yield batch
             if not events:
                 raise ValueError(
-                    f"{path}: the file has no events (0 rows); give a file with events"
+                    f"{file}: the file has no events (0 rows); give a file with events"
                 )
-            self._done += path.stat().st_size
+            self._done += file.size
         self.fraction = 1.0
 
-    def _choose_unit(self) -> str | None:
-        """The common unit of several files; a single file keeps its own. Files that cannot be read
-        here are refused when they are read."""
-        if len(self.paths) == 1:
-            return None
-        files: list[TimestampFormat] = []
-        for path, format in zip(self.paths, self.formats, strict=True):
-            if format != "parquet":
-                files.append(_describe_timestamps(path, detect_layout(path, format)))
-                continue
-            try:
-                kind = pq.read_schema(path).field("timestamp").type
-            except (pa.ArrowException, KeyError):
-                continue
-            if pa.types.is_integer(kind) or pa.types.is_timestamp(kind):
-                files.append(TimestampFormat.from_type(path, "timestamp", kind))
-        return choose_unit(files)
+    def _list_needed(self, file: SourceFile, layout: Layout) -> list[str]:
+        sides = self.sides[0] if layout.format == "parquet" else ()
+        needed = [
+            *layout.roles.values(),
+            *layout.feedback,
+            *(label.column for label in self.labels),
+            *(name for name in sides if name in layout.names),
+        ]
+        return list(dict.fromkeys(needed))
 
-    def _note_labels(self, batch: pa.RecordBatch, path: Path, format: str) -> None:
+    def _detect_times(self) -> dict[SourceFile, TimestampFormat]:
+        """What the timestamps of each file are, by its first block."""
+        found = {}
+        for file, layout in zip(self.files, self.layouts):
+            column = layout.roles.get("time")
+            if column is None:
+                continue
+            values = pa.nulls(0)
+            for block in read_tables(file, layout, [column]):
+                values = pa.concat_arrays(block.table.column(column).chunks)
+                break
+            times = detect_timestamps(file, column, values, layout.unit)
+            for _ in range(self.reading.finer.get(str(file), 0)):
+                times = times.refine()
+            found[file] = times
+        return found
+
+    def _normalise(self, block: TableBlock, layout: Layout, unit: str | None) -> pa.RecordBatch:
+        roles = layout.roles
+        if self._drop:
+            kept = block.drop_rows([roles[r] for r in ("user", "item", "time") if r in roles])
+            self.missing_rows += block.table.num_rows - kept.table.num_rows
+            block = kept
+        columns = {
+            "user_id": self._take_ids("user_id", block, roles["user"]),
+            "item_id": self._take_ids("item_id", block, roles["item"]),
+            "timestamp": self._take_times(block, unit),
+        }
+        if layout.format == "sequences" and block.table.num_rows:
+            self._lines = columns["user_id"][-1].as_py() + 1
+        if "action" in roles:
+            columns["action"] = self._take_ids("action", block, roles["action"])
+        elif "rating" in roles:
+            columns["action"] = block.convert(roles["rating"], make_action)
+        if layout.feedback:
+            columns |= make_feedback_action(block, layout.feedback)
+        if layout.format == "parquet":
+            for name in self.sides[0]:
+                if name in layout.names:
+                    columns[name] = block.convert(name, take_side)
+        for label in self.labels:
+            columns[label.name] = block.convert(label.column, make_label(label))
+        return pa.RecordBatch.from_pydict(columns)
+
+    def _take_ids(self, name: str, block: TableBlock, column: str) -> pa.Array:
+        if name in self.reading.coded:
+            return block.convert(
+                column, lambda values: self.vocabulary.encode(name, decode_text(values))
+            )
+        try:
+            return block.convert(column, lambda values: parse_integers(decode_text(values)))
+        except NotIntegers as reason:
+            raise ReadDifferently(
+                f"{block.file}: column {column!r} holds {reason} after integers; `prepare` reads "
+                "such files",
+                self.reading.code(name, str(reason)),
+            ) from None
+
+    def _take_times(self, block: TableBlock, unit: str | None) -> pa.Array:
+        rows = block.table.num_rows
+        self._events += rows
+        times = self.times.get(block.file)
+        if times is None:
+            return pa.array(np.arange(self._events - rows, self._events))
+        try:
+            return block.convert(
+                times.column, lambda values: times.convert(times.parse(values), unit)
+            )
+        except FinerTimes:
+            raise ReadDifferently(
+                f"{block.file}: column {times.column!r} holds fractions after whole numbers; "
+                "`prepare` reads such files",
+                self.reading.refine(str(block.file)),
+            ) from None
+
+    def _note_labels(self, batch: pa.RecordBatch, file: SourceFile, layout: Layout) -> None:
         for name in batch.schema.names:
             value = (
                 None
@@ -126,123 +255,32 @@ class Interactions(Iterator[pa.RecordBatch]):
                 else find_non_label(batch.column(name).to_numpy())
             )
             if value is not None:
-                made = name == "action" and format != "parquet"
-                source = (detect_layout(path, format).rating or "feedback") if made else name
+                made = name == "action" and "action" not in layout.roles
+                source = layout.roles.get("rating", "feedback") if made else name
                 column = f"'action' (made of {source!r})" if made else repr(name)
-                self.no_labels[name] = str(path.absolute()), column, value
-
-    def _advance(self, share: float, path: Path) -> None:
-        self.fraction = min((self._done + share * path.stat().st_size) / self._total, 1.0)
-
-    def _read_parquet(self, path: Path) -> Iterator[pa.RecordBatch]:
-        try:
-            # not a whole column chunk at once
-            file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-        except pa.ArrowException as error:
-            raise ValueError(
-                f"{path}: not a readable Parquet file ({shorten_error(error)}); write it again"
-            ) from error
-        with file:
-            schema = file.schema_arrow
-            require_columns(path, REQUIRED, schema.names)
-            for name in REQUIRED:
-                kind = schema.field(name).type
-                whole = pa.types.is_integer(kind) or (
-                    name == "timestamp" and pa.types.is_timestamp(kind)
-                )
-                if not whole:
-                    hint = (
-                        "give `prepare` or `Histories` this file"
-                        if is_list(kind)
-                        else "cast it to int64"
-                    )
-                    raise ValueError(f"{path}: column {name!r} holds {kind}, not integers; {hint}")
-            sides = [
-                f.name
-                for f in schema
-                if f.name not in REQUIRED and is_number(f.type) and f.name != "action"
-            ]
-            actions = ["action"] if "action" in schema.names else []
-            if actions and not pa.types.is_integer(schema.field("action").type):
-                raise ValueError(
-                    f"{path}: column 'action' holds {schema.field('action').type}; cast it to int64"
-                )
-            columns, rows = [*REQUIRED, *actions, *sides], 0
-            times = TimestampFormat.from_type(path, "timestamp", schema.field("timestamp").type)
-            for batch in file.iter_batches(_ROWS, columns=columns):
-                rows += batch.num_rows
-                self._advance(rows / file.metadata.num_rows, path)
-                arrays = [_cast_to_int(batch.column(n), n, path) for n in IDS]
-                arrays += [times.convert(batch.column("timestamp"), self._unit)]
-                arrays += [_cast_to_int(batch.column(n), n, path) for n in actions]
-                flags = [batch.column(n) for n in sides]
-                arrays += [a.cast(pa.int8()) if pa.types.is_boolean(a.type) else a for a in flags]
-                yield pa.RecordBatch.from_arrays(arrays, names=columns)
-
-    def _read_text(self, path: Path, layout: TextLayout) -> Iterator[pa.RecordBatch]:
-        first = True
-        for share, block in read_blocks(path):
-            self._advance(share, path)
-            if first:
-                block = block.removeprefix(b"\xef\xbb\xbf")
-                block = block.partition(b"\n")[2] if layout.header else block
-                first = False
-            if block.strip():
-                yield self._normalise(parse_block(block, layout, path), layout, path)
-
-    def _normalise(self, table: pa.Table, layout: TextLayout, path: Path) -> pa.RecordBatch:
-        columns: dict[str, pa.Array] = {}
-        for name, source in zip(IDS, (layout.user, layout.item), strict=True):
-            array = _take_column(table, source, path)
-            columns[name] = self._encode(name, array) if layout.text_ids else array
-        columns["timestamp"] = _describe_timestamps(path, layout).convert(
-            _take_column(table, layout.time, path), self._unit
-        )
-        if layout.rating is not None:
-            doubled = pc.round(
-                pc.multiply(_take_column(table, layout.rating, path), 2.0), round_mode="half_up"
-            )
-            columns["action"] = doubled.cast(pa.int64())
-        if layout.feedback:
-            action = pa.repeat(pa.scalar(0, pa.int64()), table.num_rows)
-            for name in layout.feedback:
-                flag = _take_column(table, name, path)
-                low, high = pc.min_max(flag).as_py().values()
-                if low < 0 or high > 1:
-                    wrong = high if high > 1 else low
-                    raise ValueError(
-                        f"{path}: column {name!r} holds {wrong}, not 0 or 1; mend or "
-                        "drop those rows"
-                    )
-                action = pc.bit_wise_or(action, pc.shift_left(flag, FEEDBACK.index(name)))
-                columns[name] = flag.cast(pa.int8())
-            columns = (
-                {n: columns[n] for n in REQUIRED}
-                | {"action": action}
-                | {n: columns[n] for n in layout.feedback}
-            )
-        return pa.RecordBatch.from_pydict(columns)
-
-    def _encode(self, name: str, array: pa.Array) -> pa.Array:
-        """Replaces strings by dense codes, in order of first appearance. The loop is over the
-        distinct strings of the block, not over its events."""
-        table = self.vocabulary.setdefault(name, {})
-        encoded = array.dictionary_encode()  # its dictionary is in order of first appearance, too
-        codes = pa.array(
-            [table.setdefault(text, len(table)) for text in encoded.dictionary.to_pylist()],
-            pa.int64(),
-        )
-        return codes.take(encoded.indices)
+                shown = str(file) if "://" in str(file) else str(Path(str(file)).absolute())
+                self.no_labels[name] = shown, column, value
 
 
 def read_interactions(
-    path: str | Path | Sequence[str | Path], format: str = DataConfig.format
+    path: str | Path | Sequence[str | Path],
+    format: str = DataConfig.format,
+    *,
+    columns: str = DataConfig.columns,
+    labels: str = ModelConfig.labels,
+    missing: str = DataConfig.missing,
+    cache: Path | None = None,
 ) -> Interactions:
     """Reads interaction files as a stream of record batches.
 
     Args:
-        path: A file, or several of one kind.
-        format: `auto`, or one of `text_formats.FORMATS`.
+        path: A file, a pattern, a folder or a URL, or several of one kind.
+        format: `auto`, or one of `config.data.FORMATS`.
+        columns: Columns by role, as `user=reviewer,item=sku,time=date`, where their names are not
+            recognised.
+        labels: Label columns to read or make, as `is_click,like=rating>=4`.
+        missing: `drop` leaves out rows without user, item or time, `refuse` raises.
+        cache: The folder to which files behind URLs are copied.
 
     Returns:
         An iterator over record batches with int64 columns user_id, item_id, timestamp, optional
@@ -251,52 +289,7 @@ def read_interactions(
     Raises:
         ValueError: A file is missing, empty, or not of the format. Reading raises it, too.
     """
-    paths = [path] if isinstance(path, str | Path) else path
-    return Interactions([Path(p) for p in paths], format)
-
-
-def _describe_timestamps(path: Path, layout: TextLayout) -> TimestampFormat:
-    return TimestampFormat(
-        path,
-        layout.time,
-        layout.unit,
-        shown="int64" if layout.unit is None else f"int64 ({layout.unit})",
-    )
-
-
-def _take_column(table: pa.Table, name: str, path: Path) -> pa.Array:
-    chunks = table.column(name)
-    if chunks.null_count:
-        raise _make_null_error(path, name, chunks.null_count)
-    return pa.concat_arrays(chunks.chunks) if chunks.num_chunks != 1 else chunks.chunk(0)
-
-
-def _cast_to_int(array: pa.Array, name: str, path: Path) -> pa.Array:
-    try:
-        return array.cast(pa.int64())
-    except pa.ArrowException as error:
-        raise ValueError(
-            f"{path}: column {name!r}: {shorten_error(error)}; ids must fit int64"
-        ) from error
-
-
-def _check_batch(batch: pa.RecordBatch, path: Path) -> None:
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if column.null_count:
-            raise _make_null_error(path, name, column.null_count)
-        if name in (*IDS, "action") and batch.num_rows:  # actions are read from a table too
-            low = pc.min(column).as_py()
-            if low < 0:
-                raise ValueError(
-                    f"{path}: column {name!r} holds {low}, not 0 or more; renumber "
-                    "or drop such rows"
-                )
-
-
-def _make_null_error(path: Path, name: str, count: int) -> ValueError:
-    return ValueError(
-        f"{path}: column {name!r} has {count} null (missing) values; fill or drop those rows"
-    )
+    return Interactions(find_files(path, cache), format, columns, labels, missing)
 
 
 def _describe_schema(schema: pa.Schema) -> str:

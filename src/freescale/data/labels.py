@@ -1,13 +1,53 @@
-"""Checks that the labels of ranking are 0 or 1."""
+"""Labels of ranking: made by comparisons, and checked to be 0 or 1."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from freescale.config.columns import Label
 from freescale.data.histories import HistoriesFile
+from freescale.data.values import decode_text, is_text, parse_numbers, refuse_nulls
+
+_COMPARISONS = {
+    "==": pc.equal,
+    "!=": pc.not_equal,
+    ">=": pc.greater_equal,
+    "<=": pc.less_equal,
+    ">": pc.greater,
+    "<": pc.less,
+}
+_TRUE, _FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
+
+
+def make_label(label: Label) -> Callable[[pa.Array], pa.Array]:
+    """The function that makes a label of its column: int8 of a comparison, else the column as
+    numbers."""
+
+    def make(values: pa.Array) -> pa.Array:
+        values = decode_text(values)
+        refuse_nulls(values)
+        if label.operator is None:
+            return parse_numbers(_spell_numbers(values)).cast(pa.float32())
+        if isinstance(label.value, str):
+            values = values.cast(pa.string())
+            return _COMPARISONS[label.operator](values, label.value).cast(pa.int8())
+        return _COMPARISONS[label.operator](parse_numbers(values), label.value).cast(pa.int8())
+
+    return make
+
+
+def _spell_numbers(values: pa.Array) -> pa.Array:
+    """Text of `true` and `false` as text of 1 and 0."""
+    if not is_text(values.type):
+        return values
+    for words, number in ((_TRUE, "1"), (_FALSE, "0")):
+        values = pc.if_else(pc.is_in(values, pa.array(words, values.type)), number, values)
+    return values
 
 
 def find_non_label(values: NDArray[Any]) -> str | None:
@@ -28,7 +68,7 @@ def check_labels(file: HistoriesFile, names: Sequence[str]) -> None:
         if value:
             raise ValueError(
                 f"{where}: label column {column} holds {value}, not 0 or 1; make its values 0 and "
-                "1, or name another column"
+                f"1, or compare a column of the file: --labels 'like=rating>=4'"
             )
 
 

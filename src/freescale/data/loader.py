@@ -70,8 +70,9 @@ class Histories:
     `sequences` as `targets_log_q`.
 
     Targets are the next item of each event. Candidates of ranking are the last `candidates` events
-    of the train part (fewer where the history would be empty), else the target. Not for two threads
-    at once: it keeps the row groups that it read last.
+    of the train part (fewer where the history would be empty); of the test part of split `time` the
+    target and the events after it, up to as many; else the target. Not for two threads at once: it
+    keeps the row groups that it read last.
 
     Args:
         path: A histories file, as `prepare` and `generate` write it.
@@ -94,7 +95,7 @@ class Histories:
             items differ in that; None: yes. What popularity and `log_q` need is counted before the
             first batch, by reading the whole file.
         halo: How many samples further such negatives may come from.
-        candidates: Candidates per sample, for training of ranking.
+        candidates: Candidates per sample, at most, for ranking.
         seed: Of the order and the negatives.
         shuffle: Whether an epoch has an order of its own.
         shuffle_groups: Row groups that are shuffled together.
@@ -217,7 +218,7 @@ class Histories:
             self.part,
             tuple(dict.fromkeys([*self._columns, *(self.tasks if ranking else ())])),
             max_length=self.max_length,
-            tail=self.candidates if ranking and self.part == "train" else 1,
+            tail=self.candidates if ranking and self.part != "validation" else 1,
             kept_groups=self.shuffle_groups + 2,
             kept_bytes=self.kept_bytes,
         )

@@ -7,16 +7,22 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-from freescale.config import DataConfig
+from freescale.config import DataConfig, ModelConfig
+from freescale.config.columns import parse_labels
 from freescale.data.digest import compute_digest, read_contents
 from freescale.data.histories import VERSION, HistoriesFile, is_histories
 from freescale.data.history_builder import Progress, Spilled, build_histories
-from freescale.data.interactions import read_interactions
+from freescale.data.ids import ReadDifferently
+from freescale.data.interactions import IDS, Interactions
+from freescale.data.sources import find_files
 from freescale.data.workspace import explain_full_disk, remove_dead_workspaces, workspace
 from freescale.file_lock import lock
 
 BUCKET_EVENTS = 2_000_000
+_READING = 2  # changes when the same file is read as something else
+_USUAL = (DataConfig.columns, ModelConfig.labels, DataConfig.missing)
 
 
 def prepare(
@@ -26,21 +32,30 @@ def prepare(
     num_items: int | None = DataConfig.num_items,
     progress: Progress | None = None,
     *,
+    columns: str = DataConfig.columns,
+    labels: str = ModelConfig.labels,
+    missing: str = DataConfig.missing,
     bucket_events: int = BUCKET_EVENTS,
 ) -> Path:
     """Makes a histories file of interaction files, or finds it in the cache.
 
     Users with fewer than two events are dropped (and counted in the metadata). Events of equal
-    timestamp keep the order of the file; exact duplicates are kept. String ids are numbered, and
-    `vocabulary.parquet` beside the result says how.
+    timestamp keep the order of the file; exact duplicates are kept. Integer ids stay as they are.
+    Strings, negative integers, and item ids of which a table would be nearly all unused are
+    numbered in order of appearance, and `vocabulary.parquet` beside the result says how.
 
     Args:
-        source: An interaction file, several, or a histories file.
+        source: An interaction file, a pattern, a folder or a URL; several of these; or a histories
+            file.
         cache: The folder of prepared data, which is found there by the paths and all bytes of its
             sources.
-        format: `auto`, or one of `text_formats.FORMATS`.
+        format: `auto`, or one of `config.data.FORMATS`.
         num_items: Rows of the item table; by default the largest id plus 1.
         progress: Called with a stage ("hash", "read", "sort", "write") and the share done.
+        columns: Columns by role, as `user=reviewer,item=sku,time=date`, where their names are not
+            recognised.
+        labels: Label columns to read or make, as `is_click,like=rating>=4`.
+        missing: `drop` leaves out rows without user, item or time, `refuse` raises.
         bucket_events: Events in memory at once, about.
 
     Returns:
@@ -51,30 +66,40 @@ def prepare(
         OSError: The disk is full; the message says how much is needed.
     """
     cache, report = Path(cache), progress or (lambda stage, share: None)
-    interactions = read_interactions(source, format)
     if num_items is not None and num_items < 1:
         raise ValueError(f"num_items is {num_items}; it must be 1 or more")
-    if (
-        len(interactions.paths) == 1
-        and interactions.formats[0] == "parquet"
-        and is_histories(interactions.paths[0])
-    ):
-        return HistoriesFile(interactions.paths[0], num_items).path
-    sources = read_contents(
-        interactions.paths, cache / "digests", lambda share: report("hash", share)
-    )
+    files = find_files(source, cache)
+    if len(files) == 1 and files[0].is_parquet and is_histories(files[0].path):
+        if rules := [label.text for label in parse_labels(labels) if label.operator]:
+            raise ValueError(
+                f"{files[0]}: a histories file, and labels are made of interactions only: "
+                f"{', '.join(rules)}; name a label column, or give the interactions"
+            )
+        return HistoriesFile(files[0].path, num_items).path
+    interactions = Interactions(files, format, columns, labels, missing)
+    paths = [file.path for file in files]
+    sources = read_contents(paths, cache / "digests", lambda share: report("hash", share))
+    made = ",".join(label.text for label in interactions.labels)
+    given = [columns, made, missing] if (columns, made, missing) != _USUAL else []
+    members = [file.member for file in files if file.member]
     # A run goes on with the same data wherever it lies. The cache tells paths apart, since what it
     # holds names them in errors.
-    fingerprint = compute_digest(
-        [source.digest for source in sources], interactions.formats, num_items
-    )
-    key = compute_digest(VERSION, fingerprint, [str(path.resolve()) for path in interactions.paths])
+    about: list[Any] = [[source.digest for source in sources], interactions.formats, num_items]
+    about += [*([given] if given else []), *([members] if members else [])]
+
+    def make_fingerprint() -> str:
+        # Files of integers in Amazon's format were coded once: runs on such data are told apart.
+        usual = set(interactions.formats) == {"amazon"}
+        other = [name for name in IDS if (name in interactions.reading.coded) != usual]
+        return compute_digest(*about, *([other] if other else []))
+
+    key = compute_digest(VERSION, _READING, *about, [str(path.resolve()) for path in paths])
     target = cache / key / "histories.parquet"
     remove_dead_workspaces(cache)
     if target.is_file():
         return target
     spilled = Spilled()
-    work = f"preparing {interactions.paths[0]}"
+    work = f"preparing {files[0]}"
     with explain_full_disk(
         cache, work, "make room, or name a cache folder on another disk", spilled.estimate_peak
     ):
@@ -82,13 +107,25 @@ def prepare(
         with _lock_cache(cache), workspace(cache, key) as folder:
             if target.is_file():  # another rank made it while this one waited
                 return target
-            made = build_histories(
-                interactions, folder, num_items, fingerprint, report, bucket_events, spilled
-            )
+            written = None
+            while written is None:
+                spilled.bytes, spilled.share = 0, 0.0
+                try:
+                    written = build_histories(
+                        interactions,
+                        folder,
+                        num_items,
+                        make_fingerprint,
+                        report,
+                        bucket_events,
+                        spilled,
+                    )
+                except ReadDifferently as found:
+                    interactions.restart(found.reading)
             for content in sources:
                 content.check_unchanged()
             target.parent.mkdir(exist_ok=True)
-            for path in made:  # the histories last: their presence says that all is there
+            for path in written:  # the histories last: their presence says that all is there
                 os.replace(path, target.parent / path.name)
     return target
 

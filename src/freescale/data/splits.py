@@ -35,7 +35,7 @@ class Split:
     time: int | None
 
     def find_ends(self, group: RowGroup, part: str) -> NDArray[Any]:
-        """[users]: where the part of each history ends, its target included."""
+        """[users]: where the part of each history ends, its first target included."""
         start: NDArray[np.int64] = group.offsets[:-1]
         stop: NDArray[np.int64] = group.offsets[1:]
         if self.kind == "none":
@@ -43,23 +43,40 @@ class Split:
         if self.kind == "leave-one-out":
             held_out = {"train": 2, "validation": 1, "test": 0}[part]
             return np.asarray(np.maximum(stop - held_out, start))
-        earlier = np.concatenate([[0], np.cumsum(group.values["timestamp"] < self.time)])
-        cut = start + earlier[stop] - earlier[start]  # first event at or after the split
+        cut = self._find_cuts(group)
         if part == "test":
             return np.where(cut < stop, cut + 1, start)
         return np.asarray(np.maximum(cut - (part == "train"), start))
 
+    def find_later(self, group: RowGroup, most: int) -> NDArray[Any]:
+        """[users]: how many events follow the first target of the test part, at most `most`: those
+        of a split by time. None follow without a history before it."""
+        start, stop = group.offsets[:-1], group.offsets[1:]
+        if self.kind != "time":
+            return np.zeros_like(start)
+        cut = self._find_cuts(group)
+        return np.where(cut > start, np.clip(stop - cut - 1, 0, most), 0)
 
-def find_window(start: NDArray[Any], end: NDArray[Any], max_length: int, tail: int) -> Window:
+    def _find_cuts(self, group: RowGroup) -> NDArray[Any]:
+        """[users]: the first event at or after the split."""
+        start, stop = group.offsets[:-1], group.offsets[1:]
+        earlier = np.concatenate([[0], np.cumsum(group.values["timestamp"] < self.time)])
+        return np.asarray(start + earlier[stop] - earlier[start])
+
+
+def find_window(
+    start: NDArray[Any], end: NDArray[Any], max_length: int, tail: int | NDArray[Any]
+) -> Window:
     """Finds the events that samples need.
 
     A sample whose part has fewer than two events has an empty window.
 
     Args:
         start: [samples] first event of each history.
-        end: [samples] where its part ends, as of `Split.find_ends`.
+        end: [samples] where its part ends.
         max_length: Of the history.
-        tail: Events beyond the history, at most; fewer where the history would be empty.
+        tail: Events beyond the history, at most, of all or of each sample; fewer where the history
+            would be empty.
     """
     usable = end - start >= 2
     tails = np.where(usable, np.minimum(tail, end - start - 1), 0)

@@ -1,61 +1,176 @@
-"""Converts the timestamps of several files to one unit, so that events of one user from two files
-can be ordered."""
+"""Timestamps as integers: whole numbers of any unit, fractions, dates as text; and the timestamps
+of several files in one unit, so that events of one user from two files can be ordered."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+
+from freescale.data.values import BadValue, decode_text, is_text, parse_text, refuse_nulls
 
 _UNITS = ("s", "ms", "us", "ns")  # the finest last
+_WORDS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
+_FINER = {None: "us", "s": "us", "ms": "us", "us": "ns", "ns": "ns"}
+_MEND = "write seconds since 1970, or 2024-05-31 or 2024-05-31T13:45:00"
+# Least magnitude of a moment in a unit: 1973 in each; in the next coarser one it is after 5000.
+_LEAST = {"s": 1e8, "ms": 1e11, "us": 1e14, "ns": 1e17}
+
+
+class FinerTimes(Exception):
+    """Timestamps are finer than what was read before."""
 
 
 @dataclass(frozen=True)
 class TimestampFormat:
     """What is known about a file's timestamps."""
 
-    path: Path
+    path: object  # the file, as text what the user calls it
     column: str
     unit: str | None  # None: integers, counting whatever they count
     # whether a time zone is given, so that the values count from 1970 in UTC; None: not said
     zoned: bool | None = None
     shown: str = "int64"
+    guessed: bool = False  # the unit, from the magnitude of the values
+    kind: str = "integers"  # or fractions, or dates
+    source: str | None = None  # of fractions: the unit in the file
 
-    @staticmethod
-    def from_type(path: Path, column: str, kind: pa.DataType) -> TimestampFormat:
-        if not pa.types.is_timestamp(kind):
-            return TimestampFormat(path, column, None, shown=str(kind))
-        return TimestampFormat(path, column, kind.unit, kind.tz is not None, str(kind))
+    @property
+    def meaning(self) -> str:
+        """For people: what the values are taken for."""
+        unit = _WORDS[self.unit] if self.unit else "of no known unit"
+        if self.kind == "dates":
+            zone = "with a time zone" if self.zoned else "without a time zone"
+            return f"dates {zone}, as {unit} since 1970"
+        if self.kind == "fractions":
+            return f"fractions of {_WORDS[self.source or 's']}, as {unit}"
+        return f"integers, {unit}{' since 1970' if self.unit else ''}"
+
+    def refine(self) -> TimestampFormat:
+        """The format where values have a part below the unit."""
+        if self.kind == "dates":
+            return replace(self, unit="us" if self.unit == "s" else "ns")
+        unit = _FINER[self.unit]
+        return replace(self, kind="fractions", source=self.unit or "s", unit=unit)
+
+    def parse(self, values: pa.Array) -> pa.Array:
+        """Values of any type as int64 in the file's unit.
+
+        Raises:
+            BadValue: a value is no time.
+            FinerTimes: a value has a part below the unit.
+        """
+        values = decode_text(values)
+        refuse_nulls(values)
+        kind = values.type
+        if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+            return _cast_time(values, pa.timestamp(self.unit, getattr(kind, "tz", None)))
+        if self.kind == "dates":
+            return self._parse_dates(values)
+        if pa.types.is_integer(kind) and self.kind == "integers":
+            return _cast_time(values, pa.int64())
+        if is_text(kind) and self.kind == "integers":
+            try:
+                return values.cast(pa.int64())
+            except pa.ArrowInvalid:
+                pass  # 881250949.0 is whole, too
+        return self._parse_fractions(values)
+
+    def _parse_fractions(self, values: pa.Array) -> pa.Array:
+        numbers = (
+            parse_text(values, pa.float64(), "a time", _MEND)
+            if is_text(values.type)
+            else _cast_time(values, pa.float64())
+        )
+        bad = pc.index(pc.is_finite(numbers), pa.scalar(False)).as_py()
+        if bad >= 0:
+            raise BadValue(bad, f"holds {values[bad].as_py()!r}, not a time", _MEND)
+        if self.kind == "integers":
+            if not pc.all(pc.equal(numbers, pc.floor(numbers))).as_py():
+                raise FinerTimes
+            return _cast_time(numbers, pa.int64())
+        steps = _UNITS.index(self.unit or "us") - _UNITS.index(self.source or "s")
+        scaled = pc.round(pc.multiply(numbers, float(1000**steps)))
+        return _cast_time(scaled, pa.int64())
+
+    def _parse_dates(self, values: pa.Array) -> pa.Array:
+        zone = "UTC" if self.zoned else None
+        try:
+            return values.cast(pa.timestamp(self.unit, zone)).cast(pa.int64())
+        except pa.ArrowInvalid:
+            if self.unit != "ns":
+                finest = values.cast(pa.string())
+                _ = parse_text(finest, pa.timestamp("ns", zone), _describe_dates(zone), _MEND)
+                raise FinerTimes from None
+            parse_text(values, pa.timestamp("ns", zone), _describe_dates(zone), _MEND)
+            raise
 
     def convert(self, values: pa.Array, unit: str | None) -> pa.Array:
-        """Converts integers or timestamps to int64 in `unit`."""
+        """int64 in the file's unit -> int64 in `unit`; None: as they are."""
         try:
             if unit in (None, self.unit):
-                return values.cast(pa.int64())
-            if not pa.types.is_timestamp(values.type):
-                values = values.cast(pa.int64()).cast(pa.timestamp(self.unit))
-            return values.cast(pa.timestamp(unit, values.type.tz)).cast(pa.int64())
+                return values
+            return values.cast(pa.timestamp(self.unit)).cast(pa.timestamp(unit)).cast(pa.int64())
         except pa.ArrowException as error:
             reason = str(error).splitlines()[0][:200]
-            where = f" in {unit}, the finest unit of the files" if unit != self.unit else ""
-            raise ValueError(
-                f"{self.path}: column {self.column!r}: {reason}; it must fit int64{where}"
+            raise BadValue(
+                None, reason, f"it must fit int64 in {unit}, the finest unit of the files"
             ) from error
+
+
+def detect_timestamps(
+    path: object, column: str, values: pa.Array, unit: str | None
+) -> TimestampFormat:
+    """Tells what a file's timestamps are by its first ones.
+
+    Args:
+        path: The file.
+        column: Its time column.
+        values: The first values, of any type; missing ones do not count.
+        unit: What the release says.
+    """
+    values = decode_text(values).drop_null()
+    kind = values.type
+    if pa.types.is_timestamp(kind):
+        shown, zoned = str(kind), kind.tz is not None
+        return TimestampFormat(path, column, kind.unit, zoned, shown, kind="dates")
+    if pa.types.is_date(kind):
+        return TimestampFormat(path, column, "s", False, str(kind), kind="dates")
+    if is_text(kind) and len(values):
+        try:
+            float(values[0].as_py())
+        except ValueError:
+            zoned = _has_zone(values[0].as_py())
+            shown = f"dates {'with a' if zoned else 'of no'} time zone"
+            return TimestampFormat(path, column, "s", zoned, shown, kind="dates")
+    typed = "int64" if is_text(kind) or pa.types.is_null(kind) else str(kind)
+    found = unit or _guess_units(values)
+    shown = typed if found is None else f"{typed} ({found})"
+    return TimestampFormat(path, column, found, shown=shown, guessed=unit is None)
+
+
+def guess_unit(value: float) -> str | None:
+    """The unit in which a number is a moment after 1973, by its magnitude; None for small ones."""
+    fitting = [unit for unit in _UNITS if abs(value) >= _LEAST[unit]]
+    return fitting[-1] if fitting else None
 
 
 def choose_unit(files: Sequence[TimestampFormat]) -> str | None:
     """Chooses the finest unit of the files, to which coarser ones are converted without loss.
 
     Returns:
-        The unit; None if all files have integers, which are taken as they are.
+        The unit; None if values are taken as they are, since all files count the same or none says
+        what it counts.
 
     Raises:
-        ValueError: Integers beside timestamps, or times with a zone beside times without one.
+        ValueError: Integers of no known unit beside timestamps, or times with a zone beside times
+            without one.
     """
     known = [times for times in files if times.unit is not None]
-    if not known:
+    if len({times.unit for times in known}) <= 1 and all(times.guessed for times in known):
         return None
     for times in files:
         if times.unit is None:
@@ -65,6 +180,38 @@ def choose_unit(files: Sequence[TimestampFormat]) -> str | None:
         if zoned is not None and times.zoned is False:
             raise _make_error(times, "of no time zone", zoned)
     return max((times.unit for times in known if times.unit), key=_UNITS.index)
+
+
+def _guess_units(values: pa.Array) -> str | None:
+    """By the median, so that a zero in between does not count."""
+    if not len(values):
+        return None
+    try:
+        numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    except pa.ArrowException:
+        return None
+    return guess_unit(float(np.median(numbers)))
+
+
+def _has_zone(text: str) -> bool:
+    try:
+        pa.array([text]).cast(pa.timestamp("ns", "UTC"))
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _describe_dates(zone: str | None) -> str:
+    return "a date with a time zone like those before it" if zone else "a date without a time zone"
+
+
+def _cast_time(values: pa.Array, kind: pa.DataType) -> pa.Array:
+    try:
+        cast = values.cast(kind)
+        return cast.cast(pa.int64()) if pa.types.is_timestamp(kind) else cast
+    except pa.ArrowException as error:
+        reason = str(error).splitlines()[0][:120]
+        raise BadValue(None, f"holds {values.type}, not times ({reason})", _MEND) from error
 
 
 def _make_error(times: TimestampFormat, what: str, other: TimestampFormat) -> ValueError:

@@ -49,7 +49,8 @@ class WindowReader:
         self._part, self._max_length, self._tail = part, max_length, tail
         self._columns, self._kept_groups = tuple(columns), kept_groups
         self._kept_bytes, self._bytes = kept_bytes, 0
-        self._ends: dict[int, NDArray[Any]] = {}  # of the part's histories, by row group
+        # where the part of each history ends, and how many events are beyond it, by row group
+        self._ends: dict[int, tuple[NDArray[Any], NDArray[Any]]] = {}
         # decoded, the least recently used first
         self.groups: OrderedDict[int, RowGroup] = OrderedDict()
 
@@ -98,10 +99,14 @@ class WindowReader:
     def _find_window(self, number: int, rows: NDArray[Any]) -> Window:
         group = self._read_group(number)
         if number not in self._ends:
-            self._ends[number] = self._split.find_ends(group, self._part)
-        return find_window(
-            group.offsets[rows], self._ends[number][rows], self._max_length, self._tail
-        )
+            ends = self._split.find_ends(group, self._part)
+            tails = np.full_like(ends, self._tail)
+            if self._part == "test":
+                later = self._split.find_later(group, self._tail - 1)
+                ends, tails = ends + later, later + 1
+            self._ends[number] = ends, tails
+        ends, tails = self._ends[number]
+        return find_window(group.offsets[rows], ends[rows], self._max_length, tails[rows])
 
     def _read_group(self, number: int) -> RowGroup:
         if number not in self.groups:

@@ -15,7 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from freescale.embedding.layout import TableSpec
+from freescale.embedding.optimizers import RowOptimizer
 
 BUDGET = 64 << 20
 TINY = 64 << 10
@@ -28,6 +31,12 @@ CHOICES = ("sharded", "replicated")
 class Placement:
     kind: str  # one of CHOICES
     reason: str
+
+
+def count_state_bytes(optimizer: RowOptimizer, spec: TableSpec) -> int:
+    """Bytes that the optimizer keeps beside each row."""
+    shapes = optimizer.state_shapes(spec.width).values()
+    return sum(torch.Size(shape).numel() for shape in shapes) * spec.dtype.itemsize
 
 
 def choose_placement(

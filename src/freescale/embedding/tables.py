@@ -17,7 +17,12 @@ from freescale.embedding.layout import ShardLayout, TableSpec, find_feature_ids
 from freescale.embedding.local import Collected, LocalGroup, LocalRequest
 from freescale.embedding.memory import check_memory
 from freescale.embedding.optimizers import RowOptimizer
-from freescale.embedding.placement import Placement, choose_placement, parse_placement
+from freescale.embedding.placement import (
+    Placement,
+    choose_placement,
+    count_state_bytes,
+    parse_placement,
+)
 from freescale.embedding.request import Request
 from freescale.transport.api import Transport
 
@@ -117,7 +122,7 @@ class Tables:
                 self.placements[name] = Placement(recorded[name], "as in the checkpoint")
             else:
                 self.placements[name] = choose_placement(
-                    spec, self._count_state_bytes(spec), rows_read.get(name)
+                    spec, count_state_bytes(self.optimizers[spec.name], spec), rows_read.get(name)
                 )
         self._check_memory()
         grouped: dict[tuple[str, int, torch.dtype, RowOptimizer], list[TableSpec]] = {}
@@ -158,16 +163,14 @@ class Tables:
             else {}
         )
 
-    def _count_state_bytes(self, spec: TableSpec) -> int:
-        shapes = self.optimizers[spec.name].state_shapes(spec.width).values()
-        return sum(torch.Size(shape).numel() for shape in shapes) * spec.dtype.itemsize
-
     def _check_memory(self) -> None:
         need = 0
         for name, spec in self.specs.items():
             parts = self.transport.world if self.placements[name].kind == "sharded" else 1
             rows = ShardLayout((spec,), parts).size
-            need += rows * (spec.bytes_per_row + self._count_state_bytes(spec))
+            need += rows * (
+                spec.bytes_per_row + count_state_bytes(self.optimizers[spec.name], spec)
+            )
         check_memory(need, self.specs.values(), self.transport)
 
     def describe(self) -> list[str]:

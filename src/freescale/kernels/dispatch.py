@@ -1,5 +1,5 @@
-"""Chooses between the two versions of an operation: the Triton kernel where it can run, the
-reference in plain torch elsewhere.
+"""Chooses between the versions of an operation: the Triton kernel on a GPU where it can run, C for
+small batches on a CPU where there is a compiler, the reference in plain torch elsewhere.
 
 For the model this is decided once per batch, with its plan: the operations around the attention
 run where the attention runs. For a table it depends on device, dtype and width alone.
@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freescale.kernels.native import fused_layer as native_layer
+from freescale.kernels.native import positions as native_positions
+from freescale.kernels.native import sampled_softmax as native_softmax
 from freescale.kernels.reference import (
     attention,
     attention_plan,
@@ -86,7 +89,10 @@ def plan_attention(
             plan: TilePlan = host.plans.find(key, make, options.get("timestamps"))
             return plan
         return make()
-    return attention_plan.plan_attention(lengths, heads, buckets=buckets, **options)
+    listed = native_layer.LISTED_SCORES if native_layer.is_there(lengths, dtype) else None
+    return attention_plan.plan_attention(
+        lengths, heads, buckets=buckets, listed_scores=listed, **options
+    )
 
 
 def fits_triton_attention(
@@ -102,7 +108,7 @@ def fits_triton_attention(
         buckets: Of the time bias; 0 without one.
     """
     fits = (
-        all(triton_attention.fits_width(width, dtype) for width in widths)
+        all(triton_attention.find_kernel_width(width, dtype) is not None for width in widths)
         and dtype in triton_attention.DTYPES
     )
     return gpu and triton and fits and buckets <= triton_attention_plan.MAX_BUCKETS
@@ -131,7 +137,11 @@ def attend_to_summaries(plan: AttentionPlan | TilePlan, *inputs: Any, **options:
 
 
 def add_positions(
-    plan: AttentionPlan | TilePlan, x: Tensor, position: Tensor, keys: Tensor | None
+    plan: AttentionPlan | TilePlan,
+    x: Tensor,
+    position: Tensor,
+    keys: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`reference.positions.add_positions`, in the version that `plan` and x are for."""
     if (
@@ -140,8 +150,11 @@ def add_positions(
         and _fits_triton_layer(plan, x)
         and position.dtype in triton_layer.DTYPES
     ):
-        return triton_positions.add_positions(x, position, plan, keys)
-    return positions.add_positions(x, position, plan.lengths, plan.candidate_counts, keys)
+        return triton_positions.add_positions(x, position, plan, keys, **options)
+    inputs = x, position, plan.lengths, plan.candidate_counts, keys
+    if native_layer.fits(plan, x, position.dtype):
+        return native_positions.add_positions(*inputs, **options)
+    return positions.add_positions(*inputs, **options)
 
 
 def layer_norm(plan: AttentionPlan | TilePlan, x: Tensor, *parameters: Any) -> Tensor:
@@ -169,15 +182,21 @@ def gated_norm(
     return layer.gated_norm(x, gate, *parameters, **options)
 
 
-def fits_fused_layer(plan: AttentionPlan | TilePlan, x: Tensor, gate_width: int) -> bool:
-    """Whether `triton.fused_layer` takes whole layers of this batch: x [tokens, width], gates
-    `gate_width` wide."""
-    return plan.tokens > 0 and _fits_triton_layer(plan, x) and gate_width <= triton_layer.MAX_WIDTH
+def fits_fused_layer(
+    plan: AttentionPlan | TilePlan, x: Tensor, gate_width: int, dtype: torch.dtype
+) -> bool:
+    """Whether `fused_layer`, of Triton or in C, takes whole layers of this batch: x [tokens,
+    width], gates `gate_width` wide, products in `dtype`."""
+    fits = _fits_triton_layer(plan, x) and gate_width <= triton_layer.MAX_WIDTH
+    return (plan.tokens > 0 and fits) or native_layer.fits(plan, x, dtype)
 
 
 def run_layers(x: Tensor, layers: Sequence[fused_layer.LayerParameters], **options: Any) -> Tensor:
     """`models.HSTULayer` after another, as fused kernels."""
-    return fused_layer.run_layers(x, layers, fused_layer.LayerOptions(**options))
+    chosen = fused_layer.LayerOptions(**options)
+    if isinstance(chosen.plan, TilePlan):
+        return fused_layer.run_layers(x, layers, chosen)
+    return native_layer.run_layers(x, layers, chosen)
 
 
 def _fits_triton_layer(
@@ -195,8 +214,8 @@ def sampled_softmax(
     lengths: Tensor,
     **options: Any,
 ) -> Tensor:
-    """`reference.sampled_softmax.sampled_softmax`, in Triton on a GPU, with the products in
-    autocast's dtype."""
+    """`reference.sampled_softmax.sampled_softmax`; in Triton on a GPU, with the products in
+    autocast's dtype, in C for small batches that share their negatives."""
     inputs = (outputs, rows, targets, negatives, lengths)
     fits = (
         _is_on_gpu(outputs)
@@ -204,6 +223,8 @@ def sampled_softmax(
         and {outputs.dtype, rows.dtype} <= set(triton_softmax.DTYPES)
         and outputs.shape[1] <= triton_softmax.MAX_WIDTH
     )
+    if not fits and native_softmax.fits(outputs, rows, negatives):
+        return native_softmax.sampled_softmax(*inputs, **options)
     if not fits:
         return softmax.sampled_softmax(*inputs, **options)
     kind = outputs.device.type

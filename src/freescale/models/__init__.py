@@ -1,7 +1,18 @@
 """Sequence recommenders as plain modules: nothing here knows that it may be distributed."""
 
+from freescale.models.encoder import Encoder
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
+from freescale.models.sasrec import SASRec
 from freescale.models.segments import Memory, SegmentedHSTU, split_history
 
-__all__ = ["HSTU", "Memory", "Ranking", "Retrieval", "SegmentedHSTU", "split_history"]
+__all__ = [
+    "HSTU",
+    "Encoder",
+    "Memory",
+    "Ranking",
+    "Retrieval",
+    "SASRec",
+    "SegmentedHSTU",
+    "split_history",
+]

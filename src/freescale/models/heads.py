@@ -26,7 +26,7 @@ from freescale.models.columns import (
     measure_time_span,
     sum_values,
 )
-from freescale.models.hstu import HSTU
+from freescale.models.encoder import Encoder
 from freescale.models.segments import Memory, SegmentedHSTU
 
 
@@ -35,7 +35,7 @@ class _SequenceHead(nn.Module):
     until they are sharded."""
 
     def __init__(
-        self, encoder: HSTU, num_items: int, num_actions: int, table_device: str | None
+        self, encoder: Encoder, num_items: int, num_actions: int, table_device: str | None
     ) -> None:
         super().__init__()
         if num_items < 1 or num_actions < 0:
@@ -50,7 +50,7 @@ class _SequenceHead(nn.Module):
         self.encoder = encoder
         for table in (self.item, self.action):
             if table is not None:
-                nn.init.normal_(table.weight, std=encoder.width**-0.5)
+                nn.init.normal_(table.weight, std=ModelConfig.row_std or encoder.width**-0.5)
 
     def _embed_events(self, batch: SequenceBatch, history: Jagged) -> Tensor:
         """Sums the item and action rows of each event: [tokens, width]."""
@@ -117,7 +117,7 @@ class Retrieval(_SequenceHead):
 
     def __init__(
         self,
-        encoder: HSTU,
+        encoder: Encoder,
         *,
         num_items: int,
         num_actions: int = 0,
@@ -141,7 +141,7 @@ class Retrieval(_SequenceHead):
     def capturable(self) -> bool:
         """Whether a CUDA graph can hold its forward and backward: for batches of one size its
         kernels are launched with the same arguments."""
-        return type(self.encoder) is HSTU and not self.encoder.checkpoint
+        return self.encoder.capturable
 
     def count_work(self, tokens: int) -> int:
         """Values of the tokens of a batch, over all layers."""
@@ -221,7 +221,7 @@ class Ranking(_SequenceHead):
 
     def __init__(
         self,
-        encoder: HSTU,
+        encoder: Encoder,
         *,
         num_items: int,
         tasks: Sequence[str],

@@ -14,18 +14,14 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from freescale.batch import HostSizes
 from freescale.config import ModelConfig
-from freescale.kernels.dispatch import add_positions, fits_fused_layer, plan_attention, run_layers
+from freescale.kernels.dispatch import fits_fused_layer, plan_attention, run_layers
 from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.triton.attention_plan import TilePlan
+from freescale.models.encoder import Encoder
 from freescale.models.hstu_layer import EPS, Earlier, HSTULayer, get_product_dtype
 
-TOO_LONG = (
-    "a history has {} events, the model was built for max_length={}; cut the histories or "
-    "raise max_length"
-)
 
-
-class HSTU(nn.Module):
+class HSTU(Encoder):
     """[tokens, width] -> [tokens, width] over jagged samples, each with its history first and then
     its candidates.
 
@@ -43,40 +39,35 @@ class HSTU(nn.Module):
         d_qk: int | None = None,
         d_v: int | None = None,
         dropout: float = ModelConfig.dropout,
-        position_bias: bool = ModelConfig.position_bias,
-        time_bias: bool = ModelConfig.time_bias,
+        input_scale: float | None = ModelConfig.input_scale,
+        input_dropout: float | None = ModelConfig.input_dropout,
+        position_bias: bool = True,
+        time_bias: bool = True,
         num_time_buckets: int = 128,
         checkpoint: bool = ModelConfig.recompute,
         reach: int | None = None,
     ) -> None:
-        super().__init__()
         d_qk = width // heads if d_qk is None and heads > 0 else d_qk
         d_v = width // heads if d_v is None and heads > 0 else d_v
-        named = dict(
+        super().__init__(
             width=width,
+            max_length=max_length,
+            dropout=dropout,
+            input_scale=input_scale,
+            input_dropout=input_dropout,
             layers=layers,
             heads=heads,
-            max_length=max_length,
             num_time_buckets=num_time_buckets,
+            d_qk=d_qk,
+            d_v=d_v,
         )
-        for name, value in (named | dict(d_qk=d_qk, d_v=d_v)).items():
-            if value is None or value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), not {dropout}")
         assert d_qk is not None and d_v is not None
-        self.width = width
         self.widths = (d_qk, d_v)
         self.heads = heads
-        self.max_length = max_length
-        self.dropout = dropout
         self.checkpoint = checkpoint
         self.num_time_buckets = num_time_buckets
         self.has_position_bias = position_bias
         self.has_time_bias = time_bias
-        # a parameter and no nn.Embedding: it is dense, every step touches most of it
-        self.position = nn.Parameter(torch.empty(max_length + 1, width))
-        nn.init.normal_(self.position, std=width**-0.5)
         self.layers = nn.ModuleList(
             HSTULayer(
                 number=number,
@@ -105,18 +96,13 @@ class HSTU(nn.Module):
     ) -> Tensor:  # [tokens, width]
         timestamps = self._check_inputs(x, timestamps)
         plan = self._plan_attention(lengths, candidate_counts, timestamps, host)
-        if plan.longest_history > self.max_length:
-            raise ValueError(TOO_LONG.format(plan.longest_history, self.max_length))
-        if plan.tokens != x.shape[0]:
-            raise ValueError(f"lengths add up to {plan.tokens}, but there are {x.shape[0]} tokens")
-        # the encoder's own dtype, whatever the tables hold
-        x, token_keys = add_positions(plan, x, self.position, self._choose_keys(keys, lengths))
+        self._check_sizes(x, plan.tokens, plan.longest_history)
+        x, token_keys = self._prepare_inputs(plan, x, keys)
         return self._run_layers(x, lengths, token_keys, timestamps, candidate_counts, plan)
 
     def _check_inputs(self, x: Tensor, timestamps: Tensor | None) -> Tensor | None:
         """The timestamps, if they are used."""
-        if x.ndim != 2 or x.shape[1] != self.width:
-            raise ValueError(f"the encoder takes [tokens, {self.width}], not {list(x.shape)}")
+        self._check_width(x)
         if self.has_time_bias and timestamps is None:
             raise ValueError(
                 "the time bias needs timestamps; add them or build the model with time_bias=False"
@@ -143,18 +129,8 @@ class HSTU(nn.Module):
         )
 
     @property
-    def drops(self) -> bool:
-        return self.training and self.dropout > 0
-
-    def _choose_keys(self, keys: Tensor | None, lengths: Tensor) -> Tensor | None:
-        """The samples' keys, from which what is dropped follows; None where nothing is."""
-        if not self.drops:
-            return None
-        if keys is None or keys.shape != lengths.shape:
-            raise ValueError(
-                f"dropout needs keys, one per sample ({lengths.numel()}); got {_describe(keys)}"
-            )
-        return keys
+    def capturable(self) -> bool:
+        return type(self) is HSTU and not self.checkpoint
 
     def _run_layers(
         self,
@@ -167,13 +143,11 @@ class HSTU(nn.Module):
         earlier: Earlier | None = None,
     ) -> Tensor:
         """Through all layers; the inputs are those of a layer."""
+        token_keys = token_keys if self.dropout > 0 else None
         recomputes = self.checkpoint and torch.is_grad_enabled()
         d_qk, d_v = self.widths
-        if (
-            earlier is None
-            and isinstance(plan, TilePlan)
-            and fits_fused_layer(plan, x, self.heads * d_v)
-        ):
+        dtype = get_product_dtype(self.position)
+        if earlier is None and fits_fused_layer(plan, x, self.heads * d_v, dtype):
             return run_layers(
                 x,
                 [cast(HSTULayer, layer).collect_parameters() for layer in self.layers],
@@ -183,7 +157,7 @@ class HSTU(nn.Module):
                 d_v=d_v,
                 scale_length=self.max_length,
                 eps=EPS,
-                dtype=get_product_dtype(self.position),
+                dtype=dtype,
                 keys=token_keys,
                 keep=1 - self.dropout,
                 recompute=recomputes,
@@ -196,7 +170,3 @@ class HSTU(nn.Module):
             else:
                 x = layer(x, *inputs)
         return x
-
-
-def _describe(keys: Tensor | None) -> str:
-    return "none" if keys is None else f"{keys.dtype} {list(keys.shape)}"

@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
         "keys": 500_000,
         "table": 4_000_000,
         "parameters": 16_000_000,
-        "shapes": [(512, 4), (256, 4), (128, 2)],
+        "shapes": [(512, 4), (256, 4), (128, 2), (64, 2)],  # the last is the default of training
     },
     "cpu": {
         "equal": [(32, 8), (128, 4), (128, 16), (512, 2), (512, 6), (1500, 1), (1500, 2)],

@@ -6,8 +6,8 @@ and are kept in calibrations/*.json.
     lookup, update, ... of rows     seconds per byte or per key, and a constant per call
     dense optimizer                 seconds per parameter, and a constant
 
-A file holds for the model shapes that were measured. Lengths beyond the longest one measured are an
-extrapolation, and notes say so.
+A file holds the model shapes that were measured; others are interpolated (interpolation.py).
+Lengths and widths beyond those measured are an extrapolation, and notes say so.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freescale.config import SimulateConfig
+from freescale.simulate.interpolation import interpolate_shape
 
 WAYS = ("forward", "backward", "head_forward", "head_backward")
 CALIBRATIONS = Path(__file__).parent / "calibrations"
@@ -37,6 +38,9 @@ class Model:
     precision: str = "bf16"
     longest: int = SimulateConfig.cap  # its position table has a row more
     dense: int | None = None  # dense parameters, where they are not those of HSTU
+    row_optimizer: str = SimulateConfig.row_optimizer  # of the table
+    negatives: int = 0  # of a position: what the balancer's cost model counts
+    entry_bytes: int = 4  # of an entry of a row, or of its gradient, on its way
 
     @property
     def parameters(self) -> int:
@@ -53,7 +57,11 @@ class Model:
 
     @property
     def row_bytes(self) -> int:
-        return 4 * self.width  # rows and their gradients travel in float32
+        return 4 * self.width  # in memory
+
+    @property
+    def sent_row_bytes(self) -> int:
+        return self.entry_bytes * self.width
 
 
 @dataclass(frozen=True)
@@ -142,28 +150,21 @@ class Calibration:
     jitter: float = 0.0
 
     def find_shape(self, model: Model) -> Shape:
-        """Finds the curves of a model. Raises ValueError if its shape was not measured."""
-        wanted = (model.width, model.heads, model.precision)
-        for shape in self.shapes:
-            if (shape.width, shape.heads, shape.precision) == wanted:
-                return shape
-        known = "; ".join(f"width {s.width}, {s.heads} heads, {s.precision}" for s in self.shapes)
-        raise ValueError(
-            f"calibration {self.name!r} is of another model: it has {known}, not width "
-            f"{model.width}, {model.heads} heads, "
-            f"{model.precision}; measure yours with `freescale simulate calibrate`"
-        )
+        """The curves of a model: measured, or interpolated from those that were. Raises ValueError
+        if there is no such model."""
+        return interpolate_shape(self.shapes, model.width, model.heads, model.precision)[0]
 
     def list_notes(self, model: Model, lengths: NDArray[Any]) -> list[str]:
         """Lists what a reader of the results must know about the curve."""
-        said = [f"compute curve: {self.name} ({self.source})"]
-        if not self.find_shape(model).head_forward.linear:
+        shape, notes = interpolate_shape(self.shapes, model.width, model.heads, model.precision)
+        said = [f"compute curve: {self.name} of {self.date[:10]} ({self.source})", *notes]
+        if not shape.head_forward.linear:
             said.append("the curve is that of the layers: no head stands behind them")
-        measured, longest = self.find_shape(model).longest, int(lengths.max(initial=0))
-        if longest > measured:
+        longest = int(lengths.max(initial=0))
+        if longest > shape.longest:
             said.append(
-                f"EXTRAPOLATED: histories of up to {longest:,} events, the curve was "
-                f"measured up to {measured:,}"
+                f"EXTRAPOLATED: histories of up to {longest:,} events; the curve was "
+                f"measured up to {shape.longest:,}"
             )
         return said
 

@@ -19,7 +19,6 @@ from freescale.simulate.workload import Demand, Rows
 # numbers that a rank tells before a step (pipeline/agreement.py), and three more for each sample
 # with balancing
 _COUNTS = 22
-_TOKEN_BYTES = 16  # of a sample that moves: id and target of each event
 _ID_BYTES = 4
 
 # bytes sent, bytes received, seconds: each [ranks]
@@ -32,11 +31,16 @@ class Batch:
 
     load: Load
     demand: Demand
-    moved_out: NDArray[Any]  # [ranks] tokens that leave, and come, by balancing
+    moved_out: NDArray[Any]  # [ranks] bytes that leave, and come, by balancing
     moved_in: NDArray[Any]
     longest: int
     predicted_imbalance: float | None
     moved_tokens: int
+
+    @property
+    def lookups(self) -> NDArray[Any]:
+        """[ranks] ids that a rank reads, before deduplication."""
+        return self.load.tokens if self.demand.lookups is None else self.demand.lookups
 
 
 class Costs:
@@ -50,7 +54,7 @@ class Costs:
         transport: What carries the exchanges, `collective` or `hostwire`.
         samples: Of a rank, in the mean.
         jitter: Standard deviation of a rank's compute; None takes the calibration's.
-        items: Rows of the table.
+        replicated_rows: Rows of the tables that every rank holds.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class Costs:
         transport: str,
         samples: int,
         jitter: float | None = None,
-        items: int = 0,
+        replicated_rows: int = 0,
     ) -> None:
         network.check_ranks(world)
         self.model = model
@@ -87,7 +91,7 @@ class Costs:
         self.optimizer = (
             calibration.optimizer_per_parameter * model.parameters + calibration.optimizer_constant
         )
-        self._items = items
+        self._replicated_rows = replicated_rows
         # planning runs on the host beside the device: what is measured of it is below 0.3 ms
         self.plan = 0.0
 
@@ -120,7 +124,7 @@ class Costs:
 
     def deduplicate(self, batch: Batch) -> NDArray[Any]:
         return (
-            self.calibration.rows.deduplicate_per_key * batch.load.tokens
+            self.calibration.rows.deduplicate_per_key * batch.lookups
             + self.calibration.rows.constant
         )
 
@@ -141,9 +145,9 @@ class Costs:
             + self.calibration.rows.constant
         )
 
-    def update_table(self, batch: Batch) -> NDArray[Any]:
-        """Every rank updates all rows that any rank read: at most the whole table."""
-        rows = min(float(batch.demand.whole.requested.sum()), float(self._items))
+    def update_replicated(self, batch: Batch) -> NDArray[Any]:
+        """Every rank updates all rows that any rank read: at most whole tables."""
+        rows = min(float(batch.demand.whole.requested.sum()), float(self._replicated_rows))
         return np.full(
             self.world,
             self.calibration.rows.update_per_byte * self.model.row_bytes * rows
@@ -183,12 +187,11 @@ class Costs:
         return self._time_exchange(now.owned + then.owned, now.requested + then.requested)
 
     def rows(self, rows: Rows, pieces: int = 1) -> Message:
-        return self._time_exchange(
-            rows.owned * self.model.row_bytes, rows.requested * self.model.row_bytes, pieces
-        )
+        width = self.model.sent_row_bytes
+        return self._time_exchange(rows.owned * width, rows.requested * width, pieces)
 
     def gradients(self, rows: Rows, pieces: int = 1) -> Message:
-        return self._time_to_owners(rows, self.model.row_bytes, pieces)
+        return self._time_to_owners(rows, self.model.sent_row_bytes, pieces)
 
     def sample_sizes(self) -> Message:
         numbers = np.full(self.world, 80.0 * self.world)
@@ -196,8 +199,8 @@ class Costs:
 
     def samples(self, batch: Batch) -> Message:
         return self._time_exchange(
-            batch.moved_out * _TOKEN_BYTES,
-            batch.moved_in * _TOKEN_BYTES,
+            batch.moved_out,
+            batch.moved_in,
             transport=self._host,
             own=False,
         )
@@ -215,10 +218,10 @@ class Costs:
         sent = np.full(self.world, 2 * size * (self.world - 1) / self.world)
         return sent, sent, np.full(self.world, self.network.time_all_reduce(size, self.world))
 
-    def table(self) -> Message:
-        """Gradients of a replicated table, and the marks of the rows that were read: one
+    def replicated(self) -> Message:
+        """Gradients of replicated tables, and the marks of the rows that were read: one
         AllReduce."""
-        return self._time_reduction(self._items * (self.model.row_bytes + 4.0))
+        return self._time_reduction(self._replicated_rows * (self.model.row_bytes + 4.0))
 
     def _time_to_owners(self, rows: Rows, width: int, pieces: int = 1) -> Message:
         return self._time_exchange(rows.requested * width, rows.owned * width, pieces)

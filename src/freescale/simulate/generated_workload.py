@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from freescale.config import SimulateConfig
 from freescale.data.lengths import LengthDistribution
-from freescale.simulate.workload import Demand, Rows
+from freescale.simulate.workload import Demand, Rows, SmallTable
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class GeneratedWorkload:
     Raises:
         ValueError: An option is out of range; or later, the collisions are out of reach.
     """
+
+    bytes_per_token, bytes_per_sample = 16, 0  # id and target of each event
 
     def __init__(
         self,
@@ -77,6 +79,9 @@ class GeneratedWorkload:
             f"rows by expectation over {len(self._count):,} strata of the catalogue"
         ]
 
+    def list_small_tables(self, ranks: int) -> list[SmallTable]:
+        return []
+
     def get_lengths(self, step: int) -> NDArray[Any]:
         users = torch.arange(step * self.samples, (step + 1) * self.samples)
         return self._lengths.draw(self.seed, users)
@@ -107,7 +112,8 @@ class GeneratedWorkload:
         for first in range(0, len(now.tokens), 256):
             block = slice(first, first + 256)
             asked[block] = -np.expm1(now.tokens[block, None] * rate) @ weights
-        return Demand(*(Rows.spread(asked[:, column]) for column in range(3)))
+        whole, late, urgent = (Rows.spread(asked[:, column]) for column in range(3))
+        return Demand(whole, late, urgent)
 
     def _compute_chance(self, mixing: float, parity: int) -> NDArray[Any]:
         """[strata, 2]: the probability that an event is a given item. mixing: 0 binds every event

@@ -74,6 +74,7 @@ class Network:
     # what stands before the card in one queue: later messages wait for it whatever their class
     queue_ms: float = 0.0
     about: str = ""
+    gpu: str = "GPU"  # what one of its ranks is called
     calibration: str = "h200"  # compute curve of its ranks, unless another is named
     device: str = "cuda"  # of its ranks
 

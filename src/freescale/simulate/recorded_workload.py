@@ -4,6 +4,7 @@ off."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,33 +14,47 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from freescale.batch import SequenceBatch
 from freescale.config import SimulateConfig
 from freescale.data.loader import Histories
 from freescale.embedding.collision import collision_masks
 from freescale.embedding.layout import ShardLayout, TableSpec
 from freescale.random import derive, hash_name, integers
-from freescale.simulate.workload import Demand, Rows
+from freescale.simulate.placed_tables import assign_home
+from freescale.simulate.workload import Demand, Rows, SmallTable
 
 
 @dataclass(frozen=True)
 class _Requests:
     keys: torch.Tensor  # [requests]: owner * size + row
     rank: NDArray[Any]  # [requests]: who asks
-    tokens: NDArray[Any]  # [ranks]
+    lookups: NDArray[Any]  # [ranks]: ids before deduplication
     scale: float  # requests that each stands for
     size: int  # rows of an owner
 
 
+@dataclass(frozen=True)
+class _Read:
+    """The ids that the item table is asked for in a step, before deduplication."""
+
+    lengths: NDArray[Any]  # [samples]: tokens of each in the encoder
+    ids: NDArray[Any]  # [lookups]
+    sample: NDArray[Any]  # [lookups]: who reads it; -1: every rank
+
+
 class RecordedWorkload:
-    """The lengths and ids of a histories file. Users are repeated where a global batch has more
+    """The batches of a histories file as training reads them: the same samples in the same order,
+    with their targets and negatives or candidates. Users are repeated where a global batch has more
     samples than the file; a note says so.
 
     Args:
         path: A histories file.
         samples: Of a global batch.
         cap: Longest history; of longer ones the last events are taken.
-        seed: Of the order of users.
-        events: Of a step, at most; of more, a sample by the hash of the id is looked at.
+        seed: Of the order of users and of the negatives.
+        events: Ids of a step, at most; of more, a sample by the hash of the id is looked at.
+        name: What a reader knows the file by; its path by default.
+        reading: Further options of `Histories`.
     """
 
     def __init__(
@@ -50,15 +65,19 @@ class RecordedWorkload:
         cap: int = SimulateConfig.cap,
         seed: int = SimulateConfig.seed,
         events: int = 4_000_000,
+        name: str | None = None,
+        **reading: Any,
     ) -> None:
         self.samples, self._events = samples, events
-        whole = Histories(path, 1, split="none", max_length=cap, seed=seed)
+        options = {"max_length": cap, "seed": seed, "epochs": 1 << 30, **reading}
+        whole = Histories(path, 1, **options)
         self._size = min(samples, whole.num_samples)
-        self._data = Histories(
-            path, self._size, split="none", max_length=cap, seed=seed, epochs=1 << 30, negatives=0
-        )
+        self._data = Histories(path, self._size, **options)
         self.items = self._data.num_items
-        self.notes = [f"histories of {path}: {whole.num_samples:,} users, {self.items:,} items"]
+        self.notes = [
+            f"histories of {name or path}: {whole.num_samples:,} users, {self.items:,} items"
+        ]
+        self.bytes_per_token, self.bytes_per_sample = _measure_columns(self._data.batch(0))
         if whole.num_samples < samples:
             self.notes.append(
                 f"REPEATED: a step has {samples:,} samples, the file {whole.num_samples:,} users: "
@@ -68,17 +87,29 @@ class RecordedWorkload:
         self._sampled = 1
         self._batch = lru_cache(4)(self._read)
 
-    def _read(self, step: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """(lengths [samples], ids [events])."""
+    def list_small_tables(self, ranks: int) -> list[SmallTable]:
+        rows = self._data.num_actions
+        if not rows:
+            return []
+        history = self._data.batch(self._find_full_batch(0)).sequences["actions"]
+        rank = np.repeat(assign_home(len(history.lengths), ranks), history.lengths.numpy())
+        read = len(np.unique(rank * rows + history.values.numpy())) / ranks
+        return [SmallTable("action", rows, read)]
+
+    def _read(self, step: int) -> _Read:
         parts = -(-self.samples // self._size)
-        histories = [
-            self._data.batch(self._find_full_batch(step * parts + part)).sequences["history"]
+        read = [
+            _list_lookups(self._data.batch(self._find_full_batch(step * parts + part)), part)
             for part in range(parts)
         ]
-        lengths = torch.cat([history.lengths for history in histories])[: self.samples]
-        return lengths.numpy(), torch.cat([history.values for history in histories])[
-            : int(lengths.sum())
-        ].numpy()
+        first = np.cumsum([0, *(len(one.lengths) for one in read)])
+        sample = np.concatenate(
+            [np.where(one.sample < 0, -1, one.sample + at) for one, at in zip(read, first)]
+        )
+        ids = np.concatenate([one.ids for one in read])
+        kept = sample < self.samples
+        lengths = np.concatenate([one.lengths for one in read])[: self.samples]
+        return _Read(lengths, ids[kept], sample[kept])
 
     def _find_full_batch(self, turn: int) -> int:
         """The number of the batch of this turn, when the smaller one at the end of each epoch is
@@ -87,11 +118,17 @@ class RecordedWorkload:
         return epoch * self._data.batches_per_epoch + index
 
     def get_lengths(self, step: int) -> NDArray[Any]:
-        return self._batch(step)[0]
+        return self._batch(step).lengths
 
     def find_requests(self, step: int, rank_of: NDArray[Any], ranks: int) -> _Requests:
-        lengths, ids = self._batch(step)
-        consumer = np.repeat(rank_of, lengths)
+        read = self._batch(step)
+        alone = read.sample >= 0
+        ids, consumer = read.ids[alone], rank_of[read.sample[alone]]
+        if not alone.all():  # what every rank reads
+            shared = read.ids[~alone]
+            ids = np.concatenate([ids, np.tile(shared, ranks)])
+            consumer = np.concatenate([consumer, np.repeat(np.arange(ranks), len(shared))])
+        lookups = np.bincount(consumer, minlength=ranks).astype(np.float64)
         if not step:
             self._sampled = max(1, -(-len(ids) // self._events))
         if self._sampled > 1:
@@ -99,18 +136,11 @@ class RecordedWorkload:
                 integers(derive(hash_name("simulated"), torch.from_numpy(ids)), self._sampled) == 0
             ).numpy()
             ids, consumer = ids[kept], consumer[kept]
+        both = _find_unique(consumer * self.items + ids, ranks * self.items)
         spec = TableSpec("item", self.items, 1, torch.float32, ())
         layout = ShardLayout((spec,), ranks)
-        keys = layout.compute_keys(0, torch.from_numpy(ids)).numpy()
-        both = np.unique(consumer * (layout.size * ranks) + keys)
-        tokens = np.bincount(rank_of, lengths, ranks)
-        return _Requests(
-            torch.from_numpy(both % (layout.size * ranks)),
-            both // (layout.size * ranks),
-            tokens,
-            self._sampled,
-            layout.size,
-        )
+        keys = layout.compute_keys(0, torch.from_numpy(both % self.items))
+        return _Requests(keys, both // self.items, lookups, self._sampled, layout.size)
 
     def compute_demand(
         self, before: _Requests | None, now: _Requests, after: _Requests | None
@@ -118,10 +148,12 @@ class RecordedWorkload:
         none = torch.zeros_like(now.keys, dtype=torch.bool)
         late = none if before is None else collision_masks(before.keys, now.keys)[1]
         shared = none if after is None else collision_masks(now.keys, after.keys)[0]
-        return Demand(*(self._count_rows(now, mask.numpy()) for mask in (~none, late, shared)))
+        masks = (~none, late, shared)
+        whole, colliding, urgent = (self._count_rows(now, mask.numpy()) for mask in masks)
+        return Demand(whole, colliding, urgent, now.lookups)
 
     def _count_rows(self, read: _Requests, mask: NDArray[Any]) -> Rows:
-        ranks = len(read.tokens)
+        ranks = len(read.lookups)
         asked = np.bincount(read.rank[mask], minlength=ranks) * float(read.scale)
         if read.scale == 1:
             return Rows(
@@ -130,15 +162,13 @@ class RecordedWorkload:
                     np.float64
                 ),
             )
-        return Rows.spread(_smooth(asked, read.tokens))
+        return Rows.spread(_smooth(asked, read.lookups))
 
     def describe_error(self, ranks: int) -> str:
         if self._sampled == 1:
             return "rows: of all ids, found by the collision masks of training"
-        lengths = self.get_lengths(0)
-        error = self.estimate_error(
-            self.find_requests(0, np.arange(len(lengths)) * ranks // len(lengths), ranks)
-        )
+        home = assign_home(len(self.get_lengths(0)), ranks)
+        error = self.estimate_error(self.find_requests(0, home, ranks))
         return (
             f"SAMPLED: rows of one id in {self._sampled}, by its hash; standard error of the "
             f"rows asked for {100 * error:.2f} %"
@@ -154,12 +184,62 @@ class RecordedWorkload:
         return float(counts.std(ddof=1) / counts.mean() / 4)
 
 
-def _smooth(asked: NDArray[Any], tokens: NDArray[Any]) -> NDArray[Any]:
-    """Fits the rows that a rank asks for as a power of its tokens. A sample of the ids makes each
+def _list_lookups(batch: SequenceBatch, part: int) -> _Read:
+    """What a batch reads of the item table. `part`: of a step that is made of several batches;
+    negatives that the step shares are those of its first."""
+    history = batch.sequences["history"]
+    number, lengths = np.arange(len(history.lengths)), history.lengths.numpy()
+    token = np.repeat(number, lengths)
+    read = [(history.values, token)]
+    if "targets" in batch.sequences:
+        read.append((batch.values("targets"), token))
+    if "candidates" in batch.candidates:
+        counts = batch.candidates["candidates"].counts.numpy()
+        read.append((batch.values("candidates"), np.repeat(number, counts)))
+        lengths = lengths + counts
+    if "negatives" in batch:
+        negatives = batch.values("negatives")
+        if "negatives" in batch.shared:
+            reader = np.full(len(negatives), -1)
+            read += [(negatives, reader)] if part == 0 else []
+        else:
+            each = token if "negatives" in batch.sequences else number
+            read.append((negatives.reshape(-1), np.repeat(each, negatives.shape[1])))
+    return _Read(
+        lengths,
+        np.concatenate([ids.numpy() for ids, _ in read]),
+        np.concatenate([reader for _, reader in read]),
+    )
+
+
+def _find_unique(keys: NDArray[Any], space: int) -> NDArray[Any]:
+    """keys [n] below `space`, each once and in order. Marks are faster than sorting where there are
+    not many more possible keys than keys."""
+    if space <= 16 * len(keys):
+        marks = np.zeros(space, bool)
+        marks[keys] = True
+        return np.flatnonzero(marks)
+    ordered = np.sort(keys)
+    return ordered[np.diff(ordered, prepend=-1) > 0]
+
+
+def _measure_columns(batch: SequenceBatch) -> tuple[int, int]:
+    """Bytes of a token, and of a sample beside its tokens."""
+
+    def measure(columns: Iterable[torch.Tensor]) -> int:
+        return sum(one.element_size() * one[:1].numel() for one in columns)
+
+    tokens = measure(column.values for column in batch.sequences.values())
+    keys = [] if batch.keys is None else [batch.keys]
+    return tokens, measure([*batch.dense.values(), *batch.weights.values(), *keys])
+
+
+def _smooth(asked: NDArray[Any], lookups: NDArray[Any]) -> NDArray[Any]:
+    """Fits the rows that a rank asks for as a power of its lookups. A sample of the ids makes each
     rank's own count noisy, and of many ranks the slowest would be the noisiest."""
-    seen = (asked > 0) & (tokens > 0)
-    if seen.sum() < 3 or np.ptp(tokens[seen]) == 0:
-        return np.where(tokens > 0, asked[seen].mean() if seen.any() else 0.0, 0.0)
-    slope, height = np.polyfit(np.log(tokens[seen]), np.log(asked[seen]), 1)
-    fitted = np.where(tokens > 0, np.exp(height + slope * np.log(np.maximum(tokens, 1))), 0.0)
+    seen = (asked > 0) & (lookups > 0)
+    if seen.sum() < 3 or np.ptp(lookups[seen]) == 0:
+        return np.where(lookups > 0, asked[seen].mean() if seen.any() else 0.0, 0.0)
+    slope, height = np.polyfit(np.log(lookups[seen]), np.log(asked[seen]), 1)
+    fitted = np.where(lookups > 0, np.exp(height + slope * np.log(np.maximum(lookups, 1))), 0.0)
     return np.asarray(fitted * (asked.sum() / fitted.sum()))

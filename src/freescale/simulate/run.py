@@ -12,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from freescale.config import SimulateConfig
-from freescale.data.prepare import prepare
-from freescale.embedding.placement import Placement
-from freescale.folders import find_cache_folder
-from freescale.simulate.compute import Model, load_calibration
 from freescale.simulate.costs import Batch
-from freescale.simulate.generated_workload import GeneratedWorkload
-from freescale.simulate.network import Network, load_network, load_preset
-from freescale.simulate.output import collect_run
-from freescale.simulate.recorded_workload import RecordedWorkload
-from freescale.simulate.simulator import (
-    Cluster,
-    Setting,
-    choose_table_placement,
-    plan_batches,
-    simulate,
+from freescale.simulate.inputs import (
+    build_cluster,
+    build_workload,
+    describe_training,
+    list_omissions,
 )
+from freescale.simulate.network import Network
+from freescale.simulate.output import collect_run
+from freescale.simulate.placed_tables import PlacedTables, place_tables
+from freescale.simulate.recorded_workload import RecordedWorkload
+from freescale.simulate.simulator import Cluster, Setting, plan_batches, simulate
+from freescale.simulate.trained_run import compare_with_run, read_trained_run
+from freescale.simulate.verdict import ALL, ASKED, BASE, UNBALANCED, write_verdict
 from freescale.simulate.workload import Workload
 
 
@@ -62,59 +60,36 @@ class Outcome:
         }
 
 
-def build_cluster(config: SimulateConfig, gpus: int) -> Cluster:
-    """Makes the cluster that options describe. Raises ValueError where it cannot be simulated."""
-    network = load_network(config.network) if config.network else load_preset(config.preset)
-    calibration = load_calibration(config.calibration or network.calibration)
-    precision = "bf16" if network.device == "cuda" else "fp32"
-    model = Model(config.width, config.layers, config.heads, precision, config.cap)
-    network.check_ranks(gpus)
-    calibration.find_shape(model)
-    return Cluster(model, calibration, network, gpus, config.jitter)
+SERIAL, AS_TRAINED = "serial", "as in the run"
 
 
-def build_workload(config: SimulateConfig, gpus: int) -> Workload:
-    """Makes the batches that options describe: of a file, or generated."""
-    samples = config.batch * gpus
-    if config.data:
-        histories = prepare(
-            config.data, Path(config.cache) if config.cache else find_cache_folder()
-        )
-        return RecordedWorkload(histories, samples, cap=config.cap, seed=config.seed)
-    shape = {"median": config.median, "sigma": config.sigma, "cap": config.cap}
-    ids = {
-        "items": config.items,
-        "popularity": config.popularity,
-        "collisions": None if config.natural else config.collisions,
-    }
-    return GeneratedWorkload(samples, **shape, **ids, seed=config.seed)  # type: ignore[arg-type]
-
-
-def list_arms(config: SimulateConfig) -> list[tuple[str, Setting]]:
-    """Lists each technique alone and all together, or the one configuration that was asked for."""
+def list_arms(config: SimulateConfig, trained: Setting | None = None) -> list[tuple[str, Setting]]:
+    """Lists TorchRec, each technique alone and all together; or the one configuration that was
+    asked for, and TorchRec. `trained`: the configuration of a run, which is listed too."""
 
     def balanced(schedule: str, transport: str) -> Setting:
         adapt = config.adapt and config.balance != "none"
         return Setting(schedule, config.balance, transport, adapt, config.placement)
 
     plain = Setting(placement=config.placement)
+    base = (BASE, Setting("sparse_dist", placement="sharded", deduplicate=False))
     if config.schedule is not None:
-        return [("as asked", balanced(config.schedule, config.transport))]
-    return [
-        (
-            "plain TorchRec: ids not deduplicated",
-            Setting("metadata", placement="sharded", deduplicate=False),
-        ),
-        ("none", plain),
-        ("metadata overlap", replace(plain, schedule="metadata")),
-        ("balancing", balanced("serial", "collective")),
+        return [(ASKED, balanced(config.schedule, config.transport)), base]
+    arms = [
+        base,
+        (f"{BASE}, ids deduplicated", Setting("sparse_dist", placement="sharded")),
+        (SERIAL, plain),
+        ("serial + balancing", balanced("serial", "collective")),
+        ("serial + hostwire", replace(plain, transport="hostwire")),
         ("staged", replace(plain, schedule="staged")),
-        ("hostwire", replace(plain, transport="hostwire")),
-        ("staged, hostwire", replace(plain, schedule="staged", transport="hostwire")),
-        ("balancing, staged", balanced("staged", "collective")),
-        ("all", balanced("staged", "hostwire")),
-        ("all, but stale rows", balanced("stale", "hostwire")),
+        (UNBALANCED, replace(plain, schedule="staged", transport="hostwire")),
+        ("staged + balancing", balanced("staged", "collective")),
+        (ALL, balanced("staged", "hostwire")),
+        ("stale + balancing + hostwire", balanced("stale", "hostwire")),
     ]
+    if trained is not None and trained not in [setting for _, setting in arms]:
+        arms.append((AS_TRAINED, trained))
+    return arms
 
 
 class Plans:
@@ -123,11 +98,15 @@ class Plans:
     def __init__(self, cluster: Cluster, source: Workload, steps: int) -> None:
         self.cluster, self.source, self.steps = cluster, source, steps
         self._planned: dict[str, list[Batch]] = {}
+        self._placed: dict[str, PlacedTables] = {}
 
-    def choose_placement(self, setting: Setting) -> Placement:
-        return choose_table_placement(
-            setting, self.cluster.model, self.source.items, self._plan("none")[0]
-        )
+    def place(self, placement: str) -> PlacedTables:
+        if placement not in self._placed:
+            cluster = self.cluster
+            self._placed[placement] = place_tables(
+                placement, cluster.model, self.source, cluster.gpus
+            )
+        return self._placed[placement]
 
     def _plan(self, balance: str) -> list[Batch]:
         if balance not in self._planned:
@@ -148,9 +127,9 @@ class Plans:
         cluster = self.cluster if network is None else replace(self.cluster, network=network)
         count = steps or self.steps
         planned = () if setting.adapt else self._plan(setting.balance)[:count]
-        figures = collect_run(
-            simulate(setting, cluster, self.source, count, planned), cluster.gpus, folder
-        )
+        tables = self.place(setting.placement)
+        steps_made = simulate(setting, cluster, self.source, count, planned, tables)
+        figures = collect_run(steps_made, cluster.gpus, folder)
         return Outcome(label, setting, cluster.gpus, figures, time.perf_counter() - begin)
 
 
@@ -171,7 +150,7 @@ def improve_network(network: Network) -> dict[str, Network]:
     }
     changed = {names[way]: replace(network, **{way: link}) for way, link in faster.items()}
     return changed | {
-        "latency and cost per peer halved": replace(
+        "half the latency and cost per peer": replace(
             network, **half, per_peer_us=network.per_peer_us / 2
         )
     }
@@ -196,14 +175,21 @@ def run_simulation(
         ValueError: An option is out of range.
     """
     out = Path(config.out) if config.out else None
+    run = read_trained_run(config.run) if config.run else None
+    trained = describe_training(config, run.config if run else None)
+    own = compare_with_run(run, config) if run else None
     rows: list[dict[str, Any]] = []
     changes: list[dict[str, Any]] = []
-    notes: list[str] = []
+    notes: list[str] = list_omissions(trained)
+    verdicts: list[str] = []
     for count in gpus:
-        cluster, source = build_cluster(config, count), build_workload(config, count)
+        cluster = build_cluster(config, count, trained)
+        source = build_workload(config, count, trained)
         plans = Plans(cluster, source, config.steps)
         found: dict[str, Outcome] = {}
-        for label, setting in list_arms(config):
+        for label, setting in list_arms(
+            config, run.make_setting(config.transport) if run else None
+        ):
             folder = out / f"{count}-{re.sub('[^a-z]+', '-', label.lower())}" if out else None
             found[label] = plans.simulate(label, setting, folder=folder)
             report(found[label])
@@ -212,17 +198,22 @@ def run_simulation(
             *cluster.calibration.list_notes(cluster.model, source.get_lengths(0)),
             *source.notes,
         ]
-        placement = plans.choose_placement(Setting(placement=config.placement))
-        notes.append(f"item table on {count} GPUs: {placement.kind} ({placement.reason})")
+        placed = plans.place(config.placement).describe()
+        notes += [f"{count:,} GPUs, {config.batch:,} samples each, {line}" for line in placed]
         notes += [f"network: {cluster.network.name} ({cluster.network.about})"]
         if isinstance(source, RecordedWorkload):
             notes.append(source.describe_error(count))
-        changes += _compare_changes(config, plans, found)
+        changed = _compare_changes(config, plans, found)
+        changes += changed
+        named = {label: one.row for label, one in found.items()}
+        verdicts.append(write_verdict(named, changed, cluster.network.gpu))
     data = {
         "config": asdict(config),
+        "own": own,
         "notes": list(dict.fromkeys(notes)),
         "rows": rows,
         "changes": changes,
+        "verdicts": verdicts,
     }
     if out is not None:
         (out / "simulate.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -235,7 +226,7 @@ def _compare_changes(
     """Predicts how many more samples a second a better part of the machine, or a larger batch,
     would give."""
     steps = min(config.steps, 5)
-    asked = {label: found[label].setting for label in ("none", "all", "as asked") if label in found}
+    asked = {label: found[label].setting for label in (SERIAL, ALL, ASKED) if label in found}
     made = []
     twice = None
     if not config.data:

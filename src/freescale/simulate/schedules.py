@@ -2,17 +2,18 @@
 originals are pipeline/serial.py and pipeline/staged.py; the names of spans and the kinds of
 collectives are theirs.
 
-    serial     counts -> ids -> rows -> forward, backward -> gradients, update -> dense ->
-               optimizer; nothing overlaps
-    metadata   the same, but the ids of batch i+1 are exchanged while batch i computes (TorchRec's
-               SparseDist), and the dense gradients are summed in buckets during the backward
-    stale      everything of batch i+1 is fetched while batch i computes: rows that both read are a
-               step old (a control)
-    staged     the same, except for the rows that both read, which are fetched after i's update: no
-               row is stale. Its stages have the numbers of pipeline/staged.py.
+    serial       counts -> ids -> rows -> forward, backward -> gradients, update -> dense ->
+                 optimizer; nothing overlaps
+    sparse_dist  TorchRec's TrainPipelineSparseDist: the ids of batch i+1 are exchanged while batch
+                 i computes, and the dense gradients are summed in buckets during the backward;
+                 rows and their gradients are waited for
+    stale        everything of batch i+1 is fetched while batch i computes: rows that both read are
+                 a step old (a control)
+    staged       the same, except for the rows that both read, which are fetched after i's update:
+                 no row is stale. Its stages have the numbers of pipeline/staged.py.
 
-A table that the rule of embedding/placement.py replicates has no ids or rows to exchange, whatever
-the schedule: one AllReduce of the whole table after backward.
+Tables that the rule of embedding/placement.py replicates have no ids or rows to exchange, whatever
+the schedule: one AllReduce of them after backward.
 
 With balancing, the samples of the batch after change ranks in three stages (balance/shuffle.py): at
 three junctures of a step, in `stale` and `staged` in the lane `input`, where the ranks agree on a
@@ -26,9 +27,10 @@ from collections.abc import Callable
 import numpy as np
 
 from freescale.simulate.costs import Batch, Costs, Message
+from freescale.simulate.placed_tables import PlacedTables
 from freescale.simulate.ranks import AHEAD, INPUT, MAIN, URGENT, Meeting, Ranks, Step
 
-SCHEDULES = ("serial", "metadata", "stale", "staged")
+SCHEDULES = ("serial", "sparse_dist", "stale", "staged")
 
 
 class SimulatedSchedule:
@@ -36,23 +38,21 @@ class SimulatedSchedule:
     the step; None where there is none."""
 
     def __init__(
-        self, ranks: Ranks, costs: Costs, schedule: str, balanced: bool, replicated: bool = False
+        self, ranks: Ranks, costs: Costs, schedule: str, balanced: bool, tables: PlacedTables
     ) -> None:
         self.ranks, self.costs, self.balanced = ranks, costs, balanced and costs.world > 1
+        self._tables = tables
         # balancing's third stage, of the next batch to complete
         self._samples: Meeting | None = None
-        # the dense gradients leave during the backward
-        self._overlaps = schedule != "serial" and not replicated
+        self._overlaps = schedule != "serial"  # the dense gradients leave during the backward
         self._dense: list[Meeting] = []
-        named = {
+        named: dict[str, Callable[[Batch | None, Batch, Batch | None], None]] = {
             "serial": self._run_serial,
-            "metadata": self._run_metadata,
+            "sparse_dist": self._run_sparse_dist,
             "stale": self._run_staged,
             "staged": self._run_staged,
         }
-        self._run: Callable[[Batch | None, Batch, Batch | None], None] = (
-            self._run_replicated if replicated else named[schedule]
-        )
+        self._run = named[schedule]
 
     def run(
         self, number: int, previous: Batch | None, current: Batch, following: Batch | None
@@ -69,12 +69,13 @@ class SimulatedSchedule:
         self._fetch_rows(current)
         self._compute(current, following)
         self._return_gradients(current)
+        self._sum_replicated(current)
         self._update_dense()
 
-    def _run_metadata(
+    def _run_sparse_dist(
         self, previous: Batch | None, current: Batch, following: Batch | None
     ) -> None:
-        self._complete(current)
+        self._complete(current, agrees=self.balanced)  # TorchRec's ranks agree on nothing
         if previous is None:
             self._request_ids(current, MAIN)
         else:
@@ -85,6 +86,7 @@ class SimulatedSchedule:
             self._request_ids(following, AHEAD)
         self._compute(current, following)
         self._return_gradients(current)
+        self._sum_replicated(current)
         self._update_dense()
 
     def _run_staged(self, previous: Batch | None, current: Batch, following: Batch | None) -> None:
@@ -120,29 +122,20 @@ class SimulatedSchedule:
         if following is not None:
             self._push_gradients(current, URGENT)  # 5
             self._pull_rows(following, URGENT)  # 6
+        self._sum_replicated(current)
         self._update_dense()
         ranks.arrive("await batch", [INPUT])
 
-    def _run_replicated(
-        self, previous: Batch | None, current: Batch, following: Batch | None
-    ) -> None:
-        self._complete(current)
-        self.ranks.work("deduplicate", self.costs.deduplicate(current))
-        self._compute(current, following)
-        self.ranks.meet("gradients", "collective", *self.costs.table())
-        self.ranks.work("update rows", self.costs.update_table(current))
-        self._update_dense()
-
     # ---- verbs
 
-    def _complete(self, batch: Batch) -> None:
+    def _complete(self, batch: Batch, agrees: bool = True) -> None:
         """The batch is there: ranks have agreed on it and, with balancing, its samples have
         come."""
         self.ranks.work("data", self.costs.every_step)
         if self.balanced and self._samples is not None:
             self.ranks.wait(self._samples)
             self._samples = None
-        else:
+        elif agrees:
             self._agree()
 
     def _agree(self) -> None:
@@ -162,24 +155,34 @@ class SimulatedSchedule:
     def _request_ids(self, batch: Batch, lane: str) -> None:
         """Deduplicate, AllToAll of sizes and of ids."""
         self.ranks.work("deduplicate", self.costs.deduplicate(batch), lane)
+        if not self._tables.sharded:
+            return
         for message in self.costs.ids(batch):
             self._exchange("ids", message, lane)
 
     def _compare(self, current: Batch, following: Batch) -> None:
+        if not self._tables.sharded:
+            return
         self.ranks.work("compare", self.costs.compare(current, following), AHEAD)
         self._exchange("ids", self.costs.marks(current, following), AHEAD)
 
     def _fetch_rows(self, batch: Batch) -> None:
+        if not self._tables.sharded:
+            return
         self.ranks.work("lookup", self.costs.lookup(batch.demand.whole))
         self._exchange("rows", self.costs.rows(batch.demand.whole), MAIN)
 
     def _return_gradients(self, batch: Batch) -> None:
+        if not self._tables.sharded:
+            return
         self._exchange("gradients", self.costs.gradients(batch.demand.whole), MAIN)
         self.ranks.work("update rows", self.costs.update(batch.demand.whole))
 
     def _pull_rows(self, batch: Batch, lane: str) -> None:
         """Stage 4 or 6: rows of the batch to their requesters, in pieces where they are not
         urgent."""
+        if not self._tables.sharded:
+            return
         part = batch.demand.early if lane == AHEAD else batch.demand.late
         pieces = self.costs.pieces(batch) if lane == AHEAD else 1
         self.ranks.work("lookup", self.costs.lookup(part), lane, 1 / pieces)
@@ -187,10 +190,18 @@ class SimulatedSchedule:
 
     def _push_gradients(self, batch: Batch, lane: str) -> None:
         """Stage 3 or 5: gradients of the batch to their owners, who update the rows."""
+        if not self._tables.sharded:
+            return
         part = batch.demand.deferred if lane == AHEAD else batch.demand.urgent
         pieces = self.costs.pieces(batch) if lane == AHEAD else 1
         self._exchange("gradients", self.costs.gradients(part, pieces), lane)
         self.ranks.work("update rows", self.costs.update(part), lane, 1 / pieces)
+
+    def _sum_replicated(self, batch: Batch) -> None:
+        """Gradients of the tables that every rank holds."""
+        if self._tables.replicated_rows:
+            self.ranks.meet("gradients", "collective", *self.costs.replicated())
+            self.ranks.work("update rows", self.costs.update_replicated(batch))
 
     def _compute(self, batch: Batch, following: Batch | None) -> None:
         """Forward and backward, with the junctures of balancing around and between them."""

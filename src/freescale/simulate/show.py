@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from freescale.report.console import print_ledger
 from freescale.simulate.calibrate import calibrate
 from freescale.simulate.network import list_presets, load_preset
 from freescale.simulate.run import Outcome, run_simulation
+from freescale.simulate.verdict import ASKED, BASE
 
 _WIDE = 120  # of a table that goes to no terminal
 
@@ -29,6 +30,10 @@ def print_simulation(config: SimulateConfig, gpus: Sequence[int]) -> None:
         return
     outcomes: list[Outcome] = []
     data = run_simulation(config, gpus, outcomes.append)
+    if data["own"]:
+        _print_own(console, data["own"])
+    elif config.run:
+        console.print("the run's own ranks are not known: nothing to compare with", style="yellow")
     for count in gpus:
         console.print(_make_technique_table([one for one in outcomes if one.gpus == count]))
         changes = [row for row in data["changes"] if row["gpus"] == count]
@@ -36,13 +41,38 @@ def print_simulation(config: SimulateConfig, gpus: Sequence[int]) -> None:
             console.print(_make_change_table(changes))
     if len(gpus) > 1:
         console.print(_make_gpu_table(outcomes))
-    if config.schedule is not None:
-        for one in outcomes:
+    for one in outcomes:
+        if one.label == ASKED:
             print_ledger(console, one.figures)
     for note in data["notes"]:
-        console.print(note, highlight=False, soft_wrap=True)
+        _print_note(console, note)
     if config.out:
-        console.print(f"ledgers and traces: {config.out}", highlight=False, soft_wrap=True)
+        _print_note(console, f"ledgers and traces: {config.out}")
+    console.print()
+    for verdict in data["verdicts"]:
+        console.print(verdict, highlight=False, soft_wrap=True, style="bold")
+
+
+def _print_note(console: Console, note: str) -> None:
+    """Notes in capitals are warnings."""
+    warns = note.split(":")[0].isupper()
+    console.print(note, highlight=False, soft_wrap=True, style="yellow" if warns else None)
+
+
+def _print_own(console: Console, own: Mapping[str, Any]) -> None:
+    """The run on its own ranks, simulated beside measured."""
+    table = Table(title=f"the run itself on its {own['ranks']:,} ranks, a step")
+    table.add_column("figure")
+    for column in ("simulated", "measured"):
+        table.add_column(column, justify="right")
+    for row in own["rows"]:
+        if row["simulated"] or row["measured"]:
+            shown = [row["simulated"], row["measured"]]
+            table.add_row(row["figure"], *("" if v is None else f"{v:,.1f}" for v in shown))
+    console.print(table)
+    for note in own["notes"]:
+        _print_note(console, note)
+    console.print()
 
 
 def _make_technique_table(outcomes: Sequence[Outcome]) -> Table:
@@ -54,10 +84,10 @@ def _make_technique_table(outcomes: Sequence[Outcome]) -> Table:
         "exposed %",
         "exposed ms",
         "samples/s",
-        "speed-up",
+        "x TorchRec",
     ):
         table.add_column(column, justify="left" if column == "technique" else "right")
-    base = next((one for one in outcomes if one.label == "none"), outcomes[0])
+    base = next(one for one in outcomes if one.label == BASE)
     for one in outcomes:
         faster = one.figures["samples_per_second"] / base.figures["samples_per_second"]
         values = (
@@ -68,7 +98,7 @@ def _make_technique_table(outcomes: Sequence[Outcome]) -> Table:
         )
         shown = [f"{value:,.2f}" for value in values] + [
             f"{one.figures['samples_per_second']:,.0f}",
-            f"{faster:.3f}",
+            f"{faster:.2f}",
         ]
         table.add_row(one.label, *shown)
     return table

@@ -12,23 +12,20 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.balance.problem import Assignment
-from freescale.embedding.layout import TableSpec
-from freescale.embedding.placement import CHOICES, Placement, choose_placement
+from freescale.embedding.placement import CHOICES
 from freescale.simulate.compute import Calibration, Load, Model
 from freescale.simulate.costs import Batch, Costs
 from freescale.simulate.network import TRANSPORTS, Network
+from freescale.simulate.placed_tables import PlacedTables, assign_home, place_tables
 from freescale.simulate.ranks import Ranks, Step
 from freescale.simulate.schedules import SCHEDULES, SimulatedSchedule
 from freescale.simulate.workload import Demand, Rows, Workload
-
-_STATE_BYTES = 4  # of a row: row-wise Adagrad
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,12 @@ class Cluster:
 
 
 def simulate(
-    setting: Setting, cluster: Cluster, source: Workload, steps: int, planned: Sequence[Batch] = ()
+    setting: Setting,
+    cluster: Cluster,
+    source: Workload,
+    steps: int,
+    planned: Sequence[Batch] = (),
+    tables: PlacedTables | None = None,
 ) -> Iterator[Step]:
     """Simulates a run; in every schedule the first step fetches everything blocking.
 
@@ -93,13 +95,16 @@ def simulate(
         source: The batches.
         steps: How many.
         planned: What `plan_batches` returned, to use it again.
+        tables: What `place_tables` returned, likewise.
 
     Yields:
         The steps.
     """
     samples = -(-len(source.get_lengths(0)) // cluster.gpus)
     machine = (cluster.model, cluster.calibration, cluster.network, cluster.gpus)
-    costs = Costs(*machine, setting.transport, samples, cluster.jitter, source.items)
+    tables = tables or place_tables(setting.placement, cluster.model, source, cluster.gpus)
+    rows = tables.replicated_rows
+    costs = Costs(*machine, setting.transport, samples, cluster.jitter, rows)
     ranks = Ranks(cluster.gpus, cluster.network.queue_ms * 1e-3)
     assigned = (
         None
@@ -109,31 +114,17 @@ def simulate(
     batches = map(partial(_apply_setting, setting), planned or assigned or ())
     previous: Batch | None = None
     current = next(batches, None)
-    replicated = (
-        current is not None
-        and choose_table_placement(setting, cluster.model, source.items, current).kind
-        == "replicated"
-    )
-    schedule = SimulatedSchedule(
-        ranks, costs, setting.schedule, setting.balance != "none", replicated
-    )
+    balanced = setting.balance != "none"
+    schedule = SimulatedSchedule(ranks, costs, setting.schedule, balanced, tables)
     number = 0
     while current is not None:
         following = next(batches, None)
         step = schedule.run(number, previous, current, following)
-        step.counters = _list_counters(current)
+        step.counters = _list_counters(current, tables)
         if assigned is not None:
             assigned.learn(step)
         yield step
         previous, current, number = current, following, number + 1
-
-
-def choose_table_placement(setting: Setting, model: Model, items: int, first: Batch) -> Placement:
-    """Chooses whether the table is sharded, by the rule of training and the first batch."""
-    if setting.placement != "auto":
-        return Placement(setting.placement, "as asked")
-    spec = TableSpec("item", items, model.width, torch.float32, ())
-    return choose_placement(spec, _STATE_BYTES, float(first.demand.whole.requested.mean()))
 
 
 def plan_batches(balance: str, cluster: Cluster, source: Workload, steps: int) -> list[Batch]:
@@ -147,9 +138,9 @@ def _apply_setting(setting: Setting, batch: Batch) -> Batch:
     demand = batch.demand
     if setting.schedule == "stale":
         nothing = Rows(np.zeros_like(demand.whole.requested), np.zeros_like(demand.whole.requested))
-        demand = Demand(demand.whole, nothing, nothing)
+        demand = replace(demand, late=nothing, urgent=nothing)
     if not setting.deduplicate:
-        demand = Demand(Rows.spread(batch.load.tokens), demand.late, demand.urgent)
+        demand = replace(demand, whole=Rows.spread(batch.lookups))
     return replace(batch, demand=demand)
 
 
@@ -163,7 +154,12 @@ class _AssignedBatches:
         self._gpus, self._source, self._steps = cluster.gpus, source, steps
         model, head = cluster.model, cluster.model.width // cluster.model.heads
         cost = CostModel.of_hstu(
-            width=model.width, layers=model.layers, heads=model.heads, d_qk=head, d_v=head
+            width=model.width,
+            layers=model.layers,
+            heads=model.heads,
+            d_qk=head,
+            d_v=head,
+            negatives=model.negatives,
         )
         nodes = cluster.network.assign_nodes(cluster.gpus)
         self._balancer = Balancer(find_partitioner(balance), cost, nodes=nodes, adapt=adapt)
@@ -181,7 +177,7 @@ class _AssignedBatches:
     def _assign(self, step: int) -> tuple[NDArray[Any], NDArray[Any], Assignment, Any]:
         """(lengths [n], ranks that read them [n], their assignment, what the ranks ask for)."""
         lengths, gpus = self._source.get_lengths(step), self._gpus
-        home = np.arange(len(lengths)) * gpus // len(lengths)
+        home = assign_home(len(lengths), gpus)
         table = np.stack([lengths, np.zeros_like(lengths), lengths], axis=1)
         assignment = self._balancer.plan(step, table, home, gpus)
         return lengths, home, assignment, self._source.find_requests(step, assignment.rank_of, gpus)
@@ -190,8 +186,10 @@ class _AssignedBatches:
         self, lengths: NDArray[Any], home: NDArray[Any], assignment: Assignment, demand: Demand
     ) -> Batch:
         moving = assignment.rank_of != home
-        out = np.bincount(home[moving], lengths[moving], self._gpus)
-        into = np.bincount(assignment.rank_of[moving], lengths[moving], self._gpus)
+        source = self._source
+        sizes = lengths[moving] * source.bytes_per_token + source.bytes_per_sample
+        out = np.bincount(home[moving], sizes, self._gpus)
+        into = np.bincount(assignment.rank_of[moving], sizes, self._gpus)
         load = Load.from_assignment(lengths, assignment.rank_of, self._gpus)
         imbalance = assignment.imbalance if self._balanced else None
         return Batch(
@@ -206,14 +204,11 @@ class _AssignedBatches:
             self._balancer.learn(step.number, np.sum(spans, axis=0))
 
 
-def _list_counters(batch: Batch) -> dict[str, NDArray[Any]]:
-    """The counters that the ledgers would hold."""
-    counted = {
-        "samples": batch.load.samples,
-        "tokens": batch.load.tokens,
-        "requests": batch.demand.whole.owned,
-        "collisions": batch.demand.late.owned,
-    }
+def _list_counters(batch: Batch, tables: PlacedTables) -> dict[str, NDArray[Any]]:
+    """The counters that the ledgers would hold. Replicated rows are never requested."""
+    counted = {"samples": batch.load.samples, "tokens": batch.load.tokens}
+    if tables.sharded:
+        counted |= {"requests": batch.demand.whole.owned, "collisions": batch.demand.late.owned}
     ranks = len(batch.load.samples)
     most = {"max_length": float(batch.longest)}
     if batch.predicted_imbalance is not None:

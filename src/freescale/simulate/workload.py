@@ -42,6 +42,7 @@ class Demand:
     whole: Rows
     late: Rows
     urgent: Rows
+    lookups: PerRank | None = None  # ids before deduplication; None: one for each token
 
     @property
     def early(self) -> Rows:
@@ -52,11 +53,26 @@ class Demand:
         return self.whole - self.urgent
 
 
+@dataclass(frozen=True)
+class SmallTable:
+    """A table beside that of the items, so small that every rank holds it."""
+
+    name: str
+    rows: int
+    rows_read: float  # distinct ones, by a rank in the first step
+
+
 class Workload(Protocol):
     """The batches of a simulated run."""
 
     notes: list[str]
-    items: int  # rows of the table
+    items: int  # rows of the item table
+    # that change ranks with a sample when it is balanced: of each of its tokens, and of itself
+    bytes_per_token: int
+    bytes_per_sample: int
+
+    def list_small_tables(self, ranks: int) -> list[SmallTable]:
+        """The tables beside that of the items."""
 
     def get_lengths(self, step: int) -> NDArray[Any]:
         """[samples of the global batch] int64."""

@@ -22,6 +22,7 @@ class Best:
 
     metric: str
     kept: bool  # its checkpoint stays
+    patience: int | None = None  # evaluations without a better one, after which training ends
     step: int | None = None  # None: no evaluation has a value yet
     value: float | None = None
     since: int = 0  # evaluations after it
@@ -35,9 +36,14 @@ class Best:
         self.step, self.value, self.since = step, value, 0
         return True
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether training ends: the same on every rank after the same step."""
+        return self.patience is not None and self.since >= self.patience
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
-        return asdict(self)
+        """Plain JSON data. Patience is a setting, which a resumed run may change."""
+        return {name: value for name, value in asdict(self).items() if name != "patience"}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Goes on from a checkpoint's state. Begins anew if the checkpoint has none, compared
@@ -52,4 +58,4 @@ def build_best(config: RunConfig) -> Best | None:
     if config.train.keep != "best" and config.train.patience is None:
         return None
     metric = config.train.keep_metric or choose_metric(config.model.task, config.label_names)
-    return Best(metric, kept=config.train.keep == "best")
+    return Best(metric, config.train.keep == "best", config.train.patience)

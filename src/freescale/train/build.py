@@ -4,6 +4,7 @@ the same."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,20 @@ from torch import nn
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import find_partitioner
-from freescale.config import DataConfig, RunConfig
+from freescale.config import RunConfig
 from freescale.data.history_builder import Progress
 from freescale.data.loader import Histories
 from freescale.data.negatives import choose_negatives
 from freescale.data.prepare import prepare
 from freescale.data.workers import choose_workers
-from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.embedding.optimizers import ROW_OPTIMIZERS, Adam, RowOptimizer
 from freescale.embedding.parallelize import parallelize
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.folders import find_cache_folder
+from freescale.models.encoder import Encoder
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
+from freescale.models.sasrec import SASRec
 from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.pipeline import Pipeline
@@ -32,14 +35,24 @@ from freescale.segments import Segments
 from freescale.train.evaluate import evaluate_ranking
 from freescale.train.evaluate_retrieval import evaluate_retrieval
 from freescale.train.learning_rate import build_learning_rate
+from freescale.train.ranks import SampleRanks
 from freescale.transport.api import Transport
 
 
-def prepare_data(config: DataConfig, progress: Progress | None = None) -> Path:
+def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
     """The histories file of the data, from the cache or made now. One process of a machine makes
     it; the others wait for it. `progress` is called with a stage and the share done."""
-    cache = Path(config.cache) if config.cache else find_cache_folder()
-    return prepare(config.data, cache, config.format, config.num_items, progress)
+    data = config.data
+    return prepare(
+        data.data,
+        Path(data.cache) if data.cache else find_cache_folder(),
+        data.format,
+        data.num_items,
+        progress,
+        columns=data.columns,
+        labels=config.model.labels if config.model.task == "ranking" else "",
+        missing=data.missing,
+    )
 
 
 def load_histories(
@@ -53,24 +66,35 @@ def load_histories(
         train.global_batch if training else train.eval_batch,
         rank=transport.rank,
         world=transport.world,
-        max_length=data.max_length,
-        task=config.model.task,
-        tasks=config.label_names,
         part=part,
-        split=data.split,
-        split_time=data.split_time,
-        negatives=data.negatives,
-        negatives_per=data.negatives_per,
-        negatives_from=data.negatives_from,
-        popularity_power=data.popularity_power,
-        in_batch_share=data.in_batch_share,
-        log_q=data.log_q,
-        candidates=data.candidates,
-        seed=train.seed,
         shuffle=data.shuffle and training,
         epochs=train.epochs if training else 1,
-        num_items=data.num_items,
+        **list_sample_options(config),
     )
+
+
+def list_sample_options(config: RunConfig) -> dict[str, Any]:
+    """The options of `Histories` that say what a sample holds."""
+    data = config.data
+    names = (
+        "max_length",
+        "split",
+        "split_time",
+        "negatives",
+        "negatives_per",
+        "negatives_from",
+        "popularity_power",
+        "in_batch_share",
+        "log_q",
+        "candidates",
+        "num_items",
+    )
+    return {
+        **{name: getattr(data, name) for name in names},
+        "task": config.model.task,
+        "tasks": config.label_names,
+        "seed": config.train.seed,
+    }
 
 
 def count_workers(config: RunConfig, device: str) -> int:
@@ -84,20 +108,7 @@ def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Modu
     """The model as a plain module. Its tables are on the meta device; `parallelize` makes them."""
     model = config.model
     torch.manual_seed(config.train.seed)
-    names = ("segment", "segment_tokens", "segment_weight", "segment_pooling")
-    segments = {} if model.segment is None else {name: getattr(model, name) for name in names}
-    encoder = (SegmentedHSTU if segments else HSTU)(
-        width=model.width,
-        layers=model.layers,
-        heads=model.heads,
-        max_length=config.data.max_length
-        + (config.data.candidates if model.task == "ranking" else 0),
-        dropout=model.dropout,
-        position_bias=model.position_bias,
-        time_bias=model.time_bias,
-        checkpoint=model.recompute,
-        **segments,
-    )
+    encoder = build_encoder(config)
     sizes: dict[str, Any] = {
         "num_items": num_items,
         "num_actions": num_actions,
@@ -108,6 +119,29 @@ def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Modu
     return Retrieval(encoder, temperature=model.temperature, **sizes)
 
 
+def build_encoder(config: RunConfig) -> Encoder:
+    """As `--encoder` and its options say."""
+    model = config.model
+    shared: dict[str, Any] = {
+        "width": model.width,
+        "layers": model.layers,
+        "heads": model.heads,
+        "max_length": config.data.max_length
+        + (config.data.candidates if model.task == "ranking" else 0),
+        "dropout": model.dropout,
+        "input_dropout": model.input_dropout,
+        "input_scale": model.input_scale,
+        "checkpoint": model.recompute,
+    }
+    if model.encoder == "sasrec":
+        return SASRec(**shared, hidden=model.hidden)
+    shared |= {"position_bias": model.position_bias, "time_bias": model.time_bias}
+    if model.segment is None:
+        return HSTU(**shared)
+    names = ("segment", "segment_tokens", "segment_weight", "segment_pooling")
+    return SegmentedHSTU(**shared, **{name: getattr(model, name) for name in names})
+
+
 def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
     """None without balancing. Costs come from the model's shapes; unless they are adapted,
     assignments depend on the data alone."""
@@ -115,14 +149,17 @@ def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
         return None
     model = config.model
     negatives = choose_negatives(config.data.negatives, config.data.negatives_per)
-    cost = CostModel.of_hstu(
-        width=model.width,
-        layers=model.layers,
-        heads=model.heads,
-        d_qk=model.width // model.heads,
-        d_v=model.width // model.heads,
-        negatives=negatives if model.task == "retrieval" else 0,
-        tasks=len(config.label_names),
+    shape: dict[str, int] = {
+        "width": model.width,
+        "layers": model.layers,
+        "negatives": negatives if model.task == "retrieval" else 0,
+        "tasks": len(config.label_names),
+    }
+    head = model.width // model.heads
+    cost = (
+        CostModel.of_sasrec(**shape, hidden=model.hidden)
+        if model.encoder == "sasrec"
+        else CostModel.of_hstu(**shape, heads=model.heads, d_qk=head, d_v=head)
     )
     partitioner = find_partitioner(config.train.balance, device)
     segments = None if model.segment is None else Segments(model.segment, model.segment_tokens)
@@ -148,14 +185,29 @@ def build_model(config: RunConfig, data: Histories, transport: Transport) -> Sha
     return parallelize(
         module,
         module.features,  # type: ignore[arg-type]
-        ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr),
+        build_row_optimizer(config),
         transport=transport,
         placement=config.placements,
-        init_std=config.model.width**-0.5,
+        init_std=choose_row_std(config),
         seed=train.seed,
         row_clip=train.row_clip,
         wire_dtype=torch.bfloat16 if train.wire_precision == "bf16" else None,
     )
+
+
+def choose_row_std(config: RunConfig) -> float:
+    """Standard deviation of the first values of rows."""
+    model = config.model
+    return model.width**-0.5 if model.row_std is None else model.row_std
+
+
+def build_row_optimizer(config: RunConfig) -> RowOptimizer:
+    """Of the rows of all tables."""
+    train = config.train
+    optimizer: RowOptimizer = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
+    if isinstance(optimizer, Adam):
+        optimizer = replace(optimizer, betas=(optimizer.betas[0], train.beta2))
+    return optimizer
 
 
 def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optimizer:
@@ -165,6 +217,7 @@ def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optim
     return torch.optim.AdamW(
         model.dense_parameters(),
         lr=train.lr,
+        betas=(0.9, train.beta2),
         weight_decay=train.weight_decay,
         fused=True,
     )
@@ -190,7 +243,12 @@ def build_pipeline(
 
 
 def evaluate_part(
-    config: RunConfig, model: ShardedModel, path: Path, part: str, baseline: bool = False
+    config: RunConfig,
+    model: ShardedModel,
+    path: Path,
+    part: str,
+    baseline: bool = False,
+    keep: SampleRanks | None = None,
 ) -> dict[str, dict[str, float]]:
     """Metrics of the model on a part of the split. A collective; the same on all ranks.
 
@@ -200,6 +258,7 @@ def evaluate_part(
         path: of the histories file.
         part: `validation` or `test`.
         baseline: whether to evaluate the popularity baseline too (retrieval).
+        keep: gets the model's ranks sample by sample (retrieval).
 
     Returns:
         {"model": {metric: value}, "popularity": {metric: value}}
@@ -210,4 +269,4 @@ def evaluate_part(
     popularity = None
     if baseline:
         popularity = load_histories(config, path, model.transport).count_items()
-    return evaluate_retrieval(model, data, popularity=popularity)
+    return evaluate_retrieval(model, data, popularity=popularity, keep=keep)

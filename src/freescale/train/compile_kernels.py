@@ -20,13 +20,12 @@ from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import RunConfig
 from freescale.data.negatives import choose_log_q, choose_negatives
 from freescale.embedding.layout import TableSpec, choose_stride
-from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.storage import RowStorage, TableRange
 from freescale.kernels import dispatch
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton.compile import compile_recorded
-from freescale.train.build import build_module
+from freescale.train.build import build_module, build_row_optimizer
 
 ITEMS, ACTIONS = 16, 4  # rows of the small tables
 SAMPLES = 160
@@ -123,7 +122,7 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     gradients = torch.zeros(numbers.numel(), width, device=device)
     dispatch.sum_duplicates(numbers, gradients)
     call_local_tables(config, weight, numbers.to(torch.int32), gradients)
-    optimizer = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
+    optimizer = build_row_optimizer(config)
     state = {
         name: torch.zeros(ITEMS, *shape, device=device)
         for name, shape in optimizer.state_shapes(width).items()
@@ -142,7 +141,7 @@ def call_local_tables(
     ids, train = numbers.long(), config.train
     triton_row_sums.spread_ids(ids, numbers, choose_stride(ITEMS), ITEMS, 0)
     dispatch.deduplicate(numbers, ids[:0])
-    optimizer = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
+    optimizer = build_row_optimizer(config)
     rows = TableRange(TableSpec("item", ITEMS, weight.shape[1], weight.dtype, ()), 0, 0, ITEMS)
     storage = RowStorage([rows], ITEMS, optimizer, weight.device)
     for count in (numbers.numel(), ITEMS):  # long sums go in chunks

@@ -24,6 +24,7 @@ from freescale.kernels.reference.scores import (
 )
 from freescale.train.evaluate import gather_rows, visit_batches
 from freescale.train.metrics import ranking_quality
+from freescale.train.ranks import SampleRanks
 from freescale.transport.api import Transport
 
 
@@ -33,6 +34,7 @@ def evaluate_retrieval(
     *,
     table: str = "item",
     popularity: Tensor | None = None,
+    keep: SampleRanks | None = None,
 ) -> dict[str, dict[str, float]]:
     """{"model": metrics, "popularity": metrics}: ranks of dense["target"] in the full catalogue.
     The same on every rank.
@@ -47,6 +49,7 @@ def evaluate_retrieval(
         table: Of the items.
         popularity: [rows] how often the training part holds each item; the baseline that recommends
             the most popular to all.
+        keep: Gets the model's ranks sample by sample.
     """
     transport, module = parallel.transport, parallel.module
     parallel.tables.settle()
@@ -66,6 +69,10 @@ def evaluate_retrieval(
 
     def visit(batch: SequenceBatch) -> None:
         queries, targets, history = _gather_samples(module, batch, catalogue, transport)
+        if keep is not None:
+            own = batch.weights["next_item"] if len(batch) else targets.new_zeros(0)
+            keep.there.append(gather_rows((own > 0).long(), transport))
+            keep.history.append((history >= 0).sum(1))
         repeats.append((history == targets[:, None]).any(1))
         places, seen = place.find(targets), place.find(_list_seen(history, targets))
         for part, own, past in split_queries(queries, places, seen):
@@ -77,6 +84,8 @@ def evaluate_retrieval(
             popular.append(_to_ranks(add_up(torch.stack(counts))))
 
     visit_batches(parallel, data, visit)
+    if keep is not None:
+        keep.ranks.extend(ranks)
     found = torch.cat(repeats).double() if repeats else torch.zeros(0)
     if not found.numel():
         return {"model": {}}

@@ -17,6 +17,7 @@ from freescale.train.checkpoint import (
     find_checkpoint,
     verify_checkpoint,
 )
+from freescale.train.run_folder import copy_file
 from freescale.transport.local import LocalTransport
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -80,6 +81,13 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> Path:
 
 
 def export_run(folder: Path, out: Path, name: str | None = None) -> Iterator[Path]:
-    """Exports a checkpoint of a run, as `find_checkpoint` names it."""
+    """Exports a checkpoint of a run, as `find_checkpoint` names it, with the vocabulary of its data
+    where ids are coded."""
+    from freescale.data.ids import (
+        VOCABULARY,
+    )  # with pyarrow, which a checkpoint alone does not need
+
     found = find_checkpoint(folder / "checkpoints", name, LocalTransport())
     yield from export_checkpoint(found, out)
+    if (folder / VOCABULARY).is_file():  # rows of tables are codes of ids: it says of which
+        yield copy_file(folder / VOCABULARY, out / VOCABULARY)

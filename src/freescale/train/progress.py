@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,8 @@ class ConsoleProgress(Callback):
     def on_start(self, trainer: Trainer) -> None:
         if trainer.rank != 0:
             return
-        for line in (f"run folder {trainer.folder}", *trainer.notes, *describe_run(trainer)):
+        lines = (f"run folder {trainer.folder}", *trainer.notes, *trainer.data.file.read_as)
+        for line in (*lines, *describe_run(trainer)):
             self._print(line)
         if self._console.is_terminal:
             from rich.progress import (
@@ -75,7 +77,8 @@ class ConsoleProgress(Callback):
 
     def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:
         if trainer.rank == 0 and part == "validation":  # the command shows the test part as a table
-            quality = metrics["model"]
+            found = metrics["model"].items()
+            quality = {name: value for name, value in found if not math.isnan(value)}
             values = "  ".join(f"{name} {quality[name]:.4f}" for name in select_headlines(quality))
             best = trainer.best
             mark = "  best so far" if best is not None and best.step == trainer.step else ""

@@ -13,12 +13,16 @@ import torch
 
 from freescale.config import RunConfig
 from freescale.config.metrics import UNSEEN
+from freescale.data.ids import VOCABULARY, check_vocabulary
 from freescale.train.build import build_model, evaluate_part, load_histories
 from freescale.train.checkpoint import Checkpoints
+from freescale.train.checkpoint.files import Intact
 from freescale.train.metrics_log import to_json
 from freescale.train.progress import ConsoleProgress
+from freescale.train.ranks import SampleRanks, write_ranks
 from freescale.train.stop_signals import StopSignals
 from freescale.train.trainer import Trainer
+from freescale.transport.api import Transport
 from freescale.transport.connect import connect
 
 
@@ -96,12 +100,14 @@ def resume_command(folder: Path, environment: Mapping[str, str]) -> str:
 def _describe_best(trainer: Trainer) -> list[str]:
     """Which evaluation was the best, and whether its checkpoint was kept and training ended for
     it."""
-    best, patience = trainer.best, trainer.config.train.patience
-    if best is None or best.step is None:
+    best = trainer.best
+    if best is None:
         return []
+    if best.step is None:
+        return [f"no best one: {best.metric} was not defined in any evaluation"]
     where = f", {trainer.checkpoints.path(best.step)}" if best.kept else ""
     words = f"best on the validation part: step {best.step}, {best.metric} {best.value:.4f}{where}"
-    if patience is None or best.since < patience:
+    if not best.exhausted:
         return [words]
     early = f"ended early, after {best.since} evaluations without a better one (--patience)"
     return [early, words]
@@ -142,31 +148,66 @@ def _show(results: dict[str, Any], trainer: Trainer, stopped: str) -> None:
         console.print(stopped, highlight=False, soft_wrap=True)
 
 
+def evaluate_checkpoint(
+    config: RunConfig,
+    folder: Path,
+    part: str,
+    path: Path,
+    transport: Transport,
+    checkpoint: str | None = None,
+    ranks: Path | None = None,
+) -> tuple[Intact, int, dict[str, dict[str, float]]]:
+    """Evaluates a checkpoint of a run. A collective.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        part: `validation` or `test`.
+        path: of the histories file.
+        transport: joins the ranks.
+        checkpoint: as `Checkpoints.find` names it.
+        ranks: CSV file for the rank of every user's target (retrieval).
+
+    Returns:
+        The checkpoint, its step, and the metrics of model and popularity baseline.
+    """
+    if ranks is not None and config.model.task != "retrieval":
+        raise ValueError(f"--ranks is for retrieval: {folder} is a run of --task ranking")
+    checkpoints = Checkpoints(folder / "checkpoints", transport)
+    found = checkpoints.find(checkpoint)
+    model = build_model(config, load_histories(config, path, transport), transport)
+    progress = checkpoints.load(found, model)
+    keep = SampleRanks() if ranks is not None else None
+    quality = evaluate_part(config, model, path, part, baseline=True, keep=keep)
+    if ranks is not None and keep is not None and transport.rank == 0:
+        write_ranks(ranks, path, keep)
+    return found, progress["step"], quality
+
+
 def run_evaluation(
     config: RunConfig,
     folder: Path,
     part: str,
     prepare: Callable[[], Path],
     checkpoint: str | None = None,
+    ranks: Path | None = None,
 ) -> None:
-    """Evaluates a checkpoint of the run in `folder`, as `Checkpoints.find` names it; writes
+    """Evaluates a checkpoint of the run in `folder`, as `evaluate_checkpoint` does; writes
     eval-PART.json into it."""
     path = prepare()
+    if (folder / VOCABULARY).is_file():
+        check_vocabulary(path, folder / VOCABULARY)
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
-    checkpoints = Checkpoints(folder / "checkpoints", transport)
-    found = checkpoints.find(checkpoint)
-    model = build_model(config, load_histories(config, path, transport), transport)
-    progress = checkpoints.load(found, model)
-    quality = evaluate_part(config, model, path, part, baseline=True)
+    found, step, quality = evaluate_checkpoint(
+        config, folder, part, path, transport, checkpoint, ranks
+    )
     if transport.rank == 0:
         from rich.console import Console
 
         from freescale.report.console import print_quality
 
         console = Console()
-        console.print(
-            f"{found.path}, step {progress['step']}, {part} part", highlight=False, soft_wrap=True
-        )
+        console.print(f"{found.path}, step {step}, {part} part", highlight=False, soft_wrap=True)
         print_quality(console, quality, part)
         result = {
             "checkpoint": found.path.name,
@@ -177,4 +218,6 @@ def run_evaluation(
         written = folder / f"eval-{part}.json"
         written.write_text(to_json(result) + "\n", encoding="utf-8")
         console.print(f"all metrics are in {written}", highlight=False, soft_wrap=True)
+        if ranks is not None:
+            console.print(f"the rank of every user's target is in {ranks}", soft_wrap=True)
     transport.close()

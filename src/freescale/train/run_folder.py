@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from datetime import datetime
@@ -30,6 +31,7 @@ _WRITTEN = (
     "ledger.json",
     "trace.json.gz",
     "tensorboard",
+    "vocabulary.parquet",
 )
 
 
@@ -45,6 +47,14 @@ def new_folder(wanted: Path) -> Path:
             continue
         return path
     raise AssertionError("counting has no end")
+
+
+def copy_file(source: Path, target: Path) -> Path:
+    """Copies a file; `target` is whole whenever it is there."""
+    temporary = target.with_name(f"{target.name}.tmp")
+    shutil.copyfile(source, temporary)
+    temporary.replace(target)
+    return target
 
 
 class RunFolder:
@@ -68,10 +78,11 @@ class RunFolder:
         self.notes: list[str] = []  # for the person who looks at the run
         self.path = self._agree_on(self._inspect)
 
-    def open(self, config: str) -> None:
-        """Claims the folder and writes `config` into it. Called once nothing can be refused any
-        more, so that a run that never began leaves no folder."""
-        self.path = self._agree_on(lambda: self._claim_new(config))
+    def open(self, config: str, vocabulary: Path | None = None) -> None:
+        """Claims the folder, writes `config` into it and copies the `vocabulary` of the data.
+        Called once nothing can be refused any more, so that a run that never began leaves no
+        folder."""
+        self.path = self._agree_on(lambda: self._claim_new(config, vocabulary))
 
     def close(self) -> None:
         """Releases the folder for other runs."""
@@ -93,13 +104,15 @@ class RunFolder:
             self.close()  # until nothing can be refused any more
         return self._folder
 
-    def _claim_new(self, config: str) -> Path:
+    def _claim_new(self, config: str, vocabulary: Path | None) -> Path:
         path = new_folder(self.path) if self._folder is None else self.path
         path.mkdir(parents=True, exist_ok=True)
         self._claim(path)
         self._refuse(path)
         if not self._resume and (path / "config.json").exists():
             self._move_aside(path)
+        if vocabulary is not None:
+            copy_file(vocabulary, path / vocabulary.name)
         temporary = path / "config.json.tmp"
         temporary.write_text(config, encoding="utf-8")
         temporary.replace(path / "config.json")

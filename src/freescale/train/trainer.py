@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from freescale.config import RunConfig
+from freescale.data.ids import find_vocabulary
 from freescale.data.workers import WorkerLoader, read_ahead
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
@@ -78,7 +79,7 @@ class Trainer:
                 the model and the checkpoint do not fit each other.
         """
         self.config, self._resume = config, bool(resume)
-        self._histories = histories if histories is not None else prepare_data(config.data)
+        self._histories = histories if histories is not None else prepare_data(config)
         self._connected = transport is None
         settings = config.train
         self.transport = transport = (
@@ -194,10 +195,10 @@ class Trainer:
                 f"{self.folder} is at step {self.step} of {self.total}: ask for more "
                 "--epochs or --steps to go on"
             )
-        if self._out_of_patience:
+        if self.best is not None and self.best.exhausted:
             raise ValueError(
-                f"{self.folder} ended at step {self.step}, after {self.config.train.patience} "
-                "evaluations without a better one: ask for more --patience to go on"
+                f"{self.folder} ended at step {self.step}, after {self.best.since} evaluations "
+                "without a better one: ask for more --patience to go on"
             )
         kind = self.transport.device.type
         # First of all: while kernels are compiled, the workers come up.
@@ -211,7 +212,7 @@ class Trainer:
                 lambda done, count: self._callbacks.call("on_compile", self, done, count),
             )
             self.pipeline.tune()  # before the run is described
-            self._run_folder.open(self.config.to_json())
+            self._run_folder.open(self.config.to_json(), find_vocabulary(self._histories))
         except BaseException as error:
             batches.__exit__(type(error), error, None)
             raise
@@ -277,7 +278,9 @@ class Trainer:
                     raise ValueError(_NOTHING_SUPERVISED.format(data=self.config.data))
                 with signals.suspend_limit():
                     self._validate()
-                    ended = self.step >= self.total or self._out_of_patience
+                    ended = self.step >= self.total or (
+                        self.best is not None and self.best.exhausted
+                    )
                     if not ended and self.step % settings.checkpoint_every == 0:
                         self._checkpoint()
                 yield last
@@ -309,12 +312,6 @@ class Trainer:
             self.best.note(self.step, metrics["model"])
         self._callbacks.call("on_evaluation", self, metrics, part)
         return metrics
-
-    @property
-    def _out_of_patience(self) -> bool:
-        """The same on every rank after the same step, as the metrics are."""
-        patience = self.config.train.patience
-        return patience is not None and self.best is not None and self.best.since >= patience
 
     def _load_best(self) -> None:
         best = self.best

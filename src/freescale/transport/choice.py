@@ -18,9 +18,9 @@ def find_rdma_devices() -> list[str]:
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
-def depends_on_engine(asked: str, device: str) -> bool:
+def depends_on_engine(asked: str) -> bool:
     """Whether the choice depends on the compiled engine. Where it does not, nothing is compiled."""
-    return asked == "auto" and device != "cpu"
+    return asked == "auto"
 
 
 def choose_transport(
@@ -49,6 +49,11 @@ def choose_transport(
         )
     if asked != "auto":
         return asked, "as asked"
+    if device == "cpu" and machines == 1 and engine:
+        return "hostwire-gloo", (
+            "CPU ranks of one machine: shared memory carries what is not summed, at a fraction of "
+            "the processor time of gloo"
+        )
     if device == "cpu":
         return "collective", (
             "on CPUs there are no multiprocessors to spare; hostwire-tcp lets urgent traffic "

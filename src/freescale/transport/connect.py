@@ -152,7 +152,7 @@ def agree_on_transport(transport: str, made: ProcessGroupTransport) -> tuple[str
         ValueError: on all ranks, if one may not open as many files as the transport takes.
     """
     device = made.device.type
-    engine = depends_on_engine(transport, device) and not explain_missing_engine()
+    engine = depends_on_engine(transport) and not explain_missing_engine()
     here = [
         identify_machine().hex(),
         raise_limit(),

@@ -66,7 +66,8 @@ def _list_candidates(transport: str, device: str) -> tuple[str, ...]:
     """What the transport may turn out to be."""
     if transport != "auto":
         return (transport,)
-    return ("collective",) if device == "cpu" else ("hostwire-gloo", "hostwire-tcp", "hostwire-ucx")
+    chosen = ("collective",) if device == "cpu" else ("hostwire-tcp", "hostwire-ucx")
+    return ("hostwire-gloo", *chosen)
 
 
 def read_hard_limit() -> int | None:

@@ -164,11 +164,7 @@ def draw_straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
         "straggler %, predicted by the cost model", "ranks of 128 samples", ticks, lines, wide=320
     )
     simulated = make_axes_over_lengths(used["simulate-paper"]["rows"])
-    names = ["greedy" if line.name == "balancing" else line.name for line in simulated.lines]
-    again = [
-        Line(name, line.points, PREDICTED[name], True)
-        for name, line in zip(names, simulated.lines, strict=True)
-    ]
+    again = [Line(line.name, line.points, PREDICTED[line.name], True) for line in simulated.lines]
     by_length = Axes(
         "straggler %, predicted by the simulator, 64 GPUs",
         simulated.below,

@@ -1,4 +1,11 @@
-"""HR@10 of a default run on real data against the popularity baseline, 2 ranks."""
+"""HR@10 and NDCG@10 of a recipe on a data set, over several seeds, beside the popularity baseline
+and a peer.
+
+Every seed is a run of its own in the folder of the runs: what is finished is not trained again,
+what was interrupted goes on from its last checkpoint. Figures are of the test part, over users with
+at least 4 events: others have nothing to train on. The peer is the public HSTU (a folder with its
+run_gr.py) or a JSON file of its figures.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +17,57 @@ from freescale.bench.common.options import make_parser, read_destination, run_co
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("quality", __doc__)
-    parser.add_argument("--data", type=Path, required=True, help="as of `freescale train`")
+    parser.add_argument("--data", required=True, help="as of `freescale train`")
+    parser.add_argument("--name", help="of the data, in the result (default: the file's)")
+    parser.add_argument("--recipe", help="as of `freescale train` (default: its defaults)")
+    parser.add_argument(
+        "--set",
+        dest="changes",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another option of `freescale train`, e.g. epochs=25; may be repeated",
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="how many (default: 5)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--run-folder", type=Path, help="of the runs (default: runs/quality/RECIPE-NAME)"
+    )
+    parser.add_argument(
+        "--catalogue",
+        choices=("unseen", "all"),
+        default="unseen",
+        help="whether the items of a history are left out where the peer is compared; all is for "
+        "data in which people come back to items (default: unseen)",
+    )
+    parser.add_argument(
+        "--peer", type=Path, help="folder of the public HSTU, to train it on the same events"
+    )
+    parser.add_argument(
+        "--peer-config", help="of run_gr.py (default: the one that the recipe is named after)"
+    )
+    parser.add_argument(
+        "--peer-figures", type=Path, help="JSON file: what run_gr.py printed, of each seed"
+    )
     options = parser.parse_args(arguments)
-    from freescale.bench.quality.bench import bench_quality
+    from freescale.bench.quality.bench import Plan, bench_quality
 
-    bench_quality(options.data, read_destination(options))
+    plan = Plan(
+        data=options.data,
+        name=options.name or Path(options.data).stem,
+        recipe=options.recipe,
+        changes=options.changes,
+        seeds=options.seeds,
+        jobs=options.jobs,
+        device=options.device,
+        run_folder=options.run_folder,
+        catalogue=options.catalogue,
+        peer=options.peer,
+        peer_config=options.peer_config,
+        peer_figures=options.peer_figures,
+    )
+    bench_quality(plan, read_destination(options))
     return 0
 
 

@@ -1,17 +1,48 @@
-"""Quality of a default run, as a table."""
+"""Quality of recipes, and of a default run, as tables."""
 
 from __future__ import annotations
 
-from freescale.bench.common.markdown import Results, format_table, single
+from collections.abc import Mapping
+from typing import Any
 
-# of all metrics that a file holds
-_SHOWN = ("hr@1", "hr@10", "hr@50", "ndcg@10", "mrr", "hr@10/unseen", "ndcg@10/unseen")
+from freescale.bench.common.markdown import Results, format_table, single
 
 
 def format_quality(used: Results, folder: str) -> str:
     result = single(used)
-    names = [name for name in result["rows"][0] if name in _SHOWN]
-    rows = [(row["arm"], *(f"{row[name]:.3f}" for name in names)) for row in result["rows"]]
-    training = f"{result['training']['settings']}, {result['training']['steps']} steps"
-    conditions = f"{result['dataset']['name']}, {training}."
+    names = [name for name in result["rows"][0] if "@" in name or name == "mrr"]
+    rows = [(row["arm"], *(_format_figure(row[name]) for name in names)) for row in result["rows"]]
+    steps = result["training"].get("steps", result["rows"][0].get("steps"))
+    steps = steps[0] if isinstance(steps, list) else steps
+    conditions = f"{result['dataset']['name']}, {result['training']['settings']}, {steps} steps."
     return format_table(used, folder, ("", *names), rows, conditions=conditions)
+
+
+def format_recipes(used: Results, folder: str) -> str:
+    """A row for each model on each data set, those of one result beside each other."""
+    rows, names = [], ("hr@10", "ndcg@10", "hr@10/unseen", "ndcg@10/unseen")
+    for result in used.values():
+        for row in result["rows"]:
+            against = _format_difference(result, row)
+            figures = (_format_figure(row[name]) for name in names)
+            rows.append((result["dataset"]["name"], row["arm"], *figures, against))
+    head = ("data", "model", *names, "against the peer (users drawn anew, 95 %)")
+    return format_table(used, folder, head, rows)
+
+
+def _format_figure(value: float | Mapping[str, Any]) -> str:
+    """Or the mean of several seeds, with its interval."""
+    if not isinstance(value, Mapping):
+        return f"{value:.3f}"
+    spread = f" ± {value['high'] - value['mean']:.4f}" if "high" in value else ""
+    return f"{value['mean']:.4f}{spread}"
+
+
+def _format_difference(result: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    if row is not result["rows"][0]:
+        return ""
+    return ", ".join(
+        f"{name} {one['percent']:+.1f} %"
+        + (f" ({one['low']:+.1f} to {one['high']:+.1f})" if "low" in one else "")
+        for name, one in result.get("comparison", {}).items()
+    )

@@ -14,8 +14,10 @@ import numpy as np
 from freescale.bench.common.results import Destination, claim, write
 from freescale.config import SimulateConfig
 from freescale.simulate.generated_workload import GeneratedWorkload
-from freescale.simulate.run import Plans, build_cluster, build_workload
+from freescale.simulate.inputs import build_cluster, build_workload
+from freescale.simulate.run import Plans
 from freescale.simulate.simulator import Setting
+from freescale.simulate.verdict import ALL, BASE, UNBALANCED
 from freescale.simulate.workload import Demand, Rows
 
 
@@ -48,16 +50,18 @@ def simulate_arms(
     return [plans.simulate(label, setting).row for label, setting in arms.items()]
 
 
-NONE, BALANCED, ALL = Setting(), Setting(balance="greedy"), Setting("staged", "greedy", "hostwire")
+SERIAL, BALANCED = Setting(), Setting(balance="greedy")
+EVERYTHING = Setting("staged", "greedy", "hostwire")
 ARMS = {
-    "plain TorchRec": Setting("metadata", deduplicate=False),
-    "none": NONE,
-    "balancing": BALANCED,
+    BASE: Setting("sparse_dist", placement="sharded", deduplicate=False),
+    f"{BASE}, ids deduplicated": Setting("sparse_dist", placement="sharded"),
+    "serial": SERIAL,
+    "serial + balancing": BALANCED,
+    "serial + hostwire": Setting(transport="hostwire"),
     "staged": Setting("staged"),
-    "hostwire": Setting(transport="hostwire"),
-    "balancing, staged": Setting("staged", "greedy"),
-    "staged, hostwire": Setting("staged", transport="hostwire"),
-    "all": ALL,
+    "staged + balancing": Setting("staged", "greedy"),
+    UNBALANCED: Setting("staged", transport="hostwire"),
+    ALL: EVERYTHING,
 }
 
 
@@ -71,7 +75,7 @@ def simulate_one_sample(config: SimulateConfig, total: int, gpus: int) -> dict[s
     )
     curve = [shape.forward, shape.backward]
     cost = np.sum([c.quadratic * length**2 + c.linear * length for c in curve], axis=0)
-    row = simulate_arms(config, gpus, {"balancing": BALANCED})[0]
+    row = simulate_arms(config, gpus, {"serial + balancing": BALANCED})[0]
     return {
         "figure": "one sample",
         "global_batch": config.batch * gpus,
@@ -89,12 +93,8 @@ def bench_paper(most: int, to: Destination) -> None:
         print(f"{figure} {more} {time.perf_counter() - begin:.0f} s", flush=True)
 
     for cap in (1000, 2000, 4000, 8000, 12_000, 16_000, 21_000):
-        straggling = {
-            "none": NONE,
-            "balancing": BALANCED,
-            "fixed": Setting(balance="fixed"),
-            "local": Setting(balance="local"),
-        }
+        partitioners = ("none", "greedy", "fixed", "local")
+        straggling = {name: Setting(balance=name) for name in partitioners}
         add(
             "straggler by length",
             {"cap": cap},
@@ -113,14 +113,14 @@ def bench_paper(most: int, to: Destination) -> None:
         add(
             "by collisions",
             {"collisions": rate},
-            [plans.simulate("all", ALL).row, plans.simulate("none", NONE).row],
+            [plans.simulate(ALL, EVERYTHING).row, plans.simulate("serial", SERIAL).row],
         )
     for jitter in (0.01, 0.02):
         add(
             "jitter",
             {"jitter": jitter},
             simulate_arms(
-                SimulateConfig(steps=12, jitter=jitter), 64, {"none": NONE, "balancing": BALANCED}
+                SimulateConfig(steps=12, jitter=jitter), 64, {"none": SERIAL, "greedy": BALANCED}
             ),
         )
     add("four times the latency", {}, simulate_slow_network())
@@ -155,7 +155,7 @@ def simulate_slow_network() -> list[dict[str, Any]]:
     slow = replace(network, **links, per_peer_us=4 * network.per_peer_us)
     return [
         plans.simulate(label, setting, network=slow).row
-        for label, setting in (("none", NONE), ("all", ALL))
+        for label, setting in (("serial", SERIAL), (ALL, EVERYTHING))
     ]
 
 
@@ -183,7 +183,7 @@ def make_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             at_least=True,
         )
     ]
-    for arm in ("balancing", "fixed"):
+    for arm in ("greedy", "fixed"):
         less = found("straggler by length", "none", cap=21_000)["straggler_percent"]
         less /= max(found("straggler by length", arm, cap=21_000)["straggler_percent"], 1e-3)
         made.append(
@@ -196,7 +196,7 @@ def make_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             )
         )
     jittered = [
-        found("jitter", arm, jitter=0.01)["straggler_percent"] for arm in ("none", "balancing")
+        found("jitter", arm, jitter=0.01)["straggler_percent"] for arm in ("none", "greedy")
     ]
     made.append(
         claim(
@@ -209,13 +209,13 @@ def make_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     )
     exposed = {
         arm: sum(found("by GPUs", arm, gpus=256)["exposed_ms"].values())
-        for arm in ("plain TorchRec", "none", "all")
+        for arm in (BASE, "serial", ALL)
     }
-    for base in ("plain TorchRec", "none"):
-        less = 100 * (1 - exposed["all"] / exposed[base])
+    for base in (BASE, "serial"):
+        less = 100 * (1 - exposed[ALL] / exposed[base])
         made += [
             claim(
-                f"exposed communication at 256 GPUs, all against {base}, less",
+                f"exposed communication at 256 GPUs, all techniques below {base}'s",
                 90.0,
                 less,
                 "%",
@@ -225,7 +225,7 @@ def make_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     sweep = [
         (r["collisions"], sum(r["exposed_ms"].values()))
         for r in rows
-        if r["figure"] == "by collisions" and r["arm"] == "all"
+        if r["figure"] == "by collisions" and r["arm"] == ALL
     ]
     x, y = np.array(sweep).T
     made.append(

@@ -19,17 +19,22 @@ from freescale.bench.common.drawing import (
     Line,
     draw_panels,
 )
+from freescale.simulate.verdict import ALL, BASE, UNBALANCED
 
 Results = Mapping[str, Mapping[str, Any]]
 INKS = {
-    "plain TorchRec": RED,
-    "none": GREY,
-    "balancing": ORANGE,
+    BASE: RED,
+    f"{BASE}, ids deduplicated": "#e377c2",
+    "serial": GREY,
+    "serial + balancing": ORANGE,
     "staged": TEAL,
-    "hostwire": BROWN,
-    "balancing, staged": GREEN,
-    "staged, hostwire": VIOLET,
-    "all": BLUE,
+    "serial + hostwire": BROWN,
+    "staged + balancing": GREEN,
+    UNBALANCED: VIOLET,
+    ALL: BLUE,
+    # partitioners, with the serial schedule
+    "none": GREY,
+    "greedy": ORANGE,
     "fixed": "#bcbd22",
     "local": "#17becf",
 }
@@ -81,25 +86,23 @@ def draw_simulate(used: Results) -> str:
     gpus = [
         (row["gpus"], _shorten(row["gpus"]))
         for row in rows
-        if row["figure"] == "by GPUs" and row["arm"] == "none"
+        if row["figure"] == "by GPUs" and row["arm"] == BASE
     ]
     single = [row for row in rows if row["figure"] == "one sample"]
     base = {
         row["gpus"]: row["samples_per_second"]
         for row in rows
-        if row["figure"] == "by GPUs" and row["arm"] == "none"
+        if row["figure"] == "by GPUs" and row["arm"] == BASE
     }
     balanced = [
         Line(
-            "balancing",
+            "serial + balancing",
             [(row["gpus"], row["straggler_percent"]) for row in single],
-            INKS["balancing"],
+            INKS["serial + balancing"],
             predicted=True,
         )
     ]
-    exposing = make_lines(
-        rows, "by GPUs", "gpus", exposed, ("plain TorchRec", "none", "staged", "all")
-    )
+    exposing = make_lines(rows, "by GPUs", "gpus", exposed, (BASE, "serial", "staged", ALL))
     faster = make_lines(
         rows, "by GPUs", "gpus", lambda row: row["samples_per_second"] / base[row["gpus"]]
     )
@@ -109,11 +112,11 @@ def draw_simulate(used: Results) -> str:
             "straggler %",
             "GPUs",
             gpus,
-            make_lines(rows, "by GPUs", "gpus", straggler, ("none", "balancing", "all")),
+            make_lines(rows, "by GPUs", "gpus", straggler, ("serial", "serial + balancing", ALL)),
         ),
         Axes("exposed communication, ms", "GPUs", gpus, exposing),
         make_axes_over_collisions(rows),
-        Axes("speed-up over none", "GPUs", gpus, faster),
+        Axes("speed-up over TorchRec SparseDist", "GPUs", gpus, faster),
         Axes(
             "straggler %, 8,192 samples in all",
             "GPUs",

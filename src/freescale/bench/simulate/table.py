@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from freescale.bench.common.markdown import Results, format_table, single
+from freescale.bench.common.markdown import Results, format_sources, format_table, single
+from freescale.simulate.verdict import ALL, BASE, write_verdict
 
 _ASKED = (
     ("step_error_percent", 10.0, " %"),
@@ -16,9 +17,7 @@ _ASKED = (
 
 def format_ablation(used: Results, folder: str) -> str:
     """What each technique would give on 256 GPUs."""
-    found = [
-        row for row in single(used)["rows"] if row["figure"] == "by GPUs" and row["gpus"] == 256
-    ]
+    found = [row for row in _select(used, "by GPUs") if row["gpus"] == 256]
     step = {row["arm"]: row["step_ms"] for row in found}
     rows = [
         (
@@ -26,12 +25,91 @@ def format_ablation(used: Results, folder: str) -> str:
             f"{step[row['arm']]:,.0f} ms",
             f"{row['straggler_percent']:.1f} %",
             f"{sum(row['exposed_ms'].values()):.1f} ms",
-            f"{step['none'] / step[row['arm']]:.2f} x",
+            f"{step[BASE] / step[row['arm']]:.2f} x",
         )
         for row in found
     ]
-    head = ("", "step", "straggler", "exposed", "speed-up")
+    head = ("", "step", "straggler", "exposed", "of TorchRec")
     return format_table(used, folder, head, rows, conditions="Predicted.")
+
+
+def format_prediction(used: Results, folder: str) -> str:
+    """The verdict at the paper's setting, as the command ends with it."""
+    found = {row["arm"]: row for row in _select(used, "by GPUs") if row["gpus"] == 256}
+    return f"> {write_verdict(found, [], 'H100')}\n\n*{format_sources(used, folder)}*"
+
+
+def format_scaling(used: Results, folder: str) -> str:
+    """More GPUs, as many samples on each."""
+    rows = _select(used, "by GPUs")
+    speed = {row["gpus"]: row["samples_per_second"] for row in rows if row["arm"] == BASE}
+    shown = []
+    for count in (64, 256, 1024, 4096):
+        of_arm = {row["arm"]: row for row in rows if row["gpus"] == count}
+        if BASE in of_arm:
+            everything = of_arm[ALL]
+            shown.append(
+                (
+                    f"{count:,}",
+                    f"{of_arm[BASE]['straggler_percent']:.1f} %",
+                    f"{everything['straggler_percent']:.1f} %",
+                    f"{sum(of_arm[BASE]['exposed_ms'].values()):.1f} ms",
+                    f"{sum(everything['exposed_ms'].values()):.1f} ms",
+                    f"{everything['samples_per_second'] / speed[count]:.2f} x",
+                )
+            )
+    head = (
+        "GPUs",
+        "straggler, TorchRec",
+        "all techniques",
+        "exposed, TorchRec",
+        "all techniques",
+        "speed-up",
+    )
+    return format_table(used, folder, head, shown, conditions="Predicted.")
+
+
+def format_sensitivity(used: Results, folder: str) -> str:
+    """What the assumptions are worth: jitter of compute, latency of the network."""
+    rows = [
+        (
+            f"{100 * row['jitter']:g} % jitter of compute, 64 GPUs",
+            "balancing" if row["arm"] == "greedy" else "no balancing",
+            f"{row['straggler_percent']:.1f} %",
+            f"{row['exposed_percent']:.1f} %",
+        )
+        for row in _select(used, "jitter")
+    ]
+    rows += [
+        (
+            "four times the latency, 256 GPUs",
+            row["arm"],
+            f"{row['straggler_percent']:.1f} %",
+            f"{row['exposed_percent']:.1f} %",
+        )
+        for row in _select(used, "four times the latency")
+    ]
+    head = ("assumption", "", "straggler", "exposed")
+    return format_table(used, folder, head, rows, conditions="Predicted.")
+
+
+def format_one_sample(used: Results, folder: str) -> str:
+    """A global batch that does not grow: from which number of GPUs one sample is too long."""
+    rows = [
+        (
+            f"{row['gpus']:,}",
+            f"{row['largest_over_mean']:.2f}",
+            f"{row['straggler_percent']:.1f} %",
+            f"{row['step_ms']:,.0f} ms",
+        )
+        for row in _select(used, "one sample")
+    ]
+    head = ("GPUs", "longest sample, of a rank's mean share", "straggler", "step")
+    return format_table(used, folder, head, rows, conditions="Predicted.")
+
+
+def _select(used: Results, figure: str) -> list[Mapping[str, Any]]:
+    return [row for row in single(used)["rows"] if row["figure"] == figure]
 
 
 def format_validation(used: Results, folder: str) -> str:

@@ -18,7 +18,7 @@ from freescale.simulate.compute import Calibration, Curve, Model, Shape, load_ca
 from freescale.simulate.network import Network, load_preset
 from freescale.simulate.output import collect_run
 from freescale.simulate.simulator import Cluster, Setting, simulate
-from freescale.simulate.workload import Demand, Rows
+from freescale.simulate.workload import Demand, Rows, SmallTable
 
 STEP, POINTS = 10.0, 2.0  # asked: per cent of the step time; points of the step
 
@@ -28,12 +28,16 @@ class Given:
     share collides."""
 
     notes: list[str] = []
+    bytes_per_token, bytes_per_sample = 16, 0
     items = 1 << 40  # never replicated: the benchmarks ask for sharded tables
 
     def __init__(
         self, lengths: list[np.ndarray], rows: np.ndarray | float, collisions: float
     ) -> None:
         self._lengths, self._rows, self._collisions = lengths, rows, collisions
+
+    def list_small_tables(self, ranks: int) -> list[SmallTable]:
+        return []
 
     def get_lengths(self, step: int) -> np.ndarray:
         return self._lengths[step % len(self._lengths)].reshape(-1).astype(np.int64)
@@ -43,7 +47,8 @@ class Given:
 
     def compute_demand(self, before: Any, now: np.ndarray, after: Any) -> Demand:
         late, shared = (0.0 if other is None else self._collisions for other in (before, after))
-        return Demand(*(Rows.spread(now * share) for share in (1.0, late, shared)))
+        whole, colliding, urgent = (Rows.spread(now * share) for share in (1.0, late, shared))
+        return Demand(whole, colliding, urgent)
 
 
 def compare(

@@ -9,6 +9,7 @@ from typing import Any
 
 from freescale.bench.common.drawing import GREY, RED, TEAL, Axes, Line, draw_panels
 from freescale.bench.simulate.figure import make_axes_over_collisions
+from freescale.simulate.verdict import ALL
 
 Results = Mapping[str, Mapping[str, Any]]
 INK = {"serial": GREY, "TorchRec": RED, "stale": TEAL, "staged": "#2f4b7c"}
@@ -62,7 +63,7 @@ def draw_exposed(used: Results) -> str:
     # the sweep of lengths, and its middle from that of rates
     lengths = [row for row in rows if row["collisions"] == 10]
     simulated = make_axes_over_collisions(used["simulate-paper"]["rows"])
-    names = {"none": "serial, predicted", "all": "all techniques, predicted"}
+    names = {"serial": "serial, predicted", ALL: "all techniques, predicted"}
     predicted = [replace(line, name=names[line.name]) for line in simulated.lines]
     axes = [
         _make_axes(

@@ -63,12 +63,12 @@ def hstu_attention(
     return out
 
 
-def _split_heads(group: Group, values: Tensor) -> Tensor:
+def split_heads(group: Group, values: Tensor) -> Tensor:
     """[tokens, heads, d] -> [n * heads, length, d]."""
     return group.pad(values).transpose(1, 2).reshape(-1, group.length, values.shape[2]).contiguous()
 
 
-def _split_heads_transposed(group: Group, values: Tensor) -> Tensor:
+def split_heads_transposed(group: Group, values: Tensor) -> Tensor:
     """[tokens, heads, d] -> [n * heads, d, length], laid out so (of a single sample, reshape would
     give a view): products with a transposed right side are several times slower on some
     processors."""
@@ -80,7 +80,7 @@ def _split_heads_transposed(group: Group, values: Tensor) -> Tensor:
     )
 
 
-def _write(target: Tensor, group: Group, values: Tensor) -> None:
+def write_heads(target: Tensor, group: Group, values: Tensor) -> None:
     """[n * heads, length, d] into [tokens, heads, d]."""
     heads, width = target.shape[1:]
     rows = values.view(len(group), heads, group.length, width).transpose(1, 2)
@@ -114,7 +114,7 @@ def _mask(scores: Tensor, tile: Relation, count: int) -> Tensor:
     return scores
 
 
-def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Adds left @ right to the leading rows of the total; the first product, which has all rows,
     starts it."""
     if total is None:
@@ -136,9 +136,9 @@ class _Attention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for number, group in enumerate(plan.groups.groups):
                 q_g, k_t, v_g = (
-                    _split_heads(group, q) * alpha,
-                    _split_heads_transposed(group, k),
-                    _split_heads(group, v),
+                    split_heads(group, q) * alpha,
+                    split_heads_transposed(group, k),
+                    split_heads(group, v),
                 )
                 out_g = torch.empty_like(v_g)
                 for tile in plan.tiles(number):
@@ -149,7 +149,7 @@ class _Attention(torch.autograd.Function):
                     out_g[:, tile.start : tile.stop] = torch.bmm(
                         weights.to(v.dtype), v_g[:, : tile.stop]
                     )
-                _write(out, group, out_g.div_(scale))
+                write_heads(out, group, out_g.div_(scale))
         return out
 
     @staticmethod
@@ -167,19 +167,19 @@ class _Attention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for number, group in enumerate(plan.groups.groups):
                 q_g, k_t, v_t = (
-                    _split_heads(group, q) * alpha,
-                    _split_heads_transposed(group, k),
-                    _split_heads_transposed(group, v),
+                    split_heads(group, q) * alpha,
+                    split_heads_transposed(group, k),
+                    split_heads_transposed(group, v),
                 )
                 k_g = k_t.transpose(1, 2).contiguous()
-                grad_g = _split_heads(group, grad) / ctx.scale
+                grad_g = split_heads(group, grad) / ctx.scale
                 grad_q_g, grad_k_g, grad_v_g = torch.empty_like(q_g), None, None
                 for tile in plan.tiles(number):
                     rows, keys = slice(tile.start, tile.stop), slice(0, tile.stop)
                     scores = _compute_scores(q_g, k_t, tile, len(group), biases)
                     sigmoid = torch.sigmoid(scores)
                     weights = _mask(scores.mul_(sigmoid), tile, len(group))
-                    grad_v_g = _add_product(
+                    grad_v_g = add_product(
                         grad_v_g, weights.to(v.dtype).transpose(1, 2), grad_g[:, rows], wide
                     )
                     # the slope of SiLU: sigmoid * (1 + score * (1 - sigmoid)) = sigmoid + weight -
@@ -196,12 +196,12 @@ class _Attention(torch.autograd.Function):
                             total.index_add_(0, index.flatten(), pairs.flatten().to(total.dtype))
                     change = change.to(q.dtype)
                     grad_q_g[:, rows] = torch.bmm(change, k_g[:, keys])
-                    grad_k_g = _add_product(grad_k_g, change.transpose(1, 2), q_g[:, rows], wide)
+                    grad_k_g = add_product(grad_k_g, change.transpose(1, 2), q_g[:, rows], wide)
                 # a group has at least one tile
                 assert grad_k_g is not None and grad_v_g is not None
-                _write(grad_q, group, grad_q_g.mul_(alpha))
-                _write(grad_k, group, grad_k_g)
-                _write(grad_v, group, grad_v_g)
+                write_heads(grad_q, group, grad_q_g.mul_(alpha))
+                write_heads(grad_k, group, grad_k_g)
+                write_heads(grad_v, group, grad_v_g)
         totals = [
             None if g is None else g.to(b.dtype) for g, b in zip(grad_biases, biases, strict=True)
         ]

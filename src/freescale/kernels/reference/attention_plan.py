@@ -131,15 +131,18 @@ def plan_attention(
     budget: int = TILE_BUDGET,
     rows: int = TILE_ROWS,
     host: HostSizes | None = None,
+    list_few: bool = True,
+    listed_scores: int | None = None,
 ) -> AttentionPlan:
     """Groups and tiles for these lengths. A time bias needs `timestamps` and `buckets`, a position
-    bias `distances`. Reads from the device what `host` does not know."""
+    bias `distances`. Reads from the device what `host` does not know. `list_few`: where a CPU has
+    few pairs of tokens, at most `listed_scores`, the plan is a list of them."""
     if heads < 1 or rows < 1:
         raise ValueError(f"heads and rows must be at least 1, not {heads} and {rows}")
     check_same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
     sizes = read_sizes(lengths, candidate_counts, host)
-    few = min(LISTED_SCORES, budget)
-    listed = lengths.device.type == "cpu" and heads * count_pairs(sizes) <= few
+    few = min(LISTED_SCORES if listed_scores is None else listed_scores, budget)
+    listed = list_few and lengths.device.type == "cpu" and heads * count_pairs(sizes) <= few
     groups = (
         Groups((), lengths, sizes.lengths, int(sizes.lengths.sum()))
         if listed

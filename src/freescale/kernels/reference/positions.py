@@ -1,5 +1,5 @@
-"""What the encoder's inputs get from a token's place in its sample, in plain torch: the row of its
-position, and the key of what is dropped.
+"""The encoder's inputs, in plain torch: the tokens' values, scaled, with the row of each token's
+position, and what dropout leaves of them; and the keys from which what is dropped follows.
 
 The reference of `triton.positions`.
 """
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from freescale.batch import compute_offsets
-from freescale.random import derive
+from freescale.random import derive, draw_keep_mask
+
+STREAM = 1 << 20  # which of the draws that a key gives: beyond those of any layer
 
 
 def compute_positions(lengths: Tensor, tokens: int) -> Tensor:
@@ -29,9 +31,13 @@ def add_positions(
     position: Tensor,  # [positions, width]
     lengths: Tensor,  # [samples] int64, candidates included
     candidate_counts: Tensor | None,  # [samples] int64
-    keys: Tensor | None,  # [samples] int64
+    keys: Tensor | None,  # [samples] int64; None: nothing is dropped
+    *,
+    scale: float = 1.0,  # of x, before positions are added
+    keep: float = 1.0,  # the share of the sum that is kept, if there are keys
 ) -> tuple[Tensor, Tensor | None]:
-    """(x with the rows of the tokens' positions added, in their dtype; [tokens] int64 keys).
+    """(scale * x with the rows of the tokens' positions added, in their dtype, after dropout;
+    [tokens] int64 keys).
 
     All candidates of a sample stand right after its history.
     """
@@ -43,4 +49,13 @@ def add_positions(
         )
         positions = torch.minimum(slots, history)
     token_keys = None if keys is None else derive_token_keys(keys, lengths, slots)
-    return x.to(position.dtype) + position[positions], token_keys
+    inputs = x.to(position.dtype) * scale + position[positions]
+    return drop_inputs(inputs, token_keys, keep), token_keys
+
+
+def drop_inputs(x: Tensor, token_keys: Tensor | None, keep: float) -> Tensor:
+    """x [tokens, width] with dropout that is a function of the tokens' keys."""
+    if token_keys is None or keep == 1:
+        return x
+    mask = draw_keep_mask(derive(token_keys, STREAM), x.shape[1], keep)
+    return x * mask.to(x.dtype).mul_(1 / keep)

@@ -17,7 +17,7 @@ from torch import Tensor
 from freescale.batch import concat_ranges
 from freescale.kernels.attention_checks import check_same_device
 from freescale.kernels.groups import Group, plan_groups
-from freescale.kernels.reference.attention import _split_heads, _split_heads_transposed, _write
+from freescale.kernels.reference.attention import split_heads, split_heads_transposed, write_heads
 from freescale.kernels.reference.attention_plan import TILE_BUDGET
 from freescale.kernels.summary_plan import SummaryPlan
 from freescale.kernels.upload import upload
@@ -127,9 +127,11 @@ class _SummaryAttention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for rows, seen in _group_blocks(plan, q.shape[1], q.device):
                 # [n * heads, rows, summaries]
-                scores = torch.bmm(_split_heads(rows, q) * alpha, _split_heads_transposed(seen, k))
+                scores = torch.bmm(split_heads(rows, q) * alpha, split_heads_transposed(seen, k))
                 weights = torch.nn.functional.silu(_widen(scores), inplace=True)
-                _write(out, rows, torch.bmm(weights.to(v.dtype), _split_heads(seen, v)).div_(scale))
+                write_heads(
+                    out, rows, torch.bmm(weights.to(v.dtype), split_heads(seen, v)).div_(scale)
+                )
         return out
 
     @staticmethod
@@ -144,18 +146,18 @@ class _SummaryAttention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for rows, seen in _group_blocks(ctx.plan, q.shape[1], q.device):
                 q_g, k_g, v_t = (
-                    _split_heads(rows, q) * ctx.alpha,
-                    _split_heads(seen, k),
-                    _split_heads_transposed(seen, v),
+                    split_heads(rows, q) * ctx.alpha,
+                    split_heads(seen, k),
+                    split_heads_transposed(seen, v),
                 )
-                grad_g = _split_heads(rows, grad) / ctx.scale
-                scores = _widen(torch.bmm(q_g, _split_heads_transposed(seen, k)))
+                grad_g = split_heads(rows, grad) / ctx.scale
+                scores = _widen(torch.bmm(q_g, split_heads_transposed(seen, k)))
                 sigmoid = torch.sigmoid(scores)
                 weights = scores.mul_(sigmoid)
                 _accumulate(grad_v, seen, torch.bmm(weights.to(v.dtype).transpose(1, 2), grad_g))
                 slope = weights.addcmul_(weights, sigmoid, value=-1).add_(sigmoid)
                 change = slope.mul_(torch.bmm(grad_g, v_t)).to(q.dtype)
-                _write(grad_q, rows, torch.bmm(change, k_g).mul_(ctx.alpha))
+                write_heads(grad_q, rows, torch.bmm(change, k_g).mul_(ctx.alpha))
                 _accumulate(grad_k, seen, torch.bmm(change.transpose(1, 2), q_g))
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
 

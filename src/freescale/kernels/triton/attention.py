@@ -2,9 +2,10 @@
 GPUs.
 
 Same arguments, same function. float32, bfloat16 and float16, sums in float32; heads 32, 64, 128
-and, but in float32, 256 wide. The kernels read the lengths from tables of tiles that
-`attention_plan` makes once per batch; nothing synchronizes after that. No sum depends on an order
-that may change: the same inputs give the same bits, gradients too.
+and, but in float32, 256 wide; zeros fill up heads of other widths, which changes nothing: they add
+nothing to a product, and what they become is cut off. The kernels read the lengths from tables of
+tiles that `attention_plan` makes once per batch; nothing synchronizes after that. No sum depends on
+an order that may change: the same inputs give the same bits, gradients too.
 
 Memory is linear in the tokens but for tables with an entry for every pair of tokens, which narrow
 dtypes make for one call if they fit PAIR_BUDGET: the biases of pairs, and in some backwards what
@@ -65,9 +66,22 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT32_WIDTHS = WIDTHS[:-1]  # tiles of wider heads do not fit in a multiprocessor
 
 
-def fits_width(width: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels take heads of this width."""
-    return width in (FLOAT32_WIDTHS if dtype == torch.float32 else WIDTHS)
+def find_kernel_width(width: int, dtype: torch.dtype) -> int | None:
+    """The narrowest that the kernels have and that heads of this width fit in; None if none is."""
+    widths = FLOAT32_WIDTHS if dtype == torch.float32 else WIDTHS
+    return next((own for own in widths if width <= own), None)
+
+
+def pad_heads(x: Tensor) -> Tensor:
+    """x [tokens, heads, d], which fits -> [tokens, heads, width of the kernels], zeros behind."""
+    width = find_kernel_width(x.shape[2], x.dtype)
+    assert width is not None
+    return x if width == x.shape[2] else torch.nn.functional.pad(x, (0, width - x.shape[2]))
+
+
+def cut_heads(x: Tensor, width: int) -> Tensor:
+    """The inverse of `pad_heads`."""
+    return x if width == x.shape[2] else x[..., :width].contiguous()
 
 
 def hstu_attention(
@@ -94,10 +108,10 @@ def hstu_attention(
             f"q, k and v must share one dtype of {DTYPES}, not {q.dtype}, {k.dtype}, {v.dtype}"
         )
     check_inputs(q, k, v, lengths, position_bias, time_bias, timestamps, scale_length)
-    if not (fits_width(q.shape[2], q.dtype) and fits_width(v.shape[2], q.dtype)):
+    if any(find_kernel_width(x.shape[2], x.dtype) is None for x in (q, v)):
         raise ValueError(
-            f"the kernels are for heads {WIDTHS} wide (float32: {FLOAT32_WIDTHS}), not "
-            f"{q.shape[2]} and {v.shape[2]}; use kernels.attention"
+            f"the kernels are for heads up to {WIDTHS[-1]} wide (float32: {FLOAT32_WIDTHS[-1]}), "
+            f"not {q.shape[2]} and {v.shape[2]}; use kernels.attention"
         )
     if plan is None:
         plan = plan_attention(
@@ -110,10 +124,11 @@ def hstu_attention(
         )
     check_plan(plan, q, lengths, candidate_counts, position_bias, time_bias)
     require_gpu(q.device, "kernels.attention")
+    padded = (pad_heads(x) for x in (q, k, v))
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, position_bias, time_bias, plan, float(alpha), float(scale_length)
+        *padded, position_bias, time_bias, plan, float(alpha), float(scale_length)
     )
-    return out
+    return cut_heads(out, v.shape[2])
 
 
 def make_readable(x: Tensor) -> Tensor:

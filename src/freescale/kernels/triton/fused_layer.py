@@ -8,6 +8,10 @@ are one kernel. Backward, the sum's gradient leaves one kernel twice: in the str
 layer before, and in the products' dtype for its matrix products. Gradients of all vectors are sums
 of parts of the tokens, in an order that depends on their number alone; those of matrices leave the
 product in the parameters' dtype. The same inputs give the same bits.
+
+Heads whose width the attention's kernels do not have get columns of zeros from the projection: rows
+of zeros stand between those of its matrix where the values, queries and keys of a head end. Behind
+the attention they are cut off, so that the gated norm sees none of them.
 """
 
 from __future__ import annotations
@@ -17,12 +21,20 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from freescale.kernels.attention_checks import check_plan
-from freescale.kernels.triton.attention import attend, differentiate_attention
+from freescale.kernels.reference.attention_plan import AttentionPlan
+from freescale.kernels.triton.attention import (
+    attend,
+    cut_heads,
+    differentiate_attention,
+    find_kernel_width,
+    pad_heads,
+)
 from freescale.kernels.triton.attention_plan import TilePlan
 from freescale.kernels.triton.launch import (
     RowLaunch,
@@ -59,7 +71,7 @@ class LayerParameters(NamedTuple):
 class LayerOptions:
     """What the layers of a model share in a step."""
 
-    plan: TilePlan
+    plan: TilePlan | AttentionPlan
     heads: int
     d_qk: int
     d_v: int
@@ -71,13 +83,42 @@ class LayerOptions:
     recompute: bool  # a layer's activations in backward, instead of keeping them
 
     @property
+    def kernel_widths(self) -> tuple[int, int]:
+        """Of queries and of values in the attention's kernels: at least d_qk and d_v."""
+        found = [find_kernel_width(width, self.dtype) for width in (self.d_qk, self.d_v)]
+        assert found[0] is not None and found[1] is not None
+        return found[0], found[1]
+
+    @property
     def columns(self) -> tuple[int, int, int, int]:
-        """Of the projection: gate, values, queries, keys."""
-        return (self.heads * self.d_v,) * 2 + (self.heads * self.d_qk,) * 2
+        """Of the projection: gate, values, queries, keys; zeros behind each head's are counted."""
+        of_queries, of_values = self.kernel_widths
+        return self.heads * self.d_v, self.heads * of_values, *(2 * (self.heads * of_queries,))
+
+    def locate_rows(self, device: torch.device) -> Tensor | None:
+        """[rows of the projection] int64: where they stand among `columns`; None: as they are."""
+        widths = self.d_qk, self.d_v
+        if self.kernel_widths == widths:
+            return None
+        return _locate_rows(self.heads, widths, self.kernel_widths, device)
 
     @property
     def attention(self) -> tuple[TilePlan, float, float]:
+        assert isinstance(self.plan, TilePlan)
         return self.plan, self.d_qk**-0.5, float(self.scale_length)
+
+
+@cache
+def _locate_rows(
+    heads: int, widths: tuple[int, int], padded: tuple[int, int], device: torch.device
+) -> Tensor:
+    (d_qk, d_v), (of_queries, of_values) = widths, padded
+    pieces = [np.arange(heads * d_v)]
+    start = heads * d_v
+    for width, wide in ((d_v, of_values), (d_qk, of_queries), (d_qk, of_queries)):
+        pieces.append((start + wide * np.arange(heads)[:, None] + np.arange(width)).ravel())
+        start += heads * wide
+    return torch.from_numpy(np.concatenate(pieces)).to(device)
 
 
 def run_layers(x: Tensor, layers: Sequence[LayerParameters], options: LayerOptions) -> Tensor:
@@ -97,7 +138,7 @@ def run_layers(x: Tensor, layers: Sequence[LayerParameters], options: LayerOptio
     bias: Tensor | None = None
     x = x.contiguous()
     with use_device(x.device):
-        copies = _cast_weights(layers, options.dtype)
+        copies = _pad_projections(_cast_weights(layers, options.dtype), options)
         for number, (layer, copied) in enumerate(zip(layers, copies, strict=True)):
             own = layer[:7] + layer[8:]
             inputs = x, product, bias, *own, copied, options, number
@@ -125,6 +166,22 @@ def _cast_weights(
         torch._foreach_copy_(copies, sources)
         sources = copies
     return [tuple(sources[start : start + 3]) for start in range(0, len(sources), 3)]
+
+
+def _pad_projections(
+    copies: list[tuple[Tensor, ...]], options: LayerOptions
+) -> list[tuple[Tensor, ...]]:
+    """Projections and their biases with rows of zeros where `options.columns` have them."""
+    rows = options.locate_rows(copies[0][0].device)
+    if rows is None:
+        return copies
+    projections, biases, outputs = zip(*copies, strict=True)
+    total = sum(options.columns)
+    padded = []
+    for same in (torch.stack(projections), torch.stack(biases)):  # [layers, rows, ...]
+        whole = same.new_zeros(same.shape[0], total, *same.shape[2:])
+        padded.append(whole.index_copy_(1, rows, same).unbind())
+    return list(zip(*padded, outputs, strict=True))
 
 
 @cache
@@ -225,7 +282,9 @@ class _Layer(torch.autograd.Function):
             projected, active, tokens, FIRST=gated_width, TOTAL=total, **silu,
         )  # fmt: skip
         biases = position_bias, time_bias
-        attended = attend(*_split_heads(active, options), biases, *options.attention)
+        attended = cut_heads(
+            attend(*_split_heads(active, options), biases, *options.attention), options.d_v
+        )
         gated = _empty((tokens, gated_width), dtype, x)
         shape = _choose_shape(FORWARD, gated_width)
         launch_kernel(
@@ -281,7 +340,8 @@ class _Layer(torch.autograd.Function):
                 TOTAL=total, **shape,
             )  # fmt: skip
             grad_q, grad_k, grad_v, *grad_biases = differentiate_attention(
-                grad_attended, *_split_heads(active, options), tuple(biases), *options.attention,
+                pad_heads(grad_attended), *_split_heads(active, options), tuple(biases),
+                *options.attention,
                 need_biases=any(ctx.needs_input_grad[10:12]),
             )  # fmt: skip
             blocks = sum(count_blocks(size, silu["C"]) for size in columns[1:])
@@ -305,6 +365,10 @@ class _Layer(torch.autograd.Function):
                 **shape,
             )  # fmt: skip
             found = sums.sum_up()
+            rows = options.locate_rows(x.device)
+            if rows is not None:
+                grad_projection = grad_projection.index_select(0, rows)
+                found["projection_bias"] = found["projection_bias"].index_select(0, rows)
         return (
             grad_x,
             (grad_x if grad_added is None else grad_added) if ctx.added else None,
@@ -362,8 +426,8 @@ class _AddProduct(torch.autograd.Function):
 def _split_heads(active: Tensor, options: LayerOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [tokens, heads, d] in [tokens, columns of v, q, k]."""
     v, q, k = torch.split(active, list(options.columns[1:]), dim=1)
-    q, k = (part.view(-1, options.heads, options.d_qk) for part in (q, k))
-    return q, k, v.view(-1, options.heads, options.d_v)
+    q, k, v = (part.view(len(active), options.heads, -1) for part in (q, k, v))
+    return q, k, v
 
 
 def _choose_draws(options: LayerOptions, number: int) -> dict[str, Any]:

@@ -34,9 +34,14 @@ def _derive(key, counter):
 
 @triton.jit
 def _kept(keys, row, tokens, layer, threshold, R: tl.constexpr, W: tl.constexpr):
-    """[R, W]: the bits of draw_keep_mask(derive(keys, stream), ...). A hash gives four draws of 16
-    bits, for four columns."""
+    """[R, W]: the bits of draw_keep_mask(derive(keys, layer), ...) for the tokens `row`."""
     key = tl.load(keys + row, mask=row < tokens, other=0).to(tl.uint64, bitcast=True)
+    return _draw_kept(key, layer, threshold, R, W)
+
+
+@triton.jit
+def _draw_kept(key, layer, threshold, R: tl.constexpr, W: tl.constexpr):
+    """[R, W], of keys [R]. A hash gives four draws of 16 bits, for four columns."""
     key = _derive(key, layer)
     draws = _derive(key[:, None], tl.arange(0, W // 4)[None, :])
     shifts = (16 * tl.arange(0, 4)).to(tl.uint64)

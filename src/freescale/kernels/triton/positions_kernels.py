@@ -1,5 +1,5 @@
-"""The Triton kernels of `triton.positions`: rows of positions and token keys, and the gradient of
-the rows."""
+"""The Triton kernels of `triton.positions`: inputs with rows of positions, after dropout, token
+keys, and the gradients."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from freescale.kernels.triton.attention_plan import SampleColumn
-from freescale.kernels.triton.layer_kernels import _derive
+from freescale.kernels.triton.layer_kernels import _derive, _draw_kept, _kept
 
 START = tl.constexpr(int(SampleColumn.START))
 LENGTH = tl.constexpr(int(SampleColumn.LENGTH))
@@ -18,8 +18,9 @@ COLUMNS = tl.constexpr(len(SampleColumn))
 
 @triton.jit(do_not_specialize=["tokens", "count", "steps"])
 def add_positions_kernel(
-    x, position, keys, samples, out, token_keys, tokens, count, steps,
-    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    x, position, keys, samples, out, token_keys, tokens, count, steps, scale,
+    layer, threshold, share,
+    DROPS: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """A program's R tokens find their samples by bisection in `steps`; keys is None where nothing
     is dropped."""
@@ -37,14 +38,33 @@ def add_positions_kernel(
     inside = row < tokens
     there = inside[:, None] & (column < WIDTH)[None, :]
     own = row[:, None] * WIDTH + column[None, :]
-    result = tl.load(x + own, mask=there, other=0.0).to(tl.float32)
+    result = tl.load(x + own, mask=there, other=0.0).to(tl.float32) * scale
     result += tl.load(
         position + place[:, None] * WIDTH + column[None, :], mask=there, other=0.0
     ).to(tl.float32)
-    tl.store(out + own, result.to(out.dtype.element_ty), mask=there)
     if keys is not None:
         key = tl.load(keys + low, mask=inside, other=0).to(tl.uint64, bitcast=True)
-        tl.store(token_keys + row, _derive(key, slot).to(tl.int64, bitcast=True), mask=inside)
+        key = _derive(key, slot)
+        tl.store(token_keys + row, key.to(tl.int64, bitcast=True), mask=inside)
+        if DROPS:
+            result = tl.where(_draw_kept(key, layer, threshold, R, W), result * share, 0.0)
+    tl.store(out + own, result.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def drop_gradient_kernel(
+    grad, token_keys, out, tokens, layer, threshold, share,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """out = grad where dropout kept the value, over the share that it keeps."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    column = tl.arange(0, W)
+    there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
+    place = row[:, None] * WIDTH + column[None, :]
+    kept = _kept(token_keys, row, tokens, layer, threshold, R, W)
+    values = tl.load(grad + place, mask=there, other=0.0).to(tl.float32)
+    result = tl.where(kept, values * share, 0.0)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit

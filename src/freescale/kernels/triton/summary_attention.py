@@ -20,8 +20,10 @@ from freescale.kernels.triton.attention import (
     DTYPES,
     WIDTHS,
     build_descriptor,
-    fits_width,
+    cut_heads,
+    find_kernel_width,
     make_readable,
+    pad_heads,
 )
 from freescale.kernels.triton.attention_launch import FLOAT32_PRECISION, AttentionLaunch
 from freescale.kernels.triton.launch import is_interpreted, launch_kernel, require_gpu, use_device
@@ -43,19 +45,17 @@ def summary_attention(
 ) -> Tensor:  # [rows, heads, d_v]
     """In the inputs' dtype; scores, SiLU and sums in float32."""
     check_summary_inputs(q, k, v, plan, scale_length)
-    if q.dtype not in DTYPES or not (
-        fits_width(q.shape[2], q.dtype) and fits_width(v.shape[2], q.dtype)
-    ):
+    if q.dtype not in DTYPES or any(find_kernel_width(x.shape[2], x.dtype) is None for x in (q, v)):
         raise ValueError(
-            f"the kernels are for {DTYPES} and heads {WIDTHS} wide, not {q.dtype}, {q.shape[2]} "
-            f"and {v.shape[2]}; "
-            "use kernels.summary_attention"
+            f"the kernels are for {DTYPES} and heads up to {WIDTHS[-1]} wide, not {q.dtype}, "
+            f"{q.shape[2]} and {v.shape[2]}; use kernels.summary_attention"
         )
     require_gpu(q.device, "kernels.summary_attention")
+    padded = (pad_heads(x) for x in (q, k, v))
     out: Tensor = _SummaryAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, plan, float(alpha), float(scale_length)
+        *padded, plan, float(alpha), float(scale_length)
     )
-    return out
+    return cut_heads(out, v.shape[2])
 
 
 class _Call:

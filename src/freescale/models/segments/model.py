@@ -16,8 +16,13 @@ from torch import Tensor, nn
 
 from freescale.batch import HostSizes
 from freescale.config import ModelConfig
-from freescale.kernels.reference.positions import compute_positions, derive_token_keys
-from freescale.models.hstu import HSTU, TOO_LONG
+from freescale.kernels.reference.positions import (
+    compute_positions,
+    derive_token_keys,
+    drop_inputs,
+)
+from freescale.models.encoder import TOO_LONG
+from freescale.models.hstu import HSTU
 from freescale.models.segments.arrangement import Rows, arrange_rows
 from freescale.models.segments.earlier import EarlierSegments
 from freescale.models.segments.memory import Memory
@@ -148,7 +153,7 @@ class SegmentedHSTU(HSTU):
     ) -> Tensor:
         """[events, width] -> [rows, width]."""
         timestamps = self._check_inputs(x, timestamps)
-        x = x.to(self.position.dtype) + self.position[rows.event_positions]
+        x = x.to(self.position.dtype) * self.input_scale + self.position[rows.event_positions]
         # in training the summaries have a gradient in every batch, if only zeros
         if not rows.open or torch.is_grad_enabled():
             x, timestamps = self._interleave(x, timestamps, rows)
@@ -157,6 +162,7 @@ class SegmentedHSTU(HSTU):
         if keys is not None:
             slots = compute_positions(rows.lengths, x.shape[0])
             token_keys = derive_token_keys(keys, rows.lengths, slots)
+        x = drop_inputs(x, token_keys, 1 - self.input_dropout)
         return self._run_layers(
             x, rows.parts, token_keys, timestamps, rows.candidate_counts, plan, earlier
         )

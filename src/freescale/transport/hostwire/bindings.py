@@ -7,9 +7,12 @@ import os
 from ctypes import POINTER, c_double, c_int, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from freescale.transport.hostwire.compiled import compile_and_load
+from freescale.compiled import compile_and_load
+
+SOURCE = Path(__file__).with_name("csrc") / "engine.c"
 
 
 class ErrorCode(IntEnum):
@@ -65,7 +68,7 @@ def _declare(function: Any, result: type | None, *arguments: type) -> Any:
 
 @cache
 def _load_once() -> tuple[EngineLibrary | None, str]:
-    return compile_and_load("engine", EngineLibrary)
+    return compile_and_load(SOURCE, EngineLibrary)
 
 
 def load_engine() -> EngineLibrary | None:

@@ -1,4 +1,4 @@
-"""Compiles the C sources of this package, once per machine and version, with the compiler that is
+"""Compiles the C sources of packages, once per machine and version, with the compiler that is
 installed. Triton needs one too."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +17,6 @@ from typing import TypeVar
 from freescale.folders import list_cache_folders, open_own_folder
 
 FLAGS = ("-O2", "-shared", "-fPIC")
-SOURCES = Path(__file__).with_name("csrc")
 _SECONDS = 60.0  # that the compiler may take
 _T = TypeVar("_T")
 
@@ -30,16 +29,19 @@ def find_compiler() -> str | None:
     return None
 
 
-def compile_and_load(name: str, load: Callable[[str], _T]) -> tuple[_T | None, str]:
-    """Loads the compiled csrc/`name`.c from the cache, and compiles it first where it is not there.
+def compile_and_load(
+    source: Path, load: Callable[[str], _T], flags: Sequence[str] = FLAGS
+) -> tuple[_T | None, str]:
+    """Loads the compiled `source` from the cache, and compiles it first where it is not there.
 
     Every folder that it may be kept in is tried: one can be full, another user's, or on a mount
     that nothing is executed from.
 
     Args:
-        name: of the file that is compiled; it includes the others.
+        source: the file that is compiled; it includes others of its folder.
         load: takes the path of the library; its OSError or AttributeError makes the library one
             that this machine cannot use.
+        flags: for the compiler.
 
     Returns:
         (what `load` returned, ""), or (None, the reason).
@@ -52,7 +54,7 @@ def compile_and_load(name: str, load: Callable[[str], _T]) -> tuple[_T | None, s
     reasons = []
     for folder in list_cache_folders():
         try:
-            return _load_cached(name, open_own_folder(folder), compiler, load), ""
+            return _load_cached(source, open_own_folder(folder), compiler, load, flags), ""
         except subprocess.CalledProcessError as error:
             lines = error.stderr.decode(errors="replace").strip().splitlines() or [str(error)]
             reasons.append(f"{compiler} failed: {lines[0]}")
@@ -61,27 +63,31 @@ def compile_and_load(name: str, load: Callable[[str], _T]) -> tuple[_T | None, s
     return None, "; ".join(dict.fromkeys(reasons))
 
 
-def _load_cached(name: str, folder: Path, compiler: str, load: Callable[[str], _T]) -> _T:
+def _load_cached(
+    source: Path, folder: Path, compiler: str, load: Callable[[str], _T], flags: Sequence[str]
+) -> _T:
     """The file's name ends with the digest of its bytes: a damaged one may take the process that
     loads it down."""
-    stem = f"{name}-{_hash_sources()}"
+    stem = f"{source.stem}-{_hash_sources(source.parent, flags)}"
     for library in sorted(folder.glob(f"{stem}-*.so")):
         with suppress(OSError, AttributeError):
             if library.stem.rpartition("-")[2] == _hash_file(library):
                 return load(str(library))
         with suppress(OSError):
             library.unlink()
-    return _compile(compiler, SOURCES / f"{name}.c", folder / stem, load)
+    return _compile(compiler, source, folder / stem, load, flags)
 
 
-def _compile(compiler: str, source: Path, stem: Path, load: Callable[[str], _T]) -> _T:
+def _compile(
+    compiler: str, source: Path, stem: Path, load: Callable[[str], _T], flags: Sequence[str]
+) -> _T:
     """Several ranks may do it at once: each for itself. Only what can be loaded is kept."""
     handle, name = tempfile.mkstemp(dir=stem.parent, suffix=".so")
     os.close(handle)
     library = Path(name)
     try:
         subprocess.run(
-            [compiler, *FLAGS, "-o", name, str(source)],
+            [compiler, *flags, "-o", name, str(source), "-lm"],
             check=True,
             capture_output=True,
             timeout=_SECONDS,
@@ -93,13 +99,24 @@ def _compile(compiler: str, source: Path, stem: Path, load: Callable[[str], _T])
         library.unlink(missing_ok=True)
 
 
-def _hash_sources() -> str:
-    """Of every file that is compiled, and of the machine: several may share a home."""
+def _hash_sources(folder: Path, flags: Sequence[str]) -> str:
+    """Of every file that is compiled, how, and of the machine: several may share a home."""
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
-    digest = hashlib.sha256(f"{platform.machine()} {libc}".encode())
-    for file in sorted(SOURCES.glob("*.[ch]")):
+    processor = _describe_processor() if "-march=native" in flags else ""
+    described = f"{platform.machine()} {libc} {processor} {' '.join(flags)}"
+    digest = hashlib.sha256(described.encode())
+    for file in sorted(folder.glob("*.[ch]")):
         digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _describe_processor() -> str:
+    """The instructions that this machine has, as the kernel lists them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
 
 
 def _hash_file(file: Path) -> str:

@@ -1,0 +1,103 @@
+"""What `--columns` and `--labels` say: which column of the data plays which role, and what makes a
+label."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from freescale.config.options import split_names
+
+ROLES = ("user", "item", "time", "rating", "action")
+ORDER = "order"  # in place of a time column: rows are in order of time
+_PLAIN = re.compile(r"[^=<>!]+")
+_RULE = re.compile(
+    r"(?P<name>[\w.-]+)\s*=(?!=)\s*(?P<column>[^=<>!]+?)\s*(?P<operator>==|!=|>=|<=|=|>|<)\s*"
+    r"(?P<value>.+)"
+)
+
+
+@dataclass(frozen=True)
+class Label:
+    """A label column of ranking: a column of the data as it is, or the outcome of a comparison."""
+
+    name: str
+    column: str
+    operator: str | None = None  # None: the column holds 0 and 1
+    value: float | str = ""
+
+    @property
+    def text(self) -> str:
+        """As it stands on the command line."""
+        if self.operator is None:
+            return self.name
+        value = repr(self.value).removesuffix(".0")
+        return f"{self.name}={self.column}{self.operator}{value}"
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """`user=reviewer,item=sku` as a mapping of roles to columns. An empty column leaves the role
+    out.
+
+    Raises:
+        ValueError: an unknown role, or no `=`.
+    """
+    found: dict[str, str] = {}
+    for part in split_names(text):
+        role, equals, column = (piece.strip() for piece in part.partition("="))
+        if not equals or role not in ROLES:
+            raise ValueError(
+                f"--columns has {part!r}: write role=column, with a role of {', '.join(ROLES)}"
+            )
+        if role in found:
+            raise ValueError(f"--columns names {role} twice: {found[role]!r} and {column!r}")
+        if not column and role in ("user", "item", "time"):
+            raise ValueError(f"--columns names no column for {role}: write {role}=COLUMN")
+        found[role] = column
+    return found
+
+
+def parse_labels(text: str) -> tuple[Label, ...]:
+    """`is_click,like=rating>=4` as labels.
+
+    A comparison is `column operator value`, where the value is a number, or a string (in quotes
+    where it would read as a number) that `==` and `!=` compare.
+
+    Raises:
+        ValueError: what is neither a column nor a comparison with a name, or a name twice.
+    """
+    found: dict[str, Label] = {}
+    for part in split_names(text):
+        label = _parse_label(part)
+        if label.name in found:
+            raise ValueError(f"--labels names {label.name!r} twice: give each label its own name")
+        found[label.name] = label
+    return tuple(found.values())
+
+
+def _parse_label(part: str) -> Label:
+    if _PLAIN.fullmatch(part):
+        return Label(part, part)
+    rule = _RULE.fullmatch(part)
+    if rule is None:
+        raise ValueError(
+            f"--labels has {part!r}: name a column, or write name=column>=number "
+            "(==, !=, >=, <=, >, <), as like=rating>=4"
+        )
+    operator = "==" if rule["operator"] == "=" else rule["operator"]
+    value = _parse_value(rule["value"].strip())
+    if isinstance(value, str) and operator not in ("==", "!="):
+        raise ValueError(
+            f"--labels has {part!r}: {operator} compares numbers, {value!r} is none; "
+            "use == or != for strings"
+        )
+    return Label(rule["name"], rule["column"], operator, value)
+
+
+def _parse_value(text: str) -> float | str:
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,120 @@
+"""Recipes: settings of `freescale train` by name, in TOML files. Those of the package are in
+`recipes/`."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from freescale.config.data import DataConfig
+from freescale.config.model import ModelConfig
+from freescale.config.train import TrainConfig
+
+RECIPES = Path(__file__).parent / "recipes"
+_TYPES: dict[str, Any] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings that belong together."""
+
+    name: str
+    description: str  # one line
+    settings: Mapping[str, Any]
+
+
+def list_recipes() -> list[Recipe]:
+    """Those of the package, by name."""
+    return [read_recipe(path.stem) for path in sorted(RECIPES.glob("*.toml"))]
+
+
+def read_recipe(name: str) -> Recipe:
+    """Reads a recipe of the package by its name, or a file of one's own, whose name ends in .toml.
+
+    Keys of the file are options of `freescale train` without their dashes, and `description`.
+
+    Raises:
+        ValueError: if there is no such recipe, or with the file and what is wrong in it.
+    """
+    own = name.endswith(".toml")
+    path = Path(name) if own else RECIPES / f"{name}.toml"
+    if not path.is_file():
+        shipped = ", ".join(sorted(path.stem for path in RECIPES.glob("*.toml")))
+        there = f"no file {name}" if own else f"no recipe {name!r}"
+        raise ValueError(
+            f"--recipe: there is {there}; the package has {shipped}, and a file of your own ends "
+            "in .toml"
+        )
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"recipe {path}: not valid TOML: {error}") from None
+    description = raw.pop("description", "")
+    if not isinstance(description, str):
+        raise ValueError(f"recipe {path}: description must be a line of text, not {description!r}")
+    settings = {}
+    for key, value in raw.items():
+        setting = key.replace("-", "_")
+        if setting in settings:
+            raise ValueError(f"recipe {path}: {key!r} is there twice")
+        settings[setting] = _check_value(path, key, value)
+    for kind in (DataConfig, ModelConfig, TrainConfig):
+        known = {entry.name for entry in fields(kind)}
+        try:
+            kind(**{name: value for name, value in settings.items() if name in known})
+        except ValueError as error:
+            raise ValueError(f"recipe {path}: {error}") from None
+    return Recipe(name, description, settings)
+
+
+def expand_recipe(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that were given, and those of the recipe that they name; what was given wins."""
+    name = given.get("recipe")
+    if name is None:
+        return dict(given)
+    own = {key: value for key, value in given.items() if value is not None}
+    return {**read_recipe(name).settings, **own}
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """`epochs=25` as ("epochs", 25): an option of `freescale train` by its name.
+
+    Raises:
+        ValueError: if it is none, or the value is of another type.
+    """
+    name, equals, value = text.partition("=")
+    entry = _find_settings().get(name.strip().replace("-", "_"))
+    if not equals or entry is None:
+        raise ValueError(f"{text!r} is not NAME=VALUE with an option of `freescale train`")
+    kind = str(entry.type).removesuffix(" | None")
+    try:
+        if kind == "bool":
+            return entry.name, {"true": True, "false": False}[value.strip().lower()]
+        return entry.name, {"int": int, "float": float, "str": str}[kind](value.strip())
+    except (KeyError, ValueError):
+        raise ValueError(f"{text!r}: {entry.name} must be of type {kind}") from None
+
+
+def _check_value(path: Path, key: str, value: Any) -> Any:
+    known = _find_settings()
+    entry = known.get(key.replace("-", "_"))
+    if entry is None:
+        near = difflib.get_close_matches(key.replace("-", "_"), known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"recipe {path}: {key!r} is no option of `freescale train`{hint}")
+    kind = str(entry.type).removesuffix(" | None")
+    if not isinstance(value, _TYPES[kind]) or (kind != "bool" and isinstance(value, bool)):
+        raise ValueError(f"recipe {path}: {key!r} must be of type {kind}, not {value!r}")
+    return float(value) if kind == "float" else value
+
+
+def _find_settings() -> dict[str, Field[Any]]:
+    """What a recipe may set: all options but the recipe itself."""
+    kinds: tuple[Any, ...] = (DataConfig, ModelConfig, TrainConfig)
+    known = {entry.name: entry for kind in kinds for entry in fields(kind)}
+    del known["recipe"]
+    return known

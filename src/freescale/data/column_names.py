@@ -1,0 +1,87 @@
+"""Which column of a table plays which role, by the names that are usual in public data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from freescale.config.columns import ORDER
+
+# Without case and signs; the first that a table has counts.
+USUAL: dict[str, tuple[str, ...]] = {
+    "user": (
+        *("userid", "user", "uid", "customerid", "customer", "reviewerid", "visitorid", "visitor"),
+        *("memberid", "accountid", "clientid", "personid", "playerid", "profileid", "buyerid"),
+        *("username", "reviewer", "useridx", "sessionid", "session"),
+    ),
+    "item": (
+        *("itemid", "item", "iid", "movieid", "movie", "parentasin", "asin", "sku", "skuid"),
+        *("productid", "product", "articleid", "article", "stockcode", "videoid", "video"),
+        *("trackid", "songid", "artistid", "bookid", "isbn", "gameid", "appid", "goodsid"),
+        *("newsid", "contentid", "postid", "adid", "poiid", "venueid", "businessid"),
+        *("listingid", "hotelid", "recipeid", "animeid", "beerid", "itemidx", "offerid"),
+    ),
+    "time": (
+        *("timestamp", "unixreviewtime", "unixtimestamp", "unixtime", "time", "ts", "datetime"),
+        *("timestampms", "timems", "eventtime", "eventtimestamp", "createdat", "created"),
+        *("date", "tdat", "invoicedate", "orderdate", "purchasedate", "eventdate", "visittime"),
+        *("reviewtime", "clicktime", "utctime", "checkintime"),
+    ),
+    "rating": ("rating", "overall", "stars", "ratingscore"),
+    "action": ("action", "behavior", "behaviortype", "eventtype"),
+}
+
+
+def find_roles(
+    names: Sequence[str], given: Mapping[str, str], roles: Sequence[str] = tuple(USUAL)
+) -> dict[str, str]:
+    """The columns of the roles, as far as they are found.
+
+    Args:
+        names: Columns of the table.
+        given: What the user says: columns of roles. An empty column leaves the role out.
+        roles: What to look for.
+    """
+    found = {}
+    plain = {_simplify(name): name for name in reversed(names)}  # of two alike, the first
+    taken = set(given.values())
+    for role in roles:
+        if role in given:
+            if given[role]:
+                found[role] = given[role]
+            continue
+        for usual in USUAL[role]:
+            if usual in plain and plain[usual] not in taken:
+                found[role] = plain[usual]
+                break
+    return found
+
+
+def require_roles(
+    file: object, names: Sequence[str], given: Mapping[str, str], found: Mapping[str, str]
+) -> None:
+    """Raises ValueError, with an example of `--columns`, if user, item or time is not found."""
+    for role, name in found.items():
+        if name not in names and (role, name) != ("time", ORDER):
+            raise ValueError(
+                f"{file}: column {name!r}, which --columns names for {role}, is missing; the file "
+                f"has {', '.join(names)[:200]}"
+            )
+    missing = [role for role in ("user", "item", "time") if role not in found]
+    if not missing:
+        return
+    asked = ",".join(f"{role}=NAME" for role in missing)
+    kept = "".join(f"{role}={name}," for role, name in given.items())
+    hint = (
+        f"; if rows are in order of time: --columns {kept}time={ORDER}"
+        if missing == ["time"]
+        else ""
+    )
+    raise ValueError(
+        f"{file}: no column is recognised as {' and '.join(missing)} among "
+        f"{', '.join(map(repr, names))[:200]}; say which: --columns {kept}{asked}{hint}"
+    )
+
+
+def _simplify(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,144 @@
+"""Ids: integers stay as they are; anything else is coded, densely and in order of first appearance.
+
+A column is one or the other throughout. Whether it is shows only when all of it has been read, so
+reading begins with integers and starts again with codes (`ReadDifferently`) where that was wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from freescale.data.values import BadValue, cast_values, is_text, refuse_nulls
+
+VOCABULARY = "vocabulary.parquet"
+_SMALL = 1 << 20  # a catalogue of so many rows is never too large
+_ROWS_PER_EVENT = 10  # of the item table; beyond it, ids are numbers drawn from a large range
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What has been found out about columns that does not show at their beginning."""
+
+    coded: Mapping[str, str] = field(default_factory=dict)  # id column -> why it is coded
+    finer: Mapping[str, int] = field(default_factory=dict)  # file -> how often times were refined
+
+    def code(self, name: str, reason: str) -> Reading:
+        return replace(self, coded={**self.coded, name: reason})
+
+    def refine(self, file: str) -> Reading:
+        return replace(self, finer={**self.finer, file: self.finer.get(file, 0) + 1})
+
+
+class ReadDifferently(ValueError):
+    """What was read so far has to be read again, in another way."""
+
+    def __init__(self, message: str, reading: Reading):
+        super().__init__(message)
+        self.reading = reading
+
+
+class NotIntegers(Exception):
+    """Ids that cannot stay as they are, and why."""
+
+
+def parse_integers(values: pa.Array) -> pa.Array:
+    """Ids as int64.
+
+    Raises:
+        NotIntegers: they are strings, negative, beyond int64 or have leading zeros.
+        BadValue: an id is missing or a fraction.
+    """
+    refuse_nulls(values)
+    if is_text(values.type):
+        try:
+            numbers = values.cast(pa.int64())
+        except pa.ArrowInvalid:
+            raise NotIntegers("strings") from None
+        # 007 is not 7, and 0x1f would be read as 31
+        zeros = pc.and_(pc.starts_with(values, "0"), pc.greater(pc.binary_length(values), 1))
+        if pc.any(pc.or_(zeros, pc.starts_with(values, "-0"))).as_py():
+            raise NotIntegers("strings, with leading zeros")
+    elif pa.types.is_integer(values.type):
+        try:
+            numbers = values.cast(pa.int64())
+        except pa.ArrowInvalid:
+            raise NotIntegers("integers beyond 64 bits with a sign") from None
+    elif pa.types.is_floating(values.type):
+        whole = cast_values(pc.floor(values), pa.int64(), "ids")
+        row = pc.index(pc.equal(whole.cast(values.type), values), pa.scalar(False)).as_py()
+        if row >= 0:
+            raise BadValue(
+                row,
+                f"holds {values[row].as_py()!r} ({values.type}), not an id",
+                "cast it to int64 or to strings",
+            )
+        numbers = whole
+    else:
+        raise BadValue(
+            None,
+            f"holds {values.type}, not ids",
+            "cast it to int64 or to strings, or name another column",
+        )
+    if len(numbers) and pc.min(numbers).as_py() < 0:
+        raise NotIntegers("integers, some of them negative")
+    return numbers
+
+
+def is_huge(largest: int, events: int) -> bool:
+    """Whether a table with a row for every id up to `largest` would be nearly all unused."""
+    return largest >= _SMALL and largest >= _ROWS_PER_EVENT * events
+
+
+class Vocabulary:
+    """Codes of the ids of each coded column."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, dict[str, int]] = {}
+
+    def encode(self, name: str, values: pa.Array) -> pa.Array:
+        """Replaces ids by codes. The loop is over the distinct ids of the block, not its events."""
+        refuse_nulls(values)
+        codes = self.columns.setdefault(name, {})
+        text = values if is_text(values.type) else cast_values(values, pa.string(), "ids")
+        encoded = text.dictionary_encode()  # its dictionary is in order of first appearance, too
+        known = pa.array(
+            [codes.setdefault(text, len(codes)) for text in encoded.dictionary.to_pylist()],
+            pa.int64(),
+        )
+        return known.take(encoded.indices)
+
+    def write(self, path: Path) -> None:
+        """Writes the columns `column`, `id` and `text`."""
+        schema = pa.schema([("column", pa.string()), ("id", pa.int64()), ("text", pa.string())])
+        with pq.ParquetWriter(path, schema) as writer:
+            for name, codes in self.columns.items():
+                columns = [
+                    pa.repeat(name, len(codes)),
+                    pa.array(np.arange(len(codes))),
+                    pa.array(list(codes), pa.string()),
+                ]
+                writer.write_table(pa.table(columns, schema=schema))
+
+
+def find_vocabulary(histories: Path) -> Path | None:
+    """The vocabulary beside a prepared histories file; None if ids are as in the source."""
+    path = histories.parent / VOCABULARY
+    return path if path.is_file() else None
+
+
+def check_vocabulary(histories: Path, expected: Path) -> None:
+    """Raises ValueError if the ids of a prepared file are numbered otherwise than `expected`, a
+    vocabulary, says."""
+    found = find_vocabulary(histories)
+    if found is None or not pq.read_table(found).equals(pq.read_table(expected)):
+        raise ValueError(
+            f"ids of this data are numbered otherwise than those that the model was trained on "
+            f"({expected}); evaluate on the same data, or on integer ids"
+        )

@@ -1,0 +1,297 @@
+"""How a file of events is laid out: which format, which columns. Told by name and first lines."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import pyarrow as pa
+
+from freescale.config.columns import ORDER
+from freescale.config.data import FORMATS
+from freescale.data.column_names import find_roles, require_roles
+from freescale.data.sources import SourceFile
+from freescale.data.text_blocks import read_head
+from freescale.data.timestamps import guess_unit
+
+# KuaiRand; the place in this list is the bit of the action.
+FEEDBACK = (
+    "is_click",
+    "is_like",
+    "is_follow",
+    "is_comment",
+    "is_forward",
+    "is_hate",
+    "long_view",
+    "is_profile_enter",
+)
+_TYPED = re.compile(r"(.+):(token|token_seq|float|float_seq)")  # a column of RecBole's atomic files
+_AMAZON = {  # the names that the releases of 2014, 2018 and 2023 use
+    "user": ("reviewerID", "user_id", "user"),
+    "item": ("parent_asin", "asin", "item_id", "item"),
+    "rating": ("overall", "rating"),
+    "time": ("unixReviewTime", "timestamp"),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How to read one file."""
+
+    format: str
+    names: Sequence[str]  # all columns, in file order
+    roles: Mapping[str, str]  # role -> column; without a time rows are in order of time
+    separator: bytes = b","
+    header: bool = True
+    quoted: bool = True  # values may stand in quotation marks
+    unit: str | None = None  # of the timestamps, where the release says it
+    feedback: Sequence[str] = ()
+    types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of JSON, by the first lines
+
+    @property
+    def is_json(self) -> bool:
+        return self.separator == b"{"
+
+    @property
+    def is_lines(self) -> bool:
+        """Ids between blanks, without columns of their own."""
+        return self.format in ("pairs", "sequences", "user-sequences")
+
+
+def detect_layout(file: SourceFile, format: str, given: Mapping[str, str]) -> Layout:
+    """Detects how a text file is laid out.
+
+    Args:
+        file: A text file.
+        format: `auto`, or what the user says.
+        given: Columns of roles, as `--columns` names them.
+
+    Raises:
+        ValueError: The format cannot be told, or a column is missing.
+    """
+    lines = read_head(file)
+    if format == "auto":
+        format = _detect_format(file, lines, given)
+    if format in ("pairs", "sequences", "user-sequences"):
+        return Layout(format, ("user", "item"), {"user": "user", "item": "item"}, b" ", False)
+    if format == "movielens":
+        return _lay_out_movielens(file, lines)
+    if format == "kuairand":
+        names = split_line(lines[0], b",")
+        require_columns(file, ("user_id", "video_id", "time_ms"), names)
+        roles = {"user": "user_id", "item": "video_id", "time": "time_ms"}
+        return Layout(format, names, roles, unit="ms", feedback=[n for n in FEEDBACK if n in names])
+    if format == "amazon":
+        return _lay_out_amazon(file, lines)
+    if format == "jsonl" or lines[0].lstrip().startswith(b"{"):
+        types = _read_types(file, lines)
+        layout = _lay_out(file, "jsonl", list(types), given, b"{", header=False)
+        return replace(layout, types=types)
+    separator = find_separator(lines)
+    names = split_line(lines[0], separator)
+    if _is_numbered(given):
+        names = [str(number + 1) for number in range(len(names))]
+        return _lay_out(file, "csv", names, given, separator, header=False)
+    if len(names) == 3 and not given and _looks_like_events(lines, separator):
+        names = ["user", "item", "time"]
+        return _lay_out(file, "csv", names, given, separator, header=False)
+    typed = [_TYPED.fullmatch(name) for name in names]
+    if all(typed):
+        names = [match[1] for match in typed if match]
+        return _lay_out(file, "csv", names, given, separator, quoted=False)
+    return _lay_out(file, "csv", names, given, separator)
+
+
+def _detect_format(file: SourceFile, lines: Sequence[bytes], given: Mapping[str, str]) -> str:
+    name, first = file.name, lines[0].lstrip()
+    if first.startswith(b"{"):
+        keys = set(_read_types(file, lines))
+        known = not given and bool(keys & {"reviewerID", "parent_asin"})
+        return "amazon" if known and _is_amazon(list(keys)) else "jsonl"
+    if first.startswith(b"[") and name.endswith((".json", ".jsonl", ".ndjson")):
+        raise ValueError(
+            f"{file}: a JSON array; write one object a line (jq -c '.[]' FILE > FILE.jsonl)"
+        )
+    if name.endswith((".json", ".jsonl", ".ndjson")):
+        raise ValueError(f"{file}, line 1: not a JSON object: {first[:60]!r}; give JSON lines")
+    separator = find_separator(lines)
+    fields = split_line(lines[0], separator)
+    if given or all(map(_TYPED.fullmatch, fields)):
+        return "csv"
+    if name.endswith((".dat", ".data")) and len(fields) == 4 and separator in (b"::", b"\t"):
+        return "movielens"
+    if {"user_id", "video_id", "time_ms"} <= set(fields):
+        return "kuairand"
+    if {"userId", "movieId", "rating", "timestamp"} <= set(fields):
+        return "movielens"
+    if set(fields) & {"reviewerID", "parent_asin"} and _is_amazon(fields):
+        return "amazon"
+    if len(find_roles(fields, {}, ("user", "item"))) == 2:
+        return "csv"
+    counts = {len(line.split()) for line in lines}
+    numbers = sum(map(_is_number, fields))
+    if separator == b"," and len(fields) == 4 and _is_number(fields[3]):
+        return "amazon"
+    if separator in (b"\t", b"::") and len(fields) == 4 and numbers == 4:
+        return "movielens"
+    if len(fields) == 3 and _looks_like_events(lines, separator):
+        return "csv"
+    if separator in (b" ", b"\t") and counts == {2}:
+        return "pairs"
+    if separator in (b" ", b"\t") and all(token.isdigit() for token in b" ".join(lines).split()):
+        heads = [line.split()[0] for line in lines]
+        start = int(heads[0]) if heads[0] in (b"0", b"1") else None
+        numbered = start is not None and len(lines) > 2
+        counted = [str(start + i).encode() for i in range(len(heads))] if start is not None else []
+        return "user-sequences" if numbered and heads == counted else "sequences"
+    shown = separator.decode().join(fields)[:80]
+    raise ValueError(
+        f"{file}: cannot tell the format from the name and the first line {shown!r}; say which "
+        f"column is which (--columns user=NAME,item=NAME,time=NAME; numbers from 1 where there is "
+        f"no header), or the format: --format {', '.join(FORMATS)}"
+    )
+
+
+def _lay_out(
+    file: SourceFile,
+    format: str,
+    names: Sequence[str],
+    given: Mapping[str, str],
+    separator: bytes,
+    header: bool = True,
+    quoted: bool = True,
+) -> Layout:
+    roles = find_roles(names, given)
+    require_roles(file, names, given, roles)
+    if roles["time"] == ORDER:
+        del roles["time"]
+    if "action" in roles and "rating" not in given:
+        roles.pop("rating", None)  # a rating makes actions only where there are none
+    return Layout(format, names, roles, separator, header, quoted)
+
+
+def _lay_out_movielens(file: SourceFile, lines: Sequence[bytes]) -> Layout:
+    separator = next((s for s in (b"::", b"\t") if s in lines[0]), b",")
+    names = split_line(lines[0], separator)
+    if "movieId" in names or separator == b",":
+        require_columns(file, ("userId", "movieId", "rating", "timestamp"), names)
+        roles = {"user": "userId", "item": "movieId", "time": "timestamp", "rating": "rating"}
+        return Layout("movielens", names, roles, separator, unit="s")
+    if len(names) != 4:
+        raise ValueError(
+            f"{file}: {len(names)} columns, not the 4 of user::item::rating::timestamp; see "
+            "--format"
+        )
+    names = ["user", "item", "rating", "timestamp"]
+    roles = {"user": "user", "item": "item", "time": "timestamp", "rating": "rating"}
+    return Layout("movielens", names, roles, separator, header=False, quoted=False, unit="s")
+
+
+def _lay_out_amazon(file: SourceFile, lines: Sequence[bytes]) -> Layout:
+    if lines[0].lstrip().startswith(b"{"):
+        types = _read_types(file, lines)
+        return replace(_make_amazon(file, list(types), b"{", header=False), types=types)
+    names = split_line(lines[0], b",")
+    if any(name in names for known in _AMAZON.values() for name in known):
+        return _make_amazon(file, names)
+    if len(names) != 4:
+        raise ValueError(
+            f"{file}: {len(names)} columns, not the 4 of user,item,rating,timestamp; see --format"
+        )
+    # The release of 2018 has item first; an item there has 10 characters, a user more, beginning
+    # with A.
+    swapped = len(names[0]) == 10 and len(names[1]) > 10 and names[1].startswith("A")
+    both = ["item", "user"] if swapped else ["user", "item"]
+    return _make_amazon(file, [*both, "rating", "timestamp"], header=False)
+
+
+def _make_amazon(
+    file: SourceFile, names: Sequence[str], separator: bytes = b",", header: bool = True
+) -> Layout:
+    found = {role: next((n for n in known if n in names), "") for role, known in _AMAZON.items()}
+    require_columns(file, ["|".join(_AMAZON[r]) for r, name in found.items() if not name], names)
+    named = header or separator == b"{"
+    # Seconds in 2014 and 2018, milliseconds in 2023; other files with names of their own may count
+    # anything.
+    seconds = found["time"] == "unixReviewTime" or not named
+    unit = "ms" if "parent_asin" in names else "s" if seconds else None
+    return Layout("amazon", names, found, separator, header, unit=unit)
+
+
+def _is_amazon(names: Sequence[str]) -> bool:
+    return all(set(known) & set(names) for known in _AMAZON.values())
+
+
+def _read_types(file: SourceFile, lines: Sequence[bytes]) -> dict[str, pa.DataType]:
+    """The keys of the objects in the first lines (one may lack what another has), each with its
+    type; null where no value says it."""
+    types: dict[str, pa.DataType] = {}
+    known = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
+    for number, line in enumerate(lines, start=1):
+        try:
+            found = json.loads(line)
+            if not isinstance(found, dict):
+                raise ValueError(f"a {type(found).__name__}")
+        except ValueError as error:
+            raise ValueError(
+                f"{file}, line {number}: not a JSON object ({error}); give JSON lines"
+            ) from error
+        for name, value in found.items():
+            kind = known.get(type(value), pa.null())
+            mixed = {types.get(name), kind} == {pa.int64(), pa.float64()}
+            if types.get(name, pa.null()) == pa.null() or mixed:
+                types[name] = pa.float64() if mixed else kind
+    return types
+
+
+def _is_numbered(given: Mapping[str, str]) -> bool:
+    """Whether `--columns` counts columns, since there is no header."""
+    numbers = [name for name in given.values() if name and name != ORDER]
+    return bool(numbers) and all(map(str.isdecimal, numbers))
+
+
+def _looks_like_events(lines: Sequence[bytes], separator: bytes) -> bool:
+    """Whether lines are user, item and a time, by its magnitude."""
+    rows = [split_line(line, separator) for line in lines]
+    return all(len(row) == 3 and _is_number(row[2]) for row in rows) and all(
+        guess_unit(float(row[2])) is not None for row in rows
+    )
+
+
+def find_separator(lines: Sequence[bytes]) -> bytes:
+    """What separates columns: the sign that the first line has most of."""
+    if b"::" in lines[0]:
+        return b"::"
+    if b"\t" in lines[0]:
+        return b"\t"
+    counts = {sign: lines[0].count(sign) for sign in (b",", b";", b"|")}
+    sign = max(counts, key=lambda sign: counts[sign])
+    return sign if counts[sign] else b" " if b" " in lines[0].strip() else b","
+
+
+def split_line(line: bytes, separator: bytes) -> list[str]:
+    """The fields of a line; the header of a CSV file, for one."""
+    text, sign = line.decode(errors="replace"), separator.decode()
+    fields = text.split(sign) if len(sign) > 1 else next(csv.reader([text], delimiter=sign))
+    return [field.strip().strip('"') for field in fields]
+
+
+def require_columns(file: object, needed: Sequence[str], present: Sequence[str]) -> None:
+    """Raises ValueError if a needed column is missing."""
+    missing = [name for name in needed if name not in present]
+    if missing:
+        raise ValueError(
+            f"{file}: column {', '.join(map(repr, missing))} is missing; the file has "
+            f"{', '.join(present)[:200]}; name the columns with --columns, or another --format"
+        )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,145 @@
+"""Finds the files that a user names: a file, a member of a zip archive, a folder, a pattern or a
+URL."""
+
+from __future__ import annotations
+
+import glob
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from freescale.data.remote import fetch_files
+
+PARQUET = (".parquet", ".pq")
+TEXT = (".csv", ".tsv", ".txt", ".inter", ".json", ".jsonl", ".ndjson", ".dat", ".data")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of events on this machine. As text it is what the user calls it."""
+
+    path: Path
+    shown: str
+    member: str | None = None  # of a zip archive
+
+    def __str__(self) -> str:
+        return self.shown
+
+    @property
+    def name(self) -> str:
+        """In lower case, without what says that it is compressed."""
+        return Path(self.member or self.path.name).name.lower().removesuffix(".gz")
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    @property
+    def is_parquet(self) -> bool:
+        return self.name.endswith(PARQUET)
+
+
+def find_files(
+    source: str | Path | Sequence[str | Path], cache: Path | None = None
+) -> list[SourceFile]:
+    """Finds the files of a source, in the order in which they are read.
+
+    Args:
+        source: A path, a pattern (`logs/*.csv`), a folder, a URL, or several of these. A member of
+            a zip archive is named like a file in a folder: `archive.zip/ratings.csv`.
+        cache: The folder to which files behind URLs are copied.
+
+    Raises:
+        ValueError: There is no such file, it is empty, or a folder or archive leaves a choice.
+    """
+    given = [source] if isinstance(source, str | Path) else list(source)
+    if not given:
+        raise ValueError("no interaction file given: name at least one")
+    found: list[SourceFile] = []
+    for one in given:
+        if "://" in str(one):
+            found += [_make_source(*copy) for copy in fetch_files(str(one), cache)]
+        else:
+            found += _find_local(Path(one))
+    for file in found:
+        if file.size == 0:
+            raise ValueError(f"{file}: the file is empty (0 bytes); give a file with events")
+    return found
+
+
+def _make_source(path: Path, shown: str) -> SourceFile:
+    """A single file; of an archive, its only member."""
+    if path.suffix.lower() != ".zip":
+        return SourceFile(path, shown)
+    members = _list_members(path, shown)
+    if len(members) != 1:
+        raise ValueError(
+            f"{shown}: the archive holds {len(members)} files ({', '.join(members)[:200]}); name "
+            f"one: {shown}/{members[0] if members else 'FILE'}"
+        )
+    return _make_member(path, shown, members[0])
+
+
+def _make_member(path: Path, shown: str, member: str) -> SourceFile:
+    if member.lower().endswith(PARQUET):
+        raise ValueError(f"{shown}/{member}: Parquet is not read from archives; unpack {shown}")
+    return SourceFile(path, f"{shown}/{member}", member)
+
+
+def _list_members(path: Path, shown: str) -> list[str]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, OSError) as error:
+        raise ValueError(f"{shown}: a broken zip file ({error}); fetch it again") from error
+    return [name for name in names if not name.endswith("/") and not _is_hidden(Path(name))]
+
+
+def _find_local(path: Path) -> list[SourceFile]:
+    if path.is_file():
+        return [_make_source(path, str(path))]
+    if path.is_dir():
+        return [_make_source(file, str(file)) for file in _list_folder(path)]
+    if glob.has_magic(str(path)):
+        matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
+        files = [_make_source(match, str(match)) for match in matches if match.is_file()]
+        if not files:
+            raise ValueError(f"{path}: no file fits the pattern; look at the folder with ls")
+        return files
+    for parent in path.parents:
+        if parent.is_file() and parent.suffix.lower() == ".zip":
+            members, member = _list_members(parent, str(parent)), path.relative_to(parent)
+            if member.as_posix() not in members:
+                raise ValueError(
+                    f"{parent}: the archive has no {member}; it holds {', '.join(members)[:200]}"
+                )
+            return [_make_member(parent, str(parent), member.as_posix())]
+    raise ValueError(f"{path}: no such file; give the path of an interaction file")
+
+
+def _list_folder(folder: Path) -> list[Path]:
+    """All Parquet files under a folder, or else its text files, which must be of one kind."""
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not _is_hidden(path.relative_to(folder))
+    )
+    if parquet := [path for path in files if path.suffix.lower() in PARQUET]:
+        return parquet
+    texts: dict[str, list[Path]] = {}
+    for path in files:
+        suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+        if suffix in TEXT:
+            texts.setdefault(suffix, []).append(path)
+    if len(texts) != 1:
+        names = ", ".join(str(path.relative_to(folder)) for path in files)[:200] or "nothing"
+        raise ValueError(
+            f"{folder}: the folder has no Parquet files and {len(texts)} kinds of text files "
+            f"({names}); name a file, or a pattern in quotes: '{folder}/*.csv'"
+        )
+    return next(iter(texts.values()))
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in path.parts)

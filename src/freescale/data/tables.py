@@ -1,0 +1,177 @@
+"""Reads files of events as tables, block by block, each row with its place in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from freescale.config.columns import ORDER
+from freescale.data.column_names import find_roles, require_roles
+from freescale.data.histories import is_list, is_number
+from freescale.data.layouts import Layout, detect_layout
+from freescale.data.sources import SourceFile
+from freescale.data.text_blocks import TextBlock, read_blocks
+from freescale.data.text_parser import parse_csv, parse_json, parse_lines
+from freescale.data.values import BadValue
+
+_ROWS = 1 << 18  # rows of Parquet
+_OWN = {"user": "user_id", "item": "item_id", "time": "timestamp"}  # names of our Parquet files
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TableBlock:
+    """Some rows of a file."""
+
+    file: SourceFile
+    table: pa.Table
+    locate: Callable[[int], str]  # row -> "line 7"
+    share: float  # of the file that has been read
+
+    def convert(self, column: str, function: Callable[[pa.Array], T]) -> T:
+        """Applies a function to a column. A bad value is an error that says where it is."""
+        chunks = self.table.column(column)
+        values = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+        if isinstance(values, pa.ChunkedArray):
+            values = pa.concat_arrays(values.chunks)
+        try:
+            return function(values)
+        except BadValue as error:
+            where = "" if error.row is None else f", {self.locate(error.row)}"
+            raise ValueError(
+                f"{self.file}{where}: column {column!r} {error.problem}; {error.mend}"
+            ) from error
+
+    def drop_rows(self, columns: Sequence[str]) -> TableBlock:
+        """The rows that have a value in all of the columns."""
+        keep = np.ones(self.table.num_rows, bool)
+        for name in columns:
+            keep &= self.table.column(name).is_valid().to_numpy()
+        if keep.all():
+            return self
+        rows = np.flatnonzero(keep)
+        table = self.table.filter(pa.array(keep))
+        return TableBlock(self.file, table, lambda row: self.locate(int(rows[row])), self.share)
+
+
+def lay_out(file: SourceFile, format: str, given: Mapping[str, str]) -> Layout:
+    """Detects how a file of any format is laid out."""
+    if format == "parquet" or (format == "auto" and file.is_parquet):
+        return _lay_out_parquet(file, given)
+    if format == "auto" and _starts_like_parquet(file):
+        return _lay_out_parquet(file, given)
+    return detect_layout(file, format, given)
+
+
+def read_tables(
+    file: SourceFile, layout: Layout, columns: Sequence[str], first_user: int = 0
+) -> Iterator[TableBlock]:
+    """Yields the columns of a file, in blocks of bounded size.
+
+    Args:
+        file: What to read.
+        layout: As `lay_out` finds it.
+        columns: Those that are needed.
+        first_user: The number of the first user, where lines do not name theirs.
+    """
+    if layout.format == "parquet":
+        yield from _read_parquet(file, columns)
+        return
+    for index, block in enumerate(read_blocks(file, layout.quoted and not layout.is_json)):
+        if index == 0 and layout.header:
+            block = _skip_header(block)
+        if not block.data.strip():
+            continue
+        if layout.is_lines:
+            try:
+                table, lines = parse_lines(block, layout.format, first_user)
+            except BadValue as error:
+                where = block.locate(error.row or 0)
+                raise ValueError(f"{file}, {where}: {error.problem}; {error.mend}") from error
+            first_user += lines
+        else:
+            parse = parse_json if layout.is_json else parse_csv
+            table = parse(block, layout, columns, file)
+        yield TableBlock(file, table, block.locate, block.share)
+
+
+def _skip_header(block: TextBlock) -> TextBlock:
+    while block.data and not block.data.partition(b"\n")[0].strip():
+        block = block.skip_line()
+    return block.skip_line()
+
+
+def _starts_like_parquet(file: SourceFile) -> bool:
+    if file.member is not None:
+        return False
+    with open(file.path, "rb") as raw:
+        return raw.read(4) == b"PAR1"
+
+
+def _open_parquet(file: SourceFile) -> pq.ParquetFile:
+    try:
+        # not a whole column chunk at once
+        return pq.ParquetFile(file.path, pre_buffer=False, buffer_size=1 << 20)
+    except pa.ArrowException as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ValueError(
+            f"{file}: not a readable Parquet file ({reason}); write it again"
+        ) from error
+
+
+def _lay_out_parquet(file: SourceFile, given: Mapping[str, str]) -> Layout:
+    with _open_parquet(file) as opened:
+        schema = opened.schema_arrow
+    names = schema.names
+    own = {role: name for role, name in _OWN.items() if name in names}
+    own |= {"action": "action"} if "action" in names else {}
+    known = {**own, **given}
+    roles = find_roles(names, known, ("user", "item", "time", "action", "rating"))
+    if "rating" not in given:  # it is a column beside the others
+        roles.pop("rating", None)
+    if "action" not in known:
+        roles.pop("action", None)
+    require_roles(file, names, given, roles)
+    if roles["time"] == ORDER:
+        del roles["time"]
+    for role, name in roles.items():
+        if is_list(schema.field(name).type):
+            raise ValueError(
+                f"{file}: column {name!r}, the {role}, holds {schema.field(name).type}; give a "
+                "histories file alone, with the columns user_id, item_id and timestamp"
+            )
+    return Layout("parquet", names, roles)
+
+
+def list_side_columns(file: SourceFile, layout: Layout) -> tuple[list[str], list[str]]:
+    """The numeric columns of a Parquet file beside those of the roles: those that are complete,
+    and those with missing values, as far as the file's statistics say it."""
+    used = {*layout.roles.values(), *_OWN.values(), "action"}
+    with _open_parquet(file) as opened:
+        schema, metadata = opened.schema_arrow, opened.metadata
+        numeric = [f.name for f in schema if f.name not in used and is_number(f.type)]
+        missing = set()
+        for group in map(metadata.row_group, range(metadata.num_row_groups)):
+            for column in map(group.column, range(group.num_columns)):
+                if column.is_stats_set and column.statistics.null_count:
+                    missing.add(column.path_in_schema)
+    return [n for n in numeric if n not in missing], [n for n in numeric if n in missing]
+
+
+def _read_parquet(file: SourceFile, columns: Sequence[str]) -> Iterator[TableBlock]:
+    with _open_parquet(file) as opened:
+        rows, total = 0, opened.metadata.num_rows
+        for batch in opened.iter_batches(_ROWS, columns=list(columns)):
+            first, rows = rows, rows + batch.num_rows
+            table = pa.Table.from_batches([batch])
+            yield TableBlock(file, table, _count_from(first), rows / total)
+
+
+def _count_from(first: int) -> Callable[[int], str]:
+    return lambda row: f"row {first + row + 1}"

@@ -1,0 +1,111 @@
+"""Reads text files, compressed or not, as blocks of whole lines."""
+
+from __future__ import annotations
+
+import gzip
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO
+
+from freescale.data.sources import SourceFile
+
+_BLOCK = 16 << 20  # bytes of text
+_HEAD, _LINES = 1 << 20, 1000  # bytes and lines that are looked at to tell the format
+_LONGEST = 8  # blocks that a quoted value may take
+_NEWLINE = b"\n"
+_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class TextBlock:
+    """Whole lines of a file."""
+
+    data: bytes
+    line: int  # number of the first one, from 1
+    share: float  # of the file that has been read
+
+    def locate(self, row: int) -> str:
+        """The place of a row in the file; empty lines are no rows."""
+        lines = (number for number, line in enumerate(self.data.split(b"\n")) if line.strip())
+        for index, number in enumerate(lines):
+            if index == row:
+                return f"line {self.line + number}"
+        return f"line {self.line} or later"
+
+    def skip_line(self) -> TextBlock:
+        """The block without its first line."""
+        return TextBlock(self.data.partition(b"\n")[2], self.line + 1, self.share)
+
+
+def read_blocks(file: SourceFile, quoted: bool = False) -> Iterator[TextBlock]:
+    """Yields the blocks of a file. With `quoted`, no block ends inside of quotation marks."""
+    carry, line = b"", 1
+    with _open(file) as (raw, stream):
+        while chunk := _read(file, stream):
+            if line == 1 and not carry:
+                chunk = chunk.removeprefix(_MARK)
+            lines, rest = _cut(carry + chunk, quoted)
+            if quoted and len(rest) > _LONGEST * _BLOCK and rest.count(b'"') % 2:
+                raise ValueError(
+                    f"{file}, line {line + lines.count(_NEWLINE)}: a quotation mark is opened and "
+                    "never closed; close or remove it"
+                )
+            carry = rest
+            if lines:
+                yield TextBlock(lines, line, min(raw.tell() / file.size, 1.0))
+                line += lines.count(_NEWLINE)
+    if carry:
+        yield TextBlock(carry, line, 1.0)
+
+
+def read_head(file: SourceFile) -> list[bytes]:
+    """The first lines of a file that are not empty: at least one, by which the format is told."""
+    head: list[bytes] = []
+    size = 0
+    for block in read_blocks(file):
+        size += len(block.data)
+        lines = block.data.split(b"\n", _LINES)[:_LINES]
+        head += [line.rstrip(b"\r") for line in lines if line.strip()]
+        if size >= _HEAD and head:
+            break
+    if not head:
+        raise ValueError(f"{file}: the file is empty (0 lines); give a file with events")
+    return head[:_LINES]
+
+
+def _cut(text: bytes, quoted: bool) -> tuple[bytes, bytes]:
+    """Whole lines, and the beginning of the next one."""
+    end = text.rfind(_NEWLINE) + 1
+    if quoted and text.count(b'"', 0, end) % 2:
+        # The last mark before the cut opens a value, which goes on behind it.
+        end = text.rfind(_NEWLINE, 0, text.rfind(b'"', 0, end)) + 1
+    return text[:end], text[end:]
+
+
+@contextmanager
+def _open(file: SourceFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """The file itself, by which progress is measured, and the stream of its text."""
+    with open(file.path, "rb") as raw:
+        if file.member is not None:
+            with zipfile.ZipFile(raw) as archive, archive.open(file.member) as stream:
+                if file.member.endswith(".gz"):
+                    with gzip.open(stream) as inner:
+                        yield raw, inner  # type: ignore[misc]
+                else:
+                    yield raw, stream
+        elif file.path.name.lower().endswith(".gz"):
+            with gzip.open(raw) as stream:
+                yield raw, stream  # type: ignore[misc]
+        else:
+            yield raw, raw
+
+
+def _read(file: SourceFile, stream: IO[bytes]) -> bytes:
+    try:
+        return stream.read(_BLOCK)
+    except (EOFError, gzip.BadGzipFile, zlib.error, zipfile.BadZipFile) as error:
+        kind = "gzip" if file.member is None else "zip"
+        raise ValueError(f"{file}: a broken {kind} file ({error}); fetch it again") from error

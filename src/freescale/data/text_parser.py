@@ -1,0 +1,123 @@
+"""Parses blocks of text into tables: CSV, JSON lines, and lines of ids."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.json
+
+from freescale.data.layouts import Layout
+from freescale.data.sources import SourceFile
+from freescale.data.text_blocks import TextBlock
+from freescale.data.values import BadValue
+
+
+def parse_csv(
+    block: TextBlock, layout: Layout, columns: Sequence[str], file: SourceFile
+) -> pa.Table:
+    """The columns as strings, null where they are empty."""
+    data, separator = block.data, layout.separator
+    # two characters: more than the parser takes, and none of its values has a tab
+    if separator == b"::":
+        data, separator = data.replace(b"::", b"\t"), b"\t"
+    quoted = layout.quoted and b'"' in data
+    try:
+        return pa.csv.read_csv(
+            pa.BufferReader(data),
+            # one thread counts rows, for its errors
+            read_options=pa.csv.ReadOptions(column_names=list(layout.names), use_threads=False),
+            parse_options=pa.csv.ParseOptions(
+                delimiter=separator.decode(),
+                quote_char='"' if layout.quoted else False,
+                newlines_in_values=quoted,
+            ),
+            convert_options=pa.csv.ConvertOptions(
+                column_types=dict.fromkeys(columns, pa.string()),
+                include_columns=list(columns),
+                null_values=[""],
+                strings_can_be_null=True,
+            ),
+        )
+    except pa.ArrowException as error:
+        message = str(error).splitlines()[0][:200]
+        row = re.search(r"Row #(\d+): ", message)
+        where = f", {block.locate(int(row[1]) - 1)}" if row else ""
+        reason = message[row.end() :] if row else message
+        column = re.search(r"CSV column #(\d+)", message)
+        about = f"column {layout.names[int(column[1])]!r}: " if column else ""
+        mend = "save the file as UTF-8" if "UTF8" in message else "mend or drop such rows"
+        raise ValueError(f"{file}{where}: {about}{reason}; {mend}") from error
+
+
+def parse_json(
+    block: TextBlock, layout: Layout, columns: Sequence[str], file: SourceFile
+) -> pa.Table:
+    """The columns as JSON has them: numbers or strings, null where an object lacks them."""
+    types = {name: layout.types.get(name, pa.null()) for name in columns}
+    expected = pa.json.ParseOptions(
+        explicit_schema=pa.schema(types), unexpected_field_behavior="ignore"
+    )
+    try:
+        table = _read_json(block, expected)
+    except pa.ArrowException:
+        try:
+            table = _read_json(block, pa.json.ParseOptions())  # types differ from the first lines'
+        except pa.ArrowException as error:
+            message = str(error).splitlines()[0][:200]
+            row = re.search(r" in row (\d+)", message)
+            where = f", {block.locate(int(row[1]))}" if row else ""
+            raise ValueError(f"{file}{where}: {message}; mend or drop such rows") from error
+    for name in columns:
+        if name not in table.column_names:
+            table = table.append_column(name, pa.nulls(table.num_rows, pa.string()))
+    return table.select(list(columns))
+
+
+def _read_json(block: TextBlock, options: pa.json.ParseOptions) -> pa.Table:
+    # no object straddles two of the parser's blocks
+    reading = pa.json.ReadOptions(block_size=len(block.data) + 1, use_threads=False)
+    return pa.json.read_json(
+        pa.BufferReader(block.data), read_options=reading, parse_options=options
+    )
+
+
+def parse_lines(block: TextBlock, format: str, first_user: int) -> tuple[pa.Table, int]:
+    """Lines of ids between blanks, as columns `user` and `item`.
+
+    Args:
+        block: Lines.
+        format: `pairs`: user and item; `sequences`: the items of a user; `user-sequences`: a user
+            and its items.
+        first_user: The number of the first line's user, where lines do not name it.
+
+    Returns:
+        The table, and the number of lines.
+    """
+    lines = [line.strip() for line in block.data.split(b"\n")]
+    text = pa.array([line for line in lines if line], pa.binary()).cast(pa.string())
+    tokens = pc.split_pattern_regex(text, r"\s+")
+    counts: np.ndarray = pc.list_value_length(tokens).to_numpy()
+    if format == "pairs":
+        if len(wrong := np.flatnonzero(counts != 2)):
+            row = int(wrong[0])
+            raise BadValue(
+                row,
+                f"has {counts[row]} values, not a user and an item: {text[row].as_py()[:80]!r}",
+                "mend or drop such lines, or see --format",
+            )
+        table = {"user": pc.list_element(tokens, 0), "item": pc.list_element(tokens, 1)}
+        return pa.table(table), len(text)
+    items = tokens.flatten()
+    if format == "sequences":
+        users: pa.Array = pa.array(np.repeat(first_user + np.arange(len(text)), counts))
+        return pa.table({"user": users, "item": items}), len(text)
+    heads = np.cumsum(counts) - counts  # where each line begins among the tokens
+    keep = np.ones(len(items), bool)
+    keep[heads] = False
+    users = pc.list_element(tokens, 0).take(pa.array(np.repeat(np.arange(len(text)), counts - 1)))
+    return pa.table({"user": users, "item": items.filter(pa.array(keep))}), len(text)

@@ -1,0 +1,96 @@
+"""Values of a column that are not what they must be: which row, which value, how to mend it."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+
+class BadValue(ValueError):
+    """A value of a column that cannot be used; `row` None: the column as a whole. The reader knows
+    the file and the line."""
+
+    def __init__(self, row: int | None, problem: str, mend: str):
+        super().__init__(f"{problem}; {mend}")
+        self.row, self.problem, self.mend = row, problem, mend
+
+
+def refuse_nulls(values: pa.Array) -> None:
+    """Raises BadValue for the first missing value."""
+    if values.null_count:
+        row = pc.index(values.is_null(), pa.scalar(True)).as_py()
+        count = values.null_count
+        raise BadValue(
+            row,
+            f"is missing ({count} null value{'s' if count > 1 else ''} here)",
+            "fill or drop such rows (--missing drop leaves out rows without user, item or time)",
+        )
+
+
+def parse_text(values: pa.Array, kind: pa.DataType, wanted: str, mend: str) -> pa.Array:
+    """Strings as numbers or times. BadValue names the first that is none."""
+    try:
+        return values.cast(kind)
+    except pa.ArrowInvalid as error:
+        row = _find_first_failing(values, kind)
+        text = values[row].as_py()[:80]
+        raise BadValue(row, f"holds {text!r}, not {wanted}", mend) from error
+
+
+def _find_first_failing(values: pa.Array, kind: pa.DataType) -> int:
+    """The first value that cannot be cast, where one cannot, by halves."""
+    low, high = 0, len(values)  # it is in [low, high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            values.slice(low, middle - low).cast(kind)
+        except pa.ArrowInvalid:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def parse_numbers(values: pa.Array) -> pa.Array:
+    """Numbers of any type, or as text, as float64 without nulls and NaN."""
+    refuse_nulls(values)
+    if pa.types.is_boolean(values.type):
+        values = values.cast(pa.int8())
+    numbers = (
+        parse_text(values, pa.float64(), "a number", "mend or drop such rows")
+        if is_text(values.type)
+        else cast_values(values, pa.float64(), "numbers")
+    )
+    wrong = pc.invert(pc.is_finite(numbers))
+    row = pc.index(wrong, pa.scalar(True)).as_py()
+    if row >= 0:
+        raise BadValue(
+            row, f"holds {values[row].as_py()!r}, not a number", "mend or drop such rows"
+        )
+    return numbers
+
+
+def cast_values(values: pa.Array, kind: pa.DataType, wanted: str) -> pa.Array:
+    """Casts values that are not text. BadValue if their type does not allow it."""
+    try:
+        return values.cast(kind)
+    except pa.ArrowException as error:
+        reason = str(error).splitlines()[0][:120]
+        raise BadValue(
+            None, f"holds {values.type}, not {wanted} ({reason})", "cast it, or name another column"
+        ) from error
+
+
+def is_text(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
+def decode_text(values: pa.Array) -> pa.Array:
+    """Dictionaries and bytes as what they stand for; anything else as it is."""
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type):
+        values = cast_values(values, pa.string(), "UTF-8 text")
+    view = getattr(pa.types, "is_string_view", None)
+    return values.cast(pa.string()) if view is not None and view(values.type) else values

@@ -1,0 +1,2 @@
+"""Kernels in C for a CPU: small batches, whose operations in torch take longer than what they
+compute."""

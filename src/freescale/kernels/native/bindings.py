@@ -1,0 +1,96 @@
+"""The functions of csrc/, as Python calls them; and whether this process has them."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from freescale.compiled import compile_and_load
+
+SOURCE = Path(__file__).with_name("csrc") / "native.c"
+# Compiled for the processor that it runs on. Sums are vectorised where the source says so.
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp-simd",
+    "-shared",
+    "-fPIC",
+)
+
+
+class Shape(Structure):
+    """`Shape` of layer.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("tokens", "width", "heads", "d_qk", "d_v", "pairs")),
+        *((name, c_void_p) for name in ("query", "key", "distance", "bucket", "token_keys")),
+        ("threshold", c_int32),
+        *((name, c_float) for name in ("keep_scale", "alpha", "scale", "eps")),
+    ]
+
+
+class NativeLibrary:
+    """The compiled kernels. A call releases Python's lock."""
+
+    def __init__(self, path: str) -> None:
+        library = ctypes.CDLL(path)
+        shape, size, at, flag = POINTER(Shape), c_int64, c_void_p, c_int32
+        self.add_positions = _declare(
+            library.add_positions, *[size] * 3, *[at] * 5, c_float, c_int32, c_float, *[at] * 4
+        )
+        self.differentiate_positions = _declare(
+            library.differentiate_positions, *[size] * 2, *[at] * 3, c_float, *[at] * 2
+        )
+        self.norm_rows = _declare(library.norm_rows, shape, *[at] * 5)
+        self.differentiate_norm = _declare(library.differentiate_norm, shape, *[at] * 7)
+        self.attend_and_gate = _declare(library.attend_and_gate, shape, size, *[at] * 11)
+        self.differentiate_attention = _declare(
+            library.differentiate_attention, shape, size, *[at] * 16
+        )
+        self.sum_rows = _declare(library.sum_rows, *[size] * 2, *[at] * 2)
+        self.gather_units = _declare(library.gather_units, *[size] * 2, *[at] * 2, flag, *[at] * 2)
+        self.compare_with_negatives = _declare(
+            library.compare_with_negatives, *[size] * 3, *[at] * 8, c_float, *[at] * 2
+        )
+        self.spread_slopes = _declare(
+            library.spread_slopes, *[size] * 3, *[at] * 9, flag, *[at] * 4
+        )
+
+
+def _declare(function: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = None, arguments
+    return function
+
+
+@cache
+def _load_once() -> tuple[NativeLibrary | None, str]:
+    return compile_and_load(SOURCE, NativeLibrary, FLAGS)
+
+
+def load_native() -> NativeLibrary | None:
+    """The kernels, compiled at the first call; None where they cannot be."""
+    return _load_once()[0]
+
+
+def explain_missing_native() -> str:
+    """Why there are none, or nothing."""
+    return _load_once()[1]
+
+
+def require_native() -> NativeLibrary:
+    library = load_native()
+    assert library is not None, explain_missing_native()
+    return library
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Of a contiguous tensor's first element; None, C's NULL, without one. Whoever calls holds the
+    tensor until C has returned."""
+    return None if tensor is None else tensor.data_ptr()

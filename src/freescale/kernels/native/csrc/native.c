@@ -1,0 +1,7 @@
+/* Kernels for one core: what a small batch computes, without an operation of torch for each line.
+   Matrices are row by row and contiguous. Each function is the plain-torch reference's twin; sums go
+   by token, then by pair, so the same inputs give the same bits. */
+
+#include "layer.h"
+#include "positions.h"
+#include "softmax.h"

@@ -1,0 +1,79 @@
+/* reference/sampled_softmax.py but for its matrix products, for one list of negatives. */
+
+#pragma once
+#include "numbers.h"
+
+/* units = rows [index] / their norms, inverse [count] 1 / norm; without `normalize` the rows
+   themselves and 1. Without an index, rows in their order. */
+void gather_units(int64_t count, int64_t width, const float *rows, const int64_t *index,
+                  int32_t normalize, float *units, float *inverse) {
+    for (int64_t i = 0; i < count; i++) {
+        const float *from = rows + (index ? index[i] : i) * width;
+        float norm = normalize ? sqrtf(dot(from, from, width)) : 1.0f;
+        float factor = 1.0f / (norm > 1e-12f ? norm : norm == norm ? 1e-12f : norm);
+        inverse[i] = factor;
+        for (int64_t c = 0; c < width; c++) units[i * width + c] = from[c] * factor;
+    }
+}
+
+/* products [tokens, negatives] of x with the negatives, y the units of the targets -> loss of each
+   token, and the slopes of the loss: of the products (in their place) and of x.y [tokens]. */
+void compare_with_negatives(int64_t tokens, int64_t negatives, int64_t width, float *products,
+                            const float *x, const float *y, const int64_t *targets,
+                            const int64_t *index, const float *weights, const float *targets_log_q,
+                            const float *log_q, float temperature, float *loss, float *slope) {
+    for (int64_t t = 0; t < tokens; t++) {
+        float *row = products + t * negatives, top = -INFINITY, rest = 0, scale = 1 / temperature;
+        float own = dot(x + t * width, y + t * width, width) * scale;
+        if (targets_log_q) own -= targets_log_q[t];
+        for (int64_t k = 0; k < negatives; k++) {
+            float score = row[k] * scale - (log_q ? log_q[k] : 0.0f);
+            row[k] = index[k] == targets[t] ? -INFINITY : score;
+        }
+#pragma omp simd reduction(max : top)
+        for (int64_t k = 0; k < negatives; k++) top = row[k] > top ? row[k] : top;
+        top = own > top ? own : top;
+#pragma omp simd reduction(+ : rest)
+        for (int64_t k = 0; k < negatives; k++) {
+            float share = row[k] == -INFINITY ? 0.0f : exponential(row[k] - top);
+            row[k] = share;
+            rest += share;
+        }
+        float total = exponential(own - top) + rest, weight = weights ? weights[t] : 1.0f;
+        float factor = weight * scale / total;
+        loss[t] = weight * (logf(total) + top - own);
+        slope[t] = -rest * factor;
+        for (int64_t k = 0; k < negatives; k++) row[k] *= factor;
+    }
+}
+
+/* Through the norm: what points along the row itself is taken away. */
+static inline void pass_norm(float *grad, const float *unit, float inverse, int32_t normalize,
+                             int64_t width) {
+    if (!normalize) return;
+    float along = dot(grad, unit, width);
+    for (int64_t c = 0; c < width; c++) grad[c] = (grad[c] - along * unit[c]) * inverse;
+}
+
+/* grad_x [tokens, width], the products' part of the slope of x: completed in place. Adds the
+   gradients of targets and negatives (grad_others [negatives, width], overwritten) to those of the
+   rows. `room`: a row. */
+void spread_slopes(int64_t tokens, int64_t negatives, int64_t width, const int64_t *targets,
+                   const int64_t *index, const float *slope, const float *x, const float *x_inverse,
+                   const float *y, const float *y_inverse, const float *others,
+                   const float *others_inverse, int32_t normalize, float *room, float *grad_x,
+                   float *grad_others, float *grad_rows) {
+    for (int64_t t = 0; t < tokens; t++) {
+        const float *own = x + t * width;
+        add_scaled(grad_x + t * width, y + t * width, slope[t], width);
+        pass_norm(grad_x + t * width, own, x_inverse[t], normalize, width);
+        for (int64_t c = 0; c < width; c++) room[c] = own[c] * slope[t];
+        pass_norm(room, y + t * width, y_inverse[t], normalize, width);
+        add_scaled(grad_rows + targets[t] * width, room, 1.0f, width);
+    }
+    for (int64_t k = 0; k < negatives; k++) {
+        float *grad = grad_others + k * width;
+        pass_norm(grad, others + k * width, others_inverse[k], normalize, width);
+        add_scaled(grad_rows + index[k] * width, grad, 1.0f, width);
+    }
+}

@@ -1,0 +1,151 @@
+"""SASRec (arXiv 1808.09781): self-attention with softmax and a feed-forward network in each layer.
+
+Queries are normalised, keys and values are not; the residual of the attention is its normalised
+query, that of the feed-forward network its normalised input. Norms have no parameters. This is the
+model whose results with a sampled softmax stand beside HSTU's in the published tables.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as recompute
+
+from freescale.batch import HostSizes
+from freescale.config import ModelConfig
+from freescale.kernels.reference.attention_plan import AttentionPlan
+from freescale.kernels.reference.softmax_attention import (
+    WeightDropout,
+    plan_softmax_attention,
+    softmax_attention,
+)
+from freescale.models.encoder import Encoder
+from freescale.random import derive, draw_keep_mask
+
+EPS = 1e-8  # of the norms
+DRAWS = 3  # streams of a layer's dropout: weights of the attention, hidden values, result
+
+
+class SASRec(Encoder):
+    """Causal softmax attention over jagged samples, with learned positions.
+
+    Histories go up to `max_length`. `hidden` is the width inside the feed-forward networks, `width`
+    by default. `checkpoint` recomputes each layer's activations in backward; gradients are the same
+    to the bit. Dropout applies in training mode and needs the samples' keys.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        layers: int,
+        heads: int,
+        max_length: int,
+        hidden: int | None = None,
+        dropout: float = ModelConfig.dropout,
+        input_scale: float | None = ModelConfig.input_scale,
+        input_dropout: float | None = ModelConfig.input_dropout,
+        checkpoint: bool = ModelConfig.recompute,
+    ) -> None:
+        hidden = width if hidden is None else hidden
+        super().__init__(
+            width=width,
+            max_length=max_length,
+            dropout=dropout,
+            input_scale=input_scale,
+            input_dropout=input_dropout,
+            layers=layers,
+            heads=heads,
+            hidden=hidden,
+        )
+        if width % heads:
+            raise ValueError(f"width={width} is not a multiple of heads={heads}")
+        self.heads = heads
+        self.checkpoint = checkpoint
+        self.layers = nn.ModuleList(
+            SASRecLayer(number=number, width=width, heads=heads, hidden=hidden, dropout=dropout)
+            for number in range(layers)
+        )
+
+    def forward(
+        self,
+        x: Tensor,  # [tokens, width]
+        lengths: Tensor,  # [samples] int64, candidates included
+        keys: Tensor | None = None,  # [samples] int64
+        timestamps: Tensor | None = None,  # not read
+        candidate_counts: Tensor | None = None,  # [samples] int64
+        host: HostSizes | None = None,  # of the above; without it they are read from the device
+    ) -> Tensor:  # [tokens, width]
+        self._check_width(x)
+        plan = plan_softmax_attention(
+            lengths, self.heads, candidate_counts=candidate_counts, host=host
+        )
+        self._check_sizes(x, plan.tokens, plan.longest_history)
+        x, token_keys = self._prepare_inputs(plan, x, keys)
+        token_keys = token_keys if self.dropout > 0 else None
+        for layer in self.layers:
+            if self.checkpoint and torch.is_grad_enabled():
+                # dropout is a function of keys: there is no generator state to keep
+                x = recompute(
+                    layer, x, token_keys, plan, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x = layer(x, token_keys, plan)
+        return x
+
+
+class SASRecLayer(nn.Module):
+    """Norm, attention, residual, norm, feed-forward, residual."""
+
+    def __init__(self, *, number: int, width: int, heads: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.number = number
+        self.heads = heads
+        self.dropout = dropout
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+        self.output = nn.Linear(width, width)
+        self.hidden = nn.Linear(width, hidden)
+        self.result = nn.Linear(hidden, width)
+        # Xavier's, for queries, keys and values as one matrix
+        for projection in (self.query, self.key_value):
+            nn.init.normal_(projection.weight, std=(2 * width) ** -0.5)
+        for projection in (self.output, self.hidden, self.result):
+            nn.init.xavier_normal_(projection.weight)
+        for projection in (self.query, self.key_value, self.output):
+            nn.init.zeros_(projection.bias)
+
+    def forward(
+        self,
+        x: Tensor,  # [tokens, width]
+        token_keys: Tensor | None,  # [tokens] int64; None: nothing is dropped
+        plan: AttentionPlan,
+    ) -> Tensor:
+        queries = _normalize(x)
+        shape = x.shape[0], self.heads, x.shape[1] // self.heads
+        k, v = (part.reshape(shape) for part in self.key_value(x).chunk(2, dim=1))
+        stream, keep = DRAWS * self.number, 1 - self.dropout
+        attended = softmax_attention(
+            self.query(queries).view(shape),
+            k,
+            v,
+            plan,
+            alpha=shape[2] ** -0.5,
+            dropout=None if token_keys is None else WeightDropout(token_keys, stream, keep),
+        )
+        middle = _normalize(queries + self.output(attended.flatten(1)))
+        hidden = _drop(F.relu(self.hidden(middle)), token_keys, stream + 1, keep)
+        return middle + _drop(self.result(hidden), token_keys, stream + 2, keep)
+
+
+def _normalize(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=EPS)
+
+
+def _drop(x: Tensor, keys: Tensor | None, stream: int, keep: float) -> Tensor:
+    """x [tokens, width] with dropout that is a function of the tokens' keys."""
+    if keys is None:
+        return x
+    mask = draw_keep_mask(derive(keys, stream), x.shape[1], keep)
+    return x * mask.to(x.dtype).mul_(1 / keep)

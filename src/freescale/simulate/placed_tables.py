@@ -1,0 +1,75 @@
+"""Places the tables of a simulated run by the rule of training, and by the same function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from freescale.embedding.layout import TableSpec
+from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.embedding.placement import Placement, choose_placement, count_state_bytes
+from freescale.simulate.compute import Model
+from freescale.simulate.workload import Workload
+
+ITEM = "item"  # the table that may be sharded
+
+
+@dataclass(frozen=True)
+class PlacedTables:
+    """Where the tables of a run lie."""
+
+    placements: dict[str, Placement]
+    rows: dict[str, int]
+
+    @property
+    def sharded(self) -> bool:
+        return self.placements[ITEM].kind == "sharded"
+
+    @property
+    def replicated_rows(self) -> int:
+        """Rows of the tables that every rank holds. A small table counts among them even if the
+        rule shards it: its rows are too few to matter."""
+        return sum(rows for name, rows in self.rows.items() if name != ITEM or not self.sharded)
+
+    def describe(self) -> list[str]:
+        return [
+            f"table {name}: {self.rows[name]:,} rows, {placed.kind} ({placed.reason})"
+            for name, placed in self.placements.items()
+        ]
+
+
+def place_tables(wanted: str, model: Model, source: Workload, ranks: int) -> PlacedTables:
+    """Places the tables by what the ranks read of the first batch, before it is balanced.
+
+    Args:
+        wanted: `auto`, or a choice for all tables.
+        model: The model, whose row optimizer keeps state beside each row.
+        source: The batches.
+        ranks: How many there are.
+    """
+    samples = len(source.get_lengths(0))
+    first = source.find_requests(0, assign_home(samples, ranks), ranks)
+    read = {ITEM: float(source.compute_demand(None, first, None).whole.requested.mean())}
+    rows = {ITEM: source.items}
+    for table in source.list_small_tables(ranks):
+        read[table.name], rows[table.name] = table.rows_read, table.rows
+    placements = {}
+    for name, count in rows.items():
+        spec = TableSpec(name, count, model.width, torch.float32, ())
+        state = count_state_bytes(ROW_OPTIMIZERS[model.row_optimizer](), spec)
+        placements[name] = (
+            choose_placement(spec, state, read[name])
+            if wanted == "auto"
+            else Placement(wanted, "as asked")
+        )
+    return PlacedTables(placements, rows)
+
+
+def assign_home(samples: int, ranks: int) -> NDArray[np.int64]:
+    """[samples] the rank that reads each sample of a global batch, as data/loader.py slices it."""
+    bounds = samples * np.arange(ranks + 1) // ranks
+    home: NDArray[np.int64] = np.repeat(np.arange(ranks), np.diff(bounds))
+    return home

@@ -1,0 +1,73 @@
+"""Says in a few sentences what a simulation found. A pure function of its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# The base of every comparison: TorchRec's pipeline as its users get it, the table cut by rows and
+# ids not deduplicated (the peer of `freescale bench ladder`).
+BASE = "TorchRec SparseDist"
+ALL, UNBALANCED = "staged + balancing + hostwire", "staged + hostwire"
+ASKED = "as asked"  # one configuration alone
+_BASE_NAME = "TorchRec's SparseDist"
+
+LIMIT = 10.0  # per cent of a step above which something other than compute limits it
+BATCH = "twice the batch"  # the change that is not one of the machine
+
+
+def write_verdict(
+    rows: Mapping[str, Mapping[str, Any]], changes: Sequence[Mapping[str, Any]], gpu: str
+) -> str:
+    """How much faster than TorchRec, what balancing is worth, and what limits the step.
+
+    Args:
+        rows: The figures of each technique, by its name, on one number of GPUs.
+        changes: What a better machine would give, of the same GPUs.
+        gpu: What one of them is called.
+    """
+    name = ALL if ALL in rows else ASKED
+    best, base = rows[name], rows[BASE]
+    count = best["gpus"]
+    if count == 1:
+        return (
+            f"One {gpu} has nobody to wait for: a step takes {best['step_ms']:,.1f} ms, "
+            f"{best['samples_per_second']:,.0f} samples a second."
+        )
+    subject = "FreeScale trains this" if name == ALL else "this configuration trains"
+    faster = _divide(best, base)
+    said = f"On {count:,} {gpu}s {subject} {faster:.2f} times as fast as {_BASE_NAME}"
+    unbalanced = rows.get(UNBALANCED)
+    if unbalanced is not None:
+        without, straggling = _divide(unbalanced, base), unbalanced["straggler_percent"]
+        if without < 0.99 * faster:
+            said += f"; without balancing {without:.2f} times: stragglers cost {straggling:.0f} %"
+        else:
+            said += "; balancing adds nothing here: the ranks have equal work"
+    return f"{said}. {_name_limit(best, [c for c in changes if c['arm'] == name])}"
+
+
+def _divide(row: Mapping[str, Any], base: Mapping[str, Any]) -> float:
+    return float(row["samples_per_second"] / base["samples_per_second"])
+
+
+def _name_limit(row: Mapping[str, Any], changes: Sequence[Mapping[str, Any]]) -> str:
+    """What the step is made of, and what a better machine would change."""
+    exposed, straggler = row["exposed_percent"], row["straggler_percent"]
+    gains = {
+        change["change"]: change["more_samples_per_second_percent"]
+        for change in changes
+        if change["change"] != BATCH
+    }
+    part, gain = max(gains.items(), key=lambda one: one[1], default=("", 0.0))
+    if exposed >= max(LIMIT, straggler):
+        kinds = row["exposed_ms"]
+        kind = max(kinds, key=lambda one: float(kinds[one]))
+        said = f"What limits it is communication, {exposed:.0f} % of the step, most of it {kind}"
+        return f"{said}: {part} would give {gain:.1f} % more." if gain >= 1 else f"{said}."
+    if straggler >= LIMIT:
+        return f"What limits it is the slowest rank: the others wait {straggler:.0f} % of the step."
+    said = f"What limits it is compute, {100 - exposed - straggler:.0f} % of the step"
+    if gain >= 1:
+        return f"{said}; {part} would give {gain:.1f} % more."
+    return f"{said}: no faster network would give 1 % more." if gains else f"{said}."

@@ -1,0 +1,73 @@
+"""Anybody's CSV on the command line: inspect, train, export, and eval from another folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+from freescale.cli.main import main
+from freescale.data.inspection import draw_lengths
+
+SMALL = "--steps 2 --width 8 --layers 1 --heads 1 --negatives 4 --device cpu --profile-steps 0"
+
+
+def invoke(*arguments: str) -> str:
+    done = CliRunner().invoke(main, list(map(str, arguments)))
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.fixture
+def csv(tmp_path) -> Path:
+    """Eight users with five events each, and one with one; ids are strings."""
+    lines = [f"u{user},i{(user + n) % 7},{n}" for user in range(8) for n in range(5)]
+    path = tmp_path / "y.csv"
+    path.write_text("\n".join(["customer,sku,when", *lines, "lonely,i0,0", ""]))
+    return path
+
+
+def test_a_csv_of_strings_is_inspected_trained_on_and_exported(csv, tmp_path, monkeypatch):
+    common = ["--columns", "time=when", "--cache", tmp_path / "cache"]
+    shown = invoke("inspect", csv, *common, "--global-batch", 2)
+    read_as = (
+        f"{csv} (csv): customer -> user (9 strings), sku -> item (7 strings), "
+        "when -> time (integers, of no known unit)"
+    )
+    for words in (
+        *(read_as, "users              8\n", "items              7 ", "events            40 "),
+        *("4 to 7 ", "collisions, global batch 2: ", "left out: 1 users with fewer than 2 events"),
+        f"freescale train --data {csv} --columns time=when",
+    ):
+        assert words in shown, shown
+    run = tmp_path / "run"
+    trained = invoke("train", "--data", csv, *common, "--folder", run, *SMALL.split())
+    assert read_as in trained
+    exported = invoke("export", run, "--out", tmp_path / "out").split()
+    assert exported[-1] == str(tmp_path / "out" / "vocabulary.parquet")
+    for folder in (run, tmp_path / "out"):
+        vocabulary = pq.read_table(folder / "vocabulary.parquet").to_pylist()
+        items = [row["text"] for row in vocabulary if row["column"] == "item_id"]
+        assert items == [f"i{n}" for n in (0, 1, 2, 3, 4, 5, 6)]
+
+    # ids of other data have other codes: the model would rank the wrong items
+    other = tmp_path / "other.csv"
+    other.write_text("\n".join(reversed(csv.read_text().splitlines()[1:])) + "\n")
+    other.write_text("customer,sku,when\n" + other.read_text())
+    done = CliRunner().invoke(main, ["eval", str(run), "--data", str(other)])
+    assert done.exit_code == 1 and "ids of this data are numbered otherwise" in done.output
+    csv.unlink()
+    done = CliRunner().invoke(main, ["eval", str(run)])
+    assert done.exit_code == 1 and f"{csv}: no such file" in done.output
+    assert "say where it is with --data" in done.output
+
+
+def test_lengths_are_drawn_by_powers_of_two():
+    picture = draw_lengths([2, 3, 3, 9] + [16] * 40)
+    assert [line.split()[:3] for line in picture] == [
+        ["2", "to", "3"], ["4", "to", "7"], ["8", "to", "15"], ["16", "to", "31"],
+    ]  # fmt: skip
+    assert [int(line.split()[-1]) for line in picture] == [3, 0, 1, 40]
+    assert [line.count("\u2588") for line in picture] == [3, 0, 1, 40]

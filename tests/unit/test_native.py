@@ -1,0 +1,92 @@
+"""Kernels in C for small batches on a CPU, beside the plain operations of torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from freescale.kernels.native import bindings, fused_layer
+from freescale.kernels.native import sampled_softmax as native_softmax
+from freescale.kernels.reference import sampled_softmax as softmax
+from freescale.models import HSTU
+
+LENGTHS = torch.tensor([3, 0, 7, 1, 12])
+TOKENS = int(LENGTHS.sum())
+
+
+def _differentiate(model, x, candidates):
+    """Outputs, and the gradients of x and all parameters."""
+    generator = torch.Generator().manual_seed(1)
+    times = torch.randint(0, 10**7, (TOKENS,), generator=generator).sort().values
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    out = model(x, LENGTHS, torch.arange(5) + 7, times, candidates)
+    (out * torch.arange(out.numel()).view_as(out).cos()).sum().backward()
+    return [out.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+def test_the_kernels_are_there():
+    assert bindings.load_native() is not None, bindings.explain_missing_native()
+
+
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize("candidates", [None, torch.tensor([1, 0, 3, 0, 2])])
+@pytest.mark.parametrize("dropout", [0.3, 0.0])
+def test_layers_are_those_of_plain_torch(biases, candidates, dropout, monkeypatch):
+    torch.manual_seed(0)
+    options = {"position_bias": biases, "time_bias": biases, "dropout": dropout}
+    # a width that no vector divides, and heads that are not as wide as the rest
+    model = HSTU(width=30, layers=2, heads=3, d_qk=5, d_v=7, max_length=20, **options)
+    x = torch.randn(TOKENS, 30)
+    ran = []
+    apply = fused_layer._Layer.apply
+    monkeypatch.setattr(fused_layer._Layer, "apply", lambda *own: ran.append(1) or apply(*own))
+    mine = _differentiate(model, x, candidates)
+    again = _differentiate(model, x, candidates)
+    model.checkpoint = True
+    recomputed = _differentiate(model, x, candidates)
+    model.checkpoint = False
+    assert len(ran) >= 6
+    assert all(map(torch.equal, mine, again)) and all(map(torch.equal, mine, recomputed))
+    monkeypatch.setattr(fused_layer, "load_native", lambda: None)
+    count = len(ran)
+    for own, plain in zip(mine, _differentiate(model, x, candidates), strict=True):
+        assert (own - plain).abs().max() <= 5e-6 * plain.abs().max()
+    assert len(ran) == count
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("extras", [True, False])
+def test_softmax_is_that_of_plain_torch(normalize, extras):
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(40, 13, generator=generator)
+    outputs = torch.randn(TOKENS, 13, generator=generator)
+    targets, index = (torch.randint(0, 40, (n,), generator=generator) for n in (TOKENS, 25))
+    index[3] = targets[0]
+    options: dict[str, object] = {"temperature": 0.3, "normalize": normalize}
+    log_q = None
+    if extras:
+        log_q = torch.randn(25, generator=generator)
+        options |= {"weights": torch.rand(TOKENS), "targets_log_q": torch.randn(TOKENS)}
+    negatives = softmax.Negatives(index, "batch", log_q)
+    assert native_softmax.fits(outputs, rows, negatives)
+    found = []
+    for kernel in (native_softmax, softmax):
+        own = outputs.clone().requires_grad_(), rows.clone().requires_grad_()
+        loss = kernel.sampled_softmax(*own, targets, negatives, LENGTHS, **options)
+        (2 * loss).backward()
+        found.append((loss.detach(), own[0].grad, own[1].grad))
+    for mine, plain in zip(*found, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=5e-6)
+
+
+def test_what_is_no_number_stays_none():
+    rows, index = torch.randn(9, 4), torch.arange(5)
+    outputs = torch.randn(3, 4)
+    outputs[1, 2] = torch.nan
+    negatives = softmax.Negatives(index, "batch")
+    loss = native_softmax.sampled_softmax(
+        outputs, rows, torch.arange(3) + 5, negatives, torch.tensor([3]), temperature=0.1,
+        normalize=True,
+    )  # fmt: skip
+    assert loss.isnan()

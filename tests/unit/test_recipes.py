@@ -1,0 +1,93 @@
+"""Recipes: what ships, what a file of one's own may hold, and who wins."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from freescale.cli.main import main
+from freescale.config import RunConfig
+from freescale.config.recipe import list_recipes, read_recipe
+
+
+@pytest.fixture
+def own(tmp_path):
+    def write(text):
+        path = tmp_path / "own.toml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def test_published_settings():
+    small, large, sasrec = (
+        RunConfig.from_settings({"data": "x", "recipe": name})
+        for name in ("hstu-small", "hstu-large", "sasrec")
+    )
+    assert [c.model.layers for c in (small, large, sasrec)] == [2, 8, 2]
+    assert [c.model.heads for c in (small, large, sasrec)] == [1, 2, 1]
+    assert [c.model.encoder for c in (small, large, sasrec)] == ["hstu", "hstu", "sasrec"]
+    for config in (small, large, sasrec):
+        model, data, train = config.model, config.data, config.train
+        assert (model.width, model.dropout, model.temperature) == (50, 0.2, 0.05)
+        assert (data.max_length, data.negatives, data.negatives_per) == (200, 128, "position")
+        assert (train.global_batch, train.epochs, train.lr, train.warmup) == (128, 101, 1e-3, 0)
+
+
+def test_given_options_win_and_the_run_remembers():
+    given = {"data": "x", "recipe": "hstu-small", "layers": 3, "epochs": None}
+    config = RunConfig.from_settings(given)
+    assert (config.model.layers, config.train.epochs, config.model.width) == (3, 101, 50)
+    again = RunConfig.from_json(config.to_json())
+    assert again == config and json.loads(config.to_json())["model"]["recipe"] == "hstu-small"
+    # a resumed run has its own values: the recipe is not read again
+    resumed = RunConfig.from_settings({"layers": None, "recipe": None, "epochs": 102}, again)
+    assert (resumed.model.layers, resumed.train.epochs) == (3, 102)
+    assert resumed.model.recipe == "hstu-small"
+
+
+def test_a_file_of_one_s_own(own):
+    path = own('description = "mine"\nlr = 1\nmax-length = 7\nshuffle = false\n')
+    assert read_recipe(path).description == "mine"
+    config = RunConfig.from_settings({"data": "x", "recipe": path})
+    assert (config.train.lr, config.data.max_length, config.data.shuffle) == (1.0, 7, False)
+    assert isinstance(config.train.lr, float) and config.model.recipe == path
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("widht = 3", r"own.toml: 'widht' is no option .*did you mean 'width'"),
+        ("recipe = 'sasrec'", "own.toml: 'recipe' is no option"),
+        ("[model]\nwidth = 3", "own.toml: 'model' is no option"),
+        ("width = '3'", "own.toml: 'width' must be of type int, not '3'"),
+        ("width = true", "own.toml: 'width' must be of type int, not True"),
+        ("width = 0", "own.toml: --width must be at least 1"),
+        ("encoder = 'sasrec'\ntime_bias = true", "own.toml: --encoder sasrec has no --time-bias"),
+        ("max_length = 3\nmax-length = 4", "own.toml: 'max-length' is there twice"),
+        ("width = \nheads = 1", "own.toml: not valid TOML: .*line 1"),
+        ("description = 3", "own.toml: description must be"),
+    ],
+)
+def test_mistakes_in_a_file(own, text, message):
+    with pytest.raises(ValueError, match=message):
+        read_recipe(own(text))
+
+
+def test_there_is_none_of_that_name():
+    with pytest.raises(ValueError, match="no recipe 'hstu'; the package has hstu-large, hstu-s"):
+        read_recipe("hstu")
+    with pytest.raises(ValueError, match="no file hstu.toml"):
+        read_recipe("hstu.toml")
+
+
+def test_list():
+    done = CliRunner().invoke(main, ["train", "--recipe", "list"])
+    lines = done.output.splitlines()
+    assert done.exit_code == 0 and len(lines) == len(list_recipes()) == 3
+    for line, recipe in zip(lines, list_recipes(), strict=True):
+        assert line.split()[0] == recipe.name and line.endswith(recipe.description)
+        assert len(line) <= 100 and recipe.description
