@@ -128,7 +128,7 @@ def _show(results: dict[str, Any], trainer: Trainer, stopped: str) -> None:
         if "hr@10" in quality:
             unseen = quality[f"hr@10{UNSEEN}"]
             hit = f"  HR@10 {quality['hr@10']:.4f}, without the history's items {unseen:.4f}"
-        console.print(f"loss {results['loss']:.4f}{hit}", highlight=False, soft_wrap=True)
+        console.print(f"last loss {results['loss']:.4f}{hit}", highlight=False, soft_wrap=True)
     for line in _describe_best(trainer):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(
@@ -140,7 +140,7 @@ def _show(results: dict[str, Any], trainer: Trainer, stopped: str) -> None:
         soft_wrap=True,
     )
     console.print(
-        f"where the time went: freescale report {shlex.quote(str(folder))}",
+        f"see where the time went: freescale report {shlex.quote(str(folder))}",
         highlight=False,
         soft_wrap=True,
     )
