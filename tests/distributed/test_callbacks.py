@@ -119,7 +119,9 @@ def _stop_early(transport, data: Path, folder: Path, best: float):
 
 
 def _stop_by_patience(transport, data: Path, folder: Path):
-    config = configure(data, epochs=8, evaluate_every=1, patience=1, keep="best")
+    # 40 items: all are among the first 200, and no evaluation is better than the first
+    best = {"keep": "best", "keep_metric": "hr@200", "patience": 1}
+    config = configure(data, epochs=8, evaluate_every=1, **best)
     trainer = Trainer(config, folder, histories=data, transport=transport)
     results = trainer.train()
     return trainer.step, results["best"], results["test"], trainer.checkpoints.steps()
@@ -140,8 +142,7 @@ def test_a_callback_or_patience_stops_all_ranks_by_a_metric(data, tmp_path):
     assert 6 <= steps[-1] <= 9 and len(seen) >= 2 and steps == list(range(1, steps[-1] + 1))
     assert signal == 0 and tested and saved == steps[-1:]
     last, best, _, saved = first[1]
-    # patience ends it right after the evaluation, one epoch behind the best one
-    assert last < 24 and best["step"] == last - 3 and saved == [last - 3, last]
+    assert last == 6 and best["step"] == 3 and saved == [3, 6]  # right after the second evaluation
 
 
 class Failing(Callback):

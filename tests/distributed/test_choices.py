@@ -126,7 +126,7 @@ def test_dense_sums_are_measured_once_and_repeated_on_resume():
         assert state == {"precision": "bf16", "dense_sums": chosen}
         assert lines == [
             "precision bf16 (as in the checkpoint)",
-            f"dense gradients summed {chosen} (as in the checkpoint)",
+            f"dense sums {chosen} (as in the checkpoint)",
         ]
     assert asked == {"precision": "fp32", "dense_sums": "collective"}
 

@@ -438,7 +438,7 @@ def test_the_choice_of_a_transport():
     assert name == "hostwire-gloo" and "engine" in why
     assert choose_transport("hostwire-gloo", "cpu", 1, False, False, False) == (
         "hostwire-gloo",
-        "as asked",
+        "as requested",
     )
     with pytest.raises(ValueError, match="pip install"):
         choose_transport("hostwire-ucx", "cuda", 1, False, True, True)

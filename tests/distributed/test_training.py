@@ -16,16 +16,25 @@ from freescale.models.hstu import HSTU
 from freescale.transport.local import LocalTransport
 
 LABELS = ("is_click", "is_like")
+NEGATIVES = (
+    {"negatives": 12, "in_batch_share": 0.5, "negatives_from": "popularity"},
+    {"negatives_from": "all"},
+)
 
 
-def step(transport, path, task, placement, number):
+def steps(transport, path, task, placement, number):
+    """A step for each kind of negatives."""
+    kinds = NEGATIVES if task == "retrieval" else NEGATIVES[:1]
+    return [step(transport, path, task, placement, number, kind) for kind in kinds]
+
+
+def step(transport, path, task, placement, number, negatives):
     """One step on global batch `number`, from the initial state."""
     options = {
         "task": task,
         "tasks": LABELS if task == "ranking" else (),
-        "negatives": 12,
-        "in_batch_share": 0.5,
         "halo": 4,
+        **negatives,
     }
     data = Histories(
         path,
@@ -84,10 +93,12 @@ def path(tmp_path_factory):
 @pytest.mark.parametrize("placement", ["sharded", "replicated"])
 def test_a_step_does_not_depend_on_the_number_of_ranks(path, task, placement):
     for number in (0, 3):  # the last batch of the epoch has one sample: two ranks stay empty
-        loss, before, expected = step(LocalTransport(), path, task, placement, number)
-        changed = [name for name in expected if not torch.equal(before[name], expected[name])]
-        assert "item/rows" in changed and "encoder.layers.0.projection.weight" in changed
-        for actual_loss, _, actual in run_ranks(3, step, path, task, placement, number):
-            assert actual_loss == pytest.approx(loss, rel=1e-12)
-            for name, value in expected.items():
-                torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=1e-14)
+        alone = steps(LocalTransport(), path, task, placement, number)
+        for _, before, expected in alone:
+            changed = [name for name in expected if not torch.equal(before[name], expected[name])]
+            assert "item/rows" in changed and "encoder.layers.0.projection.weight" in changed
+        for found in run_ranks(3, steps, path, task, placement, number):
+            for (actual_loss, _, actual), (loss, _, expected) in zip(found, alone, strict=True):
+                assert actual_loss == pytest.approx(loss, rel=1e-12)
+                for name, value in expected.items():
+                    torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=1e-14)

@@ -29,7 +29,7 @@ def test_compare_trains_the_same_steps_twice_and_says_what_it_shows(tmp_path, mo
     data = tmp_path / "data.parquet"
     generate(data, users=40, items=2000, median=10, cap=20, global_batch=8, ranks=2)
     assert demo.compare_schedules(data, tmp_path, 2, format_arguments) == 0
-    said = capfd.readouterr().out
+    table = capfd.readouterr().out
     ledgers = [
         json.loads((tmp_path / f"short-{name}" / "ledger.json").read_text())
         for name in ("serial", "staged")
@@ -38,15 +38,15 @@ def test_compare_trains_the_same_steps_twice_and_says_what_it_shows(tmp_path, mo
     assert set(ledgers[1]["paths"]["rows"]) == {"hostwire: shared memory"} and set(
         ledgers[0]["paths"]["rows"]
     ) == {"gloo"}
-    losses = re.search(r"last loss\W+([\d.]+)\W+([\d.]+)", said)
+    losses = re.search(r"last loss\W+([\d.]+)\W+([\d.]+)", table)
     assert losses and float(losses[1]) == pytest.approx(float(losses[2]), rel=1e-4)
     faster = ledgers[1]["samples_per_second"] / ledgers[0]["samples_per_second"]
-    assert (
-        f"{faster:.2f} times serial's samples/s here" in said
-        and "loopback" in said
-        and "bench ladder" in said
-    )
-    page = Path(said.split("beside each other: ")[1].splitlines()[0])
+    write_run(tmp_path)
+    demo.print_ending(tmp_path)
+    said = capfd.readouterr().out
+    ending = " ".join(said.split())
+    assert f"the full system made {faster:.2f} times serial's samples/s" in ending
+    page = Path(ending.split("side by side: ")[1])
     assert page == tmp_path / "compare.html"
     text = page.read_text(encoding="utf-8")
     assert (
@@ -54,6 +54,38 @@ def test_compare_trains_the_same_steps_twice_and_says_what_it_shows(tmp_path, mo
         and "short-staged" in text
         and all(f"{ledger['step_ms']['median']}" in text for ledger in ledgers)
     )
+
+
+def write_run(folder: Path) -> None:
+    """What the ending reads of the demonstration's own run."""
+    quality = {"model": {"hr@10": 0.7232}, "popularity": {"hr@10": 0.0845}}
+    lines = [{"step": 1, "loss": 2.0}, {"step": 1, "test": quality}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "ledger.json").write_text(json.dumps({"ranks": 2}))
+
+
+@pytest.mark.parametrize("activated", [True, False])
+def test_the_ending_says_what_was_seen_and_what_to_type(tmp_path, monkeypatch, capfd, activated):
+    """Commands that work as they stand, also where the environment is not activated."""
+    monkeypatch.setattr(demo.shutil, "which", lambda name: "/bin/freescale" if activated else None)
+    program = tmp_path / ".venv" / "bin" / "freescale"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    monkeypatch.setattr(demo.sys, "executable", str(program.with_name("python")))
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path)
+    demo.print_ending(tmp_path)
+    said = capfd.readouterr().out
+    paragraph = " ".join(said.split("Next")[0].split())
+    assert "For 72 % of the users" in paragraph and "reaches 8 %" in paragraph
+    assert "2 processes of this machine" in paragraph and "serial" not in paragraph.lower()
+    name = "freescale" if activated else ".venv/bin/freescale"
+    commands = re.findall(r"^  (\S.*?) +# ", said, re.M)
+    assert commands == [
+        f"{name} report {tmp_path}",
+        f"{name} inspect FILE",
+        f"{name} train --data FILE --nproc 2",
+    ]
 
 
 def test_a_comparison_that_fails_is_the_demo_failing(tmp_path, capfd):
@@ -64,16 +96,17 @@ def test_a_comparison_that_fails_is_the_demo_failing(tmp_path, capfd):
 @pytest.mark.parametrize(
     "ranks, status, expected",
     [
-        pytest.param(2, 0, ["train", "compare"], id="two ranks"),
-        pytest.param(1, 0, ["train"], id="one rank"),
+        pytest.param(2, 0, ["train", "compare", "ending"], id="two ranks"),
+        pytest.param(1, 0, ["train", "ending"], id="one rank"),
         pytest.param(2, 1, ["train"], id="training fails"),
     ],
 )
-def test_the_demo_ends_with_the_comparison(ranks, status, expected, tmp_path, monkeypatch):
-    """Not after a failure, and not where one rank waits for nobody."""
+def test_the_demo_ends_with_what_was_seen(ranks, status, expected, tmp_path, monkeypatch):
+    """Not after a failure; where one rank waits for nobody, nothing is compared."""
     called: list[str] = []
     monkeypatch.setattr(cli, "train_run", lambda *given: called.append("train") or status)
     monkeypatch.setattr(demo, "make_demo_data", lambda path: path)
     monkeypatch.setattr(demo, "make_short_data", lambda path: path)
     monkeypatch.setattr(demo, "compare_schedules", lambda *given: called.append("compare") or 0)
+    monkeypatch.setattr(demo, "print_ending", lambda folder: called.append("ending"))
     assert cli.run_demo(ranks, tmp_path) == status and called == expected

@@ -11,6 +11,8 @@ from helpers.browser import Browser, browser
 from helpers.command import freescale
 from helpers.small_runs import interactions, train
 
+from freescale.report.glossary import read_glossary
+
 VIEW = (
     "const t = document.querySelector('.timeline'); return [Number(t.dataset.from), "
     "Number(t.dataset.to)];"
@@ -183,6 +185,30 @@ def test_tooltip(made, desk: Browser):
     assert desk.log() == []
 
 
+def test_a_figure_is_explained_to_mouse_and_keys(made, desk: Browser):
+    """In the glossary's words."""
+    desk.open(made / "one.html")
+    place = (
+        "const box = document.querySelector('[data-term=straggler-time]').getBoundingClientRect();"
+        "return [box.left + 5, box.top + 5];"
+    )
+    straggler = next(term.text for term in read_glossary() if term.name == "straggler time")
+    desk.mouse(*desk.run(place))
+    assert desk.run(TIP) == straggler
+    desk.mouse(2, 2)
+    assert desk.run(TIP) is None
+    desk.run("document.querySelector('[data-term=straggler-time]').focus()")
+    assert desk.run(TIP) == straggler
+    # A term far down the page scrolls into view and keeps its explanation.
+    desk.run("document.querySelector('#timeline .legend .term').focus()")
+    desk.settle()
+    named = desk.run("return document.activeElement.dataset.term")
+    shown = desk.run(TIP)
+    assert shown in [term.text for term in read_glossary() if term.slug == named]
+    desk.keys("#timeline .legend .term", "\ue00c")
+    assert desk.run(TIP) is None and desk.log() == []
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_light_and_dark(made, tmp_path, dark):
     ground = "return getComputedStyle(document.body).backgroundColor"
@@ -212,6 +238,14 @@ def test_phone(made, tmp_path):
         x, y, (rank, lane, _, name, *_) = widest(window, ["communication"])
         window.drag([(x, y)], kind="touch")
         assert window.run(TIP).startswith(f"{name}\nrank {rank}, {lane}\n")
+        window.run("scrollTo(0, 0)")
+        x, y = window.run(
+            "const box = document.querySelector('#summary .term').getBoundingClientRect(); "
+            "return [box.left + 5, box.top + 5]"
+        )
+        window.drag([(x, y)], kind="touch")
+        assert window.run(TIP).startswith("Samples that all ranks together train on")
+        widest(window, ["communication"])
         whole = window.run(VIEW)
         left, top, width, height = window.run(SVG)
         middle, down = left + 74 + (width - 74) / 2, top + height / 2

@@ -137,7 +137,7 @@ def test_what_a_dead_run_left_is_put_aside(tmp_path):
         opened.open("{}")
         opened.close()
         assert opened.notes == [
-            (f"a run that ended here before its first checkpoint is now in {run / aside}")
+            f"moved an earlier run, which ended before its first checkpoint, to {run / aside}"
         ]
         assert {path.name for path in (run / aside).iterdir()} == {
             "config.json",
@@ -179,8 +179,8 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
     opened.open("{}")
     assert opened.notes == [
         (
-            f"{tmp_path / 'run'} cannot be locked, its file system has no locks: "
-            "see to it that no other run uses it"
+            f"{tmp_path / 'run'} cannot be locked, because its file system has no locks: "
+            "make sure that no other run uses it"
         )
     ]
 
@@ -216,7 +216,7 @@ def test_a_killed_run_has_a_page_and_is_started_again(tmp_path):
         "before its first figures" in page.read_text() or "the run did not end" in page.read_text()
     )
     again = freescale(*command, "--steps", 3)
-    assert again.returncode == 0 and f"is now in {run / 'ended'}" in again.stdout, again.stderr
+    assert again.returncode == 0 and f"to {run / 'ended'}" in again.stdout, again.stderr
     assert [
         json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()
     ] == [1, 2, 3, 3]

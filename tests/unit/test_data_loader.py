@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.data import Histories, prefetch
-from freescale.data.negatives import choose_negatives_per, draw_negatives
+from freescale.data.negative_draws import draw_negatives
+from freescale.data.negatives import choose_negatives_per
 from freescale.random import derive, hash_name, integers
 
 USERS, GROUP = 53, 6  # 9 row groups, the last one short

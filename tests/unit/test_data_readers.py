@@ -248,7 +248,7 @@ def test_labels_are_made_by_comparisons(tmp_path):
         "like": [1, 0], "bought": [1, 0], "low": [0, 1], "other": [0, 1], "liked": [1, 0],
     }  # fmt: skip
     assert prepare(path, tmp_path / "cache") != made
-    with pytest.raises(ValueError, match=r"y.csv: column 'stars' is missing.*rating, kind"):
+    with pytest.raises(ValueError, match=r"y.csv: column 'stars', .*missing.*rating, kind"):
         prepare(path, tmp_path / "cache", labels="like=stars>3")
     with pytest.raises(ValueError, match=r"y.csv, line 2: column 'kind' holds 'buy', not a number"):
         prepare(path, tmp_path / "cache", labels="like=kind>3")
@@ -304,6 +304,8 @@ def test_folders_and_patterns(tmp_path):
     write(tmp_path / "hub" / ".cache.parquet", "hidden")
     assert read(tmp_path / "hub") == read(f"{tmp_path}/hub/**/*.parquet") == [(1, 2, 3), (1, 4, 5)]
     assert read([first, tmp_path / "hub" / "data"])[1] == (1, 2, 3)
+    more = shard(tmp_path / "more.parquet", (1, 6, 7), price=[0.5])  # what not all have is left out
+    assert read([first, more]) == [(1, 2, 3), (1, 6, 7)] and read(more) == [(1, 6, 7, 0.5)]
     for part in ("a", "b"):
         (tmp_path / "logs").mkdir(exist_ok=True)
         write(tmp_path / "logs" / f"{part}.csv", f"user,item,time\n{ord(part)},2,3\n")
@@ -414,3 +416,29 @@ def test_bad_files_are_one_line_and_leave_nothing(tmp_path, make, words):
         assert word in message, message
     left = [entry for entry in cache.iterdir() if entry.name != "digests"] if cache.exists() else []
     assert left == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "labels", "fingerprint"),
+    [
+        ("ratings.dat", "1::2::3::4\n1::3::4::5\n", "action", "2867115da09b9a160e997ba253315aed"),
+        (
+            "log.csv",
+            "user_id,video_id,time_ms,is_click\n1,2,3,1\n1,3,4,0\n",
+            "is_click",
+            "e33fc8d951cd1e4ce53d70c1000a7ed8",
+        ),
+        ("a.csv", "AX,B0,5.0,100\nAX,B1,5.0,101\n", "", "1b4863ea8bc22706fb98d83e246d65b0"),
+    ],
+)
+def test_earlier_runs_go_on_with_data_that_is_read_as_before(
+    tmp_path, name, content, labels, fingerprint
+):
+    path = write(tmp_path / name, content)
+    assert HistoriesFile(prepare(path, tmp_path / "c", labels=labels)).fingerprint == fingerprint
+
+
+def test_earlier_runs_do_not_go_on_with_integers_that_were_recoded(tmp_path):
+    path = write(tmp_path / "i.csv", "1,2,5.0,100\n1,3,5.0,101\n")
+    recoded = "8a7f71a76ee46541078612e4a2c8ffbd"
+    assert HistoriesFile(prepare(path, tmp_path / "c")).fingerprint != recoded

@@ -197,6 +197,22 @@ def test_summary_leaves_the_warm_up_out():
     assert Summary(1).summarize()["measured_steps"] == 0
 
 
+def test_summary_averages_the_steps_on_its_number_of_ranks():
+    """A run that was resumed on fewer ranks: what it did on more is counted only."""
+    summary, alone = Summary(1, warmup=1), Summary(1, warmup=1)
+    transfer = [("rows", 5, 5, 0, 0, 1)]
+    for step in range(3):
+        summary.add(merge_step([record(step, 0, 100, [], transfer, samples=9)] * 2))
+    for step, end in enumerate((1000, 10, 20), 3):
+        for one in (summary, alone):
+            one.add(merge_step([record(step, 0, end, samples=3)]))
+    result, expected = summary.summarize(), alone.summarize()
+    assert (result.pop("steps"), expected.pop("steps")) == (6, 3)
+    assert result.pop("steps_on_other_ranks") == {"2": 3}
+    assert expected.pop("steps_on_other_ranks") == {}
+    assert result == expected and result["measured_steps"] == 2
+
+
 def test_a_ledger_records_inside_steps_only():
     ledger = Ledger()
     with ledger.span("outside"), ledger.begin_collective("rows", 1, 1, "gloo").wait():

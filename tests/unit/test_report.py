@@ -100,6 +100,7 @@ def test_figures_are_the_ledgers(tmp_path):
 def test_quality_stands_beside_itself_without_the_history(tmp_path):
     """All metrics of the test part in a table, the headlines as curves and tiles."""
     text = render_page([read_run(run_folder(tmp_path / "a"))])
+    text = re.sub('<span class="term"[^>]*>(.*?)</span>', r"\1", text)
     head = "".join(
         f'<th scope="col">{cell}</th>'
         for who in ("model", "popularity")
@@ -328,6 +329,41 @@ def test_lines_that_go_further_than_the_ledger_count(tmp_path):
     )
     run = read_run(folder)
     assert run.ledger == ledger and "the run did not end" in run.missing[0]
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_run_resumed_on_another_number_of_ranks_says_so(tmp_path, older):
+    """Its figures are those of the steps on the present number; versions that mixed them are
+    corrected."""
+    before, now = run_folder(tmp_path / "a", steps=5), run_folder(tmp_path / "b", ranks=1)
+    lines = [(folder / "ledger.jsonl").read_text() for folder in (before, now)]
+    (now / "ledger.jsonl").write_text("".join(lines))
+    ledger = json.loads((now / "ledger.json").read_text())
+    counted = {**ledger, "steps": 17}
+    if older:
+        del counted["steps_on_other_ranks"]
+        counted["straggler_percent"] = 33.0
+    else:
+        counted["steps_on_other_ranks"] = {"2": 5}
+    (now / "ledger.json").write_text(json.dumps(counted))
+    run = read_run(now)
+    assert run.ledger == {**ledger, "steps": 17, "steps_on_other_ranks": {"2": 5}}
+    assert len(run.measured_lines) == run.ledger["measured_steps"] == 10
+    text = render_page([run])
+    assert (
+        "The run also made 5 steps on 2 ranks. Figures and timeline are of its steps on 1" in text
+    )
+    assert "2 (ranks 0, 1)" in render_page([read_run(before)])  # its machine
+
+
+def test_labels_of_an_axis_stand_beside_its_ticks():
+    """However long the ticks are: the label ends where the longest of them begins, or before."""
+    for high in (1, 0.0123456, 123456.7):
+        chart = draw_lines([Series("a", "r-0", [(1, 0.0), (2, high)])], "loss")
+        ticks = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="end">([^<]+)</text>', chart)
+        label = float(re.search(r'class="label" x="([\d.]+)" [^>]*rotate', chart)[1])
+        assert len(ticks) > 1
+        assert all(float(x) - 7 * len(words) > label + 4 for x, words in ticks)
 
 
 def test_names_tell_runs_apart(tmp_path):

@@ -17,6 +17,7 @@ from freescale.simulate.output import collect_run, make_records
 from freescale.simulate.ranks import Beside, slow_down
 from freescale.simulate.schedules import SCHEDULES
 from freescale.simulate.simulator import Cluster, Setting, plan_batches, simulate
+from freescale.simulate.workload import SmallTable
 
 STEPS = 6
 MODEL = Model(width=8, layers=2, heads=2, longest=1000)
@@ -157,6 +158,46 @@ def test_a_small_table_is_replicated_by_the_rule_of_training():
     assert found["sharded"]["bytes_per_step"]["rows"] > 0
     with pytest.raises(ValueError, match="placement 'everywhere'"):
         Setting(placement="everywhere")
+
+
+def test_a_replicated_table_does_not_keep_staged_from_preparing_ahead():
+    cluster = Cluster(MODEL, CALIBRATION, NETWORK, 8)
+    small = source(8, items=2000, collisions=None)
+    serial, staged = (
+        collect_run(simulate(Setting(name, "greedy"), cluster, small, STEPS), 8)
+        for name in ("serial", "staged")
+    )
+    assert serial["collision_percent"] is None  # nothing is requested
+    assert staged["exposed_ms"]["counts"] + staged["exposed_ms"]["samples"] < 1e-6
+    assert serial["exposed_ms"]["dense"] > staged["exposed_ms"]["dense"]
+    assert serial["bytes_per_step"]["gradients"] == staged["bytes_per_step"]["gradients"]
+
+
+def test_a_small_table_is_summed_beside_a_sharded_one():
+    class WithActions(GeneratedWorkload):
+        def list_small_tables(self, ranks):
+            return [SmallTable("action", 50, 50.0)]
+
+    cluster = Cluster(MODEL, CALIBRATION, NETWORK, 8)
+    options = {"median": 150, "cap": 1000, "items": 200_000, "collisions": 0.2}
+    for schedule in SCHEDULES:
+        alone, beside = (
+            collect_run(simulate(Setting(schedule), cluster, kind(64, **options), STEPS), 8)
+            for kind in (GeneratedWorkload, WithActions)
+        )
+        more = beside["bytes_per_step"]["gradients"] - alone["bytes_per_step"]["gradients"]
+        # an AllReduce of 50 rows and a mark for each: 2 (n - 1) / n of it leaves each of 8 ranks
+        assert more == pytest.approx(8 * 2 * 7 / 8 * 50 * (8 * 4 + 4), rel=1e-3)
+        assert beside["bytes_per_step"]["rows"] == alone["bytes_per_step"]["rows"]
+
+
+def test_torchrecs_ranks_agree_on_nothing():
+    sparse_dist, serial = (figures(Setting(name)) for name in ("sparse_dist", "serial"))
+    assert sparse_dist["bytes_per_step"]["counts"] == 0 < serial["bytes_per_step"]["counts"]
+    # the ids of the next batch travel during compute; rows and gradients are waited for
+    assert sparse_dist["exposed_ms"]["ids"] < 0.1 * serial["exposed_ms"]["ids"]
+    for kind in ("rows", "gradients"):
+        assert sparse_dist["exposed_ms"][kind] > 0.9 * serial["exposed_ms"][kind]
 
 
 def test_unknown_names_are_refused():

@@ -176,7 +176,7 @@ def test_mistakes_are_one_line(tmp_path, csv):
     (tmp_path / "own" / "ledger.json").write_text('{"ranks": 1, "measured_steps": 0}')
     assert "has no config.json" in refuse("--run", str(tmp_path / "own"))
     make_run(tmp_path / "moved", tmp_path / "gone.csv")
-    assert "name the data with --data" in refuse("--run", str(tmp_path / "moved"))
+    assert "name it with --data" in refuse("--run", str(tmp_path / "moved"))
     with pytest.raises(ValueError, match="--cap must be at most 21000"):
         describe_training(SimulateConfig(data=str(csv), cap=30_000))
 

@@ -20,8 +20,10 @@ from freescale.config import DataConfig, GenerateConfig, ModelConfig, RunConfig,
 @add_settings(GenerateConfig)
 @exit_cleanly
 def generate(path: Path, **given: Any) -> None:
-    """Generate production-like histories: heavy-tailed lengths, popular items, a chosen collision
-    rate."""
+    """Generate histories with the statistics of production data.
+
+    Lengths are heavy-tailed, some items are popular, and --collision sets the collision rate.
+    """
     from freescale.data import synthetic
 
     config = GenerateConfig(**select_given(given))
@@ -31,8 +33,8 @@ def generate(path: Path, **given: Any) -> None:
     rate = report.measured_collision
     collisions = "" if rate is None else f", {rate:.1%} collisions"
     click.echo(
-        f"{report.path}: {report.users:,} users, {report.tokens:,} events, lengths "
-        f"{report.lengths}{collisions}"
+        f"wrote {report.path}: {report.users:,} users, {report.tokens:,} events, histories of "
+        f"{report.lengths['p50']:,} events (median) to {report.lengths['max']:,}{collisions}"
     )
 
 
@@ -44,8 +46,11 @@ _INSPECTED = ("format", "columns", "missing", "cache", "num_items", "max_length"
 @add_settings(DataConfig, ModelConfig, TrainConfig, only=(*_INSPECTED, "labels", "global_batch"))
 @exit_cleanly
 def inspect(data: str, **given: Any) -> None:
-    """Show what data holds before training on it: columns, users, items, lengths, collisions, what
-    is left out."""
+    """Show what a data file holds, before training on it.
+
+    Shows how the columns are read, users, items, lengths, collisions and what is left out, and ends
+    with the command to train on it.
+    """
     from freescale.data.inspection import describe_inspection, inspect_histories
     from freescale.train.build import prepare_data
 

@@ -17,8 +17,10 @@ Row = tuple[str, str, str]  # what, found, what follows
 @click.command()
 @exit_cleanly
 def doctor() -> None:
-    """Show what this machine has (torch, devices, backends, RDMA, UCX, Triton) and what would run
-    on it."""
+    """Show what this machine has and what would run on it.
+
+    Checks Python, torch, GPUs, communication backends, RDMA, UCX, shared memory and Triton.
+    """
     from rich.console import Console
     from rich.table import Table
 

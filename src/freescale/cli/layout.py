@@ -1,48 +1,131 @@
-"""The layout of help: commands in the order of use, options under headings."""
+"""The layout of help: commands in sections, options under headings, the common ones first."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 _WHOLE = 10_000  # characters of a command's sentence in a list: it is not cut
+_EVERY_OPTION = "freescale: help shows every option"  # key of a context's meta
 
 
 class CommandGroup(click.Group):
-    """Lists its commands in the order in which they were added, each with its whole sentence."""
+    """Lists its commands section by section, in the order in which they were added, each with its
+    whole sentence."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sections: dict[str, list[str]] = {}
+
+    def add_section(self, title: str, *commands: click.Command) -> None:
+        """Adds commands that help lists under `title`; commands added otherwise stand under
+        Commands."""
+        for command in commands:
+            self.add_command(command)
+        self._sections[title] = [command.name or "" for command in commands]
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(self.commands)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = [(name, command.get_short_help_str(_WHOLE)) for name, command in self._visible()]
-        if rows:
-            with formatter.section("Commands"):
-                formatter.write_dl(rows)
+        placed = {name for names in self._sections.values() for name in names}
+        rest = [name for name in self.commands if name not in placed]
+        sections = {
+            title: rows
+            for title, names in {**self._sections, "Commands": rest}.items()
+            if (rows := self._make_rows(names))
+        }
+        widest = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                # One width for all sections: their sentences begin in the same column.
+                formatter.write_dl([(name.ljust(widest), sentence) for name, sentence in rows])
 
-    def _visible(self) -> list[tuple[str, click.Command]]:
-        return [(name, command) for name, command in self.commands.items() if not command.hidden]
+    def _make_rows(self, names: list[str]) -> list[tuple[str, str]]:
+        commands = [(name, self.commands[name]) for name in names]
+        return [
+            (name, command.get_short_help_str(_WHOLE))
+            for name, command in commands
+            if not command.hidden
+        ]
 
 
 class GroupedOption(click.Option):
-    """An option that stands under a heading in the help of a `GroupedCommand`."""
+    """An option that stands under a heading in the help of a `GroupedCommand`.
 
-    def __init__(self, *args: Any, heading: str = "Other", **kwargs: Any) -> None:
+    `common`: whether --help shows it; --help-all shows every option.
+    """
+
+    def __init__(
+        self, *args: Any, heading: str = "Other", common: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.heading = heading
+        self.heading, self.common = heading, common
 
 
 class GroupedCommand(click.Command):
-    """Lists its options under their headings, in the order in which these first appear."""
+    """Lists its options under their headings, in the order in which these first appear: the common
+    ones with --help, every one with --help-all.
+
+    `other_names`: what other programs call an option, without the dashes, by which this command
+    calls it. Such a name is refused with a hint to the right one: similar spelling would suggest
+    others.
+    """
+
+    def __init__(
+        self, *args: Any, other_names: Mapping[str, str] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._other_names = other_names or {}
+        show_all = click.Option(
+            ["--help-all"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=self._show_all,
+            help="Show every option and exit.",
+        )
+        self.params.append(show_all)
+
+    def _show_all(self, context: click.Context, _option: click.Parameter, given: bool) -> None:
+        if given:
+            context.meta[_EVERY_OPTION] = True
+            click.echo(context.get_help(), color=context.color)
+            context.exit()
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(context, args)
+        except click.NoSuchOption as error:
+            known = self._other_names.get(error.option_name.lstrip("-").replace("_", "-"))
+            if known is None:
+                raise
+            options = [one for one in self.params if isinstance(one, click.Option)]
+            words = next(one.help or "" for one in options if known in one.opts)
+            words = words.partition("  [default")[0]
+            raise click.NoSuchOption(
+                error.option_name,
+                f"No such option '{error.option_name}': use {known} ({words}).",
+                ctx=context,
+            ) from None
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
+        every, hidden = context.meta.get(_EVERY_OPTION, False), 0
         for parameter in self.get_params(context):
             record = parameter.get_help_record(context)
-            if record is not None:
-                heading = parameter.heading if isinstance(parameter, GroupedOption) else "Other"
-                sections.setdefault(heading, []).append(record)
+            if record is None:
+                continue
+            if isinstance(parameter, GroupedOption) and not (parameter.common or every):
+                hidden += 1
+                continue
+            heading = parameter.heading if isinstance(parameter, GroupedOption) else "Help"
+            sections.setdefault(heading, []).append(record)
         for heading, rows in sections.items():
             with formatter.section(heading):
                 formatter.write_dl(rows)
+        if hidden:
+            formatter.write_paragraph()
+            formatter.write_text(f"{hidden} more options: {context.command_path} --help-all")

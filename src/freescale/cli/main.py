@@ -25,5 +25,6 @@ def main() -> None:
 
 
 # In the order in which people need them.
-for _command in (doctor, demo, generate, inspect, train, evaluate, export, report, simulate, bench):
-    main.add_command(_command)
+main.add_section("Get started", doctor, demo)
+main.add_section("Train a model", inspect, train, evaluate, export, report)
+main.add_section("Generate, plan and measure", generate, simulate, bench)

@@ -43,6 +43,7 @@ def _make_option(entry: Field[Any], heading: str) -> Callable[[F], F]:
         entry.name,
         cls=GroupedOption,
         heading=entry.metadata.get("heading", heading),
+        common=entry.metadata["common"],
         type=kind,
         default=None,
         help=_describe(entry),

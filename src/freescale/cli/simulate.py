@@ -25,8 +25,10 @@ from freescale.config import SimulateConfig
 @add_settings(SimulateConfig)
 @click.pass_context
 def simulate(context: click.Context, /, gpus: tuple[int, ...], **given: Any) -> None:
-    """Simulate a training step on a cluster: its time, where the time goes, and what each technique
-    gains over TorchRec."""
+    """Predict the time of a training step on a cluster.
+
+    Shows where the time goes and what each technique gains over TorchRec.
+    """
     if context.invoked_subcommand is None:
         _simulate(gpus, given)
 
@@ -72,8 +74,10 @@ def _simulate(gpus: tuple[int, ...], given: dict[str, Any]) -> None:
 )
 @exit_cleanly
 def calibrate(device: str, out: Path, shapes: tuple[str, ...], repetitions: int) -> None:
-    """Measure the compute curve of this machine: forward, backward, rows and optimizer over
-    lengths, batch and width."""
+    """Measure this machine's compute times for the simulator.
+
+    The curve covers forward, backward, rows and optimizer over lengths, batch and width.
+    """
     from freescale.simulate.show import write_calibration
 
     write_calibration(device, out, shapes, repetitions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,47 +17,86 @@ from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.config.recipe import list_recipes
 from freescale.train.launch import is_rank
 
-RUN = "Ranks and run folder"
+_DISTRIBUTION, _OUTPUT = "Distribution", "Output"
+
+# What other programs call the options of train.
+_OTHER_NAMES = {
+    "batch-size": "--global-batch",
+    "bs": "--global-batch",
+    "train-batch-size": "--global-batch",
+    "dataset": "--data",
+    "data-path": "--data",
+    "input": "--data",
+    "train-data": "--data",
+    "dim": "--width",
+    "embedding-dim": "--width",
+    "hidden-size": "--width",
+    "hidden-units": "--width",
+    "num-layers": "--layers",
+    "num-blocks": "--layers",
+    "num-heads": "--heads",
+    "learning-rate": "--lr",
+    "max-len": "--max-length",
+    "maxlen": "--max-length",
+    "max-seq-len": "--max-length",
+    "max-steps": "--steps",
+    "num-epochs": "--epochs",
+    "gpus": "--nproc",
+    "nproc-per-node": "--nproc",
+    "num-workers": "--workers",
+    "world-size": "--nproc",
+    "num-negatives": "--negatives",
+    "out": "--folder",
+    "output": "--folder",
+    "output-dir": "--folder",
+    "run": "--folder",
+    "dropout-rate": "--dropout",
+    "warmup-steps": "--warmup",
+    "dtype": "--precision",
+}
 
 _nproc = click.option(
     "--nproc",
     cls=GroupedOption,
-    heading=RUN,
+    heading=_DISTRIBUTION,
+    common=True,
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="ranks to start on this machine",
+    help="ranks (processes) to start on this machine: as many as it has GPUs",
 )
 _port = click.option(
     "--port",
     cls=GroupedOption,
-    heading=RUN,
+    heading=_DISTRIBUTION,
     type=click.IntRange(1, 65535),
     help="port where local ranks meet  [default: a free one]",
 )
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, other_names=_OTHER_NAMES)
 @add_settings(DataConfig, ModelConfig, TrainConfig)
 @_nproc
 @click.option(
     "--folder",
     "run_folder",
     cls=GroupedOption,
-    heading=RUN,
+    heading=_OUTPUT,
+    common=True,
     type=click.Path(path_type=Path),
     help="folder of the run  [default: runs/DATE-TIME]",
 )
 @click.option(
     "--resume",
     cls=GroupedOption,
-    heading=RUN,
+    heading=_OUTPUT,
+    common=True,
     is_flag=False,
     flag_value="last",
     metavar="[CHECKPOINT]",
     help=(
-        "go on from a checkpoint of the run (--folder names it): the last, or `best`, or a step; "
-        "later ones are given up"
+        "continue the run in --folder, on any number of ranks, from its last checkpoint, or from "
+        "`best` or the step named; later checkpoints are given up"
     ),
 )
 @_port
@@ -64,9 +104,11 @@ _port = click.option(
 def train(
     nproc: int, run_folder: Path | None, resume: str | None, port: int | None, **given: Any
 ) -> int:
-    """Train a model on histories or interactions, on one rank or many.
+    """Train a model on your data, on one rank or many.
 
-    Starts its own local ranks (--nproc), or joins those that torchrun started.
+    --nproc starts the ranks of this machine; under torchrun, the command joins torchrun's ranks.
+
+    Example: freescale train --data histories.parquet --nproc 2
     """
     if given.get("recipe") == "list":
         return show_recipes()
@@ -99,11 +141,11 @@ def train_run(
     """
     base = None
     if resume is not None:
-        if run_folder is None or not (run_folder / "config.json").exists():
-            raise ValueError(
-                f"--resume needs --folder with the folder of an earlier run, not {run_folder}"
-            )
+        if run_folder is None:
+            raise ValueError("--resume needs --folder: name the folder of the run to continue")
         base = _read_config(run_folder)
+        if given.get("data") is None:
+            _refuse_missing_data(base, run_folder)
     config = RunConfig.from_settings(given, base)
     if not is_rank():
         if nproc > 1:
@@ -122,7 +164,23 @@ def train_run(
 
 
 def _read_config(run_folder: Path) -> RunConfig:
-    return RunConfig.from_json((run_folder / "config.json").read_text(encoding="utf-8"))
+    path = run_folder / "config.json"
+    if not run_folder.is_dir():
+        raise ValueError(f"{run_folder} is not the folder of a run: there is no such folder")
+    if not path.exists():
+        raise ValueError(f"{run_folder} is not the folder of a run: it has no config.json")
+    return RunConfig.from_json(path.read_text(encoding="utf-8"))
+
+
+def _refuse_missing_data(config: RunConfig, run_folder: Path) -> None:
+    """Refuses a path of config.json that leads nowhere from here: most often the run was started in
+    another folder."""
+    data = config.data.data
+    if "://" not in data and not glob.glob(data):
+        raise ValueError(
+            f"{data}: no such file, seen from {Path.cwd()}; {run_folder / 'config.json'} names it "
+            "so: pass --data with its path, or run the command where the run was started"
+        )
 
 
 def _refuse_missing_gpus(device: str, nproc: int) -> None:
@@ -181,11 +239,15 @@ def evaluate(
     nproc: int,
     port: int | None,
 ) -> int:
-    """Evaluate a run's checkpoint on the full catalogue, beside the popularity baseline."""
-    if not (run_folder / "config.json").exists():
-        raise ValueError(f"{run_folder} is not the folder of a run: it has no config.json")
+    """Evaluate a run's checkpoint on held-out data.
+
+    Ranks every target among all items of the catalogue, and shows the popularity baseline beside
+    the model. Ranking tasks are evaluated by NE, AUC and GAUC.
+    """
     given = {"data": data, "device": device}
     config = RunConfig.from_settings(given, _read_config(run_folder))
+    if data is None:
+        _refuse_missing_data(config, run_folder)
     if not is_rank():
         try:
             _prepare(config)
@@ -216,7 +278,10 @@ def evaluate(
 @_checkpoint
 @exit_cleanly
 def export(run_folder: Path, out: Path, checkpoint: str | None) -> None:
-    """Write a run's checkpoint as safetensors files, for serving.
+    """Write a run's checkpoint as safetensors files.
+
+    The files are for serving, and plain torch can load them.
+
 
     Dense weights are one file; each table is a file of its own, with its rows in the order of ids.
     Where ids of the data were numbered anew, vocabulary.parquet says which id has which row.
@@ -237,8 +302,11 @@ def export(run_folder: Path, out: Path, checkpoint: str | None) -> None:
 )
 @exit_cleanly
 def demo(nproc: int, run_folder: Path | None) -> int:
-    """Train a small model on generated histories and compare the serial schedule with the full
-    system."""
+    """Train a small model on generated data (about two minutes).
+
+    Then trains the same steps twice, with the serial schedule and with every technique, and
+    compares the two.
+    """
     return run_demo(nproc, run_folder)
 
 
@@ -249,6 +317,7 @@ def run_demo(nproc: int, run_folder: Path | None) -> int:
         compare_schedules,
         make_demo_data,
         make_short_data,
+        print_ending,
     )
     from freescale.train.run_folder import new_folder
 
@@ -256,7 +325,9 @@ def run_demo(nproc: int, run_folder: Path | None) -> int:
     folder = run_folder or new_folder(Path("runs") / name)
     path = make_demo_data(Path("runs") / "demo-data.parquet")
     status = train_run(nproc, folder, None, None, {**DEMO_SETTINGS, "data": str(path)})
-    if status or nproc == 1:  # one rank waits for nobody: nothing to compare
-        return status
-    short = make_short_data(Path("runs") / "demo-short.parquet")
-    return compare_schedules(short, folder, nproc, format_arguments)
+    if not status and nproc > 1:  # one rank waits for nobody: nothing to compare
+        short = make_short_data(Path("runs") / "demo-short.parquet")
+        status = compare_schedules(short, folder, nproc, format_arguments)
+    if not status:
+        print_ending(folder)
+    return status

@@ -32,6 +32,7 @@ class DataConfig(Checked):
         "",
         "histories or interactions: a file (Parquet, CSV, TSV, JSON lines, .inter, lines of ids; "
         ".gz, .zip), a folder, a pattern in quotes, or a URL (s3://...)",
+        common=True,
     )
     format: str = option(
         "auto",
@@ -43,6 +44,7 @@ class DataConfig(Checked):
         "columns by role, where their names are not recognised: user=NAME,item=NAME,time=NAME "
         "(time=order: rows are in order of time), also rating= and action=; numbers from 1 where "
         "there is no header",
+        common=True,
     )
     missing: str = option(
         "refuse",
@@ -58,7 +60,7 @@ class DataConfig(Checked):
         minimum=1,
     )
     max_length: int = option(
-        200, "history events that a sample holds at most", minimum=1, maximum=21000
+        200, "history events that a sample holds at most", minimum=1, maximum=21000, common=True
     )
     split: str = option(
         "leave-one-out", "what is held out", choices=("leave-one-out", "time", "none")

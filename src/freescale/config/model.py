@@ -18,19 +18,21 @@ class ModelConfig(Checked):
         None,
         "settings by name (`list` shows them), or a .toml file of your own; options that are given "
         "beside it win",
+        common=True,
     )
-    task: str = option("retrieval", "what to train", choices=("retrieval", "ranking"))
+    task: str = option("retrieval", "what to train", choices=("retrieval", "ranking"), common=True)
     labels: str = option(
         "",
         "labels of the ranking tasks, comma-separated: columns of 0 and 1, or comparisons with a "
         "name (like=rating>=4)",
+        common=True,
     )
     encoder: str = option("hstu", "what reads the history", choices=("hstu", "sasrec"))
-    width: int = option(64, "width of embeddings and layers", minimum=1)
+    width: int = option(64, "width of embeddings and layers", minimum=1, common=True)
     hidden: int | None = option(
         None, "width inside SASRec's feed-forward networks (default: --width)", minimum=1
     )
-    layers: int = option(2, "layers of the encoder", minimum=1)
+    layers: int = option(2, "layers of the encoder", minimum=1, common=True)
     heads: int = option(2, "attention heads", minimum=1)
     dropout: float = option(0.1, "dropout, keyed by the sample", minimum=0.0, maximum=0.99)
     input_dropout: float | None = option(
@@ -59,7 +61,7 @@ class ModelConfig(Checked):
     time_bias: bool | None = option(
         None, "relative time bias in attention, with --encoder hstu  [default: on]"
     )
-    temperature: float = option(0.05, "softmax temperature (retrieval)", above=0.0)
+    temperature: float = option(0.1, "softmax temperature (retrieval)", above=0.0)
     segment: int | None = option(
         None,
         "cut histories into segments of so many events, seen later by their summaries alone",

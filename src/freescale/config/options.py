@@ -7,12 +7,14 @@ from dataclasses import asdict, field, fields
 from typing import Any, ClassVar
 
 
-def option(default: Any, help: str, heading: str | None = None, **checks: Any) -> Any:
+def option(
+    default: Any, help: str, heading: str | None = None, common: bool = False, **checks: Any
+) -> Any:
     """A field with its help text and checks (`minimum`, `maximum`, `choices`, `above`, `below`).
-    `heading`: where it stands in the help, if not under that of its class. `formerly`, among the
-    checks: what runs did whose config.json does not have the setting, where that is not the
-    default."""
-    shown = {"help": help} | ({"heading": heading} if heading else {})
+    `heading`: where it stands in the help, if not under that of its class; `common`: whether it
+    is one of the few that --help shows (--help-all shows every one). `formerly`, among the checks:
+    what runs did whose config.json does not have the setting, where that is not the default."""
+    shown = {"help": help, "common": common} | ({"heading": heading} if heading else {})
     return field(default=default, metadata={**shown, **checks})
 
 

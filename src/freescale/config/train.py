@@ -7,20 +7,22 @@ from typing import ClassVar
 
 from freescale.config.options import Checked, option
 
-_DISTRIBUTION = "Schedule, balancing and communication"
-_OUTPUT = "Evaluation, checkpoints and logs"
+_DISTRIBUTION = "Distribution"
+_OUTPUT = "Output"
 
 
 @dataclass(frozen=True)
 class TrainConfig(Checked):
     """How a run trains. Every field is an option of `freescale train`."""
 
-    heading: ClassVar[str] = "Optimization"
+    heading: ClassVar[str] = "Training"
 
-    global_batch: int = option(64, "samples of a step, over all ranks", minimum=1)
-    epochs: int = option(10, "passes over the users", minimum=1)
+    global_batch: int = option(64, "samples of a step, over all ranks", minimum=1, common=True)
+    epochs: int = option(10, "passes over the users", minimum=1, common=True)
     steps: int | None = option(None, "stop after this many steps", minimum=1)
-    lr: float = option(3e-3, "learning rate of the dense parameters (AdamW)", minimum=0.0)
+    lr: float = option(
+        3e-3, "learning rate of the dense parameters (AdamW)", minimum=0.0, common=True
+    )
     weight_decay: float = option(0.0, "weight decay of the dense parameters", minimum=0.0)
     beta2: float = option(
         0.98,
@@ -32,7 +34,7 @@ class TrainConfig(Checked):
     row_optimizer: str = option(
         "adam", "optimizer of table rows", choices=("sgd", "adagrad", "rowwise_adagrad", "adam")
     )
-    row_lr: float = option(3e-3, "learning rate of table rows", minimum=0.0)
+    row_lr: float = option(3e-3, "learning rate of table rows", minimum=0.0, common=True)
     warmup: int = option(0, "steps of linear learning-rate warm-up", minimum=0)
     decay: str = option(
         "constant", "learning rate after warm-up", choices=("constant", "linear", "cosine")
@@ -119,7 +121,11 @@ class TrainConfig(Checked):
         heading=_DISTRIBUTION,
     )
     device: str = option(
-        "auto", "where to compute", choices=("auto", "cpu", "cuda"), heading=_DISTRIBUTION
+        "auto",
+        "where to compute: auto takes a GPU for each rank where there are GPUs, else the CPU",
+        choices=("auto", "cpu", "cuda"),
+        heading=_DISTRIBUTION,
+        common=True,
     )
     seed: int = option(0, "seed of everything random")
     timeout: float = option(

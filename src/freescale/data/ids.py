@@ -62,10 +62,8 @@ def parse_integers(values: pa.Array) -> pa.Array:
         except pa.ArrowInvalid:
             raise NotIntegers("strings") from None
         # 007 is not 7, and 0x1f would be read as 31
-        zeros = pc.and_(
-            pc.match_substring_regex(values, "^-?0"), pc.greater(pc.utf8_length(values), 1)
-        )
-        if pc.any(zeros).as_py():
+        zeros = pc.and_(pc.starts_with(values, "0"), pc.greater(pc.binary_length(values), 1))
+        if pc.any(pc.or_(zeros, pc.starts_with(values, "-0"))).as_py():
             raise NotIntegers("strings, with leading zeros")
     elif pa.types.is_integer(values.type):
         try:

@@ -86,8 +86,10 @@ def _count_collisions(
         sequences = (batch.sequences["history"].values, batch.sequences["targets"].values)
         rows = [values.numpy() for values in sequences]
         own.add(np.unique(np.concatenate(rows)), first=number == 0)
-        drawn = batch.dense["negatives"].numpy().ravel()
-        all_rows.add(np.unique(np.concatenate([*rows, drawn])), first=number == 0)
+        # of each sample, or of the batch
+        drawn = [part["negatives"] for part in (batch.dense, batch.shared) if "negatives" in part]
+        rows += [negatives.numpy().ravel() for negatives in drawn]
+        all_rows.add(np.unique(np.concatenate(rows)), first=number == 0)
     return own.rate, all_rows.rate
 
 

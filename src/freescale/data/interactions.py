@@ -39,7 +39,7 @@ from freescale.data.ids import (
     parse_integers,
 )
 from freescale.data.labels import find_non_label, make_label
-from freescale.data.layouts import Layout, require_columns
+from freescale.data.layouts import Layout
 from freescale.data.sources import SourceFile, find_files
 from freescale.data.tables import TableBlock, lay_out, list_side_columns, read_tables
 from freescale.data.timestamps import (
@@ -76,7 +76,12 @@ class Interactions(Iterator[pa.RecordBatch]):
         # those that are not among the columns anyway
         self.labels = [label for label in parse_labels(labels) if not self._has_column(label)]
         for file, layout in zip(self.files, self.layouts):
-            require_columns(file, [label.column for label in self.labels], layout.names)
+            for label in self.labels:
+                if label.column not in layout.names:
+                    raise ValueError(
+                        f"{file}: column {label.column!r}, of --labels {label.text}, is missing; "
+                        f"the file has {', '.join(layout.names)[:200]}; name one of these"
+                    )
         self.restart(Reading())
 
     def restart(self, reading: Reading) -> None:
@@ -117,7 +122,8 @@ class Interactions(Iterator[pa.RecordBatch]):
                 found, missing = list_side_columns(file, layout)
                 complete |= dict.fromkeys(found)
                 broken |= dict.fromkeys(missing)
-        return [name for name in complete if name not in broken], list(broken)
+        common = set.intersection(*(set(layout.names) for layout in self.layouts))
+        return [n for n in complete if n not in broken and n in common], list(broken)
 
     def _has_column(self, label: Label) -> bool:
         if label.operator is not None:

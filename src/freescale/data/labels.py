@@ -68,7 +68,7 @@ def check_labels(file: HistoriesFile, names: Sequence[str]) -> None:
         if value:
             raise ValueError(
                 f"{where}: label column {column} holds {value}, not 0 or 1; make its values 0 and "
-                "1, or name another column"
+                f"1, or compare a column of the file: --labels 'like=rating>=4'"
             )
 
 

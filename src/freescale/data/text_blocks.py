@@ -67,7 +67,8 @@ def read_head(file: SourceFile) -> list[bytes]:
     size = 0
     for block in read_blocks(file):
         size += len(block.data)
-        head += [line.rstrip(b"\r") for line in block.data.split(b"\n") if line.strip()]
+        lines = block.data.split(b"\n", _LINES)[:_LINES]
+        head += [line.rstrip(b"\r") for line in lines if line.strip()]
         if size >= _HEAD and head:
             break
     if not head:

@@ -117,7 +117,7 @@ class Tables:
         rows_read = self._count_rows_read(batch)
         for name, spec in self.specs.items():
             if name in self._wanted:
-                self.placements[name] = Placement(self._wanted[name], "as asked")
+                self.placements[name] = Placement(self._wanted[name], "as requested")
             elif recorded and name in recorded:
                 self.placements[name] = Placement(recorded[name], "as in the checkpoint")
             else:

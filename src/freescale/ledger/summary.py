@@ -26,14 +26,16 @@ class Summary:
     Memory is constant but for one number per step, which the median of the step time needs.
 
     Args:
-        ranks: Ranks of the run. A resumed run may have had another number before.
+        ranks: Ranks of the run. A resumed run may have had another number before: such steps are
+            counted, but not averaged, since nothing about them holds for this number.
         warmup: First steps, which allocate and connect: they are counted, but not averaged.
     """
 
     def __init__(self, ranks: int, warmup: int = 2) -> None:
         self.ranks = ranks
         self.warmup = warmup
-        self._seen = 0
+        self._seen = self._own = 0  # steps: all, and those on `ranks` ranks
+        self._elsewhere: dict[int, int] = {}  # steps on other numbers of ranks
         self._busy_steps = self._path_steps = 0
         self._step_ms: list[float] = []
         self._sums: dict[str, float] = {}
@@ -43,7 +45,11 @@ class Summary:
     def add(self, figures: Mapping[str, Any]) -> None:
         """Adds the figures of the next step, from `merge_step` or a line of ledger.jsonl."""
         self._seen += 1
-        if self._seen <= self.warmup:
+        if (ranks := len(figures["straggler_ms"])) != self.ranks:
+            self._elsewhere[ranks] = self._elsewhere.get(ranks, 0) + 1
+            return
+        self._own += 1
+        if self._own <= self.warmup:
             return
         self._step_ms.append(figures["step_ms"])
         flat = {k: figures[k] for k in ("straggler_percent", "imbalance", "samples", "tokens")}
@@ -66,12 +72,10 @@ class Summary:
         self._path_steps += "paths" in figures
 
     def _add_per_rank(self, name: str, values: Sequence[float] | None) -> None:
-        """A resumed run may have had more ranks before, and lines of an older version lack some
-        figures."""
-        if values is None:
+        if values is None:  # a line of an older version
             return
         totals = self._rank_sums.setdefault(name, [0.0] * self.ranks)
-        for rank, value in enumerate(values[: self.ranks]):
+        for rank, value in enumerate(values):
             totals[rank] += value
         self._counts[name] = self._counts.get(name, 0) + 1
 
@@ -82,8 +86,15 @@ class Summary:
         """Returns means over the measured steps, as in ledger.json; of the step time the median,
         too."""
         measured = len(self._step_ms)
+        counted = {
+            "ranks": self.ranks,
+            "steps": self._seen,
+            # JSON's keys are text.
+            "steps_on_other_ranks": {str(r): count for r, count in self._elsewhere.items()},
+            "measured_steps": measured,
+        }
         if not measured:
-            return {"ranks": self.ranks, "steps": self._seen, "measured_steps": 0}
+            return counted
         means = {name: total / self._counts[name] for name, total in self._sums.items()}
         seconds = sum(self._step_ms) / 1e3
 
@@ -98,9 +109,7 @@ class Summary:
                 # Over all steps, like `bytes_per_step`: the last ones have no samples to move.
                 paths.setdefault(kind, {})[path] = sent / self._path_steps
         return {
-            "ranks": self.ranks,
-            "steps": self._seen,
-            "measured_steps": measured,
+            **counted,
             "step_ms": {
                 "mean": seconds * 1e3 / measured,
                 "median": statistics.median(self._step_ms),

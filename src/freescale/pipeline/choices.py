@@ -42,7 +42,7 @@ class Choices:
         self.dense_sums: DenseSums | None = None  # not known yet
         self.partitioned: PartitionedAllReduce | None = None  # where it sums
         if dense_sums != "auto":
-            self._adopt(DenseSums(dense_sums, "as asked"))
+            self._adopt(DenseSums(dense_sums, "as requested"))
 
     def tune(self) -> None:
         """Measures what is not known yet. A collective. With one rank there is nothing to sum."""
@@ -52,7 +52,7 @@ class Choices:
         if not isinstance(reducer, GradientBuckets):
             self.dense_sums = DenseSums("collective", "compressed gradients have their own sums")
         elif not transport.sums_apart or not reducer.flat:
-            self.dense_sums = DenseSums("collective", "the transport is the process group")
+            self.dense_sums = DenseSums("collective", "exchanges go through the process group, too")
         else:
             opened = PartitionedAllReduce(transport)
             seconds = measure_dense_sums(transport, opened, reducer.flat)
@@ -73,7 +73,7 @@ class Choices:
         lines = [f"precision {self.precision} ({self._reason})"]
         if self.dense_sums is not None and self._transport.world > 1:
             kind, reason = self.dense_sums.kind, self.dense_sums.reason
-            lines.append(f"dense gradients summed {kind} ({reason})")
+            lines.append(f"dense sums {kind} ({reason})")
         return lines
 
     def state_dict(self) -> dict[str, str]:

@@ -31,10 +31,10 @@ def choose_precision(asked: str, device: str, bf16: bool, float32: bool = True) 
     if asked == "tf32" and device != "cuda":
         raise ValueError(
             f"precision tf32 is a format of NVIDIA GPUs and this rank computes on {device}: "
-            "take fp32, bf16 or auto"
+            "use fp32, bf16 or auto"
         )
     if asked != "auto":
-        return asked, "as asked"
+        return asked, "as requested"
     if device != "cuda":
         return "fp32", "on CPUs"
     if not float32:

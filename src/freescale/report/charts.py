@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeVar
 
+from freescale.report.glossary import explain
+
 T = TypeVar("T")
 
 # A panel is about as wide as a phone, so that its words stay readable there; wider screens show
 # several beside each other.
 WIDTH, HEIGHT = 320, 195
-LEFT, RIGHT, TOP, BOTTOM = 52, 8, 10, 40
+RIGHT, TOP, BOTTOM = 12, 10, 40
+LABEL, GLYPH = 20, 7.2  # pixels: a label beside the axis, and a digit of a tick
 POINTS = 400  # of a line, at most
+MARKED = 12  # points of a line that has a mark at each of them, at most
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Series:
 
 def render_panel(title: str, chart: str) -> str:
     """A chart with its caption."""
-    return f"<figure><figcaption>{escape(title)}</figcaption>{chart}</figure>"
+    return f"<figure><figcaption>{explain(title)}</figcaption>{chart}</figure>"
 
 
 def render_panels(panels: Sequence[str]) -> str:
@@ -69,12 +73,14 @@ class Panel:
         self, x: tuple[float, float], y: tuple[float, float], x_label: str, y_label: str
     ) -> None:
         self.marks = choose_ticks(*y)
-        self._x0, self._x1 = x[0], x[1] if x[1] > x[0] else x[0] + 1
+        # As wide as the longest tick: the axis' label stands beside them, not over them.
+        self.left = LABEL + 8 + GLYPH * max(len(format_tick(value)) for value in self.marks)
+        self._x0, self._x1 = x if x[1] > x[0] else (x[0] - 1, x[0] + 1)
         self._y0, self._y1 = self.marks[0], self.marks[-1]
         self._x_label, self._y_label = x_label, y_label
 
     def x(self, value: float) -> float:
-        return LEFT + (value - self._x0) / (self._x1 - self._x0) * (WIDTH - LEFT - RIGHT)
+        return self.left + (value - self._x0) / (self._x1 - self._x0) * (WIDTH - self.left - RIGHT)
 
     def y(self, value: float) -> float:
         return (
@@ -83,7 +89,7 @@ class Panel:
 
     def draw(self, inside: Sequence[str], title: str) -> str:
         """Draws the axes, and `inside` (SVG) between them."""
-        words = escape(title, quote=True)
+        words, left = escape(title, quote=True), self.left
         parts = [
             (
                 f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
@@ -92,21 +98,21 @@ class Panel:
         ]
         for value in self.marks:
             y = self.y(value)
-            parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            words_at = f'x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end"'
+            parts.append(f'<path class="grid" d="M{left:.1f} {y:.1f}H{WIDTH - RIGHT}"/>')
+            words_at = f'x="{left - 6:.1f}" y="{y + 4:.1f}" text-anchor="end"'
             parts.append(f"<text {words_at}>{format_tick(value)}</text>")
         for value in choose_ticks(self._x0, self._x1):
-            if self._x0 <= value <= self._x1:
+            if self._x0 <= value <= self._x1 and float(value).is_integer():  # there is no half step
                 x = self.x(value)
                 parts.append(f'<path class="axis" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>')
                 parts.append(
                     f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" '
                     f'text-anchor="middle">{format_tick(value)}</text>'
                 )
-        parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
-        middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
+        parts.append(f'<path class="axis" d="M{left:.1f} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
+        middle = left + (WIDTH - left - RIGHT) / 2
         parts.append(
-            f'<text class="label" x="{middle}" y="{HEIGHT - 6}" '
+            f'<text class="label" x="{middle:.1f}" y="{HEIGHT - 6}" '
             f'text-anchor="middle">{escape(self._x_label)}</text>'
         )
         across = TOP + (HEIGHT - TOP - BOTTOM) / 2
@@ -121,7 +127,8 @@ class Panel:
 def draw_lines(
     series: Sequence[Series], y_label: str, x_label: str = "step", zero: bool = False
 ) -> str:
-    """Draws a line per series; one point alone is a dot. With `zero` the y axis begins at 0."""
+    """Draws a line per series, and its points where these are few. With `zero` the y axis begins
+    at 0."""
     everything = [point for one in series for point in one.points]
     low, high = min(y for _, y in everything), max(y for _, y in everything)
     reach = (min(x for x, _ in everything), max(x for x, _ in everything))
@@ -135,6 +142,9 @@ def draw_lines(
             f'<path class="line {one.style}" '
             f'd="M{path}{"h0" if len(points) == 1 else ""}">{title}</path>'
         )
+        if len(points) <= MARKED:
+            marks = "".join(f"M{panel.x(x):.1f} {panel.y(y):.1f}h0" for x, y in points)
+            parts.append(f'<path class="marks {one.style}" d="{marks}"/>')
     return panel.draw(parts, f"{y_label} over {x_label}: {', '.join(one.name for one in series)}")
 
 
@@ -148,7 +158,7 @@ def draw_dots(
 ) -> str:
     """Draws a dot per rank and step, with a line at 1, the mean. `values`: [steps][ranks]."""
     panel = Panel((steps[0], steps[-1]), reach, "step", y_label)
-    parts = [f'<path class="mean" d="M{LEFT} {panel.y(1):.1f}H{WIDTH - RIGHT}"/>']
+    parts = [f'<path class="mean" d="M{panel.left:.1f} {panel.y(1):.1f}H{WIDTH - RIGHT}"/>']
     for of_rank in zip(*values, strict=True):
         path = "".join(
             f"M{panel.x(step):.1f} {panel.y(value):.1f}h0"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -43,44 +43,50 @@ def print_ledger(console: Console, ledger: Mapping[str, Any]) -> None:
             soft_wrap=True,
         )
         return
+    ranks = f"{ledger['ranks']} rank{'s' * (ledger['ranks'] > 1)}"
     table = Table(
-        title=(
-            f"where a step's time went (mean of {ledger['measured_steps']} steps, "
-            f"{ledger['ranks']} ranks)"
-        )
+        title=f"where a step's time went (mean of {ledger['measured_steps']:,} steps on {ranks})"
     )
     table.add_column("figure")
     table.add_column("value", justify="right")
-    step = ledger["step_ms"]
-    table.add_row("step", f"{step['mean']:.1f} ms (median {step['median']:.1f})")
-    table.add_row("samples/s", f"{ledger['samples_per_second']:,.0f}")
-    table.add_row("tokens/s", f"{ledger['tokens_per_second']:,.0f}")
-    table.add_row("straggler", f"{ledger['straggler_percent']:.1f} %")
-    table.add_row("exposed communication", f"{ledger['exposed_percent']:.1f} %")
-    for kind, value in ledger["exposed_ms"].items():
-        if ledger["bytes_per_step"].get(kind):
-            paths = ", ".join(sorted(ledger.get("paths", {}).get(kind, {})))
-            table.add_row(
-                f"  {kind}",
-                (f"{value:.2f} ms, {ledger['bytes_per_step'][kind] / 1e6:.2f} MB ({paths})"),
-            )
-    if any(ledger.get("lane_ms_per_rank") or ()):
-        table.add_row(
-            "waiting for its own lanes",
-            f"{sum(ledger['lane_ms_per_rank']) / ledger['ranks']:.2f} ms",
-        )
-    for name, value in ledger["spans_ms"].items():
-        table.add_row(f"  {name}", f"{value:.2f} ms")
-    if ledger.get("collision_percent") is not None:
-        table.add_row("collisions", f"{ledger['collision_percent']:.1f} %")
-    if ledger.get("sparsity") is not None:
-        table.add_row("sparsity (padded share)", f"{100 * ledger['sparsity']:.1f} %")
-    table.add_row("imbalance of compute", f"{ledger['imbalance']:.3f}")
-    if ledger.get("cost_error_percent") is not None:
-        table.add_row("error of the cost model", f"{ledger['cost_error_percent']:.1f} %")
-    for rank, peak in enumerate(ledger.get("peak_memory_bytes_per_rank", [])):
-        table.add_row(
-            f"peak memory, rank {rank}",
-            "  ".join(f"{where} {size / 2**20:,.0f} MiB" for where, size in peak.items()),
-        )
+    for name, value in _list_figures(ledger):
+        table.add_row(name, value)
     console.print(table)
+
+
+# Of the spans, those that everybody knows; the report has all of them.
+_SPANS = ("forward", "backward", "optimizer")
+
+
+def _list_figures(ledger: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    step = ledger["step_ms"]
+    yield "step time", f"{step['mean']:.1f} ms (median {step['median']:.1f})"
+    yield "samples/s", f"{ledger['samples_per_second']:,.0f}"
+    yield "tokens/s", f"{ledger['tokens_per_second']:,.0f}"
+    for name in _SPANS:
+        if name in ledger["spans_ms"]:
+            yield name, f"{ledger['spans_ms'][name]:.2f} ms"
+    if any(ledger.get("lane_ms_per_rank") or ()):
+        mean = sum(ledger["lane_ms_per_rank"]) / ledger["ranks"]
+        yield "waiting for its own lanes", f"{mean:.2f} ms"
+    if ledger["ranks"] > 1:
+        yield "straggler time", f"{ledger['straggler_percent']:.1f} % of the step"
+        yield "exposed communication", f"{ledger['exposed_percent']:.1f} % of the step"
+    for kind, value in ledger["exposed_ms"].items():
+        if sent := ledger["bytes_per_step"].get(kind):
+            paths = ", ".join(sorted(ledger.get("paths", {}).get(kind, {})))
+            yield f"  {kind}", f"{value:.2f} ms, {sent / 1e6:.2f} MB ({paths})"
+    if ledger.get("collision_percent") is not None:
+        yield "collisions", f"{ledger['collision_percent']:.1f} % of requests"
+    if ledger.get("sparsity") is not None:
+        yield "sparsity (padded share)", f"{100 * ledger['sparsity']:.1f} %"
+    if ledger["ranks"] > 1:
+        yield "imbalance of compute", f"{ledger['imbalance']:.3f}"
+    if ledger.get("cost_error_percent") is not None:
+        yield "error of the cost model", f"{ledger['cost_error_percent']:.1f} %"
+    peaks = ledger.get("peak_memory_bytes_per_rank", [])
+    largest = {where: max(peak.get(where, 0) for peak in peaks) for peak in peaks for where in peak}
+    if largest:
+        of = " of a rank" if len(peaks) > 1 else ""
+        shown = "  ".join(f"{where} {size / 2**20:,.0f} MiB" for where, size in largest.items())
+        yield f"peak memory{of}", shown

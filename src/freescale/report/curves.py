@@ -9,6 +9,7 @@ from typing import Any
 
 from freescale.config.metrics import REPEATS, UNSEEN, select_headlines
 from freescale.report.charts import Series, draw_lines, render_panel, render_panels
+from freescale.report.glossary import explain
 from freescale.report.markup import render_name, render_table
 from freescale.report.runs import WARM_UP, Run
 
@@ -28,7 +29,7 @@ def render_curves(runs: Sequence[Run]) -> str:
     add("Loss", "loss", _read_loss, zero=False)
     for name in dict.fromkeys(name for run in runs for name in _list_validation_metrics(run)):
         add(f"Validation {name}", name, partial(_read_validation, name), zero=False)
-    add("Step", "ms", partial(_read_figure, "step_ms"))
+    add("Step time", "ms", partial(_read_figure, "step_ms"))
     add("Straggler", "% of the step", partial(_read_figure, "straggler_percent"))
     add("Exposed communication", "% of the step", _read_exposed)
     add("Collisions", "% of requests", partial(_read_figure, "collision_percent"))
@@ -113,10 +114,10 @@ def _render_test_metrics(runs: Sequence[Run]) -> str:
     if not names:
         return ""
     rows = [
-        [escape(n), *("-" if v.get(n) is None else f"{v[n]:.4f}" for _, v in columns)]
+        [explain(n), *("-" if v.get(n) is None else f"{v[n]:.4f}" for _, v in columns)]
         for n in names
     ]
-    head = ["metric", *(escape(title) for title, _ in columns)]
+    head = ["metric", *(explain(title) for title, _ in columns)]
     words = "".join(f"<p>{escape(note)}</p>" for note in notes)
     return "<h3>Test part</h3>" + words + render_table(head, rows)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from freescale.report.glossary import explain
 from freescale.report.markup import BARS, format_figure, render_cards, render_table
 from freescale.report.runs import Run
 
@@ -45,6 +46,14 @@ def _list_settings(run: Run, part: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {"": found}
 
 
+_NAMES = {
+    "cpu": "CPU",
+    "gpu": "GPU",
+    "memory_gib": "memory, GiB",
+    "gpu_memory_gib": "GPU memory, GiB",
+}
+
+
 def render_machines(runs: Sequence[Run]) -> str:
     return render_cards(runs, _render_machines_of_run, needs_figures=False)
 
@@ -55,9 +64,9 @@ def _render_machines_of_run(place: int, run: Run) -> str:
         known = {
             name: value for name, value in machine.items() if name not in ("ranks", "versions")
         } | machine.get("versions", {})
-        rows.append(["ranks", escape(", ".join(map(str, machine["ranks"])))])
+        rows.append(["ranks on it", escape(_list_ranks(machine["ranks"]))])
         rows += [
-            [escape(name.replace("_", " ")), escape(str(value))]
+            [escape(_NAMES.get(name, name.replace("_", " "))), escape(str(value))]
             for name, value in known.items()
             if value is not None
         ]
@@ -67,8 +76,18 @@ def _render_machines_of_run(place: int, run: Run) -> str:
             f"{escape(where)} {format_figure(place, f'{path}/{where}', run.ledger, _format_mib)}"
             for where in peak
         ]
-        rows.append([f"peak memory, rank {rank}", ", ".join(shown)])
+        rows.append([explain(f"peak memory, rank {rank}"), ", ".join(shown)])
     return render_table(["", "found"], rows, "words") if rows else "<p>Not recorded.</p>"
+
+
+def _list_ranks(ranks: Sequence[int]) -> str:
+    """How many, and which: `1 (rank 0)`, `4 (ranks 0 to 3)`."""
+    first, last = min(ranks), max(ranks)
+    if len(ranks) == 1:
+        return f"1 (rank {first})"
+    whole = len(ranks) > 2 and list(ranks) == list(range(first, last + 1))
+    named = f"{first} to {last}" if whole else ", ".join(map(str, ranks))
+    return f"{len(ranks)} (ranks {named})"
 
 
 def _format_mib(value: float) -> str:

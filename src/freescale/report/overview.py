@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from html import escape
 from typing import Any
 
 from freescale.config.metrics import select_headlines
+from freescale.report.glossary import explain
 from freescale.report.markup import (
     NONE,
     format_bytes,
@@ -53,18 +53,22 @@ def render_overview(runs: Sequence[Run]) -> str:
     ]
     shown.append(("last loss", lambda place, run: _show_last_loss(run)))
     names = dict.fromkeys(name for run in runs for name in _find_quality(run))
-    shown += [(escape(name), partial(_show_quality, name)) for name in list(names)[:_METRICS]]
+    shown += [(name, partial(_show_quality, name)) for name in list(names)[:_METRICS]]
     if any(run.best for run in runs):
         shown.append(("best on validation", lambda place, run: _show_best(run)))
     shown.append(("ranks", partial(show_figure, "ranks", str)))
     shown.append(("measured steps", partial(show_figure, "measured_steps", "{:,}".format)))
     if len(runs) == 1:
         tiles = "".join(
-            f"<div><dt>{name}</dt><dd>{show(0, runs[0])}</dd></div>" for name, show in shown
+            f"<div><dt>{explain(name)}</dt><dd>{show(0, runs[0])}</dd></div>"
+            for name, show in shown
         )
         return f'<dl class="tiles">{tiles}</dl>'
     head = ["", *(render_name(place, run) for place, run in enumerate(runs))]
-    rows = [[name, *(show(place, run) for place, run in enumerate(runs))] for name, show in shown]
+    rows = [
+        [explain(name), *(show(place, run) for place, run in enumerate(runs))]
+        for name, show in shown
+    ]
     return render_table(head, rows, "summary")
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
 from freescale.report.curves import render_curves
 from freescale.report.environment import render_machines, render_settings
+from freescale.report.glossary import find_term, render_definitions
 from freescale.report.markup import COLOURED, render_name
 from freescale.report.overview import render_overview
 from freescale.report.rank_balance import render_balance
@@ -52,24 +54,37 @@ def render_page(runs: Sequence[Run]) -> str:
         for name, title, render in _SECTIONS
     )
     names = ", ".join(run.name for run in runs)
+    summary, drawn = render_overview(runs), _find_drawn_terms(timelines)
+    used = {*re.findall(r'data-term="([^"]+)"', summary + parts), *drawn.values()}
     fill = {
         "TITLE": escape(names),
         "COLOURED": " ".join(sorted(COLOURED)),
         "STYLE": _read_asset("style.css"),
+        "DRAWN_TERMS": escape(json.dumps(drawn), quote=True),
         "LINKS": "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in _SECTIONS),
+        "TERMS": render_definitions(used),
+        "NOTES": _render_notes(runs),
         "MISSING": _render_missing(runs),
-        "SUMMARY": render_overview(runs),
+        "SUMMARY": summary,
         "SECTIONS": parts,
         # Anyone (and the tests) can read here what the page was made from.
         "LEDGERS": _embed_json([{"name": run.name, "ledger": run.ledger} for run in runs]),
         "TIMELINES": _embed_json(timelines),
         "SCRIPT": "".join(
-            _read_asset(name) for name in ("timeline.js", "timeline_input.js", "page.js")
+            _read_asset(name) for name in ("tip.js", "timeline.js", "timeline_input.js", "page.js")
         ),
     }
     text = _read_asset("page.html")
     pieces = text.split("@@")  # @@NAME@@: what is filled in is not searched again
     return "".join(piece if place % 2 == 0 else fill[piece] for place, piece in enumerate(pieces))
+
+
+def _find_drawn_terms(timelines: Sequence[dict[str, Any] | None]) -> dict[str, str]:
+    """The slug of the term behind each name in the timelines, lanes among them."""
+    shown = [timeline for timeline in timelines if timeline]
+    names = {event[3] for timeline in shown for event in timeline["events"]}
+    names |= {lane for timeline in shown for lane, _ in timeline["lanes"]}
+    return {name: term.slug for name in sorted(names) if (term := find_term(name))}
 
 
 def _render_timelines(runs: Sequence[Run]) -> str:
@@ -85,15 +100,22 @@ def _render_timelines(runs: Sequence[Run]) -> str:
     return f"{_HELP}{''.join(parts)}<noscript><p>{without}</p></noscript>"
 
 
+def _render_notes(runs: Sequence[Run]) -> str:
+    rows = _list_words(runs, lambda run: run.notes)
+    return f'<aside id="notes"><ul>{rows}</ul></aside>' if rows else ""
+
+
 def _render_missing(runs: Sequence[Run]) -> str:
-    found = [(run.name, words) for run in runs for words in run.missing]
-    if not found:
+    rows = _list_words(runs, lambda run: run.missing)
+    if not rows:
         return ""
-    several = len(runs) > 1
-    rows = "".join(
-        f"<li>{escape(f'{name}: {words}' if several else words)}</li>" for name, words in found
-    )
     return f'<aside id="missing"><b>Missing in the run\'s folder</b><ul>{rows}</ul></aside>'
+
+
+def _list_words(runs: Sequence[Run], read: Callable[[Run], list[str]]) -> str:
+    """Items of a list, with the run's name where there are several runs."""
+    found = [f"{run.name}: {w}" if len(runs) > 1 else w for run in runs for w in read(run)]
+    return "".join(f"<li>{escape(words)}</li>" for words in found)
 
 
 def _embed_json(data: object) -> str:

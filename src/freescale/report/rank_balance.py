@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from freescale.report.charts import draw_dots, render_panel, render_panels, thin
+from freescale.report.glossary import explain
 from freescale.report.markup import BARS, format_figure, render_cards, render_table
-from freescale.report.runs import WARM_UP, Run
+from freescale.report.runs import Run
 
 _STEPS = 150  # with dots
 _RANKS = 16
@@ -26,7 +27,7 @@ def render_balance(runs: Sequence[Run]) -> str:
 def _render_run(place: int, run: Run) -> str:
     if run.ledger["ranks"] < 2:
         return "<p>One rank: nothing to balance.</p>"
-    steps = [figures for figures in run.steps[WARM_UP:] if figures.get("before")]
+    steps = [figures for figures in run.measured_lines if figures.get("before")]
     if not steps:
         words = "Not recorded: the run counted no events, or was made by an older version."
         return f"<p>{words} {_describe_imbalance(place, run)}</p>"
@@ -54,14 +55,16 @@ def _describe_imbalance(place: int, run: Run) -> str:
     def show(name: str, form: str = "{:.3f}") -> str:
         return format_figure(place, name, run.ledger, form.format)
 
-    words = f"Imbalance of measured compute (slowest rank / mean): <b>{show('imbalance')}</b>."
+    measured = explain("Imbalance of measured compute", "imbalance")
+    words = f"{measured} (slowest rank / mean): <b>{show('imbalance')}</b>."
     if run.ledger.get("predicted_imbalance") is None:
         return f"{words} The samples stayed where they were: nothing was balanced."
     before = ""
     if run.ledger.get("predicted_imbalance_before") is not None:
         before = f"<b>{show('predicted_imbalance_before')}</b> before, "
     return (
-        f"Predicted imbalance {before}<b>{show('predicted_imbalance')}</b> after balancing; "
+        f"{explain('Predicted imbalance')} {before}<b>{show('predicted_imbalance')}</b> "
+        "after balancing; "
         f"{show('moved_tokens_percent', '{:.0f} %')} of the tokens changed ranks. {words}"
     )
 
@@ -75,9 +78,7 @@ def _compute_shares(steps: Sequence[Mapping[str, Any]], name: str, when: str = "
         if values and sum(values):
             shares = [value * len(values) / sum(values) for value in values]
             found.append((figures["step"], _choose_shares(shares)))
-    # A resumed run may have had other numbers of ranks.
-    ranks = min((len(shares) for _, shares in found), default=0)
-    return [(step, shares[:ranks]) for step, shares in found]
+    return found
 
 
 def _choose_shares(shares: list[float]) -> list[float]:

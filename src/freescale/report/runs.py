@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from freescale.ledger.summary import Summary
-from freescale.ledger.trace import rename_lane
+from freescale.ledger.trace import COMMUNICATION_LANE, rename_lane
 
 WARM_UP = 2  # first steps, which are not averaged
 
@@ -27,11 +27,18 @@ class Run:
     metrics: list[dict[str, Any]]  # metrics.jsonl
     events: list[dict[str, Any]]  # of trace.json.gz
     missing: list[str] = field(default_factory=list)  # what the page cannot show, in words
+    notes: list[str] = field(default_factory=list)  # what a reader should know, in words
 
     @property
     def measured(self) -> bool:
         """Whether the ledger has figures: a run that ended early, or has just begun, has none."""
         return bool(self.ledger.get("measured_steps"))
+
+    @property
+    def measured_lines(self) -> list[dict[str, Any]]:
+        """The lines of ledger.jsonl that the figures of the ledger are means of."""
+        own = [line for line in self.steps if _count_ranks(line) == self.ledger.get("ranks")]
+        return own[WARM_UP:]
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -40,6 +47,10 @@ class Run:
         noted = (entry["best"] for entry in reversed(self.metrics) if "best" in entry)
         found: dict[str, Any] = next(noted, {})
         return found if found.get("step") is not None else None
+
+
+def _count_ranks(line: dict[str, Any]) -> int:
+    return len(line["straggler_ms"])
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
@@ -83,11 +94,34 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         missing.append(
             "histories and costs of each rank before and after balancing (older version)"
         )
-    if events and not any(event.get("args", {}).get("path") for event in events):
+    transfers = [event for event in events if event.get("tid") == COMMUNICATION_LANE]
+    carried = any(event.get("args", {}).get("path") for event in transfers)
+    if any(event.get("ph") == "X" for event in transfers) and not carried:
         missing.append(
             "what carried each transfer of the timeline, and for which lane (older version)"
         )
-    return Run(name or folder.resolve().name, config, ledger, steps, metrics, events, missing)
+    notes = _describe_other_ranks(ledger)
+    name = name or folder.resolve().name
+    return Run(name, config, ledger, steps, metrics, events, missing, notes)
+
+
+def _describe_other_ranks(ledger: dict[str, Any]) -> list[str]:
+    """Of a run that was resumed on another number of ranks."""
+    others = ledger.get("steps_on_other_ranks") or {}
+    if not others:
+        return []
+    made = " and ".join(
+        f"{count:,} steps on {_format_ranks(int(r))}" for r, count in others.items()
+    )
+    present = _format_ranks(ledger["ranks"])
+    return [
+        f"The run also made {made}. Figures and timeline are of its steps on {present}; the curves "
+        "show all steps."
+    ]
+
+
+def _format_ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
 
 
 # Any of these makes a folder that of a run.
@@ -124,11 +158,15 @@ def _read_ledger(folder: Path, steps: list[dict[str, Any]], missing: list[str]) 
     a run without figures, adds the reason to `missing`."""
     path = folder / "ledger.json"
     ledger = _rename_lanes(_parse_json(path, path.read_bytes())) if path.exists() else {}
-    if len(steps) > (ledger.get("steps", len(steps)) if ledger else 0):
+    further = len(steps) > (ledger.get("steps", len(steps)) if ledger else 0)
+    # Earlier versions averaged over steps on different numbers of ranks.
+    mixed = len({_count_ranks(line) for line in steps}) > 1 and "steps_on_other_ranks" not in ledger
+    if further:
         missing.append(
             "ledger.json: the run did not end; its figures are those of the steps in ledger.jsonl"
         )
-        summary = Summary(len(steps[-1]["straggler_ms"]))
+    if further or mixed:
+        summary = Summary(_count_ranks(steps[-1]))
         for figures in steps:
             summary.add(figures)
         ledger = {**ledger, **summary.summarize()}

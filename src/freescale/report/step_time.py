@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from freescale.report.charts import choose_ticks, format_tick
+from freescale.report.glossary import explain
 from freescale.report.markup import BARS, colour_class, format_place, render_cards
 from freescale.report.runs import Run
 from freescale.report.timeline import choose_ranks
@@ -93,7 +94,7 @@ def _render_bars(place: int, run: Run, longest: float) -> str:
     if len(ranks) < len(compute):
         left_out = f"<p>{len(ranks)} of {run.ledger['ranks']} ranks, the slowest among them.</p>"
     legend = "".join(
-        f'<li><i class="{_colour(name)}"></i>{escape(_WORDS.get(name, name))}'
+        f'<li><i class="{_colour(name)}"></i>{explain(_WORDS.get(name, name))}'
         f" <b>{sum(values) / len(values):,.2f} ms</b></li>"
         for name, (_, values) in parts.items()
     )

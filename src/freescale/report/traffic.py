@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from freescale.report.glossary import explain
 from freescale.report.markup import (
     colour_class,
     format_bytes,
@@ -13,6 +14,8 @@ from freescale.report.markup import (
     render_table,
 )
 from freescale.report.runs import Run
+
+_HEAD = ("traffic", "sent a step", "exposed", "carried by")
 
 
 def render_traffic(runs: Sequence[Run]) -> str:
@@ -31,18 +34,20 @@ def _render_run(place: int, run: Run) -> str:
         )
         rows.append(
             [
-                f'<i class="{colour_class(kind)}"></i>{escape(kind)}',
+                f'<i class="{colour_class(kind)}"></i>{explain(kind)}',
                 format_figure(place, f"bytes_per_step/{kind}", ledger, format_bytes),
                 format_figure(place, f"exposed_ms/{kind}", ledger, "{:.2f} ms".format),
                 paths or "not recorded",
             ]
         )
     if ledger.get("collision_percent") is None:
-        words = "<p>Collisions: none recorded (tables replicated, or too few steps).</p>"
+        words = (
+            f"<p>{explain('Collisions')}: none recorded (tables replicated, or too few steps).</p>"
+        )
     else:
         share = format_figure(place, "collision_percent", ledger, "{:.1f} %".format)
         words = (
-            f"<p>Collisions: <b>{share}</b> of a batch's requests are for rows that the batch "
-            "before reads too.</p>"
+            f"<p>{explain('Collisions')}: <b>{share}</b> of a batch's requests are for rows that "
+            "the batch before reads too.</p>"
         )
-    return words + render_table(["traffic", "sent a step", "exposed", "carried by"], rows)
+    return words + render_table([explain(name) for name in _HEAD], rows)

@@ -6,15 +6,13 @@ from pathlib import Path
 
 from freescale.config import RunConfig, SimulateConfig
 from freescale.data.negatives import choose_negatives
-from freescale.data.prepare import prepare
-from freescale.folders import find_cache_folder
 from freescale.simulate.compute import Model, load_calibration
 from freescale.simulate.generated_workload import GeneratedWorkload
 from freescale.simulate.network import Network, load_network, load_preset
 from freescale.simulate.recorded_workload import RecordedWorkload
 from freescale.simulate.simulator import Cluster
 from freescale.simulate.workload import Workload
-from freescale.train.build import build_encoder
+from freescale.train.build import build_encoder, list_sample_options, prepare_data
 
 _LONGEST = 21_000  # history that training takes (DataConfig.max_length)
 
@@ -87,8 +85,12 @@ def describe_training(config: SimulateConfig, base: RunConfig | None = None) -> 
         raise ValueError(
             f"--cap must be at most {_LONGEST} with --data, as training takes it; got {config.cap}"
         )
-    if not Path(config.data).exists():
-        raise ValueError(f"{config.data}: no such file; name the data with --data")
+    plain = "*" not in config.data and "://" not in config.data
+    if base is not None and plain and not Path(config.data).exists():
+        raise ValueError(
+            f"{config.data}: the run's data is not there; name it with --data, or go to the folder "
+            "in which the run was started"
+        )
     given = {name: getattr(config, name) for name in ("data", "cache", "width", "layers", "heads")}
     given |= {"max_length": config.cap, "row_optimizer": config.row_optimizer, "seed": config.seed}
     return RunConfig.from_settings(given, base)
@@ -110,24 +112,14 @@ def build_workload(config: SimulateConfig, gpus: int, trained: RunConfig | None 
 
 def read_workload(trained: RunConfig, samples: int) -> RecordedWorkload:
     """The batches that training with these settings reads, `samples` in each."""
-    data, model = trained.data, trained.model
-    cache = Path(data.cache) if data.cache else find_cache_folder()
+    options = list_sample_options(trained)
     return RecordedWorkload(
-        prepare(data.data, cache, data.format, data.num_items),
+        prepare_data(trained),
         samples,
-        cap=data.max_length,
-        seed=trained.train.seed,
-        task=model.task,
-        tasks=trained.label_names,
-        split=data.split,
-        split_time=data.split_time,
-        negatives=data.negatives,
-        negatives_per=data.negatives_per,
-        in_batch_share=data.in_batch_share,
-        candidates=data.candidates,
-        shuffle=data.shuffle,
-        num_items=data.num_items,
-        name=data.data,
+        cap=options.pop("max_length"),
+        name=trained.data.data,
+        shuffle=trained.data.shuffle,
+        **options,
     )
 
 
@@ -136,6 +128,7 @@ def list_omissions(trained: RunConfig | None) -> list[str]:
     if trained is None:
         return []
     left = {
+        "SASRec (the compute of HSTU stands for it)": trained.model.encoder == "sasrec",
         "segments (histories are simulated whole)": trained.model.segment is not None,
         "micro-batches": trained.train.accumulate > 1,
         "compressed dense gradients": trained.train.compress_dense is not None,

@@ -199,8 +199,12 @@ def run_simulation(
             *source.notes,
         ]
         placed = plans.place(config.placement).describe()
-        notes += [f"{count:,} GPUs, {config.batch:,} samples each, {line}" for line in placed]
+        size = f"{count:,} x {cluster.network.gpu}, {config.batch:,} samples each"
+        notes += [f"{size}: {line}" for line in placed]
         notes += [f"network: {cluster.network.name} ({cluster.network.about})"]
+        measured = cluster.calibration.machine.get("gpu") or ""
+        if measured and cluster.network.gpu not in ("GPU", *measured.split()):
+            notes.append(f"each {cluster.network.gpu} is taken to compute as the {measured} does")
         if isinstance(source, RecordedWorkload):
             notes.append(source.describe_error(count))
         changed = _compare_changes(config, plans, found)

@@ -168,13 +168,13 @@ def list_compared_figures(
     rows = [
         ("step, ms", simulated["step_ms"]["mean"], measured["step_ms"]["mean"]),
         *(
-            (f"{name}, ms", simulated["spans_ms"].get(name), measured["spans_ms"].get(name))
+            (f"{name}, ms", simulated["spans_ms"].get(name), measured.get("spans_ms", {}).get(name))
             for name in ("forward", "backward")
         ),
         ("straggler, %", simulated["straggler_percent"], measured["straggler_percent"]),
         ("exposed, %", simulated["exposed_percent"], measured["exposed_percent"]),
-        ("collisions, %", simulated["collision_percent"], measured["collision_percent"]),
+        ("collisions, %", simulated["collision_percent"], measured.get("collision_percent")),
     ]
-    for kind, sent in measured["bytes_per_step"].items():
+    for kind, sent in measured.get("bytes_per_step", {}).items():
         rows.append((f"{kind}, kB", simulated["bytes_per_step"].get(kind, 0.0) / 1e3, sent / 1e3))
     return [{"figure": name, "simulated": a, "measured": b} for name, a, b in rows]

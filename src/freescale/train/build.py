@@ -66,24 +66,35 @@ def load_histories(
         train.global_batch if training else train.eval_batch,
         rank=transport.rank,
         world=transport.world,
-        max_length=data.max_length,
-        task=config.model.task,
-        tasks=config.label_names,
         part=part,
-        split=data.split,
-        split_time=data.split_time,
-        negatives=data.negatives,
-        negatives_per=data.negatives_per,
-        negatives_from=data.negatives_from,
-        popularity_power=data.popularity_power,
-        in_batch_share=data.in_batch_share,
-        log_q=data.log_q,
-        candidates=data.candidates,
-        seed=train.seed,
         shuffle=data.shuffle and training,
         epochs=train.epochs if training else 1,
-        num_items=data.num_items,
+        **list_sample_options(config),
     )
+
+
+def list_sample_options(config: RunConfig) -> dict[str, Any]:
+    """The options of `Histories` that say what a sample holds."""
+    data = config.data
+    names = (
+        "max_length",
+        "split",
+        "split_time",
+        "negatives",
+        "negatives_per",
+        "negatives_from",
+        "popularity_power",
+        "in_batch_share",
+        "log_q",
+        "candidates",
+        "num_items",
+    )
+    return {
+        **{name: getattr(data, name) for name in names},
+        "task": config.model.task,
+        "tasks": config.label_names,
+        "seed": config.train.seed,
+    }
 
 
 def count_workers(config: RunConfig, device: str) -> int:

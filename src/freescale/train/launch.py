@@ -121,7 +121,7 @@ def _outcome(failed: tuple[int, int] | None, number: int) -> int:
         return 128 + (number or status - 128)
     if number == signal.SIGINT and status == -signal.SIGTERM:  # they had nothing to save yet
         raise KeyboardInterrupt
-    how = f"was killed by signal {-status}" if status < 0 else f"stopped with status {status}"
+    how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
     print(f"freescale: rank {rank} {how}; the run has ended on all ranks", file=sys.stderr)
     return 128 + number if number and status == -number else 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,9 @@ class ConsoleProgress(Callback):
 
     def on_compile(self, trainer: Trainer, done: int, count: int) -> None:
         if done == 0:
-            self._print(f"compiling {count} GPU kernels, once for this configuration")
+            self._print(
+                f"compiling {count} GPU kernels, which later runs of this configuration reuse"
+            )
         elif done == count or (self._console.is_terminal and done % 8 == 0):
             self._print(f"{done} of {count} GPU kernels compiled")
 
@@ -76,7 +79,8 @@ class ConsoleProgress(Callback):
 
     def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:
         if trainer.rank == 0 and part == "validation":  # the command shows the test part as a table
-            quality = metrics["model"]
+            found = metrics["model"].items()
+            quality = {name: value for name, value in found if not math.isnan(value)}
             values = "  ".join(f"{name} {quality[name]:.4f}" for name in select_headlines(quality))
             best = trainer.best
             mark = "  best so far" if best is not None and best.step == trainer.step else ""
@@ -125,11 +129,13 @@ def describe_run(trainer: Trainer) -> list[str]:
     if compressed := build_reducer(trainer.config):
         about = f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)"
     drawn = f"; {describe_negatives(data)}" if data.task == "retrieval" else ""
+    ranks = f"{transport.world} rank{'s' * (transport.world > 1)}"
     return [
-        f"{data.num_samples:,} users, {data.num_items:,} items; {transport.world} ranks on "
-        f"{transport.device.type}, global batch {data.global_batch}, schedule "
-        f"{settings.schedule}, balance {settings.balance}{drawn}",
-        f"{parameters:,} dense parameters{about}; {transport.about}",
+        f"{data.num_samples:,} users, {data.num_items:,} items{drawn}",
+        f"{ranks} on {transport.device.type}, global batch {data.global_batch}, schedule "
+        f"{settings.schedule}, balance {settings.balance}",
+        f"{parameters:,} dense parameters{about}",
+        transport.about,
         *trainer.pipeline.describe_choices(),
         *trainer.model.tables.describe(),
     ]

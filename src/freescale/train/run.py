@@ -101,8 +101,10 @@ def _describe_best(trainer: Trainer) -> list[str]:
     """Which evaluation was the best, and whether its checkpoint was kept and training ended for
     it."""
     best = trainer.best
-    if best is None or best.step is None:
+    if best is None:
         return []
+    if best.step is None:
+        return [f"no best one: {best.metric} was not defined in any evaluation"]
     where = f", {trainer.checkpoints.path(best.step)}" if best.kept else ""
     words = f"best on the validation part: step {best.step}, {best.metric} {best.value:.4f}{where}"
     if not best.exhausted:
@@ -126,7 +128,7 @@ def _show(results: dict[str, Any], trainer: Trainer, stopped: str) -> None:
         if "hr@10" in quality:
             unseen = quality[f"hr@10{UNSEEN}"]
             hit = f"  HR@10 {quality['hr@10']:.4f}, without the history's items {unseen:.4f}"
-        console.print(f"loss {results['loss']:.4f}{hit}", highlight=False, soft_wrap=True)
+        console.print(f"last loss {results['loss']:.4f}{hit}", highlight=False, soft_wrap=True)
     for line in _describe_best(trainer):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(
@@ -138,7 +140,7 @@ def _show(results: dict[str, Any], trainer: Trainer, stopped: str) -> None:
         soft_wrap=True,
     )
     console.print(
-        f"where the time went: freescale report {shlex.quote(str(folder))}",
+        f"see where the time went: freescale report {shlex.quote(str(folder))}",
         highlight=False,
         soft_wrap=True,
     )

@@ -124,8 +124,8 @@ class RunFolder:
         self._lock = lock_folder(path)
         if self._lock is None:
             self.notes = [
-                f"{path} cannot be locked, its file system has no locks: see to it that no other "
-                "run uses it"
+                f"{path} cannot be locked, because its file system has no locks: make sure that no "
+                "other run uses it"
             ]
 
     def _refuse(self, path: Path) -> None:
@@ -134,13 +134,12 @@ class RunFolder:
         saved = Checkpoints(path / "checkpoints", self._transport).latest() is not None
         if saved and not self._resume:
             raise ValueError(
-                f"{path} already holds a run: name another folder, or pass --resume "
-                "to go on with it"
+                f"{path} already holds a run: name another folder, or pass --resume to continue it"
             )
         if self._resume and not saved:
             raise ValueError(
-                f"nothing to resume: {path} holds no checkpoint, the run ended before its first "
-                "one; start it again with the same command, without --resume"
+                f"nothing to resume: {path} holds no checkpoint, because the run ended before its "
+                "first one; start it again with the same command, without --resume"
             )
 
     def _move_aside(self, path: Path) -> None:
@@ -149,7 +148,9 @@ class RunFolder:
         for name in _WRITTEN:
             if (path / name).exists():
                 (path / name).rename(aside / name)
-        self.notes.append(f"a run that ended here before its first checkpoint is now in {aside}")
+        self.notes.append(
+            f"moved an earlier run, which ended before its first checkpoint, to {aside}"
+        )
 
     # ---- all ranks
 
@@ -188,8 +189,8 @@ def lock_folder(path: Path) -> IO[str] | None:
         holder = file.read().strip() or "unknown"
         file.close()
         raise ValueError(
-            f"{path} is in use by another run ({holder}): name another folder, or wait until that "
-            "has ended"
+            f"{path} is in use by another run ({holder}): name another folder, or wait until "
+            "it has ended"
         ) from None
     except OSError:
         file.close()

@@ -25,6 +25,7 @@ class RunState:
     pipeline: Pipeline
     data: Histories
     best: Best | None = None
+    notes: list[str] = field(default_factory=list, init=False)  # about what was loaded
     _saved: int = field(default=0, init=False)  # the last step in a checkpoint
 
     def save(self, number: int) -> Path | None:
@@ -66,4 +67,16 @@ class RunState:
         self.data.load_state_dict(progress["data"])
         if self.best is not None:
             self.best.load_state_dict(progress.get("best"))
-        return int(progress["step"])
+        step, ranks = int(progress["step"]), self.model.transport.world
+        note = f"resumed after step {step:,}, from {found.path}"
+        if (saved := found.state["ranks"]) != ranks:
+            note += (
+                f"; it was saved on {_count_ranks(saved)} and continues on {_count_ranks(ranks)}: "
+                "the speed changes, results change by rounding alone"
+            )
+        self.notes.append(note)
+        return step
+
+
+def _count_ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"

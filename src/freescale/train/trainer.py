@@ -38,7 +38,7 @@ from freescale.transport.api import Transport
 from freescale.transport.connect import connect
 
 _NOTHING_SUPERVISED = (
-    "no user of {data.data} has events enough for --split {data.split}: leave-one-out needs 4 or "
+    "no user of {data.data} has enough events for --split {data.split}: leave-one-out needs 4 or "
     "more events of a user, --split none needs 2"
 )
 _DIVERGED = "lower --lr and --row-lr, or set --clip and --row-clip"
@@ -141,8 +141,8 @@ class Trainer:
 
     @property
     def notes(self) -> list[str]:
-        """What a person should know about the folder."""
-        return self._run_folder.notes
+        """What a person should know about the folder and what was resumed from it."""
+        return [*self._run_folder.notes, *self._state.notes]
 
     # ---- training
 
@@ -191,14 +191,11 @@ class Trainer:
 
     def _open_folder(self) -> None:
         if self.step >= self.total:
-            raise ValueError(
-                f"{self.folder} is at step {self.step} of {self.total}: ask for more "
-                "--epochs or --steps to go on"
-            )
+            raise ValueError(self._explain_end())
         if self.best is not None and self.best.exhausted:
             raise ValueError(
                 f"{self.folder} ended at step {self.step}, after {self.best.since} evaluations "
-                "without a better one: ask for more --patience to go on"
+                "without a better one: pass a larger --patience to continue"
             )
         kind = self.transport.device.type
         # First of all: while kernels are compiled, the workers come up.
@@ -218,6 +215,18 @@ class Trainer:
             raise
         self._batches = batches
         self.checkpoints.folder = self.folder / "checkpoints"
+
+    def _explain_end(self) -> str:
+        """Why nothing is left to train, and which setting makes more of it."""
+        settings = self.config.train
+        made = f"nothing is left to train: {self.folder} has made {self.step:,} steps"
+        if settings.steps is not None and settings.steps <= len(self.data):
+            return f"{made}, and --steps is {settings.steps:,}: pass a larger --steps to continue"
+        larger = f" (--steps {settings.steps:,} alone does not)" if settings.steps else ""
+        return (
+            f"{made}, and --epochs {settings.epochs} ends after {len(self.data):,}: "
+            f"pass a larger --epochs to continue{larger}"
+        )
 
     def _train(self, signals: StopSignals) -> dict[str, Any]:
         self._callbacks.call("on_start", self)

@@ -48,7 +48,7 @@ def choose_transport(
             "pip install 'freescale[ucx]'"
         )
     if asked != "auto":
-        return asked, "as asked"
+        return asked, "as requested"
     if device == "cpu" and machines == 1 and engine:
         return "hostwire-gloo", (
             "CPU ranks of one machine: shared memory carries what is not summed, at a fraction of "
@@ -56,8 +56,10 @@ def choose_transport(
         )
     if device == "cpu":
         return "collective", (
-            "on CPUs there are no multiprocessors to spare; hostwire-tcp lets urgent traffic "
-            "overtake"
+            "the default of CPU ranks on several machines; hostwire-tcp lets urgent traffic "
+            "overtake bulk traffic"
+            if machines > 1
+            else "shared memory needs the engine in C; freescale doctor says why it is missing"
         )
     if machines == 1:
         return "hostwire-gloo", (

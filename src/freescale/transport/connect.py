@@ -40,10 +40,15 @@ def choose_device(device: str, local_rank: int, local_world: int) -> torch.devic
         return torch.device("cpu")
     if device not in ("auto", "cuda"):
         raise ValueError(f"device must be auto, cpu or cuda, not {device!r}")
+    if gpus == 0:
+        raise ValueError(
+            "--device cuda, but torch finds no GPU on this machine: pass --device cpu "
+            "(freescale doctor shows what torch finds)"
+        )
     if gpus < local_world:
         raise ValueError(
-            f"{local_world} ranks on this machine but {gpus} GPUs: start "
-            f"{max(gpus, 1)} ranks, or pass --device cpu"
+            f"{local_world} ranks on this machine, but it has {gpus} GPU{'s' * (gpus > 1)} and "
+            f"each rank needs its own: start {gpus} (--nproc {gpus}), or pass --device cpu"
         )
     return torch.device("cuda", local_rank)
 

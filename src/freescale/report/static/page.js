@@ -1,5 +1,6 @@
 // The page around the timelines: their start, and light or dark.
 (() => {
+  Tip.listen();
   const drawn = JSON.parse(document.getElementById("timelines").textContent);
   // Runs beside each other have one scale: the shorter step looks shorter.
   const common = Math.max(0, ...drawn.filter(Boolean).map((data) => Timeline.pairLength(data)));

@@ -20,7 +20,6 @@ class Timeline {
       if (!this.byLane.has(key)) this.byLane.set(key, []);
       this.byLane.get(key).push(event);
     }
-    this.tip = document.getElementById("tip");
     this.build();
     this.showSteps(data.pick);
     this.listen();
@@ -66,8 +65,16 @@ class Timeline {
     for (const name of names.sort((a, b) => (a in words) - (b in words))) {
       const item = this.createElement("li", {}, list);
       this.createElement("i", { class: Timeline.colourClass(name) }, item);
-      item.append(words[name] ?? name);
+      item.append(this.explain(words[name] ?? name, name));
     }
+  }
+
+  /** Words with the meaning of a name in the timeline, where the glossary has it. */
+  explain(words, name) {
+    const slug = JSON.parse(document.body.dataset.terms)[name];
+    if (!slug) return words;
+    const attributes = { class: "term", tabindex: 0, "data-term": slug, "aria-describedby": `term-${slug}` };
+    return this.createElement("span", attributes, null, words);
   }
 
   static colourClass(name) {

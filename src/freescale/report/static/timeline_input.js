@@ -11,7 +11,6 @@ Object.assign(Timeline.prototype, {
     svg.addEventListener("dblclick", (event) => this.zoom(0.5, this.toTime(this.pointerX(event))));
     svg.addEventListener("keydown", (event) => this.onKey(event));
     svg.addEventListener("blur", () => this.selectEvent(null));
-    addEventListener("scroll", () => { this.tip.hidden = true; }, { passive: true });
   },
 
   pointerX(event) { return event.clientX - this.svg.getBoundingClientRect().left; },
@@ -141,13 +140,8 @@ Object.assign(Timeline.prototype, {
   // ---- the tooltip
 
   showTip(event, x, y) {
-    const { tip } = this;
-    tip.hidden = !event;
-    if (!event) return;
-    tip.textContent = this.describeEvent(event).join("\n");
-    const { offsetWidth: wide, offsetHeight: high } = tip;
-    tip.style.left = `${Math.max(4, Math.min(x + 12, innerWidth - wide - 8))}px`;
-    tip.style.top = `${y + 16 + high > innerHeight ? Math.max(4, y - high - 12) : y + 16}px`;
+    if (event) Tip.show(this.describeEvent(event).join("\n"), x + 12, y);
+    else Tip.hide();
   },
 
   describeEvent([rank, lane, , name, begin, lasts, more]) {

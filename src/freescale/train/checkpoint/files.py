@@ -169,14 +169,14 @@ def read_state(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise Damaged(f"{path}/{_STATE} is damaged ({error}): use an earlier checkpoint") from None
     if not isinstance(state, dict):
-        raise Damaged(f"{path}/{_STATE} is damaged (no object): use an earlier checkpoint")
+        raise Damaged(f"{path}/{_STATE} is damaged (not a JSON object): use an earlier checkpoint")
     if state.get("format") not in (1, FORMAT):
         raise ValueError(
             f"{path} has checkpoint format {state.get('format')}, this version reads 1 to {FORMAT}"
         )
     if state["format"] >= 2 and state.pop("checksum", None) != _sum_state(state):
         raise Damaged(
-            f"{path}/{_STATE} is damaged (its checksum is another): use an earlier checkpoint"
+            f"{path}/{_STATE} is damaged (its checksum does not match): use an earlier checkpoint"
         )
     return state
 
@@ -196,7 +196,9 @@ def verify_checkpoint(path: Path, transport: Transport) -> Intact:
     state = run_on_all_ranks(transport, compare, Damaged)
     seen = transport.gather_bytes(str(_sum_state(state)).encode())
     if len(set(seen)) > 1:
-        raise ValueError(f"the ranks see different files in {path}: it must be one folder for all")
+        raise ValueError(
+            f"the ranks see different files in {path}: use a folder that all of them share"
+        )
     return Intact(path, state)
 
 

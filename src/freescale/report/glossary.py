@@ -1,0 +1,125 @@
+"""The words of the project with their meaning: one source for docs/glossary.md and for the tooltips
+of the report.
+
+    python -m freescale.report.glossary docs/glossary.md     # writes the page
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Term:
+    """A word of the glossary."""
+
+    section: str
+    name: str
+    text: str
+    also: tuple[str, ...] = ()  # other names by which it is shown
+    page: str = ""  # of the documentation, relative to docs/
+
+    @property
+    def slug(self) -> str:
+        """Its name in addresses and in ids of HTML."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+
+@cache
+def read_glossary() -> tuple[Term, ...]:
+    """Reads the terms in the order of static/glossary.toml."""
+    source = files("freescale.report") / "static" / "glossary.toml"
+    sections = tomllib.loads(source.read_text(encoding="utf-8"))["section"]
+    return tuple(
+        Term(
+            section["title"],
+            entry["name"],
+            entry["text"],
+            tuple(entry.get("also", ())),
+            entry.get("page", ""),
+        )
+        for section in sections
+        for entry in section["term"]
+    )
+
+
+@cache
+def _index_names() -> dict[str, Term]:
+    terms = read_glossary()
+    names = {other.lower(): term for term in terms for other in term.also}
+    return names | {term.name.lower(): term for term in terms}
+
+
+def find_term(words: str) -> Term | None:
+    """Finds the term that a figure, span or metric is shown as; None where there is none.
+
+    Metrics carry numbers and names that the glossary leaves open: `hr@10` is HR@k, and the
+    variant or task behind a slash (`ne/click`) does not matter. Of a part of the split
+    (`test hr@10`) the metric counts; of the span of a lane (`ahead/lookup`) the span.
+    """
+    names, word = _index_names(), words.lower().strip()
+    word = re.sub(r"^(test|validation) (?=.)", "", word)
+    candidates = [word, re.sub(r"@\d+", "@k", word)]
+    front, slash, back = word.partition("/")
+    if slash:
+        candidates += [back, re.sub(r"@\d+", "@k", front)]
+    candidates += [word.split(",")[0]]
+    return next((names[name] for name in candidates if name in names), None)
+
+
+def explain(words: str, term: str | None = None) -> str:
+    """HTML of words that explain themselves when pointed at, focused or tapped; plain words where
+    the glossary has no such term.
+
+    Args:
+        words: What is shown, as text.
+        term: The term's name, where `words` do not name it.
+    """
+    found = find_term(term or words)
+    shown = escape(words)
+    if found is None:
+        return shown
+    return (
+        f'<span class="term" tabindex="0" data-term="{found.slug}" '
+        f'aria-describedby="term-{found.slug}">{shown}</span>'
+    )
+
+
+def render_definitions(slugs: Collection[str]) -> str:
+    """The terms with these slugs and their meaning, as HTML, in the order of the alphabet."""
+    terms = [term for term in read_glossary() if term.slug in slugs]
+    rows = "".join(
+        f'<dt>{escape(term.name)}</dt><dd id="term-{term.slug}">{escape(term.text)}</dd>'
+        for term in sorted(terms, key=lambda term: term.name.lower())
+    )
+    return f'<details><summary>{len(terms)} terms</summary><dl class="terms">{rows}</dl></details>'
+
+
+def render_markdown() -> str:
+    """docs/glossary.md."""
+    lines = [
+        "# Glossary",
+        "",
+        "The terms of the documentation and the terminal. The [report](guide/report.md) shows",
+        "these texts as tooltips.",
+    ]
+    section = ""
+    for term in read_glossary():
+        if term.section != section:
+            section = term.section
+            lines += ["", f"## {section}"]
+        more = f" [More]({term.page})." if term.page else ""
+        lines += ["", f'<a id="{term.slug}"></a>**{term.name}**: {term.text}{more}']
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(render_markdown(), encoding="utf-8")
