@@ -39,7 +39,7 @@ lint: $(READY)
 wheel: $(READY)
 	bash .ci/wheel $(RUN)
 
-# The documentation site, in site/: opens from disk. Broken links and anchors are errors.
+# The documentation site, in site/: opens from disk; its search needs a server (`python3 -m http.server -d site`). Broken links and anchors are errors.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 	@echo "built: site/index.html"

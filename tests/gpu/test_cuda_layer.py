@@ -11,7 +11,7 @@ from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.kernels.reference import attention_plan
 from freescale.kernels.triton.attention_plan import TilePlan
 from freescale.kernels.triton.layer import gated_norm, layer_norm, silu_split
-from freescale.models import HSTU, Ranking, Retrieval
+from freescale.models import HSTU, Ranking, Retrieval, SASRec
 from freescale.random import derive, draw_keep_mask
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -128,12 +128,12 @@ def batch(seed):
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("kind", [HSTU, SASRec])
 @pytest.mark.parametrize("head", [Retrieval, Ranking])
-def test_a_step_reads_nothing_from_the_device(head, autocast, monkeypatch):
+def test_a_step_reads_nothing_from_the_device(head, kind, autocast, monkeypatch):
     torch.manual_seed(0)
-    encoder = HSTU(
-        width=64, layers=2, heads=2, max_length=80, dropout=0.2, position_bias=True, time_bias=True
-    )
+    biases = {"position_bias": True, "time_bias": True} if kind is HSTU else {}
+    encoder = kind(width=64, layers=2, heads=2, max_length=80, dropout=0.2, **biases)
     options = {"tasks": ("click", "like")} if head is Ranking else {}
     model = head(encoder, num_items=500, **options).cuda()
     plans = []
@@ -152,18 +152,35 @@ def test_a_step_reads_nothing_from_the_device(head, autocast, monkeypatch):
             sum(losses.values()).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert len(plans) == 3 and all(isinstance(plan, TilePlan) for plan in plans)
+    assert len(plans) == (3 if kind is HSTU else 0)
+    assert all(isinstance(plan, TilePlan) for plan in plans)
+
+
+def test_sasrec_drops_the_same_on_a_gpu():
+    torch.manual_seed(0)
+    model = SASRec(width=50, layers=2, heads=2, max_length=80, dropout=0.2)
+    lengths, keys = torch.tensor([70, 0, 1, 20]), torch.arange(4) * 7919
+    x = torch.randn(91, 50)
+    results = []
+    for device in ("cpu", "cuda"):
+        model.to(device).zero_grad()
+        out = model(x.to(device), lengths.to(device), keys.to(device))
+        out.square().sum().backward()
+        grads = [parameter.grad.cpu().clone() for parameter in model.parameters()]
+        results.append([out.detach().cpu(), *grads])
+    for mine, theirs in zip(*results, strict=True):
+        assert (mine - theirs).norm() < 1e-4 * theirs.norm()
 
 
 # ---- fused layers
 
 
+@pytest.mark.parametrize("widths", [(32, 64), (25, 50)], ids=["fitting heads", "padded heads"])
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases and candidates"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_fused_layers_are_as_exact_as_plain_ones(poisoned, dtype, biases):
-    found = layer_cases.fused(
-        dtype, 0.25, biases=biases, candidates=biases, layers=3, parts=2, device="cuda"
-    )
+def test_fused_layers_are_as_exact_as_plain_ones(poisoned, dtype, biases, widths):
+    options = dict(biases=biases, candidates=biases, layers=3, parts=2, widths=widths)
+    found = layer_cases.fused(dtype, 0.25, **options, device="cuda")
     limit = 1e-5 if dtype == "float32" else 2e-2
     assert all(
         value < limit if isinstance(value, float) else value is True for value in found.values()

@@ -105,7 +105,7 @@ def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, dev
 
 
 def whole(
-    dtype, dropout, widths=(32, 64), device="cpu", planner=triton_attention_plan.plan_attention
+    dtype, dropout, device="cpu", planner=triton_attention_plan.plan_attention, widths=(32, 64)
 ):
     """A layer with everything in Triton (or what the plan says) against plain torch in float64.
     Half precision is by autocast."""

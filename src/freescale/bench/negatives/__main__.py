@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="append",
         help="as of `freescale train`; may be given several times",
     )
-    parser.add_argument("--seeds", type=int, default=2, help="runs of each kind (default: 2)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind (default: 3)")
     parser.add_argument("--steps", type=int, default=300, help="of a run (default: 300)")
     parser.add_argument(
         "--items", type=int, default=2000, help="most frequent ones of a file (default: 2,000)"

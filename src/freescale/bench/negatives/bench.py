@@ -7,9 +7,7 @@ The metrics are those of the validation part after the last step.
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -124,16 +122,12 @@ def choose_items(histories: Path, count: int, out: Path) -> dict[str, int]:
 def measure(
     config: RunConfig, histories: Path, folder: Path, transport: Transport
 ) -> dict[str, float]:
-    """Trains and evaluates: median step and validation metrics."""
+    """Trains and evaluates: the metrics of the validation part."""
     trainer = Trainer(config, folder, histories=histories, transport=transport)
-    times, last = [], time.perf_counter()
     for _ in trainer.iterate():
-        now = time.perf_counter()
-        times.append(1000 * (now - last))
-        last = now
+        pass
     metrics = evaluate_part(trainer.config, trainer.model, histories, "validation")["model"]
     return {
         "negatives": trainer.data.negatives,
-        "step_ms": round(statistics.median(times), 2),
         **{name: round(value, 5) for name, value in metrics.items()},
     }

@@ -15,14 +15,13 @@ def format_negatives(used: Results, folder: str) -> str:
     suffix = "/unseen" if "hr@10/unseen" in rows[0] else ""
     head = [""]
     for name in about["files"]:
-        head += [f"{name}: hr@10", "ndcg@10", "step, ms"]
+        head += [f"{name}: hr@10", "ndcg@10"]
     lines = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         line = [kind]
         for name in about["files"]:
             mine = [row for row in rows if row["kind"] == kind and row["data"] == name]
             line += [_format_mean(mine, f"{metric}{suffix}") for metric in ("hr@10", "ndcg@10")]
-            line.append(f"{statistics.median(row['step_ms'] for row in mine):.0f}")
         lines.append(line)
     files = "; ".join(
         f"{name}: {part['users']:,} users, {part['items']:,} items, {part['events']:,} events"
@@ -30,8 +29,9 @@ def format_negatives(used: Results, folder: str) -> str:
     )
     kept = about["settings"]
     conditions = (
-        f"Validation, {'items of the history left out' if suffix else 'all items'}; mean and "
-        f"range of {about['seeds']} seeds. {files}. Width {kept['width']}, {kept['layers']} "
+        f"Validation, {'items of the history left out' if suffix else 'all items'}; mean and half "
+        f"the range of {about['seeds']} seeds. The most frequent items, and users with five or "
+        f"more events of them. {files}. Width {kept['width']}, {kept['layers']} "
         f"layers, temperature {kept['temperature']}, {kept['negatives']} negatives per "
         f"{kept['negatives_per']}, {about['steps']} steps of {kept['global_batch']} samples, one "
         "CPU rank."

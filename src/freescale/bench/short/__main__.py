@@ -1,5 +1,5 @@
-"""Short histories on CPUs: step time and HR@10 with today's defaults, and with 256 negatives for
-each sample at an earlier commit, in one run on 2 ranks."""
+"""Short histories on CPUs: time of a step and HR@10 with today's defaults, with negatives that the
+batch shares, and at an earlier commit, in one run on 2 ranks."""
 
 from __future__ import annotations
 

@@ -10,13 +10,15 @@ from freescale.bench.common.markdown import Results, format_table, single
 def format_short(used: Results, folder: str) -> str:
     result = single(used)
     arms = list(dict.fromkeys(row["arm"] for row in result["rows"]))
-    head = ("", "step, ms", "tokens of a step", "hr@10 (validation)")
+    head = ("", "step, ms", "processor, ms", "tokens of a step", "hr@10 (validation)")
     rows = []
     for arm in arms:
         mine = [row for row in result["rows"] if row["arm"] == arm]
         step = statistics.median(row["step_ms"] for row in mine)
-        tokens, hits = (statistics.mean(row[key] for row in mine) for key in ("tokens", "hr@10"))
-        rows.append((arm, f"{step:.1f}", f"{tokens:.0f}", f"{hits:.3f}"))
+        used, tokens, hits = (
+            statistics.mean(row[key] for row in mine) for key in ("cpu_ms", "tokens", "hr@10")
+        )
+        rows.append((arm, f"{step:.1f}", f"{used:.1f}", f"{tokens:.0f}", f"{hits:.3f}"))
     about = result["training"]
     conditions = (
         f"Generated, {about['file']['users']:,} users; {about['settings']}, {about['steps']} "

@@ -45,6 +45,7 @@ from freescale.kernels.triton.launch import (
     use_device,
 )
 from freescale.kernels.triton.layer import MOST_PARTS, WIDE
+from freescale.kernels.upload import upload
 from freescale.random import compute_keep_threshold
 
 # Backward keeps three sums of a tile in registers: half the tile, twice the programs at a time.
@@ -118,7 +119,7 @@ def _locate_rows(
     for width, wide in ((d_v, of_values), (d_qk, of_queries), (d_qk, of_queries)):
         pieces.append((start + wide * np.arange(heads)[:, None] + np.arange(width)).ravel())
         start += heads * wide
-    return torch.from_numpy(np.concatenate(pieces)).to(device)
+    return upload(np.concatenate(pieces), device)
 
 
 def run_layers(x: Tensor, layers: Sequence[LayerParameters], options: LayerOptions) -> Tensor:
