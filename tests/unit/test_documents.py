@@ -89,6 +89,14 @@ def test_pages_name_targets_and_no_commits(page):
     assert not [word for word in hashes if re.search(r"\d", word)]
 
 
+def test_every_page_with_python_is_run():
+    """By the test below, tests/e2e/test_examples.py and tests/distributed/test_callbacks.py."""
+    run = {"README.md", "your_model.md", "training.md", "embedding.md", "compress.md"}
+    run |= {"segments.md"}
+    found = {page.name for page in PAGES if "```python" in page.read_text(encoding="utf-8")}
+    assert found == run
+
+
 def find_commands(text):
     """The lines of code blocks that call freescale, continued ones joined, without comments."""
     blocks = re.findall(r"```(?:bash|console|sh)?\n(.*?)```", text, re.DOTALL)
