@@ -358,7 +358,7 @@ def test_a_run_is_compressed_and_resumes(tmp_path):
         exact["encoder.layers.0.projection.weight"], whole["encoder.layers.0.projection.weight"]
     )
     assert 5 < results["ledger"]["dense_sent_percent"] <= 10.1
-    assert "the largest 10.00% of their gradients in a step" in lines[1]
+    assert any("the largest 10.00% of their gradients in a step" in line for line in lines)
 
 
 def test_a_lost_error_is_seen(monkeypatch, tmp_path):

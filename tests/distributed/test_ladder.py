@@ -13,6 +13,7 @@ from freescale.bench.ladder import product, rungs
 from freescale.config import TrainConfig
 from freescale.pipeline.serial import Serial
 from freescale.pipeline.staged import Staged
+from freescale.transport.connect import connect
 
 TINY = Workload(
     rows=4000,
@@ -40,11 +41,10 @@ def climb(transport, names):
             "adapts": bool(balancer and balancer.adaptive),
         }
         running.quiet()
-    return transport.about, found
+    return connect("cpu", 60, "auto").about, found
 
 
 def test_the_rung_of_defaults_is_what_training_takes_on_the_same_ranks():
-    """`transport` of these ranks is made by `connect`, as training makes it."""
     about, found = run_ranks(2, climb, list(rungs.OURS))[0]
     plain, full = found[rungs.DEFAULTS], found[rungs.FULL]
     chosen = TrainConfig()

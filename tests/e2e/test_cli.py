@@ -207,8 +207,7 @@ def test_ranking(tmp_path):
 
 
 BAD_FILES = {
-    "missing column": ({"item_id": None}, "item_id"),
-    "negative id": ({"item_id": np.full(480, -3)}, "-3"),
+    "missing column": ({"item_id": None}, "--columns item=NAME"),
     "no user with two events": ({"user_id": np.arange(480)}, "no user has 2 or more events"),
 }
 

@@ -61,7 +61,7 @@ def test_a_csv_of_strings_is_inspected_trained_on_and_exported(csv, tmp_path, mo
     csv.unlink()
     done = CliRunner().invoke(main, ["eval", str(run)])
     assert done.exit_code == 1 and f"{csv}: no such file" in done.output
-    assert "say where it is with --data" in done.output
+    assert "pass --data with its path" in done.output
 
 
 def test_lengths_are_drawn_by_powers_of_two():

@@ -143,8 +143,9 @@ def print_ending(folder: Path) -> None:
     from rich.console import Console
 
     console = Console()
-    for part in ("", _describe_results(folder), "", *_list_next_commands(folder)):
-        console.print(part, highlight=False, soft_wrap=not part or part.startswith("  "))
+    console.print("", _describe_results(folder), "", sep="\n", highlight=False)
+    for line in _list_next_commands(folder):  # commands and paths stay in one line
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _describe_results(folder: Path) -> str:
