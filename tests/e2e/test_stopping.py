@@ -147,8 +147,13 @@ def test_survivors_of_a_failure_under_torchrun_save_nothing(arguments, tmp_path)
         "freescale",
     ]
     given = [*map(str, [*arguments, "--folder", run, "--placement", "sharded"])]
+    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "170"}  # else it kills after 30 s
     torchrun = subprocess.Popen(
-        [*command, *given], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [*command, *given],
+        env=os.environ | patience,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         stepped(run)
@@ -159,7 +164,7 @@ def test_survivors_of_a_failure_under_torchrun_save_nothing(arguments, tmp_path)
         _, said = torchrun.communicate(timeout=180)
     finally:
         torchrun.kill()
-    assert time.monotonic() - begin < stop_signals.SILENCE + 15  # torchrun kills after 30 s
+    assert time.monotonic() - begin < stop_signals.SILENCE + 90  # a busy machine is slow to end
     assert torchrun.returncode != 0 and "died or fell silent" in said, said
     assert not (run / "checkpoints").exists() and not (run / "ledger.json").exists()
 
