@@ -22,8 +22,8 @@ def format_headline(used: Results, folder: str) -> str:
     long = next(row for row in train["rows"] if row.get("shape") == "long")
     rows = [
         ("2 CPU ranks, 200 Mbit/s between them", *_compare(hosts, "staged + balancing + hostwire")),
-        ("4 ranks sharing one H200, defaults", *_compare(four, "defaults")),
-        ("8 ranks sharing one H200, defaults", *_compare(eight, "defaults")),
+        ("4 ranks sharing one H200, the ladder's model", *_compare(four, "defaults")),
+        ("8 ranks sharing one H200, the ladder's model", *_compare(eight, "defaults")),
         (
             f"one H200, {long['samples']} histories of {long['tokens'] / long['samples']:,.0f} "
             f"events on average, width {long['width']}, {long['layers']} layers",
@@ -31,7 +31,10 @@ def format_headline(used: Results, folder: str) -> str:
             "",
             f"device busy {long['device_busy_percent']:.0f} % of the time",
         ),
-        ("Online Retail II, defaults, HR@10", *_compare_quality(quality)),
+        (
+            f"Online Retail II, defaults of {quality['date'][:10]}, HR@10",
+            *_compare_quality(quality),
+        ),
     ]
     head = ("", "FreeScale", "compared with", "")
     links = ", ".join(f"[{name}]({folder}/{name}.json)" for name in used)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +18,7 @@ TOO_LONG = (
 )
 
 
-class Encoder(nn.Module):
+class Encoder(nn.Module, ABC):
     """[tokens, width] -> [tokens, width] over jagged samples, each with its history first and then
     its candidates.
 
@@ -56,6 +58,7 @@ class Encoder(nn.Module):
         self.position = nn.Parameter(torch.empty(max_length + 1, width))
         nn.init.normal_(self.position, std=width**-0.5)
 
+    @abstractmethod
     def forward(
         self,
         x: Tensor,  # [tokens, width]
@@ -65,7 +68,7 @@ class Encoder(nn.Module):
         candidate_counts: Tensor | None = None,  # [samples] int64
         host: HostSizes | None = None,  # of the above; without it they are read from the device
     ) -> Tensor:  # [tokens, width]
-        raise NotImplementedError
+        """Encodes every token."""
 
     @property
     def capturable(self) -> bool:
