@@ -20,7 +20,6 @@ def format_headline(used: Results, folder: str) -> str:
     """Five rows: three of speed against TorchRec, one of a single GPU, one of quality."""
     hosts, four, eight, train, quality = (used[name] for name in FILES)
     long = next(row for row in train["rows"] if row.get("shape") == "long")
-    made = quality["date"][:10]
     rows = [
         ("2 CPU ranks, 200 Mbit/s between them", *_compare(hosts, "staged + balancing + hostwire")),
         ("4 ranks sharing one H200, the ladder's model", *_compare(four, "defaults")),
