@@ -42,7 +42,6 @@ def runs(request, tmp_path_factory):
         ("as they are", 1, 0),
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(graphs, "_BIASES", True)
             patch.setattr(graphs, "_LAUNCHED", launched)
             patch.setattr(graphs, "_MOST_WORK", work)
             config = build_config(shape, file, folder / "cache", "cuda", STEPS)

@@ -86,8 +86,8 @@ def build_config(shape: Shape, file: Path, cache: Path, device: str, steps: int)
             heads=shape.heads,
             dropout=shape.dropout,
             temperature=shape.temperature,
-            position_bias=False,
-            time_bias=False,
+            position_bias=shape.biases,
+            time_bias=shape.biases,
         ),
         TrainConfig(
             global_batch=shape.samples,

@@ -15,7 +15,7 @@ from freescale.data.lengths import LengthDistribution
 class Shape:
     """A model and the histories that it trains on. Everything else is a default of
     `freescale train`, but for the biases, which NVIDIA's shapes and the public HSTU's kernels do
-    without."""
+    without: shapes whose name says so have them."""
 
     name: str
     samples: int  # of a batch
@@ -32,6 +32,7 @@ class Shape:
     negatives: int = 128
     dropout: float = 0.1
     temperature: float = 0.1
+    biases: bool = False  # by position and time, as by default
     # Steps before the first that is timed: by then every size of batch has its CUDA graph.
     warmup: int = 300
     windows: int = 20  # that are timed, of ten steps each
@@ -68,6 +69,7 @@ class Shape:
             "heads": self.heads,
             "longest": self.cap,
             "negatives": self.negatives,
+            "biases": self.biases,
         }
 
 
@@ -76,6 +78,8 @@ SHAPES = {
     for shape in (
         Shape("short", 256, 64, 2, 2, cap=200, median=100),
         Shape("medium", 64, 256, 4, 4, cap=2048, median=500),
+        Shape("short, biases", 256, 64, 2, 2, cap=200, median=100, biases=True),
+        Shape("medium, biases", 64, 256, 4, 4, cap=2048, median=500, biases=True),
         Shape("long", 16, 512, 8, 4, cap=16_384, median=3000, batches=24, windows=3, warmup=20),
         Shape("wide", 32, 1024, 8, 8, cap=4096, median=9500, batches=12, windows=2, warmup=10),
         Shape(

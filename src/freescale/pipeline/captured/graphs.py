@@ -34,16 +34,9 @@ _MOST_GRAPHS = 64
 _MOST_WORK = 100_000_000
 
 
-# Graphs of attention with biases are not shown to be right on a GPU yet (test_cuda_graphs.py).
-_BIASES = False
-
-
 def can_capture(module: nn.Module) -> bool:
     """Whether a model can be captured: it says so, and its kernels are those of a GPU."""
-    if not has_triton() or not getattr(module, "capturable", False):
-        return False
-    encoder: Any = module.encoder
-    return _BIASES or not (encoder.has_position_bias or encoder.has_time_bias)
+    return has_triton() and getattr(module, "capturable", False)
 
 
 class Graphs:
