@@ -44,6 +44,7 @@ class LocalRequest:
         self.index, self.rows, self.table = Index(rows[:0], given, rows), rows, table
         self.gradients = RowGradients(self.index.parts, table)
         self.copied: Request | None = None  # once somebody reads rows by himself
+        self._places = rows[:0]  # [n]: where each of `rows` is in the copy
 
     def read(self, part: int | None, index: Tensor) -> Tensor:
         """The rows [..., width] at index [...]; `part` of the ids that were given, or others."""
@@ -58,6 +59,7 @@ class LocalRequest:
             found = deduplicate(self.rows, nowhere)
             known = self.index.replace_parts(found.keys, found.inverse)
             self.copied = Request(known, RequestPart(None, None, [], []), found.keys)
+            self._places = found.inverse
             self.copied.rows = gather_rows(self.table, found.keys).requires_grad_(True)
         rows = self.copied.rows
         assert rows is not None
@@ -66,9 +68,14 @@ class LocalRequest:
         return rows, self.find_copied(index)
 
     def find_copied(self, rows: Tensor) -> Tensor:
-        """Where local rows [...] are in the copy."""
+        """Where local rows [...] are in the copy: through any reading of the same row, because how
+        many of the copy's keys have a meaning is not known here."""
         assert self.copied is not None
-        return (self.copied.index.keys == rows[..., None]).to(torch.int8).argmax(-1)
+        if not self.rows.numel():
+            return torch.zeros_like(rows)
+        ordered, order = self.rows.sort()
+        reading = torch.searchsorted(ordered, rows.to(ordered.dtype))
+        return self._places[order[reading.clamp_(max=ordered.numel() - 1)]]
 
 
 class LocalGroup:

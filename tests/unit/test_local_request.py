@@ -1,0 +1,29 @@
+"""What a single rank reads of its table: ids that were not announced are found in the copy."""
+
+import torch
+
+from freescale.embedding.local import LocalRequest
+
+
+def test_other_ids_are_found_in_the_copy_of_a_large_batch():
+    """As many as the first batch's check looks up: a comparison of each with each would take more
+    memory than any machine has."""
+    random = torch.Generator().manual_seed(0)
+    table = torch.randn(3000, 4, generator=random)
+    ids = torch.randint(0, 3000, (400_000,), generator=random)
+    request = LocalRequest([(0, ids)], ids.int(), table)
+    for part in (ids[:200_000], ids[200_000:].view(1000, 200)):
+        rows, index = request.offer(None, part)
+        assert torch.equal(rows[index], table[part])
+    rows, index = request.offer(0, ids)
+    assert torch.equal(rows[index], table[ids])
+    _, other = request.offer(None, ids[:5])
+    assert torch.equal(other, index[:5])  # one tensor of rows, one place for each row
+
+
+def test_without_rows_there_is_nothing_to_find():
+    none = torch.zeros(0, dtype=torch.int64)
+    request = LocalRequest([(0, none)], none.int(), torch.zeros(3, 2))
+    rows, index = request.offer(None, none)
+    assert rows.shape == (0, 2)
+    assert index.shape == (0,)
