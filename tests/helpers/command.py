@@ -146,7 +146,7 @@ class Forked:
 
 
 def _as_rank(words: Sequence[str], environment: Mapping[str, str], stderr: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     os.dup2(stderr, 2)
     _run(words, environment)

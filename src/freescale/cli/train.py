@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ _OTHER_NAMES = {
     "dropout-rate": "--dropout",
     "warmup-steps": "--warmup",
     "dtype": "--precision",
+    "max-restarts": "--restarts",
 }
 
 _nproc = click.option(
@@ -96,13 +98,29 @@ _port = click.option(
     metavar="[CHECKPOINT]",
     help=(
         "continue the run in --folder, on any number of ranks, from its last checkpoint, or from "
-        "`best` or the step named; later checkpoints are given up"
+        "`best` or the step named (later checkpoints are given up); `auto`: if there is a "
+        "checkpoint, else start"
     ),
+)
+@click.option(
+    "--restarts",
+    cls=GroupedOption,
+    heading=_DISTRIBUTION,
+    common=True,
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="how often to start the ranks of this machine again after a failure",
 )
 @_port
 @exit_cleanly
 def train(
-    nproc: int, run_folder: Path | None, resume: str | None, port: int | None, **given: Any
+    nproc: int,
+    run_folder: Path | None,
+    resume: str | None,
+    restarts: int,
+    port: int | None,
+    **given: Any,
 ) -> int:
     """Train a model on your data, on one rank or many.
 
@@ -112,7 +130,7 @@ def train(
     """
     if given.get("recipe") == "list":
         return show_recipes()
-    return train_run(nproc, run_folder, resume, port, given)
+    return train_run(nproc, run_folder, resume, port, given, restarts)
 
 
 def show_recipes() -> int:
@@ -125,32 +143,37 @@ def show_recipes() -> int:
 
 
 def train_run(
-    nproc: int, run_folder: Path | None, resume: str | None, port: int | None, given: dict[str, Any]
+    nproc: int,
+    run_folder: Path | None,
+    resume: str | None,
+    port: int | None,
+    given: dict[str, Any],
+    restarts: int = 0,
 ) -> int:
     """Trains as one rank, or starts `nproc` of them.
 
     Args:
         nproc: ranks to start.
         run_folder: of the run; None makes a new one.
-        resume: the checkpoint of the folder to go on from; None for a new run.
+        resume: the checkpoint of the folder to go on from, or `auto`; None for a new run.
         port: where the ranks meet.
         given: settings that were given.
+        restarts: how often the ranks are started again after a failure.
 
     Returns:
         The exit status.
     """
-    base = None
-    if resume is not None:
-        if run_folder is None:
-            raise ValueError("--resume needs --folder: name the folder of the run to continue")
-        base = _read_config(run_folder)
-        if given.get("data") is None:
-            _refuse_missing_data(base, run_folder)
+    base = _read_base(run_folder, resume)
+    if base is not None and given.get("data") is None:
+        assert run_folder is not None
+        _refuse_missing_data(base, run_folder)
     config = RunConfig.from_settings(given, base)
     if not is_rank():
         if nproc > 1:
             _refuse_missing_gpus(config.train.device, nproc)
         _prepare(config)
+        if restarts:
+            return _launch_with_restarts(nproc, run_folder, resume, port, given, restarts)
         if nproc > 1:
             from freescale.train.launch import launch
 
@@ -161,6 +184,57 @@ def train_run(
     from freescale.train.run import run_training
 
     return run_training(config, run_folder, resume, lambda: _prepare(config))
+
+
+def _read_base(run_folder: Path | None, resume: str | None) -> RunConfig | None:
+    """The settings of a run that is continued; None if a new one is to be started."""
+    if resume is None:
+        return None
+    if run_folder is None:
+        auto = " or start" if resume == "auto" else ""
+        raise ValueError(f"--resume needs --folder: name the folder of the run to continue{auto}")
+    if resume == "auto" and not _holds_run(run_folder):
+        return None
+    return _read_config(run_folder)
+
+
+def _holds_run(run_folder: Path) -> bool:
+    """Whether a run with a checkpoint is in the folder."""
+    return (run_folder / "config.json").exists() and any(
+        (run_folder / "checkpoints").glob("step-*/state.json")
+    )
+
+
+def _launch_with_restarts(
+    nproc: int,
+    run_folder: Path | None,
+    resume: str | None,
+    port: int | None,
+    given: dict[str, Any],
+    restarts: int,
+) -> int:
+    from freescale.train.restarts import launch_with_restarts
+    from freescale.train.run_folder import new_folder
+
+    if resume not in (None, "last", "auto"):
+        raise ValueError(
+            f"--restarts goes on from the last checkpoint, --resume {resume} from another: leave "
+            "one of them out"
+        )
+    if resume is None and run_folder is not None and _holds_run(run_folder):
+        raise ValueError(
+            f"{run_folder} already holds a run: name another folder, or pass --resume to continue "
+            "it"
+        )
+    # all attempts need the same one
+    name = datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    folder = run_folder or new_folder(Path("runs") / name)
+    arguments = ["train", *format_arguments(given), "--folder", str(folder)]
+    status = launch_with_restarts(arguments, nproc, port, restarts, folder, resume)
+    if run_folder is None:
+        with suppress(OSError):  # a run that never began leaves no folder
+            folder.rmdir()
+    return status
 
 
 def _read_config(run_folder: Path) -> RunConfig:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Collector:
             rank. Called now and at the end.
         trace_steps: How many steps from here on the trace holds.
         resumed: Continues with the figures of the steps that the folder's `ledger.jsonl` holds.
+        restarts: Of the run so far, for `ledger.json`.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class Collector:
         offsets: Callable[[], tuple[list[int], list[int]]] | None = None,
         trace_steps: int = TrainConfig.trace_steps,
         resumed: bool = False,
+        restarts: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._ledger, self._rank, self._world = ledger, rank, world
         self._gather, self._folder = gather, folder
+        self._restarts = [dict(restart) for restart in restarts]
         self._measure = offsets
         self._offsets, self._residuals = offsets() if offsets else ([0] * world, [0] * world)
         self._drift = [0] * world
@@ -114,6 +117,7 @@ class Collector:
             return None
         result = self.summary.summarize()
         result["peak_memory_bytes_per_rank"] = list(peaks)
+        result["restarts"] = self._restarts
         result["machines"] = _group_machines(machines)
         result["clock"] = {
             "offset_us": [o / 1e3 for o in self._offsets],

@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import IO
 
-from freescale.train.stop_signals import SAME_PRESS
+from freescale.train.exit_status import REQUEUE
+from freescale.train.stop_signals import SIGNALS, is_second
 
 _GRACE = 20.0  # seconds that the other ranks have to notice a failure by themselves
 
@@ -50,6 +52,27 @@ def check_port(port: int) -> None:
             ) from None
 
 
+@dataclass
+class Ended:
+    """How the ranks ended."""
+
+    failed: tuple[int, int] | None  # (rank, status) of the failure; None: all succeeded
+    number: int  # of the first signal that came here, or 0
+    last_words: dict[int, str] = field(default_factory=dict)  # of each rank, on standard error
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the ranks stopped on purpose; rank 0 has said what was saved."""
+        return self.failed is not None and _is_stop(self.failed[1])
+
+    def describe(self) -> str:
+        """The failure, in words."""
+        assert self.failed is not None
+        rank, status = self.failed
+        how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        return f"rank {rank} {how}"
+
+
 def launch(
     arguments: Sequence[str],
     ranks: int,
@@ -70,17 +93,32 @@ def launch(
         seconds: a limit, after which all ranks are stopped.
 
     Returns:
-        0 if all ranks succeeded, 1 after a failure, 128 and the signal's number if they stopped for
-        a signal.
+        0 if all ranks succeeded, 1 after a failure, the status of exit_status.py if they stopped
+        for a signal.
 
     Raises:
         TimeoutError: if the ranks run longer than `seconds`.
         ValueError: if `port` is in use.
     """
+    ended = run_ranks(arguments, ranks, port, module=module, extra=extra, seconds=seconds)
+    return report_end(ended)
+
+
+def run_ranks(
+    arguments: Sequence[str],
+    ranks: int,
+    port: int | None = None,
+    *,
+    module: str = "freescale",
+    extra: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    seconds: float | None = None,
+) -> Ended:
+    """Runs the ranks, as `launch` says, and returns how they ended."""
     if port is not None:
         check_port(port)
     port = port or find_free_port()
     said: set[str] = set()
+    last_words: dict[int, str] = {}
     lock = threading.Lock()
     processes: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
@@ -98,7 +136,7 @@ def launch(
             assert process.stderr is not None
             readers.append(
                 threading.Thread(
-                    target=_relay, args=(process.stderr, rank, said, lock), daemon=True
+                    target=_relay, args=(process.stderr, rank, said, last_words, lock), daemon=True
                 )
             )
             readers[-1].start()
@@ -109,21 +147,22 @@ def launch(
     finally:
         signals.restore()
         _stop(processes)
-    return _outcome(failed, signals.first)
+    return Ended(failed, signals.first, last_words)
 
 
-def _outcome(failed: tuple[int, int] | None, number: int) -> int:
-    """The exit status, after `number`, the first signal that came here (0: none)."""
-    if failed is None:
+def report_end(ended: Ended) -> int:
+    """Says what went wrong, and returns the exit status."""
+    if ended.failed is None:
         return 0
-    rank, status = failed
-    if status > 128:  # the ranks stopped on purpose, and rank 0 has said what was saved
-        return 128 + (number or status - 128)
+    _, status = ended.failed
+    number = ended.number
+    if ended.is_stopped:
+        # the ranks get a terminal's Ctrl-C as SIGTERM, too
+        return 128 + signal.SIGINT if number == signal.SIGINT else status
     if number == signal.SIGINT and status == -signal.SIGTERM:  # they had nothing to save yet
         raise KeyboardInterrupt
-    how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-    print(f"freescale: rank {rank} {how}; the run has ended on all ranks", file=sys.stderr)
-    return 128 + number if number and status == -number else 1
+    print(f"freescale: {ended.describe()}; the run has ended on all ranks", file=sys.stderr)
+    return 128 + number if number and status in (-number, -signal.SIGTERM) else 1
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -141,11 +180,15 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo", **os.environ, **joined}
 
 
-def _relay(stream: IO[str], rank: int, said: set[str], lock: threading.Lock) -> None:
+def _relay(
+    stream: IO[str], rank: int, said: set[str], last_words: dict[int, str], lock: threading.Lock
+) -> None:
     """Passes on what a rank writes to standard error; an error that all ranks report is said
     once."""
     for line in stream:
         with lock:
+            if line.strip():
+                last_words[rank] = line.strip()
             if line.startswith("freescale: ") and line in said:
                 continue
             said.add(line)
@@ -172,7 +215,7 @@ def _watch(
         if None not in ended.values() or (deadline is not None and time.monotonic() > deadline):
             _stop(processes)
             return (
-                min(failures, key=lambda failure: (failure[1] >= 0, failure[1] > 128))
+                min(failures, key=lambda failure: (failure[1] >= 0, _is_stop(failure[1])))
                 if failures
                 else None
             )
@@ -183,6 +226,10 @@ def _watch(
                 f"{running} still at work; it was stopped"
             )
         time.sleep(0.05)
+
+
+def _is_stop(status: int) -> bool:
+    return status == REQUEUE or status > 128
 
 
 def _stop(processes: Sequence[subprocess.Popen[str]]) -> None:
@@ -199,11 +246,11 @@ def _stop(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 
 class _Signals:
-    """Ctrl-C and SIGTERM, which the ranks get too, until `restore`. The launcher itself waits for
-    them: they may have to save.
+    """Ctrl-C, SIGTERM and SIGUSR1, which the ranks get too, until `restore`. The launcher itself
+    waits for them: they may have to save.
 
     The first is passed on as SIGTERM, whichever it is: a terminal's Ctrl-C reaches the ranks by
-    itself, and twice would mean more. A second Ctrl-C ends all.
+    itself, and twice would mean more. A second one ends all.
     """
 
     def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
@@ -211,16 +258,13 @@ class _Signals:
         self.first = 0  # its number
         self._old: dict[int, object] = {}
         if threading.current_thread() is threading.main_thread():
-            self._old = {
-                number: signal.signal(number, self._received)
-                for number in (signal.SIGINT, signal.SIGTERM)
-            }
+            self._old = {number: signal.signal(number, self._received) for number in SIGNALS}
 
     def _received(self, number: int, _frame: object) -> None:
         if not self.first:
             self.first, self._at = number, time.monotonic()
             self._send(signal.SIGTERM)
-        elif number == signal.SIGINT and time.monotonic() - self._at > SAME_PRESS:
+        elif is_second(number, time.monotonic() - self._at):
             self._send(signal.SIGINT)
             raise KeyboardInterrupt
 

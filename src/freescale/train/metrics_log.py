@@ -53,15 +53,27 @@ def to_json(entry: Any) -> str:
 
 
 def truncate_logs(folder: Path, step: int) -> None:
-    """Removes lines that an interrupted run wrote after `step`, from which another goes on."""
+    """Removes lines that an interrupted run wrote after `step`, from which another goes on. What is
+    written of restarts stays."""
     for name, last in (("metrics.jsonl", step), ("ledger.jsonl", step - 1)):
         path = folder / name
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(True)
             temporary = path.with_suffix(".tmp")
-            kept = [line for line in lines if _parse_step(line) <= last]
+            kept = [line for line in lines if _is_restart(line) or _parse_step(line) <= last]
             temporary.write_text("".join(kept), encoding="utf-8")
             temporary.replace(path)
+
+
+def was_tested(folder: Path) -> bool:
+    """Whether metrics.jsonl has the metrics of the test part."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return any('"test"' in line and "test" in json.loads(line) for line in lines)
+
+
+def _is_restart(line: str) -> bool:
+    return line.startswith('{"step":') and '"restart": {' in line and line.endswith("}\n")
 
 
 def _parse_step(line: str) -> float:

@@ -91,7 +91,8 @@ class ConsoleProgress(Callback):
             self._bar.stop()
 
     def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True)
+        # words of an error may hold brackets, which are no markup
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 class TensorBoardLog(Callback):

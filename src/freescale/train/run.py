@@ -17,9 +17,11 @@ from freescale.data.ids import VOCABULARY, check_vocabulary
 from freescale.train.build import build_model, evaluate_part, load_histories
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.checkpoint.files import Intact
+from freescale.train.exit_status import choose_status
 from freescale.train.metrics_log import to_json
 from freescale.train.progress import ConsoleProgress
 from freescale.train.ranks import SampleRanks, write_ranks
+from freescale.train.run_folder import AUTO
 from freescale.train.stop_signals import StopSignals
 from freescale.train.trainer import Trainer
 from freescale.transport.api import Transport
@@ -34,16 +36,18 @@ def run_training(
     Args:
         config: of the run.
         folder: of the run; None makes a new one.
-        resume: the checkpoint of the folder to go on from; None for a new run.
+        resume: the checkpoint of the folder to go on from, or `auto`; None for a new run.
         prepare: returns the histories file.
 
     Returns:
-        The exit status: 0, or after a signal 128 and its number, as shells say it of a process that
-        the signal ended.
+        The exit status: 0, or after a signal that of exit_status.py.
     """
     # before the ranks meet: it may take long, and its errors are the same on every rank
     path = prepare()
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
+    if resume == AUTO:  # a rank on another machine may not see what is in the folder yet
+        said = transport.gather_bytes(config.to_json().encode())
+        config = RunConfig.from_json(said[0].decode())
     callbacks = [ConsoleProgress()] if transport.rank == 0 else []
     trainer = Trainer(
         config,
@@ -62,7 +66,7 @@ def run_training(
             # the first that ends makes a launcher end the others: let all be through
             transport.gather_bytes(b"")
         transport.close()
-    return 128 + results["stopped"] if results["stopped"] else 0
+    return choose_status(results["stopped"])
 
 
 def _describe_stop(trainer: Trainer) -> str:
@@ -121,7 +125,11 @@ def _show(results: dict[str, Any], trainer: Trainer, stopped: str) -> None:
     console, folder = Console(), trainer.folder
     if results.get("test"):
         print_quality(console, results["test"])
-    print_ledger(console, results["ledger"])
+    if "ledger" in results:
+        print_ledger(console, results["ledger"])
+    else:
+        for line in (*trainer.notes, f"{folder} is complete: nothing is left to train"):
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
     if "loss" in results:
         quality = results.get("test", {}).get("model", {})
         hit = ""

@@ -10,19 +10,36 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from freescale.file_lock import lock
+from freescale.train.attempts import (
+    STOPPED,
+    Ending,
+    describe_restart,
+    explain_repeated,
+    explain_restart,
+    find_repeated,
+    forget_attempt,
+    note_begin,
+    note_end,
+    read_endings,
+    read_restarts,
+)
 
 if TYPE_CHECKING:  # imports torch, which `new_folder` does not need
     from freescale.transport.api import Transport
 
 LOCK = ".lock"
+AUTO = "auto"  # resume what the folder holds, or begin
 # What a run writes besides its checkpoints.
 _WRITTEN = (
     "config.json",
@@ -60,29 +77,80 @@ def copy_file(source: Path, target: Path) -> Path:
 class RunFolder:
     """The folder of one run. Making one, and `open`, are collectives."""
 
-    def __init__(self, folder: Path | None, resume: bool, transport: Transport) -> None:
+    def __init__(self, folder: Path | None, resume: bool | str, transport: Transport) -> None:
         """Refuses what can be refused before anything long is done.
 
         Args:
             folder: None makes a new one under runs/, with the time in its name.
-            resume: whether the run goes on with what the folder holds. Such a run claims the
-                folder here, a new one in `open`.
+            resume: whether the run goes on with what the folder holds; "auto": if it holds a
+                checkpoint. A run that goes on claims the folder here, a new one in `open`.
             transport: the ranks of the run.
 
         Raises:
             ValueError: on all ranks, if another run uses the folder, if it holds a run and `resume`
-                is False, or if there is nothing to resume.
+                is False, or if there is nothing to resume. With "auto", also if the run has failed
+                twice in the same way.
         """
-        self._folder, self._resume, self._transport = folder, resume, transport
+        self._folder, self._transport = folder, transport
+        self.is_auto = resume == AUTO
+        self.resume = bool(resume)  # with "auto" as rank 0 finds it
         self._lock: IO[str] | None = None
+        self._begun = False
+        self._endings: list[Ending] = []  # of attempts that no restart was written for
+        self.restarts: list[dict[str, Any]] = []  # lines of metrics.jsonl, on rank 0
         self.notes: list[str] = []  # for the person who looks at the run
         self.path = self._agree_on(self._inspect)
+        self._begun = self.is_auto and self.resume
 
     def open(self, config: str, vocabulary: Path | None = None) -> None:
         """Claims the folder, writes `config` into it and copies the `vocabulary` of the data.
         Called once nothing can be refused any more, so that a run that never began leaves no
         folder."""
         self.path = self._agree_on(lambda: self._claim_new(config, vocabulary))
+        self._begun = True
+
+    def log_restarts(self, step: int) -> None:
+        """Writes to metrics.jsonl, on rank 0, how the attempts before ended, now that the run goes
+        on after `step`."""
+        if self._transport.rank != 0:
+            return
+        fresh = [describe_restart(ending, step, time.time()) for ending in self._endings]
+        self.notes += [explain_restart(entry) for entry in fresh]
+        # a run without a checkpoint begins anew, and so does its log
+        known = [] if (self.path / "metrics.jsonl").exists() else self.restarts
+        self.restarts = [*self.restarts, *fresh]
+        if known or fresh:
+            with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(entry) + "\n" for entry in (*known, *fresh))
+        self._endings = []
+        note_begin(self.path)
+
+    @contextmanager
+    def note_failure(self, step: Callable[[], int]) -> Iterator[None]:
+        """Around what may fail once the folder is claimed: the next attempt is told."""
+        try:
+            yield
+        except (Exception, KeyboardInterrupt) as error:
+            self._note(Ending(type(error).__name__, str(error)[:2000], step(), time.time()))
+            raise
+
+    def note_result(self, stopped: int, step: int) -> None:
+        """Notes that the run is complete or, with the number of a signal, that it is to go on."""
+        if stopped:
+            name = signal.Signals(stopped).name
+            self._note(Ending(STOPPED, f"stopped by {name}", step, time.time()))
+        elif self._transport.rank == 0:
+            forget_attempt(self.path)
+
+    def _note(self, ending: Ending) -> None:
+        rank = self._transport.rank
+        own = None if ending.kind == STOPPED else rank
+        if self._begun:
+            note_end(
+                self.path,
+                f"rank-{rank:05d}",
+                Ending(ending.kind, ending.message, ending.step, ending.time, own),
+            )
 
     def close(self) -> None:
         """Releases the folder for other runs."""
@@ -97,9 +165,16 @@ class RunFolder:
             return Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
         if (self._folder / LOCK).exists():
             self._claim(self._folder)
+        if self.is_auto:
+            self.resume = self._holds_run(self._folder)
         self._refuse(self._folder)
-        if self._resume:
+        self._endings, self.restarts = read_endings(self._folder), read_restarts(self._folder)
+        if self.is_auto:
+            self._refuse_repeated()
+        if self.resume:
             self._claim(self._folder)
+            if self.is_auto:  # who is told to go on by hand, and errs, has begun nothing
+                note_begin(self._folder, self._endings)
         else:
             self.close()  # until nothing can be refused any more
         return self._folder
@@ -109,8 +184,9 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         self._claim(path)
         self._refuse(path)
-        if not self._resume and (path / "config.json").exists():
+        if not self.resume and (path / "config.json").exists():
             self._move_aside(path)
+        note_begin(path, self._endings)
         if vocabulary is not None:
             copy_file(vocabulary, path / vocabulary.name)
         temporary = path / "config.json.tmp"
@@ -128,15 +204,24 @@ class RunFolder:
                 "other run uses it"
             ]
 
-    def _refuse(self, path: Path) -> None:
+    def _holds_run(self, path: Path) -> bool:
         from freescale.train.checkpoint import Checkpoints
 
-        saved = Checkpoints(path / "checkpoints", self._transport).latest() is not None
-        if saved and not self._resume:
+        return Checkpoints(path / "checkpoints", self._transport).latest() is not None
+
+    def _refuse_repeated(self) -> None:
+        """Of restarts that nobody watches, one more would make no difference."""
+        assert self._folder is not None
+        if failure := find_repeated(self._folder):
+            raise ValueError(explain_repeated(failure))
+
+    def _refuse(self, path: Path) -> None:
+        saved = self._holds_run(path)
+        if saved and not self.resume:
             raise ValueError(
                 f"{path} already holds a run: name another folder, or pass --resume to continue it"
             )
-        if self._resume and not saved:
+        if self.resume and not saved:
             raise ValueError(
                 f"nothing to resume: {path} holds no checkpoint, because the run ended before its "
                 "first one; start it again with the same command, without --resume"
@@ -163,9 +248,8 @@ class RunFolder:
             except (ValueError, OSError) as error:
                 self.close()
                 problem = str(error)
-        found, problem = json.loads(
-            self._transport.gather_bytes(json.dumps([found, problem]).encode())[0]
-        )
+        message = json.dumps([found, problem, self.resume]).encode()
+        found, problem, self.resume = json.loads(self._transport.gather_bytes(message)[0])
         if problem:
             raise ValueError(problem)
         return Path(found)

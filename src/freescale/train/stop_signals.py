@@ -1,5 +1,6 @@
-"""SIGTERM, which Slurm, Kubernetes and spot machines send before they take the machine, and Ctrl-C:
-while a run trains they ask it to stop. All ranks stop after the same step, save, and end.
+"""SIGTERM and SIGUSR1, which Slurm, Kubernetes and spot machines send before they take the machine,
+and Ctrl-C: while a run trains they ask it to stop. All ranks stop after the same step, save, and
+end. A second signal ends them at once.
 
 Launchers also send SIGTERM to the survivors of a failure. These save nothing: they cannot agree
 with the rank that is gone, and end when they notice that, or after a limit without a step.
@@ -18,12 +19,22 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import NoReturn
 
+from freescale.train.exit_status import choose_status
+
 SILENCE = 10.0  # seconds without a step, after the signal, until this rank ends without saving
 # seconds in which a second Ctrl-C is the first one, passed on by whoever started this process
 SAME_PRESS = 1.0
+# the same of the other signals: a scheduler sends them to all processes, and launchers pass them on
+SAME_NOTICE = 5.0
 _SLOW_STEPS = 3  # the silence may last as long as this many steps, where those are slower than that
 _LOOK = 0.25  # seconds between two looks at the clock, after the signal
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def is_second(number: int, seconds: float) -> bool:
+    """Whether a signal that comes `seconds` after the first means that the run is to end at
+    once."""
+    return seconds > (SAME_PRESS if number == signal.SIGINT else SAME_NOTICE)
 
 
 class StopSignals:
@@ -72,7 +83,7 @@ class StopSignals:
         self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         # What they do does not matter: with a handler, Python writes the number to the socket at
         # once, whatever a thread is doing.
-        self._handlers = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         self._thread = threading.Thread(target=self._listen, name="freescale-signals", daemon=True)
         self._thread.start()
         return self
@@ -110,7 +121,7 @@ class StopSignals:
             if not numbers:
                 return
             for number in numbers:
-                if number in _SIGNALS:
+                if number in SIGNALS:
                     self._handle(number)
 
     def _handle(self, number: int) -> None:
@@ -121,13 +132,13 @@ class StopSignals:
             self._stop()
             if self._rank == 0:
                 self._say(
-                    "stopping: the run is saved after this step (Ctrl-C, once more, ends it "
+                    "stopping: the run is saved after this step (the signal once more ends it "
                     "without)"
                 )
-        elif number == signal.SIGINT and now - self._first > SAME_PRESS:
-            self._end("interrupted again" if self.saved else "ended without saving", 128 + number)
-        # SIGTERM again says nothing new: launchers pass it on, and send it to the others when the
-        # first of the ranks has ended.
+        elif is_second(number, now - self._first):
+            if self.saved:  # launchers send it to the others when the first of the ranks has ended
+                self._end("interrupted again", choose_status(self.number))
+            self._end("ended without saving", 128 + number)
 
     def _end_after_silence(self) -> None:
         limit = max(SILENCE, _SLOW_STEPS * self._step)

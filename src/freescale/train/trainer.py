@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ from freescale.train.callbacks import Callback, CallbackList
 from freescale.train.checkpoint import Checkpoints, NotFinite
 from freescale.train.compile_kernels import compile_kernels
 from freescale.train.device_figures import DeviceFigures
-from freescale.train.metrics_log import MetricsLog, truncate_logs
+from freescale.train.metrics_log import MetricsLog, truncate_logs, was_tested
 from freescale.train.progress import TensorBoardLog
-from freescale.train.run_folder import RunFolder
+from freescale.train.run_folder import AUTO, RunFolder
 from freescale.train.run_state import RunState
 from freescale.train.stop_signals import StopSignals
 from freescale.transport.api import Transport
@@ -68,7 +69,8 @@ class Trainer:
             config: what to train on what, and how.
             folder: of the run. None makes a new one under runs/ when training begins.
             resume: go on from the last checkpoint in `folder`; or from another, by name: "best" or
-                a step. Checkpoints after it are given up.
+                a step. Checkpoints after it are given up. "auto": go on from the last checkpoint if
+                there is one, else begin.
             callbacks: are called at steps, evaluations and checkpoints, on every rank.
             histories: the prepared histories file. None prepares `config.data.data`.
             transport: joins the ranks. None connects by torchrun's environment, or as one process,
@@ -78,7 +80,7 @@ class Trainer:
             ValueError: if the folder holds another run, there is nothing to resume, or the data,
                 the model and the checkpoint do not fit each other.
         """
-        self.config, self._resume = config, bool(resume)
+        self.config = config
         self._histories = histories if histories is not None else prepare_data(config)
         self._connected = transport is None
         settings = config.train
@@ -87,7 +89,13 @@ class Trainer:
             if transport is None
             else transport
         )
-        self._run_folder = RunFolder(Path(folder) if folder else None, self._resume, transport)
+        self._run_folder = RunFolder(Path(folder) if folder else None, resume, transport)
+        with self._run_folder.note_failure(lambda: 0):
+            self._build(callbacks)
+            self._begin(resume if isinstance(resume, str) and resume != AUTO else "last")
+
+    def _build(self, callbacks: Sequence[Callback]) -> None:
+        config, settings, transport = self.config, self.config.train, self.transport
         self.data = load_histories(config, self._histories, transport)
         # as it was chosen: the run's config.json keeps it, and a resumed run repeats it
         chosen = {
@@ -109,8 +117,11 @@ class Trainer:
         own: list[Callback] = [MetricsLog(), DeviceFigures(settings.profile_steps)]
         own += [TensorBoardLog()] if settings.tensorboard else []
         self._callbacks = CallbackList([*own, *callbacks], transport)
-        if resume:
-            step = self._state.load(resume if isinstance(resume, str) else "last")
+
+    def _begin(self, checkpoint: str) -> None:
+        """Loads a checkpoint of a run that goes on, or places the tables of a new one."""
+        if self._run_folder.resume:
+            step = self._state.load(checkpoint)
             if self.rank == 0:
                 truncate_logs(self.folder, step)
         else:
@@ -140,6 +151,11 @@ class Trainer:
         return (self._number + 1) // self.data.batches_per_epoch
 
     @property
+    def is_complete(self) -> bool:
+        """Whether no step is left to make."""
+        return self.step >= self.total or (self.best is not None and self.best.exhausted)
+
+    @property
     def notes(self) -> list[str]:
         """What a person should know about the folder and what was resumed from it."""
         return [*self._run_folder.notes, *self._state.notes]
@@ -158,7 +174,8 @@ class Trainer:
         afterwards.
 
         Args:
-            signals: listens for SIGTERM and Ctrl-C. Without it signals do what they do elsewhere.
+            signals: listens for SIGTERM, SIGUSR1 and Ctrl-C. Without it signals do what they do
+                elsewhere.
 
         Returns:
             `loss` of the last step, `test` with the metrics of the test part, `ledger` (on rank 0)
@@ -169,11 +186,13 @@ class Trainer:
             ValueError: if nothing is left to train, or the model diverges.
             RemoteError: if another rank fails.
         """
-        try:
-            self._open_folder()
-            results = self._train(signals or StopSignals(self.stop, self.rank))
-        finally:
-            self._run_folder.close()
+        with self._hold_folder():
+            if self._run_folder.is_auto and self.is_complete:
+                results = self._complete()
+            else:
+                self._open_folder()
+                results = self._train(signals or StopSignals(self.stop, self.rank))
+            self._run_folder.note_result(results["stopped"], self.step)
         if self._connected:  # after an error the ranks may no longer be in step
             self.transport.close()
         return results
@@ -182,10 +201,22 @@ class Trainer:
         """The steps of `train`, for a program with a loop of its own: logs, evaluations and
         checkpoints are made as they fall due, the last checkpoint and the test part are left out.
         A collective, like each of its steps."""
-        try:
+        with self._hold_folder():
             self._open_folder()
             self._callbacks.call("on_start", self)
-            yield from self._loop(self._start_ledger(), StopSignals(self.stop, self.rank))
+            try:
+                yield from self._loop(self._start_ledger(), StopSignals(self.stop, self.rank))
+            except GeneratorExit:  # the program's own decision
+                self._run_folder.note_result(0, self.step)
+                raise
+            self._run_folder.note_result(0, self.step)
+
+    @contextmanager
+    def _hold_folder(self) -> Iterator[None]:
+        """The run's folder is this run's until the end of the block, however it ends."""
+        try:
+            with self._run_folder.note_failure(lambda: self.step):
+                yield
         finally:
             self._run_folder.close()
 
@@ -210,6 +241,7 @@ class Trainer:
             )
             self.pipeline.tune()  # before the run is described
             self._run_folder.open(self.config.to_json(), find_vocabulary(self._histories))
+            self._run_folder.log_restarts(self.step)
         except BaseException as error:
             batches.__exit__(type(error), error, None)
             raise
@@ -227,6 +259,21 @@ class Trainer:
             f"{made}, and --epochs {settings.epochs} ends after {len(self.data):,}: "
             f"pass a larger --epochs to continue{larger}"
         )
+
+    def _complete(self) -> dict[str, Any]:
+        """A run that was started again after its last step: what is left is the test part, unless
+        it was evaluated."""
+        self._run_folder.log_restarts(self.step)
+        results: dict[str, Any] = {"stopped": 0}
+        if self.best is not None:
+            results["best"] = self.best.state_dict()
+        tested = self.rank == 0 and was_tested(self.folder)
+        known = self.transport.gather_bytes(b"1" if tested else b"")[0]
+        if self.config.data.split != "none" and not known:
+            self._load_best()
+            results["test"] = self._evaluate("test")
+            self._callbacks.check()
+        return results
 
     def _train(self, signals: StopSignals) -> dict[str, Any]:
         self._callbacks.call("on_start", self)
@@ -287,9 +334,7 @@ class Trainer:
                     raise ValueError(_NOTHING_SUPERVISED.format(data=self.config.data))
                 with signals.suspend_limit():
                     self._validate()
-                    ended = self.step >= self.total or (
-                        self.best is not None and self.best.exhausted
-                    )
+                    ended = self.is_complete
                     if not ended and self.step % settings.checkpoint_every == 0:
                         self._checkpoint()
                 yield last
@@ -342,5 +387,6 @@ class Trainer:
             self.folder if self.rank == 0 else None,
             offsets=transport.clock_offsets,
             trace_steps=self.config.train.trace_steps,
-            resumed=self._resume,
+            resumed=self._run_folder.resume,
+            restarts=self._run_folder.restarts,
         )

@@ -1,0 +1,55 @@
+"""`--restarts` and `--resume auto`: a run that is killed goes on by itself, and ends as if nothing
+had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from helpers.command import Begun, freescale, wait_for
+
+from freescale.data.synthetic import generate
+
+SMALL = ["--device", "cpu", "--global-batch", 16, "--width", 8, "--layers", 1, "--negatives", 8]
+SMALL += ["--max-length", 20, "--split", "none", "--log-every", 1, "--placement", "sharded"]
+SMALL += ["--epochs", 40, "--checkpoint-every", 50]
+
+
+@pytest.fixture
+def arguments(tmp_path) -> list[object]:
+    data = tmp_path / "histories.parquet"
+    generate(data, users=96, items=200, median=12, cap=20, global_batch=16)
+    return ["train", "--data", data, *SMALL]
+
+
+def read_lines(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in read_lines(run) if "loss" in line]
+
+
+def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been(
+    arguments, tmp_path
+):
+    run, whole, steps = tmp_path / "run", tmp_path / "whole", ["--nproc", 2, "--steps", 200]
+    command = [*arguments, "--folder", run, *steps, "--restarts", 2, "--resume", "auto"]
+    with Begun(*command) as begun:
+        wait_for(lambda: (run / "checkpoints").is_dir() and any((run / "checkpoints").iterdir()))
+        os.kill(begun.ranks()[1], signal.SIGKILL)
+        done = begun.ended()
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 was killed by signal 9; starting all ranks again, restart 1 of 2" in done.stderr
+    (entry,) = [line for line in read_lines(run) if "restart" in line]
+    restart = entry["restart"]
+    assert restart["why"] == "rank 1 was killed by signal 9" and restart["seconds"] > 0
+    assert restart["repeated_steps"] == restart["ending"]["step"] - entry["step"] >= 0
+    assert json.loads((run / "ledger.json").read_text())["restarts"] == [entry]
+    assert "restarted: rank 1 was killed by signal 9" in done.stdout
+    assert freescale(*arguments, "--folder", whole, *steps).returncode == 0
+    assert losses(run) == losses(whole) and len(losses(run)) == 200
+    assert not (run / ".attempt").exists()
