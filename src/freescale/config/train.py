@@ -42,6 +42,14 @@ class TrainConfig(Checked):
     clip: float | None = option(None, "global norm limit of the dense gradients", above=0.0)
     row_clip: float | None = option(None, "norm limit of each table row's gradient", above=0.0)
     accumulate: int = option(1, "micro-batches of a rank's batch", minimum=1)
+    on_nonfinite: str = option(
+        "stop",
+        (
+            "when the loss is not finite: stop the run, or (once) go back to the last checkpoint "
+            "and leave out the batch"
+        ),
+        choices=("stop", "rollback"),
+    )
     precision: str = option(
         "auto",
         (

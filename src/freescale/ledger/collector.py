@@ -20,6 +20,7 @@ from freescale.ledger.machine import describe_machine, get_versions
 from freescale.ledger.merge import merge_step
 from freescale.ledger.peak_memory import measure_peak_memory
 from freescale.ledger.record import shift_clock
+from freescale.ledger.slow_steps import SlowSteps
 from freescale.ledger.summary import Summary
 from freescale.ledger.trace import make_header, make_step_events, write_trace
 
@@ -66,11 +67,30 @@ class Collector:
         self._trace: list[dict[str, Any]] = []
         self._traced = 0
         self._origin: int | None = None
+        self._slow = SlowSteps()
         self.summary = Summary(world)
-        if resumed and folder and (folder / "ledger.jsonl").exists():
-            with open(folder / "ledger.jsonl", encoding="utf-8") as file:
+        if resumed:
+            self._read_steps()
+
+    def _read_steps(self) -> None:
+        """Adds the steps that `ledger.jsonl` holds to the figures."""
+        if self._folder and (self._folder / "ledger.jsonl").exists():
+            with open(self._folder / "ledger.jsonl", encoding="utf-8") as file:
                 for line in file:
                     self.summary.add(json.loads(line))
+
+    def restart(self) -> None:
+        """Goes on with the steps that `ledger.jsonl` holds, and forgets those after them: they are
+        made again."""
+        for queue in self._queues:
+            queue.clear()
+        self.summary = Summary(self._world)
+        self._read_steps()
+
+    def take_slow_steps(self) -> list[dict[str, Any]]:
+        """On rank 0: of the steps collected since the last call that took much longer than those
+        before them, the slowest."""
+        return self._slow.take()
 
     def collect(self) -> None:
         """Gathers what the ledgers finished since the last call; rank 0 merges and writes it."""
@@ -85,6 +105,7 @@ class Collector:
             records = [queue.popleft() for queue in self._queues]
             figures = merge_step(records)
             self.summary.add(figures)
+            self._slow.add(figures)
             lines.append(json.dumps(figures) + "\n")
             self._add_to_trace(records)
         if lines and self._folder:
@@ -118,6 +139,8 @@ class Collector:
         result = self.summary.summarize()
         result["peak_memory_bytes_per_rank"] = list(peaks)
         result["restarts"] = self._restarts
+        self._slow.take()
+        result["slow_steps"] = self._slow.found
         result["machines"] = _group_machines(machines)
         result["clock"] = {
             "offset_us": [o / 1e3 for o in self._offsets],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Self
 
 import torch
@@ -109,7 +109,7 @@ class Pipeline:
             check=check,
         )
 
-    def run(self, batches: Iterable[SequenceBatch]) -> Iterator[StepResult]:
+    def run(self, batches: Iterable[SequenceBatch]) -> Generator[StepResult, None, None]:
         """Trains until the batches of every rank have ended; a rank that runs out first takes part
         with empty ones.
 
@@ -127,6 +127,11 @@ class Pipeline:
             RemoteError: another rank failed or left the loop alone.
         """
         return self.schedule.run(batches)
+
+    def check_losses(self) -> None:
+        """Waits for the losses of all steps so far: on a GPU the run itself reads them some steps
+        later. LossNotFinite, on all ranks, if one is not finite."""
+        self.schedule.check_losses()
 
     def tune(self) -> None:
         """Measures what is chosen by time (`dense_sums="auto"`), unless that is done or loaded. A

@@ -4,7 +4,7 @@ orders them with communication in its own way (serial.py, staged.py)."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -91,7 +91,7 @@ class Schedule(ABC):
         self.buckets: Reducer = (reducer or exact)(dense, self.transport.device)
         self.choices = Choices(self.transport, dense, self.buckets, precision, dense_sums)
 
-    def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
+    def run(self, data: Iterable[SequenceBatch]) -> Generator[StepResult, None, None]:
         """Trains until every rank's data has ended; a rank that runs out joins with empty batches.
         The data of a rank may fail: then all ranks raise, after the steps before it.
 
@@ -135,6 +135,10 @@ class Schedule(ABC):
         on with its loop. For any rank, thread or signal handler. Between runs it ends the next
         one."""
         self._stop = True
+
+    def check_losses(self) -> None:
+        """Waits for the losses of all steps so far; LossNotFinite if one is not finite."""
+        self._loss_watch.finish()
 
     @property
     def stopped(self) -> bool:
@@ -285,7 +289,7 @@ class Schedule(ABC):
         self, batch: SequenceBatch, agreement: Agreement, losses: Tensor, norm: Tensor | None
     ) -> StepResult:
         """losses: summed over the ranks."""
-        self._loss_watch.watch(self.steps, losses[-1])
+        self._loss_watch.watch(self.steps, batch.number, losses[-1])
         by_task = dict(zip(sorted(agreement.counts), losses.unbind()))
         return StepResult(self.steps, batch.number, by_task, agreement.counts, losses[-1], norm)
 

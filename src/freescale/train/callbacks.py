@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from freescale.batch import SequenceBatch
 from freescale.pipeline.step_result import StepResult
 from freescale.transport.api import Transport
 from freescale.transport.failures import raise_together
 
 if TYPE_CHECKING:
     from freescale.train.trainer import Trainer
-
-T = TypeVar("T")
 
 Metrics = Mapping[str, Mapping[str, float]]  # {"model": {"hr@10": 0.1}, "popularity": {...}}
 
@@ -53,6 +52,16 @@ class Callback:
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
         """After a checkpoint is complete, with its folder."""
 
+    def on_rollback(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+        """After `--on-nonfinite rollback` has loaded the last checkpoint, with the line of
+        metrics.jsonl: its `step`, and in `rollback` the `loss`, the step that had it (`at_step`),
+        and the `skipped_batch`."""
+
+    def on_slow_step(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+        """On rank 0, when the ledgers of the ranks are collected: of a step that took much longer
+        than those before it, with what ledger.json keeps of it: `step`, and in `slow_step` its
+        `seconds`, the `usual` ones and what it waited for, in words (`why`)."""
+
     def on_end(self, trainer: Trainer, results: Mapping[str, Any]) -> None:
         """At the end of a run that did not fail, with what `Trainer.train` returns."""
 
@@ -73,25 +82,35 @@ class CallbackList:
                 except Exception as error:
                     self._failure = error
 
-    def guard(self, batches: Iterator[T]) -> GuardedBatches[T]:
-        """The batches, until a hook has failed: then its exception, as if the data had failed. The
-        pipeline ends on all ranks after the same step when the data of one fails."""
-        return GuardedBatches(batches, lambda: self._failure)
+    def guard(
+        self, batches: Iterator[SequenceBatch], skipped: Collection[int] = ()
+    ) -> GuardedBatches:
+        """The batches but those with a number in `skipped`, until a hook has failed: then its
+        exception, as if the data had failed. The pipeline ends on all ranks after the same step
+        when the data of one fails."""
+        return GuardedBatches(batches, skipped, lambda: self._failure)
 
     def check(self) -> None:
         """Raises on all ranks if a hook has failed on one. A collective."""
         raise_together(self._failure, self._transport)
 
 
-class GuardedBatches(Iterator[T]):
-    """The batches of an iterator, until there is a failure, which is raised in place of the next
-    one."""
+class GuardedBatches(Iterator[SequenceBatch]):
+    """The batches of an iterator but for some, until there is a failure, which is raised in place
+    of the next one."""
 
-    def __init__(self, batches: Iterator[T], failure: Callable[[], Exception | None]) -> None:
-        self._batches, self._failure = batches, failure
+    def __init__(
+        self,
+        batches: Iterator[SequenceBatch],
+        skipped: Collection[int],
+        failure: Callable[[], Exception | None],
+    ) -> None:
+        self._batches, self._skipped, self._failure = batches, skipped, failure
 
-    def __next__(self) -> T:
+    def __next__(self) -> SequenceBatch:
         batch = next(self._batches)
+        while batch.number in self._skipped:
+            batch = next(self._batches)
         failure = self._failure()
         if failure is not None:
             raise failure

@@ -77,6 +77,20 @@ class ConsoleProgress(Callback):
         else:
             self._print(f"step {entry['step']}  epoch {entry['epoch']}  {note}")
 
+    def on_rollback(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+        back = entry["rollback"]
+        self._print(
+            f"the loss is {back['loss']} at step {back['at_step']}: back to the checkpoint of step "
+            f"{entry['step']}, without batch {back['skipped_batch']} (--on-nonfinite rollback)"
+        )
+
+    def on_slow_step(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+        slow = entry["slow_step"]
+        self._print(
+            f"warning: step {entry['step']} took {slow['seconds']:.2f} s, usual are "
+            f"{slow['usual']:.2f} s: {slow['why']}"
+        )
+
     def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:
         if trainer.rank == 0 and part == "validation":  # the command shows the test part as a table
             found = metrics["model"].items()

@@ -26,6 +26,7 @@ class RunState:
     data: Histories
     best: Best | None = None
     notes: list[str] = field(default_factory=list, init=False)  # about what was loaded
+    skipped: list[int] = field(default_factory=list, init=False)  # batches that are left out
     _saved: int = field(default=0, init=False)  # the last step in a checkpoint
 
     def save(self, number: int) -> Path | None:
@@ -48,6 +49,8 @@ class RunState:
             "pipeline": self.pipeline.state_dict(),
             "data": self.data.state_dict(number + 1),
         }
+        if self.skipped:
+            progress["skipped"] = self.skipped
         protected: list[int] = []
         if self.best is not None:
             progress["best"] = self.best.state_dict()
@@ -65,6 +68,7 @@ class RunState:
         progress = self.checkpoints.load(found, self.model, self.optimizer, self.pipeline.reducer)
         self.pipeline.load_state_dict(progress["pipeline"])
         self.data.load_state_dict(progress["data"])
+        self.skipped, self._saved = list(progress.get("skipped", ())), 0
         if self.best is not None:
             self.best.load_state_dict(progress.get("best"))
         step, ranks = int(progress["step"]), self.model.transport.world
@@ -75,6 +79,13 @@ class RunState:
                 "the speed changes, results change by rounding alone"
             )
         self.notes.append(note)
+        return step
+
+    def roll_back(self, number: int) -> int:
+        """Loads the last checkpoint, and leaves out the batch `number` from then on. Returns the
+        step."""
+        step = self.load()
+        self.skipped.append(number)
         return step
 
 

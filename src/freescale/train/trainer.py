@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from freescale.batch import SequenceBatch
 from freescale.config import RunConfig
 from freescale.data.ids import find_vocabulary
 from freescale.data.workers import WorkerLoader, read_ahead
@@ -102,7 +103,7 @@ class Trainer:
             name: getattr(self.data, name) for name in ("negatives_per", "negatives", "log_q")
         }
         self.config = config = replace(config, data=replace(config.data, **chosen))
-        self.total = min(len(self.data), settings.steps or len(self.data))  # steps
+        self.total = self._count_steps(0)
         self.model = build_model(config, self.data, transport)
         self.optimizer = build_optimizer(config, self.model)
         self.pipeline = build_pipeline(config, self.model, self.optimizer, self.total)
@@ -122,12 +123,18 @@ class Trainer:
         """Loads a checkpoint of a run that goes on, or places the tables of a new one."""
         if self._run_folder.resume:
             step = self._state.load(checkpoint)
-            if self.rank == 0:
-                truncate_logs(self.folder, step)
+            self._go_on_from(step)
         else:
             self.model.tables.place(self.data.batch(0))
         # without a step: the run folder has been checked for other runs
         self.checkpoints.check(self.model, self.optimizer, step=None)
+
+    def _go_on_from(self, step: int) -> None:
+        """After a checkpoint was loaded: the logs end with it, too."""
+        self._number = self.data.start - 1
+        self.total = self._count_steps(len(self._state.skipped))
+        if self.rank == 0:
+            truncate_logs(self.folder, step)
 
     # ---- where the run stands
 
@@ -148,7 +155,7 @@ class Trainer:
     @property
     def epoch(self) -> int:
         """Passes over the data that are complete."""
-        return (self._number + 1) // self.data.batches_per_epoch
+        return self._next // self.data.batches_per_epoch
 
     @property
     def is_complete(self) -> bool:
@@ -228,9 +235,8 @@ class Trainer:
                 f"{self.folder} ended at step {self.step}, after {self.best.since} evaluations "
                 "without a better one: pass a larger --patience to continue"
             )
-        kind = self.transport.device.type
         # First of all: while kernels are compiled, the workers come up.
-        batches = read_ahead(self.data, count_workers(self.config, kind), pin=kind == "cuda")
+        batches = self._read_ahead()
         try:
             compile_kernels(
                 self.config,
@@ -247,6 +253,15 @@ class Trainer:
             raise
         self._batches = batches
         self.checkpoints.folder = self.folder / "checkpoints"
+
+    def _read_ahead(self) -> AbstractContextManager[Iterator[SequenceBatch]]:
+        kind = self.transport.device.type
+        return read_ahead(self.data, count_workers(self.config, kind), pin=kind == "cuda")
+
+    def _count_steps(self, skipped: int) -> int:
+        """Of the whole run, without batches that are left out."""
+        there = self.data.stop - skipped
+        return min(there, self.config.train.steps or there)
 
     def _explain_end(self) -> str:
         """Why nothing is left to train, and which setting makes more of it."""
@@ -294,6 +309,8 @@ class Trainer:
         except NotFinite as error:
             raise ValueError(f"{error}; {_DIVERGED}") from None
         signals.saved = True
+        collector.collect()
+        self._report_slow(collector)
         results["ledger"] = collector.close(self.transport.device)
         # Whichever rank got a signal: all skip what is left.
         numbers = self.transport.gather_bytes(b"%d" % signals.number)
@@ -311,13 +328,23 @@ class Trainer:
 
     def _loop(self, collector: Collector, signals: StopSignals) -> Iterator[StepResult]:
         """Trains until the data or --steps ends, or a rank asks to stop. Yields each step once all
-        that it entails is done."""
+        that it entails is done. Where a loss is not finite, some steps may come again."""
+        while True:
+            try:
+                yield from self._make_steps(collector, signals)
+                return
+            except LossNotFinite as error:
+                self._roll_back(error, collector)
+
+    def _make_steps(self, collector: Collector, signals: StopSignals) -> Iterator[StepResult]:
         settings = self.config.train
         clock, seen, supervised = time.perf_counter(), 0, 0.0
-        with self._batches as batches:
+        with ExitStack() as stack:
+            batches = stack.enter_context(self._batches)
             if isinstance(batches, WorkerLoader):
                 batches.wait_until_up()
-            for last in self.pipeline.run(self._callbacks.guard(batches)):
+            guarded = self._callbacks.guard(batches, self._state.skipped)
+            for last in stack.enter_context(closing(self.pipeline.run(guarded))):
                 self._number = last.batch_number
                 signals.note_step()
                 self._callbacks.call("on_step", self, last)
@@ -329,21 +356,54 @@ class Trainer:
                     self._log(loss, rate)
                 if self.step % _COLLECT_EVERY == 0:
                     collector.collect()
+                    self._report_slow(collector)
                 supervised += sum(last.counts.values())
                 if not supervised and (self._ends_epoch or self.step == self.total):
                     raise ValueError(_NOTHING_SUPERVISED.format(data=self.config.data))
                 with signals.suspend_limit():
                     self._validate()
                     ended = self.is_complete
-                    if not ended and self.step % settings.checkpoint_every == 0:
+                    saves = self.step % settings.checkpoint_every == 0
+                    if ended or saves:
+                        self.pipeline.check_losses()
+                    if saves and not ended:
                         self._checkpoint()
                 yield last
                 if ended:
                     break
 
+    def _roll_back(self, error: LossNotFinite, collector: Collector) -> None:
+        """Goes back to the last checkpoint, without the batch whose loss is not finite; the second
+        time it raises the error. A collective."""
+        if self.config.train.on_nonfinite != "rollback" or self._state.skipped:
+            raise error
+        found = self.rank == 0 and self.checkpoints.latest() is not None
+        if not self.transport.gather_bytes(b"1" if found else b"")[0]:
+            raise error
+        step = self._state.roll_back(error.batch_number)
+        self.pipeline.ledger.drain()
+        self._go_on_from(step)
+        collector.restart()
+        back = {"at_step": error.step, "loss": str(error.loss)}
+        back |= {"skipped_batch": error.batch_number}
+        self._callbacks.call("on_rollback", self, {"step": step, "rollback": back})
+        self._batches = self._read_ahead()
+
+    def _report_slow(self, collector: Collector) -> None:
+        for entry in collector.take_slow_steps():
+            self._callbacks.call("on_slow_step", self, entry)
+
+    @property
+    def _next(self) -> int:
+        """Number of the batch after the last that was applied."""
+        number = self._number + 1
+        while number in self._state.skipped:
+            number += 1
+        return number
+
     @property
     def _ends_epoch(self) -> bool:
-        return (self._number + 1) % self.data.batches_per_epoch == 0
+        return self.epoch > self._number // self.data.batches_per_epoch
 
     def _log(self, loss: float, rate: float) -> None:
         epoch = self._number // self.data.batches_per_epoch

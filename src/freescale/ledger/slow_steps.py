@@ -1,0 +1,88 @@
+"""Steps that took much longer than those before them, and what they waited for. Pure Python over
+the figures of steps (merge.py)."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_HISTORY = 100  # steps that a step is compared with
+_ENOUGH = 10  # steps before the first comparison
+_TIMES = 3.0  # a slow step takes so many times the usual time,
+_MORE_MS = 1000.0  # and so much more: what is short varies
+_KEPT = 20  # of a run, in ledger.json
+
+
+class SlowSteps:
+    """Finds them, step by step."""
+
+    def __init__(self) -> None:
+        self._before: deque[float] = deque(maxlen=_HISTORY)
+        self._fresh: list[dict[str, Any]] = []
+        self.found: list[dict[str, Any]] = []  # the slowest of the run, in their order
+
+    def add(self, figures: Mapping[str, Any]) -> None:
+        """Takes the figures of the next step."""
+        lasts = figures["step_ms"]
+        if len(self._before) >= _ENOUGH:
+            usual = statistics.median(self._before)
+            if lasts > max(_TIMES * usual, usual + _MORE_MS):
+                slow = {"seconds": lasts / 1e3, "usual": usual / 1e3, "why": explain(figures)}
+                # steps are counted from 0 here, and from 1 elsewhere
+                self._fresh.append({"step": figures["step"] + 1, "slow_step": slow})
+        self._before.append(lasts)
+
+    def take(self) -> list[dict[str, Any]]:
+        """Of those found since the last call the slowest: one warning is enough."""
+        fresh, self._fresh = self._fresh, []
+        slowest = sorted([*self.found, *fresh], key=_get_seconds)[-_KEPT:]
+        self.found = sorted(slowest, key=lambda entry: int(entry["step"]))
+        return [max(fresh, key=_get_seconds)] if fresh else []
+
+
+def explain(figures: Mapping[str, Any]) -> str:
+    """What a step waited for, and which rank made it wait.
+
+    Args:
+        figures: of the step, as in a line of ledger.jsonl.
+    """
+    straggler, exposed = figures["straggler_ms"], figures["exposed_ms"]
+    ranks = len(straggler)
+    busy, late = _find_work(figures["busy_ms"], straggler)
+    parts = {
+        "straggler": sum(straggler) / max(1, ranks - 1),
+        "exposed": sum(exposed.values()),
+        "lanes": max(figures["lane_ms"]),
+        "work": max((values[late] for values in figures["busy_ms"].values()), default=0.0),
+    }
+    largest = max(parts, key=lambda name: parts[name])
+    seconds = parts[largest] / 1e3
+    if largest == "straggler" and ranks > 1:
+        return f"the other ranks waited {seconds:.2f} s for rank {late}{busy}"
+    if largest == "exposed":
+        kind = max(exposed, key=lambda name: float(exposed[name]))
+        worst = _find_largest(figures["exposed_ms_per_rank"])
+        return f"{seconds:.2f} s of waiting for {kind} on their way, longest on rank {worst}"
+    if largest == "lanes":
+        rank = _find_largest(figures["lane_ms"])
+        return f"rank {rank} waited {seconds:.2f} s for its own lanes, beside the main thread"
+    return f"rank {late} worked{busy}"
+
+
+def _find_work(busy: Mapping[str, Sequence[float]], straggler: Sequence[float]) -> tuple[str, int]:
+    """What the rank that waited least for others did longest, in words, and which rank it is."""
+    late = min(range(len(straggler)), key=lambda rank: straggler[rank])
+    if not busy:
+        return "", late
+    name = max(busy, key=lambda span: busy[span][late])
+    return f" ('{name}' for {busy[name][late] / 1e3:.2f} s)", late
+
+
+def _find_largest(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=lambda rank: values[rank])
+
+
+def _get_seconds(entry: Mapping[str, Any]) -> float:
+    return float(entry["slow_step"]["seconds"])

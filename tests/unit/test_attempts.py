@@ -1,0 +1,213 @@
+"""What attempts leave for the next one, which end explains the others, and when a run is no longer
+started again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from freescale import Callback, RunConfig, Trainer
+from freescale.data.synthetic import generate
+from freescale.train import attempts, restarts
+from freescale.train.attempts import KILLED, LOST, STOPPED, Ending, choose_cause, is_repeated
+from freescale.train.launch import Ended
+from freescale.transport.local import LocalTransport
+
+OWN = Ending("ValueError", "disk full", 7, 3.0, 1)
+ENDS = [
+    Ending(KILLED, "rank 2 was killed by signal 9", 0, 5.0),
+    OWN,
+    Ending(STOPPED, "stopped by SIGTERM", 7, 4.0),
+    Ending("RemoteError", "rank 1 stopped: disk full", 7, 2.0, 0),
+    Ending("TransportError", "a rank died", 8, 1.0, 3),
+    Ending(LOST, "nobody left a word", 6, 0.0),
+]
+
+
+def test_the_cause_is_the_end_that_explains_the_others_in_any_order():
+    for first in range(len(ENDS)):
+        for ends in itertools.permutations(ENDS[first:], min(3, len(ENDS) - first)):
+            cause = choose_cause(ends)
+            expected = min(ends, key=ENDS.index)
+            assert (cause.kind, cause.message) == (expected.kind, expected.message)
+            assert cause.step == max(end.step for end in ends)
+
+
+def test_a_crash_of_the_program_is_repeated_and_what_comes_from_outside_is_not():
+    assert is_repeated([OWN], OWN) and not is_repeated([], OWN)
+    later = Ending("ValueError", "disk full", 8, 9.0, 1)
+    assert not is_repeated([OWN], later) and not is_repeated([OWN, later], OWN)
+    assert not is_repeated([OWN], Ending("OSError", "disk full", 7, 9.0, 1))
+    crash = Ending("SIGSEGV", "rank 0 was killed by signal 11", 7, 1.0)
+    assert is_repeated([crash], crash)
+    for end in ENDS:
+        assert is_repeated([end], end) == (end is OWN)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "histories.parquet"
+    return generate(path, users=48, items=40, median=8.0, cap=12, seed=1).path
+
+
+def train(data: Path, folder: Path, *callbacks: Callback, resume="auto", **settings: object):
+    given = {"global_batch": 16, "width": 8, "layers": 1, "negatives": 4, "max_length": 12}
+    given |= {"data": str(data), "device": "cpu", "epochs": 4, "checkpoint_every": 4}
+    given |= {"trace_steps": 0, "log_every": 1, "split": "none"}
+    config = RunConfig.from_settings({**given, **settings})
+    trainer = Trainer(
+        config,
+        folder,
+        resume=resume,
+        callbacks=callbacks,
+        histories=data,
+        transport=LocalTransport(),
+    )
+    return trainer.train()
+
+
+class Fail(Callback):
+    """At a step, with the same words each time."""
+
+    def __init__(self, step: int, words: str = "no more memory") -> None:
+        self.step, self.words = step, words
+
+    def on_step(self, trainer, step):
+        if step.step == self.step:
+            raise MemoryError(self.words)
+
+
+def read_lines(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in read_lines(run) if "loss" in line]
+
+
+def list_restarts(run: Path) -> list[tuple[int, str, int]]:
+    return [
+        (line["step"], line["restart"]["why"], line["restart"]["repeated_steps"])
+        for line in read_lines(run)
+        if "restart" in line
+    ]
+
+
+def test_the_same_call_begins_goes_on_and_is_complete(data, tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    with pytest.raises(MemoryError):
+        train(data, run, Fail(2))  # before the first checkpoint
+    with pytest.raises(MemoryError):
+        train(data, run, Fail(7))
+    assert not train(data, run)["stopped"]
+    train(data, whole)
+    assert losses(run) == losses(whole) and len(losses(run)) == 12
+    # The first one begins anew: its steps are all made again.
+    first, second = list_restarts(run)
+    assert first[:2] == (0, "MemoryError: rank 0: no more memory") and 2 <= first[2] <= 5
+    assert second[:2] == (4, "MemoryError: rank 0: no more memory") and 3 <= second[2] <= 6
+    assert not (run / attempts.FOLDER).exists()
+    made = losses(run)
+    assert train(data, run) == {"stopped": 0} and losses(run) == made
+    with pytest.raises(ValueError, match="nothing is left to train"):
+        train(data, run, resume=True)
+
+
+def test_what_is_left_of_a_run_after_its_last_step_is_tested(data, tmp_path):
+    class Kill(Callback):
+        def on_evaluation(self, trainer, metrics, part):
+            raise MemoryError("in the test")
+
+    run, settings = tmp_path / "run", {"split": "leave-one-out", "epochs": 1}
+    with pytest.raises(MemoryError):
+        train(data, run, Kill(), **settings)
+    lines = (run / "metrics.jsonl").read_text().splitlines(True)
+    (run / "metrics.jsonl").write_text("".join(line for line in lines if '"test"' not in line))
+    assert train(data, run, **settings)["test"]
+    assert "test" in read_lines(run)[-1]
+    assert "test" not in train(data, run, **settings)
+
+
+def test_the_same_failure_at_the_same_step_twice_is_not_tried_again(data, tmp_path):
+    run = tmp_path / "run"
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            train(data, run, Fail(6))
+    for _ in range(2):  # however often it is asked
+        with pytest.raises(ValueError, match="failed twice at step .* no more memory.*--resume"):
+            train(data, run)
+    assert not train(data, run, resume=True)["stopped"]  # by hand
+    assert len(losses(run)) == 12 and len(list_restarts(run)) == 2
+
+
+def test_other_failures_are_tried_again(data, tmp_path):
+    run = tmp_path / "run"
+    for words in ("first", "second", "first"):
+        with pytest.raises(MemoryError):
+            train(data, run, Fail(6, words))
+    assert not train(data, run)["stopped"]
+
+
+def test_a_mistake_of_who_resumes_by_hand_is_no_restart(data, tmp_path):
+    run = tmp_path / "run"
+    train(data, run)
+    with pytest.raises(ValueError, match="nothing is left to train"):
+        train(data, run, resume=True)
+    train(data, run, resume=True, epochs=5)
+    assert list_restarts(run) == []
+
+
+def test_a_run_whose_ranks_left_no_word(data, tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(MemoryError):
+        train(data, run, Fail(7))
+    (run / attempts.FOLDER / "rank-00000.json").unlink()  # as after kill -9
+    train(data, run)
+    ((step, why, _),) = list_restarts(run)
+    assert step == 4 and why == "all ranks were killed, or their machine was lost"
+
+
+def scripted(monkeypatch, folder: Path, ends: list[Ended], begun: bool = True) -> list[list[str]]:
+    """`run_ranks` that ends as told; returns the commands it was given."""
+    calls: list[list[str]] = []
+
+    def run_ranks(arguments, ranks, port):
+        calls.append(list(arguments))
+        if begun:
+            folder.mkdir(exist_ok=True)
+            attempts.note_begin(folder)
+        return ends[len(calls) - 1]
+
+    monkeypatch.setattr(restarts, "run_ranks", run_ranks)
+    return calls
+
+
+KILL, ERROR = Ended((1, -signal.SIGKILL), 0), Ended((0, 1), 0, {0: "freescale: error: no"})
+
+
+@pytest.mark.parametrize(
+    ("ends", "begun", "count", "status", "said"),
+    [
+        ([KILL, KILL, Ended(None, 0)], True, 3, 0, "restart 2 of 2"),
+        ([KILL, KILL, KILL], True, 3, 1, "it was the last"),
+        ([KILL, KILL, Ended(None, 0)], False, 3, 0, "restart 2 of 2"),
+        ([Ended((0, 75), 0)], True, 1, 75, ""),
+        ([Ended((0, 75), signal.SIGUSR1)], True, 1, 75, ""),
+        ([Ended((0, 75), signal.SIGINT)], True, 1, 130, ""),
+        ([ERROR], False, 1, 1, "refused before the run began"),
+        ([KILL, ERROR, ERROR], False, 3, 1, "with the same words"),
+    ],
+)
+def test_when_ranks_are_started_again(
+    ends, begun, count, status, said, tmp_path, monkeypatch, capsys
+):
+    calls = scripted(monkeypatch, tmp_path / "run", ends, begun)
+    found = restarts.launch_with_restarts(["train"], 2, None, 2, tmp_path / "run", None)
+    assert (len(calls), found) == (count, status) and said in capsys.readouterr().err
+    assert calls[0] == ["train"] and all(
+        call == ["train", "--resume", "auto"] for call in calls[1:]
+    )
