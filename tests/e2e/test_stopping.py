@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: a run that can save does, on all ranks, and goes on later as if nothing had
+"""SIGTERM, SIGUSR1 and Ctrl-C: a run that can save does, on all ranks, and goes on later as if nothing had
 been; survivors of a failure save nothing, and end."""
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from helpers.ranks import CONTEXT, gather_ranks
 
 from freescale.data.synthetic import generate
 from freescale.train import stop_signals
+from freescale.train.exit_status import REQUEUE
 from freescale.train.run import resume_command
 from freescale.train.stop_signals import StopSignals
 
@@ -51,6 +52,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [
         (line["step"], line["loss"])
         for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if "loss" in line
     ]
 
 
@@ -71,13 +73,13 @@ def saved(run: Path) -> int:
     return step
 
 
-def test_a_process_that_gets_sigterm_saves_and_goes_on(arguments, tmp_path):
+def test_a_process_that_gets_sigusr1_saves_and_goes_on(arguments, tmp_path):
     run = tmp_path / "a run"
     with Begun(*arguments, "--folder", run) as begun:
         stepped(run)
-        os.kill(begun.pid, signal.SIGTERM)
+        os.kill(begun.pid, signal.SIGUSR1)
         done = begun.ended()
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert done.returncode == REQUEUE, done.stderr
     assert "stopping: the run is saved after this step" in done.stderr
     assert f"go on with: freescale train --folder '{run}' --resume" in done.stdout
     step = saved(run)
@@ -86,6 +88,10 @@ def test_a_process_that_gets_sigterm_saves_and_goes_on(arguments, tmp_path):
         freescale(*arguments, "--folder", tmp_path / "whole", "--steps", step + 3).returncode == 0
     )
     assert losses(run) == losses(tmp_path / "whole")
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    (entry,) = [line for line in lines if "restart" in line]
+    assert entry["step"] == step and entry["restart"]["why"] == "stopped by SIGUSR1"
+    assert entry["restart"]["repeated_steps"] == 0
 
 
 @pytest.mark.parametrize("who", ["the launcher", "one rank", "a terminal"])
@@ -104,7 +110,7 @@ def test_all_ranks_save_after_the_same_step(who, arguments, tmp_path):
         }[who]:
             os.kill(process, number)
         done = begun.ended()
-    assert done.returncode == 128 + number, done.stderr
+    assert done.returncode == (130 if who == "a terminal" else REQUEUE), done.stderr
     assert "Traceback" not in done.stderr and "failed" not in done.stderr
     assert (
         f"stopped after step {saved(run)}, saved in " in done.stdout
@@ -205,23 +211,25 @@ def test_one_press_is_heard_once_and_what_was_before_comes_back():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def status_of(function: Callable[[], None]) -> int | None:
-    process = CONTEXT.Process(target=function)
+def status_of(function: Callable[..., None], *arguments: object) -> int | None:
+    process = CONTEXT.Process(target=function, args=arguments)
     process.start()
     process.join(30)
     process.kill()
     return process.exitcode
 
 
-def test_a_second_press_ends_at_once():
-    assert status_of(_pressed_twice) == 128 + signal.SIGINT
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_at_once(number):
+    assert status_of(_told_twice, number) == 128 + number
 
 
-def _pressed_twice() -> None:
-    stop_signals.SAME_PRESS = 0.0
+def _told_twice(number: int) -> None:
+    stop_signals.SAME_PRESS = stop_signals.SAME_NOTICE = 0.0
     with StopSignals(lambda: None, 0):
         for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
+            time.sleep(0.2)
         time.sleep(20)
 
 

@@ -168,7 +168,9 @@ class RunFolder:
         if self.is_auto:
             self.resume = self._holds_run(self._folder)
         self._refuse(self._folder)
-        self._endings, self.restarts = read_endings(self._folder), read_restarts(self._folder)
+        if self.is_auto or self.resume:  # else it is another run, in the place of that one
+            self._endings = read_endings(self._folder)
+            self.restarts = read_restarts(self._folder)
         if self.is_auto:
             self._refuse_repeated()
         if self.resume:

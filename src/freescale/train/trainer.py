@@ -381,7 +381,7 @@ class Trainer:
         if not self.transport.gather_bytes(b"1" if found else b"")[0]:
             raise error
         step = self._state.roll_back(error.batch_number)
-        self.pipeline.ledger.drain()
+        collector.collect()  # what the ledgers still hold is cut off with the rest
         self._go_on_from(step)
         collector.restart()
         back = {"at_step": error.step, "loss": str(error.loss)}
