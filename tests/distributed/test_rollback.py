@@ -56,9 +56,7 @@ def train(transport, data: Path, folder: Path, batch, **settings: object):
     """Losses and tables of a run on such batches."""
     whole, Histories.batch = Histories.batch, batch
     try:
-        trainer = Trainer(
-            configure(data, **settings), folder, histories=data, transport=transport
-        )
+        trainer = Trainer(configure(data, **settings), folder, histories=data, transport=transport)
         trainer.train()
     finally:
         Histories.batch = whole

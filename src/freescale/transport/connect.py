@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from freescale.transport.hostwire.bindings import explain_missing_engine
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.hostwire.wires.shared import identify_machine
 from freescale.transport.local import LocalTransport
+from freescale.transport.meeting import meet
 from freescale.transport.process_group import ProcessGroupTransport
 
 # seconds that the first rank waits for the last: machines prepare their data at different speeds
@@ -103,7 +105,10 @@ def connect(
     try:
         longest = timedelta(seconds=max(timeout, _JOIN_SECONDS))
         dist.init_process_group(
-            backend, timeout=longest, device_id=chosen if chosen.type == "cuda" else None
+            backend,
+            timeout=longest,
+            device_id=chosen if chosen.type == "cuda" else None,
+            **_open_store(longest),
         )
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -112,6 +117,16 @@ def connect(
             f"rank {os.environ['RANK']} could not join the others at {where}: {reason}"
         ) from error
     return _join(chosen, timeout, transport, owner=True)
+
+
+def _open_store(longest: timedelta) -> dict[str, Any]:
+    """Arguments of init_process_group: where torchrun's agent keeps the store for all attempts, a
+    part of it for this one."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    store, rank, world = next(dist.rendezvous("env://", timeout=longest))
+    own = meet(store, rank, world, longest.total_seconds())
+    return {"store": own, "rank": rank, "world_size": world}
 
 
 def _join(

@@ -1,0 +1,66 @@
+"""Where the ranks of an attempt meet, in a store that outlives attempts.
+
+torchrun's agents keep one key-value store for all attempts at a run, and after a restart the
+addresses of ranks that are gone are still in it. Ranks of one attempt therefore agree on a name
+that no other attempt has, and keep their keys under it.
+
+    rank 0                                  other ranks
+    takes the next number                   hello/RANK = a word that nobody used before
+    answers every hello it finds    ->      welcome/WORD = the attempt's name
+    waits until all have joined     <-      joined + 1
+
+A hello of an earlier attempt may be answered, too: nobody reads it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from freescale.transport.api import TransportError
+
+_LOOK = 0.02  # seconds between two looks for ranks that have come
+
+
+def meet(store: dist.Store, rank: int, world: int, seconds: float) -> dist.Store:
+    """Waits for all ranks of this attempt. A collective.
+
+    Args:
+        store: that all ranks share, with whatever earlier attempts left in it.
+        rank: of this process.
+        world: number of ranks.
+        seconds: to wait at most.
+
+    Returns:
+        The store, with keys of this attempt alone.
+
+    Raises:
+        TransportError: not all ranks have come.
+    """
+    rooms = dist.PrefixStore("freescale", store)
+    if rank != 0:
+        word = secrets.token_hex(8)
+        rooms.set(f"hello/{rank}", word)
+        rooms.wait([f"welcome/{word}"], timedelta(seconds=seconds))
+        name = rooms.get(f"welcome/{word}").decode()
+        rooms.add(f"{name}/joined", 1)
+        return dist.PrefixStore(name, rooms)
+    name = f"attempt-{rooms.add('attempts', 1)}"
+    answered: dict[int, str] = {}
+    end = time.monotonic() + seconds
+    while (joined := rooms.add(f"{name}/joined", 0)) < world - 1:
+        if time.monotonic() > end:
+            raise TransportError(
+                f"rank 0 waited {seconds:.0f} s for the others: {joined + 1} of {world} ranks came"
+            )
+        for other in range(1, world):
+            if rooms.check([f"hello/{other}"]):
+                word = rooms.get(f"hello/{other}").decode()
+                if answered.get(other) != word:
+                    answered[other] = word
+                    rooms.set(f"welcome/{word}", name)
+        time.sleep(_LOOK)
+    return dist.PrefixStore(name, rooms)

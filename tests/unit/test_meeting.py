@@ -1,0 +1,56 @@
+"""Ranks of one attempt meet in a store where earlier attempts left their words."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from freescale.transport.api import TransportError
+from freescale.transport.meeting import meet
+
+
+@pytest.fixture
+def address(tmp_path):
+    return str(tmp_path / "store")
+
+
+def open_store(address: str) -> dist.Store:
+    store = dist.FileStore(address, -1)
+    store.set_timeout(timedelta(seconds=20))
+    return store
+
+
+def meet_all(address: str, world: int, late: int = 1) -> list[bytes]:
+    """What each rank reads of the others under a key that all attempts use."""
+    found: dict[int, bytes] = {}
+    mark = str(threading.get_ident()).encode()
+
+    def take_part(rank: int) -> None:
+        store = meet(open_store(address), rank, world, 20.0)
+        store.set(f"address/{rank}", b"of this attempt, " + mark + str(late).encode())
+        found[rank] = b"".join(store.get(f"address/{other}") for other in range(world))
+
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(world)]
+    for number, thread in enumerate(threads):
+        if number == late:  # rank 0 has time to answer what is left of the attempt before
+            threading.Event().wait(0.1)
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [found[rank] for rank in range(world)]
+
+
+def test_attempts_in_one_store_do_not_see_each_other(address):
+    for late, world in enumerate((3, 3, 2, 4)):  # on other numbers of ranks, too
+        found = meet_all(address, world, late)
+        assert len(set(found)) == 1 and found[0].count(b"of this attempt") == world
+        assert found[0].endswith(str(late).encode())
+
+
+def test_an_attempt_that_is_not_complete_says_how_many_came(address):
+    meet_all(address, 2)
+    with pytest.raises(TransportError, match="1 of 2 ranks came"):
+        meet(open_store(address), 0, 2, 0.2)
