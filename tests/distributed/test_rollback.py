@@ -1,5 +1,5 @@
-"""`--on-nonfinite rollback`: the run goes on from the last checkpoint as if the batch had never been
-there; a second time it stops."""
+"""`--on-nonfinite rollback`: the run goes on from the last checkpoint as if the batch had never
+been there; a second time it stops."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C: a run that can save does, on all ranks, and goes on later as if nothing had
-been; survivors of a failure save nothing, and end."""
+"""SIGTERM, SIGUSR1 and Ctrl-C: a run that can save does, on all ranks, and goes on later as
+if nothing had been; survivors of a failure save nothing, and end."""
 
 from __future__ import annotations
 

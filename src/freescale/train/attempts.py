@@ -44,7 +44,7 @@ class Ending:
 
     def describe(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank}: "
-        words = f"{where}{self.message}"
+        words = self.message if self.message.startswith(where) else f"{where}{self.message}"
         return words if self.kind in (STOPPED, KILLED, LOST) else f"{self.kind}: {words}"
 
 

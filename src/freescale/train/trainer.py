@@ -38,6 +38,7 @@ from freescale.train.run_state import RunState
 from freescale.train.stop_signals import StopSignals
 from freescale.transport.api import Transport
 from freescale.transport.connect import connect
+from freescale.transport.signs_of_life import name_silent_ranks
 
 _NOTHING_SUPERVISED = (
     "no user of {data.data} has enough events for --split {data.split}: leave-one-out needs 4 or "
@@ -91,7 +92,7 @@ class Trainer:
             else transport
         )
         self._run_folder = RunFolder(Path(folder) if folder else None, resume, transport)
-        with self._run_folder.note_failure(lambda: 0):
+        with self._run_folder.note_failure(lambda: 0), name_silent_ranks(transport):
             self._build(callbacks)
             self._begin(resume if isinstance(resume, str) and resume != AUTO else "last")
 
@@ -222,7 +223,10 @@ class Trainer:
     def _hold_folder(self) -> Iterator[None]:
         """The run's folder is this run's until the end of the block, however it ends."""
         try:
-            with self._run_folder.note_failure(lambda: self.step):
+            with (
+                self._run_folder.note_failure(lambda: self.step),
+                name_silent_ranks(self.transport),
+            ):
                 yield
         finally:
             self._run_folder.close()

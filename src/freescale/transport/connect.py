@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from freescale.config import TrainConfig
 from freescale.ledger.ledger import Ledger
@@ -26,6 +27,7 @@ from freescale.transport.hostwire.wires.shared import identify_machine
 from freescale.transport.local import LocalTransport
 from freescale.transport.meeting import meet
 from freescale.transport.process_group import ProcessGroupTransport
+from freescale.transport.signs_of_life import SignsOfLife
 
 # seconds that the first rank waits for the last: machines prepare their data at different speeds
 _JOIN_SECONDS = 600.0
@@ -124,7 +126,7 @@ def _open_store(longest: timedelta) -> dict[str, Any]:
     part of it for this one."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
-    store, rank, world = next(dist.rendezvous("env://", timeout=longest))
+    store, rank, world = next(rendezvous("env://", timeout=longest))
     own = meet(store, rank, world, longest.total_seconds())
     return {"store": own, "rank": rank, "world_size": world}
 
@@ -153,6 +155,10 @@ def _join(
             timeout=limit,
         )
     made.about = f"transport {chosen} ({why})"
+    if owner:
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.distributed_c10d._get_default_store()
+        made.signs = SignsOfLife(store, made.rank, made.world, None if shared else 0)
     return made
 
 

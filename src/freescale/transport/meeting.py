@@ -18,14 +18,14 @@ import secrets
 import time
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from freescale.transport.api import TransportError
 
 _LOOK = 0.02  # seconds between two looks for ranks that have come
 
 
-def meet(store: dist.Store, rank: int, world: int, seconds: float) -> dist.Store:
+def meet(store: Store, rank: int, world: int, seconds: float) -> Store:
     """Waits for all ranks of this attempt. A collective.
 
     Args:
@@ -40,14 +40,14 @@ def meet(store: dist.Store, rank: int, world: int, seconds: float) -> dist.Store
     Raises:
         TransportError: not all ranks have come.
     """
-    rooms = dist.PrefixStore("freescale", store)
+    rooms = PrefixStore("freescale", store)
     if rank != 0:
         word = secrets.token_hex(8)
         rooms.set(f"hello/{rank}", word)
         rooms.wait([f"welcome/{word}"], timedelta(seconds=seconds))
         name = rooms.get(f"welcome/{word}").decode()
         rooms.add(f"{name}/joined", 1)
-        return dist.PrefixStore(name, rooms)
+        return PrefixStore(name, rooms)
     name = f"attempt-{rooms.add('attempts', 1)}"
     answered: dict[int, str] = {}
     end = time.monotonic() + seconds
@@ -63,4 +63,4 @@ def meet(store: dist.Store, rank: int, world: int, seconds: float) -> dist.Store
                     answered[other] = word
                     rooms.set(f"welcome/{word}", name)
         time.sleep(_LOOK)
-    return dist.PrefixStore(name, rooms)
+    return PrefixStore(name, rooms)

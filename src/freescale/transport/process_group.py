@@ -26,6 +26,7 @@ from freescale.transport.channel_pool import ChannelPool, ExchangeCount
 from freescale.transport.clock_offsets import measure_clock_offsets
 from freescale.transport.descriptors import LINES
 from freescale.transport.pairwise import PairwiseAllToAll, StagedAllToAll
+from freescale.transport.signs_of_life import SignsOfLife
 
 _LONGEST = 1 << 32  # bytes of a control message
 _PLANNING = ("counts", "samples")  # kinds
@@ -104,6 +105,7 @@ class ProcessGroupTransport:
         self._owner, self._timeout = owner, timeout
         self.exchanges, self._channels = ExchangeCount(), ChannelPool[ProcessGroupTransport]()
         self.about = "transport collective"
+        self.signs: SignsOfLife | None = None
         self.lines, self._next_line = max(1, len(lines)), cycle(lines) if lines else None
         self.device = torch.device(device)
         self.sums_apart = False
@@ -272,5 +274,7 @@ class ProcessGroupTransport:
         )
 
     def close(self) -> None:
+        if self.signs is not None:
+            self.signs.close()
         if self._owner and dist.is_initialized():
             dist.destroy_process_group()
