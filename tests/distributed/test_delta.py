@@ -211,3 +211,40 @@ def test_a_parent_that_has_gone_makes_the_next_one_full(saved, tmp_path):
         shutil.rmtree(tmp_path / f"step-{result.step:08d}")
     checkpoints.save(parallel, dense, {"step": 3})
     assert list_kinds(tmp_path) == [None]
+
+
+# ---- the command
+
+
+def invoke(*arguments):
+    from click.testing import CliRunner
+
+    from freescale.cli.main import main
+
+    return CliRunner().invoke(main, ["checkpoints", *map(str, arguments)])
+
+
+def test_the_command_lists_verifies_and_compacts(saved, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(saved / "chain", run / "checkpoints")
+    for step in (5, 6):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    listed = invoke(run)
+    assert listed.exit_code == 0, listed.output
+    kinds = [" ".join(line.split()[:4]) for line in listed.stdout.splitlines()[2:5]]
+    assert kinds == ["2 delta since 1", "3 delta since 2", "4 delta since 3"]
+
+    expected = restore(LocalTransport(), saved / "full", 4)
+    compacted = invoke(run, "--compact", "--verify")
+    assert compacted.exit_code == 0, compacted.output
+    assert "removed 1, 2, 3" in compacted.stdout and "as they were written" in compacted.stdout
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000004"]
+    assert_equal(restore(LocalTransport(), run / "checkpoints", 4), expected)
+    assert "removed" not in invoke(run, "--compact").stdout
+
+    file = next((run / "checkpoints" / "step-00000004").glob("__0_*"))
+    file.write_bytes(file.read_bytes()[:-1])
+    damaged = invoke(run, "--verify")
+    assert damaged.exit_code == 1 and f"{file.name} is damaged" in damaged.stderr
+    assert "DAMAGED" in damaged.stdout
+    assert "no checkpoint" in invoke(tmp_path).stderr
