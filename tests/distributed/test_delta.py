@@ -3,6 +3,7 @@ in full, on any number of ranks; a chain with a wrong link is refused by name.""
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from helpers.checkpoints import batches, build
 from helpers.ranks import run_ranks
 from helpers.training import snapshot
 
-from freescale.train.checkpoint import Checkpoints, Damaged
+from freescale.train.checkpoint import Checkpoints, Damaged, on_all_ranks
 from freescale.train.export import export_checkpoint
 from freescale.transport.local import LocalTransport
 
@@ -33,6 +34,23 @@ def save_all(transport, folder, asynchronous=False, placement=MIXED, steps=STEPS
         for checkpoints in (full, chain):
             checkpoints.save(parallel, dense, progress, pipeline.reducer)
     chain.wait()
+    if asynchronous:
+        refuse_on_all_ranks(transport, chain, parallel, dense)
+
+
+def refuse_on_all_ranks(transport, chain, parallel, dense):
+    """The last rank cannot write: all hear of it where they wait."""
+    write = on_all_ranks.FileSystemWriter.write_data
+
+    def fail(self, *arguments):
+        if transport.rank == transport.world - 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, *arguments)
+
+    on_all_ranks.FileSystemWriter.write_data = fail
+    chain.save(parallel, dense, {"step": STEPS + 1})
+    with pytest.raises(ValueError, match="the disk is full"):
+        chain.wait()
 
 
 def restore(transport, folder, step, placement=MIXED):
