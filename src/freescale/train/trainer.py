@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,11 @@ class Trainer:
         self.optimizer = build_optimizer(config, self.model)
         self.pipeline = build_pipeline(config, self.model, self.optimizer, self.total)
         self.checkpoints = Checkpoints(
-            self.folder / "checkpoints", transport, settings.keep_checkpoints
+            self.folder / "checkpoints",
+            transport,
+            settings.keep_checkpoints,
+            full_every=settings.full_every,
+            asynchronous=settings.async_checkpoints,
         )
         self.best = build_best(config)  # evaluation so far, where evaluations are compared
         self._state = RunState(
@@ -217,6 +221,7 @@ class Trainer:
             except GeneratorExit:  # the program's own decision
                 self._run_folder.note_result(0, self.step)
                 raise
+            self._note_checkpoint()
             self._run_folder.note_result(0, self.step)
 
     @contextmanager
@@ -271,11 +276,11 @@ class Trainer:
         """Why nothing is left to train, and which setting makes more of it."""
         settings = self.config.train
         made = f"nothing is left to train: {self.folder} has made {self.step:,} steps"
-        if settings.steps is not None and settings.steps <= len(self.data):
+        if settings.steps is not None and settings.steps <= self.data.stop:
             return f"{made}, and --steps is {settings.steps:,}: pass a larger --steps to continue"
         larger = f" (--steps {settings.steps:,} alone does not)" if settings.steps else ""
         return (
-            f"{made}, and --epochs {settings.epochs} ends after {len(self.data):,}: "
+            f"{made}, and --epochs {settings.epochs} ends after {self.data.stop:,}: "
             f"pass a larger --epochs to continue{larger}"
         )
 
@@ -305,7 +310,7 @@ class Trainer:
             signals.lift_limit()
             if last is not None:
                 results["loss"] = last.loss
-                self._checkpoint()
+                self._checkpoint(last=True)
         except LossNotFinite as error:
             raise ValueError(
                 f"the loss is {error.loss} at step {error.step}: {_DIVERGED}"
@@ -381,6 +386,8 @@ class Trainer:
         time it raises the error. A collective."""
         if self.config.train.on_nonfinite != "rollback" or self._state.skipped:
             raise error
+        with suppress(NotFinite):  # the one before it is the last, then
+            self._note_checkpoint()
         found = self.rank == 0 and self.checkpoints.latest() is not None
         if not self.transport.gather_bytes(b"1" if found else b"")[0]:
             raise error
@@ -436,8 +443,16 @@ class Trainer:
         if best is not None and best.kept and best.step not in (None, self.step):
             self.checkpoints.load(self.checkpoints.find("best"), self.model)
 
-    def _checkpoint(self) -> None:
-        path = self._state.save(self._number)
+    def _checkpoint(self, last: bool = False) -> None:
+        """Saves this step. An asynchronous checkpoint is complete at the next one, or at the
+        `last`."""
+        self._note_checkpoint()
+        self._state.save(self._number)
+        if last or not self.checkpoints.asynchronous:
+            self._note_checkpoint()
+
+    def _note_checkpoint(self) -> None:
+        path = self.checkpoints.wait()
         if path is not None:
             self._callbacks.call("on_checkpoint", self, path)
 
