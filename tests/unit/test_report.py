@@ -23,6 +23,7 @@ from freescale.report.charts import Series, choose_ticks, draw_lines, thin
 from freescale.report.page import render_page
 from freescale.report.runs import read_run, read_runs
 from freescale.report.timeline import RANKS, STEPS, build_timeline, choose_ranks
+from freescale.train.attempts import Ending, describe_restart
 
 
 class Page(HTMLParser):
@@ -95,6 +96,19 @@ def test_figures_are_the_ledgers(tmp_path):
     assert [one["ledger"] for one in block(text, "ledgers")] == ledgers
     assert f">{ledgers[0]['straggler_percent']:.1f} %<" in text and ">20.0 %<" in text  # collisions
     assert "0.2500" in text and "4.0000" in text  # quality and last loss
+
+
+def test_restarts_have_a_section_where_there_are_any(tmp_path):
+    folders = [run_folder(tmp_path / "a"), run_folder(tmp_path / "b")]
+    assert 'id="restarts"' not in render_page(read_runs(folders))
+    ending = Ending("ValueError", "<disk> full", 137, 1767268800.0, 1)
+    with open(folders[1] / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(describe_restart(ending, 100, ending.time + 14.2)) + "\n")
+    text = render_page(read_runs(folders))
+    assert 'href="#restarts"' in text and "&lt;disk&gt; full" in text
+    row = text[text.index('<section id="restarts">') :].split("</section>")[0]
+    for shown in ("2026-01-01 12:00:00", ">137<", "ValueError: rank 1", "14.2 s", ">100<", ">37<"):
+        assert shown in row, shown
 
 
 def test_quality_stands_beside_itself_without_the_history(tmp_path):

@@ -57,7 +57,9 @@ def explain(figures: Mapping[str, Any]) -> str:
         "lanes": max(figures["lane_ms"]),
         "work": max((values[late] for values in figures["busy_ms"].values()), default=0.0),
     }
-    largest = max(parts, key=lambda name: parts[name])
+    # Others wait while one works: their wait is what it costs.
+    waits = [name for name in parts if name != "work" and parts[name] > figures["step_ms"] / 2]
+    largest = max(waits or parts, key=lambda name: parts[name])
     seconds = parts[largest] / 1e3
     if largest == "straggler" and ranks > 1:
         return f"the other ranks waited {seconds:.2f} s for rank {late}{busy}"

@@ -20,6 +20,7 @@ from freescale.report.glossary import find_term, render_definitions
 from freescale.report.markup import COLOURED, render_name
 from freescale.report.overview import render_overview
 from freescale.report.rank_balance import render_balance
+from freescale.report.restarts import render_restarts
 from freescale.report.runs import Run
 from freescale.report.step_time import render_step_time
 from freescale.report.timeline import build_timeline
@@ -32,6 +33,7 @@ _SECTIONS = (
     ("balance", "Balance of the ranks", render_balance),
     ("traffic", "Traffic and collisions", render_traffic),
     ("curves", "Over the steps", render_curves),
+    ("restarts", "Restarts", render_restarts),  # empty of most runs, and left out
     ("settings", "Settings", render_settings),
     ("machine", "Machine", render_machines),
 )
@@ -49,9 +51,10 @@ def render_page(runs: Sequence[Run]) -> str:
     for run in runs:
         compute = run.ledger["compute_ms_per_rank"] if run.measured else [0.0]
         timelines.append(build_timeline(run.events, compute.index(max(compute))))
+    sections = [(name, title, render(runs)) for name, title, render in _SECTIONS]
+    sections = [section for section in sections if section[2]]
     parts = "".join(
-        f'<section id="{name}"><h2>{title}</h2>{render(runs)}</section>'
-        for name, title, render in _SECTIONS
+        f'<section id="{name}"><h2>{title}</h2>{body}</section>' for name, title, body in sections
     )
     names = ", ".join(run.name for run in runs)
     summary, drawn = render_overview(runs), _find_drawn_terms(timelines)
@@ -61,7 +64,7 @@ def render_page(runs: Sequence[Run]) -> str:
         "COLOURED": " ".join(sorted(COLOURED)),
         "STYLE": _read_asset("style.css"),
         "DRAWN_TERMS": escape(json.dumps(drawn), quote=True),
-        "LINKS": "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in _SECTIONS),
+        "LINKS": "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections),
         "TERMS": render_definitions(used),
         "NOTES": _render_notes(runs),
         "MISSING": _render_missing(runs),
