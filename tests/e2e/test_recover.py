@@ -3,6 +3,7 @@ had been."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from freescale.data.synthetic import generate
 
 SMALL = ["--device", "cpu", "--global-batch", 16, "--width", 8, "--layers", 1, "--negatives", 8]
 SMALL += ["--max-length", 20, "--split", "none", "--log-every", 1, "--placement", "sharded"]
-SMALL += ["--epochs", 40, "--checkpoint-every", 50]
+SMALL += ["--epochs", 1000, "--checkpoint-every", 20]
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
 def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been(
     arguments, tmp_path
 ):
-    run, whole, steps = tmp_path / "run", tmp_path / "whole", ["--nproc", 2, "--steps", 200]
+    run, whole, steps = tmp_path / "run", tmp_path / "whole", ["--nproc", 2, "--steps", 70]
     command = [*arguments, "--folder", run, *steps, "--restarts", 2, "--resume", "auto"]
     with Begun(*command) as begun:
         wait_for(lambda: (run / "checkpoints").is_dir() and any((run / "checkpoints").iterdir()))
@@ -51,5 +52,27 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been(
     assert json.loads((run / "ledger.json").read_text())["restarts"] == [entry]
     assert "restarted: rank 1 was killed by signal 9" in done.stdout
     assert freescale(*arguments, "--folder", whole, *steps).returncode == 0
-    assert losses(run) == losses(whole) and len(losses(run)) == 200
+    assert losses(run) == losses(whole) and len(losses(run)) == 70
     assert not (run / ".attempt").exists()
+
+
+def test_ranks_save_and_end_when_their_launcher_is_killed(arguments, tmp_path):
+    run = tmp_path / "run"
+    with Begun(*arguments, "--folder", run, "--nproc", 2, "--checkpoint-every", 100_000) as begun:
+        wait_for((run / "metrics.jsonl").exists)
+        ranks = begun.ranks()
+        os.kill(begun.pid, signal.SIGKILL)
+        assert begun.ended().returncode == -signal.SIGKILL
+        wait_for(lambda: not any(is_alive(rank) for rank in ranks), 60)
+    (saved,) = (run / "checkpoints").iterdir()
+    assert int(saved.name.removeprefix("step-")) == losses(run)[-1][0]
+    with open(run / ".lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free for the next attempt
+
+
+def is_alive(process: int) -> bool:
+    """Neither gone nor a zombie that nobody waits for."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

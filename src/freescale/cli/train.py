@@ -16,7 +16,7 @@ from freescale.cli.options import add_settings, format_arguments
 from freescale.cli.progress import show_progress
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.config.recipe import list_recipes
-from freescale.train.launch import is_rank
+from freescale.train.launch import follow_launcher, is_rank
 
 _DISTRIBUTION, _OUTPUT = "Distribution", "Output"
 
@@ -181,6 +181,7 @@ def train_run(
             where = ["--folder", str(run_folder)] if run_folder else []
             arguments = ["train", *format_arguments(given), *where]
             return launch([*arguments, *(["--resume", resume] if resume else [])], nproc, port)
+    follow_launcher()
     from freescale.train.run import run_training
 
     return run_training(config, run_folder, resume, lambda: _prepare(config))

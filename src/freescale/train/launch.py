@@ -3,6 +3,7 @@ status says so."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import signal
@@ -19,12 +20,25 @@ from typing import IO
 from freescale.train.exit_status import REQUEUE
 from freescale.train.stop_signals import SIGNALS, is_second
 
+_LAUNCHER = "FREESCALE_LAUNCHER"  # the launcher's process, for its ranks
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _GRACE = 20.0  # seconds that the other ranks have to notice a failure by themselves
 
 
 def is_rank() -> bool:
     """Whether torchrun, or `launch`, started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def follow_launcher() -> None:
+    """Makes a rank that `launch` started get SIGTERM when the launcher dies: it saves and ends, and
+    the run's folder is free. Linux has a call for it; elsewhere ranks outlive their launcher."""
+    launcher = os.environ.get(_LAUNCHER)
+    if launcher is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != int(launcher):  # it died before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def find_free_port() -> int:
@@ -174,6 +188,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        _LAUNCHER: str(os.getpid()),
     }
     # Ranks that each take all cores would only get in each other's way; a value that the user set
     # stays.

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import NoReturn
 
@@ -161,7 +161,8 @@ class StopSignals:
 
     def _say(self, words: str) -> None:
         who = "" if self._rank == 0 else f"rank {self._rank}: "
-        print(f"freescale: {who}{words}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # the launcher that reads it may be gone
+            print(f"freescale: {who}{words}", file=sys.stderr, flush=True)
 
     def _name(self) -> str:
         return signal.Signals(self.number).name
