@@ -35,6 +35,7 @@ def test_the_cause_is_the_end_that_explains_the_others_in_any_order():
             expected = min(ends, key=ENDS.index)
             assert (cause.kind, cause.message) == (expected.kind, expected.message)
             assert cause.step == max(end.step for end in ends)
+            assert cause.time == min(end.time for end in ends if end.kind != LOST or len(ends) == 1)
 
 
 def test_a_crash_of_the_program_is_repeated_and_what_comes_from_outside_is_not():

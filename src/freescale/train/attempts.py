@@ -97,7 +97,7 @@ def read_endings(folder: Path) -> list[Ending]:
 def choose_cause(endings: Sequence[Ending]) -> Ending:
     """The end that explains the others: of what ranks and launcher noted, the death of a process
     before a rank's own failure, and that before what the others heard of it. Its step is the
-    furthest that any of them made."""
+    furthest that any of them made, its time the first that any of them noted."""
 
     def explains(ending: Ending) -> tuple[int, float]:
         order = {KILLED: 0, STOPPED: 2, "RemoteError": 3, "TransportError": 4, LOST: 5}
@@ -106,7 +106,8 @@ def choose_cause(endings: Sequence[Ending]) -> Ending:
 
     cause = min(endings, key=explains)
     step = max(ending.step for ending in endings)
-    return Ending(cause.kind, cause.message, step, cause.time, cause.rank)
+    noted = [ending.time for ending in endings if ending.kind != LOST] or [cause.time]
+    return Ending(cause.kind, cause.message, step, min(noted), cause.rank)
 
 
 def is_repeated(before: Sequence[Ending], last: Ending) -> bool:

@@ -73,6 +73,7 @@ class Ended:
     failed: tuple[int, int] | None  # (rank, status) of the failure; None: all succeeded
     number: int  # of the first signal that came here, or 0
     last_words: dict[int, str] = field(default_factory=dict)  # of each rank, on standard error
+    when: float = 0.0  # the first failure was seen, in seconds since 1970
 
     @property
     def is_stopped(self) -> bool:
@@ -155,13 +156,13 @@ def run_ranks(
             )
             readers[-1].start()
         signals.all_started()
-        failed = _watch(processes, seconds)
+        failed, when = _watch(processes, seconds)
         for reader in readers:
             reader.join(timeout=5)
     finally:
         signals.restore()
         _stop(processes)
-    return Ended(failed, signals.first, last_words)
+    return Ended(failed, signals.first, last_words, when)
 
 
 def report_end(ended: Ended) -> int:
@@ -213,27 +214,24 @@ def _relay(
 
 def _watch(
     processes: Sequence[subprocess.Popen[str]], seconds: float | None
-) -> tuple[int, int] | None:
+) -> tuple[tuple[int, int] | None, float]:
     """Waits for all. On the first failure the others get a grace, then are stopped. Returns (rank,
-    status) of the failure.
+    status) of the failure, and when there was one.
 
     A rank that a signal killed is the cause of what the others report, also when they were quicker
     to end.
     """
-    deadline = None
+    deadline, when = None, 0.0
     end = time.monotonic() + seconds if seconds is not None else None
     while True:
         ended = {rank: process.poll() for rank, process in enumerate(processes)}
         failures = [(rank, status) for rank, status in ended.items() if status]
         if failures and deadline is None:
-            deadline = time.monotonic() + _GRACE
+            deadline, when = time.monotonic() + _GRACE, time.time()
         if None not in ended.values() or (deadline is not None and time.monotonic() > deadline):
             _stop(processes)
-            return (
-                min(failures, key=lambda failure: (failure[1] >= 0, _is_stop(failure[1])))
-                if failures
-                else None
-            )
+            order = sorted(failures, key=lambda failure: (failure[1] >= 0, _is_stop(failure[1])))
+            return (order[0] if order else None), when
         if end is not None and time.monotonic() > end:
             running = [rank for rank, status in ended.items() if status is None]
             raise TimeoutError(

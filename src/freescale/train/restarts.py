@@ -79,7 +79,7 @@ def _note_death(folder: Path, ended: Ended) -> None:
         crash = -status not in (signal.SIGKILL, signal.SIGTERM)
         kind = signal.Signals(-status).name if crash else KILLED
         words = f"rank {rank} was killed by signal {-status}"
-        note_end(folder, "launcher", Ending(kind, words, 0, time.time()))
+        note_end(folder, "launcher", Ending(kind, words, 0, ended.when))
 
 
 def _refuse_restart(folder: Path, before: Ended | None, ended: Ended, begun: bool) -> str:

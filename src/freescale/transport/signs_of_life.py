@@ -2,7 +2,7 @@
 
 When a collective fails, a rank knows that its time ran out or a connection broke, but seldom who is
 to blame: it may have waited for a rank that waited for another. So every rank gives a sign of life
-into the store about once a second, from a thread of its own. After a failure ranks look twice, and
+into the store twice a second, from a thread of its own. After a failure ranks look twice, and
 those without a new sign (killed, stopped, swapped out, cut off) are named. Clocks are not compared,
 and nothing is read while all goes well.
 """
@@ -20,9 +20,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from freescale.transport.api import Transport, TransportError
 
-PERIOD = 1.0  # seconds between two signs of a rank
+PERIOD = 0.5  # seconds between two signs of a rank
 _RANKS_A_SECOND = 2000  # more ranks give fewer signs, for the store's sake
-_MISSED = 3.5  # periods between the two looks
+_MISSED = 3.0  # periods between the two looks
 _ANSWER = 5.0  # seconds that the store has to answer
 _FOUND = "silent"  # key of what the first rank that looked found
 _LOOKED = "looked"  # key of how many have looked
