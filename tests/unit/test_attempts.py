@@ -55,7 +55,7 @@ def data(tmp_path_factory):
     return generate(path, users=48, items=40, median=8.0, cap=12, seed=1).path
 
 
-def train(data: Path, folder: Path, *callbacks: Callback, resume="auto", **settings: object):
+def train(data: Path, folder: Path | None, *callbacks: Callback, resume="auto", **settings: object):
     given = {"global_batch": 16, "width": 8, "layers": 1, "negatives": 4, "max_length": 12}
     given |= {"data": str(data), "device": "cpu", "epochs": 4, "checkpoint_every": 4}
     given |= {"trace_steps": 0, "log_every": 1, "split": "none"}
@@ -116,6 +116,12 @@ def test_the_same_call_begins_goes_on_and_is_complete(data, tmp_path):
     assert train(data, run) == {"stopped": 0} and losses(run) == made
     with pytest.raises(ValueError, match="nothing is left to train"):
         train(data, run, resume=True)
+
+
+def test_without_a_folder_a_run_begins(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not train(data, None, steps=2)["stopped"]
+    assert [path.name for path in (tmp_path / "runs").glob("*/checkpoints/*")] == ["step-00000002"]
 
 
 def test_what_is_left_of_a_run_after_its_last_step_is_tested(data, tmp_path):

@@ -162,6 +162,7 @@ class RunFolder:
 
     def _inspect(self) -> Path:
         if self._folder is None:
+            self.resume = self.resume and not self.is_auto
             return Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
         if (self._folder / LOCK).exists():
             self._claim(self._folder)
