@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from freescale.config import TrainConfig
+from freescale.embedding.capture import Capture
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
 from freescale.pipeline.dense.reducer import Reducer
@@ -23,7 +24,7 @@ from freescale.train.checkpoint.chain import (
     verify_checkpoint,
 )
 from freescale.train.checkpoint.compression_state import CompressionState
-from freescale.train.checkpoint.contents import Contents, collect_contents
+from freescale.train.checkpoint.contents import Contents
 from freescale.train.checkpoint.delta import (
     apply_deltas,
     follow_changes,
@@ -224,15 +225,18 @@ class Checkpoints:
         step, transport = int(progress["step"]), self.transport
         self._run_on_rank_0(lambda: self._refuse_ahead(step))
         parent = self._choose_parent(model.tables, step)
-        model.tables.settle()
+        if not self.asynchronous:
+            model.tables.settle()
+        followed = self._consumer if self.full_every > 1 else None
         contents = run_on_all_ranks(
             transport,
-            lambda: collect_contents(
+            lambda: Contents.collect(
                 model,
                 optimizer,
                 progress,
                 reducer,
-                consumer=self._consumer if parent is not None else None,
+                consumer=followed,
+                delta=parent is not None,
                 copy=self.asynchronous,
             ),
         )
@@ -240,8 +244,6 @@ class Checkpoints:
             contents.state["parent"] = {"step": parent.step, "checksum": parent.checksum}
         # Until this one is in its place, nothing can be said to have changed since it.
         self._parent = None
-        if self.full_every > 1:
-            follow_changes(model.tables, self._consumer)
         self._saving = _Saving(
             step,
             tuple(protected),
@@ -250,9 +252,11 @@ class Checkpoints:
         if self.asynchronous:
             if self._beside is None:
                 self._beside = Beside(transport)
-            control = self._beside.transport
-            self._beside.start(lambda: self._write(contents, control))
+            control, capture = self._beside.transport, Capture(contents.add_sharded)
+            model.tables.capture(capture)
+            self._beside.start(lambda: self._write(contents, control, capture))
         else:
+            contents.add_sharded()
             self._finish(lambda: self._write(contents, transport))
         return self.path(step)
 
@@ -267,12 +271,17 @@ class Checkpoints:
             NotFinite: a weight or optimizer state was not finite.
         """
         if self._beside is not None and self._saving is not None:
+            self._saving.parent.tables.finish_captures()
             self._finish(self._beside.wait)
         finished, self._finished = self._finished, None
         return finished
 
-    def _write(self, contents: Contents, transport: Transport) -> None:
+    def _write(
+        self, contents: Contents, transport: Transport, capture: Capture | None = None
+    ) -> None:
         """On the main thread, or beside it: then nobody else uses what it does."""
+        if capture is not None:
+            capture.wait()
         saving = self._saving
         assert saving is not None
         saving.parent.checksum = write_checkpoint(self.files, contents, transport)
@@ -376,7 +385,10 @@ class Checkpoints:
         reader = SafeReader(path)
         metadata = run_on_all_ranks(transport, reader.read_metadata)
         unpacker = Unpacker(state, metadata, transport.device)
-        dense, tables = collect_dense(model.module), collect_tables(model.tables, transport)
+        dense, tables = (
+            collect_dense(model.module),
+            collect_tables(model.tables, transport, model.tables.specs),
+        )
         extra = {
             name: unpacker.unpack(packed) for name, packed in state.get("extra_state", {}).items()
         }
