@@ -1,5 +1,5 @@
-"""`parallelize`: finds a model's nn.Embedding and nn.EmbeddingBag modules and puts readers of sharded
-tables in their place; the model's code stays as it is."""
+"""`parallelize`: finds a model's nn.Embedding and nn.EmbeddingBag modules and puts readers of
+sharded tables in their place; the model's code stays as it is."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def parallelize(
     row_clip: float | None = TrainConfig.row_clip,
     wire_dtype: torch.dtype | None = None,
 ) -> ShardedModel:
-    """Puts tables over all ranks in the place of a model's nn.Embedding and nn.EmbeddingBag modules.
-    Changes `model` in place and moves it to the transport's device. A collective.
+    """Puts tables over all ranks in the place of a model's nn.Embedding and nn.EmbeddingBag
+    modules. Changes `model` in place and moves it to the transport's device. A collective.
 
     Args:
         model: a plain module; `forward(batch)` returns a summed loss per task.
