@@ -87,9 +87,10 @@ def parallelize(
         )
     placements = _name_in_full(placement, tables, "placement")
     if plan is not None:
-        by_hand = placements if isinstance(placements, Mapping) else {}
         chosen = read_placements(plan, [(t.collection, t.config.name, t.path) for t in tables])
-        placements = {t.path: "auto" for t in tables} | chosen | by_hand
+        by_hand = isinstance(placements, Mapping)
+        rest = {t.path: "auto" if by_hand else placements for t in tables}
+        placements = rest | chosen | (dict(placements) if by_hand else {})
     form = BatchForm(shared, loss_weight)
     collections = {table.collection: model.get_submodule(table.collection) for table in tables}
     drawn = _find_deviations(tables)

@@ -169,8 +169,8 @@ class _Features:
         """[samples + 1], from 0."""
         number = self._find(feature)
         first = number * self._samples
-        offsets: Tensor = self._offsets[first : first + self._samples + 1]
-        return offsets - self._begins[number]
+        offsets: Tensor = self._offsets[first : first + self._samples + 1] - self._begins[number]
+        return offsets
 
 
 def _list_reads(configs: Sequence[Any], names: Sequence[str]) -> list[tuple[str, str]]:
@@ -195,5 +195,6 @@ def _read_rows(tables: Tables, readings: Sequence[tuple[str, Tensor]]) -> list[T
     for parts in together.values():
         joined = functional.embedding(torch.cat([index for *_, index in parts]), parts[0][1])
         sizes = [index.numel() for *_, index in parts]
-        read |= dict(zip([number for number, *_ in parts], joined.split(sizes), strict=True))
+        rows_of = torch.split(joined, sizes)
+        read |= dict(zip([number for number, *_ in parts], rows_of, strict=True))
     return [read[number] for number in range(len(readings))]

@@ -78,7 +78,7 @@ def _list_parts(
         return (
             keys,
             [value[key] for key in keys],
-            lambda parts: kind(zip(keys, parts, strict=True)),  # type: ignore[call-arg]
+            lambda parts: kind(zip(keys, parts, strict=True)),
         )
     if isinstance(value, (list, tuple)):
         return range(len(value)), list(value), lambda parts: kind(parts)
