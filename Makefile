@@ -25,7 +25,7 @@ test-torchrec: $(VENV)-torchrec/.ready
 # torchrec declares fbgemm-gpu, which has no CPU wheel, hence --no-deps; other fbgemm versions do not load with this torch.
 $(VENV)-torchrec/.ready: $(READY)
 	$(RUN) -m venv --clear $(VENV)-torchrec
-	$(RUN) -c 'import site; print(site.getsitepackages()[0])' > \
+	$(RUN) -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > \
 		$$($(VENV)-torchrec/bin/python -c 'import site; print(site.getsitepackages()[0])')/freescale.pth
 	$(VENV)-torchrec/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 \
 		tensordict torchmetrics==1.0.3 lightning-utilities tqdm pyre-extensions typing-inspect cloudpickle importlib-metadata zipp orjson pyvers

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -430,3 +433,9 @@ def test_samples_that_depend_on_each_other_are_found():
     sharded = freescale.torchrec.parallelize(Longest(True))
     with pytest.raises(ValueError, match=r"depend on each other.*'model.scale' \(Identity\)"):
         freescale.check_samples_independent(sharded, keyed(["f"], 0))
+
+
+def test_the_example_learns():
+    example = Path(__file__).parents[2] / "examples" / "torchrec_dlrm.py"
+    losses = runpy.run_path(str(example))["main"](steps=12)
+    assert len(losses) == 12 and losses[-1] < losses[0]
