@@ -19,6 +19,7 @@ ROWS, WIDTH, DENSE = 10_000, 16, 13
 
 def main(steps: int = 20) -> list[float]:
     transport = freescale.connect()
+    torch.manual_seed(0)
     tables = [
         EmbeddingBagConfig(
             name=f"t_{name}", embedding_dim=WIDTH, num_embeddings=ROWS, feature_names=[name]
@@ -34,9 +35,9 @@ def main(steps: int = 20) -> list[float]:
         )
     )
     sparse = model.model.sparse_arch.parameters()
-    apply_optimizer_in_backward(RowWiseAdagrad, sparse, {"lr": 0.1})
+    apply_optimizer_in_backward(RowWiseAdagrad, sparse, {"lr": 0.02})
     sharded = freescale.torchrec.parallelize(model, transport=transport)
-    optimizer = torch.optim.Adagrad(sharded.dense_parameters(), lr=0.1)
+    optimizer = torch.optim.Adagrad(sharded.dense_parameters(), lr=0.02)
     pipeline = freescale.torchrec.Pipeline(sharded, optimizer)
     data = RandomRecDataset(
         FEATURES,

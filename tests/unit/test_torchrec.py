@@ -437,5 +437,5 @@ def test_samples_that_depend_on_each_other_are_found():
 
 def test_the_example_learns():
     example = Path(__file__).parents[2] / "examples" / "torchrec_dlrm.py"
-    losses = runpy.run_path(str(example))["main"](steps=12)
-    assert len(losses) == 12 and losses[-1] < losses[0]
+    losses = runpy.run_path(str(example))["main"](steps=25)
+    assert len(losses) == 25 and losses[-1] < losses[0] / 2  # ten batches, again and again
