@@ -169,6 +169,22 @@ def test_progress_takes_iterators_one_after_another_and_returns_outputs():
     assert pipeline.steps == 5
 
 
+def test_a_checkpoint_resumes_exactly(tmp_path):
+    batches = [dlrm_batch(seed) for seed in range(6)]
+    expected, state = train("dlrm", "row-wise adagrad", batches)
+    sharded, pipeline = build("dlrm", "row-wise adagrad")
+    losses = [result.loss for result in pipeline.run(batches[:3])]
+    checkpoints = freescale.Checkpoints(tmp_path, sharded.transport)
+    progress = {"step": 3, "pipeline": pipeline.state_dict()}
+    checkpoints.save(sharded, pipeline.optimizer, progress)
+    sharded, pipeline = build("dlrm", "row-wise adagrad")
+    progress = checkpoints.load(checkpoints.latest(), sharded, pipeline.optimizer)
+    pipeline.load_state_dict(progress["pipeline"])
+    losses += [result.loss for result in pipeline.run(batches[3:])]
+    assert losses == expected
+    assert all(torch.equal(value, state[name]) for name, value in state_of(sharded).items())
+
+
 def test_reading_and_evaluation_take_torchrec_batches():
     model = build_dlrm()
     expected, (_, logits, _) = model(dlrm_batch(3))
