@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from freescale.config import TrainConfig
 from freescale.embedding.sharded_model import ShardedModel
+from freescale.embedding.tables import Tables
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.checkpoint.compression_state import CompressionState
-from freescale.train.checkpoint.files import (
-    FORMAT,
-    CheckpointFolder,
+from freescale.train.checkpoint.chain import (
     Intact,
-    compute_checksum,
+    find_expired,
     last_intact,
-    parse_step,
     verify_checkpoint,
-    write_state,
+)
+from freescale.train.checkpoint.compression_state import CompressionState
+from freescale.train.checkpoint.contents import Contents, collect_contents
+from freescale.train.checkpoint.delta import (
+    apply_deltas,
+    follow_changes,
+    is_followed,
+    list_parts,
+    mark_all_changed,
+)
+from freescale.train.checkpoint.files import (
+    CheckpointFolder,
+    parse_step,
+    read_state,
+    sum_state,
 )
 from freescale.train.checkpoint.find import find_checkpoint
-from freescale.train.checkpoint.finite_check import NotFinite, find_not_finite
 from freescale.train.checkpoint.model import (
     collect_dense,
     collect_random,
     collect_tables,
-    describe_model,
-    find_untrained,
     name_parameters,
     pack_extra,
     refuse_other_model,
@@ -43,24 +49,38 @@ from freescale.train.checkpoint.model import (
     restore_random,
 )
 from freescale.train.checkpoint.on_all_ranks import (
-    CheckpointWriter,
-    describe_error,
     explain_errors,
     run_on_all_ranks,
+    run_on_rank_0,
 )
-from freescale.train.checkpoint.optimizer import (
-    pack_optimizer,
-    refuse_before_it_steps,
-    unpack_optimizer,
-)
+from freescale.train.checkpoint.optimizer import refuse_before_it_steps, unpack_optimizer
 from freescale.train.checkpoint.packing import Unpacker
 from freescale.train.checkpoint.safe_reader import SafeReader
+from freescale.train.checkpoint.writing import Beside, coordinate, write_checkpoint
 from freescale.transport.api import Transport
-from freescale.transport.process_group import ProcessGroupTransport
+
+
+@dataclass
+class _Parent:
+    """The last checkpoint of these tables: the next one may hold what has changed since."""
+
+    step: int
+    checksum: int  # of its state.json; rank 0's
+    deltas: int  # since the last full one, itself included
+    tables: Tables
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint that is being written."""
+
+    step: int
+    protected: tuple[int, ...]
+    parent: _Parent  # of the next one, once this one is in its place
 
 
 class Checkpoints:
-    """The checkpoints in a folder. `check`, `save`, `load`, `find` and `last_intact` are
+    """The checkpoints in a folder. `check`, `save`, `wait`, `load`, `find` and `last_intact` are
     collectives.
 
     A folder holds one run. Steps ahead of the one that is saved are refused: they belong to another
@@ -70,21 +90,40 @@ class Checkpoints:
     Args:
         folder: where the checkpoints are, one folder `step-00000100` each.
         transport: what `connect` returned; `sharded.transport`.
-        keep: how many checkpoints stay; a save removes older ones.
+        keep: how many checkpoints stay, beside those that they depend on; a save removes older
+            ones.
+        full_every: every how many-th checkpoint is a full one. Those between are deltas: of the
+            tables they hold the rows that row optimizers have changed since the one before.
+        asynchronous: `save` copies what it writes into host memory and returns; writing happens
+            beside training. The next save, or `wait`, raises what went wrong.
 
     Raises:
-        ValueError: `keep` is less than 1.
+        ValueError: `keep` or `full_every` is less than 1.
     """
 
     def __init__(
-        self, folder: str | Path, transport: Transport, keep: int = TrainConfig.keep_checkpoints
+        self,
+        folder: str | Path,
+        transport: Transport,
+        keep: int = TrainConfig.keep_checkpoints,
+        *,
+        full_every: int = TrainConfig.full_every,
+        asynchronous: bool = TrainConfig.async_checkpoints,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
+        if full_every < 1:
+            raise ValueError(f"full_every must be at least 1, got {full_every}")
         self.folder = Path(folder)
         self.transport = transport
         self.keep = keep
+        self.full_every = full_every
+        self.asynchronous = asynchronous
         self._left_behind: set[int] = set()  # rank 0's
+        self._parent: _Parent | None = None
+        self._saving: _Saving | None = None
+        self._finished: Path | None = None  # since `wait` was last called
+        self._beside: Beside | None = None
 
     def __repr__(self) -> str:
         steps = self.steps()
@@ -94,6 +133,11 @@ class Checkpoints:
     @property
     def files(self) -> CheckpointFolder:
         return CheckpointFolder(self.folder)
+
+    @property
+    def _consumer(self) -> str:
+        """Under which rows are marked as changed."""
+        return f"checkpoints in {self.folder.absolute()}"
 
     # ---- which there are
 
@@ -110,11 +154,13 @@ class Checkpoints:
 
     def last_intact(self) -> Intact | None:
         """The last checkpoint, for `load`; if it is damaged, the one before, with a warning."""
+        self.wait()
         return last_intact(self.folder, self.transport)
 
     def find(self, name: str | None) -> Intact:
         """The checkpoint `last`, `best` or of a step; None: the best of a run that keeps it, else
         the last. ValueError if there is none."""
+        self.wait()
         return find_checkpoint(self.folder, name, self.transport)
 
     # ---- save
@@ -150,7 +196,7 @@ class Checkpoints:
         reducer: Reducer | None = None,
         protected: Collection[int] = (),
     ) -> Path:
-        """Writes a checkpoint. A collective.
+        """Writes a checkpoint, or begins to if the folder's are asynchronous. A collective.
 
         Args:
             model: what `parallelize` returned.
@@ -162,101 +208,114 @@ class Checkpoints:
             protected: steps whose checkpoints stay beside the last `keep`.
 
         Returns:
-            The checkpoint's folder.
+            The checkpoint's folder; an asynchronous one is there after `wait`.
 
         Raises:
-            ValueError: something cannot be saved or written, on all ranks.
+            ValueError: something cannot be saved or written, on all ranks; or the asynchronous
+                checkpoint before could not.
             NotFinite: a weight or optimizer state is not finite.
         """
         if not isinstance(progress, Mapping) or "step" not in progress:
             raise ValueError(
                 f"progress is {progress!r} and has no 'step': give {{'step': pipeline.steps, ...}}"
             )
-        step = int(progress["step"])
+        self.wait()
+        self._finished = None
+        step, transport = int(progress["step"]), self.transport
         self._run_on_rank_0(lambda: self._refuse_ahead(step))
+        parent = self._choose_parent(model.tables, step)
         model.tables.settle()
-        tensors, state = run_on_all_ranks(
-            self.transport, lambda: self._contents(model, optimizer, progress, reducer)
+        contents = run_on_all_ranks(
+            transport,
+            lambda: collect_contents(
+                model,
+                optimizer,
+                progress,
+                reducer,
+                consumer=self._consumer if parent is not None else None,
+                copy=self.asynchronous,
+            ),
         )
-        run_on_all_ranks(
-            self.transport,
-            lambda: self._refuse_diverged(step, tensors, find_untrained(model.module)),
-            NotFinite,
+        if parent is not None:
+            contents.state["parent"] = {"step": parent.step, "checksum": parent.checksum}
+        # Until this one is in its place, nothing can be said to have changed since it.
+        self._parent = None
+        if self.full_every > 1:
+            follow_changes(model.tables, self._consumer)
+        self._saving = _Saving(
+            step,
+            tuple(protected),
+            _Parent(step, 0, parent.deltas + 1 if parent is not None else 0, model.tables),
         )
-        failure = f"checkpoint {self.path(step)} could not be written"
-        try:
-            self._run_on_rank_0(lambda: self.files.begin(step), failure)
-            self._write(self.files.writing_path(step), tensors, state, failure)
-            self._run_on_rank_0(lambda: self.files.finish(step), failure)
-        except ValueError:  # all ranks are here, none writes any more
-            if self.transport.rank == 0:
-                with suppress(OSError):  # the next save tries again
-                    self.files.clear()
-            raise
-        self._run_on_rank_0(lambda: self._remove_old(step, protected))
+        if self.asynchronous:
+            if self._beside is None:
+                self._beside = Beside(transport)
+            control = self._beside.transport
+            self._beside.start(lambda: self._write(contents, control))
+        else:
+            self._finish(lambda: self._write(contents, transport))
         return self.path(step)
 
-    def _contents(
-        self,
-        model: ShardedModel,
-        optimizer: torch.optim.Optimizer,
-        progress: Mapping[str, Any],
-        reducer: Reducer | None,
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything as named tensors, and the rest as JSON. Makes nothing and changes nothing."""
+    def wait(self) -> Path | None:
+        """Waits for the checkpoint that is being written. A collective.
+
+        Returns:
+            The folder of the checkpoint that was finished since the last call, if there is one.
+
+        Raises:
+            ValueError: it could not be written, on all ranks.
+            NotFinite: a weight or optimizer state was not finite.
+        """
+        if self._beside is not None and self._saving is not None:
+            self._finish(self._beside.wait)
+        finished, self._finished = self._finished, None
+        return finished
+
+    def _write(self, contents: Contents, transport: Transport) -> None:
+        """On the main thread, or beside it: then nobody else uses what it does."""
+        saving = self._saving
+        assert saving is not None
+        saving.parent.checksum = write_checkpoint(self.files, contents, transport)
+        run_on_rank_0(transport, lambda: self._remove_old(saving), str(self.folder))
+
+    def _finish(self, write: Callable[[], None]) -> None:
+        """Once the checkpoint is in its place, the next one may hold what changes from here on."""
+        saving = self._saving
+        assert saving is not None
         try:
-            json.dumps(dict(progress))
-        except TypeError as error:
-            raise ValueError(f"progress must be plain JSON: {error}") from None
-        transport, names = self.transport, name_parameters(model)
-        tensors = collect_dense(model.module) | collect_tables(model.tables, transport)
-        beside: dict[str, Tensor] = {}
-        extra = pack_extra(model.module, beside)
-        own, shared = pack_optimizer(optimizer, names, beside)
-        carried = CompressionState(reducer, names)
-        state = {"format": FORMAT} | describe_model(model, optimizer) | {"progress": dict(progress)}
-        state |= {"ranks": transport.world, "device": transport.device.type}
-        state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
-        if transport.device.type != "cpu":
-            state["on_host"] = [
-                name for name, value in beside.items() if value.device.type == "cpu"
-            ]
-        state |= {"carried": carried.names} if carried.names else {}
-        return tensors | beside | carried.tensors(transport.rank) | collect_random(transport), state
+            write()
+        finally:
+            self._saving = None
+        self._parent, self._finished = saving.parent, self.path(saving.step)
 
-    def _write(
-        self, folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], failure: str
-    ) -> None:
-        rank = self.transport.rank
-        with explain_errors(failure):
-            save(
-                tensors,
-                storage_writer=CheckpointWriter(folder, overwrite=True),
-                **self._coordination(),
-            )
+    def _choose_parent(self, tables: Tables, step: int) -> _Parent | None:
+        """The checkpoint whose changes the next one holds; None for a full one. A collective:
+        rank 0 sees the folder."""
+        parent = self._parent
+        if (
+            parent is None
+            or parent.tables is not tables
+            or parent.step >= step
+            or parent.deltas + 1 >= self.full_every
+            or not is_followed(tables, self._consumer)
+        ):
+            parent = None
+        known = b""
+        if parent is not None and self.transport.rank == 0:
+            known = b"1" * self._is_in_place(parent)
+        return parent if self.transport.gather_bytes(known)[0] else None
 
-        def sum_files() -> dict[str, list[int]]:
-            mine = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
-            return {path.name: compute_checksum(path) for path in mine}
+    def _is_in_place(self, parent: _Parent) -> bool:
+        """Whether the checkpoint is as it was saved, and still the last of the run."""
+        steps = [step for step in self.steps() if step not in self._left_behind]
+        try:
+            found = sum_state(read_state(self.path(parent.step)))
+        except (ValueError, OSError):
+            return False
+        return steps[-1:] == [parent.step] and found == parent.checksum
 
-        said = run_on_all_ranks(self.transport, sum_files)
-        files = [
-            json.loads(part) for part in self.transport.gather_bytes(json.dumps(said).encode())
-        ]
-        state["files"] = {name: sum_of for part in files for name, sum_of in part.items()}
-        self._run_on_rank_0(lambda: write_state(folder, state), failure)
-
-    def _run_on_rank_0(self, work: Callable[[], object], failure: str | None = None) -> None:
-        """Rank 0's work; if it fails, all ranks say so."""
-
-        def done() -> None:
-            try:
-                if self.transport.rank == 0:
-                    work()
-            except OSError as error:
-                raise ValueError(f"{failure or self.folder}: {describe_error(error)}") from error
-
-        run_on_all_ranks(self.transport, done)
+    def _run_on_rank_0(self, work: Callable[[], object]) -> None:
+        run_on_rank_0(self.transport, work, str(self.folder))
 
     def _refuse_ahead(self, step: int) -> None:
         ahead = [
@@ -271,25 +330,13 @@ class Checkpoints:
                 "go on from one of them (load it; --resume), remove them, or use another folder"
             )
 
-    def _refuse_diverged(
-        self, step: int, tensors: Mapping[str, Tensor], untrained: Collection[str]
-    ) -> None:
-        if name := find_not_finite(tensors, untrained):
-            raise NotFinite(
-                f"{name} is not finite at step {step}, which is therefore not saved: "
-                "the checkpoints before it stay"
-            )
-
-    def _remove_old(self, step: int, protected: Collection[int]) -> None:
-        """Those left behind, and all but the last `keep` and the protected; never the one just
-        saved."""
-        others = [found for found in self.steps() if found != step]
-        old = [found for found in others if found not in self._left_behind]
-        expired = old[: max(0, len(old) - self.keep + 1)]
-        self.files.remove(
-            [found for found in others if found in self._left_behind]
-            + [found for found in expired if found not in protected]
+    def _remove_old(self, saving: _Saving) -> None:
+        """Those left behind, and all but the last `keep`, the protected, and what these depend
+        on."""
+        expired = find_expired(
+            self.files.parents(), saving.step, self.keep, saving.protected, self._left_behind
         )
+        self.files.remove(expired)
         self._left_behind.clear()
 
     # ---- load
@@ -318,6 +365,7 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint is damaged, or another model's; on all ranks.
         """
+        self.wait()
         if not isinstance(checkpoint, Intact):
             checkpoint = verify_checkpoint(Path(checkpoint), self.transport)
         path, state = checkpoint.path, checkpoint.state
@@ -328,7 +376,7 @@ class Checkpoints:
         reader = SafeReader(path)
         metadata = run_on_all_ranks(transport, reader.read_metadata)
         unpacker = Unpacker(state, metadata, transport.device)
-        tensors = collect_dense(model.module) | collect_tables(model.tables, transport)
+        dense, tables = collect_dense(model.module), collect_tables(model.tables, transport)
         extra = {
             name: unpacker.unpack(packed) for name, packed in state.get("extra_state", {}).items()
         }
@@ -341,12 +389,13 @@ class Checkpoints:
             state.get("carried", ()), transport.rank, transport.world, state["ranks"]
         )
         model.tables.discard()
-        with explain_errors(f"checkpoint {path} could not be read"):
-            load(
-                tensors | unpacker.tensors | random | errors,
-                storage_reader=reader,
-                **self._coordination(),
-            )
+        self._parent = None
+        mark_all_changed(model.tables)
+        self._load_tensors(checkpoint.base.path, tables)
+        run_on_all_ranks(
+            transport, lambda: apply_deltas(checkpoint.deltas, list_parts(model.tables))
+        )
+        self._load_tensors(path, dense | unpacker.tensors | random | errors, reader)
         restore_extra(model.module, extra)
         if optimizer is not None:
             optimizer.state.clear()
@@ -354,27 +403,35 @@ class Checkpoints:
         if random:
             restore_random(random, transport)
         carried.restore(same_ranks=state["ranks"] == transport.world)
-        if optimizer is not None and transport.rank == 0:
-            self._leave_behind(path)
+        if optimizer is not None:
+            self._go_on_from(checkpoint, model.tables)
         progress: dict[str, Any] = state["progress"]
         return progress
 
-    def _leave_behind(self, path: Path) -> None:
-        step = parse_step(path)
-        if step is None or path.resolve().parent != self.folder.resolve():
+    def _load_tensors(
+        self, path: Path, tensors: dict[str, Tensor], reader: SafeReader | None = None
+    ) -> None:
+        with explain_errors(f"checkpoint {path} could not be read"):
+            load(tensors, storage_reader=reader or SafeReader(path), **coordinate(self.transport))
+
+    def _go_on_from(self, checkpoint: Intact, tables: Tables) -> None:
+        step = parse_step(checkpoint.path)
+        if step is None or checkpoint.path.resolve().parent != self.folder.resolve():
             return
+        if self.full_every > 1 and checkpoint.state["format"] > 1:
+            follow_changes(tables, self._consumer)
+            self._parent = _Parent(step, checkpoint.checksum, len(checkpoint.ancestors), tables)
+        if self.transport.rank == 0:
+            self._leave_behind(step)
+
+    def _leave_behind(self, step: int) -> None:
         self._left_behind = {found for found in self.steps() if found > step}
         if self._left_behind:
             names = ", ".join(self.path(found).name for found in sorted(self._left_behind))
             warnings.warn(
                 (
-                    f"going on from {path.name}: {names} will be removed when the next "
+                    f"going on from {self.path(step).name}: {names} will be removed when the next "
                     "checkpoint is saved"
                 ),
-                stacklevel=3,
+                stacklevel=4,
             )
-
-    def _coordination(self) -> dict[str, Any]:
-        if isinstance(self.transport, ProcessGroupTransport):
-            return {"process_group": self.transport.control}
-        return {"no_dist": True}
