@@ -216,6 +216,30 @@ def test_collections_return_what_they_returned():
     assert model.sequences.embedding_dim() == 4 and model.sequences.need_indices()
 
 
+def test_ids_that_the_model_changes_in_place_are_read_as_they_are():
+    model, batch = MixedModel(), mixed_batch(2)
+    wanted = int(batch.features["user"]["u"].values()[0])
+    changed = mixed_batch(2).features["user"]
+    changed.values().fill_(wanted)
+    expected = model.pooled(changed)["u"]
+    sharded = freescale.torchrec.parallelize(model, shared=["scale"])
+    with sharded.reading(batch) as encoded:
+        features = sharded.form.decode(encoded).features["user"]
+        features.values().fill_(wanted)
+        announced = KeyedJaggedTensor(
+            ["u"], features["u"].values(), lengths=features["u"].lengths()
+        )
+        assert sharded.form.find_announced(features) is None
+        torch.testing.assert_close(pool_alone(model.pooled, announced), expected)
+
+
+def pool_alone(collection, features):
+    """Of a collection that reads other features too: they are empty."""
+    lengths = torch.cat([features.lengths(), torch.zeros_like(features.lengths())])
+    both = KeyedJaggedTensor(["u", "v"], features.values(), lengths=lengths)
+    return collection(both)["u"]
+
+
 def test_two_hundred_features():
     names = [f"f{number}" for number in range(200)]
 
