@@ -313,6 +313,11 @@ class Own:
         ({"x": keyed(["a"], 0), "y": [keyed(["a"], 1)]}, {}, r"'a' is in 'x' and in 'y\[0\]'"),
         ({"x": keyed(["a"], 0), "y": keyed(["b"], 1, 3)}, {}, "differ in their number of samples"),
         ({"x": keyed(["a"], 0), "y": Own()}, {}, "'y' of the batch is a Own"),
+        (
+            {"x": JaggedTensor(torch.arange(5), lengths=torch.tensor([1, 2]))},
+            {},
+            "feature 'x': lengths add up to 3, but there are 5 values",
+        ),
         ({"x": keyed(["a"], 0)}, {"shared": ["scale"]}, "shared names 'scale', which is no tensor"),
         ({"x": keyed(["a"], 0)}, {"loss_weight": "w"}, "loss_weight names 'w'"),
         (
@@ -326,7 +331,7 @@ class Own:
             "'batch' of the batch has a batch size of its own for each feature",
         ),
     ],
-    ids=["axis", "twice", "sizes", "type", "shared", "weight", "own batch sizes"],
+    ids=["axis", "twice", "sizes", "type", "values", "shared", "weight", "own batch sizes"],
 )
 def test_batches_that_cannot_be_moved_are_refused(batch, options, message):
     with pytest.raises((TypeError, ValueError), match=message):

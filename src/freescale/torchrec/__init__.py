@@ -8,7 +8,8 @@ try:
     import torchrec as _torchrec  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "freescale.torchrec needs TorchRec: pip install torchrec, in the version of your torch"
+        "freescale.torchrec needs TorchRec in the version of your PyTorch: "
+        "pip install 'freescale[torchrec]'; for CPUs see docs/start/from_torchrec.md"
     ) from error
 
 from freescale.torchrec.independence import check_samples_independent

@@ -13,7 +13,7 @@ other leaves by their path in the batch (`labels`, `user.age`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -99,18 +99,15 @@ class BatchForm:
         for leaf, (_, value) in zip(leaves, found, strict=True):
             if leaf.kind in ("keyed", "jagged"):
                 sequences |= _split_sequences(leaf, value, samples)
+                if leaf.kind == "jagged":
+                    sequences[leaf.path].check(leaf.path)
             elif leaf.kind == "dense":
                 dense[leaf.path] = value
             elif leaf.kind == "shared":
                 shared[leaf.path] = value.reshape(1) if leaf.scalar else value
-        weights = self._find_weights(batch, dense, samples)
-        return SequenceBatch(
-            sequences=sequences,
-            dense=dense,
-            shared=shared,
-            weights={TASK: weights},
-            number=number,
-        )
+        encoded = SequenceBatch(sequences=sequences, dense=dense, shared=shared, number=number)
+        weights = self._find_weights(batch, dense, samples).to(encoded.device)
+        return replace(encoded, weights={TASK: weights})
 
     def _describe(self, path: str, value: Any, samples: int) -> _Leaf:
         if isinstance(value, KeyedJaggedTensor):
@@ -140,7 +137,7 @@ class BatchForm:
     def _check_names(self, leaves: Sequence[_Leaf]) -> None:
         owner: dict[str, str] = {}
         for leaf in leaves:
-            for name in leaf.features if leaf.kind != "constant" else ():
+            for name in leaf.features if leaf.kind in ("keyed", "jagged") else ():
                 if name in owner:
                     raise ValueError(
                         f"feature {name!r} is in {owner[name]!r} and in {leaf.path!r} of the "
