@@ -113,13 +113,13 @@ class Checkpoints:
 
     def last_intact(self) -> Intact | None:
         """The last checkpoint, for `load`; if it is damaged, the one before, with a warning."""
-        self.wait()
+        self._complete_or_warn()
         return last_intact(self.folder, self.transport)
 
     def find(self, name: str | None) -> Intact:
         """The checkpoint `last`, `best` or of a step; None: the best of a run that keeps it, else
         the last. ValueError if there is none."""
-        self.wait()
+        self._complete_or_warn()
         return find_checkpoint(self.folder, name, self.transport)
 
     # ---- save
@@ -178,7 +178,7 @@ class Checkpoints:
             raise ValueError(
                 f"progress is {progress!r} and has no 'step': give {{'step': pipeline.steps, ...}}"
             )
-        self.wait()
+        self._complete()
         self._finished = None
         step, transport = int(progress["step"]), self.transport
         self._run_on_rank_0(lambda: self._refuse_ahead(step))
@@ -228,11 +228,22 @@ class Checkpoints:
             ValueError: it could not be written, on all ranks.
             NotFinite: a weight or optimizer state was not finite.
         """
+        self._complete()
+        finished, self._finished = self._finished, None
+        return finished
+
+    def _complete(self) -> None:
         if self._beside is not None and self._saving is not None:
             self._saving.parent.tables.finish_captures()
             self._finish(self._beside.wait)
-        finished, self._finished = self._finished, None
-        return finished
+
+    def _complete_or_warn(self) -> None:
+        """Before a checkpoint is looked for: one that cannot be written leaves those before it."""
+        try:
+            self._complete()
+        except ValueError as error:  # on all ranks
+            if self.transport.rank == 0:
+                warnings.warn(f"{error}. Taking one before", stacklevel=4)
 
     def _write(
         self, contents: Contents, transport: Transport, capture: Capture | None = None
@@ -316,7 +327,7 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint is damaged, or another model's; on all ranks.
         """
-        self.wait()
+        self._complete_or_warn()
         if not isinstance(checkpoint, Intact):
             checkpoint = verify_checkpoint(Path(checkpoint), self.transport)
         self._parent = None
