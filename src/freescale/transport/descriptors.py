@@ -7,8 +7,9 @@ from contextlib import suppress
 # gloo groups of a channel, by device: gloo moves a group's bytes by one thread, which is not enough
 # for a GPU's
 LINES = {"cpu": 1, "cuda": 3}
-# of gloo, with a connection to each rank: torch's own, the tensors', the control messages'
-_GROUPS = 3
+# of gloo, with a connection to each rank: torch's own, the tensors', the control messages', and
+# those of a thread that writes checkpoints
+_GROUPS = 4
 _STORE = 1  # of rank 0, which may keep the store where ranks meet
 # channels of a pipeline, beside the main thread's: three of the staged schedule, one of the
 # partitioned all-reduce
