@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections import defaultdict, namedtuple
 from pathlib import Path
 
 import pytest
@@ -336,6 +337,17 @@ class Own:
 def test_batches_that_cannot_be_moved_are_refused(batch, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         BatchForm(**options).encode(batch)
+
+
+def test_containers_of_every_kind_come_back():
+    Pair = namedtuple("Pair", ["ids", "label"])  # noqa: PYI024
+    batch = defaultdict(list, pair=Pair(keyed(["a"], 0), torch.rand(12)), more=[torch.rand(12, 2)])
+    form = BatchForm()
+    again = form.decode(form.encode(batch))
+    assert type(again) is defaultdict and type(again["pair"]) is Pair and again["none"] == []
+    assert torch.equal(again["pair"].label, batch["pair"].label)
+    assert torch.equal(again["more"][0], batch["more"][0])
+    assert torch.equal(again["pair"].ids.values(), batch["pair"].ids.values())
 
 
 def test_later_batches_have_the_form_of_the_first():

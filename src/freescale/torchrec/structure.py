@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,16 +73,24 @@ def _list_parts(
         )
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return value._fields, list(value), lambda parts: kind(*parts)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         keys = list(value)
+        none = copy.copy(value)
+        none.clear()  # by no constructor: a defaultdict wants another argument
         return (
             keys,
             [value[key] for key in keys],
-            lambda parts: kind(zip(keys, parts, strict=True)),
+            lambda parts: _with_items(none, zip(keys, parts, strict=True)),
         )
     if isinstance(value, (list, tuple)):
         return range(len(value)), list(value), lambda parts: kind(parts)
     return None
+
+
+def _with_items(value: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    made = copy.copy(value)
+    made.update(items)
+    return made
 
 
 def _with_fields(value: Any, fields: Mapping[str, Any]) -> Any:
