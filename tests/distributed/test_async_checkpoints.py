@@ -90,6 +90,9 @@ def test_errors_of_the_writer_are_raised_where_the_next_one_waits(tmp_path, monk
     with pytest.raises(NotFinite, match="layers.0.weight is not finite at step 4"):
         saved.wait()
     assert saved.steps() == [1, 3]
+    saved.save(parallel, dense, {"step": 4})
+    with pytest.warns(UserWarning, match="not finite at step 4.*Taking one before"):
+        assert saved.find("last").path == saved.path(3)
 
 
 def test_a_kill_at_any_point_of_a_chain_leaves_a_checkpoint_that_loads(tmp_path):

@@ -6,7 +6,10 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,7 +17,9 @@ from helpers.checkpoints import batches, build
 from helpers.ranks import run_ranks
 from helpers.training import snapshot
 
+from freescale.embedding.capture import Capture
 from freescale.train.checkpoint import Checkpoints, Damaged, on_all_ranks
+from freescale.train.checkpoint import checkpoints as module
 from freescale.train.export import export_checkpoint
 from freescale.transport.local import LocalTransport
 
@@ -23,19 +28,29 @@ MIXED = {"item": "sharded", "action": "replicated"}
 
 
 def save_all(transport, folder, asynchronous=False, placement=MIXED, steps=STEPS):
-    """Every step twice: in full, and as one of a chain of four."""
-    parallel, dense, pipeline = build(transport, placement=placement)
-    full = Checkpoints(Path(folder) / "full", transport, keep=99)
-    chain = Checkpoints(
-        Path(folder) / "chain", transport, keep=99, full_every=4, asynchronous=asynchronous
-    )
-    for result in pipeline.run(batches(transport, 0, steps)):
-        progress = {"step": result.step, "pipeline": pipeline.state_dict()}
-        for checkpoints in (full, chain):
-            checkpoints.save(parallel, dense, progress, pipeline.reducer)
-    chain.wait()
+    """The same run twice: each step in full, and as one of a chain of four. Returns the threads
+    that copied the chain's rows beside training."""
+    module.Capture = NotedCapture
+    for kind, options in {"full": {}, "chain": {"full_every": 4}}.items():
+        parallel, dense, pipeline = build(transport, placement=placement)
+        options |= {"asynchronous": asynchronous and kind == "chain", "keep": 99}
+        saved = Checkpoints(Path(folder) / kind, transport, **options)
+        for result in pipeline.run(batches(transport, 0, steps)):
+            progress = {"step": result.step, "pipeline": pipeline.state_dict()}
+            saved.save(parallel, dense, progress, pipeline.reducer)
+        saved.wait()
     if asynchronous:
-        refuse_on_all_ranks(transport, chain, parallel, dense)
+        refuse_on_all_ranks(transport, saved, parallel, dense)
+    return NotedCapture.threads
+
+
+class NotedCapture(Capture):
+    threads: ClassVar[list[str]] = []
+
+    def make(self):
+        self.threads.append(threading.current_thread().name)
+        time.sleep(0.05)  # the backward of the next step is through: its update has to wait
+        super().make()
 
 
 def refuse_on_all_ranks(transport, chain, parallel, dense):
@@ -126,7 +141,9 @@ def restore_both(transport, folders, step):
 
 def test_chains_are_restored_on_other_ranks_and_placements(saved, tmp_path):
     """1 to 2, 2 to 2, written beside training; and 2 to 1."""
-    run_ranks(2, save_all, str(tmp_path), True)
+    threads = run_ranks(2, save_all, str(tmp_path), True)[0]
+    # beside the step that follows; the last one when the run ends
+    assert threads[:6] == ["freescale ahead"] * 5 + ["MainThread"]
     assert list_kinds(tmp_path / "chain") == [None, 1, 2, 3, None, 5]
     for found in run_ranks(2, restore_both, [str(saved), str(tmp_path)], 4):
         for full, chain in found:

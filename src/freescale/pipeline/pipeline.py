@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -109,7 +109,7 @@ class Pipeline:
             check=check,
         )
 
-    def run(self, batches: Iterable[SequenceBatch]) -> Generator[StepResult, None, None]:
+    def run(self, batches: Iterable[SequenceBatch]) -> Iterator[StepResult]:
         """Trains until the batches of every rank have ended; a rank that runs out first takes part
         with empty ones.
 

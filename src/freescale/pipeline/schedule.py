@@ -4,7 +4,7 @@ orders them with communication in its own way (serial.py, staged.py)."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from freescale.balance.balancer import Balancer
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
+from freescale.embedding.capture import Capture
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.agreement import MAX_TASKS, Agreement
@@ -91,7 +92,7 @@ class Schedule(ABC):
         self.buckets: Reducer = (reducer or exact)(dense, self.transport.device)
         self.choices = Choices(self.transport, dense, self.buckets, precision, dense_sums)
 
-    def run(self, data: Iterable[SequenceBatch]) -> Generator[StepResult, None, None]:
+    def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
         """Trains until every rank's data has ended; a rank that runs out joins with empty batches.
         The data of a rank may fail: then all ranks raise, after the steps before it.
 
@@ -300,6 +301,14 @@ class Schedule(ABC):
     def discard(self) -> None:  # noqa: B027
         """Forgets what is deferred, and what was fetched ahead: the tables are about to be
         replaced. A collective."""
+
+    def capture(self, rows: Capture) -> None:
+        """Copies the rows of sharded tables when they are exactly those of the last step. Here
+        they are between steps."""
+        rows.make()
+
+    def finish_captures(self) -> None:  # noqa: B027
+        """Makes copies for which no step has come. A collective."""
 
     # ---- state
 

@@ -4,11 +4,11 @@ business."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from freescale.batch import SequenceBatch
 from freescale.config import RunConfig
@@ -353,7 +353,9 @@ class Trainer:
             if isinstance(batches, WorkerLoader):
                 batches.wait_until_up()
             guarded = self._callbacks.guard(batches, self._state.skipped)
-            for last in stack.enter_context(closing(self.pipeline.run(guarded))):
+            # closed with the loop, also where an error leaves it: all ranks leave together
+            steps = cast("Generator[StepResult, None, None]", self.pipeline.run(guarded))
+            for last in stack.enter_context(closing(steps)):
                 self._number = last.batch_number
                 signals.note_step()
                 self._callbacks.call("on_step", self, last)

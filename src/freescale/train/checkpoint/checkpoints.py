@@ -9,65 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from freescale.config import TrainConfig
+from freescale.embedding.capture import Capture
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.checkpoint.chain import (
-    Intact,
-    find_expired,
-    last_intact,
-    verify_checkpoint,
-)
-from freescale.train.checkpoint.compression_state import CompressionState
-from freescale.train.checkpoint.contents import Contents, collect_contents
-from freescale.train.checkpoint.delta import (
-    apply_deltas,
-    follow_changes,
-    is_followed,
-    list_parts,
-    mark_all_changed,
-)
-from freescale.train.checkpoint.files import (
-    CheckpointFolder,
-    parse_step,
-    read_state,
-    sum_state,
-)
+from freescale.train.checkpoint.chain import Intact, find_expired, last_intact, verify_checkpoint
+from freescale.train.checkpoint.contents import Contents
+from freescale.train.checkpoint.delta import follow_changes
+from freescale.train.checkpoint.files import CheckpointFolder, parse_step
 from freescale.train.checkpoint.find import find_checkpoint
-from freescale.train.checkpoint.model import (
-    collect_dense,
-    collect_random,
-    collect_tables,
-    name_parameters,
-    pack_extra,
-    refuse_other_model,
-    restore_extra,
-    restore_random,
-)
-from freescale.train.checkpoint.on_all_ranks import (
-    explain_errors,
-    run_on_all_ranks,
-    run_on_rank_0,
-)
-from freescale.train.checkpoint.optimizer import refuse_before_it_steps, unpack_optimizer
-from freescale.train.checkpoint.packing import Unpacker
-from freescale.train.checkpoint.safe_reader import SafeReader
-from freescale.train.checkpoint.writing import Beside, coordinate, write_checkpoint
+from freescale.train.checkpoint.loading import load_checkpoint
+from freescale.train.checkpoint.model import collect_dense, name_parameters, pack_extra
+from freescale.train.checkpoint.on_all_ranks import run_on_all_ranks, run_on_rank_0
+from freescale.train.checkpoint.optimizer import refuse_before_it_steps
+from freescale.train.checkpoint.parent import Parent
+from freescale.train.checkpoint.writing import Beside, await_rows, write_checkpoint
 from freescale.transport.api import Transport
-
-
-@dataclass
-class _Parent:
-    """The last checkpoint of these tables: the next one may hold what has changed since."""
-
-    step: int
-    checksum: int  # of its state.json; rank 0's
-    deltas: int  # since the last full one, itself included
-    tables: Tables
 
 
 @dataclass(frozen=True)
@@ -76,7 +35,7 @@ class _Saving:
 
     step: int
     protected: tuple[int, ...]
-    parent: _Parent  # of the next one, once this one is in its place
+    parent: Parent  # of the next one, once this one is in its place
 
 
 class Checkpoints:
@@ -120,7 +79,7 @@ class Checkpoints:
         self.full_every = full_every
         self.asynchronous = asynchronous
         self._left_behind: set[int] = set()  # rank 0's
-        self._parent: _Parent | None = None
+        self._parent: Parent | None = None
         self._saving: _Saving | None = None
         self._finished: Path | None = None  # since `wait` was last called
         self._beside: Beside | None = None
@@ -154,13 +113,13 @@ class Checkpoints:
 
     def last_intact(self) -> Intact | None:
         """The last checkpoint, for `load`; if it is damaged, the one before, with a warning."""
-        self.wait()
+        self._complete_or_warn()
         return last_intact(self.folder, self.transport)
 
     def find(self, name: str | None) -> Intact:
         """The checkpoint `last`, `best` or of a step; None: the best of a run that keeps it, else
         the last. ValueError if there is none."""
-        self.wait()
+        self._complete_or_warn()
         return find_checkpoint(self.folder, name, self.transport)
 
     # ---- save
@@ -219,20 +178,23 @@ class Checkpoints:
             raise ValueError(
                 f"progress is {progress!r} and has no 'step': give {{'step': pipeline.steps, ...}}"
             )
-        self.wait()
+        self._complete()
         self._finished = None
         step, transport = int(progress["step"]), self.transport
         self._run_on_rank_0(lambda: self._refuse_ahead(step))
         parent = self._choose_parent(model.tables, step)
-        model.tables.settle()
+        if not self.asynchronous:
+            model.tables.settle()
+        followed = self._consumer if self.full_every > 1 else None
         contents = run_on_all_ranks(
             transport,
-            lambda: collect_contents(
+            lambda: Contents.collect(
                 model,
                 optimizer,
                 progress,
                 reducer,
-                consumer=self._consumer if parent is not None else None,
+                consumer=followed,
+                delta=parent is not None,
                 copy=self.asynchronous,
             ),
         )
@@ -240,19 +202,19 @@ class Checkpoints:
             contents.state["parent"] = {"step": parent.step, "checksum": parent.checksum}
         # Until this one is in its place, nothing can be said to have changed since it.
         self._parent = None
-        if self.full_every > 1:
-            follow_changes(model.tables, self._consumer)
         self._saving = _Saving(
             step,
             tuple(protected),
-            _Parent(step, 0, parent.deltas + 1 if parent is not None else 0, model.tables),
+            Parent(step, 0, parent.deltas + 1 if parent is not None else 0, model.tables),
         )
         if self.asynchronous:
             if self._beside is None:
                 self._beside = Beside(transport)
-            control = self._beside.transport
-            self._beside.start(lambda: self._write(contents, control))
+            control, capture = self._beside.transport, Capture(contents.add_sharded)
+            model.tables.capture(capture)
+            self._beside.start(lambda: self._write(contents, control, capture))
         else:
+            contents.add_sharded()
             self._finish(lambda: self._write(contents, transport))
         return self.path(step)
 
@@ -266,13 +228,29 @@ class Checkpoints:
             ValueError: it could not be written, on all ranks.
             NotFinite: a weight or optimizer state was not finite.
         """
-        if self._beside is not None and self._saving is not None:
-            self._finish(self._beside.wait)
+        self._complete()
         finished, self._finished = self._finished, None
         return finished
 
-    def _write(self, contents: Contents, transport: Transport) -> None:
+    def _complete(self) -> None:
+        if self._beside is not None and self._saving is not None:
+            self._saving.parent.tables.finish_captures()
+            self._finish(self._beside.wait)
+
+    def _complete_or_warn(self) -> None:
+        """Before a checkpoint is looked for: one that cannot be written leaves those before it."""
+        try:
+            self._complete()
+        except ValueError as error:  # on all ranks
+            if self.transport.rank == 0:
+                warnings.warn(f"{error}. Taking one before", stacklevel=4)
+
+    def _write(
+        self, contents: Contents, transport: Transport, capture: Capture | None = None
+    ) -> None:
         """On the main thread, or beside it: then nobody else uses what it does."""
+        if capture is not None:
+            run_on_all_ranks(transport, lambda: await_rows(capture))
         saving = self._saving
         assert saving is not None
         saving.parent.checksum = write_checkpoint(self.files, contents, transport)
@@ -288,31 +266,15 @@ class Checkpoints:
             self._saving = None
         self._parent, self._finished = saving.parent, self.path(saving.step)
 
-    def _choose_parent(self, tables: Tables, step: int) -> _Parent | None:
+    def _choose_parent(self, tables: Tables, step: int) -> Parent | None:
         """The checkpoint whose changes the next one holds; None for a full one. A collective:
         rank 0 sees the folder."""
-        parent = self._parent
-        if (
-            parent is None
-            or parent.tables is not tables
-            or parent.step >= step
-            or parent.deltas + 1 >= self.full_every
-            or not is_followed(tables, self._consumer)
-        ):
+        parent, known = self._parent, b""
+        if parent is None or not parent.fits(tables, self._consumer, step, self.full_every):
             parent = None
-        known = b""
-        if parent is not None and self.transport.rank == 0:
-            known = b"1" * self._is_in_place(parent)
+        elif self.transport.rank == 0:
+            known = b"1" * parent.is_in_place(self.files, self._left_behind)
         return parent if self.transport.gather_bytes(known)[0] else None
-
-    def _is_in_place(self, parent: _Parent) -> bool:
-        """Whether the checkpoint is as it was saved, and still the last of the run."""
-        steps = [step for step in self.steps() if step not in self._left_behind]
-        try:
-            found = sum_state(read_state(self.path(parent.step)))
-        except (ValueError, OSError):
-            return False
-        return steps[-1:] == [parent.step] and found == parent.checksum
 
     def _run_on_rank_0(self, work: Callable[[], object]) -> None:
         run_on_rank_0(self.transport, work, str(self.folder))
@@ -365,54 +327,14 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint is damaged, or another model's; on all ranks.
         """
-        self.wait()
+        self._complete_or_warn()
         if not isinstance(checkpoint, Intact):
             checkpoint = verify_checkpoint(Path(checkpoint), self.transport)
-        path, state = checkpoint.path, checkpoint.state
-        transport, names = self.transport, name_parameters(model)
-        if not model.tables.placed:
-            model.tables.place(recorded=state["placement"])
-        refuse_other_model(path, state, model, optimizer)
-        reader = SafeReader(path)
-        metadata = run_on_all_ranks(transport, reader.read_metadata)
-        unpacker = Unpacker(state, metadata, transport.device)
-        dense, tables = collect_dense(model.module), collect_tables(model.tables, transport)
-        extra = {
-            name: unpacker.unpack(packed) for name, packed in state.get("extra_state", {}).items()
-        }
-        kept = unpack_optimizer(optimizer, names, state, unpacker) if optimizer is not None else {}
-        # Other ranks or devices have other random states; each rank keeps its own.
-        same_ranks = state["ranks"] == transport.world and state["device"] == transport.device.type
-        random = collect_random(transport) if optimizer is not None and same_ranks else {}
-        carried = CompressionState(reducer, names)
-        errors = carried.allocate(
-            state.get("carried", ()), transport.rank, transport.world, state["ranks"]
-        )
-        model.tables.discard()
         self._parent = None
-        mark_all_changed(model.tables)
-        self._load_tensors(checkpoint.base.path, tables)
-        run_on_all_ranks(
-            transport, lambda: apply_deltas(checkpoint.deltas, list_parts(model.tables))
-        )
-        self._load_tensors(path, dense | unpacker.tensors | random | errors, reader)
-        restore_extra(model.module, extra)
-        if optimizer is not None:
-            optimizer.state.clear()
-            optimizer.state.update(kept)
-        if random:
-            restore_random(random, transport)
-        carried.restore(same_ranks=state["ranks"] == transport.world)
+        progress = load_checkpoint(checkpoint, model, optimizer, reducer)
         if optimizer is not None:
             self._go_on_from(checkpoint, model.tables)
-        progress: dict[str, Any] = state["progress"]
         return progress
-
-    def _load_tensors(
-        self, path: Path, tensors: dict[str, Tensor], reader: SafeReader | None = None
-    ) -> None:
-        with explain_errors(f"checkpoint {path} could not be read"):
-            load(tensors, storage_reader=reader or SafeReader(path), **coordinate(self.transport))
 
     def _go_on_from(self, checkpoint: Intact, tables: Tables) -> None:
         step = parse_step(checkpoint.path)
@@ -420,7 +342,7 @@ class Checkpoints:
             return
         if self.full_every > 1 and checkpoint.state["format"] > 1:
             follow_changes(tables, self._consumer)
-            self._parent = _Parent(step, checkpoint.checksum, len(checkpoint.ancestors), tables)
+            self._parent = Parent.of(step, checkpoint, tables)
         if self.transport.rank == 0:
             self._leave_behind(step)
 

@@ -28,10 +28,11 @@ from freescale.train.checkpoint.safe_reader import SafeReader
 Span = list[int]  # [count, first position, last position] of a rank's changed rows of a table
 
 
-def follow_changes(tables: Tables, consumer: str) -> None:
-    """From now on row updates are marked for `consumer`; marks that it had are cleared."""
-    for group in tables.groups:
-        group.rows.changed.follow(consumer)
+def follow_changes(tables: Tables, consumer: str, names: Iterable[str] | None = None) -> None:
+    """From now on row updates are marked for `consumer`; marks that it had are cleared. `names`:
+    of these tables alone, which are all those of their groups."""
+    for name in tables.specs if names is None else names:
+        tables.get_group(name).rows.changed.follow(consumer)
 
 
 def is_followed(tables: Tables, consumer: str) -> bool:
@@ -46,14 +47,17 @@ def mark_all_changed(tables: Tables) -> None:
         group.rows.changed.mark_all()
 
 
-def collect_changes(tables: Tables, consumer: str) -> tuple[dict[str, Tensor], dict[str, Span]]:
+def collect_changes(
+    tables: Tables, consumer: str, names: Iterable[str]
+) -> tuple[dict[str, Tensor], dict[str, Span]]:
     """(tensors by name, spans by table) of the marked rows that this rank answers for: of a
     sharded table its own, of a replicated one an equal share of the positions. The tensors are
     copies."""
     transport = tables.transport
     tensors: dict[str, Tensor] = {}
     spans: dict[str, Span] = {}
-    for name, spec in tables.specs.items():
+    for name in names:
+        spec = tables.specs[name]
         storage = tables.get_group(name).rows
         own = storage.get_range(name)
         first, last = own.first, own.last

@@ -3,7 +3,7 @@ them, and what it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,16 @@ def find_untrained(module: nn.Module) -> set[str]:
 
 
 def collect_tables(
-    tables: Tables, transport: Transport, copy: Callable[[Tensor], Tensor] = lambda value: value
+    tables: Tables,
+    transport: Transport,
+    names: Iterable[str],
+    copy: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> dict[str, Tensor]:
-    """The same of the tables; each is whole, over all ranks. `copy` is applied to this rank's
-    parts."""
+    """The same of the tables with these names; each is whole, over all ranks. `copy` is applied to
+    this rank's parts."""
     return {
         f"table/{name}/{part}": _whole(copy(value), name, tables, transport)
-        for name in tables.specs
+        for name in names
         for part, value in tables.get_local_state(name).items()
     }
 

@@ -15,11 +15,13 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from freescale.embedding.capture import Capture
 from freescale.train.checkpoint.contents import Contents
 from freescale.train.checkpoint.files import CheckpointFolder, compute_checksum, write_state
 from freescale.train.checkpoint.finite_check import NotFinite, find_not_finite
 from freescale.train.checkpoint.on_all_ranks import (
     CheckpointWriter,
+    describe_error,
     explain_errors,
     run_on_all_ranks,
     run_on_rank_0,
@@ -60,6 +62,16 @@ def write_checkpoint(files: CheckpointFolder, contents: Contents, transport: Tra
                 files.clear()
         raise
     return checksum
+
+
+def await_rows(capture: Capture) -> None:
+    """Waits for the copy of the rows. ValueError if it could not be made."""
+    try:
+        capture.wait()
+    except Exception as error:
+        raise ValueError(
+            f"rows could not be copied into host memory: {describe_error(error)}"
+        ) from error
 
 
 def _refuse_diverged(step: int, contents: Contents) -> None:
