@@ -440,7 +440,8 @@ def test_killed_rank_ends_the_run(tmp_path):
     finally:
         launcher.kill()
     assert launcher.returncode == 1
-    assert "killed by signal 9" in error and "a rank died" in error
+    assert "killed by signal 9" in error and "died or fell silent" in error
+    assert "no sign of life from rank 1" in error
     assert all(not Path(f"/proc/{child}").exists() for child in children)
     # SIGTERM, which ends survivors too, saves only where all are there
     assert not (tmp_path / "run" / "checkpoints").exists()

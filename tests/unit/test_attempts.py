@@ -15,6 +15,7 @@ from freescale.data.synthetic import generate
 from freescale.train import attempts, restarts
 from freescale.train.attempts import KILLED, LOST, STOPPED, Ending, choose_cause, is_repeated
 from freescale.train.launch import Ended
+from freescale.train.metrics_log import truncate_logs
 from freescale.transport.local import LocalTransport
 
 OWN = Ending("ValueError", "disk full", 7, 3.0, 1)
@@ -218,3 +219,21 @@ def test_when_ranks_are_started_again(
     assert calls[0] == ["train"] and all(
         call == ["train", "--resume", "auto"] for call in calls[1:]
     )
+
+
+def test_logs_that_are_cut_keep_the_restarts(tmp_path):
+    """A run may go back further than to where it went on the last time: a checkpoint is damaged."""
+    entry = attempts.describe_restart(OWN, 100, 9.0)
+    lines = [{"step": 80, "loss": 1.0}, entry, {"step": 120, "loss": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    truncate_logs(tmp_path, 80)
+    assert read_lines(tmp_path) == lines[:2] and attempts.read_restarts(tmp_path) == [entry]
+
+
+def test_a_failure_before_the_first_step_counts(data, tmp_path):
+    run = tmp_path / "run"
+    train(data, run, steps=4)
+    for words in ("checkpoint", "checkpoint", "failed twice at step 4 with ValueError"):
+        with pytest.raises(ValueError, match=words) as caught:
+            train(data, run, width=16)
+        assert "item" in str(caught.value)  # the table that differs
