@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: ready demo test browser compiler lint wheel docs bench clean
+.PHONY: ready demo test test-torchrec browser compiler lint wheel docs bench clean
 
 # The environment alone.
 ready: $(READY)
@@ -16,6 +16,20 @@ demo: $(READY)
 # Four at a time: most tests wait, for processes of their own or for a timeout.
 test: $(READY) browser compiler
 	$(RUN) -m pytest -n 4 --dist worksteal
+
+# The tests of freescale.torchrec. TorchRec gets an environment of its own on top of .venv: benchmarks that `make test` runs would take
+# longer with it.
+test-torchrec: $(VENV)-torchrec/.ready
+	$(VENV)-torchrec/bin/python -m pytest tests/unit/test_torchrec.py tests/unit/test_torchrec_fused.py
+
+# torchrec declares fbgemm-gpu, which has no CPU wheel, hence --no-deps; other fbgemm versions do not load with this torch.
+$(VENV)-torchrec/.ready: $(READY)
+	$(RUN) -m venv --clear $(VENV)-torchrec
+	$(RUN) -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > \
+		$$($(VENV)-torchrec/bin/python -c 'import site; print(site.getsitepackages()[0])')/freescale.pth
+	$(VENV)-torchrec/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 \
+		tensordict torchmetrics==1.0.3 lightning-utilities tqdm pyre-extensions typing-inspect cloudpickle importlib-metadata zipp orjson pyvers
+	touch $@
 
 # The report's tests drive Chromium. Where it cannot be installed they fail and say what to do; FREESCALE_NO_BROWSER=1 skips them.
 browser:
@@ -59,4 +73,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .venv-peer runs site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-torchrec .venv-peer runs site .pytest_cache .mypy_cache .ruff_cache

@@ -31,6 +31,7 @@ _EXPORTS = {
     "ShardedModel": "freescale.embedding.sharded_model",
     "Ledger": "freescale.ledger.ledger",
     "Thresholding": "freescale.pipeline.dense.thresholded",
+    "check_samples_independent": "freescale.pipeline.independence",
     "LossNotFinite": "freescale.pipeline.loss_watch",
     "Pipeline": "freescale.pipeline.pipeline",
     "StepResult": "freescale.pipeline.step_result",
@@ -45,7 +46,7 @@ _EXPORTS = {
     "connect": "freescale.transport.connect",
     "RemoteError": "freescale.transport.failures",
 }
-_SUBPACKAGES = ("data", "models")
+_SUBPACKAGES = ("data", "models", "torchrec")  # the last one needs TorchRec
 
 __all__ = [
     "SGD",
@@ -76,6 +77,7 @@ __all__ = [
     "Trainer",
     "Transport",
     "TransportError",
+    "check_samples_independent",
     "connect",
     "data",
     "evaluate",
@@ -97,6 +99,7 @@ if TYPE_CHECKING:
     from freescale.embedding.sharded_model import ShardedModel
     from freescale.ledger.ledger import Ledger
     from freescale.pipeline.dense.thresholded import Thresholding
+    from freescale.pipeline.independence import check_samples_independent
     from freescale.pipeline.loss_watch import LossNotFinite
     from freescale.pipeline.pipeline import Pipeline
     from freescale.pipeline.step_result import StepResult

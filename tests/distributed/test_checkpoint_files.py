@@ -3,7 +3,6 @@ damage is found by name."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import batches, build, rewrite_as_format_1
+from helpers.checkpoints import batches, build, killed_at, rewrite_as_format_1
 from helpers.ranks import run_ranks
 from helpers.toys import clicks_batch
 from helpers.training import snapshot
@@ -110,35 +109,6 @@ def test_looking_at_an_earlier_checkpoint_leaves_nothing_behind(tmp_path, recwar
 
 
 # ---- killed
-
-CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
-
-
-def killed_at(number, action):
-    """In a process of its own, which ends before its operation `number` on files. Whether there
-    were so many."""
-    child = os.fork()
-    if child == 0:
-        seen = 0
-
-        def watch(event, arguments):
-            nonlocal seen
-            if event in CHANGES or (
-                event == "open" and isinstance(arguments[1], str) and "w" in arguments[1]
-            ):
-                seen += 1
-                if seen > number:
-                    os._exit(9)
-
-        try:
-            sys.addaudithook(watch)
-            action()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, 9)
-    return status == 9
 
 
 @pytest.mark.parametrize("step", [3, 4], ids=["over the same step", "after it"])

@@ -98,3 +98,27 @@ def test_looking_for_them_takes_no_second_tensor():
     before = torch.cuda.memory_allocated()
     assert find_not_finite({"a": values}) is None
     assert torch.cuda.max_memory_allocated() - before < 1 << 22
+
+
+def test_a_chain_that_is_written_beside_training_restores_the_bits(tmp_path):
+    """Copies in pinned memory, made in the order of the stream: later steps do not reach them."""
+    parallel, dense, pipeline = build("cuda", OPTIMIZERS["AdamW"])
+    saved = Checkpoints(tmp_path, parallel.transport, keep=9, full_every=3, asynchronous=True)
+    states = {}
+    for result in pipeline.run([clicks_batch(5, seed) for seed in range(5)]):
+        states[result.step] = collect_state(parallel)
+        saved.save(parallel, dense, {"step": result.step})
+    saved.wait()
+    for step, expected in states.items():
+        restored, _, _ = build("cuda", OPTIMIZERS["AdamW"])
+        saved.load(saved.path(step), restored)
+        for name, value in collect_state(restored).items():
+            assert torch.equal(value, expected[name]), (step, name)
+
+
+def collect_state(parallel):
+    state = {name: value.clone() for name, value in parallel.module.named_parameters()}
+    for table in parallel.tables.specs:
+        local = parallel.tables.get_local_state(table)
+        state |= {f"{table}/{name}": value.clone() for name, value in local.items()}
+    return state

@@ -9,6 +9,7 @@ from helpers import kernel_cases
 
 from freescale.bench.kernels import jagged, triton_jagged
 from freescale.kernels.reference import row_updates
+from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton import row_updates as triton_row_updates
 from freescale.kernels.triton import rows as triton_rows
 from freescale.kernels.triton import unique as triton_unique
@@ -148,7 +149,9 @@ def test_a_hot_row_does_not_keep_a_program_busy_alone():
         0, index, weight.double()
     )
     assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
-    assert ((grads[0].double() - exact).norm() / exact.norm()).item() < 1e-6
+    # each of the hot row's chunks is added in float32: errors grow with the root of their number
+    most = 2**-24 * (500_000 / triton_row_sums.CHUNK) ** 0.5
+    assert ((grads[0].double() - exact).norm() / exact.norm()).item() < most
 
 
 def test_tables_of_more_elements_than_32_bits_can_count():

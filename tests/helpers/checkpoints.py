@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import torch
 
@@ -39,3 +41,33 @@ def rewrite_as_format_1(path):
     (path / "state.json").write_text(
         json.dumps({"format": 1} | {key: state[key] for key in known if key in state})
     )
+
+
+CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
+
+
+def killed_at(number, action):
+    """In a process of its own, which ends before its operation `number` on files. Whether there
+    were so many."""
+    child = os.fork()
+    if child == 0:
+        seen = 0
+
+        def watch(event, arguments):
+            nonlocal seen
+            if event in CHANGES or (
+                event == "open" and isinstance(arguments[1], str) and "w" in arguments[1]
+            ):
+                seen += 1
+                if seen > number:
+                    os._exit(9)
+
+        try:
+            sys.addaudithook(watch)
+            action()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 9)
+    return status == 9

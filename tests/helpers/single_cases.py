@@ -7,6 +7,7 @@ import json
 import sys
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import freescale
@@ -30,6 +31,7 @@ CASES = {
     "a table that is not read": {"model": "Partial", "optimizer": "adam"},
     "rounded": {"wire_dtype": torch.bfloat16},
     "padding": {"model": "Padded"},
+    "pooled": {"model": "Pooled", "optimizer": "adam"},
 }
 
 
@@ -75,12 +77,29 @@ class Padded(CudaClicks):
         self.item.padding_idx = 3
 
 
+class Pooled(CudaClicks):
+    """Pools one table by EmbeddingBag, beside readings of another in the same group."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.action = nn.EmbeddingBag(
+            5, 4, mode="mean", padding_idx=1, dtype=options["dtype"], device="meta"
+        )
+
+    def forward(self, batch):
+        actions = batch.sequences["actions"]
+        pooled = self.action(actions.values, actions.offsets[:-1])
+        logits = self.layers(self.item(batch.dense["extra"]).sum(1) + pooled)
+        return {"click": logits[:, 0].tanh().sum(), "like": logits[:, 1].square().sum()}
+
+
 MODELS = {
     "Clicks": CudaClicks,
     "Derived": Derived,
     "Offered": Offered,
     "Partial": Partial,
     "Padded": Padded,
+    "Pooled": Pooled,
 }
 
 

@@ -34,7 +34,7 @@ def test_commands_stand_in_sections_in_the_order_of_use():
     del sections["Options"]
     assert sections == {
         "Get started": ["doctor", "demo"],
-        "Train a model": ["inspect", "train", "eval", "export", "report"],
+        "Train a model": ["inspect", "train", "eval", "export", "checkpoints", "report"],
         "Generate, plan and measure": ["generate", "simulate", "bench"],
     }
 

@@ -113,7 +113,6 @@ def tied() -> Pair:
             Pair(nn.Embedding(10, 4, scale_grad_by_freq=True)),
             ("'first': scale_grad_by_freq is not supported"),
         ),
-        (Pair(nn.EmbeddingBag(10, 4)), "'first': EmbeddingBag is not supported"),
         (Pair(Normed(10, 4)), "Normed is a subclass of nn.Embedding"),
         (Pair(frozen()), "its weight is frozen"),
         (Pair(hooked()), "it has hooks"),

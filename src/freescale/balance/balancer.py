@@ -52,7 +52,8 @@ class Balancer:
         nodes: [ranks] the machine of each rank; None: all are on one.
         adapt: corrects the cost model by measured times, and gives them to the partitioner.
         segments: how the model cuts histories into segments.
-        feature: the sequence feature whose length is the L of the cost.
+        feature: the sequence feature whose length is the L of the cost. None: L is the number of
+            ids in all of a sample's sequences.
 
     Raises:
         ValueError: there is no partitioner of this name.
@@ -66,7 +67,7 @@ class Balancer:
         nodes: NDArray[np.int64] | None = None,
         adapt: bool = TrainConfig.balance_adapt,
         segments: Segments | None = None,
-        feature: str = "history",
+        feature: str | None = "history",
     ) -> None:
         if isinstance(partitioner, str):
             partitioner = find_partitioner(partitioner)
@@ -94,7 +95,8 @@ class Balancer:
     def check(self, batch: SequenceBatch) -> None:
         """Raises a ValueError if the cost takes the length of a feature that the batch lacks."""
         by_length = self.adaptive is not None or self.cost.quadratic or self.cost.linear
-        if by_length and len(batch) and self.feature not in batch.sequences:
+        named = self.feature is not None
+        if by_length and named and len(batch) and self.feature not in batch.sequences:
             raise ValueError(
                 f"balancing takes the length of the sequence feature {self.feature!r}, which the "
                 f"batch lacks; its sequences are {', '.join(sorted(batch.sequences)) or 'none'}: "

@@ -117,12 +117,22 @@ class Shuffle:
         ).tolist()
 
 
-def measure_samples(batch: SequenceBatch, feature: str) -> np.ndarray:
-    """[samples, 3]: length of the feature, candidates, tokens (of the feature, and all values of
-    the candidates)."""
+def count_events(batch: SequenceBatch, feature: str | None) -> np.ndarray | None:
+    """[samples]: the length of a sequence feature of a batch on the host, or the number of ids
+    (integers) in all of them; None if the batch has no such feature."""
+    if feature is not None:
+        return batch.sequences[feature].lengths.numpy() if feature in batch.sequences else None
+    counted = [each for each in batch.sequences.values() if not each.values.is_floating_point()]
+    return sum((each.lengths.numpy() for each in counted), np.zeros(len(batch), np.int64))
+
+
+def measure_samples(batch: SequenceBatch, feature: str | None) -> np.ndarray:
+    """[samples, 3]: length of the feature (see `count_events`), candidates, tokens (of the feature,
+    and all values of the candidates)."""
     table = np.zeros((len(batch), COLUMNS), np.int64)
-    if feature in batch.sequences:
-        table[:, 0] = table[:, 2] = batch.sequences[feature].lengths.numpy()
+    events = count_events(batch, feature)
+    if events is not None:
+        table[:, 0] = table[:, 2] = events
     for nested in batch.candidates.values():
         counts = nested.counts.numpy()
         table[:, 1] += counts

@@ -20,6 +20,7 @@ from freescale.bench import headline
 from freescale.bench.architecture import draw_architecture, read_layers
 from freescale.bench.balance import figure as balance_figure
 from freescale.bench.balance import table as balance_table
+from freescale.bench.checkpoint.table import format_checkpoint
 from freescale.bench.common.drawing import describe_origin
 from freescale.bench.common.markdown import Results, Table, format_claims, format_missed
 from freescale.bench.common.options import make_parser
@@ -152,6 +153,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "learning": (("learning-cpu",), format_learning),
     "negatives": (("negatives-cpu",), format_negatives),
     "packing": (("packing-cpu",), format_packing),
+    "checkpoint": (("checkpoint-cpu",), format_checkpoint),
     "balance": (MEASURED, balance_table.format_measured),
     "balance-cost": (MEASURED, balance_table.format_cost),
     "balance-bound": (("balance-cpu",), balance_table.format_bound),

@@ -6,6 +6,7 @@ import click
 
 from freescale import __version__
 from freescale.cli.bench import bench
+from freescale.cli.checkpoints import checkpoints
 from freescale.cli.data import generate, inspect
 from freescale.cli.doctor import doctor
 from freescale.cli.layout import CommandGroup
@@ -26,5 +27,5 @@ def main() -> None:
 
 # In the order in which people need them.
 main.add_section("Get started", doctor, demo)
-main.add_section("Train a model", inspect, train, evaluate, export, report)
+main.add_section("Train a model", inspect, train, evaluate, export, checkpoints, report)
 main.add_section("Generate, plan and measure", generate, simulate, bench)

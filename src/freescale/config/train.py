@@ -146,6 +146,20 @@ class TrainConfig(Checked):
     checkpoint_every: int = option(
         1000, "steps between checkpoints (the end is always one)", minimum=1, heading=_OUTPUT
     )
+    full_every: int = option(
+        1,
+        (
+            "every how many-th checkpoint is a full one; those between hold of the tables the rows "
+            "that changed since the one before"
+        ),
+        minimum=1,
+        heading=_OUTPUT,
+    )
+    async_checkpoints: bool = option(
+        False,
+        "write checkpoints beside training, out of a copy in host memory",
+        heading=_OUTPUT,
+    )
     keep_checkpoints: int = option(2, "checkpoints to keep", minimum=1, heading=_OUTPUT)
     keep: str = option(
         "latest",

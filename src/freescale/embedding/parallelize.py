@@ -1,5 +1,5 @@
-"""`parallelize`: finds a model's nn.Embedding modules and puts readers of sharded tables in their
-place; the model's code stays as it is."""
+"""`parallelize`: finds a model's nn.Embedding and nn.EmbeddingBag modules and puts readers of
+sharded tables in their place; the model's code stays as it is."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from freescale.config import TrainConfig
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import ROW_OPTIMIZERS, RowOptimizer
+from freescale.embedding.pooling import POOLINGS
+from freescale.embedding.readers import BagReader, TableReader
 from freescale.embedding.replicas import (
     check_replicable,
     copy_dense_from_rank_zero,
@@ -22,40 +24,10 @@ from freescale.embedding.tables import Tables
 from freescale.transport.api import Transport
 from freescale.transport.local import LocalTransport
 
+AnyEmbedding = nn.Embedding | nn.EmbeddingBag
+
 _INITS = ("auto", "weights", "rows")
 _USUAL_STD = 1.0  # torch's own of nn.Embedding
-
-
-class TableReader(nn.Module):
-    """Stands where an nn.Embedding stood. Has no parameters: the rows live in the tables."""
-
-    def __init__(self, tables: Tables, spec: TableSpec) -> None:
-        super().__init__()
-        self._tables = tables
-        self.table = spec.name
-        self.num_embeddings = spec.rows
-        self.embedding_dim = spec.width
-        self.padding_idx = spec.padding
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids [...] -> rows [..., width]."""
-        return self._tables.read(self.table, ids)
-
-    def locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """ids [...] -> (rows [u, width], index [...]): what `forward` returns is rows[index], of
-        which nothing is copied here."""
-        return self._tables.locate(self.table, ids)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, table={self.table!r}"
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            raise RuntimeError(
-                f"module {self.table!r} is a sharded table and has no whole weight: call the "
-                "module with ids instead"
-            )
-        return super().__getattr__(name)
 
 
 def parallelize(
@@ -71,8 +43,8 @@ def parallelize(
     row_clip: float | None = TrainConfig.row_clip,
     wire_dtype: torch.dtype | None = None,
 ) -> ShardedModel:
-    """Puts tables over all ranks in the place of a model's nn.Embedding modules. Changes `model` in
-    place and moves it to the transport's device. A collective.
+    """Puts tables over all ranks in the place of a model's nn.Embedding and nn.EmbeddingBag
+    modules. Changes `model` in place and moves it to the transport's device. A collective.
 
     Args:
         model: a plain module; `forward(batch)` returns a summed loss per task.
@@ -105,7 +77,7 @@ def parallelize(
     if init not in _INITS:
         raise ValueError(f"init must be one of {', '.join(_INITS)}, not {init!r}")
     given = _find_modules(model, ids)
-    modules: dict[str, nn.Embedding] = {name: model.get_submodule(name) for name in given}  # type: ignore[misc]
+    modules: dict[str, AnyEmbedding] = {name: model.get_submodule(name) for name in given}  # type: ignore[misc]
     _refuse_unsupported(model, modules, init)
     kept = {
         name: module.weight.detach()
@@ -142,7 +114,7 @@ def parallelize(
         row_clip=row_clip,
         wire=wire_dtype,
     )
-    readers = {id(modules[spec.name]): TableReader(sharded, spec) for spec in specs}
+    readers = {id(modules[spec.name]): _make_reader(sharded, spec, modules) for spec in specs}
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in readers:
             parent, _, attribute = path.rpartition(".")
@@ -150,6 +122,15 @@ def parallelize(
     model.to(transport.device)
     copy_dense_from_rank_zero(model, transport)
     return ShardedModel(model, sharded)
+
+
+def _make_reader(
+    tables: Tables, spec: TableSpec, modules: Mapping[str, AnyEmbedding]
+) -> TableReader:
+    module = modules[spec.name]
+    if isinstance(module, nn.EmbeddingBag):
+        return BagReader(tables, spec, module)
+    return TableReader(tables, spec)
 
 
 def _choose_optimizers(
@@ -209,7 +190,7 @@ def _find_modules(model: nn.Module, ids: Mapping[str, Sequence[str]]) -> dict[st
     return found
 
 
-def _refuse_unsupported(model: nn.Module, modules: Mapping[str, nn.Embedding], init: str) -> None:
+def _refuse_unsupported(model: nn.Module, modules: Mapping[str, AnyEmbedding], init: str) -> None:
     """Raises for what a sharded table cannot do, and names the module."""
     uses: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -219,12 +200,16 @@ def _refuse_unsupported(model: nn.Module, modules: Mapping[str, nn.Embedding], i
         paths.setdefault(id(module), []).append(f"{path}.weight")
     for name, module in modules.items():
         refused = None
-        if isinstance(module, nn.EmbeddingBag):
-            refused = "EmbeddingBag is not supported: use nn.Embedding and pool in the model"
-        elif type(module) is not nn.Embedding:
+        kind = nn.EmbeddingBag if isinstance(module, nn.EmbeddingBag) else nn.Embedding
+        if type(module) is not kind:
             refused = (
-                f"{type(module).__name__} is a subclass of nn.Embedding whose forward may "
-                "differ: use nn.Embedding itself"
+                f"{type(module).__name__} is a subclass of nn.{kind.__name__} whose forward may "
+                f"differ: use nn.{kind.__name__} itself"
+            )
+        elif isinstance(module, nn.EmbeddingBag) and module.mode not in POOLINGS:
+            refused = (
+                f"mode {module.mode!r} is not supported, {' and '.join(POOLINGS)} are: use "
+                "nn.Embedding and pool in the model"
             )
         elif module.max_norm is not None:
             refused = "max_norm is not supported: it changes rows while they are read"

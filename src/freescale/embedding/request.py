@@ -54,13 +54,14 @@ class Index:
         """(number of the part, indices [...] of the fetched rows of ids [...]); None if the tensor
         is not one of those that were given."""
         for number, (owner, tensor, version, part) in enumerate(self._known):
+            if owner != table:  # first: there may be hundreds of features
+                continue
             same = tensor is ids or (
                 tensor.data_ptr() == ids.data_ptr() and tensor.numel() == ids.numel() > 0
             )
             same = same and tensor.is_contiguous()
             if (
                 same
-                and owner == table
                 and ids._version == version
                 and ids.is_contiguous()
                 and ids.dtype == tensor.dtype

@@ -10,6 +10,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.layout import TableSpec, find_ids
 from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowOptimizer
 from freescale.kernels.dispatch import choose_optimizers, keeps_gradients, sum_sorted
@@ -66,6 +67,11 @@ class RowStorage:
             name: torch.zeros(size, *shape, dtype=spec.dtype, device=device)
             for name, shape in optimizer.state_shapes(spec.width).items()
         }
+        self.changed = ChangedRows(size, device)
+
+    def get_range(self, name: str) -> TableRange:
+        """Where a table is."""
+        return self._ranges[name]
 
     def get_ids(self, name: str) -> Tensor:
         """Ids of a table's local rows, in storage order."""
@@ -105,6 +111,7 @@ class RowStorage:
         none."""
         if clip is not None:
             gradients = choose_optimizers(self.weight).clip_rows(gradients, clip)
+        self.changed.mark(rows)
         self.optimizer.update(self.weight, self.state, rows, gradients, step=step, factor=factor)
 
     def update_readings(
@@ -114,6 +121,7 @@ class RowStorage:
         sum of each row's. In one go where that gives the same bits."""
         optimizer = self.optimizer
         if clip is None and isinstance(optimizer, (SGD, Adagrad, Adam)) and self._sums_on_the_way:
+            self.changed.mark(rows.rows)
             optimizer.update(self.weight, self.state, rows, gradients, step=step, factor=factor)
             return
         numbers, sums = sum_sorted(rows, gradients)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
+from freescale.embedding.capture import Capture
 from freescale.embedding.exchange import Replicated, Sharded
 from freescale.embedding.layout import ShardLayout, TableSpec, find_feature_ids
 from freescale.embedding.local import Collected, LocalGroup, LocalRequest
@@ -32,6 +33,8 @@ class Deferring(Protocol):
 
     def flush(self) -> None: ...
     def discard(self) -> None: ...
+    def capture(self, rows: Capture) -> None: ...
+    def finish_captures(self) -> None: ...
 
 
 class Tables:
@@ -98,6 +101,21 @@ class Tables:
         replaced. A collective."""
         if self._schedule is not None:
             self._schedule.discard()
+
+    def capture(self, rows: Capture) -> None:
+        """Makes a copy of the rows of sharded tables when they are exactly those of the last step:
+        now, or where gradients are deferred, once they are applied and before the next step
+        changes a row."""
+        if self._schedule is None:
+            rows.make()
+        else:
+            self._schedule.capture(rows)
+
+    def finish_captures(self) -> None:
+        """Settles, if a copy of the rows still has to be made for which no step has come. A
+        collective."""
+        if self._schedule is not None:
+            self._schedule.finish_captures()
 
     # ---- before step 1
 

@@ -58,7 +58,7 @@ class Proposal:
     like: SequenceBatch  # has the features of earlier batches
     # samples to leave room for, the same on every rank; None: lengths are not needed
     room: int | None = None
-    feature: str = "history"  # whose lengths they are
+    feature: str | None = "history"  # whose lengths they are; None: of all
     # the last step that was measured and its nanoseconds of compute
     computed: tuple[int, int] = (0, 0)
     stopping: bool = False  # this rank wants the run to end

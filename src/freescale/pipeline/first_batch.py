@@ -36,7 +36,8 @@ _MEAN = (
 _DEPENDENT = (
     "task {task!r}: samples depend on each other ({names}): the loss of {samples} samples is "
     "{whole:.6g}, those of their halves add up to {halves:.6g}. Results would depend on which rank "
-    "computes a sample; Pipeline(check=False) leaves out this check"
+    "computes a sample: freescale.check_samples_independent(model, batch) finds the module, and "
+    "Pipeline(check=False), without balancing, leaves out this check"
 )
 _BATCH_NORM = (
     "module {name!r} is a {kind}: it makes samples depend on each other, and results on which rank "
@@ -158,7 +159,7 @@ def compare_halves(
             for task in whole
         )
         if is_random:  # dropout, say, would make halves differ from the whole
-            _refuse_batch_norm(module)
+            refuse_batch_norm(module)
         with evaluation_mode(module) if is_random else nullcontext():
             whole = losses(batch) if is_random else whole
             first, second = (losses(half) for half in halves)
@@ -207,8 +208,9 @@ def _find_batch_norms(module: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _refuse_batch_norm(module: nn.Module) -> None:
-    """In evaluation mode batch norm takes its running statistics, and would pass."""
+def refuse_batch_norm(module: nn.Module) -> None:
+    """Raises a ValueError for a batch norm that trains. In evaluation mode it takes its running
+    statistics, and would pass."""
     for name, part in _find_batch_norms(module):
         raise ValueError(_BATCH_NORM.format(name=name, kind=type(part).__name__))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
+from freescale.embedding.capture import Capture
 from freescale.embedding.request import Request
 from freescale.embedding.storage import UpdateOptions
 from freescale.ledger.ledger import Collective, Ledger
@@ -31,6 +32,7 @@ class StagedBatch:
     requests: list[Request] = field(default_factory=list)  # one per group of tables
     # [u, width] of each sharded group, until the last of them is sent
     gradients: list[Tensor] = field(default_factory=list)
+    captured: Moment | None = None  # the rows of the step before are copied; None: nobody asks
     update: UpdateOptions = field(init=False)  # of its step, from the end of its backward on
 
 
@@ -101,10 +103,16 @@ class InFlight:
     incoming: IncomingBatch | None = None  # what the lane `input` prepares
     newest: BatchPreparation | None = None  # of the last batch that was begun
     replaced: bool = False  # the tables were replaced after rows were pulled ahead
+    captures: list[Capture] = field(default_factory=list)  # of the rows after the last step
 
     def take_unsettled(self) -> StagedBatch | None:
         """The batch with deferred gradients, which the caller settles or forgets."""
         taken, self.unsettled = self.unsettled, None
+        return taken
+
+    def take_captures(self) -> list[Capture]:
+        """The copies to be made, which the caller makes."""
+        taken, self.captures = self.captures, []
         return taken
 
     def wait_for_agreement(self, ledger: Ledger) -> None:

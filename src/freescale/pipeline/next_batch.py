@@ -19,7 +19,7 @@ from torch import Tensor
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.problem import Assignment
-from freescale.balance.shuffle import Shuffle, copy_to_host
+from freescale.balance.shuffle import Shuffle, copy_to_host, count_events
 from freescale.batch import SequenceBatch
 from freescale.batch_codec import build_empty_batch
 from freescale.embedding.tables import Tables
@@ -69,13 +69,13 @@ def check_batch(
     return batch
 
 
-def count_batch(batch: SequenceBatch, feature: str) -> dict[str, float]:
+def count_batch(batch: SequenceBatch, feature: str | None) -> dict[str, float]:
     """Sizes of a batch as it came, for the ledger. Their sums do not change by balancing."""
     counters: dict[str, float] = {"samples": len(batch)}
-    if feature in batch.sequences and len(batch):
-        sequences = batch.sequences[feature]
-        counters["tokens"] = sequences.values.shape[0]
-        counters["max_length"] = int(sequences.lengths.max())
+    events = count_events(batch, feature) if len(batch) else None
+    if events is not None:
+        counters["tokens"] = int(events.sum())
+        counters["max_length"] = int(events.max())
     return counters
 
 
@@ -275,10 +275,10 @@ class BatchPreparation:
         self._counters["before_cost"] = float(assignment.loads_before[rank])
         self._counters["after_cost"] = float(assignment.loads[rank])
         self._counters["after_samples"] = len(batch)
-        if self._feature in batch.sequences:
-            sequences = batch.sequences[self._feature]
-            self._counters["after_tokens"] = sequences.values.shape[0]
-            self._counters["after_longest"] = int(sequences.lengths.max()) if len(batch) else 0
+        events = count_events(batch, self._feature)
+        if events is not None:
+            self._counters["after_tokens"] = int(events.sum())
+            self._counters["after_longest"] = int(events.max(initial=0))
 
     def _balance_span(self) -> AbstractContextManager[None]:
         """Around all that balancing keeps this rank from computing: planning, packing and

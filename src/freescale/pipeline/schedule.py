@@ -14,6 +14,7 @@ from torch import Tensor
 from freescale.balance.balancer import Balancer
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
+from freescale.embedding.capture import Capture
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.agreement import MAX_TASKS, Agreement
@@ -296,6 +297,14 @@ class Schedule(ABC):
     def discard(self) -> None:  # noqa: B027
         """Forgets what is deferred, and what was fetched ahead: the tables are about to be
         replaced. A collective."""
+
+    def capture(self, rows: Capture) -> None:
+        """Copies the rows of sharded tables when they are exactly those of the last step. Here
+        they are between steps."""
+        rows.make()
+
+    def finish_captures(self) -> None:  # noqa: B027
+        """Makes copies for which no step has come. A collective."""
 
     # ---- state
 

@@ -20,6 +20,9 @@ schedule bit for bit. Stage 3 precedes 4 for the rows that i-1 and i+1 read, but
 2 touch no row and go first because 5 depends on what they find. Each lane is a thread with its own
 channel, so urgent traffic does not queue behind the bulk. The main thread waits for lanes at the
 next forward only and, before it, for the dense sums, which begin during the backward, and for i+2.
+
+The rows of step i-1 are complete between stages 3 and 5 of step i: there an asynchronous checkpoint
+has them copied, in lane `ahead`, and on such steps stage 5 waits for the copy.
 """
 
 from __future__ import annotations
@@ -32,12 +35,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freescale.embedding.capture import Capture
 from freescale.embedding.collision import Masks, collision_masks
 from freescale.embedding.exchange import Sharded
 from freescale.embedding.request import Request, require
 from freescale.pipeline.host_heap import share_heap, trim_heap
 from freescale.pipeline.in_flight import IncomingBatch, InFlight, StagedBatch
-from freescale.pipeline.lane import Lane
+from freescale.pipeline.lane import Lane, Moment
 from freescale.pipeline.next_batch import BatchPreparation
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.source import BatchSource
@@ -105,11 +109,12 @@ class Staged(Schedule):
     ) -> tuple[StepResult, StagedBatch | None]:
         """Returns the result of `current`, and the batch after `following`."""
         in_flight = self._in_flight
-        previous = in_flight.take_unsettled()
+        previous, captures = in_flight.take_unsettled(), in_flight.take_captures()
+        current.captured = Moment(self.transport.device) if captures else None
         self._taken.remove(current.preparation)
         in_flight.jobs = [
             self.ahead.submit(
-                partial(self._run_ahead, previous, current, following),
+                partial(self._run_ahead, previous, captures, current, following),
                 previous.gradients if previous else (),
             )
         ]
@@ -138,7 +143,11 @@ class Staged(Schedule):
     # ---- lane `ahead`: stages 1 to 4, on its thread and stream, over its channel
 
     def _run_ahead(
-        self, previous: StagedBatch | None, current: StagedBatch, following: StagedBatch | None
+        self,
+        previous: StagedBatch | None,
+        captures: list[Capture],
+        current: StagedBatch,
+        following: StagedBatch | None,
     ) -> None:
         """Runs beside the forward and backward of `current`."""
         try:
@@ -147,13 +156,19 @@ class Staged(Schedule):
                 self._compare(current, following)
             current.compared.reach()
             spent = self._push_deferred_gradients(previous, self.ahead.transport)
+            if current.captured is not None:  # all of i-1 is applied, nothing of i
+                for capture in captures:
+                    capture.make()
+                current.captured.reach()
             if following is None:
                 return
             self._allocate_rows(following, spent)
             following.allocated.reach()
-        except BaseException as error:  # lane `urgent` waits for both moments
-            for moment in (current.compared, *([following.allocated] if following else [])):
-                moment.fail(error)
+        except BaseException as error:  # lane `urgent` and writers of checkpoints wait for these
+            allocated = following.allocated if following is not None else None
+            for moment in (current.compared, current.captured, allocated, *captures):
+                if moment is not None:
+                    moment.fail(error)
             raise
         self._pull_early_rows(following)
         if self._on_host:
@@ -204,6 +219,8 @@ class Staged(Schedule):
         current.compared.wait(host=True)
         if following is None:
             return
+        if current.captured is not None:
+            current.captured.wait(host=True)
         self._push_urgent_gradients(current)
         following.allocated.wait(host=True)
         self._pull_late_rows(following)
@@ -290,9 +307,24 @@ class Staged(Schedule):
         collective."""
         self._in_flight.wait_for_jobs()
         self._push_deferred_gradients(self._in_flight.take_unsettled(), self.transport)
+        for capture in self._in_flight.take_captures():
+            capture.make()
+
+    def capture(self, rows: Capture) -> None:
+        """The lane `ahead` copies the rows in the next step, behind stage 3; lane `urgent` waits
+        for it with stage 5. Without a next step, `flush` does."""
+        self._in_flight.captures.append(rows)
+        if self._in_flight.unsettled is None:
+            self.flush()
+
+    def finish_captures(self) -> None:
+        """Makes copies for which no step has come. A collective."""
+        if self._in_flight.captures:
+            self.flush()
 
     def discard(self) -> None:
         """Forgets the deferred gradients and the rows that were pulled ahead. A collective."""
+        self.finish_captures()
         self._in_flight.wait_for_jobs()
         self._in_flight.take_unsettled()
         self._in_flight.replaced = True

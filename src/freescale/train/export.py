@@ -17,6 +17,7 @@ from freescale.train.checkpoint import (
     find_checkpoint,
     verify_checkpoint,
 )
+from freescale.train.checkpoint.delta import TablePart, apply_deltas
 from freescale.train.run_folder import copy_file
 from freescale.transport.local import LocalTransport
 
@@ -59,9 +60,10 @@ def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
         out / "dense.safetensors",
     )
     for name, (rows, width, kind, _) in state["tables"].items():
-        stored = {f"table/{name}/rows": torch.empty(rows, width, dtype=_DTYPES[kind])}
-        _fill(stored, path)
-        weight = stored[f"table/{name}/rows"].index_select(0, spread_ids(torch.arange(rows), rows))
+        stored = torch.empty(rows, width, dtype=_DTYPES[kind])
+        _fill({f"table/{name}/rows": stored}, checkpoint.base.path)
+        apply_deltas(checkpoint.deltas, {name: TablePart(0, rows, {"rows": stored})})
+        weight = stored.index_select(0, spread_ids(torch.arange(rows), rows))
         yield _write({"weight": weight}, out / f"table.{name}.safetensors")
 
 

@@ -15,8 +15,7 @@ from freescale.config import RunConfig
 from freescale.config.metrics import UNSEEN
 from freescale.data.ids import VOCABULARY, check_vocabulary
 from freescale.train.build import build_model, evaluate_part, load_histories
-from freescale.train.checkpoint import Checkpoints
-from freescale.train.checkpoint.files import Intact
+from freescale.train.checkpoint import Checkpoints, Intact
 from freescale.train.metrics_log import to_json
 from freescale.train.progress import ConsoleProgress
 from freescale.train.ranks import SampleRanks, write_ranks

@@ -99,7 +99,11 @@ class Trainer:
         self.optimizer = build_optimizer(config, self.model)
         self.pipeline = build_pipeline(config, self.model, self.optimizer, self.total)
         self.checkpoints = Checkpoints(
-            self.folder / "checkpoints", transport, settings.keep_checkpoints
+            self.folder / "checkpoints",
+            transport,
+            settings.keep_checkpoints,
+            full_every=settings.full_every,
+            asynchronous=settings.async_checkpoints,
         )
         self.best = build_best(config)  # evaluation so far, where evaluations are compared
         self._state = RunState(
@@ -186,6 +190,7 @@ class Trainer:
             self._open_folder()
             self._callbacks.call("on_start", self)
             yield from self._loop(self._start_ledger(), StopSignals(self.stop, self.rank))
+            self._note_checkpoint()
         finally:
             self._run_folder.close()
 
@@ -239,7 +244,7 @@ class Trainer:
             signals.lift_limit()
             if last is not None:
                 results["loss"] = last.loss
-                self._checkpoint()
+                self._checkpoint(last=True)
         except LossNotFinite as error:
             raise ValueError(
                 f"the loss is {error.loss} at step {error.step}: {_DIVERGED}"
@@ -327,8 +332,16 @@ class Trainer:
         if best is not None and best.kept and best.step not in (None, self.step):
             self.checkpoints.load(self.checkpoints.find("best"), self.model)
 
-    def _checkpoint(self) -> None:
-        path = self._state.save(self._number)
+    def _checkpoint(self, last: bool = False) -> None:
+        """Saves this step. An asynchronous checkpoint is complete at the next one, or at the
+        `last`."""
+        self._note_checkpoint()
+        self._state.save(self._number)
+        if last or not self.checkpoints.asynchronous:
+            self._note_checkpoint()
+
+    def _note_checkpoint(self) -> None:
+        path = self.checkpoints.wait()
         if path is not None:
             self._callbacks.call("on_checkpoint", self, path)
 

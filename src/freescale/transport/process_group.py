@@ -240,6 +240,13 @@ class ProcessGroupTransport:
         made.ledger = ledger
         return made
 
+    def open_control(self) -> ProcessGroupTransport:
+        """Another transport over the same ranks, for the control messages of another thread. It
+        stays until this one closes. A collective."""
+        ranks = dist.get_process_group_ranks(self.group)
+        group = dist.new_group(ranks, timeout=self._timeout, backend="gloo")
+        return ProcessGroupTransport("cpu", group=group, control=group, timeout=self._timeout)
+
     def release(self, channel: Transport) -> None:
         assert isinstance(channel, ProcessGroupTransport)
         if not self._channels.release(channel):

@@ -2,65 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from freescale.config import TrainConfig
+from freescale.embedding.capture import Capture
 from freescale.embedding.sharded_model import ShardedModel
+from freescale.embedding.tables import Tables
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.checkpoint.compression_state import CompressionState
-from freescale.train.checkpoint.files import (
-    FORMAT,
-    CheckpointFolder,
-    Intact,
-    compute_checksum,
-    last_intact,
-    parse_step,
-    verify_checkpoint,
-    write_state,
-)
+from freescale.train.checkpoint.chain import Intact, find_expired, last_intact, verify_checkpoint
+from freescale.train.checkpoint.contents import Contents
+from freescale.train.checkpoint.delta import follow_changes
+from freescale.train.checkpoint.files import CheckpointFolder, parse_step
 from freescale.train.checkpoint.find import find_checkpoint
-from freescale.train.checkpoint.finite_check import NotFinite, find_not_finite
-from freescale.train.checkpoint.model import (
-    collect_dense,
-    collect_random,
-    collect_tables,
-    describe_model,
-    find_untrained,
-    name_parameters,
-    pack_extra,
-    refuse_other_model,
-    restore_extra,
-    restore_random,
-)
-from freescale.train.checkpoint.on_all_ranks import (
-    CheckpointWriter,
-    describe_error,
-    explain_errors,
-    run_on_all_ranks,
-)
-from freescale.train.checkpoint.optimizer import (
-    pack_optimizer,
-    refuse_before_it_steps,
-    unpack_optimizer,
-)
-from freescale.train.checkpoint.packing import Unpacker
-from freescale.train.checkpoint.safe_reader import SafeReader
+from freescale.train.checkpoint.loading import load_checkpoint
+from freescale.train.checkpoint.model import collect_dense, name_parameters, pack_extra
+from freescale.train.checkpoint.on_all_ranks import run_on_all_ranks, run_on_rank_0
+from freescale.train.checkpoint.optimizer import refuse_before_it_steps
+from freescale.train.checkpoint.parent import Parent
+from freescale.train.checkpoint.writing import Beside, await_rows, write_checkpoint
 from freescale.transport.api import Transport
-from freescale.transport.process_group import ProcessGroupTransport
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint that is being written."""
+
+    step: int
+    protected: tuple[int, ...]
+    parent: Parent  # of the next one, once this one is in its place
 
 
 class Checkpoints:
-    """The checkpoints in a folder. `check`, `save`, `load`, `find` and `last_intact` are
+    """The checkpoints in a folder. `check`, `save`, `wait`, `load`, `find` and `last_intact` are
     collectives.
 
     A folder holds one run. Steps ahead of the one that is saved are refused: they belong to another
@@ -70,21 +49,40 @@ class Checkpoints:
     Args:
         folder: where the checkpoints are, one folder `step-00000100` each.
         transport: what `connect` returned; `sharded.transport`.
-        keep: how many checkpoints stay; a save removes older ones.
+        keep: how many checkpoints stay, beside those that they depend on; a save removes older
+            ones.
+        full_every: every how many-th checkpoint is a full one. Those between are deltas: of the
+            tables they hold the rows that row optimizers have changed since the one before.
+        asynchronous: `save` copies what it writes into host memory and returns; writing happens
+            beside training. The next save, or `wait`, raises what went wrong.
 
     Raises:
-        ValueError: `keep` is less than 1.
+        ValueError: `keep` or `full_every` is less than 1.
     """
 
     def __init__(
-        self, folder: str | Path, transport: Transport, keep: int = TrainConfig.keep_checkpoints
+        self,
+        folder: str | Path,
+        transport: Transport,
+        keep: int = TrainConfig.keep_checkpoints,
+        *,
+        full_every: int = TrainConfig.full_every,
+        asynchronous: bool = TrainConfig.async_checkpoints,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
+        if full_every < 1:
+            raise ValueError(f"full_every must be at least 1, got {full_every}")
         self.folder = Path(folder)
         self.transport = transport
         self.keep = keep
+        self.full_every = full_every
+        self.asynchronous = asynchronous
         self._left_behind: set[int] = set()  # rank 0's
+        self._parent: Parent | None = None
+        self._saving: _Saving | None = None
+        self._finished: Path | None = None  # since `wait` was last called
+        self._beside: Beside | None = None
 
     def __repr__(self) -> str:
         steps = self.steps()
@@ -94,6 +92,11 @@ class Checkpoints:
     @property
     def files(self) -> CheckpointFolder:
         return CheckpointFolder(self.folder)
+
+    @property
+    def _consumer(self) -> str:
+        """Under which rows are marked as changed."""
+        return f"checkpoints in {self.folder.absolute()}"
 
     # ---- which there are
 
@@ -110,11 +113,13 @@ class Checkpoints:
 
     def last_intact(self) -> Intact | None:
         """The last checkpoint, for `load`; if it is damaged, the one before, with a warning."""
+        self._complete_or_warn()
         return last_intact(self.folder, self.transport)
 
     def find(self, name: str | None) -> Intact:
         """The checkpoint `last`, `best` or of a step; None: the best of a run that keeps it, else
         the last. ValueError if there is none."""
+        self._complete_or_warn()
         return find_checkpoint(self.folder, name, self.transport)
 
     # ---- save
@@ -150,7 +155,7 @@ class Checkpoints:
         reducer: Reducer | None = None,
         protected: Collection[int] = (),
     ) -> Path:
-        """Writes a checkpoint. A collective.
+        """Writes a checkpoint, or begins to if the folder's are asynchronous. A collective.
 
         Args:
             model: what `parallelize` returned.
@@ -162,101 +167,117 @@ class Checkpoints:
             protected: steps whose checkpoints stay beside the last `keep`.
 
         Returns:
-            The checkpoint's folder.
+            The checkpoint's folder; an asynchronous one is there after `wait`.
 
         Raises:
-            ValueError: something cannot be saved or written, on all ranks.
+            ValueError: something cannot be saved or written, on all ranks; or the asynchronous
+                checkpoint before could not.
             NotFinite: a weight or optimizer state is not finite.
         """
         if not isinstance(progress, Mapping) or "step" not in progress:
             raise ValueError(
                 f"progress is {progress!r} and has no 'step': give {{'step': pipeline.steps, ...}}"
             )
-        step = int(progress["step"])
+        self._complete()
+        self._finished = None
+        step, transport = int(progress["step"]), self.transport
         self._run_on_rank_0(lambda: self._refuse_ahead(step))
-        model.tables.settle()
-        tensors, state = run_on_all_ranks(
-            self.transport, lambda: self._contents(model, optimizer, progress, reducer)
+        parent = self._choose_parent(model.tables, step)
+        if not self.asynchronous:
+            model.tables.settle()
+        followed = self._consumer if self.full_every > 1 else None
+        contents = run_on_all_ranks(
+            transport,
+            lambda: Contents.collect(
+                model,
+                optimizer,
+                progress,
+                reducer,
+                consumer=followed,
+                delta=parent is not None,
+                copy=self.asynchronous,
+            ),
         )
-        run_on_all_ranks(
-            self.transport,
-            lambda: self._refuse_diverged(step, tensors, find_untrained(model.module)),
-            NotFinite,
+        if parent is not None:
+            contents.state["parent"] = {"step": parent.step, "checksum": parent.checksum}
+        # Until this one is in its place, nothing can be said to have changed since it.
+        self._parent = None
+        self._saving = _Saving(
+            step,
+            tuple(protected),
+            Parent(step, 0, parent.deltas + 1 if parent is not None else 0, model.tables),
         )
-        failure = f"checkpoint {self.path(step)} could not be written"
-        try:
-            self._run_on_rank_0(lambda: self.files.begin(step), failure)
-            self._write(self.files.writing_path(step), tensors, state, failure)
-            self._run_on_rank_0(lambda: self.files.finish(step), failure)
-        except ValueError:  # all ranks are here, none writes any more
-            if self.transport.rank == 0:
-                with suppress(OSError):  # the next save tries again
-                    self.files.clear()
-            raise
-        self._run_on_rank_0(lambda: self._remove_old(step, protected))
+        if self.asynchronous:
+            if self._beside is None:
+                self._beside = Beside(transport)
+            control, capture = self._beside.transport, Capture(contents.add_sharded)
+            model.tables.capture(capture)
+            self._beside.start(lambda: self._write(contents, control, capture))
+        else:
+            contents.add_sharded()
+            self._finish(lambda: self._write(contents, transport))
         return self.path(step)
 
-    def _contents(
-        self,
-        model: ShardedModel,
-        optimizer: torch.optim.Optimizer,
-        progress: Mapping[str, Any],
-        reducer: Reducer | None,
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything as named tensors, and the rest as JSON. Makes nothing and changes nothing."""
+    def wait(self) -> Path | None:
+        """Waits for the checkpoint that is being written. A collective.
+
+        Returns:
+            The folder of the checkpoint that was finished since the last call, if there is one.
+
+        Raises:
+            ValueError: it could not be written, on all ranks.
+            NotFinite: a weight or optimizer state was not finite.
+        """
+        self._complete()
+        finished, self._finished = self._finished, None
+        return finished
+
+    def _complete(self) -> None:
+        if self._beside is not None and self._saving is not None:
+            self._saving.parent.tables.finish_captures()
+            self._finish(self._beside.wait)
+
+    def _complete_or_warn(self) -> None:
+        """Before a checkpoint is looked for: one that cannot be written leaves those before it."""
         try:
-            json.dumps(dict(progress))
-        except TypeError as error:
-            raise ValueError(f"progress must be plain JSON: {error}") from None
-        transport, names = self.transport, name_parameters(model)
-        tensors = collect_dense(model.module) | collect_tables(model.tables, transport)
-        beside: dict[str, Tensor] = {}
-        extra = pack_extra(model.module, beside)
-        own, shared = pack_optimizer(optimizer, names, beside)
-        carried = CompressionState(reducer, names)
-        state = {"format": FORMAT} | describe_model(model, optimizer) | {"progress": dict(progress)}
-        state |= {"ranks": transport.world, "device": transport.device.type}
-        state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
-        if transport.device.type != "cpu":
-            state["on_host"] = [
-                name for name, value in beside.items() if value.device.type == "cpu"
-            ]
-        state |= {"carried": carried.names} if carried.names else {}
-        return tensors | beside | carried.tensors(transport.rank) | collect_random(transport), state
+            self._complete()
+        except ValueError as error:  # on all ranks
+            if self.transport.rank == 0:
+                warnings.warn(f"{error}. Taking one before", stacklevel=4)
 
     def _write(
-        self, folder: Path, tensors: dict[str, Tensor], state: dict[str, Any], failure: str
+        self, contents: Contents, transport: Transport, capture: Capture | None = None
     ) -> None:
-        rank = self.transport.rank
-        with explain_errors(failure):
-            save(
-                tensors,
-                storage_writer=CheckpointWriter(folder, overwrite=True),
-                **self._coordination(),
-            )
+        """On the main thread, or beside it: then nobody else uses what it does."""
+        if capture is not None:
+            run_on_all_ranks(transport, lambda: await_rows(capture))
+        saving = self._saving
+        assert saving is not None
+        saving.parent.checksum = write_checkpoint(self.files, contents, transport)
+        run_on_rank_0(transport, lambda: self._remove_old(saving), str(self.folder))
 
-        def sum_files() -> dict[str, list[int]]:
-            mine = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
-            return {path.name: compute_checksum(path) for path in mine}
+    def _finish(self, write: Callable[[], None]) -> None:
+        """Once the checkpoint is in its place, the next one may hold what changes from here on."""
+        saving = self._saving
+        assert saving is not None
+        try:
+            write()
+        finally:
+            self._saving = None
+        self._parent, self._finished = saving.parent, self.path(saving.step)
 
-        said = run_on_all_ranks(self.transport, sum_files)
-        files = [
-            json.loads(part) for part in self.transport.gather_bytes(json.dumps(said).encode())
-        ]
-        state["files"] = {name: sum_of for part in files for name, sum_of in part.items()}
-        self._run_on_rank_0(lambda: write_state(folder, state), failure)
+    def _choose_parent(self, tables: Tables, step: int) -> Parent | None:
+        """The checkpoint whose changes the next one holds; None for a full one. A collective:
+        rank 0 sees the folder."""
+        parent, known = self._parent, b""
+        if parent is None or not parent.fits(tables, self._consumer, step, self.full_every):
+            parent = None
+        elif self.transport.rank == 0:
+            known = b"1" * parent.is_in_place(self.files, self._left_behind)
+        return parent if self.transport.gather_bytes(known)[0] else None
 
-    def _run_on_rank_0(self, work: Callable[[], object], failure: str | None = None) -> None:
-        """Rank 0's work; if it fails, all ranks say so."""
-
-        def done() -> None:
-            try:
-                if self.transport.rank == 0:
-                    work()
-            except OSError as error:
-                raise ValueError(f"{failure or self.folder}: {describe_error(error)}") from error
-
-        run_on_all_ranks(self.transport, done)
+    def _run_on_rank_0(self, work: Callable[[], object]) -> None:
+        run_on_rank_0(self.transport, work, str(self.folder))
 
     def _refuse_ahead(self, step: int) -> None:
         ahead = [
@@ -271,25 +292,13 @@ class Checkpoints:
                 "go on from one of them (load it; --resume), remove them, or use another folder"
             )
 
-    def _refuse_diverged(
-        self, step: int, tensors: Mapping[str, Tensor], untrained: Collection[str]
-    ) -> None:
-        if name := find_not_finite(tensors, untrained):
-            raise NotFinite(
-                f"{name} is not finite at step {step}, which is therefore not saved: "
-                "the checkpoints before it stay"
-            )
-
-    def _remove_old(self, step: int, protected: Collection[int]) -> None:
-        """Those left behind, and all but the last `keep` and the protected; never the one just
-        saved."""
-        others = [found for found in self.steps() if found != step]
-        old = [found for found in others if found not in self._left_behind]
-        expired = old[: max(0, len(old) - self.keep + 1)]
-        self.files.remove(
-            [found for found in others if found in self._left_behind]
-            + [found for found in expired if found not in protected]
+    def _remove_old(self, saving: _Saving) -> None:
+        """Those left behind, and all but the last `keep`, the protected, and what these depend
+        on."""
+        expired = find_expired(
+            self.files.parents(), saving.step, self.keep, saving.protected, self._left_behind
         )
+        self.files.remove(expired)
         self._left_behind.clear()
 
     # ---- load
@@ -318,63 +327,33 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint is damaged, or another model's; on all ranks.
         """
+        self._complete_or_warn()
         if not isinstance(checkpoint, Intact):
             checkpoint = verify_checkpoint(Path(checkpoint), self.transport)
-        path, state = checkpoint.path, checkpoint.state
-        transport, names = self.transport, name_parameters(model)
-        if not model.tables.placed:
-            model.tables.place(recorded=state["placement"])
-        refuse_other_model(path, state, model, optimizer)
-        reader = SafeReader(path)
-        metadata = run_on_all_ranks(transport, reader.read_metadata)
-        unpacker = Unpacker(state, metadata, transport.device)
-        tensors = collect_dense(model.module) | collect_tables(model.tables, transport)
-        extra = {
-            name: unpacker.unpack(packed) for name, packed in state.get("extra_state", {}).items()
-        }
-        kept = unpack_optimizer(optimizer, names, state, unpacker) if optimizer is not None else {}
-        # Other ranks or devices have other random states; each rank keeps its own.
-        same_ranks = state["ranks"] == transport.world and state["device"] == transport.device.type
-        random = collect_random(transport) if optimizer is not None and same_ranks else {}
-        carried = CompressionState(reducer, names)
-        errors = carried.allocate(
-            state.get("carried", ()), transport.rank, transport.world, state["ranks"]
-        )
-        model.tables.discard()
-        with explain_errors(f"checkpoint {path} could not be read"):
-            load(
-                tensors | unpacker.tensors | random | errors,
-                storage_reader=reader,
-                **self._coordination(),
-            )
-        restore_extra(model.module, extra)
+        self._parent = None
+        progress = load_checkpoint(checkpoint, model, optimizer, reducer)
         if optimizer is not None:
-            optimizer.state.clear()
-            optimizer.state.update(kept)
-        if random:
-            restore_random(random, transport)
-        carried.restore(same_ranks=state["ranks"] == transport.world)
-        if optimizer is not None and transport.rank == 0:
-            self._leave_behind(path)
-        progress: dict[str, Any] = state["progress"]
+            self._go_on_from(checkpoint, model.tables)
         return progress
 
-    def _leave_behind(self, path: Path) -> None:
-        step = parse_step(path)
-        if step is None or path.resolve().parent != self.folder.resolve():
+    def _go_on_from(self, checkpoint: Intact, tables: Tables) -> None:
+        step = parse_step(checkpoint.path)
+        if step is None or checkpoint.path.resolve().parent != self.folder.resolve():
             return
+        if self.full_every > 1 and checkpoint.state["format"] > 1:
+            follow_changes(tables, self._consumer)
+            self._parent = Parent.of(step, checkpoint, tables)
+        if self.transport.rank == 0:
+            self._leave_behind(step)
+
+    def _leave_behind(self, step: int) -> None:
         self._left_behind = {found for found in self.steps() if found > step}
         if self._left_behind:
             names = ", ".join(self.path(found).name for found in sorted(self._left_behind))
             warnings.warn(
                 (
-                    f"going on from {path.name}: {names} will be removed when the next "
+                    f"going on from {self.path(step).name}: {names} will be removed when the next "
                     "checkpoint is saved"
                 ),
-                stacklevel=3,
+                stacklevel=4,
             )
-
-    def _coordination(self) -> dict[str, Any]:
-        if isinstance(self.transport, ProcessGroupTransport):
-            return {"process_group": self.transport.control}
-        return {"no_dist": True}

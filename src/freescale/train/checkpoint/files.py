@@ -1,5 +1,5 @@
-"""The folder of a run's checkpoints: which there are, how a new one is put in place, and whether
-its files are as they were written.
+"""The folder of a run's checkpoints: which there are, how a new one is put in place, and what its
+state.json says.
 
     .writing-00000100         being written; becomes step-00000100 by a rename
     step-00000100.replaced    valid until a new checkpoint of the same step has taken its place
@@ -11,36 +11,24 @@ clears the rest.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import shutil
-import warnings
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from freescale.train.checkpoint.on_all_ranks import run_on_all_ranks
-from freescale.transport.api import Transport
-
 FORMAT = 2  # 1 has no checksums, and of an optimizer's state only the tensors
+DELTA_FORMAT = 3  # of the tables only the rows that changed since the parent
 _CHUNK = 1 << 22
 _STATE = "state.json"
 
 
 class Damaged(ValueError):
     """A checkpoint's files are not as they were written."""
-
-
-@dataclass(frozen=True)
-class Intact:
-    """A checkpoint whose files are as they were written."""
-
-    path: Path
-    state: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -57,6 +45,18 @@ class CheckpointFolder:
             if (step := parse_step(path)) is not None and (path / _STATE).exists()
         }
         return sorted(steps)
+
+    def parents(self) -> dict[int, int | None]:
+        """Of each step the one whose changes it holds; None of a full one, and of one whose
+        state.json cannot be read."""
+        return {step: self._read_parent(step) for step in self.steps()}
+
+    def _read_parent(self, step: int) -> int | None:
+        try:
+            parent = read_state(self.path(step)).get("parent")
+        except (ValueError, OSError):
+            return None
+        return None if parent is None else int(parent["step"])
 
     def path(self, step: int) -> Path:
         final, replaced = self._final(step), self._replaced(step)
@@ -103,7 +103,8 @@ class CheckpointFolder:
             self._discard(replaced)
 
     def remove(self, steps: Iterable[int]) -> None:
-        for step in steps:
+        """The last ones first: a kill in between leaves no delta without its parent."""
+        for step in sorted(steps, reverse=True):
             self._discard(self._final(step))
 
     def clear(self) -> None:
@@ -140,25 +141,31 @@ def _sync(folder: Path) -> None:
 def compute_checksum(path: Path) -> list[int]:
     """[bytes, CRC-32]. It finds what disks, memory and copies do to a file, about as fast as a disk
     reads it; SHA-256 would take several times as long, and keep out only who may not write the
-    other files either."""
+    other files either. Reads into memory of its own, so that a thread which trains beside it seldom
+    waits for the interpreter."""
     size = total = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            size, total = size + len(chunk), zlib.crc32(chunk, total)
+    room = memoryview(bytearray(_CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(room):
+            size, total = size + count, zlib.crc32(room[:count], total)
     return [size, total]
 
 
-def _sum_state(state: dict[str, Any]) -> int:
+def sum_state(state: dict[str, Any]) -> int:
+    """The checksum of a state.json, and of all files that it names: deltas name their parent by
+    it."""
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
-def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """With the checksum of everything else in it."""
+def write_state(folder: Path, state: dict[str, Any]) -> int:
+    """With the checksum of everything else in it, which is returned."""
     plain = json.loads(json.dumps(state))  # as it will be read: keys are text
+    checksum = sum_state(plain)
     with open(folder / _STATE, "w", encoding="utf-8") as file:
-        json.dump(plain | {"checksum": _sum_state(plain)}, file, indent=1)
+        json.dump(plain | {"checksum": checksum}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+    return checksum
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -170,71 +177,13 @@ def read_state(path: Path) -> dict[str, Any]:
         raise Damaged(f"{path}/{_STATE} is damaged ({error}): use an earlier checkpoint") from None
     if not isinstance(state, dict):
         raise Damaged(f"{path}/{_STATE} is damaged (not a JSON object): use an earlier checkpoint")
-    if state.get("format") not in (1, FORMAT):
+    if state.get("format") not in (1, FORMAT, DELTA_FORMAT):
         raise ValueError(
-            f"{path} has checkpoint format {state.get('format')}, this version reads 1 to {FORMAT}"
+            f"{path} has checkpoint format {state.get('format')}, this version reads 1 to "
+            f"{DELTA_FORMAT}"
         )
-    if state["format"] >= 2 and state.pop("checksum", None) != _sum_state(state):
+    if state["format"] >= 2 and state.pop("checksum", None) != sum_state(state):
         raise Damaged(
             f"{path}/{_STATE} is damaged (its checksum does not match): use an earlier checkpoint"
         )
     return state
-
-
-def verify_checkpoint(path: Path, transport: Transport) -> Intact:
-    """Compares all files with what was written, each on one rank. A collective: Damaged on all
-    ranks names the one that differs."""
-
-    def compare() -> dict[str, Any]:
-        state = read_state(path)
-        written: dict[str, list[int]] = state.get("files", {})
-        by_size = sorted(written, key=lambda name: (-written[name][0], name))
-        for name in by_size[transport.rank :: transport.world]:
-            _compare(path / name, written[name])
-        return state
-
-    state = run_on_all_ranks(transport, compare, Damaged)
-    seen = transport.gather_bytes(str(_sum_state(state)).encode())
-    if len(set(seen)) > 1:
-        raise ValueError(
-            f"the ranks see different files in {path}: use a folder that all of them share"
-        )
-    return Intact(path, state)
-
-
-def _compare(path: Path, written: list[int]) -> None:
-    try:
-        found = compute_checksum(path)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.EIO):
-            raise
-        raise Damaged(
-            f"{path} cannot be read ({error.strerror}): use an earlier checkpoint"
-        ) from None
-    if found[0] != written[0]:
-        raise Damaged(
-            f"{path} is damaged ({found[0]:,} bytes, {written[0]:,} were written): use "
-            "an earlier checkpoint"
-        )
-    if found != written:
-        raise Damaged(
-            f"{path} is damaged (its checksum is not that of what was written): use an "
-            "earlier checkpoint"
-        )
-
-
-def last_intact(folder: Path, transport: Transport) -> Intact | None:
-    """The last checkpoint; if it is damaged, with a warning, the one before, and so on. A
-    collective; the same on all ranks."""
-    files = CheckpointFolder(folder)
-    listed = transport.gather_bytes(json.dumps(files.steps()).encode())  # rank 0's counts
-    steps: list[int] = json.loads(listed[0])
-    for step in reversed(steps):
-        try:
-            return verify_checkpoint(files.path(step), transport)
-        except Damaged as error:
-            if step == steps[0]:
-                raise
-            if transport.rank == 0:
-                warnings.warn(f"{error}. Taking the one before", stacklevel=2)
-    return None

@@ -6,13 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from freescale.train.checkpoint.files import (
-    CheckpointFolder,
-    Intact,
-    last_intact,
-    parse_step,
-    verify_checkpoint,
-)
+from freescale.train.checkpoint.chain import Intact, last_intact, verify_checkpoint
+from freescale.train.checkpoint.files import CheckpointFolder, parse_step
 from freescale.transport.api import Transport
 
 

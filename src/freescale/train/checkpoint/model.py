@@ -3,7 +3,7 @@ them, and what it is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,17 @@ def find_untrained(module: nn.Module) -> set[str]:
     return {name for name in collect_dense(module) if name.removeprefix("dense/") not in trained}
 
 
-def collect_tables(tables: Tables, transport: Transport) -> dict[str, Tensor]:
-    """The same of the tables; each is whole, over all ranks."""
+def collect_tables(
+    tables: Tables,
+    transport: Transport,
+    names: Iterable[str],
+    copy: Callable[[Tensor], Tensor] = lambda value: value,
+) -> dict[str, Tensor]:
+    """The same of the tables with these names; each is whole, over all ranks. `copy` is applied to
+    this rank's parts."""
     return {
-        f"table/{name}/{part}": _whole(value, name, tables, transport)
-        for name in tables.specs
+        f"table/{name}/{part}": _whole(copy(value), name, tables, transport)
+        for name in names
         for part, value in tables.get_local_state(name).items()
     }
 
@@ -67,7 +73,7 @@ def _whole(local: Tensor, name: str, tables: Tables, transport: Transport) -> Te
         transport, ProcessGroupTransport
     ):
         return local
-    device = transport.device.type
+    device = local.device.type
     group = transport.group if device == "cuda" else transport.control
     mesh = DeviceMesh.from_group(group, device)
     shape = torch.Size((tables.specs[name].rows, *local.shape[1:]))

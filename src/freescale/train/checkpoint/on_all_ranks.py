@@ -38,6 +38,23 @@ def run_on_all_ranks(transport: Transport, work: Callable[[], T], *kinds: type[V
     return result
 
 
+def run_on_rank_0(
+    transport: Transport, work: Callable[[], object], failure: str | None = None
+) -> None:
+    """Runs `work` on rank 0; if it fails, all ranks say so, and what of it: the `failure`. A
+    collective."""
+
+    def run() -> None:
+        try:
+            if transport.rank == 0:
+                work()
+        except OSError as error:
+            prefix = f"{failure}: " if failure else ""
+            raise ValueError(f"{prefix}{describe_error(error)}") from error
+
+    run_on_all_ranks(transport, run)
+
+
 @contextmanager
 def explain_errors(failure: str) -> Iterator[None]:
     """Around torch's save and load: a failure on any rank is one line on all. Torch's warning about

@@ -1,0 +1,185 @@
+"""`freescale.torchrec.parallelize`: finds a model's EmbeddingCollection and EmbeddingBagCollection
+modules and lets them read sharded tables; the model's code stays as it is."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from freescale.config import TrainConfig
+from freescale.embedding.optimizers import RowOptimizer
+from freescale.embedding.parallelize import parallelize as parallelize_embeddings
+from freescale.torchrec.batches import BatchForm
+from freescale.torchrec.optimizers import find_row_optimizer
+from freescale.torchrec.plan import read_placements
+from freescale.torchrec.readers import BagCollectionReader, CollectionReader
+from freescale.torchrec.refusals import COLLECTIONS, list_configs, refuse_unsupported
+from freescale.torchrec.sharded_model import ShardedModel, SummedLoss
+from freescale.transport.api import Transport
+
+
+@dataclass(frozen=True)
+class _Table:
+    collection: str  # path of the module
+    path: str  # of the embedding in it
+    config: Any
+    embedding: Any  # nn.Embedding or nn.EmbeddingBag
+
+
+def parallelize(
+    model: nn.Module,
+    row_optimizer: RowOptimizer | Mapping[str, RowOptimizer] | None = None,
+    *,
+    transport: Transport | None = None,
+    plan: Any = None,
+    placement: str | Mapping[str, str] = TrainConfig.placement,
+    seed: int = TrainConfig.seed,
+    row_clip: float | None = None,
+    wire_dtype: torch.dtype | None = None,
+    shared: Sequence[str] = (),
+    loss_weight: str | Callable[[Any], Tensor] | None = None,
+) -> ShardedModel:
+    """Lets a model's EmbeddingCollection and EmbeddingBagCollection modules read tables that are
+    spread over all ranks. Tables, features and pooling are those of their configs. Changes `model`
+    in place and moves it to the transport's device. A collective.
+
+    Args:
+        model: `forward(batch)` returns the mean loss over the samples, or (loss, outputs). Its
+            batches are dataclasses, named tuples, dicts, lists or tuples of KeyedJaggedTensor,
+            JaggedTensor and tensors [samples, ...].
+        row_optimizer: `SGD`, `Adagrad`, `RowWiseAdagrad` or `Adam` of freescale: one for all
+            tables, or one for each by the name of its config. None: what
+            `apply_optimizer_in_backward` gave to the tables, or else Adam.
+        transport: what `freescale.connect` returned. None: this process alone.
+        plan: a sharding plan of TorchRec's. Row-wise tables are sharded, data-parallel ones
+            replicated, table-wise ones sharded by row, which is said. Tables that it does not name
+            are placed by `placement`.
+        placement: "auto", "sharded" or "replicated", for all tables or by name.
+        seed: of the rows of tables on the meta device, which are drawn with the standard deviation
+            of their config's uniform distribution, as a function of (seed, table, row).
+        row_clip: largest norm of a row's gradient; None does not clip.
+        wire_dtype: rounds rows and gradients on their way between ranks, to torch.bfloat16.
+        shared: paths of tensors in a batch that belong to it as a whole.
+        loss_weight: what each sample weighs in the mean loss: the path of a tensor [samples], or a
+            function from a batch to one. None: all samples weigh the same.
+
+    Returns:
+        The model; its tables are allocated before the first step, evaluation or load.
+
+    Raises:
+        TypeError: `row_optimizer` is not one of freescale's.
+        ValueError: the model has what is not supported, or names do not fit; the message says
+            which.
+    """
+    refuse_unsupported(model)
+    tables = _find_tables(model)
+    if not tables:
+        raise ValueError(
+            "the model has no EmbeddingCollection and no EmbeddingBagCollection: "
+            "freescale.parallelize takes models with nn.Embedding"
+        )
+    placements = _name_in_full(placement, tables, "placement")
+    if plan is not None:
+        chosen = read_placements(plan, [(t.collection, t.config.name, t.path) for t in tables])
+        by_hand = isinstance(placements, Mapping)
+        rest = {t.path: "auto" if by_hand else placements for t in tables}
+        placements = rest | chosen | (dict(placements) if by_hand else {})
+    form = BatchForm(shared, loss_weight)
+    collections = {table.collection: model.get_submodule(table.collection) for table in tables}
+    drawn = _find_deviations(tables)
+    sharded = parallelize_embeddings(
+        model,
+        {table.path: table.config.feature_names for table in tables},
+        _choose_optimizers(row_optimizer, tables),
+        transport=transport,
+        placement=placements,
+        init_std=drawn or None,
+        seed=seed,
+        row_clip=row_clip,
+        wire_dtype=wire_dtype,
+    )
+    readers: dict[int, nn.Module] = {}
+    for path, collection in collections.items():
+        names = [table.path for table in tables if table.collection == path]
+        kind = (
+            BagCollectionReader
+            if isinstance(collection, EmbeddingBagCollection)
+            else CollectionReader
+        )
+        readers[id(collection)] = kind(collection, sharded.tables, names, form)
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if path and id(module) in readers:
+            parent, _, attribute = path.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, readers[id(module)])
+    model = readers.get(id(model), model)
+    return ShardedModel(SummedLoss(model, form), sharded.tables)
+
+
+def _find_tables(model: nn.Module) -> list[_Table]:
+    tables = []
+    for path, module in model.named_modules():
+        if not isinstance(module, COLLECTIONS):
+            continue
+        field = "embedding_bags" if isinstance(module, EmbeddingBagCollection) else "embeddings"
+        for config in list_configs(module):
+            name = ".".join(part for part in (path, field, config.name) if part)
+            tables.append(_Table(path, name, config, getattr(module, field)[config.name]))
+    return tables
+
+
+def _name_in_full(value: Any, tables: Sequence[_Table], what: str) -> Any:
+    """What the user gave by the names of configs, by the paths of embeddings."""
+    if not isinstance(value, Mapping):
+        return value
+    found: dict[str, Any] = {}
+    for given, one in value.items():
+        paths = [t.path for t in tables if given in (t.path, t.config.name)]
+        if len(paths) != 1:
+            known = ", ".join(t.config.name for t in tables)
+            which = f"is the name of {len(paths)} tables ({', '.join(paths)})" if paths else "is no"
+            raise ValueError(
+                f"{what} names {given!r}, which {which}"
+                + ("" if paths else f" table; the tables are {known}")
+            )
+        found[paths[0]] = one
+    return found
+
+
+def _choose_optimizers(given: Any, tables: Sequence[_Table]) -> Any:
+    if given is not None:
+        return _name_in_full(given, tables, "row_optimizer")
+    found = {t.path: find_row_optimizer(t.config.name, t.embedding.weight) for t in tables}
+    without = [t.config.name for t in tables if found[t.path] is None]
+    if len(without) == len(tables):
+        return None
+    if without:
+        raise ValueError(
+            f"apply_optimizer_in_backward was called for some tables, but not for "
+            f"{', '.join(without)}: call it for all, or give row_optimizer="
+        )
+    return found
+
+
+def _find_deviations(tables: Sequence[_Table]) -> dict[str, float]:
+    """Standard deviations of the rows that are to be drawn; empty if all tables have weights."""
+    if not any(t.embedding.weight.is_meta for t in tables):
+        return {}
+    found = {}
+    for table in tables:
+        config, init = table.config, table.config.init_fn
+        usual = isinstance(init, functools.partial) and init.func is nn.init.uniform_
+        if table.embedding.weight.is_meta and not usual:
+            raise ValueError(
+                f"table {config.name!r} is on the meta device and has an init_fn of its own, which "
+                "would not be called: make it on the CPU, or leave init_fn out"
+            )
+        width = config.get_weight_init_max() - config.get_weight_init_min()
+        found[table.path] = width / math.sqrt(12)
+    return found

@@ -1,0 +1,200 @@
+"""What stands where TorchRec's collections stood: the same arguments, the same results, rows out of
+the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+    EmbeddingCollectionInterface,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from freescale.embedding.pooling import Bags, pool_rows
+from freescale.embedding.tables import Tables
+from freescale.torchrec.batches import BatchForm
+
+
+class BagCollectionReader(EmbeddingBagCollectionInterface):  # type: ignore[misc]
+    """Stands where an EmbeddingBagCollection stood. Has no parameters."""
+
+    def __init__(
+        self,
+        collection: EmbeddingBagCollection,
+        tables: Tables,
+        names: Sequence[str],
+        form: BatchForm,
+    ) -> None:
+        """`names`: of the tables, in the order of the configs."""
+        super().__init__()
+        self._configs = collection.embedding_bag_configs()
+        self._is_weighted = collection.is_weighted()
+        self._embedding_names = collection._embedding_names
+        self._widths = collection._lengths_per_embedding
+        self._read = _list_reads(self._configs, names)
+        self._tables, self._form = tables, form
+        self._pooling = {
+            name: collection.embedding_bags[config.name].mode
+            for name, config in zip(names, self._configs, strict=True)
+        }
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Pooled rows: a KeyedTensor [samples, widths of all features]."""
+        found = _Features(features, self._form)
+        bags = [
+            Bags(
+                table,
+                found.get_ids(feature),
+                found.get_offsets(feature),
+                found.get_weights(feature) if self._is_weighted else None,
+                self._pooling[table],
+            )
+            for table, feature in self._read
+        ]
+        return KeyedTensor(
+            keys=self._embedding_names,
+            length_per_key=self._widths,
+            values=torch.cat(pool_rows(self._tables, bags), dim=1),
+        )
+
+    def embedding_bag_configs(self) -> Any:
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        return bool(self._is_weighted)
+
+    @property
+    def device(self) -> torch.device:
+        return self._tables.transport.device
+
+
+class CollectionReader(EmbeddingCollectionInterface):  # type: ignore[misc]
+    """Stands where an EmbeddingCollection stood. Has no parameters."""
+
+    def __init__(
+        self,
+        collection: EmbeddingCollection,
+        tables: Tables,
+        names: Sequence[str],
+        form: BatchForm,
+    ) -> None:
+        """`names`: of the tables, in the order of the configs."""
+        super().__init__()
+        self._configs = collection.embedding_configs()
+        self._need_indices = collection.need_indices()
+        self._width = collection.embedding_dim()
+        self._names_by_table = collection.embedding_names_by_table()
+        self._read = _list_reads(self._configs, names)
+        self._tables, self._form = tables, form
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """The rows of each feature: {its name: JaggedTensor}."""
+        found = _Features(features, self._form)
+        rows = _read_rows(self._tables, [(t, found.get_ids(f)) for t, f in self._read])
+        names = [name for names in self._names_by_table for name in names]
+        return {
+            name: JaggedTensor(
+                values=values,
+                lengths=found.get_lengths(feature),
+                weights=found.get_ids(feature) if self._need_indices else None,
+            )
+            for name, (_, feature), values in zip(names, self._read, rows, strict=True)
+        }
+
+    def embedding_configs(self) -> Any:
+        return self._configs
+
+    def need_indices(self) -> bool:
+        return bool(self._need_indices)
+
+    def embedding_dim(self) -> int:
+        return int(self._width)
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        return list(self._names_by_table)
+
+    @property
+    def device(self) -> torch.device:
+        return self._tables.transport.device
+
+
+class _Features:
+    """A KeyedJaggedTensor, feature by feature."""
+
+    def __init__(self, features: Any, form: BatchForm) -> None:
+        self._all = features = maybe_td_to_kjt(features, None)
+        if features.variable_stride_per_key():
+            raise ValueError(
+                "a collection was given a KeyedJaggedTensor with a batch size of its own for each "
+                "feature, which is not supported"
+            )
+        self._announced = form.find_announced(features) or {}
+        self._position = {key: number for number, key in enumerate(features.keys())}
+        self._samples, self._begins = features.stride(), features.offset_per_key()
+        self._offsets = features.offsets()
+
+    def _find(self, feature: str) -> int:
+        if feature not in self._position:
+            raise ValueError(
+                f"a collection reads feature {feature!r}; the KeyedJaggedTensor has "
+                f"{', '.join(self._position) or 'none'}"
+            )
+        return self._position[feature]
+
+    def _cut(self, values: Tensor, feature: str) -> Tensor:
+        number = self._find(feature)
+        return values[self._begins[number] : self._begins[number + 1]]
+
+    def get_ids(self, feature: str) -> Tensor:
+        announced = self._announced.get(feature)
+        return announced if announced is not None else self._cut(self._all.values(), feature)
+
+    def get_weights(self, feature: str) -> Tensor:
+        return self._cut(self._all.weights(), feature)
+
+    def get_lengths(self, feature: str) -> Tensor:
+        first = self._find(feature) * self._samples
+        lengths: Tensor = self._all.lengths()[first : first + self._samples]
+        return lengths
+
+    def get_offsets(self, feature: str) -> Tensor:
+        """[samples + 1], from 0."""
+        number = self._find(feature)
+        first = number * self._samples
+        offsets: Tensor = self._offsets[first : first + self._samples + 1] - self._begins[number]
+        return offsets
+
+
+def _list_reads(configs: Sequence[Any], names: Sequence[str]) -> list[tuple[str, str]]:
+    """(table, feature) in the order of what a collection returns."""
+    return [
+        (name, feature)
+        for name, config in zip(names, configs, strict=True)
+        for feature in config.feature_names
+    ]
+
+
+def _read_rows(tables: Tables, readings: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+    """The rows [n, width] of each (table, ids [n]). On a CPU those of one group are read at once:
+    the backward makes one gradient of them, and not one for each feature."""
+    if tables.transport.device.type != "cpu":
+        return [tables.read(table, ids) for table, ids in readings]
+    together: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
+    for number, (table, ids) in enumerate(readings):
+        rows, index = tables.locate(table, ids)
+        together.setdefault(id(rows), []).append((number, rows, index))
+    read: dict[int, Tensor] = {}
+    for parts in together.values():
+        joined = functional.embedding(torch.cat([index for *_, index in parts]), parts[0][1])
+        sizes = [index.numel() for *_, index in parts]
+        rows_of = torch.split(joined, sizes)
+        read |= dict(zip([number for number, *_ in parts], rows_of, strict=True))
+    return [read[number] for number in range(len(readings))]

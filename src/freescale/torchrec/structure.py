@@ -1,0 +1,100 @@
+"""Batches of any form, taken apart into their leaves and put together again: dataclasses, named
+tuples, dicts, lists and tuples, within each other."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Path = str  # of a leaf: "sparse_features", "user.ids", "labels[0]"
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a batch is without its leaves."""
+
+    kind: type
+    names: tuple[Any, ...]  # of the parts: fields, keys or positions
+    parts: tuple[Structure | None, ...]  # None: a leaf
+    build: Callable[[list[Any]], Any]  # from the parts
+
+    def fill(self, leaves: Iterator[Any]) -> Any:
+        """A batch with these leaves, in the order of `take_apart`."""
+        return self.build(
+            [next(leaves) if part is None else part.fill(leaves) for part in self.parts]
+        )
+
+
+def take_apart(
+    batch: Any, is_leaf: Callable[[Any], bool]
+) -> tuple[Structure | None, list[tuple[Path, Any]]]:
+    """The structure of a batch, None if it is itself a leaf, and its leaves with their paths."""
+    leaves: list[tuple[Path, Any]] = []
+    return _visit(batch, "", is_leaf, leaves), leaves
+
+
+def _visit(
+    value: Any, path: Path, is_leaf: Callable[[Any], bool], leaves: list[tuple[Path, Any]]
+) -> Structure | None:
+    found = None if is_leaf(value) else _list_parts(value)
+    if found is None:
+        leaves.append((path or "batch", value))
+        return None
+    names, values, build = found
+    parts = tuple(
+        _visit(part, _join(path, name), is_leaf, leaves)
+        for name, part in zip(names, values, strict=True)
+    )
+    return Structure(type(value), tuple(names), parts, build)
+
+
+def _join(path: Path, name: Any) -> Path:
+    if isinstance(name, int):
+        return f"{path}[{name}]"
+    return f"{path}.{name}" if path else str(name)
+
+
+def _list_parts(
+    value: Any,
+) -> tuple[Sequence[Any], Sequence[Any], Callable[[list[Any]], Any]] | None:
+    """(names, parts, how to build it of other parts); None if it has none."""
+    kind = type(value)
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        # a copy without the parts: made by no constructor, which may want other arguments
+        empty = _with_fields(value, dict.fromkeys(names))
+        return (
+            names,
+            [getattr(value, name) for name in names],
+            lambda parts: _with_fields(empty, dict(zip(names, parts, strict=True))),
+        )
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return value._fields, list(value), lambda parts: kind(*parts)
+    if isinstance(value, dict):
+        keys = list(value)
+        none = copy.copy(value)
+        none.clear()  # by no constructor: a defaultdict wants another argument
+        return (
+            keys,
+            [value[key] for key in keys],
+            lambda parts: _with_items(none, zip(keys, parts, strict=True)),
+        )
+    if isinstance(value, (list, tuple)):
+        return range(len(value)), list(value), lambda parts: kind(parts)
+    return None
+
+
+def _with_items(value: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    made = copy.copy(value)
+    made.update(items)
+    return made
+
+
+def _with_fields(value: Any, fields: Mapping[str, Any]) -> Any:
+    made = copy.copy(value)
+    for name, part in fields.items():
+        object.__setattr__(made, name, part)  # frozen ones too
+    return made

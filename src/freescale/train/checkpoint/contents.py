@@ -1,0 +1,143 @@
+"""What a checkpoint holds: everything as named tensors, and the rest as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freescale.embedding.sharded_model import ShardedModel
+from freescale.pipeline.dense.reducer import Reducer
+from freescale.streams import record_event
+from freescale.train.checkpoint.compression_state import CompressionState
+from freescale.train.checkpoint.delta import Span, collect_changes, follow_changes
+from freescale.train.checkpoint.files import DELTA_FORMAT, FORMAT
+from freescale.train.checkpoint.model import (
+    collect_dense,
+    collect_random,
+    collect_tables,
+    describe_model,
+    find_untrained,
+    name_parameters,
+    pack_extra,
+)
+from freescale.train.checkpoint.optimizer import pack_optimizer
+
+
+@dataclass
+class Contents:
+    """Of a checkpoint, on this rank. What the main thread updates is collected between two steps,
+    rows of sharded tables once no gradients are deferred."""
+
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+    untrained: set[str]  # tensors that may be infinite
+    spans: dict[str, Span] | None  # of a delta: which rows of each table this rank writes
+    copied: torch.cuda.Event | None = None  # from then on the tensors hold their values
+    _source: _Source | None = field(default=None, repr=False)  # until all is collected
+
+    @staticmethod
+    def collect(
+        model: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        progress: Mapping[str, Any],
+        reducer: Reducer | None,
+        *,
+        consumer: str | None,
+        delta: bool,
+        copy: bool,
+    ) -> Contents:
+        """Everything that a run needs to go on, but for the rows of sharded tables.
+
+        Args:
+            model: between two steps.
+            optimizer: of its dense parameters.
+            progress: plain JSON.
+            reducer: of the pipeline.
+            consumer: changes of rows are marked for it from now on.
+            delta: of the tables only the rows that are marked so far; otherwise whole tables.
+            copy: the tensors are copies in host memory, and training may go on; otherwise they
+                share memory with the model's.
+
+        Raises:
+            ValueError: names what a checkpoint cannot hold.
+        """
+        try:
+            json.dumps(dict(progress))
+        except TypeError as error:
+            raise ValueError(f"progress must be plain JSON: {error}") from None
+        transport, names = model.transport, name_parameters(model)
+        beside: dict[str, Tensor] = {}
+        extra = pack_extra(model.module, beside)
+        own, shared = pack_optimizer(optimizer, names, beside)
+        carried = CompressionState(reducer, names)
+        state: dict[str, Any] = {"format": DELTA_FORMAT if delta else FORMAT}
+        state |= describe_model(model, optimizer) | {"progress": dict(progress)}
+        state |= {"ranks": transport.world, "device": transport.device.type}
+        state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
+        if transport.device.type != "cpu":
+            state["on_host"] = [
+                name for name, value in beside.items() if value.device.type == "cpu"
+            ]
+        state |= {"carried": carried.names} if carried.names else {}
+        tensors = collect_dense(model.module) | beside | carried.tensors(transport.rank)
+        if copy:
+            tensors = {name: copy_to_host(value) for name, value in tensors.items()}
+        tensors |= collect_random(transport)  # copies
+        source = _Source(model, consumer, delta, copy)
+        spans: dict[str, Span] | None = {} if delta else None
+        contents = Contents(tensors, state, find_untrained(model.module), spans, None, source)
+        contents._add("replicated")
+        return contents
+
+    def add_sharded(self) -> None:
+        """The rows of sharded tables, as they are now. On the caller's thread and stream."""
+        self._add("sharded")
+        source, self._source = self._source, None
+        assert source is not None
+        if source.copy and source.model.transport.device.type == "cuda":
+            self.copied = record_event(blocking=True)
+
+    def _add(self, kind: str) -> None:
+        """Tables of a placement; from now on their changes count for the next checkpoint."""
+        assert self._source is not None
+        model, consumer = self._source.model, self._source.consumer
+        tables, transport = model.tables, model.transport
+        names = [name for name in tables.specs if tables.placements[name].kind == kind]
+        take = copy_to_host if self._source.copy else _share
+        if self._source.delta:
+            assert consumer is not None and self.spans is not None
+            tensors, spans = collect_changes(tables, consumer, names)
+            self.spans |= spans
+            if transport.device.type != "cpu":
+                tensors = {name: take(value) for name, value in tensors.items()}
+        else:
+            tensors = collect_tables(tables, transport, names, take)
+        self.tensors |= tensors
+        if consumer is not None:
+            follow_changes(tables, consumer, names)
+
+
+@dataclass(frozen=True)
+class _Source:
+    model: ShardedModel
+    consumer: str | None
+    delta: bool
+    copy: bool
+
+
+def _share(value: Tensor) -> Tensor:
+    return value
+
+
+def copy_to_host(value: Tensor) -> Tensor:
+    """A copy in host memory. Of a GPU's tensor it is made on the current stream, into pinned
+    memory, which torch keeps for the next copy; what the stream does later does not change it."""
+    if value.device.type == "cpu":
+        return value.clone()
+    copied = torch.empty_like(value, device="cpu", pin_memory=True)
+    return copied.copy_(value, non_blocking=True)

@@ -1,0 +1,86 @@
+"""Restores a model, and what trains it, from a checkpoint that is intact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from freescale.embedding.sharded_model import ShardedModel
+from freescale.pipeline.dense.reducer import Reducer
+from freescale.train.checkpoint.chain import Intact
+from freescale.train.checkpoint.compression_state import CompressionState
+from freescale.train.checkpoint.delta import apply_deltas, list_parts, mark_all_changed
+from freescale.train.checkpoint.model import (
+    collect_dense,
+    collect_random,
+    collect_tables,
+    name_parameters,
+    refuse_other_model,
+    restore_extra,
+    restore_random,
+)
+from freescale.train.checkpoint.on_all_ranks import explain_errors, run_on_all_ranks
+from freescale.train.checkpoint.optimizer import unpack_optimizer
+from freescale.train.checkpoint.packing import Unpacker
+from freescale.train.checkpoint.safe_reader import SafeReader
+from freescale.train.checkpoint.writing import coordinate
+from freescale.transport.api import Transport
+
+
+def load_checkpoint(
+    checkpoint: Intact,
+    model: ShardedModel,
+    optimizer: torch.optim.Optimizer | None,
+    reducer: Reducer | None,
+) -> dict[str, Any]:
+    """As `Checkpoints.load`. A collective; returns the progress that was saved."""
+    path, state = checkpoint.path, checkpoint.state
+    transport, names = model.transport, name_parameters(model)
+    if not model.tables.placed:
+        model.tables.place(recorded=state["placement"])
+    refuse_other_model(path, state, model, optimizer)
+    reader = SafeReader(path)
+    metadata = run_on_all_ranks(transport, reader.read_metadata)
+    unpacker = Unpacker(state, metadata, transport.device)
+    tables = collect_tables(model.tables, transport, model.tables.specs)
+    extra = {name: unpacker.unpack(packed) for name, packed in state.get("extra_state", {}).items()}
+    kept = unpack_optimizer(optimizer, names, state, unpacker) if optimizer is not None else {}
+    # Other ranks or devices have other random states; each rank keeps its own.
+    same_ranks = state["ranks"] == transport.world and state["device"] == transport.device.type
+    random = collect_random(transport) if optimizer is not None and same_ranks else {}
+    carried = CompressionState(reducer, names)
+    errors = carried.allocate(
+        state.get("carried", ()), transport.rank, transport.world, state["ranks"]
+    )
+    own = collect_dense(model.module) | unpacker.tensors | random | errors
+    model.tables.discard()
+    mark_all_changed(model.tables)
+    if checkpoint.ancestors:
+        base = checkpoint.base.path
+        _load_tensors(base, tables, SafeReader(base), transport)
+        run_on_all_ranks(
+            transport, lambda: apply_deltas(checkpoint.deltas, list_parts(model.tables))
+        )
+    else:
+        own |= tables
+    _load_tensors(path, own, reader, transport)
+    restore_extra(model.module, extra)
+    if optimizer is not None:
+        optimizer.state.clear()
+        optimizer.state.update(kept)
+    if random:
+        restore_random(random, transport)
+    carried.restore(same_ranks=state["ranks"] == transport.world)
+    progress: dict[str, Any] = state["progress"]
+    return progress
+
+
+def _load_tensors(
+    path: Path, tensors: dict[str, Tensor], reader: SafeReader, transport: Transport
+) -> None:
+    with explain_errors(f"checkpoint {path} could not be read"):
+        load(tensors, storage_reader=reader, **coordinate(transport))

@@ -1,0 +1,162 @@
+"""Writes the contents of a checkpoint, by all ranks together: under a temporary name, then renamed.
+
+It needs the transport's control messages and nothing else of training, so that it can run beside
+it, on another thread and over a group of its own (`Beside`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from freescale.embedding.capture import Capture
+from freescale.train.checkpoint.contents import Contents
+from freescale.train.checkpoint.files import CheckpointFolder, compute_checksum, write_state
+from freescale.train.checkpoint.finite_check import NotFinite, find_not_finite
+from freescale.train.checkpoint.on_all_ranks import (
+    CheckpointWriter,
+    describe_error,
+    explain_errors,
+    run_on_all_ranks,
+    run_on_rank_0,
+)
+from freescale.transport.api import Transport
+from freescale.transport.process_group import ProcessGroupTransport
+from freescale.transport.threads import start_thread, wait_for_event
+
+
+def write_checkpoint(files: CheckpointFolder, contents: Contents, transport: Transport) -> int:
+    """Writes a checkpoint and puts it in its place. A collective.
+
+    Args:
+        files: the folder of the run's checkpoints.
+        contents: what every rank has of it.
+        transport: the ranks; of their devices nothing is used.
+
+    Returns:
+        The checksum of its state.json; on other ranks than 0, 0.
+
+    Raises:
+        ValueError: it could not be written, on all ranks; nothing of it is left.
+        NotFinite: a weight or optimizer state is not finite.
+    """
+    step = int(contents.state["progress"]["step"])
+    if contents.copied is not None:
+        wait_for_event(contents.copied)
+    run_on_all_ranks(transport, lambda: _refuse_diverged(step, contents), NotFinite)
+    failure, checksum = f"checkpoint {files.path(step)} could not be written", 0
+    try:
+        run_on_rank_0(transport, lambda: files.begin(step), failure)
+        folder = files.writing_path(step)
+        checksum = _write(folder, contents, transport, failure)
+        run_on_rank_0(transport, lambda: files.finish(step), failure)
+    except ValueError:  # all ranks are here, none writes any more
+        if transport.rank == 0:
+            with suppress(OSError):  # the next save tries again
+                files.clear()
+        raise
+    return checksum
+
+
+def await_rows(capture: Capture) -> None:
+    """Waits for the copy of the rows. ValueError if it could not be made."""
+    try:
+        capture.wait()
+    except Exception as error:
+        raise ValueError(
+            f"rows could not be copied into host memory: {describe_error(error)}"
+        ) from error
+
+
+def _refuse_diverged(step: int, contents: Contents) -> None:
+    if name := find_not_finite(contents.tensors, contents.untrained):
+        raise NotFinite(
+            f"{name} is not finite at step {step}, which is therefore not saved: "
+            "the checkpoints before it stay"
+        )
+
+
+def _write(folder: Path, contents: Contents, transport: Transport, failure: str) -> int:
+    write_tensors(folder, contents.tensors, transport, failure)
+    rank, checksum = transport.rank, 0
+
+    def sum_files() -> dict[str, list[int]]:
+        mine = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
+        return {path.name: compute_checksum(path) for path in mine}
+
+    said = [run_on_all_ranks(transport, sum_files), contents.spans]
+    gathered = [json.loads(part) for part in transport.gather_bytes(json.dumps(said).encode())]
+    state = contents.state
+    state["files"] = {name: of for files, _ in gathered for name, of in files.items()}
+    if contents.spans is not None:
+        state["changed"] = [spans for _, spans in gathered]
+
+    def finish() -> None:
+        nonlocal checksum
+        checksum = write_state(folder, state)
+
+    run_on_rank_0(transport, finish, failure)
+    return checksum
+
+
+def write_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], transport: Transport, failure: str
+) -> None:
+    """A collective."""
+    with explain_errors(failure):
+        save(
+            dict(tensors),
+            storage_writer=CheckpointWriter(folder, overwrite=True),
+            **coordinate(transport),
+        )
+
+
+def coordinate(transport: Transport) -> dict[str, Any]:
+    """How torch's save and load bring the ranks together."""
+    if isinstance(transport, ProcessGroupTransport):
+        return {"process_group": transport.control}
+    return {"no_dist": True}
+
+
+class Beside:
+    """Work beside training: one job at a time, on a thread of its own."""
+
+    def __init__(self, transport: Transport) -> None:
+        """A collective: opens a group for the thread's control messages."""
+        self.transport = transport
+        if isinstance(transport, ProcessGroupTransport):
+            self.transport = transport.open_control()
+        self._done: Callable[[], None] | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Starts `work`; the job before must have been waited for."""
+        assert self._done is None, "one job at a time"
+        error: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as caught:  # noqa: BLE001 - raised where it is waited for
+                error.append(caught)
+
+        # A process that ends leaves it a moment; what is half written then is not a checkpoint.
+        thread = start_thread("checkpoint", run, lambda: None)
+
+        def finish() -> None:
+            thread.join()
+            if error:
+                raise error[0]
+
+        self._done = finish
+
+    def wait(self) -> None:
+        """Waits for the job, if there is one, and raises its error."""
+        done, self._done = self._done, None
+        if done is not None:
+            done()

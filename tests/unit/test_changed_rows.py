@@ -1,0 +1,65 @@
+"""Marks of changed rows: each consumer finds what was marked since it last took its own."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freescale.embedding.changed_rows import ChangedRows
+from freescale.embedding.layout import TableSpec
+from freescale.embedding.optimizers import Adam
+from freescale.embedding.storage import RowStorage, TableRange
+from freescale.kernels.reference.row_sums import SortedRows
+
+SIZE = 12
+CONSUMERS = ("checkpoints", "snapshots")
+ROWS = st.lists(st.integers(-1, SIZE - 1), max_size=8)
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("mark"), ROWS),
+        st.tuples(st.just("follow"), st.sampled_from(CONSUMERS)),
+        st.tuples(st.just("forget"), st.sampled_from(CONSUMERS)),
+        st.tuples(st.just("mark_all"), st.none()),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ACTIONS, st.integers(0, SIZE), st.integers(0, SIZE))
+def test_marks_are_sets_of_rows_one_for_each_consumer(actions, first, last):
+    changed, expected = ChangedRows(SIZE, torch.device("cpu")), {}
+    for action, value in actions:
+        if action == "mark":
+            changed.mark(torch.tensor(value, dtype=torch.int32))
+            for rows in expected.values():
+                rows |= set(value) - {-1}
+        elif action == "mark_all":
+            changed.mark_all()
+            for rows in expected.values():
+                rows |= set(range(SIZE))
+        elif action == "follow":
+            changed.follow(value)
+            expected[value] = set()
+        else:
+            changed.forget(value)
+            expected.pop(value, None)
+    for consumer in CONSUMERS:
+        assert changed.is_followed(consumer) == (consumer in expected)
+    for consumer, rows in expected.items():
+        found = changed.find(consumer, slice(first, last)).tolist()
+        assert found == sorted(row - first for row in rows if first <= row < last)
+
+
+def test_every_update_marks_its_rows():
+    spec = TableSpec("item", SIZE, 4, torch.float32, ("history",))
+    storage = RowStorage([TableRange(spec, 0, 0, SIZE)], SIZE, Adam(), torch.device("cpu"))
+    storage.changed.follow("checkpoints")
+    options = {"step": 1, "factor": 1.0, "clip": None}
+    storage.update(torch.tensor([3, 7]), torch.ones(2, 4), **options)
+    readings = SortedRows.of(torch.tensor([9, 1, 9]))
+    storage.update_readings(readings, torch.ones(3, 4), **options)
+    assert storage.changed.find("checkpoints", slice(0, SIZE)).tolist() == [1, 3, 7, 9]
+    touched = storage.weight.abs().sum(1).nonzero().view(-1)
+    assert touched.tolist() == [1, 3, 7, 9]
