@@ -72,7 +72,8 @@ def test_softmax_is_that_of_plain_torch(normalize, extras, per):
     log_q = None
     if extras:
         log_q = torch.randn(shape, generator=generator)
-        options |= {"weights": torch.rand(TOKENS), "targets_log_q": torch.randn(TOKENS)}
+        options["weights"] = torch.rand(TOKENS, generator=generator)
+        options["targets_log_q"] = torch.randn(TOKENS, generator=generator)
     negatives = softmax.Negatives(index, per, log_q)
     assert native_softmax.fits(outputs, rows, negatives)
     found = []

@@ -73,10 +73,15 @@ def _measure(
     path: str, options: dict[str, str], data: Path, run: Path, steps: int, seed: int
 ) -> dict[str, float]:
     """Trains and evaluates with the package at `path`: median step, processor time, metrics."""
-    settings = {"data": str(data), "cache": str(data.parent), "device": "cpu", **options}
+    settings: dict[str, object] = {
+        "data": str(data),
+        "cache": str(data.parent),
+        "device": "cpu",
+        **options,
+    }
     settings |= {"steps": steps, "seed": seed, "log_every": 100}
     figures = [run.with_name(f"{run.name}-{rank}.json") for rank in range(_RANKS)]
-    given = {"settings": settings, "folder": str(run), "warm_up": _WARM_UP}
+    given: dict[str, object] = {"settings": settings, "folder": str(run), "warm_up": _WARM_UP}
     given["figures"] = [str(each) for each in figures]
     searched = os.pathsep.join([path, str(Path(__file__).parent)])
     status = launch(
@@ -87,7 +92,7 @@ def _measure(
     )
     if status:
         raise SystemExit(f"training with {path} ended with status {status}")
-    found = [json.loads(each.read_text()) for each in figures]
+    found: list[dict[str, float]] = [json.loads(each.read_text()) for each in figures]
     records = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
     tokens = statistics.mean(sum(record["before"]["tokens"]) for record in records[_WARM_UP:])
     cpu = statistics.mean(each["cpu_ms"] for each in found)
