@@ -44,6 +44,7 @@ _ABOUT = {
     "cli": "command line",
     "bench": "benchmarks, figures, tables",
     "simulate": "steps on a cluster, predicted",
+    "torchrec": "models and batches of TorchRec",
     "train": "trainer, checkpoints, evaluation, export",
     "data": "readers, histories, negatives, workers",
     "report": "the page of a run",
