@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freescale.kernels.native import bindings, fused_layer
+from freescale.kernels.native import bindings, fused_layer, row_updates
 from freescale.kernels.native import sampled_softmax as native_softmax
+from freescale.kernels.reference import row_updates as plain_updates
 from freescale.kernels.reference import sampled_softmax as softmax
 from freescale.models import HSTU
 
@@ -57,18 +58,23 @@ def test_layers_are_those_of_plain_torch(biases, candidates, dropout, monkeypatc
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("extras", [True, False])
-def test_softmax_is_that_of_plain_torch(normalize, extras):
+@pytest.mark.parametrize("per", ["batch", "sample"])
+def test_softmax_is_that_of_plain_torch(normalize, extras, per):
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(40, 13, generator=generator)
     outputs = torch.randn(TOKENS, 13, generator=generator)
-    targets, index = (torch.randint(0, 40, (n,), generator=generator) for n in (TOKENS, 25))
-    index[3] = targets[0]
+    shape = (25,) if per == "batch" else (len(LENGTHS), 25)
+    targets, index = (
+        torch.randint(0, 40, size, generator=generator) for size in ((TOKENS,), shape)
+    )
+    index[..., 3] = targets[0]
     options: dict[str, object] = {"temperature": 0.3, "normalize": normalize}
     log_q = None
     if extras:
-        log_q = torch.randn(25, generator=generator)
-        options |= {"weights": torch.rand(TOKENS), "targets_log_q": torch.randn(TOKENS)}
-    negatives = softmax.Negatives(index, "batch", log_q)
+        log_q = torch.randn(shape, generator=generator)
+        options["weights"] = torch.rand(TOKENS, generator=generator)
+        options["targets_log_q"] = torch.randn(TOKENS, generator=generator)
+    negatives = softmax.Negatives(index, per, log_q)
     assert native_softmax.fits(outputs, rows, negatives)
     found = []
     for kernel in (native_softmax, softmax):
@@ -78,6 +84,27 @@ def test_softmax_is_that_of_plain_torch(normalize, extras):
         found.append((loss.detach(), own[0].grad, own[1].grad))
     for mine, plain in zip(*found, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("width", [13, 64])
+def test_adam_of_rows_is_that_of_plain_torch(width):
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(3, 50, width, generator=generator)
+    start[2].abs_()
+    found = []
+    for module in (row_updates, plain_updates):
+        tables = start.clone().unbind()
+        for step in (1, 2, 700):
+            rows = torch.randperm(50, generator=generator.manual_seed(step))[:31]
+            gradients = torch.randn(31, width, generator=generator)
+            options = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "step": step}
+            # in parts, as schedules do
+            for part in (slice(0, 7), slice(7, 31)):
+                module.adam(*tables, rows[part], gradients[part], **options)
+        found.append(tables)
+    for mine, plain, before in zip(*found, start, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(mine, before)
 
 
 def test_what_is_no_number_stays_none():

@@ -103,6 +103,9 @@ def _divide_on_host(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
         tags *= ranks
         tags[one.marked.numpy()] = 0
         tags += np.arange(ranks, dtype=tags.dtype).repeat(one.sizes)
-        positions.append(torch.from_numpy(tags.argsort(kind="stable")))
+        order: NDArray[Any] = tags.argsort(kind="stable")
+        if order.size < 1 << 31:  # a batch keeps them as long as its rows: half the memory
+            order = order.astype(np.int32)
+        positions.append(torch.from_numpy(order))
         counts.append(np.bincount(tags, minlength=one.bins))
     return positions, torch.from_numpy(np.concatenate(counts))

@@ -123,6 +123,7 @@ class Sharded:
         one. A collective."""
         parts = compare_requests(current, following, self.layout.size, transport, masks)
         (urgent, *current.deferred), (following.late, *following.early) = parts
+        following.collisions = sum(following.late.receive)
         with transport.ledger.span("compare"):
             # Prepared here: the update of these rows delays the next forward.
             current.urgent = replace(urgent, sum_gradients=self._prepare_sums(current, urgent))
@@ -145,7 +146,8 @@ class Sharded:
 
         def store(part: RequestPart, rows: Tensor) -> None:
             assert request.rows is not None and part.requested is not None
-            request.rows.index_copy_(0, part.requested, rows.to(request.rows.dtype))
+            places = part.requested.long()  # a piece at a time: `index_copy_` takes no others
+            request.rows.index_copy_(0, places, rows.to(request.rows.dtype))
 
         run_pipelined(
             parts, lambda part: self._look_up(request, part, transport), store, transport.lines

@@ -119,6 +119,7 @@ class Request:
     # rows that the previous batch does not read: pulled while it computes
     early: list[RequestPart] = field(default_factory=list)
     late: RequestPart | None = None  # rows that it reads: they collide, and wait for its update
+    collisions: int = 0  # `late` rows that are requested from this rank
     # rows that the following batch reads too: their gradients go first
     urgent: RequestPart | None = None
     # rows that it does not read: their gradients are deferred
@@ -130,6 +131,15 @@ class Request:
         self.rows = rows.detach().requires_grad_(train)
         if train and keeps_gradients(rows):
             self.gradients = RowGradients(self.index.parts, self.rows.detach())
+
+    @property
+    def bytes_of_rows(self) -> int:
+        """Of the rows that this rank reads."""
+        return self.rows.numel() * self.rows.element_size() if self.rows is not None else 0
+
+    def drop_pulled(self) -> None:
+        """All rows are here: forgets how they travelled."""
+        self.early, self.late = [], None
 
     def read(self, part: int | None, index: Tensor) -> Tensor:
         """The rows [..., width] at index [...]; `part` of the ids that were given, or others."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from freescale.kernels.native import fused_layer as native_layer
 from freescale.kernels.native import positions as native_positions
+from freescale.kernels.native import row_updates as native_updates
 from freescale.kernels.native import sampled_softmax as native_softmax
 from freescale.kernels.reference import (
     attention,
@@ -261,7 +262,9 @@ def _fits_triton_rows(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton_ro
 def choose_optimizers(weight: Tensor) -> Any:
     """Chooses the module whose sgd, adagrad, rowwise_adagrad, adam and clip_rows update this
     table."""
-    return triton_row_updates if _fits_triton_rows(weight, (torch.float32,)) else row_updates
+    if _fits_triton_rows(weight, (torch.float32,)):
+        return triton_row_updates
+    return native_updates if native_updates.fits(weight) else row_updates
 
 
 def gather_rows(weight: Tensor, numbers: Tensor, dtype: torch.dtype | None = None) -> Tensor:

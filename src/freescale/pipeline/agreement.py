@@ -114,7 +114,9 @@ class PendingAgreement:
         present = batch if batch is not None else proposal.like
         names = sorted(present.weights)
         error = error or _refuse_tasks(names, batch)
-        self._proposal, self._transport, self._error = proposal, transport, error
+        # Not the proposal itself: its batches would live as long as the agreement.
+        self._left, self._number = proposal.left, proposal.like.number
+        self._measured, self._transport, self._error = proposal.room is not None, transport, error
         self._names, self._schema, self._room = names, describe_schema(present), proposal.room or 0
         message = np.zeros(_ROWS + self._room * COLUMNS, np.int64)
         message[_FEATURES] = _hash(self._schema)
@@ -147,7 +149,7 @@ class PendingAgreement:
         gathered = self._pending.wait().numpy()
         states = gathered[:, _STATE]
         if (states == _LEFT).any():
-            if self._proposal.left is None:
+            if self._left is None:
                 gone = int((states == _LEFT).argmax())
                 raise RemoteError(
                     f"rank {gone} left the loop at step {gathered[gone, _NUMBER]} and this one "
@@ -167,7 +169,7 @@ class PendingAgreement:
             return self._refuse_step(error=error)
         samples = gathered[:, _SAMPLES].tolist()
         table = gathered[:, _ROWS:].reshape(transport.world, room, COLUMNS)
-        if self._proposal.room is not None and max(samples) > room:
+        if self._measured and max(samples) > room:
             padded = np.zeros((max(samples), COLUMNS), np.int64)
             padded[: len(self._rows)] = self._rows
             table = _gather(padded, transport).wait().numpy()
@@ -176,9 +178,7 @@ class PendingAgreement:
             ready=bool(ready.any()),
             counts=dict(zip(names, totals.tolist(), strict=False)),
             samples=samples,
-            number=int(gathered[ready, _NUMBER].max())
-            if ready.any()
-            else self._proposal.like.number,
+            number=int(gathered[ready, _NUMBER].max()) if ready.any() else self._number,
             schema=schema,
             lengths=np.concatenate([table[rank, :count] for rank, count in enumerate(samples)]),
             computed_step=int(gathered[0, _COMPUTED_STEP]),
@@ -191,7 +191,7 @@ class PendingAgreement:
             False,
             {},
             [0] * ranks,
-            self._proposal.like.number,
+            self._number,
             "",
             _NO_LENGTHS,
             0,

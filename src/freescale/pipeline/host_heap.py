@@ -9,19 +9,35 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from functools import cache
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGE = 4 << 20  # bytes of a block that goes back to the system as soon as it is freed
 _KEPT = 2 << 20  # bytes that stay at the end of the heap, for small blocks
+_WORTH = 16 << 20  # bytes of rows in a batch beside which holes in the heap are returned
 _settings = {_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: _LARGE, _M_TRIM_THRESHOLD: _KEPT}
 
 
 def share_heap() -> bool:
     """From now on new threads use the first thread's heap, and large blocks are returned when they
     are freed. For the whole process. Returns whether the C library is glibc, which can do this."""
-    if not sys.platform.startswith("linux"):
-        return False
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version"):
+    library = _load_glibc()
+    if library is None:
         return False
     return all([library.mallopt(name, value) == 1 for name, value in _settings.items()])
+
+
+def trim_heap(travelled: int) -> bool:
+    """Returns free pages inside the heap to the system, if a batch of at least `_WORTH` bytes has
+    travelled through it: pieces of it were allocated between smaller blocks that live on. Returns
+    whether it did. Takes some milliseconds: small batches keep their pages."""
+    library = _load_glibc() if travelled >= _WORTH else None
+    return library is not None and library.malloc_trim(ctypes.c_size_t(0)) >= 0
+
+
+@cache
+def _load_glibc() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "gnu_get_libc_version") else None

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from freescale.embedding.capture import Capture
 from freescale.embedding.collision import Masks, collision_masks
 from freescale.embedding.exchange import Sharded
 from freescale.embedding.request import Request, require
-from freescale.pipeline.host_heap import share_heap
+from freescale.pipeline.host_heap import share_heap, trim_heap
 from freescale.pipeline.in_flight import IncomingBatch, InFlight, StagedBatch
 from freescale.pipeline.lane import Lane, Moment
 from freescale.pipeline.next_batch import BatchPreparation
@@ -58,7 +59,8 @@ class Staged(Schedule):
         """As `Schedule`. `masks` finds the collisions (benchmarks show what happens without). A
         collective: opens three channels."""
         super().__init__(*arguments, **options)
-        if self.transport.device.type == "cpu":
+        self._on_host = self.transport.device.type == "cpu"
+        if self._on_host:
             share_heap()  # before the lanes' threads have heaps of their own
         self.ahead = Lane("ahead", self.transport)
         self.urgent = Lane("urgent", self.transport, urgent=True)
@@ -112,10 +114,11 @@ class Staged(Schedule):
         self._taken.remove(current.preparation)
         in_flight.jobs = [
             self.ahead.submit(
-                lambda: self._run_ahead(previous, captures, current, following),
+                partial(self._run_ahead, previous, captures, current, following),
                 previous.gradients if previous else (),
             )
         ]
+        del previous  # the lane has it, and lets it go before the backward needs most memory
         self._begin_input(source)
         current.preparation.count(self.ledger)
         self._compute(current.micro, current.agreement)
@@ -168,6 +171,8 @@ class Staged(Schedule):
                     moment.fail(error)
             raise
         self._pull_early_rows(following)
+        if self._on_host:
+            trim_heap(sum(request.bytes_of_rows for _, request in self._sharded(following)))
 
     def _request_ids(self, following: StagedBatch) -> None:
         """Stage 1, lane `ahead`: deduplicates the ids and sends them to the owners of the rows."""
@@ -289,7 +294,8 @@ class Staged(Schedule):
             self.ahead.lend(request.rows)
             request.open(request.rows, train=True)
             self.ledger.count("requests", request.owned.numel())
-            self.ledger.count("collisions", sum(require(request.late).receive))
+            self.ledger.count("collisions", request.collisions)
+            request.drop_pulled()
         for replicated, request in self.tables.pair_replicated(current.requests):
             replicated.fetch(request, self.transport, train=True)
         self.tables.open(current.requests)

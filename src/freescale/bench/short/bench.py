@@ -2,15 +2,14 @@
 
 The file is like Amazon Beauty's: 40,226 users, 54,542 items, 5.6 training positions a sample. Arms
 take turns, a seed each time; a run trains on 2 ranks and is then evaluated on the validation part,
-by the code that trained it. Beside the time of a step stands the processor time of a rank, on which
-other work of the machine has less of an effect; what a run of a few steps takes is subtracted.
+by the code that trained it. Beside the time of a step stands the processor time of a rank with its
+workers, on which other work of the machine has less of an effect; both from marks between steps.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from freescale.bench.common.repository import package_path, require_repository
 from freescale.bench.common.results import Destination, Row, claim, write
+from freescale.train.launch import launch
 
 BEFORE = "381639f"  # negatives of each sample are all that there is
 FILE = {"users": 40_226, "items": 54_542, "median": 7.0, "sigma": 0.65, "cap": 300, "seed": 1}
@@ -42,12 +42,12 @@ def bench_short(steps: int, seeds: int, to: Destination) -> None:
             ["git", "archive", BEFORE, "src"], cwd=root, check=True, stdout=subprocess.PIPE
         )
         subprocess.run(["tar", "x", "-C", str(before)], input=archive.stdout, check=True)
-        shared = ["--negatives-per", "auto"]  # short histories share their negatives
-        arms = {BEFORE_ARM: (str(before / "src"), []), NOW: (now, []), SHARED: (now, shared)}
+        shared = {"negatives_per": "auto"}  # short histories share their negatives
+        arms = {BEFORE_ARM: (str(before / "src"), {}), NOW: (now, {}), SHARED: (now, shared)}
         for seed in range(seeds):
-            for number, (arm, (path, words)) in enumerate(arms.items()):
+            for number, (arm, (path, settings)) in enumerate(arms.items()):
                 run = folder / f"{number}-{seed}"
-                found = _measure(path, words, data, run, steps, seed)
+                found = _measure(path, settings, data, run, steps, seed)
                 rows.append({"arm": arm, "seed": seed, **found})
                 print(rows[-1], flush=True)
     claims = []
@@ -70,37 +70,33 @@ def _average(rows: list[Row], arm: str, key: str) -> float:
 
 
 def _measure(
-    path: str, options: list[str], data: Path, run: Path, steps: int, seed: int
+    path: str, options: dict[str, str], data: Path, run: Path, steps: int, seed: int
 ) -> dict[str, float]:
     """Trains and evaluates with the package at `path`: median step, processor time, metrics."""
-
-    def train(steps: int, folder: Path) -> float:
-        """Seconds of all processors."""
-        settings: dict[str, object] = {"data": data, "cache": data.parent, "folder": folder}
-        settings |= {"steps": steps, "seed": seed, "nproc": _RANKS, "log-every": 100}
-        words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-        begin = _read_processor_time()
-        _run(path, ["train", *words, "--device", "cpu", *options])
-        return _read_processor_time() - begin
-
-    start = train(_WARM_UP, run.with_name(f"{run.name}-start"))
-    seconds = (train(steps, run) - start) / (steps - _WARM_UP)
-    _run(path, ["eval", str(run), "--part", "validation", "--nproc", str(_RANKS)])
-    records = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
-    counted = records[_WARM_UP:]
-    quality = json.loads((run / "eval-validation.json").read_text())["quality"]["model"]
-    return {
-        "cpu_ms": 1e3 * seconds / _RANKS,
-        "step_ms": statistics.median(record["step_ms"] for record in counted),
-        "tokens": statistics.mean(sum(record["before"]["tokens"]) for record in counted),
-        **quality,
+    settings: dict[str, object] = {
+        "data": str(data),
+        "cache": str(data.parent),
+        "device": "cpu",
+        **options,
     }
-
-
-def _read_processor_time() -> float:
-    """Of all processes that this one has started and that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    settings |= {"steps": steps, "seed": seed, "log_every": 100}
+    figures = [run.with_name(f"{run.name}-{rank}.json") for rank in range(_RANKS)]
+    given: dict[str, object] = {"settings": settings, "folder": str(run), "warm_up": _WARM_UP}
+    given["figures"] = [str(each) for each in figures]
+    searched = os.pathsep.join([path, str(Path(__file__).parent)])
+    status = launch(
+        [json.dumps(given)],
+        _RANKS,
+        module="measured_rank",
+        extra=lambda rank: {"PYTHONPATH": searched},
+    )
+    if status:
+        raise SystemExit(f"training with {path} ended with status {status}")
+    found: list[dict[str, float]] = [json.loads(each.read_text()) for each in figures]
+    records = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    tokens = statistics.mean(sum(record["before"]["tokens"]) for record in records[_WARM_UP:])
+    cpu = statistics.mean(each["cpu_ms"] for each in found)
+    return found[0] | {"cpu_ms": cpu, "tokens": tokens}
 
 
 def _run(path: str, words: list[str]) -> None:

@@ -59,6 +59,10 @@ class NativeLibrary:
         self.compare_with_negatives = _declare(
             library.compare_with_negatives, *[size] * 3, *[at] * 8, c_float, *[at] * 2
         )
+        self.compare_in_samples = _declare(
+            library.compare_in_samples, *[size] * 3, *[at] * 9, c_float, *[at] * 5
+        )
+        self.adam_rows = _declare(library.adam_rows, *[size] * 2, *[at] * 5, *[c_float] * 6)
         self.spread_slopes = _declare(
             library.spread_slopes, *[size] * 3, *[at] * 9, flag, *[at] * 4
         )

@@ -4,4 +4,5 @@
 
 #include "layer.h"
 #include "positions.h"
+#include "rows.h"
 #include "softmax.h"

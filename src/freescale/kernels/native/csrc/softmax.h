@@ -1,4 +1,5 @@
-/* reference/sampled_softmax.py but for its matrix products, for one list of negatives. */
+/* reference/sampled_softmax.py: for one list of negatives but for its matrix products, for a list of
+   each sample wholly, where a product of two matrices is too small for a library. */
 
 #pragma once
 #include "numbers.h"
@@ -44,6 +45,38 @@ void compare_with_negatives(int64_t tokens, int64_t negatives, int64_t width, fl
         loss[t] = weight * (logf(total) + top - own);
         slope[t] = -rest * factor;
         for (int64_t k = 0; k < negatives; k++) row[k] *= factor;
+    }
+}
+
+/* The same for a list of negatives of each sample: others and index are [samples, negatives], tokens
+   stand sample by sample. `products`: room for the longest sample. With grad_x, writes the products'
+   part of the slopes of x [tokens, width] and of the negatives. */
+void compare_in_samples(int64_t samples, int64_t negatives, int64_t width, const int64_t *lengths,
+                        const float *x, const float *y, const float *others, const int64_t *targets,
+                        const int64_t *index, const float *weights, const float *targets_log_q,
+                        const float *log_q, float temperature, float *products, float *loss,
+                        float *slope, float *grad_x, float *grad_others) {
+    for (int64_t s = 0, first = 0; s < samples; first += lengths[s], s++) {
+        const float *own = x + first * width, *list = others + s * negatives * width;
+        for (int64_t t = 0; t < lengths[s]; t++)
+            for (int64_t k = 0; k < negatives; k++)
+                products[t * negatives + k] = dot(own + t * width, list + k * width, width);
+        compare_with_negatives(lengths[s], negatives, width, products, own, y + first * width,
+                               targets + first, index + s * negatives,
+                               weights ? weights + first : NULL,
+                               targets_log_q ? targets_log_q + first : NULL,
+                               log_q ? log_q + s * negatives : NULL, temperature, loss + first,
+                               slope + first);
+        if (!grad_x) continue;
+        float *into = grad_x + first * width, *grads = grad_others + s * negatives * width;
+        memset(into, 0, lengths[s] * width * sizeof(float));
+        memset(grads, 0, negatives * width * sizeof(float));
+        for (int64_t k = 0; k < negatives; k++)
+            for (int64_t t = 0; t < lengths[s]; t++) {
+                float share = products[t * negatives + k];
+                add_scaled(into + t * width, list + k * width, share, width);
+                add_scaled(grads + k * width, own + t * width, share, width);
+            }
     }
 }
 

@@ -1,0 +1,53 @@
+"""Row optimizers on a CPU: Adam in C, in one pass over the rows; the others as in plain torch."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from freescale.kernels.native.bindings import address, load_native, require_native
+from freescale.kernels.reference.row_updates import adagrad, clip_rows, rowwise_adagrad, sgd
+
+__all__ = ["adagrad", "adam", "clip_rows", "fits", "rowwise_adagrad", "sgd"]
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether a table is updated here: a property of the table and the process, never of the number
+    of rows, since schedules divide a step's rows differently and have to agree in every bit."""
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and _is_chosen()
+
+
+@cache
+def _is_chosen() -> bool:
+    """Not where torch divides an operation among several cores."""
+    return torch.get_num_threads() == 1 and load_native() is not None
+
+
+def adam(
+    weight: Tensor,
+    first: Tensor,
+    second: Tensor,
+    rows: Tensor,
+    gradients: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+) -> None:
+    """As the reference."""
+    tables = weight, first, second
+    assert all(each.is_contiguous() for each in tables) and rows.dtype == torch.int64
+    rows, gradients = rows.contiguous(), gradients.contiguous()
+    require_native().adam_rows(
+        *gradients.shape,
+        *map(address, (rows, gradients, *tables)),
+        1 - betas[0],
+        betas[1],
+        1 - betas[1],
+        (1 - betas[1] ** step) ** 0.5,
+        eps,
+        lr / (1 - betas[0] ** step),
+    )
