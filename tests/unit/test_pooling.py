@@ -56,7 +56,7 @@ def test_reader_takes_what_embedding_bag_takes_and_refuses_what_it_refuses():
         ids = batch.values("f0")
         with pytest.raises(ValueError, match=r"'summed' takes ids \[n\] with offsets"):
             module.summed(ids)
-        with pytest.raises(NotImplementedError, match="'averaged' pools by 'mean'"):
+        with pytest.raises(ValueError, match="'averaged' pools by 'mean'"):
             module.averaged(ids, torch.tensor([0, 1]), torch.ones(ids.numel()))
         with pytest.raises(ValueError, match="got per_sample_weights"):
             module.summed(ids, torch.tensor([0]), torch.ones(1))

@@ -45,6 +45,7 @@ class LocalRequest:
         self.gradients = RowGradients(self.index.parts, table)
         self.copied: Request | None = None  # once somebody reads rows by himself
         self._places = rows[:0]  # [n]: where each of `rows` is in the copy
+        self._sorted: tuple[Tensor, Tensor] | None = None  # `rows`, once somebody searches them
 
     def read(self, part: int | None, index: Tensor) -> Tensor:
         """The rows [..., width] at index [...]; `part` of the ids that were given, or others."""
@@ -73,7 +74,9 @@ class LocalRequest:
         assert self.copied is not None
         if not self.rows.numel():
             return torch.zeros_like(rows)
-        ordered, order = self.rows.sort()
+        if self._sorted is None:
+            self._sorted = self.rows.sort()
+        ordered, order = self._sorted
         reading = torch.searchsorted(ordered, rows.to(ordered.dtype))
         return self._places[order[reading.clamp_(max=ordered.numel() - 1)]]
 

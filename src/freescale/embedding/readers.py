@@ -70,7 +70,7 @@ class BagReader(TableReader):
             )
         if per_sample_weights is not None:
             if self.mode != "sum":
-                raise NotImplementedError(
+                raise ValueError(
                     f"module {self.table!r} pools by {self.mode!r}: per_sample_weights are for "
                     "mode='sum' alone"
                 )
