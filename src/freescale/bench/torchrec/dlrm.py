@@ -12,7 +12,12 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from freescale.embedding.layout import TableSpec
+from freescale.embedding.storage import draw_initial_rows
+
 COLLECTION = "model.sparse_arch.embedding_bag_collection"  # where its tables are
+ROW_LR, ROW_EPSILON, DENSE_LR = 0.02, 1e-8, 0.05
+SEED, DEVIATION = 1, 0.05  # of the rows
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Shape:
     dense: int = 13
     bottom: tuple[int, ...] = (256, 128)
     top: tuple[int, ...] = (256, 128, 1)
+    batches: int = 8  # different ones, over and over
 
     @property
     def features(self) -> list[str]:
@@ -51,7 +57,7 @@ def build_dlrm(shape: Shape, device: str | torch.device | None = None) -> nn.Mod
         )
         for number, feature in enumerate(shape.features)
     ]
-    return DLRMTrain(
+    made: nn.Module = DLRMTrain(
         DLRM(
             EmbeddingBagCollection(tables=tables, device=device and torch.device(device)),
             dense_in_features=shape.dense,
@@ -59,6 +65,7 @@ def build_dlrm(shape: Shape, device: str | torch.device | None = None) -> nn.Mod
             over_arch_layer_sizes=list(shape.top),
         )
     )
+    return made
 
 
 def draw_zipf(count: int, rows: int, exponent: float, generator: torch.Generator) -> Tensor:
@@ -82,3 +89,15 @@ def make_batch(shape: Shape, seed: int) -> Batch:
         ),
         torch.randint(0, 2, (shape.samples,), generator=generator),
     )
+
+
+def list_batches(shape: Shape, rank: int, world: int) -> list[Batch]:
+    """A rank's, over and over."""
+    return [make_batch(shape, number * world + rank) for number in range(shape.batches)]
+
+
+def draw_rows(shape: Shape, table: str, ids: Tensor) -> Tensor:
+    """The rows [n, width] that a table begins with, by its path in the model."""
+    spec = TableSpec(table, shape.rows, shape.width, torch.float32, ())
+    parts = [draw_initial_rows(spec, part, SEED, DEVIATION) for part in ids.split(1 << 14)]
+    return torch.cat(parts)
