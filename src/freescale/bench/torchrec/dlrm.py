@@ -99,5 +99,5 @@ def list_batches(shape: Shape, rank: int, world: int) -> list[Batch]:
 def draw_rows(shape: Shape, table: str, ids: Tensor) -> Tensor:
     """The rows [n, width] that a table begins with, by its path in the model."""
     spec = TableSpec(table, shape.rows, shape.width, torch.float32, ())
-    parts = [draw_initial_rows(spec, part, SEED, DEVIATION) for part in ids.split(1 << 14)]
-    return torch.cat(parts)
+    parts = torch.split(ids, 1 << 14)
+    return torch.cat([draw_initial_rows(spec, part, SEED, DEVIATION) for part in parts])
