@@ -95,7 +95,13 @@ def make_label(arm: str) -> str:
 
 
 def choose_ink(arm: str) -> str:
-    return RED if arm.startswith("TorchRec") else BLUE if arm.startswith(FULL) else TEAL
+    return (
+        RED
+        if arm.startswith("TorchRec")
+        else BLUE
+        if arm.startswith(FULL) or arm == PRODUCT
+        else TEAL
+    )
 
 
 def draw_ladder(used: Results) -> str:
@@ -198,6 +204,6 @@ def _draw_parity(result: Mapping[str, Any], left: float, top: float, wide: float
                 GREY if name == PERMUTED else choose_ink(name),
             )
         )
-    of = "of the first loss" if steps == "first_step" else "of a loss"
-    title = f"largest relative difference {of} to serial's (logarithmic)"
+    what = {"first_step": "relative difference of the first loss"}
+    title = what.get(steps, "largest relative difference of a loss") + " to serial's (logarithmic)"
     return draw_bars(title, rows, left, top, wide * 0.7, most=6.0)
