@@ -27,6 +27,15 @@ def test(trainer: Trainer) -> dict[str, dict[str, float]]:
     return trainer.evaluate("test")
 
 
+def take_snapshot(trainer: Trainer) -> None:
+    """Begins a snapshot of this step, if one is due."""
+    assert trainer.snapshots is not None
+    grown = trainer.snapshots.take_if_due(trainer.state)
+    if grown is not None:
+        entry = {"step": trainer.step, "snapshot_interval": grown}
+        trainer.callbacks.call("on_snapshot_interval", trainer, entry)
+
+
 def save_checkpoint(trainer: Trainer, last: bool = False) -> None:
     """Saves this step. An asynchronous checkpoint is complete at the next one, or at the
     `last`."""

@@ -28,6 +28,8 @@ def roll_back(trainer: Trainer, error: LossNotFinite, collector: Collector) -> N
     if not trainer.transport.gather_bytes(b"1" if found else b"")[0]:
         raise error
     step = trainer.state.load()
+    if trainer.snapshots is not None:
+        trainer.snapshots.forget()
     position.skipped.append(error.batch_number)
     collector.collect()  # what the ledgers still hold is cut off with the rest
     truncate_run(trainer, step)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from freescale.embedding.sharded_model import ShardedModel
-from freescale.train.checkpoint import Checkpoints
+from freescale.train.checkpoint import Checkpoints, Intact
 from freescale.train.position import Position
 
 
@@ -61,10 +61,10 @@ class RunState:
             progress["best"] = position.best.state_dict()
         return progress
 
-    def load(self, name: str = "last") -> int:
-        """Loads a checkpoint, as `Checkpoints.find` names it, and returns its step. ValueError if
-        there is none."""
-        found = self.checkpoints.find(name)
+    def load(self, name: str | Intact = "last") -> int:
+        """Loads a checkpoint, as `Checkpoints.find` names or returns it, and returns its step.
+        ValueError if there is none."""
+        found = self.checkpoints.find(name) if isinstance(name, str) else name
         progress = self.checkpoints.load(
             found, self.model, self.optimizer, self.position.pipeline.reducer
         )

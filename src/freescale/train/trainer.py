@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ from freescale.train.callbacks import Callback, CallbackList
 from freescale.train.checkpoint import Checkpoints, NotFinite
 from freescale.train.compile_kernels import compile_kernels
 from freescale.train.device_figures import DeviceFigures
+from freescale.train.launch import has_launcher
 from freescale.train.metrics_log import MetricsLog
 from freescale.train.position import Position, count_steps
 from freescale.train.progress import TensorBoardLog
-from freescale.train.resume import begin_or_resume, complete_run
+from freescale.train.resume import begin_or_resume, complete_run, remembers
 from freescale.train.run_folder import AUTO, RunFolder
 from freescale.train.run_state import RunState
+from freescale.train.snapshot.snapshots import Snapshots
 from freescale.train.stop_signals import StopSignals
 from freescale.train.training_loop import TrainingLoop, read_batches
 from freescale.transport.api import Transport
@@ -85,7 +88,12 @@ class Trainer:
             if transport is None
             else transport
         )
-        self.run_folder = RunFolder(Path(folder) if folder else None, resume, transport)
+        self.snapshots: Snapshots | None = None
+        if settings.snapshot_every is not None:
+            self.snapshots = Snapshots(transport, settings.snapshot_every)
+        self.run_folder = RunFolder(
+            Path(folder) if folder else None, resume, transport, partial(remembers, self)
+        )
         with self.run_folder.note_failure(lambda: 0), name_silent_ranks(transport):
             self._build(callbacks)
             named = isinstance(resume, str) and resume != AUTO
@@ -185,6 +193,7 @@ class Trainer:
             else:
                 results = self._train(signals or StopSignals(self.stop, self.rank))
             self.run_folder.note_result(results["stopped"], self.step)
+            self._close_snapshots()
         if self._connected:  # after an error the ranks may no longer be in step
             self.transport.close()
         return results
@@ -199,9 +208,12 @@ class Trainer:
                 yield from loop.run()
             except GeneratorExit:  # the program's own decision
                 self.run_folder.note_result(0, self.step)
+                if self.snapshots is not None:
+                    self.snapshots.abandon(end=True)
                 raise
             milestones.complete_checkpoint(self)
             self.run_folder.note_result(0, self.step)
+            self._close_snapshots()
 
     def evaluate(self, part: str) -> dict[str, dict[str, float]]:
         """The metrics of the `validation` or `test` part, with the model as it is; callbacks are
@@ -225,6 +237,14 @@ class Trainer:
                 yield
         finally:
             self.run_folder.close()
+            if self.snapshots is not None:  # the run has not come to its end
+                expected = self.run_folder.is_auto or has_launcher()
+                self.snapshots.abandon(end=not expected)
+
+    def _close_snapshots(self) -> None:
+        """The run is over, and saved."""
+        if self.snapshots is not None:
+            self.snapshots.close(self.state)
 
     def _open(self, signals: StopSignals) -> TrainingLoop:
         """Opens the folder; from now on nothing is refused any more."""
@@ -251,6 +271,9 @@ class Trainer:
         self.run_folder.open(self.config.to_json(), find_vocabulary(self.histories))
         self.run_folder.log_restarts(self.step)
         self.checkpoints.folder = self.folder / "checkpoints"
+        if self.snapshots is not None:
+            assert self.run_folder.run_id is not None
+            self.snapshots.open(self.run_folder.run_id, self.step)
 
     def _train(self, signals: StopSignals) -> dict[str, Any]:
         loop, last = self._open(signals), None

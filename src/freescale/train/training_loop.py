@@ -14,7 +14,7 @@ from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
 from freescale.train.build import count_workers
-from freescale.train.milestones import save_checkpoint, validate_if_due
+from freescale.train.milestones import save_checkpoint, take_snapshot, validate_if_due
 from freescale.train.rollback import roll_back
 from freescale.train.stop_signals import StopSignals
 
@@ -104,6 +104,8 @@ class TrainingLoop:
                         trainer.pipeline.check_losses()
                     if saves and not ended:
                         save_checkpoint(trainer)
+                    if trainer.snapshots is not None and not ended:  # behind the checkpoint
+                        take_snapshot(trainer)
                 yield last
                 if ended:
                     break
