@@ -31,7 +31,7 @@ EVERY = 3
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "histories.parquet"
-    return generate(path, users=48, items=40, median=8.0, cap=12, seed=1).path
+    return generate(path, users=48, items=2000, median=8.0, cap=12, seed=1).path
 
 
 def configure(data: Path, **settings: object) -> RunConfig:
@@ -211,6 +211,23 @@ def test_what_is_not_the_run_s_is_refused_by_name(killed, data, spoil, words):
         trainer = build(data, folder, "auto")
     assert trainer.step == 12 and "resumed after step 12, from memory" in trainer.notes[-1]
     trainer.run_folder.close()
+
+
+def test_a_delta_after_a_restore_holds_everything_since_its_parent(killed, data, tmp_path):
+    """On disk alone, without the memory that it was restored from."""
+    folder, _ = killed
+    build(data, folder, "auto").train()
+    parents = {
+        step: read_state(folder / "checkpoints" / f"step-{step:08d}")["parent"]["step"]
+        for step in (20, 30)
+    }
+    assert parents == {20: 10, 30: 20}
+    expected = build(data, tmp_path / "plain", snapshot_every=None)
+    expected.train()
+    restored = build(data, folder, "30", snapshot_every=None, steps=31)
+    for name, value in gather_tables(expected.model).items():
+        assert torch.equal(value, gather_tables(restored.model)[name])
+    restored.run_folder.close()
 
 
 def test_the_newest_is_taken_wherever_it_is(killed, data):

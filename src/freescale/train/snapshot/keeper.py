@@ -101,7 +101,9 @@ class Keeper:
             return {"names": list(self._files)}, []
         elif what == "get":
             return {}, [self._files[name]] if name in self._files else []
-        elif what != "end":
+        elif what == "end":  # before the answer: whoever gets it finds no keeper any more
+            self._listener.close()
+        else:
             raise ValueError(what)
         return {}, []
 

@@ -118,6 +118,7 @@ class KeeperLink:
         """Ends the keeper, and with it the memory of all files."""
         with suppress(OSError):
             self._ask({"do": "end"})
+            self._connection.recv(1)  # until it is gone
         self.close()
 
     def close(self) -> None:
