@@ -11,7 +11,7 @@ import pytest
 
 from freescale.simulate.compute import Calibration, Curve, Model, RowWork, Shape
 from freescale.simulate.costs import Costs
-from freescale.simulate.generated_workload import GeneratedWorkload
+from freescale.simulate.generated_workload import GeneratedWorkload, PooledFeatures
 from freescale.simulate.network import Link, Network
 from freescale.simulate.output import collect_run, make_records
 from freescale.simulate.ranks import Beside, slow_down
@@ -143,6 +143,26 @@ def test_not_deduplicating_sends_every_event():
     assert whole > once
     with pytest.raises(ValueError, match="needs requests without duplicates"):
         Setting("staged", deduplicate=False)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_sums_of_pooled_features_grow_with_the_ranks_and_rows_with_the_ids(ranks):
+    def count_bytes(schedule: str, ids: int) -> float:
+        pooled = PooledFeatures(features=5, ids=ids, rows=1 << 40, popularity=0.0)
+        setting = Setting(schedule, placement="sharded")
+        found, plain = (
+            figures(setting, ranks, pooled=each)["bytes_per_step"]["rows"]
+            for each in (pooled, None)
+        )
+        return (found - plain) / ranks
+
+    width = 4 * MODEL.width
+    bags = 5 * len(source(ranks).get_lengths(0)) / ranks
+    for ids in (1, 3):
+        sums = (ranks - 1) * bags * width
+        assert count_bytes("sparse_dist", ids) == pytest.approx(sums, rel=1e-3)
+        rows = ids * bags * width * (ranks - 1) / ranks
+        assert count_bytes("serial", ids) == pytest.approx(rows, rel=1e-3)
 
 
 def test_a_small_table_is_replicated_by_the_rule_of_training():

@@ -9,7 +9,7 @@ import torch
 from freescale.data.loader import Histories
 from freescale.data.synthetic import generate
 from freescale.embedding.collision import collision_masks
-from freescale.simulate.generated_workload import GeneratedWorkload
+from freescale.simulate.generated_workload import GeneratedWorkload, PooledFeatures
 from freescale.simulate.recorded_workload import RecordedWorkload
 
 RANKS = 4
@@ -129,6 +129,26 @@ def test_users_that_come_again_are_noted(histories):
     source = RecordedWorkload(histories, 1000, cap=200)
     assert len(source.get_lengths(0)) == 1000 and any("REPEATED" in note for note in source.notes)
     assert source._batch(0).sample.max() == 999
+
+
+def test_expected_rows_of_pooled_features_are_those_of_drawn_ids():
+    features = PooledFeatures(features=3, ids=4, rows=500, popularity=1.0)
+    samples = np.array([20, 60])
+    expected = features.compute_demand(samples, samples, None)
+    generator, rounds = np.random.default_rng(0), 200
+    chance = 1 / np.arange(1, 501)
+    whole, late = np.zeros(2), np.zeros(2)
+    for _ in range(rounds * features.features):
+        before, now = (
+            [set(generator.choice(500, 4 * n, p=chance / chance.sum())) for n in samples]
+            for _ in range(2)
+        )
+        whole += [len(read) for read in now]
+        late += [len(read & set.union(*before)) for read in now]
+    np.testing.assert_allclose(expected.whole.requested, whole / rounds, rtol=0.02)
+    np.testing.assert_allclose(expected.late.requested, late / rounds, rtol=0.02)
+    assert not expected.urgent.requested.any()
+    assert expected.ids.tolist() == [240, 720] and expected.bags.tolist() == [60, 180]
 
 
 def test_bad_workloads_are_refused(tmp_path):

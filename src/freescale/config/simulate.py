@@ -56,6 +56,15 @@ class SimulateConfig(Checked):
     natural: bool = option(
         False, "leave collisions to what the popularity gives, instead of --collisions"
     )
+    pooled_features: int = option(
+        0,
+        "pooled features of a generated sample beside its history, each with a table of its own",
+        minimum=0,
+    )
+    pooled_ids: int = option(
+        1, "ids that a sample has of each pooled feature (the pooling factor)", minimum=1
+    )
+    pooled_rows: int = option(1_000_000, "rows of each pooled feature's table", minimum=2)
     width: int = option(512, "width of embeddings and layers (assumed)", minimum=1)
     layers: int = option(8, "HSTU layers (assumed)", minimum=1)
     heads: int = option(4, "attention heads (assumed)", minimum=1)

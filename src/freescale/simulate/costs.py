@@ -14,7 +14,7 @@ from freescale.embedding.collision import count_pieces
 from freescale.pipeline.dense.buckets import compute_bucket_limit
 from freescale.simulate.compute import Calibration, Load, Model
 from freescale.simulate.network import Network
-from freescale.simulate.workload import Demand, Rows
+from freescale.simulate.workload import Demand, PooledDemand, Rows
 
 # numbers that a rank tells before a step (pipeline/agreement.py), and three more for each sample
 # with balancing
@@ -41,6 +41,15 @@ class Batch:
     def lookups(self) -> NDArray[Any]:
         """[ranks] ids that a rank reads, before deduplication."""
         return self.load.tokens if self.demand.lookups is None else self.demand.lookups
+
+    @property
+    def rows_read(self) -> NDArray[Any]:
+        """[ranks] rows that the model of a rank reads: of tokens, and of pooled features what it
+        pools, or bags that owners have pooled."""
+        demand = self.demand
+        if demand.pooled_here is not None:
+            return np.asarray(self.load.tokens + demand.pooled_here)
+        return self.load.tokens + (demand.pooled.bags if demand.pooled is not None else 0.0)
 
 
 class Costs:
@@ -98,7 +107,7 @@ class Costs:
     # ---- a rank's own work, [ranks] seconds
 
     def forward(self, batch: Batch) -> NDArray[Any]:
-        read = self.calibration.rows.read_per_byte * self.model.row_bytes * batch.load.tokens
+        read = self.calibration.rows.read_per_byte * self.model.row_bytes * batch.rows_read
         return self._vary(
             self.model.layers * self.shape.forward(batch.load)
             + self.shape.head_forward(batch.load)
@@ -106,9 +115,7 @@ class Costs:
         )
 
     def backward(self, batch: Batch) -> NDArray[Any]:
-        read = (
-            self.calibration.rows.read_backward_per_byte * self.model.row_bytes * batch.load.tokens
-        )
+        read = self.calibration.rows.read_backward_per_byte * self.model.row_bytes * batch.rows_read
         return self._vary(
             self.model.layers * self.shape.backward(batch.load)
             + self.shape.head_backward(batch.load)
@@ -192,6 +199,25 @@ class Costs:
 
     def gradients(self, rows: Rows, pieces: int = 1) -> Message:
         return self._time_to_owners(rows, self.model.sent_row_bytes, pieces)
+
+    # ---- pooled features where owners pool: TorchRec's row-wise tables
+
+    def pooled_ids(self, pooled: PooledDemand) -> Message:
+        ids = Rows.spread(pooled.ids)
+        return self._time_to_owners(ids, _ID_BYTES)
+
+    def pool(self, pooled: PooledDemand) -> NDArray[Any]:
+        return self.lookup(Rows.spread(pooled.ids))
+
+    def update_pooled(self, pooled: PooledDemand) -> NDArray[Any]:
+        return self.update(Rows.spread(pooled.ids))
+
+    def bags(self, pooled: PooledDemand) -> Message:
+        """Every owner has a sum for every bag of every rank; their gradients go the same way
+        back."""
+        width = self.model.sent_row_bytes
+        sent = np.full(self.world, pooled.bags.sum() * width)
+        return self._time_exchange(sent, pooled.bags * self.world * width)
 
     def sample_sizes(self) -> Message:
         numbers = np.full(self.world, 80.0 * self.world)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from freescale.config import SimulateConfig
 from freescale.data.lengths import LengthDistribution
-from freescale.simulate.workload import Demand, Rows, SmallTable
+from freescale.simulate.workload import Demand, PooledDemand, Rows, SmallTable
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,47 @@ class _ExpectedRequests:
     # [strata, 2]: that an event is one given item of the stratum, even and odd one of its pair
     chance: NDArray[Any]
     read: NDArray[Any]  # [strata, 2]: probability that anybody reads it
+    samples: NDArray[Any]  # [ranks]
+
+
+@dataclass(frozen=True)
+class PooledFeatures:
+    """Features of a sample beside its history, each with a table of its own.
+
+    Attributes:
+        features: How many.
+        ids: Of a sample in each of them.
+        rows: Of each table.
+        popularity: Zipf exponent of the ids, drawn without regard to the batch before.
+    """
+
+    features: int
+    ids: int
+    rows: int
+    popularity: float
+
+    def compute_demand(
+        self, samples: NDArray[Any], before: NDArray[Any] | None, after: NDArray[Any] | None
+    ) -> PooledDemand:
+        """samples [ranks] of this step, of the one before and of the one after."""
+        count, mass = _make_strata(self.rows, 1024, self.popularity)
+        rate = np.log1p(-np.minimum(mass, 1 - 1e-12))
+
+        def count_rows(weights: NDArray[Any]) -> Rows:
+            chance = -np.expm1(samples[:, None] * self.ids * rate)
+            return Rows.spread(self.features * (chance @ (count * weights)))
+
+        def read_by_anybody(other: NDArray[Any] | None) -> NDArray[Any]:
+            total = 0.0 if other is None else float(other.sum())
+            return np.asarray(-np.expm1(total * self.ids * rate))
+
+        return PooledDemand(
+            count_rows(np.ones_like(mass)),
+            count_rows(read_by_anybody(before)),
+            count_rows(read_by_anybody(after)),
+            samples * float(self.features * self.ids),
+            samples * float(self.features),
+        )
 
 
 class GeneratedWorkload:
@@ -41,12 +82,13 @@ class GeneratedWorkload:
             popularity gives.
         seed: Of the lengths.
         strata: Parts of the catalogue over which expectations are summed.
+        pooled: Features beside the history.
 
     Raises:
         ValueError: An option is out of range; or later, the collisions are out of reach.
     """
 
-    bytes_per_token, bytes_per_sample = 16, 0  # id and target of each event
+    bytes_per_token = 16  # id and target of each event
 
     def __init__(
         self,
@@ -60,6 +102,7 @@ class GeneratedWorkload:
         collisions: float | None = SimulateConfig.collisions,
         seed: int = SimulateConfig.seed,
         strata: int = 1024,
+        pooled: PooledFeatures | None = None,
     ) -> None:
         if collisions is not None and not 0 <= collisions <= 1:
             raise ValueError(f"collisions is {collisions}; it is a share, from 0 to 1")
@@ -68,6 +111,9 @@ class GeneratedWorkload:
                 f"{samples} samples, {items} items, {strata} strata: at least 1, 2 and 8 are needed"
             )
         self.samples, self.items, self.seed, self._collisions = samples, items, seed, collisions
+        self._pooled = pooled
+        # ids and lengths of pooled features move with a sample
+        self.bytes_per_sample = 8 * pooled.features * (pooled.ids + 1) if pooled else 0
         self._lengths = LengthDistribution.from_options("lognormal", median, sigma, 0.0, cap)
         self._count, self._mass = _make_strata(items // 2, strata, popularity)
         # pairs: each often enough in a batch
@@ -78,6 +124,12 @@ class GeneratedWorkload:
             f"{popularity:g}; "
             f"rows by expectation over {len(self._count):,} strata of the catalogue"
         ]
+        if pooled is not None:
+            self.notes.append(
+                f"{pooled.features} pooled features of {pooled.ids} ids a sample, tables of "
+                f"{pooled.rows:,} rows, sharded where the item table is; TorchRec's owners pool, "
+                "here requesters do"
+            )
 
     def list_small_tables(self, ranks: int) -> list[SmallTable]:
         return []
@@ -93,7 +145,8 @@ class GeneratedWorkload:
                 1.0 if self._collisions is None else self._find_mixing(self._collisions, ranks)
             )
         chance = self._compute_chance(self._mixing[ranks], step % 2)
-        return _ExpectedRequests(tokens, chance, -np.expm1(float(tokens.sum()) * np.log1p(-chance)))
+        read = -np.expm1(float(tokens.sum()) * np.log1p(-chance))
+        return _ExpectedRequests(tokens, chance, read, np.bincount(rank_of, minlength=ranks))
 
     def compute_demand(
         self,
@@ -113,7 +166,14 @@ class GeneratedWorkload:
             block = slice(first, first + 256)
             asked[block] = -np.expm1(now.tokens[block, None] * rate) @ weights
         whole, late, urgent = (Rows.spread(asked[:, column]) for column in range(3))
-        return Demand(whole, late, urgent)
+        pooled = None
+        if self._pooled is not None:
+            pooled = self._pooled.compute_demand(
+                now.samples,
+                None if before is None else before.samples,
+                None if after is None else after.samples,
+            )
+        return Demand(whole, late, urgent, pooled=pooled)
 
     def _compute_chance(self, mixing: float, parity: int) -> NDArray[Any]:
         """[strata, 2]: the probability that an event is a given item. mixing: 0 binds every event

@@ -7,7 +7,7 @@ from pathlib import Path
 from freescale.config import RunConfig, SimulateConfig
 from freescale.data.negatives import choose_negatives
 from freescale.simulate.compute import Model, load_calibration
-from freescale.simulate.generated_workload import GeneratedWorkload
+from freescale.simulate.generated_workload import GeneratedWorkload, PooledFeatures
 from freescale.simulate.network import Network, load_network, load_preset
 from freescale.simulate.recorded_workload import RecordedWorkload
 from freescale.simulate.simulator import Cluster
@@ -100,6 +100,10 @@ def build_workload(config: SimulateConfig, gpus: int, trained: RunConfig | None 
     """Makes the batches that options describe: of a file as training reads it, or generated."""
     samples = config.batch * gpus
     if trained is not None:
+        if config.pooled_features:
+            raise ValueError(
+                "--pooled-features belong to generated batches: leave out --data and --run"
+            )
         return read_workload(trained, samples)
     shape = {"median": config.median, "sigma": config.sigma, "cap": config.cap}
     ids = {
@@ -107,7 +111,14 @@ def build_workload(config: SimulateConfig, gpus: int, trained: RunConfig | None 
         "popularity": config.popularity,
         "collisions": None if config.natural else config.collisions,
     }
-    return GeneratedWorkload(samples, **shape, **ids, seed=config.seed)  # type: ignore[arg-type]
+    pooled = (
+        PooledFeatures(
+            config.pooled_features, config.pooled_ids, config.pooled_rows, config.popularity
+        )
+        if config.pooled_features
+        else None
+    )
+    return GeneratedWorkload(samples, **shape, **ids, seed=config.seed, pooled=pooled)  # type: ignore[arg-type]
 
 
 def read_workload(trained: RunConfig, samples: int) -> RecordedWorkload:

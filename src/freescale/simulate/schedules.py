@@ -6,7 +6,8 @@ collectives are theirs.
                  optimizer; nothing overlaps
     sparse_dist  TorchRec's TrainPipelineSparseDist: the ids of batch i+1 are exchanged while batch
                  i computes, and the dense gradients are summed in buckets during the backward;
-                 rows and their gradients are waited for
+                 rows and their gradients are waited for. Owners pool the rows of pooled
+                 features, and send sums; in the other schedules requesters do
     stale        everything of batch i+1 is fetched while batch i computes: rows that both read are
                  a step old (a control)
     staged       the same, except for the rows that both read, which are fetched after i's update:
@@ -159,6 +160,8 @@ class SimulatedSchedule:
             return
         for message in self.costs.ids(batch):
             self._exchange("ids", message, lane)
+        if batch.demand.pooled is not None:
+            self._exchange("ids", self.costs.pooled_ids(batch.demand.pooled), lane)
 
     def _compare(self, current: Batch, following: Batch) -> None:
         if not self._tables.sharded:
@@ -171,12 +174,18 @@ class SimulatedSchedule:
             return
         self.ranks.work("lookup", self.costs.lookup(batch.demand.whole))
         self._exchange("rows", self.costs.rows(batch.demand.whole), MAIN)
+        if batch.demand.pooled is not None:
+            self.ranks.work("lookup", self.costs.pool(batch.demand.pooled))
+            self._exchange("rows", self.costs.bags(batch.demand.pooled), MAIN)
 
     def _return_gradients(self, batch: Batch) -> None:
         if not self._tables.sharded:
             return
         self._exchange("gradients", self.costs.gradients(batch.demand.whole), MAIN)
         self.ranks.work("update rows", self.costs.update(batch.demand.whole))
+        if batch.demand.pooled is not None:
+            self._exchange("gradients", self.costs.bags(batch.demand.pooled), MAIN)
+            self.ranks.work("update rows", self.costs.update_pooled(batch.demand.pooled))
 
     def _pull_rows(self, batch: Batch, lane: str) -> None:
         """Stage 4 or 6: rows of the batch to their requesters, in pieces where they are not

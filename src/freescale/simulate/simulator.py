@@ -136,12 +136,27 @@ def plan_batches(balance: str, cluster: Cluster, source: Workload, steps: int) -
 def _apply_setting(setting: Setting, batch: Batch) -> Batch:
     """Changes the requests of a batch as the setting demands."""
     demand = batch.demand
+    if demand.pooled is not None and setting.schedule != "sparse_dist":
+        demand = _pool_on_requesters(demand, batch.lookups)
     if setting.schedule == "stale":
         nothing = Rows(np.zeros_like(demand.whole.requested), np.zeros_like(demand.whole.requested))
         demand = replace(demand, late=nothing, urgent=nothing)
     if not setting.deduplicate:
         demand = replace(demand, whole=Rows.spread(batch.lookups))
     return replace(batch, demand=demand)
+
+
+def _pool_on_requesters(demand: Demand, lookups: NDArray[Any]) -> Demand:
+    """Rows of pooled features travel like those of histories."""
+    pooled = demand.pooled
+    assert pooled is not None
+    return Demand(
+        demand.whole + pooled.whole,
+        demand.late + pooled.late,
+        demand.urgent + pooled.urgent,
+        lookups + pooled.ids,
+        pooled_here=pooled.ids,
+    )
 
 
 class _AssignedBatches:

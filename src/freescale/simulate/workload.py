@@ -27,11 +27,27 @@ class Rows:
         """Requests whose owners are all alike, since the layout scatters rows."""
         return Rows(requested, np.full(len(requested), requested.mean()))
 
+    def __add__(self, other: Rows) -> Rows:
+        return Rows(self.requested + other.requested, self.owned + other.owned)
+
     def __sub__(self, other: Rows) -> Rows:
         return Rows(
             np.maximum(self.requested - other.requested, 0.0),
             np.maximum(self.owned - other.owned, 0.0),
         )
+
+
+@dataclass(frozen=True)
+class PooledDemand:
+    """Of one step's pooled features: requests as in `Demand`, ids, and bags, which are what the
+    model sees. Where owners pool, a bag travels from each of them; else rows do, and `Demand` has
+    them all."""
+
+    whole: Rows
+    late: Rows
+    urgent: Rows
+    ids: PerRank
+    bags: PerRank
 
 
 @dataclass(frozen=True)
@@ -43,6 +59,8 @@ class Demand:
     late: Rows
     urgent: Rows
     lookups: PerRank | None = None  # ids before deduplication; None: one for each token
+    pooled: PooledDemand | None = None  # beside the histories; owners pool
+    pooled_here: PerRank | None = None  # ids whose rows the requester pools
 
     @property
     def early(self) -> Rows:
