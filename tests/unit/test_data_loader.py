@@ -270,6 +270,7 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
         12,
         shuffle_groups=4,
         in_batch_share=0.5,
+        negatives_per="sample",
         log_q=False,  # which counts items first
         halo=3,
         rank=1,
@@ -287,7 +288,9 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
     assert len(reads) <= 3 * 24, len(reads)
     assert set(reads) == set(range(24))
     # a file that fits in memory is read once
-    kept = Histories(tmp_path / "h.parquet", 12, shuffle_groups=4, epochs=3)
+    kept = Histories(
+        tmp_path / "h.parquet", 12, shuffle_groups=4, epochs=3, negatives_from="uniform"
+    )
     monkeypatch.setattr(
         kept.file, "read", lambda group, columns: (reads.append(group), read(group, columns))[1]
     )

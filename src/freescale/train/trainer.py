@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
 from freescale.train.best import build_best
 from freescale.train.build import (
+    adopt_choices,
     build_model,
     build_optimizer,
     build_pipeline,
@@ -99,11 +99,8 @@ class Trainer:
     def _build(self, callbacks: Sequence[Callback]) -> None:
         config, settings, transport = self.config, self.config.train, self.transport
         self.data = load_histories(config, self._histories, transport)
-        # as it was chosen: the run's config.json keeps it, and a resumed run repeats it
-        chosen = {
-            name: getattr(self.data, name) for name in ("negatives_per", "negatives", "log_q")
-        }
-        self.config = config = replace(config, data=replace(config.data, **chosen))
+        # the run's config.json keeps it, and a resumed run repeats it
+        self.config = config = adopt_choices(config, self.data)
         self.total = self._count_steps(0)
         self.model = build_model(config, self.data, transport)
         self.optimizer = build_optimizer(config, self.model)
