@@ -18,6 +18,7 @@ BENCHMARKS = {
     "learning": "What the defaults of training are worth, one at a time, after few epochs.",
     "short": "Step time and HR@10 where histories have a few events, before and now.",
     "negatives": "HR@10 and NDCG@10 with each kind of negatives.",
+    "snapshot": "Snapshots in memory: what they add to a step, and restores from memory and disk.",
     "checkpoint": "Bytes of a full checkpoint and its deltas beside full ones alone.",
     "memory": "Peak memory of a rank with a large sharded table.",
     "simulate": "The simulator against measured runs, and to 4,096 GPUs.",
