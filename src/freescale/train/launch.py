@@ -140,13 +140,8 @@ def run_ranks(
     signals = _Signals(processes)
     try:
         for rank in range(ranks):
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                env={**_environment(rank, ranks, port), **extra(rank)},
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-            )
+            environment = {**_environment(rank, ranks, port), **extra(rank)}
+            process = start_rank([sys.executable, "-m", module, *arguments], environment)
             processes.append(process)
             assert process.stderr is not None
             readers.append(
@@ -163,6 +158,13 @@ def run_ranks(
         signals.restore()
         _stop(processes)
     return Ended(failed, signals.first, last_words, when)
+
+
+def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Starts the process of a rank, whose standard error the launcher reads."""
+    return subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
 
 
 def report_end(ended: Ended) -> int:
