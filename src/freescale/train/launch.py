@@ -22,7 +22,10 @@ from freescale.train.stop_signals import SIGNALS, is_second
 
 _LAUNCHER = "FREESCALE_LAUNCHER"  # the launcher's process, for its ranks
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
-_GRACE = 20.0  # seconds that the other ranks have to notice a failure by themselves
+# seconds that the other ranks have to notice a failure by themselves; then they get SIGTERM: ranks
+# that were about to meet the one that failed notice nothing
+_NOTICE = 4.0
+_GRACE = 20.0  # seconds after a failure until they are stopped
 
 
 def is_rank() -> bool:
@@ -223,17 +226,25 @@ def _watch(
     A rank that a signal killed is the cause of what the others report, also when they were quicker
     to end.
     """
-    deadline, when = None, 0.0
+    failed_at, when, told = None, 0.0, False
+    failures: list[tuple[int, int]] = []
     end = time.monotonic() + seconds if seconds is not None else None
     while True:
         ended = {rank: process.poll() for rank, process in enumerate(processes)}
-        failures = [(rank, status) for rank, status in ended.items() if status]
-        if failures and deadline is None:
-            deadline, when = time.monotonic() + _GRACE, time.time()
-        if None not in ended.values() or (deadline is not None and time.monotonic() > deadline):
+        if not told:  # afterwards they end because of that
+            failures = [(rank, status) for rank, status in ended.items() if status]
+        if failures and failed_at is None:
+            failed_at, when = time.monotonic(), time.time()
+        since = time.monotonic() - failed_at if failed_at is not None else 0.0
+        if None not in ended.values() or since > _GRACE:
             _stop(processes)
             order = sorted(failures, key=lambda failure: (failure[1] >= 0, _is_stop(failure[1])))
             return (order[0] if order else None), when
+        if since > _NOTICE and not told and not any(_is_stop(status) for _, status in failures):
+            told = True
+            for process in processes:
+                if process.poll() is None:
+                    process.terminate()
         if end is not None and time.monotonic() > end:
             running = [rank for rank, status in ended.items() if status is None]
             raise TimeoutError(

@@ -16,12 +16,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--storms", type=int, default=10, help="runs, one after another (10)")
     parser.add_argument("--faults", type=int, default=100, help="of each storm (100)")
     parser.add_argument("--seed", type=int, default=0, help="of the first storm (0)")
-    parser.add_argument("--work", type=Path, default=Path("storms"), help="folder (./storms)")
     parser.add_argument("--ranks", default="2,4", help="of the storms, in turn (2,4)")
-    options = parser.parse_args(arguments)
-    from freescale.bench.faults.bench import bench_faults
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        default=1,
+        help="network namespaces that the ranks are divided over; needs root and iproute2 (1)",
+    )
+    parser.add_argument("--timeout", type=float, default=5.0, help="of the runs, in seconds (5)")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("storms"),
+        help="folder of the runs; what was interrupted goes on there (./storms)",
+    )
+    given = parser.parse_args(arguments)
+    from freescale.bench.faults.bench import Options, bench_faults
 
-    return bench_faults(options, read_destination(options))
+    worlds = [int(word) for word in given.ranks.split(",")]
+    options = Options(
+        given.work, given.storms, given.faults, given.seed, worlds, given.hosts, given.timeout
+    )
+    return bench_faults(options, read_destination(given))
 
 
 if __name__ == "__main__":

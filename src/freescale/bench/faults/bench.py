@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
+import statistics
 import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from freescale.bench.faults.plan import CHECKPOINT_EVERY, KINDS, Fault, count_steps, plan_faults
+from freescale.bench.common.results import Claim, Destination, claim, write
+from freescale.bench.faults.forked import preload
+from freescale.bench.faults.plan import KINDS, Fault, count_steps, plan_faults
 from freescale.bench.faults.proof import compare_logs, compare_states, read_final_state, read_log
+from freescale.bench.faults.setting import Setting, choose_setting, make_command, make_data
 from freescale.bench.faults.storm import Storm
 from freescale.bench.faults.strikes import Strikes
 from freescale.bench.faults.testbed import LocalTestbed, adopt_orphans, has_disks, mount_disk
 
-TIMEOUT = 3.0  # of the runs' collectives
-
 
 @dataclass(frozen=True)
-class Setting:
-    """How the run of a storm trains and saves; storms of different seeds differ in it."""
+class Options:
+    """Of the benchmark."""
 
-    world: int
-    asynchronous: bool
-    full_every: int
-    transport: str
-
-    def as_words(self) -> list[str]:
-        words = ["--full-every", str(self.full_every), "--transport", self.transport]
-        return [*words, *(["--async-checkpoints"] if self.asynchronous else [])]
-
-
-def choose_setting(seed: int, worlds: Sequence[int]) -> Setting:
-    return Setting(
-        worlds[seed % len(worlds)],
-        seed % 2 == 0,
-        (3, 1)[seed // 2 % 2],
-        ("auto", "hostwire-tcp", "collective")[seed % 3],
-    )
+    work: Path
+    storms: int
+    faults: int
+    seed: int
+    worlds: Sequence[int]
+    hosts: int
+    timeout: float
 
 
 def list_kinds(*, disk: bool, hosts: bool) -> list[str]:
@@ -53,86 +41,145 @@ def list_kinds(*, disk: bool, hosts: bool) -> list[str]:
     return [name for name, kind in KINDS.items() if kind.needs in there]
 
 
-def make_data(path: Path) -> None:
-    """Interactions of 96 users, which a run has to prepare."""
-    draw = np.random.default_rng(0)
-    events = 96 * 14
-    table = pa.table(
-        {
-            "user_id": draw.integers(0, 96, events),
-            "item_id": draw.zipf(1.3, events) % 200,
-            "timestamp": np.arange(events) * 10,
-        }
-    )
-    pq.write_table(table, path)
-
-
-def make_command(work: Path, steps: int, setting: Setting) -> list[str]:
-    return [
-        *("train", "--device", "cpu", "--data", str(work / "events.parquet")),
-        *("--cache", str(work / "cache"), "--split", "none", "--max-length", "20"),
-        *("--global-batch", "16", "--width", "8", "--layers", "1", "--negatives", "8"),
-        *("--placement", "sharded", "--dense-sums", "collective", "--log-every", "1"),
-        *("--epochs", "100000", "--steps", str(steps), "--timeout", str(TIMEOUT)),
-        *("--checkpoint-every", str(CHECKPOINT_EVERY), "--keep-checkpoints", "3"),
-        *("--trace-steps", "0", *setting.as_words()),
-    ]
-
-
-def run_storm(work: Path, seed: int, number: int, setting: Setting, kinds: Sequence[str]) -> dict[str, Any]:
-    """A storm and the undisturbed run beside it; the row of the result."""
+def bench_faults(options: Options, to: Destination) -> int:
+    """Makes the storms that the work folder does not have yet. Status 1 if a claim fails."""
+    preload()
+    work = options.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
+    adopt_orphans()
+    disk = has_disks()
+    if disk:
+        mount_disk(work / "disk.img", work / "disk")
+    kinds = list_kinds(disk=disk, hosts=options.hosts > 1)
+    rows = []
+    for seed in range(options.seed, options.seed + options.storms):
+        setting = choose_setting(seed, options.worlds, options.hosts, options.timeout)
+        rows.append(run_storm(work, seed, options.faults, setting, kinds))
+    words = f"--storms {options.storms} --faults {options.faults} --seed {options.seed}"
+    ranks = ",".join(map(str, options.worlds))
+    words += f" --timeout {options.timeout:g}"
+    words += f" --ranks {ranks}" + (f" --hosts {options.hosts}" if options.hosts > 1 else "")
+    claims = make_claims(rows)
+    testbed = "hosts" if options.hosts > 1 else "cpu"
+    about = {name: KINDS[name].about for name in kinds}
+    command = f"freescale bench faults {words}"
+    write("faults", testbed, command, rows, claims, to=to, kinds=about)
+    return int(not all(entry["holds"] for entry in claims))
+
+
+def run_storm(
+    work: Path, seed: int, number: int, setting: Setting, kinds: Sequence[str]
+) -> dict[str, Any]:
+    """A storm, and the undisturbed run beside it. Returns the row of the result, which stays in
+    the work folder: the storm is not made again."""
+    folder, disk = work / f"storm-{seed}", work / "disk" / f"storm-{seed}"
+    if (folder / "row.json").exists():
+        found: dict[str, Any] = json.loads((folder / "row.json").read_text(encoding="utf-8"))
+        return found
+    for path in (folder, disk):
+        path.mkdir(parents=True, exist_ok=True)
+    if not (folder / "events.parquet").exists():
+        make_data(folder / "events.parquet")
     faults = plan_faults(seed, number, setting.world, kinds)
-    if not (work / "events.parquet").exists():
-        make_data(work / "events.parquet")
-    command = make_command(work, count_steps(faults), setting)
-    calm = _run(work / "calm", command, [], work / "cache", setting)
-    print(f"seed {seed}: {setting}, {count_steps(faults)} steps, {calm.wall:.0f} s undisturbed")
-    storm = _run(work / "storm", command, faults, work / "cache", setting)
-    return describe(work, seed, setting, faults, storm, calm)
+    print(f"storm {seed}: {setting.describe()}, {count_steps(faults)} steps", flush=True)
+    calm = _run(folder, disk, "calm", [], count_steps(faults), setting)
+    storm = _run(folder, disk, "storm", faults, count_steps(faults), setting)
+    row = _describe(folder, disk, seed, setting, storm, calm)
+    (folder / "row.json").write_text(json.dumps(row), encoding="utf-8")
+    shutil.rmtree(disk)
+    return row
 
 
-def _run(folder: Path, command: Sequence[str], faults: Sequence[Fault], cache: Path, setting: Setting) -> Storm:
-    """A run in `folder`, unless it is complete there already."""
-    folder.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(prefix="fs-faults-"))  # the name of a socket is short
+def _run(
+    folder: Path, disk: Path, name: str, faults: Sequence[Fault], steps: int, setting: Setting
+) -> Storm:
+    """A run, unless it is complete already; one that was interrupted goes on."""
+    run, cache, own = disk / name, disk / "cache", folder / name
+    own.mkdir(exist_ok=True)
+    place = Path(tempfile.mkdtemp(prefix="fs-faults-"))  # names of sockets are short
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(place / "storm"))
         listener.listen(64)
-        run = folder / "disk" / "run"
         storm = Storm(
-            LocalTestbed(folder, setting.world, place / "storm"),
-            [*command, "--folder", str(run)],
+            LocalTestbed(own, setting.world, place / "storm"),
+            make_command(folder / "events.parquet", cache, run, steps, setting),
             faults,
-            Strikes(run, cache, TIMEOUT),
-            folder / "state.json",
+            Strikes(run, cache, setting.timeout),
+            own / "state.json",
             listener,
         )
         try:
-            if not (folder / "complete").exists():
+            if not (own / "complete").exists():
                 storm.run()
-                (folder / "complete").touch()
+                (own / "complete").touch()
         finally:
             shutil.rmtree(place)
     return storm
 
 
-def describe(work: Path, seed: int, setting: Setting, faults: Sequence[Fault], storm: Storm, calm: Storm) -> dict[str, Any]:
-    """The row of a storm."""
-    logs = [read_log(work / name / "samples") for name in ("storm", "calm")]
-    states = [
-        read_final_state(work / name / "disk" / "run", work / name / "output.txt")
-        for name in ("storm", "calm")
-    ]
-    steps = count_steps(faults)
+def _describe(
+    folder: Path, disk: Path, seed: int, setting: Setting, storm: Storm, calm: Storm
+) -> dict[str, Any]:
+    names = ("storm", "calm")
+    logs = [read_log(folder / name / "samples") for name in names]
+    states = [read_final_state(disk / name, folder / name / "output.txt") for name in names]
+    events = storm.events
+    by_kind: dict[str, list[float]] = {}
+    for event in events:
+        by_kind.setdefault(event["kind"], []).append(event["lasted_s"])
     return {
         "seed": seed,
-        "faults": len(storm.events),
-        "without_a_fault": storm.unplanned,
-        "seconds": storm.wall,
-        "undisturbed_seconds": calm.wall,
-        "seconds_per_fault": (storm.wall - calm.wall) / max(1, len(storm.events)),
+        **asdict(setting),
+        "faults": len(events),
+        "ended_without_a_fault": storm.unplanned,
+        "seconds": round(storm.wall, 1),
+        "undisturbed_seconds": round(calm.wall, 1),
+        "seconds_per_fault": round((storm.wall - calm.wall) / max(1, len(events)), 3),
+        "seconds_by_kind": {
+            kind: {
+                "count": len(lasted),
+                "median": statistics.median(lasted),
+                "max": max(lasted),
+            }
+            for kind, lasted in sorted(by_kind.items())
+        },
+        "moments": sorted({event["struck_at"] for event in events if event["moment"] is not None}),
         **compare_logs(*logs),
-        **compare_states(states[0], states[1], steps),
-        "events": storm.events,
+        **compare_states(states[0], states[1]),
+        "events": events,
     }
+
+
+def make_claims(rows: Sequence[Mapping[str, Any]]) -> list[Claim]:
+    """What was asked of the storms together."""
+
+    def total(name: str) -> int:
+        return sum(row[name] for row in rows)
+
+    faults = total("faults")
+    spent = sum(row["seconds"] - row["undisturbed_seconds"] for row in rows)
+    return [
+        claim(
+            "faults survived without a hang, all kinds mixed, in seeded runs",
+            1000,
+            faults,
+            "faults",
+            at_least=True,
+        ),
+        claim(
+            "samples that a run lost or trained twice",
+            0,
+            total("lost_samples") + total("doubled_samples"),
+            "samples",
+            at_least=False,
+        ),
+        claim(
+            "runs whose final tables, row state, weights and optimizer state, and all losses, are "
+            "those of the undisturbed run to the bit",
+            len(rows),
+            sum(row["bits_equal"] and row["losses_equal"] for row in rows),
+            "runs",
+            at_least=True,
+        ),
+        claim("seconds per fault", 3.0, spent / max(1, faults), "s", at_least=False),
+    ]

@@ -12,11 +12,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import IO, NoReturn
 
 import torch
 
+_NEEDED = (
+    *("freescale.train.run", "freescale.train.restarts", "freescale.report.console"),
+    *("torch._dynamo", "torch.onnx", "triton.language", "numpy.random", "rich.progress"),
+    *("rich.console", "rich.table"),
+)
 STACKS = signal.SIGUSR2  # makes a process write where each of its threads is
 
 
@@ -42,6 +49,15 @@ def fork(work: Callable[[], None], said: int | Path, **environment: str) -> int:
         traceback.print_exc()
         status = 1
     _leave(status)
+
+
+def preload() -> None:
+    """Imports what a run does, before it is forked; torch's optimizers import much when they are
+    first made."""
+    for name in _NEEDED:
+        with suppress(ImportError):
+            import_module(name)
+    torch.set_num_threads(1)
 
 
 def run_command(words: Sequence[str]) -> None:
@@ -105,11 +121,11 @@ def _become(said: int | Path, environment: Mapping[str, str]) -> None:
         signal.signal(number, signal.SIG_DFL)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     target = said if isinstance(said, int) else os.open(said, flags, 0o644)
-    for number in (1, 2):
-        os.dup2(target, number)
+    for stream in (1, 2):
+        os.dup2(target, stream)
     os.environ.update(environment)
     sys.stdout, sys.stderr = (
-        os.fdopen(number, "w", buffering=1, errors="replace", closefd=False) for number in (1, 2)
+        os.fdopen(stream, "w", buffering=1, errors="replace", closefd=False) for stream in (1, 2)
     )
     faulthandler.register(STACKS, file=sys.stderr, all_threads=True)
     torch.set_num_threads(1)

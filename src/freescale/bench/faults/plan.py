@@ -7,7 +7,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from freescale.bench.faults.moments import CHECKPOINT, MEETING, PREPARE, RESTORE, STEP, list_moments
+from freescale.bench.faults.moments import (
+    CHECKPOINT,
+    MEETING,
+    PREPARE,
+    RESTORE,
+    STEP,
+    Moment,
+    list_moments,
+)
 
 CHECKPOINT_EVERY = 4  # steps
 _LONGEST = 6  # steps between two faults
@@ -168,9 +176,9 @@ class _Turns:
 
     def __init__(self, draw: random.Random) -> None:
         self._draw = draw
-        self._left: dict[str, list] = {}  # type: ignore[type-arg]
+        self._left: dict[str, list[Moment]] = {}
 
-    def take(self, group: str):  # type: ignore[no-untyped-def]
+    def take(self, group: str) -> Moment:
         left = self._left.setdefault(group, [])
         if not left:
             left += list_moments(group)

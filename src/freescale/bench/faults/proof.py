@@ -5,6 +5,7 @@ nothing happened to."""
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections import Counter
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from freescale.train.build import prepare_data
 from freescale.train.trainer import Trainer
 from freescale.transport.connect import connect
 
-Lines = dict[int, dict[str, Any]]  # by step: batch number, loss and digests of the samples
+Line = dict[str, Any]  # of a rank and a step: batch number, loss and digests of the samples
 
 
 @dataclass(frozen=True)
@@ -30,20 +31,20 @@ class Log:
 
     Attributes:
         kept: of each step of the run as it ended: all ranks' lines of the attempt that made it.
-        repeated: steps that were made, and lost again.
-        differing: lines of the kept and of the lost steps that contradict each other.
+        repeated: lines of steps that were made, and lost again.
+        made: all lines, kept and lost.
     """
 
-    kept: dict[int, list[dict[str, Any]]]
+    kept: dict[int, list[Line]]
     repeated: int
-    made: list[dict[str, Any]]
+    made: list[Line]
 
 
 def read_log(folder: Path) -> Log:
     """The logs of all ranks in all attempts. A rank's attempt begins behind the step that it
     restored, and takes the place of what was made before behind that step."""
-    kept: dict[int, dict[int, dict[str, Any]]] = {}  # by rank and step
-    made: list[dict[str, Any]] = []
+    kept: dict[int, dict[int, Line]] = {}  # by rank and step
+    made: list[Line] = []
     files = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.name.split("-")[0]))
     for path in files:
         rank = int(path.stem.split("-")[1])
@@ -58,8 +59,8 @@ def read_log(folder: Path) -> Log:
             else:
                 kept.setdefault(rank, {})[line["step"]] = line
                 made.append(line | {"rank": rank})
-    steps: dict[int, list[dict[str, Any]]] = {}
-    for rank, own in sorted(kept.items()):
+    steps: dict[int, list[Line]] = {}
+    for _, own in sorted(kept.items()):
         for step, line in own.items():
             steps.setdefault(step, []).append(line)
     survived = sum(len(lines) for lines in steps.values())
@@ -72,7 +73,10 @@ def compare_logs(storm: Log, calm: Log) -> dict[str, Any]:
     worst = 0.0
     for step in sorted(set(storm.kept) | set(calm.kept)):
         ours, theirs = storm.kept.get(step, []), calm.kept.get(step, [])
-        mine, expected = (Counter(d for line in lines for d in line["samples"]) for lines in (ours, theirs))
+        mine, expected = (
+            Counter(digest for line in lines for digest in line["samples"])
+            for lines in (ours, theirs)
+        )
         lost += sum((expected - mine).values())
         doubled += sum((mine - expected).values())
         other_batch += {line["batch"] for line in ours} != {line["batch"] for line in theirs}
@@ -91,8 +95,8 @@ def compare_logs(storm: Log, calm: Log) -> dict[str, Any]:
     }
 
 
-def compare_states(storm: Mapping[str, Tensor], calm: Mapping[str, Tensor], steps: int) -> dict[str, Any]:
-    """How final states differ: by bits, and relative to the largest entry, for each step."""
+def compare_states(storm: Mapping[str, Tensor], calm: Mapping[str, Tensor]) -> dict[str, Any]:
+    """How final states differ: by bits, and relative to the largest entry of a tensor."""
     if storm.keys() != calm.keys():
         raise ValueError(f"the states differ in {sorted(storm.keys() ^ calm.keys())}")
     worst, differing = 0.0, []
@@ -106,14 +110,12 @@ def compare_states(storm: Mapping[str, Tensor], calm: Mapping[str, Tensor], step
         "tensors": len(storm),
         "differing_tensors": differing,
         "bits_equal": not differing,
-        "difference_a_step": worst / steps,
+        "difference": worst,
     }
 
 
 def read_final_state(run: Path, said: Path) -> dict[str, Tensor]:
     """Tables, row state, dense weights and optimizer state of the last checkpoint of a run."""
-    import os
-
     result = run / "final.pickle"
 
     def work() -> None:
@@ -139,7 +141,7 @@ def collect_state(trainer: Trainer) -> dict[str, Tensor]:
         for name in tables.specs
         for part, value in tables.get_local_state(name).items()
     }
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     found |= {f"weight {name}": parameter.detach().clone() for parameter, name in names.items()}
     for parameter, state in trainer.optimizer.state.items():
         for part, value in state.items():

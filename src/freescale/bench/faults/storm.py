@@ -25,7 +25,7 @@ from freescale.bench.faults.reporter import LAUNCHER
 from freescale.bench.faults.testbed import LocalTestbed, kill
 
 _LOOK = 0.05  # seconds between two looks at processes and clocks
-_MOST_FAILURES = 5  # of launchers, one after another, without a step
+_MOST_FAILURES = 20  # of launchers, one after another, without a step
 _RESUME = ("--resume", "auto")
 
 
@@ -127,6 +127,7 @@ class Storm:
                 connection.close()
         self._settle(time.monotonic())
         self._save()
+        self.wall += time.monotonic() - self._began
         if len(self.events) < len(self.faults):
             raise RuntimeError(
                 f"the run was complete after {len(self.events)} of {len(self.faults)} faults"
@@ -219,7 +220,7 @@ class Storm:
         process.connection.close()
         del self.processes[process.connection]
         if process.rank != LAUNCHER:
-            self.strikes.note_end(self)
+            self.strikes.note_end(self, process)
 
     def _handle(self, process: Process, told: dict[str, Any]) -> None:
         if "hello" in told:

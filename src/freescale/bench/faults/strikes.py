@@ -15,7 +15,7 @@ from freescale.bench.faults.testbed import fill_disk, kill
 if TYPE_CHECKING:
     from freescale.bench.faults.storm import Process, Storm
 
-_STALL = 3.0  # seconds that a stall lasts longer than --timeout
+_STALL = 20.0  # seconds that a stall lasts longer than --timeout, unless the others end before
 _STILL_FULL = 0.2  # seconds that the disk stays full after the first rank has failed
 
 
@@ -31,7 +31,7 @@ class Strikes:
         """
         self._run, self._cache, self._timeout = run, cache, timeout
         self._ballast: Path | None = None
-        self._unprepared = False
+        self._stalled: int | None = None
 
     # ---- what the storm asks
 
@@ -44,8 +44,11 @@ class Strikes:
         if fault is not None and KINDS[fault.kind].moments == ("prepare",):
             shutil.rmtree(self._cache, ignore_errors=True)
 
-    def note_end(self, storm: Storm) -> None:
+    def note_end(self, storm: Storm, process: Process) -> None:
         """A rank has ended."""
+        if self._stalled not in (None, process.pid):
+            kill(self._stalled, signal.SIGCONT)
+            self._stalled = None
         if self._ballast is not None:
             ballast, self._ballast = self._ballast, None
             storm.later(_STILL_FULL, ballast.unlink)
@@ -70,6 +73,7 @@ class Strikes:
         elif fault.kind in ("stall", "pause"):
             seconds = fault.seconds if fault.kind == "pause" else self._timeout + _STALL
             kill(process, signal.SIGSTOP)
+            self._stalled = process if fault.kind == "stall" else None
             storm.later(seconds, lambda: kill(process, signal.SIGCONT))
             return seconds
         elif fault.kind == "clock":

@@ -13,8 +13,8 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 from freescale.bench.faults.forked import ForkedRank, fork, run_command
 from freescale.bench.faults.reporter import LAUNCHER, report_to
@@ -36,7 +36,7 @@ class LocalTestbed:
 
     def __init__(self, folder: Path, world: int, address: Path) -> None:
         """`folder`: for everything of the run; `address`: of the storm's socket."""
-        self.world, self.launchers = world, [None]
+        self.world = world
         self._folder, self._address = folder, address
         self.launchers: list[int | None] = [None]
         (folder / "samples").mkdir(parents=True, exist_ok=True)
@@ -111,10 +111,8 @@ def adopt_orphans() -> None:
 
 def kill(process: int | None, number: int = signal.SIGKILL) -> None:
     if process is not None:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(process, number)
-        except ProcessLookupError:
-            pass
 
 
 def _run(*command: str) -> None:
