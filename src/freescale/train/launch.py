@@ -34,13 +34,14 @@ def is_rank() -> bool:
 
 
 def follow_launcher() -> None:
-    """Makes a rank that `launch` started get SIGTERM when the launcher dies: it saves and ends, and
-    the run's folder is free. Linux has a call for it; elsewhere ranks outlive their launcher."""
-    launcher = os.environ.get(_LAUNCHER)
-    if launcher is None or not sys.platform.startswith("linux"):
+    """Makes a rank that `launch` or torchrun started get SIGTERM when that process dies: it saves
+    and ends, and the run's folder is free. Linux has a call for it; elsewhere ranks outlive their
+    launcher."""
+    launcher, torchrun = os.environ.get(_LAUNCHER), "TORCHELASTIC_RUN_ID" in os.environ
+    if not (launcher or torchrun) or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != int(launcher):  # it died before
+    if launcher is not None and os.getppid() != int(launcher):  # it died before
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -31,7 +31,8 @@ class Kind:
         about: what happens, in words.
         ends: whether the attempt at the run ends with it.
         moments: groups of moments at which it may happen.
-        needs: what the testbed must have: "disk" (one of its own), "hosts" (a network of its own).
+        needs: what the testbed must have: "disk" (one of its own), "hosts" (a network of its own),
+            "packets" (the same, with nftables).
         seconds: (shortest, longest) of a disturbance that passes.
     """
 
@@ -62,12 +63,14 @@ KINDS = {
     "pause": Kind("a rank is stopped for a moment", False, (STEP, CHECKPOINT), "", (0.2, 1.0)),
     "clock": Kind("the clock of a rank jumps by an hour", False, (STEP, CHECKPOINT)),
     "disk full": Kind("the disk is full while the run saves", True, (CHECKPOINT,), "disk"),
-    "link down": Kind("a host's link is down for longer than --timeout", True, (STEP,), "hosts"),
+    "link down": Kind(
+        "a host's link is down for longer than --timeout", True, (STEP,), "hosts", (0.5, 5.0)
+    ),
     "link drops": Kind(
         "a host's link is down for a moment", False, (STEP, CHECKPOINT), "hosts", (0.2, 1.0)
     ),
     "link loses": Kind(
-        "a host loses 30 % of its packets", False, (STEP, CHECKPOINT), "hosts", (2.0, 10.0)
+        "a host loses 30 % of its packets", False, (STEP, CHECKPOINT), "packets", (2.0, 10.0)
     ),
     "link slow": Kind(
         "a host's link has a tenth of its rate", False, (STEP, CHECKPOINT), "hosts", (2.0, 10.0)

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from freescale.bench.faults.hosts_testbed import HostsTestbed
 from freescale.bench.faults.plan import KINDS, Fault
 from freescale.bench.faults.testbed import fill_disk, kill
 
@@ -83,10 +84,27 @@ class Strikes:
         elif fault.kind == "disk full":
             self._ballast = fill_disk(self._run.parent)
         else:
-            raise AssertionError(fault.kind)
+            return self._disturb_link(storm, fault, host)
         return 0.0
 
     # ---- how
+
+    def _disturb_link(self, storm: Storm, fault: Fault, host: int) -> float:
+        testbed = storm.testbed
+        assert isinstance(testbed, HostsTestbed)
+        seconds = fault.seconds
+        if fault.kind in ("link down", "link drops"):
+            seconds += self._timeout if fault.kind == "link down" else 0.0
+            testbed.set_link(host, up=False)
+            storm.later(seconds, lambda: testbed.set_link(host, up=True))
+        elif fault.kind == "link loses":
+            testbed.lose_packets(host, lose=True)
+            storm.later(seconds, lambda: testbed.lose_packets(host, lose=False))
+        else:
+            assert fault.kind == "link slow", fault.kind
+            testbed.slow_link(host, slow=True)
+            storm.later(seconds, lambda: testbed.slow_link(host, slow=False))
+        return seconds
 
     def _kill_machine(self, storm: Storm, host: int | None) -> None:
         """All processes of a host, or of all of them, the launcher first: it starts none again."""

@@ -1,0 +1,126 @@
+"""Ranks over hosts: network namespaces with links between them, and in each an agent of torchrun,
+which starts its ranks again after a failure."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from freescale.bench.common.hosts import RATE, Network, run_ip, run_tool
+from freescale.bench.faults.forked import fork, run_command
+from freescale.bench.faults.reporter import LAUNCHER, report_to
+from freescale.bench.faults.testbed import RESTARTS, LocalTestbed
+
+_PORT = 29511  # inside the namespaces
+_SLOW_RATE = "20mbit"  # a tenth of RATE
+_LOSS = 0.3  # of the packets that a host receives
+_MEET = {  # of torchrun's rendezvous: a host that is gone is noticed within 3 s, not 15
+    "join_timeout": 60,
+    "last_call_timeout": 1,
+    "keep_alive_interval": 1,
+    "keep_alive_max_attempt": 3,
+    "read_timeout": 15,
+}
+
+
+def can_lose_packets() -> bool:
+    """Whether nftables are there."""
+    return shutil.which("nft") is not None
+
+
+class HostsTestbed(LocalTestbed):
+    """As `LocalTestbed`, with an agent on each host in the place of the launcher."""
+
+    def __init__(self, folder: Path, world: int, address: Path, network: Network) -> None:
+        super().__init__(folder, world, address)
+        self._network = network
+        self.launchers = [None] * len(network.names)
+
+    def start(self, host: int, words: Sequence[str], inherited: Callable[[], None]) -> None:
+        address, logs, network = self._address, self._folder / "samples", self._network
+
+        def work() -> None:
+            inherited()
+            enter_network(network.names[host])
+            report_to(address, logs, LAUNCHER, host)
+            _run_agent(
+                host,
+                len(network.names),
+                self.world // len(network.names),
+                lambda: report_to(address, logs, int(os.environ["RANK"]), host),
+                words,
+            )
+
+        self.launchers[host] = fork(
+            work, self.said, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=network.devices[host]
+        )
+
+    # ---- links
+
+    def set_link(self, host: int, *, up: bool) -> None:
+        run_ip(*self._of(host), "link", "set", self._network.devices[host], "up" if up else "down")
+
+    def lose_packets(self, host: int, *, lose: bool) -> None:
+        if not lose:
+            self._nft(host, "delete table ip storm")
+            return
+        least = int(_LOSS * (1 << 31))
+        self._nft(
+            host,
+            "add table ip storm",
+            "add chain ip storm input { type filter hook input priority 0 ; }",
+            f"add rule ip storm input meta random & 2147483647 < {least} drop",
+        )
+
+    def slow_link(self, host: int, *, slow: bool) -> None:
+        name, device = self._network.names[host], self._network.devices[host]
+        limits = ("rate", _SLOW_RATE if slow else RATE, "burst", "64kb", "latency", "50ms")
+        run_ip(
+            *("netns", "exec", name, "tc", "qdisc", "replace", "dev", device, "root", "tbf"),
+            *limits,
+        )
+
+    def _of(self, host: int) -> tuple[str, str]:
+        return "-n", self._network.names[host]
+
+    def _nft(self, host: int, *rules: str) -> None:
+        for rule in rules:
+            run_tool("ip", "netns", "exec", self._network.names[host], "nft", *rule.split())
+
+
+def enter_network(name: str) -> None:
+    """This process moves into a network namespace, and stays there with what it starts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    if libc.setns(descriptor, 0x40000000):  # CLONE_NEWNET
+        raise OSError(ctypes.get_errno(), f"the network {name} could not be entered")
+    os.close(descriptor)
+
+
+def _run_agent(
+    host: int, hosts: int, ranks: int, begin: Callable[[], None], words: Sequence[str]
+) -> None:
+    """What torchrun does, with ranks that are forked."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    def run_rank() -> None:
+        begin()
+        run_command(words)
+
+    config = LaunchConfig(
+        min_nodes=hosts,
+        max_nodes=hosts,
+        nproc_per_node=ranks,
+        run_id="storm",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"10.99.0.1:{_PORT}",
+        rdzv_configs={**_MEET, "is_host": host == 0},
+        local_addr=f"10.99.0.{host + 1}",
+        max_restarts=RESTARTS,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    elastic_launch(config, run_rank)()
