@@ -166,6 +166,7 @@ def _describe(
         "moments": sorted({event["struck_at"] for event in events if event["moment"] is not None}),
         **compare_logs(*logs),
         **compare_states(states[0], states[1]),
+        "progress": storm.progress,
         "events": events,
     }
 

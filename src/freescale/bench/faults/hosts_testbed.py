@@ -7,7 +7,9 @@ import ctypes
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from freescale.bench.common.hosts import RATE, Network, run_ip, run_tool
 from freescale.bench.faults.forked import fork, run_command
@@ -100,6 +102,16 @@ def enter_network(name: str) -> None:
     os.close(descriptor)
 
 
+class _Complete(BaseException):
+    """The command has succeeded. The agent waits for what a rank's function returns."""
+
+
+def _end(status: int, leave: Callable[[int], NoReturn]) -> NoReturn:
+    if status:
+        leave(status)
+    raise _Complete
+
+
 def _run_agent(
     host: int, hosts: int, ranks: int, begin: Callable[[], None], words: Sequence[str]
 ) -> None:
@@ -108,7 +120,10 @@ def _run_agent(
 
     def run_rank() -> None:
         begin()
-        run_command(words)
+        leave = os._exit
+        os._exit = lambda status: _end(status, leave)
+        with suppress(_Complete):
+            run_command(words)
 
     config = LaunchConfig(
         min_nodes=hosts,

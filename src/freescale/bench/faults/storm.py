@@ -26,6 +26,7 @@ from freescale.bench.faults.testbed import LocalTestbed, kill
 
 _LOOK = 0.05  # seconds between two looks at processes and clocks
 _MOST_FAILURES = 20  # of launchers, one after another, without a step
+_SHOWN = 10  # faults up to which the progress of the run is kept, for its picture
 _RESUME = ("--resume", "auto")
 
 
@@ -80,12 +81,13 @@ class Storm:
     events: list[dict[str, Any]] = field(default_factory=list)  # one for each fault that is over
     unplanned: int = 0  # attempts that ended without a fault
     wall: float = 0.0
+    progress: list[tuple[float, int]] = field(default_factory=list)  # (seconds, step), at first
 
     def __post_init__(self) -> None:
         if self.state.exists():
             known = json.loads(self.state.read_text(encoding="utf-8"))
             self.events, self.unplanned = known["events"], known["unplanned"]
-            self.wall = known["wall"]
+            self.wall, self.progress = known["wall"], known["progress"]
         self._next = len(self.events)  # fault that is armed, or to be
         self._armed_at: float | None = None
         self._struck: list[Struck] = []
@@ -307,7 +309,10 @@ class Storm:
     def _note_step(self, process: Process, step: int) -> None:
         now = self._heard = time.monotonic()
         process.step, self._failures = step, 0
-        self.step = max(step, 0) if process.rank == 0 else self.step
+        if process.rank == 0:
+            self.step = step
+            if len(self.events) < _SHOWN:
+                self.progress.append((round(self.wall + now - self._began, 3), step))
         waiting = [
             struck
             for struck in self._struck
@@ -342,6 +347,7 @@ class Storm:
     def _save(self) -> None:
         wall = round(self.wall + time.monotonic() - self._began, 1)
         known = {"events": self.events, "unplanned": self.unplanned, "wall": wall}
+        known["progress"] = self.progress
         temporary = self.state.with_suffix(".tmp")
         temporary.write_text(json.dumps(known), encoding="utf-8")
         temporary.replace(self.state)
