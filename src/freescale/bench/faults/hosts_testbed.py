@@ -124,6 +124,7 @@ def _run_agent(
         os._exit = lambda status: _end(status, leave)
         with suppress(_Complete):
             run_command(words)
+        os._exit = leave
 
     config = LaunchConfig(
         min_nodes=hosts,
