@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -102,6 +103,19 @@ def enter_network(name: str) -> None:
     os.close(descriptor)
 
 
+def _drop_connections() -> None:
+    """A rank that is forked has the connections of its agent, and would keep its port from the next
+    one. Their numbers stay taken."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # the folder itself, and what is no socket
+            kept = socket.socket(fileno=os.dup(number))
+            if kept.family in (socket.AF_INET, socket.AF_INET6):
+                os.dup2(nothing, number)
+            kept.close()
+    os.close(nothing)
+
+
 class _Complete(BaseException):
     """The command has succeeded. The agent waits for what a rank's function returns."""
 
@@ -119,6 +133,7 @@ def _run_agent(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     def run_rank() -> None:
+        _drop_connections()
         begin()
         leave = os._exit
         os._exit = lambda status: _end(status, leave)

@@ -2,8 +2,8 @@
 after each, and starts again what a scheduler would.
 
 The ranks report when they reach the moment of the next fault, and wait there until it is done. A
-run that makes no step for a minute, whatever happens, has hung: the storm ends with the name of the
-fault. After each fault its state is on disk: a storm that is interrupted goes on.
+run that makes no step for two minutes, whatever happens, has hung: the storm ends with the name of
+the fault. After each fault its state is on disk: a storm that is interrupted goes on.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Storm:
     strikes: Any
     state: Path
     listener: socket.socket
-    limit: float = 60.0
+    limit: float = 120.0
     events: list[dict[str, Any]] = field(default_factory=list)  # one for each fault that is over
     unplanned: int = 0  # attempts that ended without a fault
     wall: float = 0.0
