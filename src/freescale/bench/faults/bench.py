@@ -133,6 +133,7 @@ def _run(
                 storm.run()
                 (own / "complete").touch()
         finally:
+            storm.testbed.close()
             shutil.rmtree(place)
     return storm
 

@@ -7,15 +7,18 @@ import ctypes
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from torch._C._distributed_c10d import TCPStore
+
 from freescale.bench.common.hosts import RATE, Network, run_ip, run_tool
 from freescale.bench.faults.forked import fork, run_command
 from freescale.bench.faults.reporter import LAUNCHER, report_to
-from freescale.bench.faults.testbed import RESTARTS, LocalTestbed
+from freescale.bench.faults.testbed import RESTARTS, LocalTestbed, kill
 
 _PORT = 29511  # inside the namespaces
 _SLOW_RATE = "20mbit"  # a tenth of RATE
@@ -41,15 +44,21 @@ class HostsTestbed(LocalTestbed):
         super().__init__(folder, world, address)
         self._network = network
         self.launchers = [None] * len(network.names)
+        self._meetings = 0  # torchrun's, which an agent that fails ends for all
+        self._store = fork(lambda: _keep_store(network.names[0]), self.said)
 
     def start(self, host: int, words: Sequence[str], inherited: Callable[[], None]) -> None:
         address, logs, network = self._address, self._folder / "samples", self._network
+        if not any(self.launchers):
+            self._meetings += 1
+        meeting = f"storm-{self._meetings}"
 
         def work() -> None:
             inherited()
             enter_network(network.names[host])
             report_to(address, logs, LAUNCHER, host)
             _run_agent(
+                meeting,
                 host,
                 len(network.names),
                 self.world // len(network.names),
@@ -60,6 +69,9 @@ class HostsTestbed(LocalTestbed):
         self.launchers[host] = fork(
             work, self.said, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=network.devices[host]
         )
+
+    def close(self) -> None:
+        kill(self._store)
 
     # ---- links
 
@@ -126,8 +138,22 @@ def _end(status: int, leave: Callable[[int], NoReturn]) -> NoReturn:
     raise _Complete
 
 
+def _keep_store(name: str) -> None:
+    """Keeps the store where the agents meet, apart from them: what one of them keeps is lost with
+    it, and takes the others a minute to notice."""
+    enter_network(name)
+    store = TCPStore("0.0.0.0", _PORT, is_master=True, wait_for_workers=False)
+    while os.getppid() != 1 and store is not None:
+        time.sleep(1.0)
+
+
 def _run_agent(
-    host: int, hosts: int, ranks: int, begin: Callable[[], None], words: Sequence[str]
+    meeting: str,
+    host: int,
+    hosts: int,
+    ranks: int,
+    begin: Callable[[], None],
+    words: Sequence[str],
 ) -> None:
     """What torchrun does, with ranks that are forked."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -145,10 +171,10 @@ def _run_agent(
         min_nodes=hosts,
         max_nodes=hosts,
         nproc_per_node=ranks,
-        run_id="storm",
+        run_id=meeting,
         rdzv_backend="c10d",
         rdzv_endpoint=f"10.99.0.1:{_PORT}",
-        rdzv_configs={**_MEET, "is_host": host == 0},
+        rdzv_configs={**_MEET, "is_host": False},
         local_addr=f"10.99.0.{host + 1}",
         max_restarts=RESTARTS,
         monitor_interval=0.1,
