@@ -24,6 +24,8 @@ from freescale.bench.faults.storm import Storm
 from freescale.bench.faults.strikes import Strikes
 from freescale.bench.faults.testbed import LocalTestbed, adopt_orphans, mount_disk
 
+_LIMIT = 120.0  # seconds without a step, after which a run has hung
+
 
 @dataclass(frozen=True)
 class Options:
@@ -127,6 +129,7 @@ def _run(
             Strikes(run, cache, setting.timeout),
             own / "state.json",
             listener,
+            _LIMIT if network is None else 2 * _LIMIT,  # torchrun takes longer to notice a loss
         )
         try:
             if not (own / "complete").exists():

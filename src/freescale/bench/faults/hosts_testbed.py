@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -44,13 +45,14 @@ class HostsTestbed(LocalTestbed):
         super().__init__(folder, world, address)
         self._network = network
         self.launchers = [None] * len(network.names)
-        self._meetings = 0  # torchrun's, which an agent that fails ends for all
+        self._meetings = 0  # torchrun's, which an agent that fails ends for all of them
+        self._ending = False
         self._store = fork(lambda: _keep_store(network.names[0]), self.said)
 
     def start(self, host: int, words: Sequence[str], inherited: Callable[[], None]) -> None:
         address, logs, network = self._address, self._folder / "samples", self._network
         if not any(self.launchers):
-            self._meetings += 1
+            self._meetings, self._ending = self._meetings + 1, False
         meeting = f"storm-{self._meetings}"
 
         def work() -> None:
@@ -69,6 +71,16 @@ class HostsTestbed(LocalTestbed):
         self.launchers[host] = fork(
             work, self.said, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=network.devices[host]
         )
+
+    def note_end(self, status: int) -> None:
+        """An agent that failed has closed the meeting: the others end, and all start anew."""
+        if status > 0:
+            self._ending = True
+            for launcher in self.launchers:
+                kill(launcher, signal.SIGTERM)
+
+    def may_start(self) -> bool:
+        return not self._ending or not any(self.launchers)
 
     def close(self) -> None:
         kill(self._store)

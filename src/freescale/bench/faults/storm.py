@@ -77,7 +77,7 @@ class Storm:
     strikes: Any
     state: Path
     listener: socket.socket
-    limit: float = 120.0
+    limit: float
     events: list[dict[str, Any]] = field(default_factory=list)  # one for each fault that is over
     unplanned: int = 0  # attempts that ended without a fault
     wall: float = 0.0
@@ -137,7 +137,8 @@ class Storm:
 
     def _start_launchers(self) -> None:
         for host, launcher in enumerate(self.testbed.launchers):
-            if launcher is None and not self._complete[host] and self._is_free(host):
+            missing = launcher is None and not self._complete[host]
+            if missing and self._is_free(host) and self.testbed.may_start():
                 self.testbed.start(host, [*self.command, *_RESUME], self._close_inherited)
 
     def _is_free(self, host: int) -> bool:
@@ -163,6 +164,7 @@ class Storm:
         self.testbed.launchers[host] = None
         code = os.waitstatus_to_exitcode(status)
         self._complete[host] = code == 0
+        self.testbed.note_end(code)
         if code and not self._struck:
             self._count_failure(f"launcher {host} ended with {code}")
 

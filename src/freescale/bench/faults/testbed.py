@@ -64,8 +64,15 @@ class LocalTestbed:
 
         self.launchers[host] = fork(work, self.said, OMP_NUM_THREADS="1")
 
+    def note_end(self, status: int) -> None:
+        """A launcher has ended, with a status or minus the number of a signal."""
+
+    def may_start(self) -> bool:
+        """Whether a launcher that is missing may be started now."""
+        return True
+
     def close(self) -> None:
-        pass
+        """Ends what is left."""
 
 
 # ---- a disk of its own
