@@ -114,6 +114,7 @@ class Request:
     whole: RequestPart
     owned: Tensor  # [sum(receive)] local rows requested from this rank, in rank order
     pieces: int = 1  # into which bulk traffic is cut
+    slots: Tensor | None = None  # [sum(receive)] where `owned` are, once they are resident
     rows: Tensor | None = None  # [u, width]: a leaf of autograd, unless there are `gradients`
     gradients: RowGradients | None = None  # of what reads the rows, where the kernels keep them
     # rows that the previous batch does not read: pulled while it computes
