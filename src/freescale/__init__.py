@@ -29,6 +29,8 @@ _EXPORTS = {
     "SGD": "freescale.embedding.optimizers",
     "parallelize": "freescale.embedding.parallelize",
     "ShardedModel": "freescale.embedding.sharded_model",
+    "Disk": "freescale.embedding.tiers",
+    "Host": "freescale.embedding.tiers",
     "Ledger": "freescale.ledger.ledger",
     "Thresholding": "freescale.pipeline.dense.thresholded",
     "check_samples_independent": "freescale.pipeline.independence",
@@ -58,6 +60,8 @@ __all__ = [
     "ConsoleProgress",
     "CostModel",
     "DataConfig",
+    "Disk",
+    "Host",
     "Jagged",
     "Ledger",
     "LossNotFinite",
@@ -97,6 +101,7 @@ if TYPE_CHECKING:
     from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
     from freescale.embedding.parallelize import parallelize
     from freescale.embedding.sharded_model import ShardedModel
+    from freescale.embedding.tiers import Disk, Host
     from freescale.ledger.ledger import Ledger
     from freescale.pipeline.dense.thresholded import Thresholding
     from freescale.pipeline.independence import check_samples_independent

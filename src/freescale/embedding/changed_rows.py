@@ -37,6 +37,11 @@ class ChangedRows:
     def is_followed(self, consumer: str) -> bool:
         return consumer in self._marks
 
+    @property
+    def is_used(self) -> bool:
+        """Whether anybody follows."""
+        return bool(self._marks)
+
     def mark(self, rows: Tensor) -> None:
         """Marks local rows [n], in any order and as often as they come; a row of -1 is none."""
         if self._marks:

@@ -26,12 +26,14 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
+from freescale.embedding.cached_storage import CachedStorage
 from freescale.embedding.collision import Masks, collision_masks, count_pieces
 from freescale.embedding.comparison import compare_requests
 from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.request import Index, Request, RequestPart, SumGradients, collect_ids
 from freescale.embedding.storage import DeviceStorage, RowStorage, TableRange, UpdateOptions
+from freescale.embedding.tiers import Tier
 from freescale.kernels.dispatch import (
     deduplicate,
     group_duplicates,
@@ -69,9 +71,10 @@ class Sharded:
         optimizer: RowOptimizer,
         transport: Transport,
         wire: torch.dtype | None = None,
+        tier: Tier | None = None,
     ) -> None:
         """`wire`: the dtype of rows and gradients on the way; each value is rounded, on its own
-        rank's rows too."""
+        rank's rows too. `tier`: where rows are at home, if not on the device."""
         self.layout = ShardLayout(tuple(specs), transport.world)
         ranges = [
             TableRange(
@@ -79,7 +82,10 @@ class Sharded:
             )
             for table, spec in enumerate(specs)
         ]
-        self.rows: RowStorage = DeviceStorage(ranges, self.layout.size, optimizer, transport.device)
+        storage = ranges, self.layout.size, optimizer, transport.device
+        self.rows: RowStorage = (
+            DeviceStorage(*storage) if tier is None else CachedStorage(*storage, tier)
+        )
         self._encoding = wire if wire is not None else specs[0].dtype
         self._ids = torch.int32 if self.layout.size < 1 << 31 else torch.int64
         edges = torch.arange(1, transport.world + 1, device=transport.device) * self.layout.size
@@ -133,6 +139,7 @@ class Sharded:
         and sets their slots."""
         with transport.ledger.span("make resident"):
             request.slots = self.rows.make_resident(request.owned)
+        self.rows.count_traffic(transport.ledger)
 
     def allocate_rows(self, request: Request, spent: Tensor | None) -> None:
         """Gives the rows of the request memory, to be filled as they arrive: that of the `spent`

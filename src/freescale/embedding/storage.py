@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -28,6 +28,12 @@ from freescale.kernels.dispatch import (
 )
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.random import derive, hash_name, normal
+
+
+class Counting(Protocol):
+    """A ledger, as storages see it."""
+
+    def count(self, name: str, value: float) -> None: ...
 
 
 class UpdateOptions(TypedDict):
@@ -94,6 +100,9 @@ class RowStorage(ABC):
     def make_resident(self, rows: Tensor) -> Tensor:
         """Slots [n] of local rows [n], which hold them until two more batches were asked for and
         trained. On the caller's thread and stream."""
+
+    def count_traffic(self, ledger: Counting) -> None:  # noqa: B027 - here nothing travels
+        """Counts what moved for the batch that was made resident last."""
 
     @abstractmethod
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
