@@ -96,8 +96,9 @@ class CacheContents:
 
     def _is_last_use(self, used: UsedRows, part: slice) -> NDArray[np.bool_]:
         slots = used.slots[part]
-        same: NDArray[np.bool_] = self.row_of[slots] == used.rows[part]
-        return same & (self.last_use[slots] == used.batch)
+        newest: NDArray[np.bool_] = self.last_use[slots] == used.batch
+        newest &= self.row_of[slots] == used.rows[part]
+        return newest
 
     def find_oldest(self, count: int, wanted: Numbers, batch: int) -> _Oldest | None:
         """The `count` rows that were used longest ago, but for the wanted ones and those that are
