@@ -13,6 +13,7 @@ from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.placement import Placement, move_to_host, parse_placement
 from freescale.embedding.tiers import Disk, Host, format_bytes, parse_bytes
 from freescale.pipeline.gc_freeze import freeze_objects
+from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.local import LocalTransport
@@ -101,6 +102,31 @@ def test_serial_and_staged_make_the_same_decisions():
         found.append((contents.row_of.tolist(), contents.last_use.tolist()))
     assert found[0] == found[1] == found[2]
     assert min(found[0][1]) > 0  # rows of the first batch have left
+
+
+def test_rows_of_a_single_rank_are_brought_beside_its_compute(monkeypatch, tmp_path):
+    """As on a GPU, where the following batch is taken before the step."""
+    monkeypatch.setattr(Single, "_ahead", True)
+    expected = train("serial", RETURNING, accumulate=2)
+    parallel, pipeline = build(LocalTransport(), "staged", placement=place(LEAST), accumulate=2)
+    checkpoints = Checkpoints(tmp_path, LocalTransport(), full_every=2, asynchronous=True)
+    source, losses = iter(batches_of(RETURNING)), []
+    for until in (4, 12):  # the first run leaves with the next batch on its way
+        for result in pipeline.run(source):
+            losses.append(result.loss)
+            checkpoints.save(parallel, pipeline.optimizer, {"step": result.step})
+            with parallel.reading(batches_of(STREAM)[0]) as batch:
+                parallel(batch)
+            if result.step == until:
+                break
+    checkpoints.wait()
+    spans = {span[0] for record in pipeline.ledger.drain() for span in record["spans"]}
+    assert {"arrive", "ahead/make resident"} <= spans
+    pipeline.close()
+    assert_same((losses, state_of(parallel)), expected)
+    restored, other = build(LocalTransport(), "serial")
+    checkpoints.load(checkpoints.latest(), restored, other.optimizer)
+    assert_same((losses, state_of(restored)), expected)
 
 
 def test_hits_and_bytes_are_counted():

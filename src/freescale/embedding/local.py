@@ -74,6 +74,10 @@ class LocalRequest:
             return rows, self.copied.index.parts[part].view(index.shape)
         return rows, self.find_copied(index)
 
+    def list_tensors(self) -> list[Tensor]:
+        """As `Request.list_tensors`."""
+        return [self.rows] if self._local is None else [self.rows, self._local]
+
     def find(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Local rows [...] -> (where they are in the table, whether the step reads them)."""
         if self._local is None:
@@ -109,12 +113,6 @@ class LocalGroup:
         self.layout, self.rows = layout, rows
         self._encoding = encoding or rows.weight.dtype
         self._ids = torch.int32 if layout.size < 1 << 31 else torch.int64
-
-    def request(self, batches: Sequence[SequenceBatch]) -> LocalRequest | Request:
-        """The rows that some (micro-)batches read, which can be read from now on."""
-        request = self.prepare(batches)
-        self.open(request)
-        return request
 
     def prepare(self, batches: Sequence[SequenceBatch]) -> LocalRequest | Request:
         """The rows that some (micro-)batches read become resident. Where the kernels cannot keep

@@ -138,6 +138,11 @@ class Request:
         """Of the rows that this rank reads."""
         return self.rows.numel() * self.rows.element_size() if self.rows is not None else 0
 
+    def list_tensors(self) -> list[Tensor]:
+        """What `LocalGroup.prepare` has made: whoever reads on another stream says so."""
+        found = [self.owned, self.index.keys, *self.index.parts]
+        return found if self.slots is None else [*found, self.slots]
+
     def drop_pulled(self) -> None:
         """All rows are here: forgets how they travelled."""
         self.early, self.late = [], None

@@ -27,6 +27,7 @@ from freescale.embedding.placement import (
     parse_placement,
 )
 from freescale.embedding.request import Request
+from freescale.embedding.storage import Counting
 from freescale.embedding.tiers import Host, Tier
 from freescale.transport.api import Transport
 from freescale.transport.failures import raise_together
@@ -77,6 +78,11 @@ class Tables:
     @property
     def placed(self) -> bool:
         return bool(self.placements)
+
+    @property
+    def cached(self) -> bool:
+        """Whether rows of a table are at home elsewhere than on the device."""
+        return any(placed.tier is not None for placed in self.placements.values())
 
     # ---- what a schedule has deferred
 
@@ -294,9 +300,26 @@ class Tables:
     def request_locally(self, batches: Sequence[SequenceBatch]) -> list[LocalRequest | Request]:
         """For one rank: the rows that some (micro-)batches read, which the model can read from now
         on where they are."""
-        requests = [group.request(batches) for group in self.local_groups]
-        self._open = list(zip(self.local_groups, requests, strict=True))
+        requests = self.prepare_locally(batches, self.transport.ledger)
+        self.open_locally(requests)
         return requests
+
+    def prepare_locally(
+        self, batches: Sequence[SequenceBatch], ledger: Counting
+    ) -> list[LocalRequest | Request]:
+        """For one rank: the rows that some (micro-)batches read become resident. On the caller's
+        thread and stream."""
+        requests = []
+        for group in self.local_groups:
+            requests.append(group.prepare(batches))
+            group.rows.count_traffic(ledger)
+        return requests
+
+    def open_locally(self, requests: Sequence[LocalRequest | Request]) -> None:
+        """For one rank: the model can read what was prepared from now on."""
+        for group, request in zip(self.local_groups, requests, strict=True):
+            group.open(request)
+        self._open = list(zip(self.local_groups, requests, strict=True))
 
     def collect_locally(self, requests: Sequence[LocalRequest | Request]) -> list[Collected]:
         """For one rank: the gradients of what has read the rows of `request_locally`."""
