@@ -29,8 +29,8 @@ _EXPORTS = {
     "SGD": "freescale.embedding.optimizers",
     "parallelize": "freescale.embedding.parallelize",
     "ShardedModel": "freescale.embedding.sharded_model",
-    "Disk": "freescale.embedding.tiers",
-    "Host": "freescale.embedding.tiers",
+    "Disk": "freescale.embedding.host_tables.tiers",
+    "Host": "freescale.embedding.host_tables.tiers",
     "Ledger": "freescale.ledger.ledger",
     "Thresholding": "freescale.pipeline.dense.thresholded",
     "check_samples_independent": "freescale.pipeline.independence",
@@ -98,10 +98,10 @@ if TYPE_CHECKING:
     from freescale.batch import Jagged, Nested, SequenceBatch
     from freescale.compress.activations import ThresholdedExchange
     from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+    from freescale.embedding.host_tables.tiers import Disk, Host
     from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
     from freescale.embedding.parallelize import parallelize
     from freescale.embedding.sharded_model import ShardedModel
-    from freescale.embedding.tiers import Disk, Host
     from freescale.ledger.ledger import Ledger
     from freescale.pipeline.dense.thresholded import Thresholding
     from freescale.pipeline.independence import check_samples_independent

@@ -7,7 +7,7 @@ import torch
 from helpers.collisions import colliding, train
 from helpers.ranks import gather_ranks, run_ranks
 
-from freescale.embedding.tiers import Disk, Host
+from freescale.embedding.host_tables.tiers import Disk, Host
 
 
 def _returning(step):

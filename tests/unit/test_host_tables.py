@@ -3,15 +3,20 @@ schedule and row optimizer, with caches so small that every step evicts."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from helpers.collisions import ITEMS, batch_of, build, colliding, state_of
+from helpers.toys import Clicks
 
 import freescale
-from freescale.embedding import cache_copies, cache_plan
+from freescale.embedding.host_tables import copies, plan
+from freescale.embedding.host_tables.tiers import Disk, Host, format_bytes, parse_bytes
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.placement import Placement, move_to_host, parse_placement
-from freescale.embedding.tiers import Disk, Host, format_bytes, parse_bytes
 from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
@@ -82,7 +87,7 @@ def test_bit_equal_to_tables_on_the_device(optimizer, tmp_path):
 
 def test_without_pins_the_staged_schedule_loses_updates(monkeypatch):
     """The control: rows leave while their gradients are on the way, and the comparison sees it."""
-    monkeypatch.setattr(cache_plan, "PINNED", 1)
+    monkeypatch.setattr(plan, "PINNED", 1)
     expected = train("serial", RETURNING)
     losses, state = train(Staged, RETURNING, placement=place(60))
     assert not torch.equal(state["item/rows"], expected[1]["item/rows"]) or losses != expected[0]
@@ -245,6 +250,18 @@ def test_placements():
             parse_placement({"a": wrong}, ["a"])
 
 
+def test_what_the_page_shows(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "how" / "host_tables.md"
+    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    for line, kind in zip(snippet.splitlines(), (Host, Disk), strict=True):
+        names = {"freescale": freescale, "transport": LocalTransport()}
+        names |= {"model": Clicks(), "ids": Clicks.ids}
+        exec(line.replace("/local/ssd", str(tmp_path)), names)
+        tables = names["sharded"].tables
+        tables.place()
+        assert isinstance(tables.placements["item"].tier, kind)
+
+
 def test_tables_that_do_not_fit_move_to_the_host():
     sharded = Placement("sharded", "")
     placements = {"small": sharded, "large": sharded, "kept": sharded}
@@ -284,10 +301,31 @@ def test_a_folder_that_cannot_hold_the_rows(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("shape", [(7,), ()], ids=["rows", "one value a row"])
+def test_copies_in_pieces(shape, monkeypatch):
+    """Those for a GPU, in plain memory: more pieces than buffers, none, and one."""
+    empty = torch.empty
+    monkeypatch.setattr(copies.torch, "empty", lambda size, dtype, **_: empty(size, dtype=dtype))
+    monkeypatch.setattr(copies, "record_event", lambda **_: object())
+    monkeypatch.setattr(copies, "wait_for_event", lambda event: None)
+    monkeypatch.setattr(copies, "_BUFFER_BYTES", 256)
+    moved, random = copies.PinnedCopies(7 * 4), np.random.default_rng(0)
+    home, cache = torch.randn(1000, *shape), torch.zeros(300, *shape)
+    for count in (0, 1, 9, 300):
+        rows, slots = random.permutation(1000)[:count], random.permutation(300)[:count]
+        moved.bring(home, rows, cache, slots)
+        assert torch.equal(cache[slots], home[rows])
+        cache.add_(1)
+        others = np.setdiff1d(np.arange(1000), rows)
+        before = home[others].clone()
+        moved.send(home, rows, cache, slots)
+        assert torch.equal(cache[slots], home[rows]) and torch.equal(home[others], before)
+
+
 def test_memory_that_cannot_be_pinned(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(cache_copies.torch, "empty", refuse)
+    monkeypatch.setattr(copies.torch, "empty", refuse)
     with pytest.raises(ValueError, match="128 MiB of pinned host memory cannot be had .*ulimit -l"):
-        cache_copies.PinnedCopies(1024)
+        copies.PinnedCopies(1024)

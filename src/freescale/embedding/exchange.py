@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.cached_storage import CachedStorage
 from freescale.embedding.collision import Masks, collision_masks, count_pieces
 from freescale.embedding.comparison import compare_requests
+from freescale.embedding.host_tables.storage import CachedStorage
+from freescale.embedding.host_tables.tiers import Tier
 from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.request import Index, Request, RequestPart, SumGradients, collect_ids
 from freescale.embedding.storage import DeviceStorage, RowStorage, TableRange, UpdateOptions
-from freescale.embedding.tiers import Tier
 from freescale.kernels.dispatch import (
     deduplicate,
     group_duplicates,
@@ -137,9 +137,7 @@ class Sharded:
     def make_resident(self, request: Request, transport: Transport) -> None:
         """Makes sure that the rows which are requested from this rank can be gathered and updated,
         and sets their slots."""
-        with transport.ledger.span("make resident"):
-            request.slots = self.rows.make_resident(request.owned)
-        self.rows.count_traffic(transport.ledger)
+        request.slots = self.rows.make_resident(request.owned, transport.ledger)
 
     def allocate_rows(self, request: Request, spent: Tensor | None) -> None:
         """Gives the rows of the request memory, to be filled as they arrive: that of the `spent`

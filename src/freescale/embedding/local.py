@@ -27,7 +27,7 @@ from freescale.embedding.request import (
     collect_ids,
     sum_readings,
 )
-from freescale.embedding.storage import RowStorage, UpdateOptions
+from freescale.embedding.storage import Recorder, RowStorage, UpdateOptions
 from freescale.kernels.dispatch import deduplicate, gather_rows, keeps_gradients, read_rows
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.row_gradients import RowGradients
@@ -114,19 +114,19 @@ class LocalGroup:
         self._encoding = encoding or rows.weight.dtype
         self._ids = torch.int32 if layout.size < 1 << 31 else torch.int64
 
-    def prepare(self, batches: Sequence[SequenceBatch]) -> LocalRequest | Request:
+    def prepare(self, batches: Sequence[SequenceBatch], ledger: Recorder) -> LocalRequest | Request:
         """The rows that some (micro-)batches read become resident. Where the kernels cannot keep
         the gradients of what reads the table, or rows are rounded, a copy will be read."""
         given, weight = collect_ids(batches, self.layout.specs), self.rows.weight
         if keeps_gradients(weight) and self._encoding == weight.dtype:
             rows = self._spread(given)
-            slots = self.rows.make_resident(rows)
+            slots = self.rows.make_resident(rows, ledger)
             return LocalRequest(given, rows, weight, None if slots is rows else slots)
         parts = [self._locate(table, ids.reshape(-1)) for table, ids in given]
         none = torch.zeros(0, dtype=torch.int64, device=weight.device)
         unique, inverse = torch.unique(torch.cat([none, *parts]), return_inverse=True)
         request = Request(Index(unique, given, inverse), RequestPart(None, None, [], []), unique)
-        request.slots = self.rows.make_resident(unique)
+        request.slots = self.rows.make_resident(unique, ledger)
         return request
 
     def open(self, request: LocalRequest | Request) -> None:

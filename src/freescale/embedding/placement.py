@@ -1,6 +1,6 @@
 """Sharded or replicated: decided per table before step 1, from its size and the ids of the first
-batch. And where the rows of a sharded table are at home (tiers.py): on the device, unless the user
-says otherwise or they do not fit.
+batch. And where the rows of a sharded table are at home (host_tables/tiers.py): on the device,
+unless the user says otherwise or they do not fit.
 
 The rule. A table is replicated when its rows and optimizer state take at most `BUDGET` bytes on
 every rank and either they take at most `TINY` bytes or a rank's first batch reads at least `SHARE`
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
+from freescale.embedding.host_tables.tiers import Disk, Host, Tier, format_bytes, parse_tier
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import RowOptimizer
-from freescale.embedding.tiers import Disk, Host, Tier, format_bytes, parse_tier
 
 BUDGET = 64 << 20
 TINY = 64 << 10

@@ -4,13 +4,14 @@ each row.
 A row has two numbers. Its *local row* is its place in the rank's part of the tables, for ever. Its
 *slot* is where it lies on the device that computes, from `make_resident` on, for as long as the
 steps that asked for it read and update it. In `DeviceStorage` the two are the same; in
-cached_storage.py the slots are those of a cache.
+host_tables/storage.py the slots are those of a cache.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypedDict
 
@@ -30,9 +31,10 @@ from freescale.kernels.reference.row_sums import SortedRows
 from freescale.random import derive, hash_name, normal
 
 
-class Counting(Protocol):
+class Recorder(Protocol):
     """A ledger, as storages see it."""
 
+    def span(self, name: str) -> AbstractContextManager[None]: ...
     def count(self, name: str, value: float) -> None: ...
 
 
@@ -97,12 +99,9 @@ class RowStorage(ABC):
     # ---- every step
 
     @abstractmethod
-    def make_resident(self, rows: Tensor) -> Tensor:
-        """Slots [n] of local rows [n], which hold them until two more batches were asked for and
-        trained. On the caller's thread and stream."""
-
-    def count_traffic(self, ledger: Counting) -> None:  # noqa: B027 - here nothing travels
-        """Counts what moved for the batch that was made resident last."""
+    def make_resident(self, rows: Tensor, ledger: Recorder) -> Tensor:
+        """Slots [n] of local rows [n] that a batch is trained on. They stay there until two more
+        batches are made resident, in the order of training. On the caller's thread and stream."""
 
     @abstractmethod
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -196,7 +195,7 @@ class DeviceStorage(RowStorage):
         super().__init__(ranges, size, optimizer, device)
         self.weight, self.state = self._allocate(size, device)
 
-    def make_resident(self, rows: Tensor) -> Tensor:
+    def make_resident(self, rows: Tensor, ledger: Recorder) -> Tensor:
         return rows
 
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
 from freescale.embedding.capture import Capture
 from freescale.embedding.exchange import Replicated, Sharded
+from freescale.embedding.host_tables.tiers import Host, Tier
 from freescale.embedding.layout import ShardLayout, TableSpec, find_feature_ids
 from freescale.embedding.local import Collected, LocalGroup, LocalRequest
 from freescale.embedding.memory import check_memory, find_room, list_memory
@@ -27,8 +28,7 @@ from freescale.embedding.placement import (
     parse_placement,
 )
 from freescale.embedding.request import Request
-from freescale.embedding.storage import Counting
-from freescale.embedding.tiers import Host, Tier
+from freescale.embedding.storage import Recorder
 from freescale.transport.api import Transport
 from freescale.transport.failures import raise_together
 
@@ -305,15 +305,11 @@ class Tables:
         return requests
 
     def prepare_locally(
-        self, batches: Sequence[SequenceBatch], ledger: Counting
+        self, batches: Sequence[SequenceBatch], ledger: Recorder
     ) -> list[LocalRequest | Request]:
         """For one rank: the rows that some (micro-)batches read become resident. On the caller's
         thread and stream."""
-        requests = []
-        for group in self.local_groups:
-            requests.append(group.prepare(batches))
-            group.rows.count_traffic(ledger)
-        return requests
+        return [group.prepare(batches, ledger) for group in self.local_groups]
 
     def open_locally(self, requests: Sequence[LocalRequest | Request]) -> None:
         """For one rank: the model can read what was prepared from now on."""

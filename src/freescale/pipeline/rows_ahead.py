@@ -58,9 +58,7 @@ class RowsAhead:
             if copied is not None:
                 current_stream(self._lane.device).wait_event(copied)
             rows.micro = split(batch)
-            ledger = self._lane.side
-            with ledger.span("make resident"):
-                rows.requests = self._tables.prepare_locally(rows.micro, ledger)
+            rows.requests = self._tables.prepare_locally(rows.micro, self._lane.side)
 
         tensors = list(batch.tensors()) if batch.packed is None else [batch.packed]
         rows.job = self._lane.submit(prepare, tensors)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from freescale.config import RunConfig, SimulateConfig
-from freescale.embedding.tiers import parse_tier
+from freescale.embedding.host_tables.tiers import parse_tier
 from freescale.report.runs import read_run
 from freescale.simulate.inputs import place_on_network, read_workload
 from freescale.simulate.network import Network, load_preset

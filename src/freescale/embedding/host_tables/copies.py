@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.embedding.cache_plan import Numbers
+from freescale.embedding.host_tables.plan import Numbers
 from freescale.kernels.upload import upload
 from freescale.streams import record_event
 from freescale.transport.threads import wait_for_event

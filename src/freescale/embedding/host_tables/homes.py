@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from freescale.embedding.tiers import Disk, Tier, format_bytes
+from freescale.embedding.host_tables.tiers import Disk, Tier, format_bytes
 
 Shapes = Mapping[str, tuple[int, ...]]
 

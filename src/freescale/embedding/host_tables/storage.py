@@ -1,6 +1,6 @@
 """Rows whose home is host memory or a file, and a cache of them on the device that computes.
 
-    make_resident   plan (cache_plan.py), write back what makes room, bring what is missing
+    make_resident   plan (plan.py), write back what makes room, bring what is missing
     gather, update  by slots of the cache, as if it were the table
     get_tensors     write back all that changed; then the home is the table
 
@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.embedding.cache_copies import Copies, HostCopies, PinnedCopies
-from freescale.embedding.cache_plan import (
+from freescale.embedding.host_tables.copies import Copies, HostCopies, PinnedCopies
+from freescale.embedding.host_tables.homes import open_home
+from freescale.embedding.host_tables.plan import (
     PINNED,
     CacheContents,
     CachePlan,
@@ -27,10 +28,9 @@ from freescale.embedding.cache_plan import (
     Numbers,
     plan_cache,
 )
-from freescale.embedding.homes import open_home
+from freescale.embedding.host_tables.tiers import Tier, format_bytes
 from freescale.embedding.optimizers import RowOptimizer
-from freescale.embedding.storage import Counting, RowStorage, TableRange
-from freescale.embedding.tiers import Tier, format_bytes
+from freescale.embedding.storage import Recorder, RowStorage, TableRange
 from freescale.kernels.upload import upload
 
 _CHUNK_BYTES = 64 << 20  # of rows that are made together
@@ -88,8 +88,15 @@ class CachedStorage(RowStorage):
 
     # ---- every step
 
-    def make_resident(self, rows: Tensor) -> Tensor:
-        """Slots [n] of local rows [n]. Waits for the device, which has to tell the rows."""
+    def make_resident(self, rows: Tensor, ledger: Recorder) -> Tensor:
+        """Waits for the device, which has to tell the rows."""
+        with ledger.span("make resident"):
+            slots = self._make_resident(rows)
+        for name, value in vars(self.traffic).items():
+            ledger.count(f"cache_{name}", value)
+        return slots
+
+    def _make_resident(self, rows: Tensor) -> Tensor:
         unique, inverse = torch.unique(rows, return_inverse=True)
         try:
             plan = plan_cache(self.contents, unique.cpu().numpy().astype(np.int64), self._batches)
@@ -108,10 +115,6 @@ class CachedStorage(RowStorage):
         )
         slots = upload(plan.slots, rows.device).to(rows.dtype)
         return slots.index_select(0, inverse)
-
-    def count_traffic(self, ledger: Counting) -> None:
-        for name, value in vars(self.traffic).items():
-            ledger.count(f"cache_{name}", value)
 
     def _adopt(self, plan: CachePlan) -> None:
         device = self._rows.device

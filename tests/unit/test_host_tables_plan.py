@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.embedding import cache_plan
-from freescale.embedding.cache_plan import PINNED, CacheContents, CacheTooSmall, plan_cache
+from freescale.embedding.host_tables import plan as plan_module
+from freescale.embedding.host_tables.plan import PINNED, CacheContents, CacheTooSmall, plan_cache
 
 ROWS = 24
 BATCHES = st.lists(st.sets(st.integers(0, ROWS - 1), max_size=7), max_size=30)
@@ -43,11 +43,11 @@ def ascending(rows) -> np.ndarray:
     return np.array(sorted(rows), dtype=np.int64)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(BATCHES, st.integers(1, ROWS), st.integers(1, 3))
 def test_same_decisions_as_the_plain_cache(batches, slots, look):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_plan, "_LEAST_LOOK", look)
+        patch.setattr(plan_module, "_LEAST_LOOK", look)
         compare_with_plain(batches, slots)
 
 
