@@ -33,10 +33,15 @@ from freescale.data.loader import Histories
 from freescale.data.prefetch import prefetch
 from freescale.data.workers import read_ahead
 from freescale.embedding.layout import TableSpec
-from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.storage import draw_initial_rows
 from freescale.pipeline.precision import choose_precision, make_autocast, supports_bf16
-from freescale.train.build import build_module, count_workers, load_histories
+from freescale.train.build import (
+    build_module,
+    build_row_optimizer,
+    choose_row_std,
+    count_workers,
+    load_histories,
+)
 
 FEATURES = ("history", "targets", "negatives")
 _CHUNK = 1 << 15  # rows that are drawn at a time
@@ -129,7 +134,7 @@ class RetrievalArm:
         # load_histories asks for a transport's rank and number of ranks alone
         self._data = load_histories(config, histories, Shared(self.rank, world))
         model = Model(config, self._data.num_items, device)
-        rows = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
+        rows: Any = build_row_optimizer(config)
         fused: dict[str, Any] = {"learning_rate": train.row_lr}
         if train.row_optimizer == "adam":
             fused |= {"optimizer": EmbOptimType.ADAM, "eps": rows.eps}
@@ -142,7 +147,11 @@ class RetrievalArm:
         _fill(shard, first_row, config, self._data.num_items)
         parameters = sharded.module.dense.parameters()
         optimizer = torch.optim.AdamW(
-            parameters, lr=train.lr, weight_decay=train.weight_decay, fused=device.type == "cuda"
+            parameters,
+            lr=train.lr,
+            betas=(0.9, train.beta2),
+            weight_decay=train.weight_decay,
+            fused=device.type == "cuda",
         )
         counts, on_gpu = _count_positions(self._data, batches), device.type == "cuda"
         made = read_ahead(self._data, count_workers(config, device.type), pin=on_gpu).__enter__()
@@ -161,14 +170,12 @@ class RetrievalArm:
 def _fill(shard: Tensor, first_row: int, config: RunConfig, num_items: int) -> None:
     """With the rows that FreeScale's table begins with."""
     width = config.model.width
-    spec = TableSpec("item", num_items, width, torch.float32, FEATURES)
+    spec, std = TableSpec("item", num_items, width, torch.float32, FEATURES), choose_row_std(config)
     with torch.no_grad():
         for start in range(0, shard.shape[0], _CHUNK):
             piece = shard[start : start + _CHUNK]
             ids = torch.arange(first_row + start, first_row + start + piece.shape[0])
-            piece.copy_(
-                draw_initial_rows(spec, ids.to(shard.device), config.train.seed, width**-0.5)
-            )
+            piece.copy_(draw_initial_rows(spec, ids.to(shard.device), config.train.seed, std))
 
 
 def _count_positions(data: Histories, batches: int) -> list[float]:

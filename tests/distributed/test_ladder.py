@@ -82,7 +82,7 @@ def test_the_product_is_a_trainer_with_defaults(tmp_path):
     assert "auto" not in taken.values() and taken["precision"] == "fp32"
     rows, claims, workload = product.summarize(everyone, "trial", on_gpu=False)
     by = {row["arm"]: row for row in rows}
-    assert list(by) == [rungs.SERIAL, rungs.PRODUCT]
+    assert list(by) == [rungs.SERIAL, rungs.UNBALANCED, rungs.PRODUCT]
     assert by[rungs.PRODUCT]["largest_relative_loss_difference_to_serial"] < 1e-5
     assert all(entry["holds"] for entry in claims) and workload["samples"] == 4
     said = rungs.explain_rungs({"rows": rows, "machine": {"gpu": ""}}, "`")

@@ -28,7 +28,7 @@ from freescale.bench.common.results import Claim, Destination, Row, claim, write
 from freescale.bench.common.torchrec import build_torchrec_retrieval, has_torchrec
 from freescale.bench.ladder.arms import BASE, PIPELINES, SEMI_SYNC, SPARSE_DIST
 from freescale.bench.ladder.gpu import LIMIT, make_rows, measure, wait_idle
-from freescale.bench.ladder.rungs import PRODUCT, SERIAL, Rung
+from freescale.bench.ladder.rungs import PRODUCT, SERIAL, UNBALANCED, Rung
 from freescale.config import RunConfig
 from freescale.data.synthetic import generate
 from freescale.ledger.ledger import Ledger
@@ -72,7 +72,11 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
 # asked of samples/s over SparseDist's, by the number of GPU ranks
 ASKED = {4: 1.7, 8: 2.7}
 _WARM_UP = 2  # steps before the first turn
-_SERIAL = Rung("serial", "none", False, "collective", "collective")
+# Beside the defaults: what the rungs change of them.
+CHANGED = {
+    SERIAL: asdict(Rung("serial", "none", False, "collective", "collective")),
+    UNBALANCED: {"balance": "none", "balance_adapt": False},
+}
 
 
 def make_config(shape: str, world: int, device: str, path: Path) -> RunConfig:
@@ -126,8 +130,7 @@ def build_arm(
         return build_torchrec_retrieval(
             config, histories, PIPELINES[name], device=device, batches=batches
         )
-    if name == SERIAL:
-        config = replace(config, train=replace(config.train, **asdict(_SERIAL)))
+    config = replace(config, train=replace(config.train, **CHANGED.get(name, {})))
     return ProductArm(config, histories.parent / name.replace(" ", "-"), histories, device)
 
 
@@ -147,7 +150,7 @@ def run_arms(
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     arms, peaks, first = {}, {}, {}
     on_gpu = device.type == "cuda"
-    for name in [*peers, SERIAL, PRODUCT]:
+    for name in [*peers, SERIAL, UNBALANCED, PRODUCT]:
         before = torch.cuda.memory_allocated() if on_gpu else 0
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -158,7 +161,7 @@ def run_arms(
         if rank == 0:
             print(f"{name}: built, first losses {first[name]}", flush=True)
     found = {"found": measure(arms, device, turns, each), "peaks": peaks, "first": first}
-    found["options"] = {name: arms[name].find_options() for name in (SERIAL, PRODUCT)}
+    found["options"] = {name: arms[name].find_options() for name in (*CHANGED, PRODUCT)}
     return found
 
 

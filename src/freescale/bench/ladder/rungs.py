@@ -14,6 +14,7 @@ PARTITIONED = f"{FULL}, dense partitioned"
 DEFAULTS = "defaults"
 # of the ladder `train`: the trainer itself, with its own model and data
 PRODUCT = "freescale train"
+UNBALANCED = f"{PRODUCT} without balancing"
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ def _explain_product(rows: Mapping[str, Any], tick: str) -> str:
     return (
         f'"{PRODUCT}" is the command with its defaults, which were {tick}{spell_options(taken)} '
         f"--precision {taken['precision']}{tick} on these ranks; "
-        f'"{SERIAL}" the same with {tick}{spell_options(serial)}{tick}. TorchRec trains the same '
-        "module on the same file."
+        f'"{SERIAL}" the same with {tick}{spell_options(serial)}{tick}, and "without balancing" '
+        f"with {tick}--balance none{tick}. TorchRec trains the same module on the same file."
     )
 
 
