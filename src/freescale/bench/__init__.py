@@ -18,6 +18,7 @@ BENCHMARKS = {
     "short": "Step time and HR@10 where histories have a few events, before and now.",
     "negatives": "HR@10 and NDCG@10 with each kind of negatives.",
     "checkpoint": "Bytes of a full checkpoint and its deltas beside full ones alone.",
+    "host_tables": "Step time with tables in host memory or on a disk beside the device's.",
     "memory": "Peak memory of a rank with a large sharded table.",
     "simulate": "The simulator against measured runs, and to 4,096 GPUs.",
     "train": "What freescale train makes of one GPU, shape by shape.",
