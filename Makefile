@@ -20,7 +20,8 @@ test: $(READY) browser compiler
 # The tests of freescale.torchrec. TorchRec gets an environment of its own on top of .venv: benchmarks that `make test` runs would take
 # longer with it.
 test-torchrec: $(VENV)-torchrec/.ready
-	$(VENV)-torchrec/bin/python -m pytest tests/unit/test_torchrec.py tests/unit/test_torchrec_fused.py
+	$(VENV)-torchrec/bin/python -m pytest tests/unit/test_torchrec.py tests/unit/test_torchrec_fused.py \
+		tests/unit/test_torchrec_checkpoint.py
 
 # torchrec declares fbgemm-gpu, which has no CPU wheel, hence --no-deps; other fbgemm versions do not load with this torch.
 $(VENV)-torchrec/.ready: $(READY)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch.futures import Future
 from torchrec_arms import Arm
 
 from freescale.ledger.ledger import Collective, Ledger
+
+_COLLECTIVES = ("reduce_scatter_tensor", "reduce_scatter", "all_gather_into_tensor", "all_gather")
 
 
 class _Waited(dist.Work):
@@ -42,8 +45,10 @@ class _Waited(dist.Work):
 
 @contextmanager
 def recorded(ledger: Ledger, rank: int) -> Iterator[None]:
-    """Until it is left, every AllToAll of this process goes through the ledger."""
-    plain = dist.all_to_all_single
+    """Until it is left, every exchange of ids, rows and gradients by this process goes through the
+    ledger: AllToAlls, and for pooled row-wise tables ReduceScatters of sums and AllGathers of their
+    gradients."""
+    plain = {name: getattr(dist, name) for name in ("all_to_all_single", *_COLLECTIVES)}
 
     def all_to_all_single(
         output: Tensor,
@@ -53,24 +58,48 @@ def recorded(ledger: Ledger, rank: int) -> Iterator[None]:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        backward = sys._getframe(1).f_code.co_name == "backward"
-        kind = ("gradients" if backward else "rows") if input.is_floating_point() else "ids"
+        kind = _find_kind(input, sys._getframe(1))
         sent, received = (
             _remote(input, input_split_sizes, rank),
             _remote(output, output_split_sizes, rank),
         )
         collective = ledger.begin_collective(kind, sent, received, "torchrec")
-        work = _Waited(
-            plain(output, input, output_split_sizes, input_split_sizes, group, async_op=True),
-            collective,
+        started = plain["all_to_all_single"](
+            output, input, output_split_sizes, input_split_sizes, group, async_op=True
         )
+        work = _Waited(started, collective)
         return work if async_op else work.wait()
 
+    def record(name: str) -> Any:
+        def call(output: Any, input: Any, *more: Any, async_op: bool = False, **named: Any) -> Any:  # noqa: A002
+            moved = max(_count_bytes(output), _count_bytes(input))  # what all ranks have together
+            away = moved - moved // dist.get_world_size()
+            first = input[0] if isinstance(input, list) else input
+            kind = _find_kind(first, sys._getframe(1))
+            collective = ledger.begin_collective(kind, away, away, "torchrec")
+            work = _Waited(plain[name](output, input, *more, async_op=True, **named), collective)
+            return work if async_op else work.wait()
+
+        return call
+
     dist.all_to_all_single = all_to_all_single
+    for name in _COLLECTIVES:
+        setattr(dist, name, record(name))
     try:
         yield
     finally:
-        dist.all_to_all_single = plain
+        for name, function in plain.items():
+            setattr(dist, name, function)
+
+
+def _find_kind(tensor: Tensor, caller: FrameType) -> str:
+    backward = caller.f_code.co_name == "backward"
+    return ("gradients" if backward else "rows") if tensor.is_floating_point() else "ids"
+
+
+def _count_bytes(tensors: Tensor | list[Tensor]) -> int:
+    each = tensors if isinstance(tensors, list) else [tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in each)
 
 
 def _remote(tensor: Tensor, splits: list[int] | None, rank: int) -> int:
@@ -114,18 +143,20 @@ class Ledgered:
     def step(self) -> float:
         """Trains on the next batch. The loss is reduced after the step's time: TorchRec's pipeline
         itself does not reduce it."""
+        loss = self.begin_step()
+        dist.all_reduce(loss)
+        return float(loss)
+
+    def begin_step(self) -> Tensor:
+        """This rank's share of the loss, not read. On a GPU the ledger sees nothing of it."""
+        if self.arm.device.type != "cpu":
+            return self.arm.progress()
         with recorded(self.ledger, self._rank):
             self.ledger.begin_step(self._steps)
             loss = self.arm.progress()
             self.ledger.end_step()
         self._steps += 1
-        dist.all_reduce(loss)
-        return float(loss)
-
-    def begin_step(self) -> Tensor:
-        """This rank's share of the loss, not read; on a GPU, where the ledger sees nothing of
-        it."""
-        return self.arm.progress()
+        return loss
 
     def quiet(self) -> None:
         self.arm.close()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from freescale.cli.train import train_run
-from freescale.config import RunConfig
+from freescale.config import RunConfig, TrainConfig
+from freescale.train.position import Position
 from freescale.train.run_state import RunState
-from freescale.train.trainer import Trainer
 from freescale.transport.connect import choose_device
 
 
@@ -42,9 +42,9 @@ def test_too_few_gpus(gpus, ranks, words, monkeypatch):
 def test_a_complete_run_names_the_setting_that_ends_it(steps, epochs, words):
     config = RunConfig.from_settings({"data": "h.parquet", "steps": steps, "epochs": epochs})
     per_epoch = 10
-    trainer = SimpleNamespace(config=config, folder="run", step=40, data=range(per_epoch * epochs))
+    position = Position(config.train, SimpleNamespace(steps=40), range(per_epoch * epochs))
     with pytest.raises(ValueError, match=words):
-        raise ValueError(Trainer._explain_end(trainer))
+        position.refuse_end(Path("run"))
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,12 @@ def test_a_complete_run_names_the_setting_that_ends_it(steps, epochs, words):
 def test_resuming_on_another_number_of_ranks_is_said(saved, ranks, words):
     progress = {"step": 24, "pipeline": None, "data": None}
     found = SimpleNamespace(path=Path("run/checkpoints/step-24"), state={"ranks": saved})
-    loads = SimpleNamespace(load_state_dict=lambda state: None, reducer=None)
+    loads = SimpleNamespace(load_state_dict=lambda state: None, reducer=None, start=24)
     state = RunState(
         SimpleNamespace(find=lambda name: found, load=lambda *_: progress),
         SimpleNamespace(transport=SimpleNamespace(world=ranks)),
         None,
-        loads,
-        loads,
+        Position(TrainConfig(), loads, loads),
     )
     assert state.load() == 24
     (note,) = state.notes

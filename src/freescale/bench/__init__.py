@@ -6,6 +6,7 @@ BENCHMARKS = {
     "ladder": "TorchRec, then one technique more on each rung: samples/s, waits, memory, loss.",
     "serial": "Samples/s of the serial schedule against TorchRec's pipelines.",
     "staged": "Exposed communication and samples/s of the staged schedule.",
+    "torchrec": "Models of TorchRec's here and there: what they train, and samples/s.",
     "balance": "Straggler % with and without balancing, predicted and measured.",
     "hostwire": "What urgent traffic waits for behind bulk, over hostwire and gloo.",
     "overlap": "What communication costs the compute beside it, NCCL's and hostwire's.",

@@ -44,6 +44,7 @@ from freescale.bench.simulate import figure as simulate_figure
 from freescale.bench.simulate import table as simulate_table
 from freescale.bench.staged import figure as staged_figure
 from freescale.bench.staged.table import format_staged, format_staged_gpu
+from freescale.bench.torchrec.table import format_torchrec
 from freescale.bench.train.table import format_train
 from freescale.bench.workload import figure as workload_figure
 
@@ -164,6 +165,9 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "segments": (("segments-cpu",), format_segments),
     "overlap-claims": (("overlap-4ranks-h200",), format_claims),
     "staged": (("staged-hosts",), format_staged),
+    "torchrec-parity": (("torchrec-parity-cpu",), format_claims),
+    "torchrec": (("torchrec-speed-hosts",), format_torchrec),
+    "torchrec-gpu": (("torchrec-speed-4ranks-h200",), format_torchrec),
     "staged-gpu": (("staged-4ranks-h200",), format_staged_gpu),
     "train": (("train-h200",), format_train),
     "simulate-claims": (("simulate-paper",), format_claims),

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from freescale.bench.common.markdown import Results, format_rows
+from freescale.bench.ladder.rungs import FULL, PRODUCT
 
 FILES = (
     "ladder-paper-hosts",
-    "ladder-paper-4ranks-h200",
-    "ladder-paper-8ranks-h200",
+    "ladder-train-4ranks-h200",
+    "ladder-train-8ranks-h200",
     "train-h200",
     "quality-cpu",
 )
@@ -21,9 +22,9 @@ def format_headline(used: Results, folder: str) -> str:
     hosts, four, eight, train, quality = (used[name] for name in FILES)
     long = next(row for row in train["rows"] if row.get("shape") == "long")
     rows = [
-        ("2 CPU ranks, 200 Mbit/s between them", *_compare(hosts, "staged + balancing + hostwire")),
-        ("4 ranks sharing one H200, the ladder's model", *_compare(four, "defaults")),
-        ("8 ranks sharing one H200, the ladder's model", *_compare(eight, "defaults")),
+        ("2 CPU ranks, 200 Mbit/s between them", *_compare(hosts, FULL)),
+        ("4 ranks sharing one H200, `freescale train`", *_compare(four, PRODUCT)),
+        ("8 ranks sharing one H200, `freescale train`", *_compare(eight, PRODUCT)),
         (
             f"one H200, {long['samples']} histories of {long['tokens'] / long['samples']:,.0f} "
             f"events on average, width {long['width']}, {long['layers']} layers",

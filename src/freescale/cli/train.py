@@ -172,7 +172,7 @@ def train_run(
         if nproc > 1:
             _refuse_missing_gpus(config.train.device, nproc)
         _prepare(config)
-        if restarts:
+        if restarts or (nproc > 1 and config.train.snapshot_every):
             return _launch_with_restarts(nproc, run_folder, resume, port, given, restarts)
         if nproc > 1:
             from freescale.train.launch import launch
@@ -214,10 +214,11 @@ def _launch_with_restarts(
     given: dict[str, Any],
     restarts: int,
 ) -> int:
+    """Also of a run with snapshots that is not to be started again: they go with it."""
     from freescale.train.restarts import launch_with_restarts
     from freescale.train.run_folder import new_folder
 
-    if resume not in (None, "last", "auto"):
+    if restarts and resume not in (None, "last", "auto"):
         raise ValueError(
             f"--restarts goes on from the last checkpoint, --resume {resume} from another: leave "
             "one of them out"

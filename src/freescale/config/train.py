@@ -169,6 +169,16 @@ class TrainConfig(Checked):
         "write checkpoints beside training, out of a copy in host memory",
         heading=_OUTPUT,
     )
+    snapshot_every: int | None = option(
+        None,
+        (
+            "steps between snapshots: copies of the state in memory that outlives the ranks and, "
+            "where there is another machine, on that, for --restarts and --resume auto (default: "
+            "none)"
+        ),
+        minimum=1,
+        heading=_OUTPUT,
+    )
     keep_checkpoints: int = option(2, "checkpoints to keep", minimum=1, heading=_OUTPUT)
     keep: str = option(
         "latest",

@@ -38,9 +38,17 @@ class ChangedRows:
         return consumer in self._marks
 
     @property
-    def is_used(self) -> bool:
-        """Whether anybody follows."""
-        return bool(self._marks)
+    def consumers(self) -> list[str]:
+        return list(self._marks)
+
+    def get_marks(self, consumer: str) -> Tensor:
+        """A copy of the marks [size] of a consumer."""
+        return self._marks[consumer][: self._size].clone()
+
+    def set_marks(self, consumer: str, marks: Tensor) -> None:
+        """Marks [size] of a consumer as they once were; from now on changes are marked for it."""
+        self.follow(consumer)
+        self._marks[consumer][: self._size].copy_(marks)
 
     def mark(self, rows: Tensor) -> None:
         """Marks local rows [n], in any order and as often as they come; a row of -1 is none."""

@@ -12,9 +12,17 @@ except ImportError as error:
         "pip install 'freescale[torchrec]'; for CPUs see docs/start/from_torchrec.md"
     ) from error
 
+from freescale.torchrec.checkpoint import load_checkpoint, save_checkpoint
 from freescale.torchrec.independence import check_samples_independent
 from freescale.torchrec.parallelize import parallelize
 from freescale.torchrec.pipeline import Pipeline
 from freescale.torchrec.sharded_model import ShardedModel
 
-__all__ = ["Pipeline", "ShardedModel", "check_samples_independent", "parallelize"]
+__all__ = [
+    "Pipeline",
+    "ShardedModel",
+    "check_samples_independent",
+    "load_checkpoint",
+    "parallelize",
+    "save_checkpoint",
+]

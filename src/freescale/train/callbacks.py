@@ -62,6 +62,11 @@ class Callback:
         than those before it, with what ledger.json keeps of it: `step`, and in `slow_step` its
         `seconds`, the `usual` ones and what it waited for, in words (`why`)."""
 
+    def on_snapshot_interval(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+        """When a snapshot takes longer than the steps between two of them, with the line of
+        metrics.jsonl: `step`, and in `snapshot_interval` the `steps` that they are apart from now
+        on, the number `asked` for and the `seconds` that one takes."""
+
     def on_end(self, trainer: Trainer, results: Mapping[str, Any]) -> None:
         """At the end of a run that did not fail, with what `Trainer.train` returns."""
 

@@ -30,6 +30,11 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def has_launcher() -> bool:
+    """Whether `launch` started this process: it decides what follows a failure."""
+    return _LAUNCHER in os.environ
+
+
 def follow_launcher() -> None:
     """Makes a rank that `launch` started get SIGTERM when the launcher dies: it saves and ends, and
     the run's folder is free. Linux has a call for it; elsewhere ranks outlive their launcher."""

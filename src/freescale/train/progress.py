@@ -91,6 +91,15 @@ class ConsoleProgress(Callback):
             f"{slow['usual']:.2f} s: {slow['why']}"
         )
 
+    def on_snapshot_interval(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+        found = entry["snapshot_interval"]
+        if trainer.rank == 0:
+            self._print(
+                f"a snapshot takes {found['seconds']:.2f} s: from now on there is one every "
+                f"{found['steps']:,} steps, the least that keeps up (--snapshot-every "
+                f"{found['asked']})"
+            )
+
     def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:
         if trainer.rank == 0 and part == "validation":  # the command shows the test part as a table
             found = metrics["model"].items()

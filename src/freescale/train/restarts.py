@@ -19,6 +19,8 @@ from freescale.train.attempts import (
 )
 from freescale.train.launch import Ended, report_end, run_ranks
 from freescale.train.run_folder import AUTO
+from freescale.train.snapshot.keeper_link import end_keeper
+from freescale.transport.machine import identify_machine
 
 
 def launch_with_restarts(
@@ -32,13 +34,14 @@ def launch_with_restarts(
     """Runs `freescale ARGUMENTS` as local ranks, and again after a failure.
 
     A run that a signal stopped is not started again, and neither is one that fails in the same way
-    twice at the same step, or whose first attempt is refused.
+    twice at the same step, or whose first attempt is refused. Snapshots of a run that is not
+    started again go with it.
 
     Args:
         arguments: of the command, without --resume.
         ranks: how many to start.
         port: where they meet; None finds a free one for each attempt.
-        restarts: at most.
+        restarts: at most; with 0 nothing is started again.
         folder: of the run.
         resume: of the first attempt.
 
@@ -53,12 +56,17 @@ def launch_with_restarts(
         if ended.failed is None or ended.is_stopped or ended.number:
             return report_end(ended)
         _note_death(folder, ended)
+        if not restarts:
+            if resume != AUTO:  # else whoever said so starts it again
+                end_keeper(folder, identify_machine())
+            return report_end(ended)
         begun = find_begin(folder)
         reason = _refuse_restart(folder, before, ended, begun is not None and begun >= begin)
         if attempt == restarts and not reason:
-            reason = f"--restarts {restarts}: it was the last" if restarts else ""
+            reason = f"--restarts {restarts}: it was the last"
         if reason:
             print(f"freescale: not started again: {reason}", file=sys.stderr)
+            end_keeper(folder, identify_machine())
             return report_end(ended)
         print(
             f"freescale: {ended.describe()}; starting all ranks again, restart {attempt + 1} of "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -34,6 +35,7 @@ from freescale.train.attempts import (
     read_endings,
     read_restarts,
 )
+from freescale.train.snapshot.keeper_link import RUN_ID, read_run_id
 
 if TYPE_CHECKING:  # imports torch, which `new_folder` does not need
     from freescale.transport.api import Transport
@@ -77,7 +79,13 @@ def copy_file(source: Path, target: Path) -> Path:
 class RunFolder:
     """The folder of one run. Making one, and `open`, are collectives."""
 
-    def __init__(self, folder: Path | None, resume: bool | str, transport: Transport) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        resume: bool | str,
+        transport: Transport,
+        remembers: Callable[[str], bool] = lambda run: False,
+    ) -> None:
         """Refuses what can be refused before anything long is done.
 
         Args:
@@ -85,6 +93,8 @@ class RunFolder:
             resume: whether the run goes on with what the folder holds; "auto": if it holds a
                 checkpoint. A run that goes on claims the folder here, a new one in `open`.
             transport: the ranks of the run.
+            remembers: (run) -> whether a snapshot of a run is in memory, on any machine: a
+                collective.
 
         Raises:
             ValueError: on all ranks, if another run uses the folder, if it holds a run and `resume`
@@ -99,6 +109,8 @@ class RunFolder:
         self._endings: list[Ending] = []  # of attempts that no restart was written for
         self.restarts: list[dict[str, Any]] = []  # lines of metrics.jsonl, on rank 0
         self.notes: list[str] = []  # for the person who looks at the run
+        self.run_id: str | None = None  # of a run that goes on; of a new one after `open`
+        self._remembered = resume is not False and self._find_snapshots(remembers)
         self.path = self._agree_on(self._inspect)
         self._begun = self.is_auto and self.resume
 
@@ -158,6 +170,14 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
+    def _find_snapshots(self, remembers: Callable[[str], bool]) -> bool:
+        """Whether keepers have snapshots of the run in the folder."""
+        found = None
+        if self._transport.rank == 0 and self._folder is not None:
+            found = read_run_id(self._folder)
+        said = self._transport.gather_bytes((found or "").encode())[0].decode()
+        return bool(said) and remembers(said)
+
     # ---- rank 0
 
     def _inspect(self) -> Path:
@@ -176,6 +196,7 @@ class RunFolder:
             self._refuse_repeated()
         if self.resume:
             self._claim(self._folder)
+            self.run_id = read_run_id(self._folder)
             if self.is_auto:  # who is told to go on by hand, and errs, has begun nothing
                 note_begin(self._folder, self._endings)
         else:
@@ -190,6 +211,10 @@ class RunFolder:
         if not self.resume and (path / "config.json").exists():
             self._move_aside(path)
         note_begin(path, self._endings)
+        self.run_id = read_run_id(path) if self.resume else None
+        if self.run_id is None:
+            self.run_id = secrets.token_hex(8)
+            (path / RUN_ID).write_text(self.run_id + "\n", encoding="utf-8")
         if vocabulary is not None:
             copy_file(vocabulary, path / vocabulary.name)
         temporary = path / "config.json.tmp"
@@ -210,6 +235,8 @@ class RunFolder:
     def _holds_run(self, path: Path) -> bool:
         from freescale.train.checkpoint import Checkpoints
 
+        if self._remembered and (path / "config.json").exists():
+            return True
         return Checkpoints(path / "checkpoints", self._transport).latest() is not None
 
     def _refuse_repeated(self) -> None:
@@ -251,8 +278,9 @@ class RunFolder:
             except (ValueError, OSError) as error:
                 self.close()
                 problem = str(error)
-        message = json.dumps([found, problem, self.resume]).encode()
-        found, problem, self.resume = json.loads(self._transport.gather_bytes(message)[0])
+        message = json.dumps([found, problem, self.resume, self.run_id]).encode()
+        said = self._transport.gather_bytes(message)[0]
+        found, problem, self.resume, self.run_id = json.loads(said)
         if problem:
             raise ValueError(problem)
         return Path(found)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from freescale.data.loader import Histories
 from freescale.embedding.sharded_model import ShardedModel
-from freescale.pipeline.pipeline import Pipeline
-from freescale.train.best import Best
-from freescale.train.checkpoint import Checkpoints
+from freescale.train.checkpoint import Checkpoints, Intact
+from freescale.train.position import Position
 
 
 @dataclass
@@ -22,19 +21,12 @@ class RunState:
     checkpoints: Checkpoints
     model: ShardedModel
     optimizer: torch.optim.Optimizer
-    pipeline: Pipeline
-    data: Histories
-    best: Best | None = None
+    position: Position
     notes: list[str] = field(default_factory=list, init=False)  # about what was loaded
-    skipped: list[int] = field(default_factory=list, init=False)  # batches that are left out
     _saved: int = field(default=0, init=False)  # the last step in a checkpoint
 
-    def save(self, number: int) -> Path | None:
+    def save(self) -> Path | None:
         """Saves the step just made, unless it is saved already.
-
-        Args:
-            number: of the last batch applied. The data goes on behind it; prefetching may have read
-                further.
 
         Returns:
             The folder of a new checkpoint.
@@ -42,35 +34,41 @@ class RunState:
         Raises:
             NotFinite: if the model has diverged; nothing is saved then.
         """
-        if self._saved == self.pipeline.steps:
+        position = self.position
+        if self._saved == position.step:
             return None
-        progress: dict[str, Any] = {
-            "step": self.pipeline.steps,
-            "pipeline": self.pipeline.state_dict(),
-            "data": self.data.state_dict(number + 1),
-        }
-        if self.skipped:
-            progress["skipped"] = self.skipped
         protected: list[int] = []
-        if self.best is not None:
-            progress["best"] = self.best.state_dict()
-            protected += [self.best.step] if self.best.kept and self.best.step else []
+        if (best := position.best) is not None:
+            protected += [best.step] if best.kept and best.step else []
         path = self.checkpoints.save(
-            self.model, self.optimizer, progress, self.pipeline.reducer, protected
+            self.model, self.optimizer, self.describe(), position.pipeline.reducer, protected
         )
-        self._saved = self.pipeline.steps
+        self._saved = position.step
         return path
 
-    def load(self, name: str = "last") -> int:
-        """Loads a checkpoint, as `Checkpoints.find` names it, and returns its step. ValueError if
-        there is none."""
-        found = self.checkpoints.find(name)
-        progress = self.checkpoints.load(found, self.model, self.optimizer, self.pipeline.reducer)
-        self.pipeline.load_state_dict(progress["pipeline"])
-        self.data.load_state_dict(progress["data"])
-        self.skipped, self._saved = list(progress.get("skipped", ())), 0
-        if self.best is not None:
-            self.best.load_state_dict(progress.get("best"))
+    def describe(self) -> dict[str, Any]:
+        """Where the run stands, as plain JSON. The data goes on behind the last batch that was
+        applied; prefetching may have read further."""
+        position = self.position
+        progress: dict[str, Any] = {
+            "step": position.step,
+            "pipeline": position.pipeline.state_dict(),
+            "data": position.data.state_dict(position.number + 1),
+        }
+        if position.skipped:
+            progress["skipped"] = position.skipped
+        if position.best is not None:
+            progress["best"] = position.best.state_dict()
+        return progress
+
+    def load(self, name: str | Intact = "last") -> int:
+        """Loads a checkpoint, as `Checkpoints.find` names or returns it, and returns its step.
+        ValueError if there is none."""
+        found = self.checkpoints.find(name) if isinstance(name, str) else name
+        progress = self.checkpoints.load(
+            found, self.model, self.optimizer, self.position.pipeline.reducer
+        )
+        self.go_on_from(progress)
         step, ranks = int(progress["step"]), self.model.transport.world
         note = f"resumed after step {step:,}, from {found.path}"
         if (saved := found.state["ranks"]) != ranks:
@@ -81,12 +79,15 @@ class RunState:
         self.notes.append(note)
         return step
 
-    def roll_back(self, number: int) -> int:
-        """Loads the last checkpoint, and leaves out the batch `number` from then on. Returns the
-        step."""
-        step = self.load()
-        self.skipped.append(number)
-        return step
+    def go_on_from(self, progress: Mapping[str, Any]) -> None:
+        """The run stands where `describe` said."""
+        position = self.position
+        position.pipeline.load_state_dict(progress["pipeline"])
+        position.data.load_state_dict(progress["data"])
+        position.number = position.data.start - 1
+        position.skipped, self._saved = list(progress.get("skipped", ())), 0
+        if position.best is not None:
+            position.best.load_state_dict(progress.get("best"))
 
 
 def _count_ranks(count: int) -> str:

@@ -23,8 +23,8 @@ from freescale.transport.choice import (
 from freescale.transport.descriptors import check_limit, raise_limit
 from freescale.transport.hostwire.bindings import explain_missing_engine
 from freescale.transport.hostwire.transport import HostwireTransport
-from freescale.transport.hostwire.wires.shared import identify_machine
 from freescale.transport.local import LocalTransport
+from freescale.transport.machine import identify_machine
 from freescale.transport.meeting import meet
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale.transport.signs_of_life import SignsOfLife

@@ -89,6 +89,17 @@ def build_torchrec(
     return _import_arms("ledgered").Ledgered(arm, rank) if ledger else arm
 
 
+def build_torchrec_dlrm(
+    shape: Any, rank: int, world: int, pipeline: str, device: torch.device | str = "cpu"
+) -> Any:
+    """One rank of a TorchRec pipeline that trains DLRM. `shape`: a `bench.torchrec.dlrm.Shape`;
+    `pipeline`: as in `build_torchrec`."""
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)
+    _import_arms("torchrec_arms")  # before TorchRec: it silences its warnings
+    arm = _import_arms("dlrm_arms").build(shape, rank, world, pipeline, device)
+    return _import_arms("ledgered").Ledgered(arm, rank)
+
+
 def build_torchrec_retrieval(
     config: RunConfig, histories: Path, pipeline: str, *, device: torch.device, batches: int
 ) -> Any:

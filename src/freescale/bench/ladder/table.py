@@ -9,7 +9,12 @@ from freescale.bench.common.markdown import (
     format_table,
     single,
 )
-from freescale.bench.ladder.figure import describe_conditions, find_median, find_peer
+from freescale.bench.ladder.figure import (
+    choose_parity,
+    describe_conditions,
+    find_median,
+    find_peer,
+)
 from freescale.bench.ladder.rungs import explain_rungs
 
 
@@ -20,6 +25,7 @@ def format_ladder(used: Results, folder: str) -> str:
     peer = find_peer(result["rows"])
     assert peer is not None, "the ladder has an arm of TorchRec's"
     base = peer["samples_per_second"]["median"]
+    steps = choose_parity(result)
     rows = []
     for row in result["rows"]:
         times = row["samples_per_second"]["median"] / base
@@ -33,7 +39,7 @@ def format_ladder(used: Results, folder: str) -> str:
                 format_known(find_median(row, "exposed_embedding_ms"), "ms", 0),
                 format_known(find_median(row, "exposed_all_ms"), "ms", 0),
                 format_known(find_median(row, "straggler_percent"), "%", 1),
-                f"{row['largest_relative_loss_difference_to_serial']:.0e}".replace("0e+00", "0"),
+                f"{row[f'{steps}_relative_loss_difference_to_serial']:.0e}".replace("0e+00", "0"),
             )
         )
     head = (
@@ -43,7 +49,7 @@ def format_ladder(used: Results, folder: str) -> str:
         "exposed ids, rows, gradients",
         "exposed, all",
         "straggler",
-        "loss, off serial's",
+        "first loss, off serial's" if steps == "first_step" else "loss, off serial's",
     )
     asked = [
         f"{entry['claim']}: {entry['measured']:.3g} {entry['unit']} (target {entry['asked']:g})"

@@ -72,8 +72,8 @@ class Marks(Callback):
 
 
 class Measured(Trainer):
-    def _evaluate(self, part: str) -> dict[str, dict[str, float]]:
-        return super()._evaluate("validation")
+    def evaluate(self, part: str) -> dict[str, dict[str, float]]:
+        return super().evaluate("validation")
 
 
 def main(argument: str) -> None:

@@ -147,7 +147,7 @@ class CachedStorage(RowStorage):
 
     def _mark(self, slots: Tensor) -> None:
         self._updated = True
-        if self.changed.is_used:
+        if self.changed.consumers:
             self.changed.mark(self._rows[slots.long()])
 
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:

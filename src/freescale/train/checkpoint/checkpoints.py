@@ -17,7 +17,7 @@ from freescale.embedding.tables import Tables
 from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.checkpoint.chain import Intact, find_expired, last_intact, verify_checkpoint
 from freescale.train.checkpoint.contents import Contents
-from freescale.train.checkpoint.delta import follow_changes
+from freescale.train.checkpoint.delta import follow_changes, is_followed
 from freescale.train.checkpoint.files import CheckpointFolder, parse_step
 from freescale.train.checkpoint.find import find_checkpoint
 from freescale.train.checkpoint.loading import load_checkpoint
@@ -301,6 +301,30 @@ class Checkpoints:
         self.files.remove(expired)
         self._left_behind.clear()
 
+    # ---- beside snapshots, which hold the marks of changed rows
+
+    def describe_parent(self) -> dict[str, Any] | None:
+        """The checkpoint since which changes of rows are marked, for a snapshot of this step. One
+        that is being written has no checksum yet."""
+        if self._saving is not None:
+            return {"step": self._saving.step, "deltas": self._saving.parent.deltas}
+        if self._parent is None:
+            return None
+        parent = self._parent
+        return {"step": parent.step, "deltas": parent.deltas, "checksum": parent.checksum}
+
+    def adopt_parent(self, said: Mapping[str, Any] | None, tables: Tables, step: int) -> None:
+        """After a snapshot of `step` was restored: the next checkpoint may be a delta to the one
+        that `describe_parent` named, if that is in its place then."""
+        self._parent = None
+        if said is not None and self.full_every > 1 and is_followed(tables, self._consumer):
+            # rank 0's counts, which named it or has it here
+            named = said.get("checksum") if self.transport.rank == 0 else 0
+            checksum = self.files.sum_state(said["step"]) if named is None else named
+            self._parent = Parent(said["step"], checksum, said["deltas"], tables)
+        if self.transport.rank == 0:
+            self._leave_behind(step)
+
     # ---- load
 
     def load(
@@ -352,7 +376,7 @@ class Checkpoints:
             names = ", ".join(self.path(found).name for found in sorted(self._left_behind))
             warnings.warn(
                 (
-                    f"going on from {self.path(step).name}: {names} will be removed when the next "
+                    f"going on after step {step}: {names} will be removed when the next "
                     "checkpoint is saved"
                 ),
                 stacklevel=4,

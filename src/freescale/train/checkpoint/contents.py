@@ -66,25 +66,9 @@ class Contents:
         Raises:
             ValueError: names what a checkpoint cannot hold.
         """
-        try:
-            json.dumps(dict(progress))
-        except TypeError as error:
-            raise ValueError(f"progress must be plain JSON: {error}") from None
-        transport, names = model.transport, name_parameters(model)
-        beside: dict[str, Tensor] = {}
-        extra = pack_extra(model.module, beside)
-        own, shared = pack_optimizer(optimizer, names, beside)
-        carried = CompressionState(reducer, names)
-        state: dict[str, Any] = {"format": DELTA_FORMAT if delta else FORMAT}
-        state |= describe_model(model, optimizer) | {"progress": dict(progress)}
-        state |= {"ranks": transport.world, "device": transport.device.type}
-        state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
-        if transport.device.type != "cpu":
-            state["on_host"] = [
-                name for name, value in beside.items() if value.device.type == "cpu"
-            ]
-        state |= {"carried": carried.names} if carried.names else {}
-        tensors = collect_dense(model.module) | beside | carried.tensors(transport.rank)
+        transport = model.transport
+        tensors, state = collect_rest(model, optimizer, progress, reducer)
+        state["format"] = DELTA_FORMAT if delta else FORMAT
         if copy:
             tensors = {name: copy_to_host(value) for name, value in tensors.items()}
         tensors |= collect_random(transport)  # copies
@@ -120,6 +104,35 @@ class Contents:
         self.tensors |= tensors
         if consumer is not None:
             follow_changes(tables, consumer, names)
+
+
+def collect_rest(
+    model: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    progress: Mapping[str, Any],
+    reducer: Reducer | None,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All but rows and random state: (tensors that share memory with the model's, plain JSON).
+
+    Raises:
+        ValueError: names what a checkpoint cannot hold.
+    """
+    try:
+        json.dumps(dict(progress))
+    except TypeError as error:
+        raise ValueError(f"progress must be plain JSON: {error}") from None
+    transport, names = model.transport, name_parameters(model)
+    beside: dict[str, Tensor] = {}
+    extra = pack_extra(model.module, beside)
+    own, shared = pack_optimizer(optimizer, names, beside)
+    carried = CompressionState(reducer, names)
+    state = describe_model(model, optimizer) | {"progress": dict(progress)}
+    state |= {"ranks": transport.world, "device": transport.device.type}
+    state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
+    if transport.device.type != "cpu":
+        state["on_host"] = [name for name, value in beside.items() if value.device.type == "cpu"]
+    state |= {"carried": carried.names} if carried.names else {}
+    return collect_dense(model.module) | beside | carried.tensors(transport.rank), state
 
 
 @dataclass(frozen=True)

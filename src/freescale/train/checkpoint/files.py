@@ -58,6 +58,13 @@ class CheckpointFolder:
             return None
         return None if parent is None else int(parent["step"])
 
+    def sum_state(self, step: int) -> int:
+        """The checksum of a checkpoint's state.json; -1, which none has, if it cannot be read."""
+        try:
+            return sum_state(read_state(self.path(step)))
+        except (ValueError, OSError):
+            return -1
+
     def path(self, step: int) -> Path:
         final, replaced = self._final(step), self._replaced(step)
         return replaced if replaced.exists() and not final.exists() else final

@@ -73,10 +73,15 @@ def _whole(local: Tensor, name: str, tables: Tables, transport: Transport) -> Te
         transport, ProcessGroupTransport
     ):
         return local
+    return shard_over_ranks(local, tables.specs[name].rows, transport)
+
+
+def shard_over_ranks(local: Tensor, rows: int, transport: ProcessGroupTransport) -> Tensor:
+    """Equal blocks of rows, one on each rank, as torch's sharded tensor [rows, ...]."""
     device = local.device.type
     group = transport.group if device == "cuda" else transport.control
     mesh = DeviceMesh.from_group(group, device)
-    shape = torch.Size((tables.specs[name].rows, *local.shape[1:]))
+    shape = torch.Size((rows, *local.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 

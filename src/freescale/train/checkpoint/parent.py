@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from freescale.embedding.tables import Tables
 from freescale.train.checkpoint.chain import Intact
 from freescale.train.checkpoint.delta import is_followed
-from freescale.train.checkpoint.files import CheckpointFolder, read_state, sum_state
+from freescale.train.checkpoint.files import CheckpointFolder
 
 
 @dataclass
@@ -36,8 +36,4 @@ class Parent:
     def is_in_place(self, files: CheckpointFolder, left_behind: set[int]) -> bool:
         """Whether the checkpoint is as it was saved, and still the last of the run. Rank 0's."""
         steps = [step for step in files.steps() if step not in left_behind]
-        try:
-            found = sum_state(read_state(files.path(self.step)))
-        except (ValueError, OSError):
-            return False
-        return steps[-1:] == [self.step] and found == self.checksum
+        return steps[-1:] == [self.step] and files.sum_state(self.step) == self.checksum

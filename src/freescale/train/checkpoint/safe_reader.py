@@ -24,6 +24,7 @@ _RECORDS: tuple[type, ...] = (
     meta.Metadata,
     meta.StorageMeta,
     meta.TensorStorageMetadata,
+    meta.BytesStorageMetadata,
     meta.TensorProperties,
     meta.ChunkStorageMetadata,
     meta.MetadataIndex,

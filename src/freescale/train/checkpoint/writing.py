@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from freescale.embedding.capture import Capture
@@ -106,9 +105,9 @@ def _write(folder: Path, contents: Contents, transport: Transport, failure: str)
 
 
 def write_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], transport: Transport, failure: str
+    folder: Path, tensors: Mapping[str, Any], transport: Transport, failure: str
 ) -> None:
-    """A collective."""
+    """Named tensors, or dicts of them within each other. A collective."""
     with explain_errors(failure):
         save(
             dict(tensors),

@@ -18,8 +18,8 @@ from freescale.transport.hostwire.steps import LARGEST, SLOTS
 from freescale.transport.hostwire.wires.api import EngineWire, NetworkWire, PieceWire, Wire
 from freescale.transport.hostwire.wires.gloo import GlooWire
 from freescale.transport.hostwire.wires.shared import connect as connect_shared
-from freescale.transport.hostwire.wires.shared import identify_machine
 from freescale.transport.hostwire.wires.tcp import connect as connect_tcp
+from freescale.transport.machine import identify_machine
 from freescale.transport.process_group import ProcessGroupTransport
 
 _SMALLEST = 64 << 10  # bytes of a piece

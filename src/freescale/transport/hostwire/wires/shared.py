@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,16 +28,6 @@ from freescale.transport.hostwire.wires.greeting import accept_callers
 PIECE = struct.Struct("<QQ")  # where it begins in the ring, its size
 READ = b"."  # a piece was read
 _HELLO = struct.Struct("<IQ")  # rank, size of its ring
-
-
-def identify_machine() -> bytes:
-    """A name that is equal on ranks that can share memory: one kernel, one network (a network
-    namespace counts as a machine of its own)."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}".encode()
-    except OSError:
-        return b"alone %d %s" % (os.getpid(), uuid.uuid4().bytes)
 
 
 class _Sending:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from freescale.transport.api import TransportError
 from freescale.transport.hostwire.wires.api import probe_pieces
-from freescale.transport.hostwire.wires.shared import identify_machine
+from freescale.transport.machine import identify_machine
 
 # Unless the user's UCX_... say otherwise. Pieces from 16 KB leave when they are expected. One rail:
 # a goodbye must not overtake a piece. No CUDA: only host memory is sent, and UCX would ask the

@@ -1,0 +1,86 @@
+"""Where a run stands in its data: batches that were applied, steps that are left. It is the same on
+all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from freescale.config import TrainConfig
+from freescale.data.loader import Histories
+from freescale.pipeline.pipeline import Pipeline
+from freescale.train.best import Best
+
+
+def count_steps(data: Histories, limit: int | None, skipped: Sequence[int] = ()) -> int:
+    """Of a whole run, which leaves out the batches `skipped` and ends after `limit` steps."""
+    there = data.stop - len(skipped)
+    return min(there, limit or there)
+
+
+@dataclass
+class Position:
+    """Of a run: `number` and `skipped` move on with it, the rest follows from them."""
+
+    settings: TrainConfig
+    pipeline: Pipeline
+    data: Histories
+    best: Best | None = None  # evaluation so far, where evaluations are compared
+    number: int = -1  # of the last batch that was applied
+    skipped: list[int] = field(default_factory=list)  # batches that are left out
+
+    @property
+    def step(self) -> int:
+        """Steps made so far, those of a resumed run included."""
+        return self.pipeline.steps
+
+    @property
+    def total(self) -> int:
+        """Steps that the run ends with."""
+        return count_steps(self.data, self.settings.steps, self.skipped)
+
+    @property
+    def following(self) -> int:
+        """Number of the batch after the last that was applied."""
+        number = self.number + 1
+        while number in self.skipped:
+            number += 1
+        return number
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that are complete."""
+        return self.following // self.data.batches_per_epoch
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the last batch that was applied is the last of its epoch."""
+        return self.epoch > self.number // self.data.batches_per_epoch
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no step is left to make."""
+        return self.step >= self.total or (self.best is not None and self.best.exhausted)
+
+    def refuse_end(self, folder: Path) -> None:
+        """Raises ValueError if nothing is left to train, with the setting that makes more of
+        it."""
+        if self.step >= self.total:
+            raise ValueError(self._explain_end(folder))
+        if self.best is not None and self.best.exhausted:
+            raise ValueError(
+                f"{folder} ended at step {self.step}, after {self.best.since} evaluations "
+                "without a better one: pass a larger --patience to continue"
+            )
+
+    def _explain_end(self, folder: Path) -> str:
+        limit, epochs = self.settings.steps, self.settings.epochs
+        made = f"nothing is left to train: {folder} has made {self.step:,} steps"
+        if limit is not None and limit <= self.data.stop:
+            return f"{made}, and --steps is {limit:,}: pass a larger --steps to continue"
+        larger = f" (--steps {limit:,} alone does not)" if limit else ""
+        return (
+            f"{made}, and --epochs {epochs} ends after {self.data.stop:,}: "
+            f"pass a larger --epochs to continue{larger}"
+        )

@@ -1,0 +1,135 @@
+"""The keeper: a process that holds memory files for the ranks of a run on this machine, so that
+they outlive those.
+
+It is started by its path and imports nothing but the standard library. It listens on an abstract
+Unix socket, which exists in one network namespace and ends with the process. A message is plain
+JSON, a memory file comes with it as a descriptor:
+
+    {"do": "put", "name": NAME} + file     {"do": "get", "name": NAME}   answer + file
+    {"do": "list"}                         {"do": "drop", "names": [NAME, ...]}
+    {"do": "end"}
+
+The files are anonymous (memfd): no folder has them, and when the keeper ends, however it does,
+their memory is free. It ends when it is told to, or once nobody has been connected for `patience`
+seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+
+LARGEST = 1 << 17  # bytes of a message
+
+
+def is_own(connection: socket.socket) -> bool:
+    """Whether the process at the other end belongs to the same user: an abstract socket has no
+    permissions."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", found)[1] == os.getuid())
+
+
+class Keeper:
+    def __init__(self, listener: socket.socket, patience: float) -> None:
+        self._listener, self._patience = listener, patience
+        self._files: dict[str, int] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._connected = 0
+        self._last = time.monotonic()  # that somebody was there
+
+    def run(self) -> None:
+        """Until it is told to end, or nobody has been there for long."""
+        while True:
+            left = self._last + self._patience - time.monotonic()
+            if not self._connected and left <= 0:
+                return
+            for key, _ in self._selector.select(None if self._connected else max(0.01, left)):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif not self._serve(key.fileobj):  # type: ignore[arg-type]
+                    return
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        if not is_own(connection):
+            connection.close()
+            return
+        connection.setblocking(False)  # a rank that is stopped must not hold up the others
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._connected += 1
+
+    def _serve(self, connection: socket.socket) -> bool:
+        """Answers a message. Returns whether the keeper goes on."""
+        files: list[int] = []
+        try:
+            message, files, _, _ = socket.recv_fds(connection, LARGEST, 1)
+            if not message:
+                raise ConnectionError
+            asked = json.loads(message)
+            answer, sent = self._do(asked, files)
+            socket.send_fds(connection, [json.dumps(answer).encode()], sent)
+            return bool(asked["do"] != "end")
+        except (OSError, ValueError, KeyError, TypeError):
+            for file in files:
+                if file not in self._files.values():
+                    os.close(file)
+            self._selector.unregister(connection)
+            connection.close()
+            self._connected -= 1
+            self._last = time.monotonic()
+            return True
+
+    def _do(
+        self, asked: dict[str, object], files: list[int]
+    ) -> tuple[dict[str, object], list[int]]:
+        what, name = asked["do"], str(asked.get("name"))
+        if what == "put":
+            self._drop([name])
+            self._files[name] = files[0]
+        elif what == "drop":
+            self._drop([str(each) for each in asked["names"]])  # type: ignore[attr-defined]
+        elif what == "list":
+            return {"names": list(self._files)}, []
+        elif what == "get":
+            return {}, [self._files[name]] if name in self._files else []
+        elif what == "end":  # before the answer: whoever gets it finds no keeper any more
+            self._listener.close()
+        else:
+            raise ValueError(what)
+        return {}, []
+
+    def _drop(self, names: list[str]) -> None:
+        for name in names:
+            if name in self._files:
+                os.close(self._files.pop(name))
+
+
+def main(name: str, patience: float) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(f"\0{name}")
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return  # there is one
+    listener.listen(256)
+    # What ends the ranks, a terminal's Ctrl-C or its end, must not end it with them.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.write(1, b"listening\n")
+        os.close(1)
+    Keeper(listener, patience).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

@@ -1,0 +1,144 @@
+"""How ranks reach the keeper of their machine, and start it; how a launcher ends it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from freescale.train.snapshot import keeper
+
+PATIENCE = 600.0  # seconds that a keeper stays when all ranks of its machine are gone
+RUN_ID = ".run-id"  # a run's file with the name that its snapshots have
+_SECONDS = 30.0  # that an answer may take
+
+
+def is_supported() -> bool:
+    """Whether this system has memory files and abstract sockets: Linux."""
+    return sys.platform.startswith("linux") and hasattr(os, "memfd_create")
+
+
+def read_run_id(folder: Path) -> str | None:
+    """Under which the run in `folder` keeps snapshots, if it has begun."""
+    with suppress(OSError):
+        return (folder / RUN_ID).read_text(encoding="utf-8").strip() or None
+    return None
+
+
+def name_keeper(run: str, machine: bytes) -> str:
+    """The socket of a run's keeper on a machine. Network namespaces of one kernel count as machines
+    and cannot reach each other's."""
+    return f"freescale-keeper-{run}-{hashlib.sha256(machine).hexdigest()[:12]}"
+
+
+class KeeperLink:
+    """A connection to a keeper, which stays as long as there is one. Used by one thread at a
+    time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def connect(name: str) -> KeeperLink | None:
+        """None if there is no keeper of that name."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(_SECONDS)
+        try:
+            connection.connect(f"\0{name}")
+        except OSError:
+            connection.close()
+            return None
+        if not keeper.is_own(connection):
+            connection.close()
+            return None
+        return KeeperLink(connection)
+
+    @staticmethod
+    def start(name: str, patience: float = PATIENCE) -> KeeperLink:
+        """Connects to the keeper, which is started if there is none. OSError if it cannot be."""
+        found = KeeperLink.connect(name)
+        if found is not None:
+            return found
+        path = str(Path(keeper.__file__))
+        # A session of its own: signals to the ranks' group and terminal do not reach it.
+        process = subprocess.Popen(
+            [sys.executable, "-I", path, name, str(patience)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        )
+        assert process.stdout is not None
+        process.stdout.readline()  # it listens, or another does, or it has failed
+        process.stdout.close()
+        # Whoever started it does not wait for it.
+        threading.Thread(target=process.wait, name="freescale keeper", daemon=True).start()
+        found = KeeperLink.connect(name)
+        if found is None:
+            raise OSError(f"the keeper of snapshots ({sys.executable} {path}) did not start")
+        return found
+
+    @property
+    def process(self) -> int:
+        """The keeper's process: with it, the memory ends."""
+        kind = struct.calcsize("3i")
+        found = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, kind)
+        return int(struct.unpack("3i", found)[0])
+
+    def put(self, name: str, file: int) -> None:
+        """Hands a memory file over; the caller's own descriptor stays open."""
+        self._ask({"do": "put", "name": name}, [file])
+
+    def get(self, name: str) -> int | None:
+        """A descriptor of a memory file, which the caller closes; None if there is none."""
+        _, files = self._ask({"do": "get", "name": name})
+        return files[0] if files else None
+
+    def list(self) -> list[str]:
+        """The names of all memory files."""
+        answer, _ = self._ask({"do": "list"})
+        return [str(name) for name in answer["names"]]  # type: ignore[attr-defined]
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Lets memory files go."""
+        for begin in range(0, len(names), 1000):
+            self._ask({"do": "drop", "names": list(names[begin : begin + 1000])})
+
+    def end(self) -> None:
+        """Ends the keeper, and with it the memory of all files."""
+        with suppress(OSError):
+            self._ask({"do": "end"})
+            self._connection.recv(1)  # until it is gone
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the keeper, which stays for a while."""
+        self._connection.close()
+
+    def _ask(
+        self, message: dict[str, object], files: Sequence[int] = ()
+    ) -> tuple[dict[str, object], Sequence[int]]:
+        with self._lock:
+            socket.send_fds(self._connection, [json.dumps(message).encode()], list(files))
+            answer, found, _, _ = socket.recv_fds(self._connection, keeper.LARGEST, 1)
+        if not answer:
+            raise OSError("the keeper of snapshots has ended")
+        return json.loads(answer), found
+
+
+def end_keeper(folder: Path, machine: bytes) -> None:
+    """Ends the keeper of a run that is over, on this machine, if there is one."""
+    run = read_run_id(folder)
+    link = KeeperLink.connect(name_keeper(run, machine)) if run and is_supported() else None
+    if link is not None:
+        link.end()

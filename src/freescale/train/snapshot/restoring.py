@@ -1,0 +1,140 @@
+"""Restores a run from the snapshots that keepers hold, wherever they are. All of it is done by all
+ranks together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freescale.embedding.sharded_model import ShardedModel
+from freescale.pipeline.dense.reducer import Reducer
+from freescale.train.checkpoint.files import Damaged
+from freescale.train.checkpoint.on_all_ranks import run_on_all_ranks
+from freescale.train.snapshot.chain import check_link, label_link
+from freescale.train.snapshot.choice import Choice, Link, choose_snapshots, explain_none
+from freescale.train.snapshot.exchange import exchange_files
+from freescale.train.snapshot.held import open_link
+from freescale.train.snapshot.keeper_link import KeeperLink
+from freescale.train.snapshot.loading import load_state, refuse_other
+from freescale.train.snapshot.segment import Segment
+from freescale.transport.api import Transport
+
+
+@dataclass
+class Restoring:
+    """The snapshots of a run, as the ranks of a new attempt find them. A collective to make."""
+
+    run: str
+    transport: Transport
+    link: KeeperLink | None  # of this machine's keeper, if there is one
+    machines: list[bytes]
+    refused: list[int] = field(default_factory=list)  # steps that turned out to be damaged
+
+    def __post_init__(self) -> None:
+        names = self.link.list() if self.link is not None else []
+        said = self.transport.gather_bytes(json.dumps(names).encode())
+        self.held: list[list[str]] = [json.loads(part) for part in said]
+
+    def choose(self) -> Choice | None:
+        """The newest step that is complete for all ranks and not refused. The same on all."""
+        return choose_snapshots(self.held, self.machines, self.refused)
+
+    def explain_none(self) -> str:
+        return explain_none(self.held)
+
+    def describe(self, choice: Choice) -> str:
+        """Where the state comes from."""
+        far = [rank for rank, holder in enumerate(choice.holders) if holder != rank]
+        if not far:
+            return "from memory"
+        ranks = f"rank{'s' * (len(far) > 1)} {', '.join(map(str, far))}"
+        return f"from memory ({ranks} from the copy on another machine)"
+
+    def load(
+        self,
+        choice: Choice,
+        model: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        reducer: Reducer | None,
+    ) -> dict[str, Any]:
+        """Restores this rank, and returns the JSON of its snapshot. A collective.
+
+        Raises:
+            Damaged: on all ranks, names what is half written, damaged, another run's or another
+                model's; nothing is restored then.
+        """
+        rank = self.transport.rank
+        chain = choice.chains[rank]
+        segments = self._fetch(choice)
+        try:
+            state: dict[str, Any] = run_on_all_ranks(
+                self.transport, lambda: self._check(chain, segments), Damaged
+            )
+            if not model.tables.placed:
+                model.tables.place(recorded=state["placement"])
+
+            def verify() -> list[dict[str, Tensor]]:
+                refuse_other(label_link(chain[-1]), state, model, optimizer)
+                return [
+                    segment.verify(label_link(link))
+                    for link, segment in zip(chain, segments, strict=True)
+                ]
+
+            tensors = run_on_all_ranks(self.transport, verify, Damaged)
+            load_state(state, tensors, model, optimizer, reducer)
+            return state
+        finally:
+            for segment in segments:
+                segment.close()
+
+    def _check(self, chain: Sequence[Link], segments: Sequence[Segment]) -> dict[str, Any]:
+        if len(segments) != len(chain):
+            raise Damaged(f"{label_link(chain[-1])} is half written, or damaged")
+        for link, segment in zip(chain, segments, strict=True):
+            check_link(segment, link, self.run)
+        found: dict[str, Any] = segments[-1].header["state"]
+        return found
+
+    def _fetch(self, choice: Choice) -> list[Segment]:
+        """The chain of this rank: from this machine's keeper, or by another rank's hands."""
+        transport, rank = self.transport, self.transport.rank
+        opened: dict[int, list[Segment]] = {}  # by owner, of those that this rank reads
+
+        def read() -> None:
+            for owner, holder in enumerate(choice.holders):
+                if holder == rank:
+                    assert self.link is not None
+                    opened[owner] = [open_link(self.link, link) for link in choice.chains[owner]]
+
+        run_on_all_ranks(transport, read, Damaged)
+        mine = opened.pop(rank, [])
+        for place in range(max(map(len, choice.chains))):
+            outgoing = {
+                owner: segments[place].data
+                for owner, segments in opened.items()
+                if place < len(segments)
+            }
+            if all(holder == owner for owner, holder in enumerate(choice.holders)):
+                break
+            for file in exchange_files(transport, outgoing).values():
+                mine += self._open_received(file, choice.chains[rank][len(mine)])
+        for segments in opened.values():
+            for segment in segments:
+                segment.close()
+        return mine
+
+    def _open_received(self, file: int, link: Link) -> list[Segment]:
+        try:
+            return [Segment.open(file, label_link(link))]
+        except Damaged:  # said by all ranks together, when they check
+            return []
+
+
+def clear_snapshots(link: KeeperLink) -> None:
+    """Lets all of a keeper's memory files go: the run goes on from elsewhere."""
+    link.drop(link.list())

@@ -1,0 +1,140 @@
+"""The keeper and its memory files: they outlive who wrote them, and end with the keeper; a file
+that is half written or damaged is refused."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+
+import pytest
+import torch
+
+from freescale.train.checkpoint.files import Damaged
+from freescale.train.snapshot.chain import describe_segment, merge_chain
+from freescale.train.snapshot.choice import Link
+from freescale.train.snapshot.keeper_link import (
+    RUN_ID,
+    KeeperLink,
+    end_keeper,
+    is_supported,
+    name_keeper,
+)
+from freescale.train.snapshot.segment import Segment, sum_tensor, write_segment
+
+pytestmark = pytest.mark.skipif(not is_supported(), reason="memory files are Linux's")
+
+
+@pytest.fixture
+def name():
+    made = f"freescale-keeper-test-{secrets.token_hex(8)}"
+    yield made
+    if (link := KeeperLink.connect(made)) is not None:
+        link.end()
+
+
+def is_gone(process, seconds=10.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_files_outlive_their_writer_and_end_with_the_keeper(name, tmp_path):
+    writer = os.fork()
+    if writer == 0:  # in a process of its own, which dies
+        segment = write_segment({"step": 3}, {"rows": torch.arange(5.0)})
+        KeeperLink.start(name).put("2/0/3/whole", segment.file)
+        os._exit(0)
+    os.waitpid(writer, 0)
+    link = KeeperLink.start(name)
+    other = KeeperLink.start(name)  # the same
+    assert link.process == other.process
+    assert other.list() == ["2/0/3/whole"]
+    segment = Segment.open(other.get("2/0/3/whole"), "it")
+    assert segment.header["step"] == 3
+    assert torch.equal(segment.verify("it")["rows"], torch.arange(5.0))
+    assert other.get("2/0/4/whole") is None
+    other.drop(["2/0/3/whole", "2/0/9/whole"])
+    assert link.list() == []
+    process = link.process
+    link.end()
+    assert is_gone(process)
+    with pytest.raises(OSError, match="ended|[Bb]roken|reset"):
+        other.list()
+
+
+def test_it_stays_for_who_comes_back_and_ends_after_a_while(name):
+    link = KeeperLink.start(name, patience=0.5)
+    process = link.process
+    time.sleep(0.7)
+    assert not is_gone(process, 0.05)  # somebody is there
+    link.close()
+    again = KeeperLink.connect(name)
+    assert again is not None and again.process == process
+    again.close()
+    assert is_gone(process)
+
+
+def test_a_launcher_ends_the_keeper_of_a_run(tmp_path):
+    run, machine = secrets.token_hex(8), b"machine"
+    end_keeper(tmp_path, machine)  # a folder without a run
+    (tmp_path / RUN_ID).write_text(run)
+    end_keeper(tmp_path, machine)  # a run without a keeper
+    link = KeeperLink.start(name_keeper(run, machine))
+    end_keeper(tmp_path, machine)
+    assert is_gone(link.process)
+
+
+def test_every_change_of_a_word_changes_the_checksum():
+    value = torch.randint(0, 256, (3 * 32768 + 13,), dtype=torch.uint8)
+    known = sum_tensor(value)
+    for place in (0, 7, 32768, 65537, 98303, 98304, len(value) - 1):
+        changed = value.clone()
+        changed[place] ^= 1 << (place % 8)
+        assert sum_tensor(changed) != known
+    swapped = value.clone()
+    swapped[:8], swapped[8:16] = value[8:16], value[:8]
+    assert sum_tensor(swapped) != known
+
+
+def test_what_is_half_written_or_damaged_is_refused():
+    for damage, words in (
+        (lambda segment: os.pwrite(segment.file, bytes(8), 0), "half written"),
+        (lambda segment: os.ftruncate(segment.file, segment.size - 1), "half written"),
+        (lambda segment: os.pwrite(segment.file, b"x", segment.size - 3), "half written"),
+        (lambda segment: os.pwrite(segment.file, b"x", 64 + 5), "checksum of rows"),
+    ):
+        segment = write_segment({}, {"rows": torch.arange(5.0), "none": torch.empty(0)})
+        damage(segment)
+        with pytest.raises(Damaged, match=f"it is .*{words}"):
+            Segment.open(os.dup(segment.file), "it").verify("it")
+        segment.close()
+
+
+def test_merged_chains_equal_their_end():
+    torch.manual_seed(0)
+    rows, state = torch.randn(50, 3), torch.randn(50)
+    links = [Link(1, 0, 3, None), Link(1, 0, 6, 3), Link(1, 0, 9, 6)]
+    tensors = {"table/item/rows": rows.clone(), "table/item/sum": state.clone()}
+    segments = [
+        write_segment(describe_segment("run", links[0], {}), {**tensors, "rest/a": rows[:1]})
+    ]
+    for link in links[1:]:
+        positions = torch.randperm(50)[:20].sort().values
+        rows[positions], state[positions] = torch.randn(20, 3), torch.randn(20)
+        changed = {"positions": positions.int(), "rows": rows[positions], "sum": state[positions]}
+        tensors = {f"changed/item/{part}": value for part, value in changed.items()}
+        header = describe_segment("run", link, {"of": link.step})
+        segments.append(write_segment(header, {**tensors, "rest/a": rows[:2]}))
+    link, merged = merge_chain("run", links, segments)
+    assert link == Link(1, 0, 9, None)
+    assert merged.header["state"] == {"of": 9} and merged.header["parent"] is None
+    found = merged.verify("it")
+    assert torch.equal(found.pop("table/item/rows"), rows)
+    assert torch.equal(found.pop("table/item/sum"), state)
+    assert torch.equal(found.pop("rest/a"), rows[:2]) and not found
