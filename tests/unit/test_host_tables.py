@@ -21,6 +21,9 @@ from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
+from freescale.train.checkpoint.delta import follow_changes
+from freescale.train.snapshot.contents import SnapshotContents
+from freescale.train.snapshot.loading import load_state
 from freescale.transport.local import LocalTransport
 
 STREAM = colliding(0.3, steps=8)
@@ -206,6 +209,34 @@ def test_going_back_to_a_checkpoint_within_a_run(tmp_path):
                 checkpoints.load(checkpoints.latest(), parallel, pipeline.optimizer)
         found.append((losses, state_of(parallel)))
     assert_same(*found)
+
+
+def test_snapshots_are_taken_and_restored():
+    """A whole one and the changes since, with marks of another consumer, into a cache in use."""
+    parallel, pipeline = build(
+        LocalTransport(), Staged, optimizer="adam", placement=place(130, "adam")
+    )
+    chain = []
+    for result in pipeline.run(batches_of(RETURNING)):
+        if result.step in (3, 6):
+            parallel.tables.settle()
+            contents = SnapshotContents.collect(
+                parallel, pipeline.optimizer, {"step": result.step}, None, result.step == 6
+            )
+            contents.add_sharded()
+            contents.pack_marks()
+            chain.append(contents)
+            follow_changes(parallel.tables, "others")
+            saved = state_of(parallel)
+    tensors = [contents.tensors for contents in chain]
+    load_state(chain[-1].state, tensors, parallel, pipeline.optimizer, None)
+    restored = state_of(parallel)
+    assert [name for name, value in saved.items() if not torch.equal(restored[name], value)] == []
+    storage = parallel.tables.get_group("item").rows
+    rows = storage.contents.row_of
+    assert torch.equal(storage.weight[: len(rows)], storage.get_tensors("item")["rows"][rows])
+    assert set(storage.changed.consumers) == {"snapshots", "others"}
+    assert storage.changed.find("others", slice(None)).numel() > 0
 
 
 # ---- what users say and see

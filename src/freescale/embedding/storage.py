@@ -83,6 +83,7 @@ class RowStorage(ABC):
         self, ranges: list[TableRange], size: int, optimizer: RowOptimizer, device: torch.device
     ) -> None:
         """`size`: number of local rows; `device`: the one that computes."""
+        self.size = size
         self._ranges = {each.spec.name: each for each in ranges}
         self.optimizer = optimizer
         self.changed = ChangedRows(size, device)
