@@ -21,6 +21,10 @@ schedule bit for bit. Stage 3 precedes 4 for the rows that i-1 and i+1 read, but
 channel, so urgent traffic does not queue behind the bulk. The main thread waits for lanes at the
 next forward only and, before it, for the dense sums, which begin during the backward, and for i+2.
 
+Where a table is at home in host memory (embedding/host_tables), its owner makes the rows of i+1
+resident between stages 2 and 3. Those of i-1, whose gradients stage 3 applies, of i and of i+1 stay
+in the cache meanwhile.
+
 The rows of step i-1 are complete between stages 3 and 5 of step i: there an asynchronous checkpoint
 has them copied, in lane `ahead`, and on such steps stage 5 waits for the copy.
 """
