@@ -21,7 +21,6 @@ from freescale.bench.torchrec.dlrm import (
     COLLECTION,
     DENSE_LR,
     ROW_EPSILON,
-    ROW_LR,
     Shape,
     build_dlrm,
     draw_rows,
@@ -39,7 +38,7 @@ class Arm:
         sharder = EmbeddingBagCollectionSharder(
             fused_params={
                 "optimizer": OPTIMIZERS["rowwise_adagrad"],
-                "learning_rate": ROW_LR,
+                "learning_rate": shape.row_lr,
                 "eps": ROW_EPSILON,
             }
         )

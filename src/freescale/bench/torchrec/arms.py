@@ -15,9 +15,7 @@ from freescale.bench.common.arm import WaitLedger, open_transport, wait_for_lane
 from freescale.bench.common.torchrec import build_torchrec_dlrm
 from freescale.bench.torchrec.dlrm import (
     DENSE_LR,
-    DEVIATION,
     ROW_EPSILON,
-    ROW_LR,
     SEED,
     Shape,
     build_dlrm,
@@ -39,7 +37,7 @@ class Arm:
     ) -> None:
         self.ledger = WaitLedger(device) if device == "cpu" else Ledger(device)
         self.transport, self.carrier = open_transport(device, self.ledger, TrainConfig.transport)
-        row_optimizer = freescale.RowWiseAdagrad(lr=ROW_LR, eps=ROW_EPSILON)
+        row_optimizer = freescale.RowWiseAdagrad(lr=shape.row_lr, eps=ROW_EPSILON)
         self.sharded = parallelize(
             build_dlrm(shape, "meta"),
             row_optimizer,
@@ -47,7 +45,7 @@ class Arm:
             placement="sharded",
             seed=SEED,
         )
-        self.sharded.tables._std = dict.fromkeys(self.sharded.tables.specs, DEVIATION)
+        self.sharded.tables._std = dict.fromkeys(self.sharded.tables.specs, shape.deviation)
         dense = torch.optim.SGD(self.sharded.dense_parameters(), lr=DENSE_LR)
         self.pipeline = Pipeline(self.sharded, dense)
         self._steps = self.pipeline.run(itertools.cycle(list_batches(shape, rank, world)))

@@ -16,8 +16,8 @@ from freescale.embedding.layout import TableSpec
 from freescale.embedding.storage import draw_initial_rows
 
 COLLECTION = "model.sparse_arch.embedding_bag_collection"  # where its tables are
-ROW_LR, ROW_EPSILON, DENSE_LR = 0.02, 1e-8, 0.05
-SEED, DEVIATION = 1, 0.05  # of the rows
+ROW_EPSILON, DENSE_LR = 1e-8, 0.05
+SEED = 1  # of the rows
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,16 @@ class Shape:
     bottom: tuple[int, ...] = (256, 128)
     top: tuple[int, ...] = (256, 128, 1)
     batches: int = 8  # different ones, over and over
+
+    @property
+    def row_lr(self) -> float:
+        """All ids of a bag move its sum."""
+        return 0.02 / self.factor
+
+    @property
+    def deviation(self) -> float:
+        """Of the rows that tables begin with: sums are as large for every factor."""
+        return float(0.05 / self.factor**0.5)
 
     @property
     def features(self) -> list[str]:
@@ -100,4 +110,4 @@ def draw_rows(shape: Shape, table: str, ids: Tensor) -> Tensor:
     """The rows [n, width] that a table begins with, by its path in the model."""
     spec = TableSpec(table, shape.rows, shape.width, torch.float32, ())
     parts = torch.split(ids, 1 << 14)
-    return torch.cat([draw_initial_rows(spec, part, SEED, DEVIATION) for part in parts])
+    return torch.cat([draw_initial_rows(spec, part, SEED, shape.deviation) for part in parts])
