@@ -21,7 +21,7 @@ test: $(READY) browser compiler
 # longer with it.
 test-torchrec: $(VENV)-torchrec/.ready
 	$(VENV)-torchrec/bin/python -m pytest tests/unit/test_torchrec.py tests/unit/test_torchrec_fused.py \
-		tests/unit/test_torchrec_checkpoint.py
+		tests/unit/test_torchrec_checkpoint.py tests/unit/test_bench_torchrec.py
 
 # torchrec declares fbgemm-gpu, which has no CPU wheel, hence --no-deps; other fbgemm versions do not load with this torch.
 $(VENV)-torchrec/.ready: $(READY)
