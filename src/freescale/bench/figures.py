@@ -27,6 +27,8 @@ from freescale.bench.common.options import make_parser
 from freescale.bench.common.repository import require_repository
 from freescale.bench.common.results import read_result
 from freescale.bench.compress.table import format_compress_hosts, format_compress_quality
+from freescale.bench.faults import figure as faults_figure
+from freescale.bench.faults.table import format_faults
 from freescale.bench.hostwire.table import format_hostwire
 from freescale.bench.kernels import figure as kernels_figure
 from freescale.bench.kernels.table import format_kernels
@@ -134,6 +136,12 @@ PICTURES = (
         table=format_ladder,
     ),
     Figure(
+        "faults",
+        "Steps of a run through ten faults: it falls back to the last checkpoint and goes on",
+        ("faults-cpu",),
+        faults_figure.draw_faults,
+    ),
+    Figure(
         "simulate", "Predicted to 4,096 GPUs", ("simulate-paper",), simulate_figure.draw_simulate
     ),
 )
@@ -155,6 +163,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "negatives": (("negatives-cpu",), format_negatives),
     "packing": (("packing-cpu",), format_packing),
     "checkpoint": (("checkpoint-cpu",), format_checkpoint),
+    "faults": (("faults-*",), format_faults),
     "balance": (MEASURED, balance_table.format_measured),
     "balance-cost": (MEASURED, balance_table.format_cost),
     "balance-bound": (("balance-cpu",), balance_table.format_bound),

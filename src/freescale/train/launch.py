@@ -22,7 +22,10 @@ from freescale.train.stop_signals import SIGNALS, is_second
 
 _LAUNCHER = "FREESCALE_LAUNCHER"  # the launcher's process, for its ranks
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
-_GRACE = 20.0  # seconds that the other ranks have to notice a failure by themselves
+# seconds that the other ranks have to notice a failure by themselves; then they get SIGTERM: ranks
+# that were about to meet the one that failed notice nothing
+_NOTICE = 4.0
+_GRACE = 20.0  # seconds after a failure until they are stopped
 
 
 def is_rank() -> bool:
@@ -36,13 +39,14 @@ def has_launcher() -> bool:
 
 
 def follow_launcher() -> None:
-    """Makes a rank that `launch` started get SIGTERM when the launcher dies: it saves and ends, and
-    the run's folder is free. Linux has a call for it; elsewhere ranks outlive their launcher."""
-    launcher = os.environ.get(_LAUNCHER)
-    if launcher is None or not sys.platform.startswith("linux"):
+    """Makes a rank that `launch` or torchrun started get SIGTERM when that process dies: it saves
+    and ends, and the run's folder is free. Linux has a call for it; elsewhere ranks outlive their
+    launcher."""
+    launcher, torchrun = os.environ.get(_LAUNCHER), "TORCHELASTIC_RUN_ID" in os.environ
+    if not (launcher or torchrun) or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != int(launcher):  # it died before
+    if launcher is not None and os.getppid() != int(launcher):  # it died before
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -145,13 +149,8 @@ def run_ranks(
     signals = _Signals(processes)
     try:
         for rank in range(ranks):
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                env={**_environment(rank, ranks, port), **extra(rank)},
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-            )
+            environment = {**_environment(rank, ranks, port), **extra(rank)}
+            process = start_rank([sys.executable, "-m", module, *arguments], environment)
             processes.append(process)
             assert process.stderr is not None
             readers.append(
@@ -168,6 +167,13 @@ def run_ranks(
         signals.restore()
         _stop(processes)
     return Ended(failed, signals.first, last_words, when)
+
+
+def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Starts the process of a rank, whose standard error the launcher reads."""
+    return subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
 
 
 def report_end(ended: Ended) -> int:
@@ -226,17 +232,25 @@ def _watch(
     A rank that a signal killed is the cause of what the others report, also when they were quicker
     to end.
     """
-    deadline, when = None, 0.0
+    failed_at, when, told = None, 0.0, False
+    failures: list[tuple[int, int]] = []
     end = time.monotonic() + seconds if seconds is not None else None
     while True:
         ended = {rank: process.poll() for rank, process in enumerate(processes)}
-        failures = [(rank, status) for rank, status in ended.items() if status]
-        if failures and deadline is None:
-            deadline, when = time.monotonic() + _GRACE, time.time()
-        if None not in ended.values() or (deadline is not None and time.monotonic() > deadline):
+        if not told:  # afterwards they end because of that
+            failures = [(rank, status) for rank, status in ended.items() if status]
+        if failures and failed_at is None:
+            failed_at, when = time.monotonic(), time.time()
+        since = time.monotonic() - failed_at if failed_at is not None else 0.0
+        if None not in ended.values() or since > _GRACE:
             _stop(processes)
             order = sorted(failures, key=lambda failure: (failure[1] >= 0, _is_stop(failure[1])))
             return (order[0] if order else None), when
+        if since > _NOTICE and not told and not any(_is_stop(status) for _, status in failures):
+            told = True
+            for process in processes:
+                if process.poll() is None:
+                    process.terminate()
         if end is not None and time.monotonic() > end:
             running = [rank for rank, status in ended.items() if status is None]
             raise TimeoutError(

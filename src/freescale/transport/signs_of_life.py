@@ -130,6 +130,8 @@ def name_silent_ranks(transport: Transport) -> Iterator[None]:
             raise
         silent = signs.find_silent()
         words = " ".join(f"{error}".split())[:400]
+        if not isinstance(error, TransportError):
+            words = f"an exchange failed: a rank died or fell silent ({words})"
         if silent:
             named = ", ".join(map(str, silent[:8])) + (", ..." if len(silent) > 8 else "")
             words += f"; no sign of life from rank{'s' * (len(silent) > 1)} {named}"

@@ -43,11 +43,11 @@ class Network:
 
     def open(self) -> None:
         for name in self.names if len(self.names) == 2 else [*self.names, self._bridge]:
-            _ip("netns", "add", name)
+            run_ip("netns", "add", name)
             self._made.append(name)
-            _ip("-n", name, "link", "set", "lo", "up")
+            run_ip("-n", name, "link", "set", "lo", "up")
         if len(self.names) == 2:
-            _ip(
+            run_ip(
                 "link",
                 "add",
                 self.devices[0],
@@ -61,11 +61,11 @@ class Network:
                 self.names[1],
             )
         else:
-            _ip("-n", self._bridge, "link", "add", "bridge", "type", "bridge")
-            _ip("-n", self._bridge, "link", "set", "bridge", "up")
+            run_ip("-n", self._bridge, "link", "add", "bridge", "type", "bridge")
+            run_ip("-n", self._bridge, "link", "set", "bridge", "up")
         for place, (name, device) in enumerate(zip(self.names, self.devices, strict=True)):
             if len(self.names) != 2:
-                _ip(
+                run_ip(
                     "link",
                     "add",
                     device,
@@ -78,15 +78,15 @@ class Network:
                     "netns",
                     self._bridge,
                 )
-                _ip("-n", self._bridge, "link", "set", f"port{place}", "master", "bridge", "up")
+                run_ip("-n", self._bridge, "link", "set", f"port{place}", "master", "bridge", "up")
                 self._slow_down(self._bridge, f"port{place}")
-            _ip("-n", name, "addr", "add", f"10.99.0.{place + 1}/24", "dev", device)
-            _ip("-n", name, "link", "set", device, "up")
+            run_ip("-n", name, "addr", "add", f"10.99.0.{place + 1}/24", "dev", device)
+            run_ip("-n", name, "link", "set", device, "up")
             self._slow_down(name, device)
 
     def _slow_down(self, name: str, device: str) -> None:
         limits = ("rate", self.rate, "burst", "64kb", "latency", "50ms")
-        _run(
+        run_tool(
             "ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", device, "root", "tbf", *limits
         )
 
@@ -177,14 +177,14 @@ def _stop(started: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _run(*command: str) -> None:
+def run_tool(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed: {done.stderr.strip()}")
 
 
-def _ip(*arguments: str) -> None:
-    _run("ip", *arguments)
+def run_ip(*arguments: str) -> None:
+    run_tool("ip", *arguments)
 
 
 def _run_host(rank: int, world: int, folder: Path) -> None:

@@ -1,0 +1,44 @@
+"""Training under a storm of faults, and the proof of what is left: kills of ranks, launchers and
+machines at every stage of a step, a checkpoint and a restore, stalls, full disks, damaged
+checkpoints, jumping clocks, links that fail. The run that results is compared with one that nothing
+happened to: samples, losses, tables, row state, weights, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from freescale.bench.common.options import make_parser, read_destination, run_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser("faults", __doc__)
+    parser.add_argument("--storms", type=int, default=10, help="runs, one after another (10)")
+    parser.add_argument("--faults", type=int, default=100, help="of each storm (100)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first storm (0)")
+    parser.add_argument("--ranks", default="2,4", help="of the storms, in turn (2,4)")
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        default=1,
+        help="network namespaces that the ranks are divided over; needs root and iproute2 (1)",
+    )
+    parser.add_argument("--timeout", type=float, default=5.0, help="of the runs, in seconds (5)")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("storms"),
+        help="folder of the runs; what was interrupted goes on there (./storms)",
+    )
+    given = parser.parse_args(arguments)
+    from freescale.bench.faults.bench import Options, bench_faults
+
+    worlds = [int(word) for word in given.ranks.split(",")]
+    options = Options(
+        given.work, given.storms, given.faults, given.seed, worlds, given.hosts, given.timeout
+    )
+    return bench_faults(options, read_destination(given))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,35 @@
+"""Seconds that a run stands still, by kind of fault, as a table."""
+
+from __future__ import annotations
+
+import statistics
+
+from freescale.bench.common.markdown import Results, format_table
+
+
+def format_faults(used: Results, folder: str) -> str:
+    rows = [row for result in used.values() for row in result["rows"]]
+    about = {name: text for result in used.values() for name, text in result["kinds"].items()}
+    lasted: dict[str, list[float]] = {}
+    for row in rows:
+        for event in row["events"]:
+            lasted.setdefault(event["kind"], []).append(event["lasted_s"])
+    cells = [
+        (
+            f"{about[kind]}",
+            f"{len(lasted[kind]):,}",
+            f"{statistics.median(lasted[kind]):.1f} s",
+            f"{max(lasted[kind]):.1f} s",
+        )
+        for kind in about
+        if kind in lasted
+    ]
+    head = ("what happens", "times", "until the next step, median", "longest")
+    faults = sum(row["faults"] for row in rows)
+    equal = sum(row["bits_equal"] and row["losses_equal"] for row in rows)
+    conditions = (
+        f"{faults:,} faults in {len(rows)} runs of 2 to 4 CPU ranks; {equal} of them end with the "
+        "bits of the undisturbed run. Ranks are forked from a process that has imported torch: a "
+        "start from the command line takes some seconds more."
+    )
+    return format_table(used, folder, head, cells, conditions=conditions)

@@ -1,0 +1,120 @@
+"""Where a run under a storm happens: its processes, its disk and its network.
+
+On one machine a launcher (`freescale train --nproc N --restarts ...`) starts the ranks again; over
+hosts (network namespaces) each has an agent of torchrun. What dies with its launcher or agent, the
+testbed starts again, as a scheduler does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from freescale.bench.faults.forked import ForkedRank, fork, run_command
+from freescale.bench.faults.reporter import LAUNCHER, report_to
+from freescale.train import launch
+
+RESTARTS = 1_000_000  # of one launcher
+_NEW_MOUNTS = 0x00020000  # CLONE_NEWNS of unshare
+_BECOME_REAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl
+_DISK_MB = 64
+
+
+class LocalTestbed:
+    """Ranks of one machine.
+
+    Attributes:
+        world: number of ranks.
+        launchers: of each host its launcher's process, or None while there is none.
+    """
+
+    def __init__(self, folder: Path, world: int, address: Path) -> None:
+        """`folder`: for everything of the run; `address`: of the storm's socket."""
+        self.world = world
+        self._folder, self._address = folder, address
+        self.launchers: list[int | None] = [None]
+        (folder / "samples").mkdir(parents=True, exist_ok=True)
+
+    @property
+    def said(self) -> Path:
+        """What the processes print."""
+        return self._folder / "output.txt"
+
+    def start(self, host: int, words: Sequence[str], inherited: Callable[[], None]) -> None:
+        """Starts the launcher of a host with `freescale WORDS`.
+
+        Args:
+            inherited: closes, in the new process, what belongs to the storm.
+        """
+        address, logs = self._address, self._folder / "samples"
+
+        def work() -> None:
+            inherited()
+            report_to(address, logs, LAUNCHER, host)
+            launch.start_rank = lambda command, environment: ForkedRank(  # type: ignore[assignment, return-value]
+                command, environment, lambda rank: report_to(address, logs, rank, host)
+            )
+            run_command([*words, "--nproc", str(self.world), "--restarts", str(RESTARTS)])
+
+        self.launchers[host] = fork(work, self.said, OMP_NUM_THREADS="1")
+
+    def note_end(self, status: int) -> None:
+        """A launcher has ended, with a status or minus the number of a signal."""
+
+    def may_start(self) -> bool:
+        """Whether a launcher that is missing may be started now."""
+        return True
+
+    def close(self) -> None:
+        """Ends what is left."""
+
+
+# ---- a disk of its own
+
+
+def mount_disk(image: Path, folder: Path) -> bool:
+    """Mounts `image`, which is made if there is none, at `folder`: for this process and those that
+    it starts, until they have ended. Returns whether that is possible here."""
+    if shutil.which("mkfs.ext4") is None or ctypes.CDLL(None).unshare(_NEW_MOUNTS):
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    if not image.exists():
+        with open(image, "wb") as file:
+            file.truncate(_DISK_MB << 20)
+        _run("mkfs.ext4", "-q", "-O", "^has_journal", str(image))
+    private = ["mount", "--make-rprivate", "/"]
+    return not _run(*private) and not _run("mount", "-o", "loop", str(image), str(folder))
+
+
+def fill_disk(folder: Path) -> Path:
+    """Takes all room that is left on the disk of `folder`. Returns the file to remove."""
+    ballast = folder / "ballast"
+    with open(ballast, "wb", buffering=0) as file:
+        piece = 1 << 20
+        while piece:
+            try:
+                file.write(b"\1" * piece)
+            except OSError:
+                piece //= 2
+    return ballast
+
+
+def adopt_orphans() -> None:
+    """Processes whose parent is killed become children of this one, which waits for them."""
+    ctypes.CDLL(None).prctl(_BECOME_REAPER, 1, 0, 0, 0)
+
+
+def kill(process: int | None, number: int = signal.SIGKILL) -> None:
+    if process is not None:
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def _run(*command: str) -> int:
+    return subprocess.run(command, capture_output=True, check=False).returncode

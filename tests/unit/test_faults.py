@@ -1,0 +1,151 @@
+"""Storms of faults: the plan, the moments that it names, and the comparison that finds what a run
+lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from importlib import import_module
+
+import pytest
+import torch
+
+from freescale.bench.faults.moments import MOMENTS, watch
+from freescale.bench.faults.plan import KINDS, count_steps, plan_faults
+from freescale.bench.faults.proof import compare_logs, compare_states, read_log
+from freescale.train import launch
+
+
+class TestPlan:
+    def test_is_a_function_of_the_seed(self):
+        plan = plan_faults(3, 50, 4, list(KINDS))
+        assert plan == plan_faults(3, 50, 4, list(KINDS)) != plan_faults(4, 50, 4, list(KINDS))
+        assert [fault.number for fault in plan] == list(range(50))
+
+    def test_has_every_kind_and_every_moment_its_turn(self):
+        plan = plan_faults(0, 600, 4, list(KINDS))
+        kinds = Counter(fault.kind for fault in plan)
+        assert set(kinds) == set(KINDS) and max(kinds.values()) - min(kinds.values()) <= 2
+        struck = {fault.moment for fault in plan}
+        assert struck == {moment.name for moment in MOMENTS} | {None}
+        assert {fault.rank for fault in plan} == {0, 1, 2, 3}
+
+    def test_strikes_where_and_when_it_can(self):
+        groups = {moment.name: moment for moment in MOMENTS}
+        for seed in range(20):
+            plan = plan_faults(seed, 60, 2, list(KINDS))
+            for before, fault in zip([None, *plan], plan, strict=False):
+                kind, moment = KINDS[fault.kind], groups.get(fault.moment)
+                if kind.is_of_start:  # something has to start
+                    assert before is not None and KINDS[before.kind].ends
+                assert moment is None or moment.group in kind.moments
+                assert moment is None or not moment.rank_0 or fault.rank == 0
+                low, high = kind.seconds
+                assert low <= fault.seconds <= high
+            pairs = zip(plan[:-1], plan[1:], strict=True)
+            assert ("disk full", "disk full") not in {(a.kind, b.kind) for a, b in pairs}
+            assert count_steps(plan) > sum(fault.after for fault in plan)
+
+    def test_refuses_kinds_that_are_none(self):
+        with pytest.raises(ValueError, match="no such kind of faults: rain"):
+            plan_faults(0, 1, 2, ["rain"])
+        with pytest.raises(ValueError, match="while the run trains"):
+            plan_faults(0, 1, 2, ["kill in restore"])
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.name)
+def test_a_moment_is_a_function_of_the_library(moment):
+    module, path = moment.function.split(":")
+    found = import_module(f"freescale.{module}")
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert callable(found)
+
+
+def test_a_watched_function_is_reported_and_does_its_work(monkeypatch):
+    reached = []
+    monkeypatch.setattr(launch, "find_free_port", lambda: 15)
+    watch("train.launch:find_free_port", lambda: reached.append("before"))
+    watch("train.launch:find_free_port", reached.append, after=True)
+    assert launch.find_free_port() == 15 and reached == ["before", 15]
+
+
+class TestProof:
+    def write(self, folder, *attempts):
+        """Of each attempt: (step that it begins behind, by rank the steps with their samples)."""
+        folder.mkdir()
+        for number, (began, ranks) in enumerate(attempts):
+            for rank, steps in enumerate(ranks):
+                lines = [{"began": began, "world": len(ranks)}]
+                lines += [
+                    {
+                        "step": step,
+                        "batch": step - 1,
+                        "loss": (2.0 / step).hex(),
+                        "samples": list(s),
+                    }
+                    for step, s in steps.items()
+                ]
+                text = "".join(json.dumps(line) + "\n" for line in lines)
+                (folder / f"{number}-{rank}.jsonl").write_text(text)
+        return read_log(folder)
+
+    calm = (0, [{1: "a", 2: "b", 3: "c"}, {1: "d", 2: "e", 3: "f"}])
+
+    def test_what_was_made_again_counts_once(self, tmp_path):
+        calm = self.write(tmp_path / "calm", self.calm)
+        storm = self.write(
+            tmp_path / "storm",
+            (0, [{1: "a", 2: "b"}, {1: "d"}]),
+            (1, [{2: "e", 3: "c"}, {2: "b", 3: "f"}]),  # on other ranks than before
+        )
+        found = compare_logs(storm, calm)
+        assert found["lost_samples"] == found["doubled_samples"] == found["other_batches"] == 0
+        assert found["repeated_steps"] == 1 and found["losses_equal"] and found["steps"] == 3
+
+    @pytest.mark.parametrize(
+        "again, lost, doubled",
+        [
+            ((2, [{3: "c"}, {3: "f"}]), 1, 0),  # a rank never made step 2
+            ((1, [{2: "b", 3: "c"}, {2: "b", 3: "f"}]), 1, 1),  # one sample on two ranks
+            ((1, [{2: "b"}, {2: "e"}]), 2, 0),  # the last step is missing
+        ],
+    )
+    def test_lost_and_doubled_samples_are_found(self, tmp_path, again, lost, doubled):
+        calm = self.write(tmp_path / "calm", self.calm)
+        storm = self.write(tmp_path / "storm", (0, [{1: "a", 2: "b"}, {1: "d"}]), again)
+        found = compare_logs(storm, calm)
+        assert (found["lost_samples"], found["doubled_samples"]) == (lost, doubled)
+
+    def test_a_bit_is_found(self):
+        calm = {"rows": torch.ones(3), "weight": torch.ones(2)}
+        assert compare_states(calm, calm)["bits_equal"]
+        other = calm | {"rows": torch.tensor([1.0, 1.0, 1.0 + 2**-23])}
+        found = compare_states(other, calm)
+        assert found["differing_tensors"] == ["rows"] and not found["bits_equal"]
+        assert found["difference"] == 2**-23
+
+
+class Rank:
+    """A process of launch.py that ends when it is told to."""
+
+    def __init__(self, status=None):
+        self.status, self.got = status, []
+
+    def poll(self):
+        return self.status
+
+    def terminate(self):
+        self.got.append(signal.SIGTERM)
+        self.status = -signal.SIGTERM
+
+    def wait(self, timeout):
+        return self.status
+
+
+def test_ranks_that_cannot_notice_a_failure_are_told(monkeypatch):
+    monkeypatch.setattr(launch, "_NOTICE", 0.1)
+    waiting, killed = Rank(), Rank(-signal.SIGKILL)
+    failed, _ = launch._watch([waiting, killed], seconds=5)
+    assert failed == (1, -signal.SIGKILL) and waiting.got == [signal.SIGTERM]
