@@ -29,6 +29,8 @@ _EXPORTS = {
     "SGD": "freescale.embedding.optimizers",
     "parallelize": "freescale.embedding.parallelize",
     "ShardedModel": "freescale.embedding.sharded_model",
+    "Disk": "freescale.embedding.host_tables.tiers",
+    "Host": "freescale.embedding.host_tables.tiers",
     "Ledger": "freescale.ledger.ledger",
     "Thresholding": "freescale.pipeline.dense.thresholded",
     "check_samples_independent": "freescale.pipeline.independence",
@@ -58,6 +60,8 @@ __all__ = [
     "ConsoleProgress",
     "CostModel",
     "DataConfig",
+    "Disk",
+    "Host",
     "Jagged",
     "Ledger",
     "LossNotFinite",
@@ -94,6 +98,7 @@ if TYPE_CHECKING:
     from freescale.batch import Jagged, Nested, SequenceBatch
     from freescale.compress.activations import ThresholdedExchange
     from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+    from freescale.embedding.host_tables.tiers import Disk, Host
     from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
     from freescale.embedding.parallelize import parallelize
     from freescale.embedding.sharded_model import ShardedModel

@@ -31,7 +31,16 @@ def no_collisions(current, following):
     )
 
 
-def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.float64, **options):
+def train(
+    transport,
+    schedule,
+    optimizer="adagrad",
+    balanced=False,
+    dtype=torch.float64,
+    placement="sharded",
+    items=None,
+    **options,
+):
     """Losses and the bits of this rank's tables and of the dense weights. About a third of the rows
     collide."""
     collision._LEAST_BYTES["cuda"], collision._LEAST_MESSAGE = 256, 1  # several pieces
@@ -39,11 +48,11 @@ def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.
     torch.use_deterministic_algorithms(True)
     rows = ROW_OPTIMIZERS[optimizer](lr=0.3)
     parallel = freescale.parallelize(
-        CudaClicks(dtype=dtype),
+        CudaClicks(dtype=dtype, **({} if items is None else {"items": items})),
         Clicks.ids,
         rows,
         transport=transport,
-        placement="sharded",
+        placement=placement,
         init_std=0.3,
     )
     if balanced:
@@ -56,8 +65,10 @@ def train(transport, schedule, optimizer="adagrad", balanced=False, dtype=torch.
         schedule=schedule,
         **{"precision": "fp32", "dense_sums": "collective", **options},
     )
+    drawn = {} if items is None else {"items": items}
     batches = [
-        rank_slice(clicks_batch(40, seed), transport.rank, transport.world) for seed in range(STEPS)
+        rank_slice(clicks_batch(40, seed, **drawn), transport.rank, transport.world)
+        for seed in range(STEPS)
     ]
     losses = [result.loss for result in pipeline.run(batches)]
     state = {

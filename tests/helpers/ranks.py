@@ -68,6 +68,8 @@ def gather_ranks(
                     error,
                     None if value is None else torch.load(io.BytesIO(value), weights_only=False),
                 )
+            for rank in lost:
+                processes[rank].join(timeout=timeout)
         finally:
             for process in processes:
                 process.join(timeout=5)

@@ -53,6 +53,49 @@ def dlrm_batch(seed: int, samples: int = SAMPLES) -> Batch:
     )
 
 
+WIDE = [f"f{number}" for number in range(200)]
+
+
+class WideModel(nn.Module):
+    """200 pooled features, tables of their own but for two that share one; one of them has no ids
+    in any batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        tables = [
+            EmbeddingBagConfig(
+                name=f"t{name}",
+                num_embeddings=ROWS,
+                embedding_dim=4,
+                feature_names=[name, WIDE[-1]] if name == WIDE[0] else [name],
+            )
+            for name in WIDE[:-1]
+        ]
+        self.bags = EmbeddingBagCollection(tables=tables)
+        self.out = nn.Linear(4 * len(WIDE), 1)
+
+    def forward(self, batch: Batch):
+        logits = self.out(torch.tanh(self.bags(batch.sparse_features).values())).squeeze(1)
+        logits = logits + batch.dense_features.sum(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.float()), logits
+
+
+def wide_batch(seed: int, samples: int = SAMPLES) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (len(WIDE), samples), generator=generator)
+    lengths[7] = 0
+    return Batch(
+        torch.rand(samples, 1, generator=generator),
+        KeyedJaggedTensor(
+            WIDE,
+            torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator),
+            lengths=lengths.view(-1),
+        ),
+        torch.randint(0, 2, (samples,), generator=generator),
+    )
+
+
 @dataclass(frozen=True)
 class Mixed:
     """Not TorchRec's: nested, with all kinds of leaves."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import Adam
-from freescale.embedding.storage import RowStorage, TableRange
+from freescale.embedding.storage import DeviceStorage, TableRange
 from freescale.kernels.reference.row_sums import SortedRows
 
 SIZE = 12
@@ -54,7 +54,7 @@ def test_marks_are_sets_of_rows_one_for_each_consumer(actions, first, last):
 
 def test_every_update_marks_its_rows():
     spec = TableSpec("item", SIZE, 4, torch.float32, ("history",))
-    storage = RowStorage([TableRange(spec, 0, 0, SIZE)], SIZE, Adam(), torch.device("cpu"))
+    storage = DeviceStorage([TableRange(spec, 0, 0, SIZE)], SIZE, Adam(), torch.device("cpu"))
     storage.changed.follow("checkpoints")
     options = {"step": 1, "factor": 1.0, "clip": None}
     storage.update(torch.tensor([3, 7]), torch.ones(2, 4), **options)

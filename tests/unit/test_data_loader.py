@@ -270,6 +270,7 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
         12,
         shuffle_groups=4,
         in_batch_share=0.5,
+        negatives_per="sample",
         log_q=False,  # which counts items first
         halo=3,
         rank=1,
@@ -287,12 +288,26 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
     assert len(reads) <= 3 * 24, len(reads)
     assert set(reads) == set(range(24))
     # a file that fits in memory is read once
-    kept = Histories(tmp_path / "h.parquet", 12, shuffle_groups=4, epochs=3)
+    kept = Histories(
+        tmp_path / "h.parquet", 12, shuffle_groups=4, epochs=3, negatives_from="uniform"
+    )
     monkeypatch.setattr(
         kept.file, "read", lambda group, columns: (reads.append(group), read(group, columns))[1]
     )
     reads.clear()
     assert len(list(kept)) == 24 and sorted(reads) == list(range(24))
+
+
+@pytest.mark.parametrize("part", ["train", "validation", "test"])
+def test_a_file_in_memory_gives_the_batches_of_its_row_groups(data, part):
+    whole, groups = (
+        Histories(data[0], 10, part=part, rank=1, world=2, epochs=2, **options)
+        for options in ({}, {"kept_bytes": 0})
+    )
+    assert groups.file.num_groups > 1
+    for one, other in zip(whole, groups, strict=True):
+        assert all(map(torch.equal, one.tensors(), other.tensors()))
+    assert len(whole._reader.groups) == 1 < len(groups._reader.groups)
 
 
 def test_negatives_come_from_the_halo_or_from_everywhere(data):

@@ -68,15 +68,20 @@ def test_files_outlive_their_writer_and_end_with_the_keeper(name, tmp_path):
         other.list()
 
 
-def test_it_stays_for_who_comes_back_and_ends_after_a_while(name):
-    link = KeeperLink.start(name, patience=0.5)
+def test_it_stays_for_who_comes_back(name):
+    link = KeeperLink.start(name)
     process = link.process
-    time.sleep(0.7)
-    assert not is_gone(process, 0.05)  # somebody is there
     link.close()
     again = KeeperLink.connect(name)
     assert again is not None and again.process == process
-    again.close()
+
+
+def test_it_ends_when_nobody_comes_back(name):
+    link = KeeperLink.start(name, patience=0.2)
+    process = link.process
+    time.sleep(0.4)
+    assert not is_gone(process, 0.05)  # somebody is there
+    link.close()
     assert is_gone(process)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.embedding.layout import ShardLayout, TableSpec, choose_stride, find_ids, spread_ids
-from freescale.embedding.placement import BUDGET, choose_placement, parse_placement
+from freescale.embedding.placement import BUDGET, Placement, choose_placement, parse_placement
 
 
 def spec(name: str, rows: int, width: int = 4) -> TableSpec:
@@ -68,9 +68,10 @@ def test_placement_rule():
 
 def test_placement_wishes():
     assert parse_placement("auto", ["a", "b"]) == {}
-    assert parse_placement({"a": "sharded"}, ["a", "b"]) == {"a": "sharded"}
-    assert parse_placement("replicated", ["a", "b"]) == {"a": "replicated", "b": "replicated"}
+    wished = {name: Placement(name, "as requested") for name in ("sharded", "replicated")}
+    assert parse_placement({"a": "sharded"}, ["a", "b"]) == {"a": wished["sharded"]}
+    assert parse_placement("replicated", ["a", "b"]) == dict.fromkeys("ab", wished["replicated"])
     with pytest.raises(ValueError, match="table 'c'; the tables are a, b"):
         parse_placement({"c": "sharded"}, ["a", "b"])
-    with pytest.raises(ValueError, match="must be auto, sharded or replicated, not 'everywhere'"):
+    with pytest.raises(ValueError, match="must be auto, sharded, replicated.*, not 'everywhere'"):
         parse_placement({"a": "everywhere"}, ["a", "b"])

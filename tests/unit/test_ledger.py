@@ -121,6 +121,17 @@ def test_collisions():
     assert "collision_percent" not in merge_step([record(1, 0, 1)])
 
 
+def test_misses_and_bytes_of_caches_add_up_over_the_ranks():
+    ranks = [record(1, 0, 10), record(1, 0, 10)]
+    for number, one in enumerate(ranks):
+        wanted = {"cache_wanted": 100, "cache_missed": 10 + 20 * number}
+        one["counters"] |= wanted | {"cache_bytes_up": 7.0, "cache_bytes_down": 2.0 * number}
+    figures = merge_step(ranks)
+    assert figures["cache_miss_percent"] == pytest.approx(20)
+    assert (figures["cache_bytes_up"], figures["cache_bytes_down"]) == (14, 2)
+    assert "cache_miss_percent" not in merge_step([record(1, 0, 1)])
+
+
 def test_shares_before_and_after_balancing():
     before = {
         "samples": 2,

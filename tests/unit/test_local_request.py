@@ -27,3 +27,17 @@ def test_without_rows_there_is_nothing_to_find():
     rows, index = request.offer(None, none)
     assert rows.shape == (0, 2)
     assert index.shape == (0,)
+
+
+def test_rows_are_found_by_their_slots():
+    """Where rows are at home elsewhere, the table that is read is a cache: row 10 + s in slot s."""
+    cache = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
+    rows = torch.tensor([13, 10, 15, 13])
+    request = LocalRequest([(0, rows)], rows.int(), cache, (rows - 10).int())
+    slots, found = request.find(torch.tensor([[15, 11], [10, 99]]))
+    assert found.tolist() == [[True, False], [True, False]]
+    assert slots[found].tolist() == [5, 0]
+    copied, index = request.offer(None, slots[found])
+    assert torch.equal(copied[index], cache[[5, 0]])
+    nothing = LocalRequest([(0, rows[:0])], rows[:0], cache, rows[:0])
+    assert nothing.find(rows)[1].tolist() == [False] * 4

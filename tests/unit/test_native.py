@@ -107,6 +107,24 @@ def test_adam_of_rows_is_that_of_plain_torch(width):
         assert not torch.equal(mine, before)
 
 
+@pytest.mark.parametrize("width", [13, 64])
+def test_rowwise_adagrad_of_rows_is_that_of_plain_torch(width):
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(50, width, generator=generator), torch.rand(50, generator=generator)
+    found = []
+    for module in (row_updates, plain_updates):
+        weight, total = (each.clone() for each in start)
+        for step in range(3):
+            rows = torch.randperm(50, generator=generator.manual_seed(step))[:31]
+            gradients = torch.randn(31, width, generator=generator)
+            for part in (slice(0, 7), slice(7, 31)):
+                module.rowwise_adagrad(weight, total, rows[part], gradients[part], lr=0.1, eps=1e-8)
+        found.append((weight, total))
+    for mine, plain, before in zip(*found, start, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(mine, before)
+
+
 def test_what_is_no_number_stays_none():
     rows, index = torch.randn(9, 4), torch.arange(5)
     outputs = torch.randn(3, 4)

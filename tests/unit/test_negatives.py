@@ -163,7 +163,7 @@ def test_all_items_are_the_full_softmax(data):
             {"negatives_from": "popularity", "num_items": 1 << 40},
             "popularity and log-q are for up to 268,435,456",
         ),
-        ({"negatives_from": "nonsense"}, "choose one of uniform, popularity, all"),
+        ({"negatives_from": "nonsense"}, "choose one of auto, uniform, popularity, all"),
     ],
 )
 def test_what_does_not_fit_is_refused(data, options, message):
@@ -180,13 +180,35 @@ def test_popularity_needs_training_events(tmp_path):
         loader.batch(0)
 
 
+def test_shared_negatives_are_of_popular_items(data):
+    """Unless it is said otherwise; what is not to be corrected is drawn alike."""
+    shared = load(data[0])
+    assert (shared.negatives_per, shared.negatives_from, shared.log_q) == (
+        "batch", "popularity", True,
+    )  # fmt: skip
+    assert "negatives_log_q" in shared.batch(0).shared
+    for options, expected in (
+        ({"negatives": 9}, ("sample", "uniform", False)),  # a number is of a sample
+        ({"negatives_per": "sample"}, ("sample", "uniform", False)),
+        ({"negatives": 9, "negatives_per": "batch"}, ("batch", "popularity", True)),
+        ({"negatives_from": "uniform"}, ("batch", "uniform", False)),
+        ({"log_q": False}, ("batch", "uniform", False)),
+        ({"num_items": module.LARGEST_UNASKED + 1}, ("batch", "uniform", False)),
+        ({"negatives_from": "all"}, ("batch", "all", False)),
+    ):
+        loader = load(data[0], **options)
+        found = loader.negatives_per, loader.negatives_from, loader.log_q
+        assert found == expected, options
+
+
 def test_a_run_from_before_the_correction_goes_on_without_it():
     settings = {"data": "x.parquet", "in_batch_share": 0.5}
     config = RunConfig.from_settings(settings)
     assert config.data.log_q is None and RunConfig.from_json(config.to_json()) == config
     old = json.loads(config.to_json())
-    for name in ("log_q", "negatives_from", "popularity_power"):
+    for name in ("log_q", "negatives_per", "negatives_from", "popularity_power"):
         del old["data"][name]
     read = RunConfig.from_json(json.dumps(old)).data
-    assert read.log_q is False and read.negatives_from == "uniform"
+    assert read.log_q is False
+    assert (read.negatives_per, read.negatives_from) == ("sample", "uniform")
     assert not module.choose_log_q(read.log_q, read.negatives_from, read.in_batch_share)

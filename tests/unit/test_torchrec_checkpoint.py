@@ -3,6 +3,9 @@ stay together."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import distributed as dist
@@ -345,6 +348,19 @@ def test_another_dense_optimizer_is_refused(tmp_path):
         load_checkpoint(tmp_path / "file", ours.model, torch.optim.Adam(dense))
     with pytest.raises(ValueError, match="'optimizer.state.*', a state which SGD does not keep"):
         load_checkpoint(tmp_path / "file", ours.model, torch.optim.SGD(dense))
+
+
+def test_the_snippet_of_the_page(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "start" / "from_torchrec.md"
+    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    ours, again = Ours(), Ours()
+    ours.step(dlrm_batch(0))
+    save_checkpoint("checkpoints/1000", ours.model, ours.optimizer)
+    exec(snippet, {"freescale": freescale, "model": again.model, "optimizer": again.optimizer})
+    trained = ours.gather()
+    assert all(torch.equal(value, trained[name]) for name, value in again.gather().items())
+    assert (tmp_path / "checkpoints" / "2000" / ".metadata").exists()
 
 
 def test_writing_refuses_what_is_there(tmp_path):

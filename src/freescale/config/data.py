@@ -73,16 +73,19 @@ class DataConfig(Checked):
         minimum=1,
     )
     negatives_per: str = option(
-        "sample",
+        "auto",
         "what has negatives of its own: each sample, each position, or the batch as a whole (auto: "
-        "the batch where histories are short, else each sample)",
+        "the batch where histories are short and --negatives is not given, else each sample)",
         choices=("auto", "sample", "position", "batch"),
+        formerly="sample",
     )
     negatives_from: str = option(
-        "uniform",
-        "what negatives are drawn from: items alike, items by their popularity in the training "
-        "data, or all: the full softmax over the catalogue, nothing is drawn",
-        choices=("uniform", "popularity", "all"),
+        "auto",
+        "what negatives are drawn from: items alike (uniform), items by their popularity in the "
+        "training data, or all: the full softmax over the catalogue, nothing is drawn (auto: by "
+        "popularity where the batch shares them, else uniform)",
+        choices=("auto", "uniform", "popularity", "all"),
+        formerly="uniform",
     )
     popularity_power: float = option(
         0.75,

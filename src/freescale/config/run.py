@@ -88,11 +88,12 @@ class RunConfig:
 
     @property
     def placements(self) -> str | dict[str, str]:
-        """--placement as parallelize takes it: `auto`, or `item=sharded,action=replicated` as a
+        """--placement as parallelize takes it: `auto`, or `item=host:8GB,action=replicated` as a
         mapping."""
         if "=" not in self.train.placement:
             return self.train.placement
-        return dict(part.split("=", 1) for part in self.train.placement.replace(" ", "").split(","))
+        parts = (part.split("=", 1) for part in self.train.placement.split(","))
+        return {name.strip(): choice.strip() for name, choice in parts}
 
     @staticmethod
     def from_settings(given: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:

@@ -125,7 +125,8 @@ class TrainConfig(Checked):
     )
     placement: str = option(
         "auto",
-        "auto, sharded or replicated; or table=choice, comma-separated",
+        "auto, sharded, replicated, host:8GB (rows in host memory, the size is that of the cache "
+        "on the GPU) or disk:FOLDER:8GB; or table=choice, comma-separated",
         heading=_DISTRIBUTION,
     )
     device: str = option(

@@ -30,6 +30,7 @@ from freescale.data.negatives import (
     check_countable,
     choose_log_q,
     choose_negatives,
+    choose_negatives_from,
     choose_negatives_per,
     mix_log_q,
 )
@@ -86,9 +87,11 @@ class Histories:
         split: `leave-one-out`, `time` or `none`.
         split_time: With split `time`: where it cuts, in the file's unit.
         negatives: How many each sample, position or batch has, for retrieval; None: by what it is.
-        negatives_per: `sample`, `position` or `batch`; `auto` decides by the file's mean length.
+        negatives_per: `sample`, `position` or `batch`; `auto`: `batch` where histories are short on
+            average and `negatives` is None, else `sample`.
         negatives_from: What they are drawn from: `uniform` over the catalogue, by `popularity`, or
-            `all`: not drawn, the whole catalogue.
+            `all`: not drawn, the whole catalogue; `auto`: by popularity those of a batch, uniform
+            others.
         popularity_power: Items are drawn by their counts in the train part to this power.
         in_batch_share: Share of the negatives that are targets of other samples of the batch.
         log_q: Whether batches say how probable their negatives and targets were as draws, where
@@ -181,10 +184,12 @@ class Histories:
         self.split = split
         self.split_time = split_time
         self.halo, self.candidates = halo, candidates
-        self.negatives_from, self.popularity_power = negatives_from, popularity_power
-        self.in_batch_share = in_batch_share
+        self.popularity_power, self.in_batch_share = popularity_power, in_batch_share
         self.negatives_per = choose_negatives_per(
-            negatives_per, min(self.file.mean_length, max_length), negatives_from
+            negatives_per, min(self.file.mean_length, max_length), negatives_from, negatives
+        )
+        self.negatives_from = negatives_from = choose_negatives_from(
+            negatives_from, self.negatives_per, self.num_items, log_q
         )
         if negatives_from == "all" and part == "train" and task == "retrieval":
             check_catalogue(self.num_items, negatives, in_batch_share)

@@ -20,7 +20,7 @@ from freescale.data.negative_draws import (
     draw_negatives,
 )
 
-NEGATIVES_FROM = ("uniform", "popularity", "all")
+NEGATIVES_FROM = ("auto", "uniform", "popularity", "all")
 NEGATIVES_PER = ("auto", "sample", "position", "batch")
 # Events of a mean history below which a batch shares its negatives. A sample's own are rows that
 # few positions use: 256 rows for 6 positions cost many times what the positions do.
@@ -28,23 +28,48 @@ SHORT = 32.0
 # Items of the largest catalogue that can be negatives all at once. Every rank fetches the rows of
 # all of them in every step, and every position is multiplied with them.
 LARGEST_CATALOGUE = 1 << 17
+# Items of the largest catalogue that is counted without being asked for: 84 MB in every process.
+LARGEST_UNASKED = 1 << 22
 # Items of the largest catalogue whose counts are kept, with 20 bytes each in every process.
 LARGEST_COUNTED = 1 << 28
 
 
-def choose_negatives_per(asked: str, mean_length: float, source: str = "uniform") -> str:
+def choose_negatives_per(
+    asked: str, mean_length: float, source: str = "uniform", count: int | None = None
+) -> str:
     """What has negatives of its own: `sample`, `position` or `batch`.
 
     Args:
         asked: One of these, or `auto`, which leaves it to this rule.
         mean_length: Events of a history, on average over the file.
         source: One of `NEGATIVES_FROM`. All items are the same for every position.
+        count: How many negatives are asked for; None: not said. A number without a word about
+            what it is of is of a sample.
     """
     if source == "all":
         return "batch"
     if asked != "auto":
         return asked
-    return "batch" if mean_length < SHORT else "sample"
+    return "batch" if mean_length < SHORT and count is None else "sample"
+
+
+def choose_negatives_from(asked: str, per: str, num_items: int, log_q: bool | None) -> str:
+    """What negatives are drawn from: `uniform`, `popularity` or `all`.
+
+    A batch that shares its negatives reaches few items in a step. Those that are drawn by
+    popularity, with the correction for it, compete with the targets; of items drawn alike most
+    are of the long tail and teach little.
+
+    Args:
+        asked: One of these, or `auto`, which leaves it to this rule.
+        per: What has negatives of its own.
+        num_items: Size of the catalogue, whose items would have to be counted.
+        log_q: Whether logits are corrected; False: it is asked not to.
+    """
+    if asked != "auto":
+        return asked
+    countable = num_items <= LARGEST_UNASKED and log_q is not False
+    return "popularity" if per == "batch" and countable else "uniform"
 
 
 def choose_negatives(asked: int | None, per: str) -> int:
@@ -58,7 +83,7 @@ def choose_negatives(asked: int | None, per: str) -> int:
 def choose_log_q(asked: bool | None, source: str, in_batch_share: float) -> bool:
     """Whether logits are corrected for the probabilities of the draws. Where these are all equal
     the correction changes nothing; the full softmax draws nothing."""
-    unequal = source == "popularity" or (source == "uniform" and in_batch_share > 0)
+    unequal = source == "popularity" or (source != "all" and in_batch_share > 0)
     return unequal and asked is not False
 
 

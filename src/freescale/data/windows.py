@@ -18,7 +18,8 @@ from freescale.data.splits import Split, Window, find_window
 
 
 class WindowReader:
-    """Reads the events of samples; keeps the row groups that it read last.
+    """Reads the events of samples; keeps the row groups that it read last. A file that fits in
+    memory is one row group: of short histories, a batch is of many groups and takes little of each.
 
     Args:
         file: The histories.
@@ -49,6 +50,8 @@ class WindowReader:
         self._part, self._max_length, self._tail = part, max_length, tail
         self._columns, self._kept_groups = tuple(columns), kept_groups
         self._kept_bytes, self._bytes = kept_bytes, 0
+        events = file.mean_length * file.num_samples
+        self._whole = 8 * events * len(self._columns) <= kept_bytes  # of at most 8 bytes each
         # where the part of each history ends, and how many events are beyond it, by row group
         self._ends: dict[int, tuple[NDArray[Any], NDArray[Any]]] = {}
         # decoded, the least recently used first
@@ -64,7 +67,14 @@ class WindowReader:
         Returns:
             The events by column, and [n]: how many at the end of each are beyond the history.
         """
-        numbers, starts = samples.numpy(), self._order.starts.numpy()
+        numbers = samples.numpy()
+        if self._whole:
+            window = self._find_window(0, numbers)
+            lengths = window.end - window.begin
+            index, values = list_ranges(window.begin, lengths), self._read_group(0).values
+            columns = {name: values[name][index] for name in self._columns}
+            return _make_jagged(columns, lengths), torch.from_numpy(window.tail)
+        starts = self._order.starts.numpy()
         group_of = np.searchsorted(starts, numbers, side="right") - 1
         members = self._list_members(epoch, group_of)
         lengths, tails = np.zeros(len(numbers), np.int64), np.zeros(len(numbers), np.int64)
@@ -80,9 +90,7 @@ class WindowReader:
             place = list_ranges(offsets[of], lengths[of])
             for name, column in columns.items():
                 column[place] = piece[name]
-        sizes = torch.from_numpy(lengths)
-        jagged = {name: Jagged(torch.from_numpy(c), sizes) for name, c in columns.items()}
-        return jagged, torch.from_numpy(tails)
+        return _make_jagged(columns, lengths), torch.from_numpy(tails)
 
     def _list_members(self, epoch: int, group_of: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
         """The row groups of samples in the epoch's order, so that each is read once, with the
@@ -114,10 +122,22 @@ class WindowReader:
                 dropped, group = self.groups.popitem(last=False)
                 self._ends.pop(dropped, None)
                 self._bytes -= _count_bytes(group)
-            self.groups[number] = self._file.read(number, self._columns)
+            self.groups[number] = (
+                self._read_whole() if self._whole else self._file.read(number, self._columns)
+            )
             self._bytes += _count_bytes(self.groups[number])
         self.groups.move_to_end(number)
         return self.groups[number]
+
+    def _read_whole(self) -> RowGroup:
+        groups = [self._file.read(each, self._columns) for each in range(self._file.num_groups)]
+        counts = [np.diff(group.offsets) for group in groups]
+        offsets = np.concatenate([np.zeros(1, np.int64), *counts]).cumsum()
+        values = {
+            name: np.concatenate([group.values[name].astype(_find_dtype(name)) for group in groups])
+            for name in self._columns
+        }
+        return RowGroup(offsets, values)
 
     def count_items(self) -> Tensor:
         """[num_items] int64: how often each item occurs in the train part. Reads the whole file."""
@@ -157,6 +177,11 @@ def list_ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
     index = np.repeat(starts - (ends - lengths), lengths)
     index += np.arange(len(index))
     return index
+
+
+def _make_jagged(columns: dict[str, NDArray[Any]], lengths: NDArray[Any]) -> dict[str, Jagged]:
+    sizes = torch.from_numpy(lengths)
+    return {name: Jagged(torch.from_numpy(column), sizes) for name, column in columns.items()}
 
 
 def _count_bytes(group: RowGroup) -> int:

@@ -3,6 +3,7 @@ the owners.
 
     request           deduplicate ids, AllToAll split sizes and ids                    (kind: ids)
     compare           divide two consecutive requests by the rows they share           (kind: ids)
+    make_resident     owners make sure that the rows lie where the device can reach them
     allocate_rows     memory for the rows of a request
     pull_rows         look up parts of a request on their owners, AllToAll, store      (kind: rows)
     push_gradients    AllToAll parts of a gradient, sum duplicates in rank order,
@@ -27,13 +28,14 @@ from torch import Tensor
 from freescale.batch import SequenceBatch
 from freescale.embedding.collision import Masks, collision_masks, count_pieces
 from freescale.embedding.comparison import compare_requests
+from freescale.embedding.host_tables.storage import CachedStorage
+from freescale.embedding.host_tables.tiers import Tier
 from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.request import Index, Request, RequestPart, SumGradients, collect_ids
-from freescale.embedding.storage import RowStorage, TableRange, UpdateOptions
+from freescale.embedding.storage import DeviceStorage, RowStorage, TableRange, UpdateOptions
 from freescale.kernels.dispatch import (
     deduplicate,
-    gather_rows,
     group_duplicates,
     select_marked_rows,
 )
@@ -69,9 +71,10 @@ class Sharded:
         optimizer: RowOptimizer,
         transport: Transport,
         wire: torch.dtype | None = None,
+        tier: Tier | None = None,
     ) -> None:
         """`wire`: the dtype of rows and gradients on the way; each value is rounded, on its own
-        rank's rows too."""
+        rank's rows too. `tier`: where rows are at home, if not on the device."""
         self.layout = ShardLayout(tuple(specs), transport.world)
         ranges = [
             TableRange(
@@ -79,7 +82,10 @@ class Sharded:
             )
             for table, spec in enumerate(specs)
         ]
-        self.rows = RowStorage(ranges, self.layout.size, optimizer, transport.device)
+        storage = ranges, self.layout.size, optimizer, transport.device
+        self.rows: RowStorage = (
+            DeviceStorage(*storage) if tier is None else CachedStorage(*storage, tier)
+        )
         self._encoding = wire if wire is not None else specs[0].dtype
         self._ids = torch.int32 if self.layout.size < 1 << 31 else torch.int64
         edges = torch.arange(1, transport.world + 1, device=transport.device) * self.layout.size
@@ -128,6 +134,11 @@ class Sharded:
             # Prepared here: the update of these rows delays the next forward.
             current.urgent = replace(urgent, sum_gradients=self._prepare_sums(current, urgent))
 
+    def make_resident(self, request: Request, transport: Transport) -> None:
+        """Makes sure that the rows which are requested from this rank can be gathered and updated,
+        and sets their slots."""
+        request.slots = self.rows.make_resident(request.owned, transport.ledger)
+
     def allocate_rows(self, request: Request, spent: Tensor | None) -> None:
         """Gives the rows of the request memory, to be filled as they arrive: that of the `spent`
         gradients if it is large enough. Fresh memory would cost another batch, and the time to map
@@ -173,7 +184,10 @@ class Sharded:
     def _look_up(self, request: Request, part: RequestPart, transport: Transport) -> Handle:
         """The rows of a part, on their way to the requesters."""
         with transport.ledger.span("lookup"):
-            found = gather_rows(self.rows.weight, _select_served(request, part), self._encoding)
+            if request.slots is None:
+                found = self.rows.read(_select_served(request.owned, part), self._encoding)
+            else:
+                found = self.rows.gather(_select_served(request.slots, part), self._encoding)
         return transport.all_to_all(found, part.receive, part.send, "rows")
 
     def _send(self, gradient: Tensor, part: RequestPart, transport: Transport) -> Handle:
@@ -195,12 +209,16 @@ class Sharded:
             self.rows.update(*sum_gradients(received.to(self.rows.weight.dtype)), **options)
 
     def _prepare_sums(self, request: Request, part: RequestPart) -> SumGradients:
-        return group_duplicates(_select_served(request, part), self.rows.weight)
+        assert request.slots is not None
+        return group_duplicates(_select_served(request.slots, part), self.rows.weight)
 
     # ---- the blocking forms
 
     def fetch(self, request: Request, transport: Transport, train: bool) -> None:
-        """Brings all rows of the request here. A collective."""
+        """Brings all rows of the request here; with `train`, they become resident at their owners.
+        A collective."""
+        if train and request.slots is None:
+            self.make_resident(request, transport)
         rows = self._look_up(request, request.whole, transport).wait()
         request.open(rows.to(self.rows.weight.dtype), train)
 
@@ -229,9 +247,9 @@ class Sharded:
         return None, *request.index.search(self.layout.compute_keys(table, ids))
 
 
-def _select_served(request: Request, part: RequestPart) -> Tensor:
-    """Local rows of the part that are requested from this rank."""
-    return request.owned if part.served is None else request.owned.index_select(0, part.served)
+def _select_served(numbers: Tensor, part: RequestPart) -> Tensor:
+    """Out of one number for each row that is requested from this rank: those of the part."""
+    return numbers if part.served is None else numbers.index_select(0, part.served)
 
 
 class Replicated:
@@ -246,7 +264,7 @@ class Replicated:
             TableRange(spec, self.layout.base(table), 0, spec.rows)
             for table, spec in enumerate(specs)
         ]
-        self.rows = RowStorage(ranges, self.layout.size, optimizer, transport.device)
+        self.rows: RowStorage = DeviceStorage(ranges, self.layout.size, optimizer, transport.device)
 
     def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Request:
         """Marks the rows that this rank reads. `owned` holds the marks [size]."""

@@ -1,6 +1,7 @@
 """A group of tables on a single rank: nothing is exchanged, and the model reads the table itself.
 
-    request   where the ids are in the local storage; equal rows are brought together
+    prepare   where the ids are in the local storage, their rows being resident from then on
+    open      the model can read the rows, with all updates up to then
     read      rows of ids, out of the table
     apply     sum the gradients of each row, update it
 
@@ -26,7 +27,7 @@ from freescale.embedding.request import (
     collect_ids,
     sum_readings,
 )
-from freescale.embedding.storage import RowStorage, UpdateOptions
+from freescale.embedding.storage import Recorder, RowStorage, UpdateOptions
 from freescale.kernels.dispatch import deduplicate, gather_rows, keeps_gradients, read_rows
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.row_gradients import RowGradients
@@ -39,8 +40,13 @@ Collected = tuple[Tensor | SortedRows, Tensor]
 class LocalRequest:
     """What a step reads of a group, out of the table itself."""
 
-    def __init__(self, given: GroupIds, rows: Tensor, table: Tensor) -> None:
-        """rows [n]: local rows of the given ids; table [size, width]."""
+    def __init__(
+        self, given: GroupIds, rows: Tensor, table: Tensor, slots: Tensor | None = None
+    ) -> None:
+        """rows [n]: local rows of the given ids; slots [n]: where these are in table [slots,
+        width], if that is not by their numbers."""
+        self._local = rows if slots is not None else None
+        rows = rows if slots is None else slots
         self.index, self.rows, self.table = Index(rows[:0], given, rows), rows, table
         self.gradients = RowGradients(self.index.parts, table)
         self.copied: Request | None = None  # once somebody reads rows by himself
@@ -68,9 +74,24 @@ class LocalRequest:
             return rows, self.copied.index.parts[part].view(index.shape)
         return rows, self.find_copied(index)
 
+    def list_tensors(self) -> list[Tensor]:
+        """As `Request.list_tensors`."""
+        return [self.rows] if self._local is None else [self.rows, self._local]
+
+    def find(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Local rows [...] -> (where they are in the table, whether the step reads them)."""
+        if self._local is None:
+            return rows, torch.isin(rows, self.rows)
+        if not self._local.numel():
+            return torch.zeros_like(rows), torch.zeros_like(rows, dtype=torch.bool)
+        ordered, order = self._local.sort()
+        place = torch.searchsorted(ordered, rows.to(ordered.dtype))
+        place = place.clamp_(max=ordered.numel() - 1)
+        return self.rows[order[place]].to(rows.dtype), ordered[place] == rows
+
     def find_copied(self, rows: Tensor) -> Tensor:
-        """Where local rows [...] are in the copy: through any reading of the same row, because how
-        many of the copy's keys have a meaning is not known here."""
+        """Where rows [...] of the table are in the copy: through any reading of the same row,
+        because how many of the copy's keys have a meaning is not known here."""
         assert self.copied is not None
         if not self.rows.numel():
             return torch.zeros_like(rows)
@@ -93,18 +114,27 @@ class LocalGroup:
         self._encoding = encoding or rows.weight.dtype
         self._ids = torch.int32 if layout.size < 1 << 31 else torch.int64
 
-    def request(self, batches: Sequence[SequenceBatch]) -> LocalRequest | Request:
-        """The rows that some (micro-)batches read. Where the kernels cannot keep the gradients of
-        what reads the table, or rows are rounded, a copy of them."""
+    def prepare(self, batches: Sequence[SequenceBatch], ledger: Recorder) -> LocalRequest | Request:
+        """The rows that some (micro-)batches read become resident. Where the kernels cannot keep
+        the gradients of what reads the table, or rows are rounded, a copy will be read."""
         given, weight = collect_ids(batches, self.layout.specs), self.rows.weight
         if keeps_gradients(weight) and self._encoding == weight.dtype:
-            return LocalRequest(given, self._spread(given), weight)
+            rows = self._spread(given)
+            slots = self.rows.make_resident(rows, ledger)
+            return LocalRequest(given, rows, weight, None if slots is rows else slots)
         parts = [self._locate(table, ids.reshape(-1)) for table, ids in given]
         none = torch.zeros(0, dtype=torch.int64, device=weight.device)
         unique, inverse = torch.unique(torch.cat([none, *parts]), return_inverse=True)
         request = Request(Index(unique, given, inverse), RequestPart(None, None, [], []), unique)
-        request.open(gather_rows(weight, unique, self._encoding).to(weight.dtype), train=True)
+        request.slots = self.rows.make_resident(unique, ledger)
         return request
+
+    def open(self, request: LocalRequest | Request) -> None:
+        """The rows are as the last step left them: from now on they can be read."""
+        if isinstance(request, Request):
+            assert request.slots is not None
+            rows = self.rows.gather(request.slots, self._encoding)
+            request.open(rows.to(self.rows.weight.dtype), train=True)
 
     def _spread(self, given: GroupIds) -> Tensor:
         """[n] local rows of the given ids, by one kernel for each table."""
@@ -139,7 +169,7 @@ class LocalGroup:
         rows = self._locate(table, ids)
         if isinstance(request, Request):
             return None, *request.index.search(rows)
-        return None, rows, torch.isin(rows, request.rows)
+        return None, *request.find(rows)
 
     def apply(self, request: LocalRequest | Request, **options: Unpack[UpdateOptions]) -> None:
         """Updates the rows by the gradients of what has read them."""
@@ -149,7 +179,8 @@ class LocalGroup:
         """The gradients of what has read the rows."""
         if isinstance(request, Request):
             gradient = request.take_gradient().to(self._encoding).to(self.rows.weight.dtype)
-            return request.owned, gradient
+            assert request.slots is not None
+            return request.slots, gradient
         copied = request.copied
         if copied is not None and copied.rows is not None and copied.rows.grad is not None:
             # those that were read in the table, by their places in the copy

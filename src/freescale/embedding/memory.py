@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,34 +15,67 @@ from freescale.embedding.layout import TableSpec
 from freescale.transport.api import Transport
 
 
-def check_memory(need: int, specs: Iterable[TableSpec], transport: Transport) -> None:
+@dataclass(frozen=True)
+class RankMemory:
+    """What a rank finds on its machine before it allocates tables."""
+
+    host: str  # names the machine
+    device: str  # of the rank; ranks with the same host and device share its memory
+    free: Mapping[str, int]  # bytes, by device: the rank's own, and the CPU
+
+
+def list_memory(transport: Transport) -> list[RankMemory]:
+    """Of each rank. A collective."""
+    # Containers of one host have limits of their own, and names of their own.
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = boot.read_text().strip() if boot.exists() else str(transport.rank)
+    devices = {str(device): device for device in (transport.device, torch.device("cpu"))}
+    free = {name: get_available_memory(device) for name, device in devices.items()}
+    mine = RankMemory(f"{host}/{platform.node()}", str(transport.device), free)
+    parts = transport.gather_bytes(json.dumps(vars(mine)).encode())
+    return [RankMemory(**json.loads(part)) for part in parts]
+
+
+def find_room(ranks: list[RankMemory]) -> int:
+    """Bytes that every rank can have of its device."""
+    sharers = Counter((rank.host, rank.device) for rank in ranks)
+    return min(rank.free[rank.device] // sharers[rank.host, rank.device] for rank in ranks)
+
+
+def check_memory(
+    ranks: list[RankMemory], on_device: int, on_host: int, specs: Iterable[TableSpec]
+) -> None:
     """Compares what the ranks of each machine need with what it has, so that all ranks refuse
-    together. A collective.
+    together.
 
     Args:
-        need: bytes of this rank's rows and their optimizer state.
+        ranks: from `list_memory`.
+        on_device: bytes that each rank's tables take on its device.
+        on_host: bytes that they take in host memory beside that.
         specs: all tables, for the message.
 
     Raises:
         ValueError: a machine has less than its ranks need.
     """
-    # Containers of one host have limits of their own, and names of their own.
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = boot.read_text().strip() if boot.exists() else transport.rank
-    machine = f"{host}/{platform.node()}/{transport.device}"
-    mine = {"machine": machine, "need": need, "free": get_available_memory(transport.device)}
-    parts = transport.gather_bytes(json.dumps(mine).encode())
-    everyone = [json.loads(part) for part in parts]
-    for machine in sorted({one["machine"] for one in everyone}):
-        here = [one for one in everyone if one["machine"] == machine]
-        total, free = sum(one["need"] for one in here), min(one["free"] for one in here)
-        if total > free:
+    need: Counter[tuple[str, str]] = Counter()
+    free: dict[tuple[str, str], int] = {}
+    for rank in ranks:
+        for device, size in ((rank.device, on_device), ("cpu", on_host)):
+            place = rank.host, device
+            need[place] += size
+            free[place] = min(rank.free[device], free.get(place, 1 << 62))
+    for place in sorted(need):
+        if need[place] > free[place]:
             largest = max(specs, key=lambda spec: spec.rows * spec.bytes_per_row)
+            what = "a machine" if place[1] == "cpu" else "a GPU"
+            mend = "a disk (--placement TABLE=disk:FOLDER:CACHE)"
+            if what == "a GPU":
+                mend = "host memory (--placement TABLE=host:CACHE)"
             raise ValueError(
-                f"the tables need {total / 2**30:.1f} GiB on a machine with "
-                f"{free / 2**30:.1f} GiB free (the largest is "
+                f"the tables need {need[place] / 2**30:.1f} GiB on {what} with "
+                f"{free[place] / 2**30:.1f} GiB free (the largest is "
                 f"{largest.name!r}, {largest.rows:,} x {largest.width}): use more machines, a "
-                "smaller width, or RowWiseAdagrad"
+                f"smaller width, RowWiseAdagrad, or {mend}"
             )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from freescale.config import TrainConfig
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import ROW_OPTIMIZERS, RowOptimizer
+from freescale.embedding.placement import Wanted
 from freescale.embedding.pooling import POOLINGS
 from freescale.embedding.readers import BagReader, TableReader
 from freescale.embedding.replicas import (
@@ -36,7 +37,7 @@ def parallelize(
     row_optimizer: RowOptimizer | Mapping[str, RowOptimizer] | None = None,
     *,
     transport: Transport | None = None,
-    placement: str | Mapping[str, str] = TrainConfig.placement,
+    placement: Wanted | Mapping[str, Wanted] = TrainConfig.placement,
     init: str = "auto",
     init_std: float | Mapping[str, float] | None = None,
     seed: int = TrainConfig.seed,
@@ -53,7 +54,9 @@ def parallelize(
         row_optimizer: `SGD`, `Adagrad`, `RowWiseAdagrad` or `Adam` of freescale: one for all
             tables, or one for each by name. None: Adam.
         transport: what `connect` returned. None: this process alone.
-        placement: "auto", "sharded" or "replicated", for all tables or by name.
+        placement: "auto", "sharded", "replicated", `Host(cache="8GB")` or
+            `Disk(folder, cache="8GB")`, for all tables or by name. The last two are sharded tables
+            that need not fit into the memory of the device.
         init: where the first rows come from. "auto" keeps the weight of an embedding that has one
             and draws the rows of an embedding on the meta device, which needs no memory. "weights"
             keeps all weights, "rows" draws all rows. Weights that are kept are rank 0's. Drawn

@@ -1,5 +1,6 @@
 """Sharded or replicated: decided per table before step 1, from its size and the ids of the first
-batch.
+batch. And where the rows of a sharded table are at home (host_tables/tiers.py): on the device,
+unless the user says otherwise or they do not fit.
 
 The rule. A table is replicated when its rows and optimizer state take at most `BUDGET` bytes on
 every rank and either they take at most `TINY` bytes or a rank's first batch reads at least `SHARE`
@@ -12,11 +13,12 @@ larger price.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from freescale.embedding.host_tables.tiers import Disk, Host, Tier, format_bytes, parse_tier
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import RowOptimizer
 
@@ -31,6 +33,15 @@ CHOICES = ("sharded", "replicated")
 class Placement:
     kind: str  # one of CHOICES
     reason: str
+    tier: Tier | None = None  # of a sharded table whose rows are not at home on the device
+
+    def __str__(self) -> str:
+        where = f", {self.tier}" if self.tier is not None else ""
+        return f"{self.kind}{where} ({self.reason})"
+
+
+# What a user may ask for: `auto`, one of CHOICES, or a tier, also as text (`host:8GB`).
+Wanted = str | Host | Disk
 
 
 def count_state_bytes(optimizer: RowOptimizer, spec: TableSpec) -> int:
@@ -62,22 +73,75 @@ def choose_placement(
     return Placement(kind, f"{size}, a rank reads {share:.0%} of its rows in a step")
 
 
-def parse_placement(wanted: str | Mapping[str, str], names: list[str]) -> dict[str, str]:
+def parse_placement(
+    wanted: Wanted | Mapping[str, Wanted], names: list[str]
+) -> dict[str, Placement]:
     """The user's choice for each table that has one.
 
     Args:
-        wanted: `auto`, one of CHOICES for all tables, or a mapping from table to choice.
+        wanted: `auto`, one of CHOICES or a tier for all tables, or a mapping from table to choice.
         names: of all tables.
 
     Raises:
         ValueError: no such table or choice.
     """
-    mapping = dict.fromkeys(names, wanted) if isinstance(wanted, str) else dict(wanted)
-    for name, kind in mapping.items():
+    mapping = dict(wanted) if isinstance(wanted, Mapping) else dict.fromkeys(names, wanted)
+    placements = {}
+    for name, choice in mapping.items():
         if name not in names:
             raise ValueError(f"placement names a table {name!r}; the tables are {', '.join(names)}")
-        if kind not in ("auto", *CHOICES):
+        try:
+            tier = parse_tier(choice) if isinstance(choice, str) else choice
+        except ValueError as error:
+            raise ValueError(f"placement of table {name!r}: {error}") from None
+        if isinstance(tier, (Host, Disk)):
+            placements[name] = Placement("sharded", "as requested", tier)
+        elif choice in CHOICES:
+            placements[name] = Placement(str(choice), "as requested")
+        elif choice != "auto":
             raise ValueError(
-                f"placement of table {name!r} must be auto, sharded or replicated, not {kind!r}"
+                f"placement of table {name!r} must be auto, sharded, replicated, host:CACHE or "
+                f"disk:FOLDER:CACHE (a CACHE is for instance 8GB), not {choice!r}"
             )
-    return {name: kind for name, kind in mapping.items() if kind != "auto"}
+    return placements
+
+
+def move_to_host(
+    placements: Mapping[str, Placement],
+    sizes: Mapping[str, int],
+    room: int,
+    fixed: Collection[str] = (),
+) -> dict[str, Placement]:
+    """Placements that fit onto a GPU: if those given do not, the largest sharded tables have their
+    rows in host memory, and caches take half of what is left of the GPU for them.
+
+    Args:
+        placements: by table.
+        sizes: bytes that each takes on a rank's GPU, rows and state.
+        room: bytes of a rank's GPU that are free.
+        fixed: tables that the user has placed; they stay.
+    """
+    need = sum(sizes.values())
+    if need <= room:
+        return dict(placements)
+    movable = [
+        name
+        for name, placed in placements.items()
+        if placed.kind == "sharded" and placed.tier is None and name not in fixed
+    ]
+    moved: list[str] = []
+    for name in sorted(movable, key=lambda name: (-sizes[name], name)):
+        if sum(sizes[other] for other in sizes if other not in moved) <= room // 2:
+            break
+        moved.append(name)
+    total = sum(sizes[name] for name in moved)
+    left = room - (need - total)
+    found = dict(placements)
+    for name in moved if left > 0 else ():
+        cache = left // 2 * sizes[name] // total
+        reason = (
+            f"tables need {format_bytes(need)} of a rank's GPU, {format_bytes(room)} are free; "
+            f"this one needs {format_bytes(sizes[name])}"
+        )
+        found[name] = Placement("sharded", reason, Host(cache))
+    return found

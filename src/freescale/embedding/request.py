@@ -114,6 +114,7 @@ class Request:
     whole: RequestPart
     owned: Tensor  # [sum(receive)] local rows requested from this rank, in rank order
     pieces: int = 1  # into which bulk traffic is cut
+    slots: Tensor | None = None  # [sum(receive)] where `owned` are, once they are resident
     rows: Tensor | None = None  # [u, width]: a leaf of autograd, unless there are `gradients`
     gradients: RowGradients | None = None  # of what reads the rows, where the kernels keep them
     # rows that the previous batch does not read: pulled while it computes
@@ -136,6 +137,11 @@ class Request:
     def bytes_of_rows(self) -> int:
         """Of the rows that this rank reads."""
         return self.rows.numel() * self.rows.element_size() if self.rows is not None else 0
+
+    def list_tensors(self) -> list[Tensor]:
+        """What `LocalGroup.prepare` has made: whoever reads on another stream says so."""
+        found = [self.owned, self.index.keys, *self.index.parts]
+        return found if self.slots is None else [*found, self.slots]
 
     def drop_pulled(self) -> None:
         """All rows are here: forgets how they travelled."""

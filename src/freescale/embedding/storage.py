@@ -1,11 +1,19 @@
-"""Rows in memory: the part of a group of tables that this rank holds, with the optimizer state of
-each row."""
+"""Rows in storage: the part of a group of tables that this rank holds, with the optimizer state of
+each row.
+
+A row has two numbers. Its *local row* is its place in the rank's part of the tables, for ever. Its
+*slot* is where it lies on the device that computes, from `make_resident` on, for as long as the
+steps that asked for it read and update it. In `DeviceStorage` the two are the same; in
+host_tables/storage.py the slots are those of a cache.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,11 +21,21 @@ from torch import Tensor
 from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.layout import TableSpec, find_ids
 from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowOptimizer
-from freescale.kernels.dispatch import choose_optimizers, keeps_gradients, sum_sorted
+from freescale.kernels.dispatch import (
+    choose_optimizers,
+    gather_rows,
+    keeps_gradients,
+    sum_sorted,
+)
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.random import derive, hash_name, normal
 
-_CHUNK_ROWS = 2048
+
+class Recorder(Protocol):
+    """A ledger, as storages see it."""
+
+    def span(self, name: str) -> AbstractContextManager[None]: ...
+    def count(self, name: str, value: float) -> None: ...
 
 
 class UpdateOptions(TypedDict):
@@ -53,21 +71,90 @@ def draw_initial_rows(spec: TableSpec, ids: Tensor, seed: int, std: float) -> Te
     return rows
 
 
-class RowStorage:
-    """Local storage of a group: weight [size, width] and state tensors [size, ...]."""
+class RowStorage(ABC):
+    """Local storage of a group. Rows that are resident can be gathered and updated by their slots:
+    weight [slots, width] and state tensors [slots, ...] on the device that computes."""
+
+    weight: Tensor
+    state: dict[str, Tensor]
+    chunk_rows = 2048  # of `iterate_chunks`
 
     def __init__(
         self, ranges: list[TableRange], size: int, optimizer: RowOptimizer, device: torch.device
     ) -> None:
-        spec = ranges[0].spec
+        """`size`: number of local rows; `device`: the one that computes."""
+        self.size = size
         self._ranges = {each.spec.name: each for each in ranges}
         self.optimizer = optimizer
-        self.weight = torch.zeros(size, spec.width, dtype=spec.dtype, device=device)
-        self.state = {
-            name: torch.zeros(size, *shape, dtype=spec.dtype, device=device)
-            for name, shape in optimizer.state_shapes(spec.width).items()
-        }
         self.changed = ChangedRows(size, device)
+
+    def _allocate(self, count: int, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+        """Zeros for `count` rows, and for their state."""
+        spec = next(iter(self._ranges.values())).spec
+        shapes = self.optimizer.state_shapes(spec.width)
+        return torch.zeros(count, spec.width, dtype=spec.dtype, device=device), {
+            name: torch.zeros(count, *shape, dtype=spec.dtype, device=device)
+            for name, shape in shapes.items()
+        }
+
+    # ---- every step
+
+    @abstractmethod
+    def make_resident(self, rows: Tensor, ledger: Recorder) -> Tensor:
+        """Slots [n] of local rows [n] that a batch is trained on. They stay there until two more
+        batches are made resident, in the order of training. On the caller's thread and stream."""
+
+    @abstractmethod
+    def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Local rows [n] -> [n, width] on the device that computes, for reading alone: nothing
+        becomes resident."""
+
+    def gather(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """Slots [n] -> their rows [n, width]."""
+        return gather_rows(self.weight, slots, dtype)
+
+    def update(
+        self, slots: Tensor, gradients: Tensor, *, step: int, factor: float, clip: float | None
+    ) -> None:
+        """Unique slots [u] and the summed gradients [u, width] of their rows; on a GPU a slot of -1
+        is none."""
+        if clip is not None:
+            gradients = choose_optimizers(self.weight).clip_rows(gradients, clip)
+        self._mark(slots)
+        self.optimizer.update(self.weight, self.state, slots, gradients, step=step, factor=factor)
+
+    def update_readings(
+        self, slots: SortedRows, gradients: Tensor, *, step: int, factor: float, clip: float | None
+    ) -> None:
+        """Slots, sorted, and the gradients [n, width] of all that read them: `update` by the sum of
+        each row's. In one go where that gives the same bits."""
+        optimizer = self.optimizer
+        if clip is None and isinstance(optimizer, (SGD, Adagrad, Adam)) and self._sums_on_the_way:
+            self._mark(slots.rows)
+            optimizer.update(self.weight, self.state, slots, gradients, step=step, factor=factor)
+            return
+        numbers, sums = sum_sorted(slots, gradients)
+        self.update(numbers, sums, step=step, factor=factor, clip=clip)
+
+    @property
+    def _sums_on_the_way(self) -> bool:
+        """Whether the optimizer takes the place of a sum: one of ours that works entry by entry."""
+        ours = type(self.optimizer).update in (SGD.update, Adagrad.update, Adam.update)
+        return ours and keeps_gradients(self.weight)
+
+    def _mark(self, slots: Tensor) -> None:
+        """The rows in slots [n] are about to change."""
+        self.changed.mark(slots)
+
+    # ---- all rows of this rank: made, saved, loaded
+
+    @abstractmethod
+    def get_tensors(self, name: str) -> dict[str, Tensor]:
+        """Views of a table's part: `rows` and its state, with every update made so far. Whoever
+        writes to them calls `reload` afterwards."""
+
+    def reload(self) -> None:  # noqa: B027 - where views are the rows themselves, nothing is to do
+        """The tensors of `get_tensors` were written to."""
 
     def get_range(self, name: str) -> TableRange:
         """Where a table is."""
@@ -91,44 +178,30 @@ class RowStorage:
 
     def iterate_chunks(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         """(ids, view of their rows), some rows at a time: what is made of a whole table must not
-        need its memory again."""
-        own = self._ranges[name]
-        for start in range(own.first, own.last, _CHUNK_ROWS):
-            stop = min(start + _CHUNK_ROWS, own.last)
+        need its memory again. `reload` follows where they are written to."""
+        own, rows = self._ranges[name], self.get_tensors(name)["rows"]
+        size = self.chunk_rows
+        for start in range(own.first, own.last, size):
+            stop = min(start + size, own.last)
             ids = find_ids(torch.arange(start, stop, device=self.weight.device), own.spec.rows)
-            place = own.base + start - own.first
-            yield ids, self.weight[place : place + stop - start]
+            yield ids, rows[start - own.first : stop - own.first]
+
+
+class DeviceStorage(RowStorage):
+    """All rows in the memory of the device that computes: slots are local rows."""
+
+    def __init__(
+        self, ranges: list[TableRange], size: int, optimizer: RowOptimizer, device: torch.device
+    ) -> None:
+        super().__init__(ranges, size, optimizer, device)
+        self.weight, self.state = self._allocate(size, device)
+
+    def make_resident(self, rows: Tensor, ledger: Recorder) -> Tensor:
+        return rows
+
+    def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.gather(rows, dtype)
 
     def get_tensors(self, name: str) -> dict[str, Tensor]:
-        """Views of a table's part: `rows` and its state, for checkpoints."""
         part = self._ranges[name].slice
         return {"rows": self.weight[part]} | {key: value[part] for key, value in self.state.items()}
-
-    def update(
-        self, rows: Tensor, gradients: Tensor, *, step: int, factor: float, clip: float | None
-    ) -> None:
-        """Unique local rows [u] and their summed gradients [u, width]; on a GPU a row of -1 is
-        none."""
-        if clip is not None:
-            gradients = choose_optimizers(self.weight).clip_rows(gradients, clip)
-        self.changed.mark(rows)
-        self.optimizer.update(self.weight, self.state, rows, gradients, step=step, factor=factor)
-
-    def update_readings(
-        self, rows: SortedRows, gradients: Tensor, *, step: int, factor: float, clip: float | None
-    ) -> None:
-        """Local rows, sorted, and the gradients [n, width] of all that read them: `update` by the
-        sum of each row's. In one go where that gives the same bits."""
-        optimizer = self.optimizer
-        if clip is None and isinstance(optimizer, (SGD, Adagrad, Adam)) and self._sums_on_the_way:
-            self.changed.mark(rows.rows)
-            optimizer.update(self.weight, self.state, rows, gradients, step=step, factor=factor)
-            return
-        numbers, sums = sum_sorted(rows, gradients)
-        self.update(numbers, sums, step=step, factor=factor, clip=clip)
-
-    @property
-    def _sums_on_the_way(self) -> bool:
-        """Whether the optimizer takes the place of a sum: one of ours that works entry by entry."""
-        ours = type(self.optimizer).update in (SGD.update, Adagrad.update, Adam.update)
-        return ours and keeps_gradients(self.weight)

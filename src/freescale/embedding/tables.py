@@ -14,18 +14,23 @@ from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
 from freescale.embedding.capture import Capture
 from freescale.embedding.exchange import Replicated, Sharded
+from freescale.embedding.host_tables.tiers import Host, Tier
 from freescale.embedding.layout import ShardLayout, TableSpec, find_feature_ids
 from freescale.embedding.local import Collected, LocalGroup, LocalRequest
-from freescale.embedding.memory import check_memory
+from freescale.embedding.memory import check_memory, find_room, list_memory
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.placement import (
     Placement,
+    Wanted,
     choose_placement,
     count_state_bytes,
+    move_to_host,
     parse_placement,
 )
 from freescale.embedding.request import Request
+from freescale.embedding.storage import Recorder
 from freescale.transport.api import Transport
+from freescale.transport.failures import raise_together
 
 
 class Deferring(Protocol):
@@ -47,7 +52,7 @@ class Tables:
         optimizers: Mapping[str, RowOptimizer],
         transport: Transport,
         *,
-        placement: str | Mapping[str, str] = TrainConfig.placement,
+        placement: Wanted | Mapping[str, Wanted] = TrainConfig.placement,
         seed: int = TrainConfig.seed,
         std: Mapping[str, float],
         weights: Mapping[str, Tensor] | None = None,
@@ -73,6 +78,11 @@ class Tables:
     @property
     def placed(self) -> bool:
         return bool(self.placements)
+
+    @property
+    def cached(self) -> bool:
+        """Whether rows of a table are at home elsewhere than on the device."""
+        return any(placed.tier is not None for placed in self.placements.values())
 
     # ---- what a schedule has deferred
 
@@ -135,23 +145,34 @@ class Tables:
         rows_read = self._count_rows_read(batch)
         for name, spec in self.specs.items():
             if name in self._wanted:
-                self.placements[name] = Placement(self._wanted[name], "as requested")
+                self.placements[name] = self._wanted[name]
             elif recorded and name in recorded:
                 self.placements[name] = Placement(recorded[name], "as in the checkpoint")
             else:
                 self.placements[name] = choose_placement(
                     spec, count_state_bytes(self.optimizers[spec.name], spec), rows_read.get(name)
                 )
-        self._check_memory()
-        grouped: dict[tuple[str, int, torch.dtype, RowOptimizer], list[TableSpec]] = {}
+        self._fit_memory()
+        error = None
+        try:
+            self._make_groups()
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks
+            error = caught
+        raise_together(error, self.transport)
+        self._weights.clear()
+
+    def _make_groups(self) -> None:
+        """Allocates the rows and gives them their first values."""
+        Key = tuple[str, Tier | None, int, torch.dtype, RowOptimizer]
+        grouped: dict[Key, list[TableSpec]] = {}
         for name, spec in self.specs.items():
-            key = (self.placements[name].kind, spec.width, spec.dtype, self.optimizers[name])
+            placed = self.placements[name]
+            key = (placed.kind, placed.tier, spec.width, spec.dtype, self.optimizers[name])
             grouped.setdefault(key, []).append(spec)
-        for (kind, _, _, optimizer), specs in grouped.items():
-            sharded = kind == "sharded"
+        for (kind, tier, _, _, optimizer), specs in grouped.items():
             group = (
-                Sharded(specs, optimizer, self.transport, self._wire)
-                if sharded
+                Sharded(specs, optimizer, self.transport, self._wire, tier)
+                if kind == "sharded"
                 else Replicated(specs, optimizer, self.transport)
             )
             self._where |= {
@@ -164,7 +185,6 @@ class Tables:
                 rows.copy_from(name, self._weights[name])
             else:
                 rows.initialise(name, self._seed, self._std[name])
-        self._weights.clear()
 
     def _count_rows_read(self, batch: SequenceBatch | None) -> dict[str, float]:
         """How many distinct rows of each table a rank reads, mean over ranks that have a batch."""
@@ -181,22 +201,34 @@ class Tables:
             else {}
         )
 
-    def _check_memory(self) -> None:
-        need = 0
+    def _fit_memory(self) -> None:
+        """Moves tables that do not fit onto the GPUs into host memory, and refuses what does not
+        fit there either. A collective."""
+        ranks, sizes = list_memory(self.transport), {}
         for name, spec in self.specs.items():
             parts = self.transport.world if self.placements[name].kind == "sharded" else 1
-            rows = ShardLayout((spec,), parts).size
-            need += rows * (
-                spec.bytes_per_row + count_state_bytes(self.optimizers[spec.name], spec)
+            each = spec.bytes_per_row + count_state_bytes(self.optimizers[name], spec)
+            sizes[name] = ShardLayout((spec,), parts).size * each
+        if self.transport.device.type == "cuda":
+            caches = {n: min(sizes[n], p.tier.cache_bytes) for n, p in self._list_tiers()}
+            self.placements = move_to_host(
+                self.placements, sizes | caches, find_room(ranks), self._wanted
             )
-        check_memory(need, self.specs.values(), self.transport)
+        homes = sum(sizes[n] for n, p in self._list_tiers() if isinstance(p.tier, Host))
+        for name, placed in self._list_tiers():
+            sizes[name] = min(sizes[name], placed.tier.cache_bytes)
+        check_memory(ranks, sum(sizes.values()), homes, self.specs.values())
+
+    def _list_tiers(self) -> list[tuple[str, Any]]:
+        """Tables whose rows are not at home on the device, with their placements."""
+        return [(name, placed) for name, placed in self.placements.items() if placed.tier]
 
     def describe(self) -> list[str]:
         """One line per table, for the start of a run."""
         lines = []
         for name, spec in self.specs.items():
             placed = self.placements.get(name)
-            where = f"{placed.kind} ({placed.reason})" if placed else "not placed yet"
+            where = str(placed) if placed else "not placed yet"
             lines.append(
                 f"table {name}: {spec.rows:,} x {spec.width}, {self.optimizers[name].name}, {where}"
             )
@@ -268,9 +300,22 @@ class Tables:
     def request_locally(self, batches: Sequence[SequenceBatch]) -> list[LocalRequest | Request]:
         """For one rank: the rows that some (micro-)batches read, which the model can read from now
         on where they are."""
-        requests = [group.request(batches) for group in self.local_groups]
-        self._open = list(zip(self.local_groups, requests, strict=True))
+        requests = self.prepare_locally(batches, self.transport.ledger)
+        self.open_locally(requests)
         return requests
+
+    def prepare_locally(
+        self, batches: Sequence[SequenceBatch], ledger: Recorder
+    ) -> list[LocalRequest | Request]:
+        """For one rank: the rows that some (micro-)batches read become resident. On the caller's
+        thread and stream."""
+        return [group.prepare(batches, ledger) for group in self.local_groups]
+
+    def open_locally(self, requests: Sequence[LocalRequest | Request]) -> None:
+        """For one rank: the model can read what was prepared from now on."""
+        for group, request in zip(self.local_groups, requests, strict=True):
+            group.open(request)
+        self._open = list(zip(self.local_groups, requests, strict=True))
 
     def collect_locally(self, requests: Sequence[LocalRequest | Request]) -> list[Collected]:
         """For one rank: the gradients of what has read the rows of `request_locally`."""
@@ -353,8 +398,15 @@ class Tables:
 
     def get_local_state(self, name: str) -> dict[str, Tensor]:
         """Views of this rank's part of a table: `rows` and the state of its optimizer, in spread
-        order."""
+        order. On the host where the rows are at home there. Whoever writes to them calls
+        `reload`."""
         return self.get_group(name).rows.get_tensors(name)
+
+    def reload(self) -> None:
+        """The tensors of `get_local_state` were written to: steps read what they hold now. Lanes
+        must be quiet, as after `discard`."""
+        for group in self.groups:
+            group.rows.reload()
 
     def get_local_rows(self, name: str) -> tuple[Tensor, Tensor]:
         """(ids [n], rows [n, width]): this rank's part of a table. The parts of all ranks make up

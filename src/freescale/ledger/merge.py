@@ -162,6 +162,10 @@ def _derive_ratios(counters: Mapping[str, float], costs: Sequence[float]) -> dic
         ratios["cost_error_percent"] = 100 * counters["max_cost_error"]
     if counters.get("requests"):
         ratios["collision_percent"] = 100 * counters["collisions"] / counters["requests"]
+    if counters.get("cache_wanted"):
+        ratios["cache_miss_percent"] = 100 * counters["cache_missed"] / counters["cache_wanted"]
+        ratios["cache_bytes_up"] = counters["cache_bytes_up"]
+        ratios["cache_bytes_down"] = counters["cache_bytes_down"]
     if counters.get("dense_entries"):
         entries = counters["dense_entries"]
         ratios["dense_sent_percent"] = 100 * counters["dense_entries_sent"] / entries

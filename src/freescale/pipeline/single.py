@@ -6,7 +6,9 @@ with traffic.
 
 On a GPU all of it is issued on one stream, and the host reads nothing of the device: it runs ahead
 of the device by up to two steps (the watch over the losses holds it there). While the device
-computes, the host takes the following batch and starts its copy, on a stream of its own. Bit for
+computes, the host takes the following batch and starts its copy, on a stream of its own. Where
+tables are at home in host memory, the following batch is taken before the step, and its rows become
+resident while the step computes (rows_ahead.py). Bit for
 bit what the serial schedule trains. Batches that CUDA graphs compute are padded, and products of
 other sizes add up in another order: there the serial schedule is `SerialSingle`, which pads alike.
 """
@@ -21,11 +23,13 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
+from freescale.embedding.capture import Capture
 from freescale.embedding.local import Collected
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.agreement import Agreement, agree_alone
 from freescale.pipeline.captured.graphs import Graphs, can_capture
 from freescale.pipeline.next_batch import check_batch, copy_to_device, count_batch
+from freescale.pipeline.rows_ahead import ResidentRows, RowsAhead
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.source import BatchSource
 from freescale.pipeline.step_result import StepResult
@@ -41,6 +45,7 @@ class _Taken:
     batch: SequenceBatch  # on the device
     copied: torch.cuda.Event | None  # from then on; None on a CPU
     counters: dict[str, float]  # for the ledger
+    rows: ResidentRows | None = None  # on their way into a cache; None: where they are read
 
 
 class Single(Schedule):
@@ -56,6 +61,7 @@ class Single(Schedule):
         self._graphs = None
         if graphs and pads_batches(self.parallel, self.accumulate):
             self._graphs = Graphs(self, replays=self.replays)
+        self._rows_ahead: RowsAhead | None = None  # once tables need it
 
     @property
     def _ahead(self) -> bool:
@@ -68,8 +74,14 @@ class Single(Schedule):
         self.ledger.begin_step(self.steps)
         current = self._take(source)
         while current is not None:
+            following = None
+            if caches := ahead and self._caches:
+                self._begin_rows(current)
+                if (following := self._take(source)) is not None:
+                    self._begin_rows(following)
             result = self._step(current)
-            following = self._take(source) if ahead else None
+            if ahead and not caches:
+                following = self._take(source)
             self.ledger.end_step()
             yield result
             self.ledger.begin_step(self.steps)
@@ -110,6 +122,18 @@ class Single(Schedule):
         self._check_agreed(agreement)
         return taken
 
+    @property
+    def _caches(self) -> bool:
+        """Whether rows have to be brought into a cache; not known before tables are placed."""
+        return self.tables.placed and self.tables.cached
+
+    def _begin_rows(self, taken: _Taken) -> None:
+        """Begins to make the rows of a batch resident, unless that was done."""
+        if self._rows_ahead is None:
+            self._rows_ahead = RowsAhead(self.tables, self.transport)
+        if taken.rows is None:
+            taken.rows = self._rows_ahead.begin(taken.batch, taken.copied, self._split_batch)
+
     def _step(self, current: _Taken) -> StepResult:
         self._taken.remove(current)
         for name, value in current.counters.items():
@@ -122,7 +146,7 @@ class Single(Schedule):
                 tensor.record_stream(stream)
         if not self.tables.placed:
             self.tables.place(batch)
-        collected, losses = self._compute_locally(batch, current.agreement)
+        collected, losses = self._compute_locally(batch, current.agreement, current.rows)
         self.steps += 1
         factor = self._get_factor(self.steps)
         with self.ledger.span("update rows"):
@@ -134,20 +158,52 @@ class Single(Schedule):
         return self._make_result(batch, current.agreement, losses, norm)
 
     def _compute_locally(
-        self, batch: SequenceBatch, agreement: Agreement
+        self, batch: SequenceBatch, agreement: Agreement, rows: ResidentRows | None
     ) -> tuple[list[Collected], Tensor]:
         """Reads the rows, forward, backward: the gradients of the rows, and the losses."""
-        # The first batch is checked, sample by sample: as it is.
-        graph = self._graphs.find(batch) if self._graphs is not None and self.steps else None
+        # The first batch is checked, sample by sample: as it is. Slots of a cache are found by the
+        # host: no graph knows them.
+        captures = self._graphs is not None and self.steps and not self.tables.cached
+        graph = self._graphs.find(batch) if self._graphs is not None and captures else None
         if graph is not None:
             with self.ledger.span("compute"), self.stopwatch.computing():
                 return graph.run(batch, agreement)
-        micro = self._split_batch(batch)
-        with self.ledger.span("deduplicate"):
-            requests = self.tables.request_locally(micro)
+        if rows is not None and self._rows_ahead is not None:
+            self._rows_ahead.wait(rows, self.ledger)
+            micro, requests = rows.micro, rows.requests
+            self.tables.open_locally(requests)
+        else:
+            micro = self._split_batch(batch)
+            with self.ledger.span("deduplicate"):
+                requests = self.tables.request_locally(micro)
         losses = self._compute(micro, agreement)
         with self.ledger.span("update rows"):
             return self.tables.collect_locally(requests), losses
+
+    # ---- between steps, and at the end
+
+    def flush(self) -> None:
+        """Nothing is deferred; but rows may be on their way into a cache, which others read."""
+        if self._rows_ahead is not None:
+            self._rows_ahead.settle()
+
+    def discard(self) -> None:
+        self.flush()
+
+    def capture(self, rows: Capture) -> None:
+        self.flush()
+        super().capture(rows)
+
+    def _end_run(self) -> None:
+        super()._end_run()
+        if self._rows_ahead is not None:
+            self._rows_ahead.rest()
+
+    def close(self) -> None:
+        super().close()
+        if self._rows_ahead is not None:
+            self._rows_ahead.close()
+            self._rows_ahead = None
 
 
 class SerialSingle(Single):

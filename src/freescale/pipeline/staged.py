@@ -21,6 +21,10 @@ schedule bit for bit. Stage 3 precedes 4 for the rows that i-1 and i+1 read, but
 channel, so urgent traffic does not queue behind the bulk. The main thread waits for lanes at the
 next forward only and, before it, for the dense sums, which begin during the backward, and for i+2.
 
+Where a table is at home in host memory (embedding/host_tables), its owner makes the rows of i+1
+resident between stages 2 and 3. Those of i-1, whose gradients stage 3 applies, of i and of i+1 stay
+in the cache meanwhile.
+
 The rows of step i-1 are complete between stages 3 and 5 of step i: there an asynchronous checkpoint
 has them copied, in lane `ahead`, and on such steps stage 5 waits for the copy.
 """
@@ -167,6 +171,8 @@ class Staged(Schedule):
                 self._request_ids(following)
                 self._compare(current, following)
             current.compared.reach()
+            if following is not None:
+                self._make_resident(following)
             spent = self._push_deferred_gradients(previous, self.ahead.transport)
             if current.captured is not None:  # all of i-1 is applied, nothing of i
                 for capture in captures:
@@ -195,6 +201,12 @@ class Staged(Schedule):
         pairs = zip(self._sharded(current), self._sharded(following), strict=True)
         for (group, now), (_, then) in pairs:
             group.compare(now, then, self.ahead.transport, self._masks)
+
+    def _make_resident(self, following: StagedBatch) -> None:
+        """Behind stage 2, lane `ahead`: the owners bring the rows to where the device reaches them.
+        Those of `current` and of the batch before stay there: their gradients are on the way."""
+        for group, request in self._sharded(following):
+            group.make_resident(request, self.ahead.transport)
 
     def _push_deferred_gradients(
         self, previous: StagedBatch | None, transport: Transport
@@ -289,7 +301,7 @@ class Staged(Schedule):
         current.requests = self.tables.request(current.micro)
         self.tables.fetch(current.requests)
         for _, request in self._sharded(current):
-            self.ahead.borrow(request.owned, request.index.keys)
+            self.ahead.borrow(request.owned, request.slots, request.index.keys)
 
     def _await_rows(self, current: StagedBatch) -> None:
         """Waits for stages 4 and 6; from now on the model can read the rows of `current`."""

@@ -78,6 +78,12 @@ def _list_figures(ledger: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"  {kind}", f"{value:.2f} ms, {sent / 1e6:.2f} MB ({paths})"
     if ledger.get("collision_percent") is not None:
         yield "collisions", f"{ledger['collision_percent']:.1f} % of requests"
+    if ledger.get("cache_miss_percent") is not None:
+        up, down = (ledger[f"cache_bytes_{way}"] / 1e6 for way in ("up", "down"))
+        yield (
+            "cache misses",
+            f"{ledger['cache_miss_percent']:.1f} %, {up:.2f} MB up, {down:.2f} down",
+        )
     if ledger.get("sparsity") is not None:
         yield "sparsity (padded share)", f"{100 * ledger['sparsity']:.1f} %"
     if ledger["ranks"] > 1:

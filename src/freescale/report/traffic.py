@@ -50,4 +50,12 @@ def _render_run(place: int, run: Run) -> str:
             f"<p>{explain('Collisions')}: <b>{share}</b> of a batch's requests are for rows that "
             "the batch before reads too.</p>"
         )
+    if ledger.get("cache_miss_percent") is not None:
+        share = format_figure(place, "cache_miss_percent", ledger, "{:.1f} %".format)
+        up = format_figure(place, "cache_bytes_up", ledger, format_bytes)
+        down = format_figure(place, "cache_bytes_down", ledger, format_bytes)
+        words += (
+            f"<p>{explain('Cache misses')}: <b>{share}</b> of the rows that owners are asked for; "
+            f"{up} a step from their home into the caches, {down} back.</p>"
+        )
     return words + render_table([explain(name) for name in _HEAD], rows)

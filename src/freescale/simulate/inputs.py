@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from freescale.config import RunConfig, SimulateConfig
+from freescale.data.loader import Histories
 from freescale.data.negatives import choose_negatives
 from freescale.simulate.compute import Model, load_calibration
 from freescale.simulate.generated_workload import GeneratedWorkload
@@ -12,7 +13,12 @@ from freescale.simulate.network import Network, load_network, load_preset
 from freescale.simulate.recorded_workload import RecordedWorkload
 from freescale.simulate.simulator import Cluster
 from freescale.simulate.workload import Workload
-from freescale.train.build import build_encoder, list_sample_options, prepare_data
+from freescale.train.build import (
+    adopt_choices,
+    build_encoder,
+    list_sample_options,
+    prepare_data,
+)
 
 _LONGEST = 21_000  # history that training takes (DataConfig.max_length)
 
@@ -93,7 +99,9 @@ def describe_training(config: SimulateConfig, base: RunConfig | None = None) -> 
         )
     given = {name: getattr(config, name) for name in ("data", "cache", "width", "layers", "heads")}
     given |= {"max_length": config.cap, "row_optimizer": config.row_optimizer, "seed": config.seed}
-    return RunConfig.from_settings(given, base)
+    trained = RunConfig.from_settings(given, base)
+    samples = Histories(prepare_data(trained), 1, **list_sample_options(trained))
+    return adopt_choices(trained, samples)
 
 
 def build_workload(config: SimulateConfig, gpus: int, trained: RunConfig | None = None) -> Workload:

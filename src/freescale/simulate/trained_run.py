@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from freescale.config import RunConfig, SimulateConfig
+from freescale.embedding.host_tables.tiers import parse_tier
 from freescale.report.runs import read_run
 from freescale.simulate.inputs import place_on_network, read_workload
 from freescale.simulate.network import Network, load_preset
@@ -32,7 +33,8 @@ class TrainedRun:
     @property
     def item_placement(self) -> str:
         wanted = self.config.placements
-        return wanted if isinstance(wanted, str) else wanted.get("item", "auto")
+        item = wanted if isinstance(wanted, str) else wanted.get("item", "auto")
+        return "sharded" if parse_tier(item) is not None else item
 
     @property
     def machine(self) -> Mapping[str, Any]:

@@ -75,13 +75,14 @@ def load_checkpoint(
     reading = run_on_all_ranks(transport, lambda: _prepare(source, model, optimizer, prefix))
     if not tables.placed:
         tables.place()
+    tables.discard()
     wanted: dict[str, Take] = {key: _fill(value) for key, value in reading.dense.items()}
     for name, keys in reading.tables.items():
         parts, (layout, rank) = tables.get_local_state(name), _find_layout(tables, name)
         wanted |= {key: put_rows(parts[part], layout, rank) for part, key in keys.items()}
-    tables.discard()
     mark_all_changed(tables)
     run_on_all_ranks(transport, lambda: _read(reading.source, wanted))
+    tables.reload()
     if optimizer is not None:
         dense_optimizer.restore(optimizer, _name_parameters(model), reading.room)
 

@@ -16,6 +16,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from freescale.config import TrainConfig
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.parallelize import parallelize as parallelize_embeddings
+from freescale.embedding.placement import Wanted
 from freescale.torchrec.batches import BatchForm
 from freescale.torchrec.optimizers import find_row_optimizer
 from freescale.torchrec.plan import read_placements
@@ -39,7 +40,7 @@ def parallelize(
     *,
     transport: Transport | None = None,
     plan: Any = None,
-    placement: str | Mapping[str, str] = TrainConfig.placement,
+    placement: Wanted | Mapping[str, Wanted] = TrainConfig.placement,
     seed: int = TrainConfig.seed,
     row_clip: float | None = None,
     wire_dtype: torch.dtype | None = None,
@@ -61,7 +62,8 @@ def parallelize(
         plan: a sharding plan of TorchRec's. Row-wise tables are sharded, data-parallel ones
             replicated, table-wise ones sharded by row, which is said. Tables that it does not name
             are placed by `placement`.
-        placement: "auto", "sharded" or "replicated", for all tables or by name.
+        placement: "auto", "sharded", "replicated", `freescale.Host(cache="8GB")` or
+            `freescale.Disk(folder, cache="8GB")`, for all tables or by name.
         seed: of the rows of tables on the meta device, which are drawn with the standard deviation
             of their config's uniform distribution, as a function of (seed, table, row).
         row_clip: largest norm of a row's gradient; None does not clip.

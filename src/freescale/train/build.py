@@ -97,6 +97,13 @@ def list_sample_options(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def adopt_choices(config: RunConfig, data: Histories) -> RunConfig:
+    """The configuration with the negatives that the data has chosen in place of `auto`."""
+    names = ("negatives_per", "negatives", "negatives_from", "log_q")
+    chosen = {name: getattr(data, name) for name in names}
+    return replace(config, data=replace(config.data, **chosen))
+
+
 def count_workers(config: RunConfig, device: str) -> int:
     """Processes that make the batches of this rank."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1

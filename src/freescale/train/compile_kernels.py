@@ -20,7 +20,7 @@ from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import RunConfig
 from freescale.data.negatives import choose_log_q, choose_negatives
 from freescale.embedding.layout import TableSpec, choose_stride
-from freescale.embedding.storage import RowStorage, TableRange
+from freescale.embedding.storage import DeviceStorage, TableRange
 from freescale.kernels import dispatch
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.triton import row_sums as triton_row_sums
@@ -143,7 +143,7 @@ def call_local_tables(
     dispatch.deduplicate(numbers, ids[:0])
     optimizer = build_row_optimizer(config)
     rows = TableRange(TableSpec("item", ITEMS, weight.shape[1], weight.dtype, ()), 0, 0, ITEMS)
-    storage = RowStorage([rows], ITEMS, optimizer, weight.device)
+    storage = DeviceStorage([rows], ITEMS, optimizer, weight.device)
     for count in (numbers.numel(), ITEMS):  # long sums go in chunks
         dispatch.sum_by_row(gradients[:count], numbers[:count], ITEMS)
         for step in (1, 10**9):

@@ -55,6 +55,8 @@ def evaluate_retrieval(
     parallel.tables.settle()
     ids, rows = parallel.tables.get_local_rows(table)
     with torch.no_grad(), evaluation_mode(module):
+        # Scores are computed on the device, wherever the rows are at home.
+        rows = rows.to(transport.device)
         catalogue = module.encode_items(rows)  # type: ignore[operator]  # [n, width]
     place = _PlaceFinder(ids)
     # on every rank, whatever it owns

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from freescale.pipeline.step_result import StepResult
 from freescale.train import milestones
 from freescale.train.best import build_best
 from freescale.train.build import (
+    adopt_choices,
     build_model,
     build_optimizer,
     build_pipeline,
@@ -102,11 +102,8 @@ class Trainer:
     def _build(self, callbacks: Sequence[Callback]) -> None:
         config, settings, transport = self.config, self.config.train, self.transport
         self.data = load_histories(config, self.histories, transport)
-        # as it was chosen: the run's config.json keeps it, and a resumed run repeats it
-        chosen = {
-            name: getattr(self.data, name) for name in ("negatives_per", "negatives", "log_q")
-        }
-        self.config = config = replace(config, data=replace(config.data, **chosen))
+        # the run's config.json keeps it, and a resumed run repeats it
+        self.config = config = adopt_choices(config, self.data)
         total = count_steps(self.data, settings.steps)
         self.model = build_model(config, self.data, transport)
         self.optimizer = build_optimizer(config, self.model)

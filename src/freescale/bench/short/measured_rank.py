@@ -72,8 +72,13 @@ class Marks(Callback):
 
 
 class Measured(Trainer):
+    """Has both names under which the method has been called, for either commit."""
+
     def evaluate(self, part: str) -> dict[str, dict[str, float]]:
         return super().evaluate("validation")
+
+    def _evaluate(self, part: str) -> Any:
+        return super()._evaluate("validation")  # type: ignore[misc]
 
 
 def main(argument: str) -> None:

@@ -15,13 +15,14 @@ def format_short(used: Results, folder: str) -> str:
     for arm in arms:
         mine = [row for row in result["rows"] if row["arm"] == arm]
         step = statistics.median(row["step_ms"] for row in mine)
-        used, tokens, hits = (
+        processor, tokens, hits = (
             statistics.mean(row[key] for row in mine) for key in ("cpu_ms", "tokens", "hr@10")
         )
-        rows.append((arm, f"{step:.1f}", f"{used:.1f}", f"{tokens:.0f}", f"{hits:.3f}"))
+        rows.append((arm, f"{step:.1f}", f"{processor:.1f}", f"{tokens:.0f}", f"{hits:.4f}"))
     about = result["training"]
+    file = about["file"]
     conditions = (
-        f"Generated, {about['file']['users']:,} users; {about['settings']}, {about['steps']} "
-        f"steps; before: {about['before']}."
+        f"{file.get('name', 'Generated')}, {file['users']:,} users, {file['items']:,} items; "
+        f"{about['settings']}, {about['steps']} steps; before: {about['before']}."
     )
     return format_table(used, folder, head, rows, conditions=conditions)

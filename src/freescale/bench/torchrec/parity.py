@@ -184,7 +184,9 @@ def bench_parity(peer: Path | None, to: Destination) -> int:
             ("losses of 10 steps, largest difference", "loss_difference", 10),
         ):
             worst = max(row[key] for row in found)
-            claims.append(claim(f"{name}: {text}", asked, 1e6 * worst, "1e-6", at_least=False))
+            claims.append(
+                claim(f"{name}: {text}", asked, 1e6 * worst, "millionths", at_least=False)
+            )
         differ = sum(not row["staged_equals_serial"] for row in found)
         text = "runs whose staged losses and weights are not serial's to the bit"
         claims.append(claim(f"{name}: {text}", 0, differ, "runs", at_least=False))

@@ -63,6 +63,9 @@ class NativeLibrary:
             library.compare_in_samples, *[size] * 3, *[at] * 9, c_float, *[at] * 5
         )
         self.adam_rows = _declare(library.adam_rows, *[size] * 2, *[at] * 5, *[c_float] * 6)
+        self.rowwise_adagrad_rows = _declare(
+            library.rowwise_adagrad_rows, *[size] * 2, *[at] * 4, *[c_float] * 2
+        )
         self.spread_slopes = _declare(
             library.spread_slopes, *[size] * 3, *[at] * 9, flag, *[at] * 4
         )

@@ -1,4 +1,5 @@
-"""Row optimizers on a CPU: Adam in C, in one pass over the rows; the others as in plain torch."""
+"""Row optimizers on a CPU: Adam and row-wise Adagrad in C, in one pass over the rows; the others as
+in plain torch."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.native.bindings import address, load_native, require_native
-from freescale.kernels.reference.row_updates import adagrad, clip_rows, rowwise_adagrad, sgd
+from freescale.kernels.reference.row_updates import adagrad, clip_rows, sgd
 
 __all__ = ["adagrad", "adam", "clip_rows", "fits", "rowwise_adagrad", "sgd"]
 
@@ -23,6 +24,17 @@ def fits(weight: Tensor) -> bool:
 def _is_chosen() -> bool:
     """Not where torch divides an operation among several cores."""
     return torch.get_num_threads() == 1 and load_native() is not None
+
+
+def rowwise_adagrad(
+    weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float
+) -> None:
+    """As the reference."""
+    assert weight.is_contiguous() and total.is_contiguous() and rows.dtype == torch.int64
+    rows, gradients = rows.contiguous(), gradients.contiguous()
+    require_native().rowwise_adagrad_rows(
+        *gradients.shape, *map(address, (rows, gradients, weight, total)), eps, lr
+    )
 
 
 def adam(

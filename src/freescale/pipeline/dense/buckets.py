@@ -15,8 +15,8 @@ from freescale.pipeline.dense.partitioned import PartitionedAllReduce
 from freescale.transport.api import Handle, Transport
 
 _MOST_BYTES = 25 << 20
-# below, a message is mostly latency: NCCL's kernels wait for each other
-_LEAST_BYTES = {"cpu": 64 << 10, "cuda": 2 << 20}
+# below, a message is mostly latency: NCCL's kernels wait for each other, gloo's threads wake up
+_LEAST_BYTES = {"cpu": 256 << 10, "cuda": 2 << 20}
 # at least, where they are large enough: a backward has something to hide the first ones behind
 _BUCKETS = 4
 

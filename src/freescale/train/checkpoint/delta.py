@@ -76,7 +76,9 @@ def collect_changes(
         positions = torch.int32 if spec.rows <= 1 << 31 else torch.int64
         tensors[f"{label}/positions"] = (local + first).to(positions)
         for part, value in storage.get_tensors(name).items():
-            tensors[f"{label}/{part}"] = value.index_select(0, local + (first - own.first))
+            tensors[f"{label}/{part}"] = value.index_select(
+                0, (local + (first - own.first)).to(value.device)
+            )
     return tensors, spans
 
 

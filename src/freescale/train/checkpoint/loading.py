@@ -46,7 +46,6 @@ def load_checkpoint(
     reader = SafeReader(path)
     metadata = run_on_all_ranks(transport, reader.read_metadata)
     unpacker = Unpacker(state, metadata, transport.device)
-    tables = collect_tables(model.tables, transport, model.tables.specs)
     extra = {name: unpacker.unpack(packed) for name, packed in state.get("extra_state", {}).items()}
     kept = unpack_optimizer(optimizer, names, state, unpacker) if optimizer is not None else {}
     # Other ranks or devices have other random states; each rank keeps its own.
@@ -58,6 +57,7 @@ def load_checkpoint(
     )
     own = collect_dense(model.module) | unpacker.tensors | random | errors
     model.tables.discard()
+    tables = collect_tables(model.tables, transport, model.tables.specs)
     mark_all_changed(model.tables)
     if checkpoint.ancestors:
         base = checkpoint.base.path
@@ -68,6 +68,7 @@ def load_checkpoint(
     else:
         own |= tables
     _load_tensors(path, own, reader, transport)
+    model.tables.reload()
     restore_extra(model.module, extra)
     if optimizer is not None:
         optimizer.state.clear()

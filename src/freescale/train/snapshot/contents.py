@@ -113,6 +113,6 @@ def _collect_changes(tables: Tables, name: str) -> dict[str, Tensor]:
     kind = torch.int32 if own.last - own.first <= 1 << 31 else torch.int64
     found = {f"changed/{name}/positions": local.to(kind)}
     return found | {
-        f"changed/{name}/{part}": value.index_select(0, local)
+        f"changed/{name}/{part}": value.index_select(0, local.to(value.device))
         for part, value in storage.get_tensors(name).items()
     }

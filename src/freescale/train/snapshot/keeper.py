@@ -70,14 +70,15 @@ class Keeper:
     def _serve(self, connection: socket.socket) -> bool:
         """Answers a message. Returns whether the keeper goes on."""
         files: list[int] = []
+        ends = False
         try:
             message, files, _, _ = socket.recv_fds(connection, LARGEST, 1)
             if not message:
                 raise ConnectionError
             asked = json.loads(message)
+            ends = asked["do"] == "end"
             answer, sent = self._do(asked, files)
             socket.send_fds(connection, [json.dumps(answer).encode()], sent)
-            return bool(asked["do"] != "end")
         except (OSError, ValueError, KeyError, TypeError):
             for file in files:
                 if file not in self._files.values():
@@ -86,7 +87,7 @@ class Keeper:
             connection.close()
             self._connected -= 1
             self._last = time.monotonic()
-            return True
+        return not ends
 
     def _do(
         self, asked: dict[str, object], files: list[int]

@@ -89,6 +89,7 @@ def load_state(
                 value.copy_(chain[0][f"table/{name}/{part}"])
         for tensors in chain[1:]:
             apply_changes(parts, tensors)
+        tables.reload()
     restore_extra(model.module, extra)
     optimizer.state.clear()
     optimizer.state.update(kept)
@@ -120,6 +121,6 @@ def _restore_marks(
         group.rows.changed.follow(CONSUMER)
     for number, consumer, label in state["marks"]:
         changed = groups[number].rows.changed
-        size = groups[number].rows.weight.shape[0]
+        size = groups[number].rows.size
         marks = np.unpackbits(tensors[label].numpy(), count=size)
         changed.set_marks(consumer, torch.from_numpy(marks).bool())

@@ -22,3 +22,22 @@ void adam_rows(int64_t count, int64_t width, const int64_t *rows, const float *g
         }
     }
 }
+
+/* Rows [count] of weight [any, width], by gradients [count, width]; total [any]: the running sum of
+   a row's mean squared gradient. The order of the sum is the same for every row. */
+void rowwise_adagrad_rows(int64_t count, int64_t width, const int64_t *rows,
+                          const float *gradients, float *weight, float *total, float eps,
+                          float rate) {
+    for (int64_t i = 0; i < count; i++) {
+        const float *g = gradients + i * width;
+        float *w = weight + rows[i] * width;
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t c = 0; c < width; c++) squares += g[c] * g[c];
+        float sum = total[rows[i]] + squares / width;
+        total[rows[i]] = sum;
+        float scale = rate / (sqrtf(sum) + eps);
+#pragma omp simd
+        for (int64_t c = 0; c < width; c++) w[c] -= scale * g[c];
+    }
+}

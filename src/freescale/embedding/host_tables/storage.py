@@ -1,0 +1,179 @@
+"""Rows whose home is host memory or a file, and a cache of them on the device that computes.
+
+    make_resident   plan (plan.py), write back what makes room, bring what is missing
+    gather, update  by slots of the cache, as if it were the table
+    get_tensors     write back all that changed; then the home is the table
+
+The home is working memory: between two calls of `get_tensors` some of its rows are older than those
+in the cache, and a run that ends leaves nothing of it. It is always made from initial rows or a
+checkpoint. What is resident, and since when, depends on the batches alone: schedules that train the
+same batches make the same decisions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from freescale.embedding.host_tables.copies import Copies, HostCopies, PinnedCopies
+from freescale.embedding.host_tables.homes import open_home
+from freescale.embedding.host_tables.plan import (
+    PINNED,
+    CacheContents,
+    CachePlan,
+    CacheTooSmall,
+    Numbers,
+    plan_cache,
+)
+from freescale.embedding.host_tables.tiers import Tier, format_bytes
+from freescale.embedding.optimizers import RowOptimizer
+from freescale.embedding.storage import Recorder, RowStorage, TableRange
+from freescale.kernels.upload import upload
+
+_CHUNK_BYTES = 64 << 20  # of rows that are made together
+
+
+@dataclass(frozen=True)
+class CacheTraffic:
+    """Of one batch: what its owner was asked for, and what moved for it."""
+
+    wanted: int  # different rows
+    missed: int  # rows that were not in the cache
+    bytes_up: int  # from the home into the cache
+    bytes_down: int  # from the cache to the home
+
+
+class CachedStorage(RowStorage):
+    """A home for all rows, a cache for those that are used."""
+
+    def __init__(
+        self,
+        ranges: list[TableRange],
+        size: int,
+        optimizer: RowOptimizer,
+        device: torch.device,
+        tier: Tier,
+    ) -> None:
+        """As `RowStorage`. The cache has the tier's size for each of the tables.
+
+        Raises:
+            ValueError: memory or disk space cannot be had.
+        """
+        super().__init__(ranges, size, optimizer, device)
+        spec = ranges[0].spec
+        shapes = {"rows": (size, spec.width)} | {
+            name: (size, *shape) for name, shape in optimizer.state_shapes(spec.width).items()
+        }
+        self._about = "table " + ", ".join(repr(name) for name in self._ranges)
+        self._bytes_per_row = spec.dtype.itemsize * sum(
+            torch.Size(shape[1:]).numel() for shape in shapes.values()
+        )
+        slots = min(size, max(1, len(ranges) * tier.cache_bytes // self._bytes_per_row))
+        self._home = open_home(tier, shapes, spec.dtype, self._about)
+        self._copies: Copies = HostCopies()
+        if device.type == "cuda":
+            self._copies = PinnedCopies(spec.bytes_per_row)
+            self.chunk_rows = max(self.chunk_rows, _CHUNK_BYTES // spec.bytes_per_row)
+        self.weight, self.state = self._allocate(slots, device)
+        # Rows in the slots, for the marks of changed rows; the last one is that of slot -1.
+        self._rows = torch.full((slots + 1,), -1, dtype=torch.int64, device=device)
+        self.contents = CacheContents.make(size, slots)
+        self._batches = 0  # that were made resident
+        self._newer = np.zeros(slots, dtype=np.bool_)  # slots that may be newer than the home
+        self._updated = False  # since all of them were written back
+        self.traffic = CacheTraffic(0, 0, 0, 0)  # of the last batch
+
+    # ---- every step
+
+    def make_resident(self, rows: Tensor, ledger: Recorder) -> Tensor:
+        """Waits for the device, which has to tell the rows."""
+        with ledger.span("make resident"):
+            slots = self._make_resident(rows)
+        for name, value in vars(self.traffic).items():
+            ledger.count(f"cache_{name}", value)
+        return slots
+
+    def _make_resident(self, rows: Tensor) -> Tensor:
+        unique, inverse = torch.unique(rows, return_inverse=True)
+        try:
+            plan = plan_cache(self.contents, unique.cpu().numpy().astype(np.int64), self._batches)
+        except CacheTooSmall as error:
+            raise self._explain(error) from None
+        out_of = plan.into[: plan.leave.size]
+        newer = self._newer[out_of]
+        self._send(plan.leave[newer], out_of[newer])
+        self._bring(plan.bring, plan.into)
+        self._adopt(plan)
+        self.traffic = CacheTraffic(
+            plan.wanted.size,
+            plan.bring.size,
+            plan.bring.size * self._bytes_per_row,
+            int(newer.sum()) * self._bytes_per_row,
+        )
+        slots = upload(plan.slots, rows.device).to(rows.dtype)
+        return slots.index_select(0, inverse)
+
+    def _adopt(self, plan: CachePlan) -> None:
+        device = self._rows.device
+        self._rows.index_copy_(0, upload(plan.into, device), upload(plan.bring, device))
+        self.contents.apply(plan)
+        self._newer[plan.slots] = True  # they are trained
+        self._batches += 1
+
+    def _explain(self, error: CacheTooSmall) -> ValueError:
+        slots, row = self.contents.slots, self._bytes_per_row
+        need = format_bytes(-(-error.need * row // len(self._ranges)))
+        each = " for each of them" if len(self._ranges) > 1 else ""
+        return ValueError(
+            f"{self._about}: the cache holds {slots:,} rows of this rank "
+            f"({format_bytes(slots * row)}), {error}: give it at least {need}{each}, or use "
+            "smaller batches or more ranks"
+        )
+
+    def _bring(self, rows: Numbers, slots: Numbers) -> None:
+        for home, cache in self._pair_tensors():
+            self._copies.bring(home, rows, cache, slots)
+
+    def _send(self, rows: Numbers, slots: Numbers) -> None:
+        for home, cache in self._pair_tensors():
+            self._copies.send(home, rows, cache, slots)
+
+    def _pair_tensors(self) -> list[tuple[Tensor, Tensor]]:
+        caches = {"rows": self.weight, **self.state}
+        return [(self._home[name], cache) for name, cache in caches.items()]
+
+    def _mark(self, slots: Tensor) -> None:
+        self._updated = True
+        if self.changed.consumers:
+            self.changed.mark(self._rows[slots.long()])
+
+    def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        self._write_back()
+        found = self._home["rows"].index_select(0, rows.cpu().long())
+        return found.to(self.weight.device).to(dtype)
+
+    # ---- all rows of this rank
+
+    def get_tensors(self, name: str) -> dict[str, Tensor]:
+        self._write_back()
+        part = self._ranges[name].slice
+        return {key: value[part] for key, value in self._home.items()}
+
+    def _write_back(self) -> None:
+        """Afterwards the home has every update made so far."""
+        if not self._updated:
+            return
+        self._updated = False
+        slots = self._newer.nonzero()[0]
+        self._send(self.contents.row_of[slots], slots)
+        # Those of the last batches are on their way through steps, and change again.
+        self._newer &= self.contents.last_use >= self._batches - PINNED
+
+    def reload(self) -> None:
+        """The home was written to: the cache takes its rows."""
+        self._updated = False
+        slots = np.arange(self.contents.filled)
+        self._bring(self.contents.row_of[: slots.size].copy(), slots)

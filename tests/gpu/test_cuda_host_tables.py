@@ -1,0 +1,70 @@
+"""Host and disk tables on a GPU: through pinned buffers, beside the compute, the bits of tables on
+the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.gpu_training import train
+
+import freescale
+from freescale.embedding.host_tables import copies
+from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.pipeline.staged import Staged
+from freescale.transport.local import LocalTransport
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+ITEMS = 3000  # a batch reads about 340 of them: rows leave the cache and come back
+
+
+def bytes_of(rows, optimizer, dtype, width=8):
+    shapes = ROW_OPTIMIZERS[optimizer]().state_shapes(width).values()
+    return rows * dtype.itemsize * (width + sum(torch.Size(shape).numel() for shape in shapes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # Triton's kernels, plain torch's
+@pytest.mark.parametrize("optimizer", ROW_OPTIMIZERS)
+def test_bit_equal_to_tables_on_the_device(optimizer, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(copies, "_BUFFER_BYTES", 4096)  # many pieces
+    options = {"optimizer": optimizer, "dtype": dtype, "items": ITEMS}
+    losses, expected = train(LocalTransport("cuda"), "serial", **options)
+    cache = bytes_of(1250, optimizer, dtype)
+    for schedule, tier in (
+        ("serial", freescale.Host(cache)),
+        (Staged, freescale.Host(cache)),
+        ("staged", freescale.Host(cache)),  # of one rank: single.py
+        ("staged", freescale.Disk(str(tmp_path), cache)),
+    ):
+        placement = {"item": tier, "action": "sharded"}
+        found, own = train(LocalTransport("cuda"), schedule, placement=placement, **options)
+        assert found == losses
+        assert [name for name in expected if not torch.equal(own[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("shape", [(7,), ()], ids=["rows", "one value a row"])
+def test_copies_in_pieces(shape, monkeypatch):
+    """Up and down, more pieces than buffers, none, and one."""
+    monkeypatch.setattr(copies, "_BUFFER_BYTES", 256)
+    moved = copies.PinnedCopies(7 * 4)
+    home = torch.randn(1000, *shape)
+    cache = torch.zeros(300, *shape, device="cuda")
+    random = np.random.default_rng(0)
+    for count in (0, 1, 9, 300):
+        rows, slots = random.permutation(1000)[:count], random.permutation(300)[:count]
+        moved.bring(home, rows, cache, slots)
+        assert torch.equal(cache[torch.from_numpy(slots).cuda()].cpu(), home[rows])
+        cache.add_(1)
+        moved.send(home, rows, cache, slots)
+        assert torch.equal(cache[torch.from_numpy(slots).cuda()].cpu(), home[rows])
+
+
+def test_a_table_that_does_not_fit_goes_to_the_host(monkeypatch):
+    """With a device that says it is small."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 20, 1 << 20))
+    module = torch.nn.ModuleDict({"item": torch.nn.Embedding(10_000, 64, device="meta")})
+    sharded = freescale.parallelize(module, {"item": ["history"]}, transport=LocalTransport("cuda"))
+    sharded.tables.place()
+    (line,) = sharded.tables.describe()
+    assert "host memory, cache 524.3 kB (tables need 7.7 MB of a rank's GPU" in line

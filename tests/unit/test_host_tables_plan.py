@@ -1,0 +1,97 @@
+"""The plan of the exact cache against a plain one: a dict of rows and their last uses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freescale.embedding.host_tables import plan as plan_module
+from freescale.embedding.host_tables.plan import PINNED, CacheContents, CacheTooSmall, plan_cache
+
+ROWS = 24
+BATCHES = st.lists(st.sets(st.integers(0, ROWS - 1), max_size=7), max_size=30)
+
+
+class PlainCache:
+    """Rows and their last uses: brings what is missing, drops the oldest that are not pinned."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots, self.last_use = slots, {}
+
+    def plan(self, wanted: set[int], batch: int) -> tuple[list[int], list[int]]:
+        """(rows to bring, rows that leave, in this order)."""
+        bring = sorted(wanted - self.last_use.keys())
+        candidates = sorted(
+            (use, row)
+            for row, use in self.last_use.items()
+            if use <= batch - PINNED and row not in wanted
+        )
+        excess = max(0, len(self.last_use) + len(bring) - self.slots)
+        if excess > len(candidates):
+            pinned = {row for row, use in self.last_use.items() if use > batch - PINNED}
+            raise CacheTooSmall(len(pinned | wanted))
+        leave = [row for _, row in candidates[:excess]]
+        for row in leave:
+            del self.last_use[row]
+        self.last_use |= dict.fromkeys(wanted, batch)
+        return bring, leave
+
+
+def ascending(rows) -> np.ndarray:
+    return np.array(sorted(rows), dtype=np.int64)
+
+
+@settings(max_examples=120, deadline=None)
+@given(BATCHES, st.integers(1, ROWS), st.integers(1, 3))
+def test_same_decisions_as_the_plain_cache(batches, slots, look):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "_LEAST_LOOK", look)
+        compare_with_plain(batches, slots)
+
+
+def compare_with_plain(batches, slots):
+    contents, plain, memory = CacheContents.make(ROWS, slots), PlainCache(slots), {}
+    for batch, wanted in enumerate(batches):
+        before = contents.slot_of.copy(), contents.row_of.copy(), contents.last_use.copy()
+        try:
+            bring, leave = plain.plan(wanted, batch)
+        except CacheTooSmall as expected:
+            with pytest.raises(CacheTooSmall) as found:
+                plan_cache(contents, ascending(wanted), batch)
+            assert found.value.need == expected.need > slots
+            return
+        plan = plan_cache(contents, ascending(wanted), batch)
+        now = contents.slot_of, contents.row_of, contents.last_use
+        assert all(np.array_equal(a, b) for a, b in zip(before, now, strict=True))  # pure
+        assert (plan.bring.tolist(), plan.leave.tolist()) == (bring, leave)
+        assert plan.into[: len(leave)].tolist() == contents.slot_of[plan.leave].tolist()
+        contents.apply(plan)
+        # What a memory with these slots holds: each wanted row in its slot, no row twice.
+        memory |= dict(zip(plan.into.tolist(), plan.bring.tolist(), strict=True))
+        assert [memory[slot] for slot in plan.slots.tolist()] == sorted(wanted)
+        assert {memory[slot] for slot in memory} == plain.last_use.keys()
+        assert len(memory) == len(plain.last_use) == contents.filled <= slots
+
+
+def test_rows_of_three_batches_stay():
+    """A cache for six rows, two of them in each batch: the fourth replaces the first."""
+    contents = CacheContents.make(20, 6)
+    for batch in range(3):
+        plan = plan_cache(contents, ascending([2 * batch, 2 * batch + 1]), batch)
+        contents.apply(plan)
+        assert plan.leave.size == 0
+    plan = plan_cache(contents, ascending([10, 11]), 3)
+    assert plan.leave.tolist() == [0, 1]
+    with pytest.raises(CacheTooSmall, match="3 consecutive batches read 7 rows"):
+        plan_cache(contents, ascending([10, 11, 12]), 3)
+
+
+def test_the_queue_stays_small_without_evictions():
+    contents = CacheContents.make(10, 10)
+    for batch in range(200):
+        contents.apply(plan_cache(contents, ascending([batch % 10, (batch + 3) % 10]), batch))
+        assert sum(used.rows.size for used in contents.queue) <= 2 * contents.slots + 2
+    # and what it forgot was old: the row that goes first is still the oldest one
+    assert contents.find_oldest(1, ascending([]), 200).rows.tolist() == [3]
