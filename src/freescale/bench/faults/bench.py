@@ -40,9 +40,9 @@ class Options:
     timeout: float
 
 
-def list_kinds(disk: bool, hosts: int) -> list[str]:
+def list_kinds(disk: bool, hosts: int, snapshots: bool) -> list[str]:
     """The kinds of faults that can happen here, to runs with a disk of their own or without."""
-    there = {""} | ({"disk"} if disk else set())
+    there = {""} | ({"disk"} if disk else set()) | ({"snapshots"} if snapshots else set())
     if hosts > 1:
         there |= {"hosts"} | ({"packets"} if can_lose_packets() else set())
     return [name for name, kind in KINDS.items() if kind.needs in there]
@@ -58,10 +58,11 @@ def bench_faults(options: Options, to: Destination) -> int:
     disk = mount_disk(work / "disk.img", work / "disk")
     if not disk:
         print("disks are not full here: to mount one takes root and mkfs.ext4", flush=True)
-    kinds, rows = list_kinds(disk, options.hosts), []
+    rows = []
     with open_hosts(options.hosts) if options.hosts > 1 else nullcontext() as network:
         for seed in range(options.seed, options.seed + options.storms):
             setting = choose_setting(seed, options.worlds, options.hosts, options.timeout)
+            kinds = list_kinds(disk, options.hosts, setting.snapshot_every > 0)
             rows.append(run_storm(work, seed, options.faults, setting, kinds, network))
     words = f"--storms {options.storms} --faults {options.faults} --seed {options.seed}"
     ranks = ",".join(map(str, options.worlds))
@@ -69,7 +70,8 @@ def bench_faults(options: Options, to: Destination) -> int:
     words += f" --ranks {ranks}" + (f" --hosts {options.hosts}" if options.hosts > 1 else "")
     claims = make_claims(rows)
     testbed = "hosts" if options.hosts > 1 else "cpu"
-    about = {name: KINDS[name].about for name in kinds}
+    struck = {event["kind"] for row in rows for event in row["events"]}
+    about = {name: kind.about for name, kind in KINDS.items() if name in struck}
     command = f"freescale bench faults {words}"
     write("faults", testbed, command, rows, claims, to=to, kinds=about)
     return int(not all(_is_exact(row) for row in rows))

@@ -82,6 +82,10 @@ class HostsTestbed(LocalTestbed):
     def may_start(self) -> bool:
         return not self._ending or not any(self.launchers)
 
+    def is_on(self, process: int, host: int) -> bool:
+        network = os.stat(f"/run/netns/{self._network.names[host]}").st_ino
+        return os.stat(f"/proc/{process}/ns/net").st_ino == network
+
     def close(self) -> None:
         kill(self._store)
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-STEP, CHECKPOINT, RESTORE, MEETING, PREPARE = "step", "checkpoint", "restore", "meeting", "prepare"
+STEP, CHECKPOINT, SNAPSHOT = "step", "checkpoint", "snapshot"
+RESTORE, MEETING, PREPARE = "restore", "meeting", "prepare"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Moment:
 _STAGED, _SCHEDULE = "pipeline.staged:Staged", "pipeline.schedule:Schedule"
 _NEXT = "pipeline.next_batch:BatchPreparation"
 _CHECKPOINT = "train.checkpoint"
+_SNAPSHOT = "train.snapshot"
 _FILES = f"{_CHECKPOINT}.files:CheckpointFolder"
 _WRITING = f"{_CHECKPOINT}.writing"
 
@@ -49,7 +51,7 @@ MOMENTS = (
     Moment(STEP, "sum dense gradients", "pipeline.dense.buckets:GradientBuckets.reduce"),
     Moment(STEP, "dense optimizer", f"{_SCHEDULE}._update_dense"),
     Moment(STEP, "step is over", f"{_SCHEDULE}._make_result", after=True),
-    Moment(STEP, "log", "train.trainer:Trainer._log"),
+    Moment(STEP, "log", "train.training_loop:TrainingLoop._log"),
     Moment(CHECKPOINT, "begin to save", f"{_CHECKPOINT}.checkpoints:Checkpoints.save"),
     Moment(CHECKPOINT, "copied", f"{_CHECKPOINT}.checkpoints:Checkpoints.save", after=True),
     Moment(CHECKPOINT, "make folder", f"{_FILES}.begin", rank_0=True),
@@ -62,13 +64,19 @@ MOMENTS = (
     Moment(CHECKPOINT, "synced", f"{_CHECKPOINT}.files:_sync", rank_0=True, after=True),
     Moment(CHECKPOINT, "renamed", f"{_FILES}.finish", rank_0=True, after=True),
     Moment(CHECKPOINT, "remove old", f"{_FILES}.remove", rank_0=True),
+    Moment(SNAPSHOT, "take snapshot", f"{_SNAPSHOT}.snapshots:Snapshots.take_if_due"),
+    Moment(SNAPSHOT, "write segment", f"{_SNAPSHOT}.snapshots:write_segment"),
+    Moment(SNAPSHOT, "segment is written", f"{_SNAPSHOT}.snapshots:write_segment", after=True),
+    Moment(SNAPSHOT, "keep segment", f"{_SNAPSHOT}.held:HeldChains.keep"),
+    Moment(SNAPSHOT, "complete snapshot", f"{_SNAPSHOT}.held:HeldChains.complete"),
+    Moment(SNAPSHOT, "snapshot is complete", f"{_SNAPSHOT}.held:HeldChains.complete", after=True),
     Moment(RESTORE, "claim folder", "train.run_folder:RunFolder._inspect", rank_0=True),
     Moment(RESTORE, "find checkpoint", f"{_CHECKPOINT}.checkpoints:find_checkpoint"),
     Moment(RESTORE, "verify files", f"{_CHECKPOINT}.chain:_compare_all"),
     Moment(RESTORE, "load tensors", f"{_CHECKPOINT}.loading:_load_tensors"),
     Moment(RESTORE, "tensors are loaded", f"{_CHECKPOINT}.loading:_load_tensors", after=True),
-    Moment(RESTORE, "cut logs", "train.trainer:truncate_logs", rank_0=True),
-    Moment(RESTORE, "restored", "train.trainer:Trainer._begin", after=True),
+    Moment(RESTORE, "cut logs", "train.resume:truncate_logs", rank_0=True),
+    Moment(RESTORE, "restored", "train.trainer:begin_or_resume", after=True),
     Moment(RESTORE, "open folder", "train.run_folder:RunFolder.open"),
     Moment(RESTORE, "log restart", "train.run_folder:RunFolder.log_restarts"),
     Moment(RESTORE, "restart is logged", "train.run_folder:RunFolder.log_restarts", after=True),

@@ -12,6 +12,7 @@ from freescale.bench.faults.moments import (
     MEETING,
     PREPARE,
     RESTORE,
+    SNAPSHOT,
     STEP,
     Moment,
     list_moments,
@@ -32,7 +33,7 @@ class Kind:
         ends: whether the attempt at the run ends with it.
         moments: groups of moments at which it may happen.
         needs: what the testbed must have: "disk" (one of its own), "hosts" (a network of its own),
-            "packets" (the same, with nftables).
+            "packets" (the same, with nftables), "snapshots" (the run takes some).
         seconds: (shortest, longest) of a disturbance that passes.
     """
 
@@ -51,11 +52,19 @@ class Kind:
 KINDS = {
     "kill rank": Kind("a rank is killed (SIGKILL)", True, (STEP,)),
     "kill in checkpoint": Kind("a rank is killed while it saves", True, (CHECKPOINT,)),
+    "kill in snapshot": Kind(
+        "a rank is killed while it takes a snapshot", True, (SNAPSHOT,), "snapshots"
+    ),
+    "kill keeper": Kind(
+        "a rank and the keeper of the snapshots are killed", True, (STEP, SNAPSHOT), "snapshots"
+    ),
     "kill in restore": Kind("a rank is killed while it restores", True, (RESTORE,)),
     "kill in meeting": Kind("a rank is killed while the ranks meet", True, (MEETING,)),
     "kill in preparation": Kind("a process is killed that prepares the data", True, (PREPARE,)),
     "kill launcher": Kind("the launcher is killed", True, (STEP, CHECKPOINT)),
-    "kill machine": Kind("all processes of a machine are killed", True, (STEP, CHECKPOINT)),
+    "kill machine": Kind(
+        "all processes of a machine are killed, its keeper too", True, (STEP, CHECKPOINT)
+    ),
     "damage": Kind("all is killed, and the newest checkpoint damaged", True, (STEP, CHECKPOINT)),
     "preempt launcher": Kind("SIGTERM to the launcher", True, (STEP, CHECKPOINT)),
     "preempt rank": Kind("SIGUSR1 to a rank", True, (STEP,)),
@@ -154,7 +163,7 @@ def plan_faults(seed: int, number: int, world: int, kinds: Sequence[str]) -> lis
 def count_steps(faults: Sequence[Fault]) -> int:
     """How long a run is that ends after the last of them. Each happens `after` steps after the run
     has gone on, or somewhat later; most set it back by some steps."""
-    return sum(fault.after + 2 for fault in faults) + _FIRST
+    return sum(fault.after + 3 for fault in faults) + _FIRST
 
 
 def _choose_kind(draw: random.Random, left: list[str], kinds: Sequence[str], before: str) -> str:

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from freescale.batch import SequenceBatch
-from freescale.bench.faults.moments import CHECKPOINT, MOMENTS, STEP, watch, watch_moments
+from freescale.bench.faults.moments import CHECKPOINT, MOMENTS, SNAPSHOT, STEP, watch, watch_moments
 from freescale.sequences import Jagged
 
 LAUNCHER = -1  # in the place of a rank
 _PATIENCE = 30.0  # seconds until a process goes on without the storm
-_OF_START = {moment.name for moment in MOMENTS if moment.group not in (STEP, CHECKPOINT)}
+_OF_START = {moment.name for moment in MOMENTS if moment.group not in (STEP, CHECKPOINT, SNAPSHOT)}
 
 
 class Reporter:
@@ -74,7 +74,7 @@ class Reporter:
         )
 
     def note_begin(self, _: None, trainer: Any, checkpoint: str) -> None:
-        """After `Trainer._begin`."""
+        """After `begin_or_resume`."""
         self._write({"began": trainer.step, "world": trainer.transport.world})
 
     def note_samples(self, _: Any, micro: list[SequenceBatch], *rest: Any) -> None:
@@ -145,7 +145,7 @@ def report_to(address: Path, logs: Path, rank: int, host: int) -> None:
     if not _reporters:
         watch_moments(lambda moment: _reporters[-1].visit(moment))
         for function, call, after in (
-            ("train.trainer:Trainer._begin", Reporter.note_begin, True),
+            ("train.trainer:begin_or_resume", Reporter.note_begin, True),
             ("pipeline.schedule:Schedule._compute", Reporter.note_samples, False),
             ("pipeline.schedule:Schedule._make_result", Reporter.note_step, True),
         ):

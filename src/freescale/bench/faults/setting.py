@@ -24,6 +24,7 @@ class Setting:
         hosts: that they are divided over; 1: one machine.
         asynchronous: checkpoints are written beside training.
         full_every: every how many-th checkpoint is a full one.
+        snapshot_every: steps between snapshots in memory; 0: none.
         transport, timeout: of `freescale train`.
     """
 
@@ -31,6 +32,7 @@ class Setting:
     hosts: int
     asynchronous: bool
     full_every: int
+    snapshot_every: int
     transport: str
     timeout: float
 
@@ -38,9 +40,10 @@ class Setting:
         where = f"{self.hosts} hosts" if self.hosts > 1 else "one machine"
         how = "beside training" if self.asynchronous else "between steps"
         deltas = f", one of {self.full_every} full" if self.full_every > 1 else ""
+        every = f", a snapshot every {self.snapshot_every} steps" if self.snapshot_every else ""
         return (
             f"{self.world} ranks of {where}, transport {self.transport}, checkpoints written {how}"
-            f"{deltas}"
+            f"{deltas}{every}"
         )
 
 
@@ -52,6 +55,7 @@ def choose_setting(seed: int, worlds: Sequence[int], hosts: int, timeout: float)
         hosts,
         seed // 2 % 2 == 0,
         (3, 1)[seed // 4 % 2],
+        (2, 0)[seed // 2 % 2],
         transports[(seed + seed // 2) % 2],
         timeout,
     )
@@ -88,5 +92,6 @@ def make_command(data: Path, cache: Path, run: Path, steps: int, setting: Settin
         ),
         *("--checkpoint-every", CHECKPOINT_EVERY, "--full-every", setting.full_every),
         *(["--async-checkpoints"] if setting.asynchronous else []),
+        *(["--snapshot-every", setting.snapshot_every] if setting.snapshot_every else []),
     ]
     return [str(word) for word in words]

@@ -6,12 +6,14 @@ import os
 import random
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from freescale.bench.faults.hosts_testbed import HostsTestbed
 from freescale.bench.faults.plan import KINDS, Fault
 from freescale.bench.faults.testbed import fill_disk, kill
+from freescale.train.snapshot.keeper_link import read_run_id
 
 if TYPE_CHECKING:
     from freescale.bench.faults.storm import Process, Storm
@@ -60,6 +62,10 @@ class Strikes:
         host = target.host if target is not None else 0
         launcher = storm.testbed.launchers[host]
         if fault.kind.startswith("kill in") or fault.kind == "kill rank":
+            kill(process)
+        elif fault.kind == "kill keeper":
+            for keeper in self._find_keepers(storm, host):
+                kill(keeper)
             kill(process)
         elif fault.kind == "kill launcher":
             kill(launcher)
@@ -114,6 +120,20 @@ class Strikes:
         for process in storm.processes.values():
             if host in (None, process.host) and process.pid:
                 kill(process.pid)
+        for keeper in self._find_keepers(storm, host):
+            kill(keeper)
+
+    def _find_keepers(self, storm: Storm, host: int | None) -> list[int]:
+        """Processes that hold snapshots of the run, on a host or on all of them."""
+        run, found = read_run_id(self._run), []
+        if run is None:
+            return []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                is_own = f"freescale-keeper-{run}-".encode() in (folder / "cmdline").read_bytes()
+                if is_own and (host is None or storm.testbed.is_on(int(folder.name), host)):
+                    found.append(int(folder.name))
+        return found
 
     def _list_checkpoints(self) -> list[Path]:
         return sorted((self._run / "checkpoints").glob("step-*[0-9]"))

@@ -258,6 +258,6 @@ def _write(plan: Plan, transport: Transport, row: Row, to: Destination) -> None:
     ]
     about: dict[str, Any] = asdict(plan) | {"ranks": transport.world}
     about |= asdict(plan.make_workload(transport.world)) | {"row_optimizer": "adam"}
-    testbed = f"{get_gpu_name()}-{transport.world}ranks" if plan.device == "cuda" else "cpu"
+    testbed = f"{transport.world}ranks-{get_gpu_name()}" if plan.device == "cuda" else "cpu"
     command = f"freescale bench snapshot --device {plan.device} --nproc {transport.world}"
     write("snapshot", testbed, command, [row], claims, to=to, workload=about)
