@@ -89,7 +89,7 @@ def test_going_back_leaves_the_later_ones_behind(tmp_path):
     checkpoints = Checkpoints(tmp_path, LocalTransport(), keep=5)
     with pytest.warns(
         UserWarning,
-        match=("going on from step-00000002: step-00000004, step-00000006 will be removed"),
+        match="going on after step 2: step-00000004, step-00000006 will be removed",
     ):
         checkpoints.load(checkpoints.path(2), parallel, dense)
     assert checkpoints.steps() == [1, 2, 4, 6]
