@@ -12,10 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec_arms import OPTIMIZERS, PIPELINES
+from torchrec_arms import OPTIMIZERS, PIPELINES, shard_by_rows
 
 from freescale.bench.torchrec.dlrm import (
     COLLECTION,
@@ -42,22 +39,8 @@ class Arm:
                 "eps": ROW_EPSILON,
             }
         )
-        plan = construct_module_sharding_plan(
-            model.get_submodule(COLLECTION),
-            {f"t{number}": row_wise(compute_kernel="fused") for number in range(shape.tables)},
-            sharder=sharder,
-            # GPU ranks may share one, each as a host of its own
-            local_size=world if device.type == "cpu" else 1,
-            world_size=world,
-            device_type=device.type,
-        )
-        sharded = DistributedModelParallel(
-            model,
-            env=ShardingEnv.from_process_group(dist.group.WORLD),
-            device=device,
-            plan=ShardingPlan({COLLECTION: plan}),
-            sharders=[sharder],
-        )
+        tables = [f"t{number}" for number in range(shape.tables)]
+        sharded = shard_by_rows(model, COLLECTION, tables, sharder, world, device)
         for name, weight in sharded.state_dict().items():
             for shard in weight.local_shards() if hasattr(weight, "local_shards") else ():
                 ids = torch.arange(shard.tensor.shape[0]) + shard.metadata.shard_offsets[0]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -152,6 +152,33 @@ class Shared:
     world: int
 
 
+def shard_by_rows(
+    model: nn.Module,
+    path: str,
+    tables: Sequence[str],
+    sharder: ModuleSharder,
+    world: int,
+    device: torch.device,
+) -> DistributedModelParallel:
+    """The model with the tables of the collection at `path` sharded by rows, others replicated."""
+    plan = construct_module_sharding_plan(
+        model.get_submodule(path),
+        {name: row_wise(compute_kernel="fused") for name in tables},
+        sharder=sharder,
+        # GPU ranks may share one, each as a host of its own
+        local_size=world if device.type == "cpu" else 1,
+        world_size=world,
+        device_type=device.type,
+    )
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=device,
+        plan=ShardingPlan({path: plan}),
+        sharders=[sharder],
+    )
+
+
 def shard_model(
     model: nn.Module, fused: dict[str, Any], world: int, device: torch.device
 ) -> tuple[DistributedModelParallel, Tensor, int]:
@@ -163,22 +190,7 @@ def shard_model(
         first of them.
     """
     sharder: ModuleSharder = EmbeddingCollectionSharder(fused_params=fused)  # type: ignore[assignment]
-    plan = construct_module_sharding_plan(
-        model.embedding,
-        per_param_sharding={"item": row_wise(compute_kernel="fused")},
-        sharder=sharder,
-        # GPU ranks may share one, each as a host of its own
-        local_size=world if device.type == "cpu" else 1,
-        world_size=world,
-        device_type=device.type,
-    )
-    sharded = DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=device,
-        plan=ShardingPlan(plan={"embedding": plan}),
-        sharders=[sharder],
-    )
+    sharded = shard_by_rows(model, "embedding", ["item"], sharder, world, device)
     weight = sharded.module.embedding.state_dict()["embeddings.item.weight"]
     (shard,) = weight.local_shards()
     return sharded, shard.tensor, shard.metadata.shard_offsets[0]
