@@ -27,7 +27,7 @@ from freescale.transport.local import LocalTransport
 from freescale.transport.machine import identify_machine
 from freescale.transport.meeting import meet
 from freescale.transport.process_group import ProcessGroupTransport
-from freescale.transport.signs_of_life import SignsOfLife
+from freescale.transport.signs_of_life import SignsOfLife, choose_limit
 
 # seconds that the first rank waits for the last: machines prepare their data at different speeds
 _JOIN_SECONDS = 600.0
@@ -70,7 +70,8 @@ def connect(
 
     Args:
         device: auto (a GPU for each local rank where there is any), cpu, cuda, or a torch.device.
-        timeout: seconds that bound every collective.
+        timeout: seconds after which a rank that does not take part in a collective has been named,
+            on all others.
         transport: auto, collective, hostwire-gloo, hostwire-tcp or hostwire-ucx.
 
     Returns:
@@ -135,8 +136,8 @@ def _join(
     device: torch.device, timeout: float, transport: str, owner: bool
 ) -> ProcessGroupTransport:
     """Makes groups of our own for the step's tensors and for control traffic: the two never mix,
-    and `timeout` holds for both."""
-    limit = timedelta(seconds=timeout)
+    and the limit that follows from `timeout` holds for both."""
+    limit = timedelta(seconds=choose_limit(timeout, dist.get_world_size()))
     raise_limit()  # before connections are made
     group = dist.new_group(timeout=limit)
     control = dist.new_group(timeout=limit, backend="gloo")

@@ -42,7 +42,7 @@ class HostsTestbed(LocalTestbed):
     """As `LocalTestbed`, with an agent on each host in the place of the launcher."""
 
     def __init__(self, folder: Path, world: int, address: Path, network: Network) -> None:
-        super().__init__(folder, world, address)
+        super().__init__(folder, [world], address)
         self._network = network
         self.launchers = [None] * len(network.names)
         self._meetings = 0  # torchrun's, which an agent that fails ends for all of them

@@ -56,6 +56,8 @@ class Struck:
     step: int
     moment: str
     over: float | None  # when the disturbance was over; None: the attempt ends with it
+    rank: int
+    world: int  # ranks of the attempt
 
 
 @dataclass
@@ -281,7 +283,11 @@ class Storm:
         armed = {"number": fault.number, "after": fault.after, "moment": moment or fault.moment}
         if fault.moment is None:
             armed["moment"] = "step is over"
-        self.send(process, {"arm": armed | {"rank": None if anyone else fault.rank}})
+        self.send(process, {"arm": armed | {"rank": None if anyone else self._choose_rank(fault)}})
+
+    def _choose_rank(self, fault: Fault) -> int:
+        """The present attempt may have fewer ranks than the plan."""
+        return fault.rank % self.testbed.world
 
     def _arm_all(self, moment: str | None = None) -> None:
         for process in list(self.processes.values()):
@@ -300,11 +306,12 @@ class Storm:
             self._do(fault, moment, process)
 
     def _do(self, fault: Fault, moment: str, process: Process | None = None) -> None:
-        target = process or self.find(fault.rank)
+        rank, world = self._choose_rank(fault), self.testbed.world
+        target = process or self.find(rank)
         seconds = self.strikes.strike(self, fault, target)
         now = self._heard = time.monotonic()
         over = None if KINDS[fault.kind].ends else now + seconds
-        self._struck.append(Struck(fault, now, self.step, moment, over))
+        self._struck.append(Struck(fault, now, self.step, moment, over, rank, world))
         if self._is_due():  # for when the run starts again
             self.strikes.prepare(self._fault)
 
@@ -331,6 +338,8 @@ class Storm:
             self.events.append(
                 asdict(struck.fault)
                 | {
+                    "rank": struck.rank,
+                    "world": struck.world,
                     "struck_at": struck.moment,
                     "step": struck.step,
                     "goes_on_at": self.step,
@@ -338,10 +347,10 @@ class Storm:
                     "lasted_s": round(now - struck.begin, 3),
                 }
             )
-            fault = struck.fault
             print(
-                f"  {len(self.events):4d} of {len(self.faults)}: {fault.kind} (rank {fault.rank}, "
-                f"{struck.moment}, step {struck.step}): {now - struck.begin:.1f} s",
+                f"  {len(self.events):4d} of {len(self.faults)}: {struck.fault.kind} (rank "
+                f"{struck.rank} of {struck.world}, {struck.moment}, step {struck.step}): "
+                f"{now - struck.begin:.1f} s",
                 flush=True,
             )
         self._struck = []
