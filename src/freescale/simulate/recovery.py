@@ -135,8 +135,8 @@ def load_recovery(name: str) -> RecoveryCosts:
     path = RECOVERIES / f"{name}.toml" if name in list_recoveries() else Path(name)
     if not path.is_file():
         raise ValueError(
-            f"--recovery {name}: there is {', '.join(list_recoveries())}, or a TOML file like those "
-            "of freescale/simulate/recoveries"
+            f"--recovery {name}: there is {', '.join(list_recoveries())}, or a TOML file like "
+            "those of freescale/simulate/recoveries"
         )
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +26,7 @@ from freescale.transport.hostwire.bindings import explain_missing_engine
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
 from freescale.transport.machine import identify_machine
-from freescale.transport.meeting import meet
+from freescale.transport.meeting import meet, shares_store, warn_of_shared_store
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale.transport.signs_of_life import SignsOfLife, choose_limit
 
@@ -106,12 +107,12 @@ def connect(
     )
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     try:
-        longest = timedelta(seconds=max(timeout, _JOIN_SECONDS))
+        soon, longest = (timedelta(seconds=s) for s in (timeout, max(timeout, _JOIN_SECONDS)))
         dist.init_process_group(
             backend,
             timeout=longest,
             device_id=chosen if chosen.type == "cuda" else None,
-            **_open_store(longest),
+            **_open_store(soon, longest),
         )
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -122,12 +123,25 @@ def connect(
     return _join(chosen, timeout, transport, owner=True)
 
 
-def _open_store(longest: timedelta) -> dict[str, Any]:
+def _open_store(soon: timedelta, longest: timedelta) -> dict[str, Any]:
     """Arguments of init_process_group: where torchrun's agent keeps the store for all attempts, a
-    part of it for this one."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    part of it for this one.
+
+    Args:
+        soon: until the agent's store answers: it is there before the ranks are started.
+        longest: until all ranks have come.
+    """
+    if not shares_store(os.environ):
         return {}
-    store, rank, world = next(rendezvous("env://", timeout=longest))
+    warning = warn_of_shared_store(os.environ)
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=soon))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise RuntimeError(f"torchrun's store does not answer; {warning or reason}") from error
+    if warning and rank == 0:
+        warnings.warn(warning, stacklevel=3)
+    store.set_timeout(longest)
     own = meet(store, rank, world, longest.total_seconds())
     return {"store": own, "rank": rank, "world_size": world}
 
@@ -157,7 +171,7 @@ def _join(
         )
     made.about = f"transport {chosen} ({why})"
     if owner:
-        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        shared = shares_store(os.environ)
         store = dist.distributed_c10d._get_default_store()
         made.signs = SignsOfLife(store, made.rank, made.world, None if shared else 0)
     return made

@@ -191,6 +191,7 @@ def _describe(
         for name in names
     ]
     events = storm.events
+    restarted = [event for event in events if event["phases_s"]]
     by_kind: dict[str, list[float]] = {}
     for event in events:
         by_kind.setdefault(event["kind"], []).append(event["lasted_s"])
@@ -209,6 +210,10 @@ def _describe(
                 "max": max(lasted),
             }
             for kind, lasted in sorted(by_kind.items())
+        },
+        "phases_s": {
+            phase: statistics.median(event["phases_s"][phase] for event in restarted)
+            for phase in (restarted[0]["phases_s"] if restarted else ())
         },
         "moments": sorted({event["struck_at"] for event in events if event["moment"] is not None}),
         **compare_logs(*logs),

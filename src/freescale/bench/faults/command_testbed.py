@@ -12,7 +12,7 @@ from pathlib import Path
 
 from freescale.bench.common.repository import package_path
 from freescale.bench.faults.reporter import report_to
-from freescale.bench.faults.testbed import RESTARTS, LocalTestbed
+from freescale.bench.faults.testbed import RESTARTS, LocalTestbed, end_with_storm
 
 _STORM = "FREESCALE_STORM"  # the address of the storm and the folder of the logs, for ranks
 _CUSTOMIZE = f"""
@@ -50,7 +50,11 @@ class CommandTestbed(LocalTestbed):
         with open(self.said, "ab") as said:
             # the storm waits for it, not this object
             self.launchers[host] = subprocess.Popen(
-                command, env=os.environ | told, stdout=said, stderr=said
+                command,
+                env=os.environ | told,
+                stdout=said,
+                stderr=said,
+                preexec_fn=end_with_storm,
             ).pid
 
     def _of_torchrun(self) -> list[str]:

@@ -15,10 +15,11 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from freescale.bench.faults.events import Process, Struck, describe_event, split_time
 from freescale.bench.faults.forked import STACKS
 from freescale.bench.faults.plan import KINDS, Fault
 from freescale.bench.faults.reporter import LAUNCHER
@@ -32,32 +33,6 @@ _RESUME = ("--resume", "auto")
 
 class Hung(RuntimeError):
     """The run does not go on after a fault."""
-
-
-@dataclass
-class Process:
-    """A process of the run, as it reports."""
-
-    rank: int
-    pid: int
-    host: int
-    connection: socket.socket
-    joined: float
-    text: bytes = b""
-    step: int = 0
-
-
-@dataclass
-class Struck:
-    """A fault that has happened, and the run has not gone on yet."""
-
-    fault: Fault
-    begin: float
-    step: int
-    moment: str
-    over: float | None  # when the disturbance was over; None: the attempt ends with it
-    rank: int
-    world: int  # ranks of the attempt
 
 
 @dataclass
@@ -100,6 +75,7 @@ class Storm:
         self._heard = time.monotonic()
         self._began = time.monotonic()
         self._timers: list[tuple[float, Any]] = []
+        self._gone = 0.0  # when the last rank ended
         self.step = self.attempts = 0
 
     # ---- the loop
@@ -226,6 +202,7 @@ class Storm:
         process.connection.close()
         del self.processes[process.connection]
         if process.rank != LAUNCHER:
+            self._gone = time.monotonic()
             self.strikes.note_end(self, process)
 
     def _handle(self, process: Process, told: dict[str, Any]) -> None:
@@ -233,6 +210,8 @@ class Storm:
             process.rank, process.pid, process.host = told["hello"], told["pid"], told["host"]
             self._note_attempt(process)
             self._arm(process)
+        elif "passed" in told:
+            process.passed[told["passed"]] = time.monotonic()
         elif "step" in told:
             self._note_step(process, told["step"])
         elif "missed" in told and self._is_next(told["missed"]):
@@ -334,19 +313,11 @@ class Storm:
 
     def _settle(self, now: float) -> None:
         """The run has gone on after all faults so far."""
+        alone = len(self._struck) == 1  # else the phases of several starts mix
         for struck in self._struck:
-            self.events.append(
-                asdict(struck.fault)
-                | {
-                    "rank": struck.rank,
-                    "world": struck.world,
-                    "struck_at": struck.moment,
-                    "step": struck.step,
-                    "goes_on_at": self.step,
-                    "begin_s": round(self.wall + struck.begin - self._began, 3),
-                    "lasted_s": round(now - struck.begin, 3),
-                }
-            )
+            start = self.wall - self._began
+            phases = split_time(struck, self._gone, self.processes.values(), now) if alone else {}
+            self.events.append(describe_event(struck, now, self.step, start) | {"phases_s": phases})
             print(
                 f"  {len(self.events):4d} of {len(self.faults)}: {struck.fault.kind} (rank "
                 f"{struck.rank} of {struck.world}, {struck.moment}, step {struck.step}): "

@@ -24,6 +24,7 @@ from freescale.train import launch
 
 RESTARTS = 1_000_000  # of one launcher
 _NEW_MOUNTS = 0x00020000  # CLONE_NEWNS of unshare
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _BECOME_REAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl
 _DISK_MB = 64
 
@@ -72,6 +73,7 @@ class LocalTestbed:
             set_precision(double=self._double)
 
         def work() -> None:
+            end_with_storm()
             inherited()
             report_to(address, logs, LAUNCHER, host)
             launch.start_rank = lambda command, environment: ForkedRank(  # type: ignore[assignment, return-value]
@@ -140,6 +142,11 @@ def fill_disk(folder: Path) -> Path:
 def adopt_orphans() -> None:
     """Processes whose parent is killed become children of this one, which waits for them."""
     ctypes.CDLL(None).prctl(_BECOME_REAPER, 1, 0, 0, 0)
+
+
+def end_with_storm() -> None:
+    """In a launcher: it is killed with the storm, and starts nothing again after that."""
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
 
 
 def kill(process: int | None, number: int = signal.SIGKILL) -> None:
