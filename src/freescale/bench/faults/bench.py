@@ -143,8 +143,12 @@ def _run(
     worlds: Sequence[int],
     network: Network | None,
 ) -> Storm:
-    """A run, unless it is complete already; one that was interrupted goes on."""
+    """A run, unless it is complete already. A storm that was interrupted goes on; the undisturbed
+    run is made in one go."""
     run, cache, own = disk / name, disk / "cache", folder / name
+    if not faults and not (own / "complete").exists():
+        for left in (run, own):
+            shutil.rmtree(left, ignore_errors=True)
     own.mkdir(exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="fs-faults-"))  # names of sockets are short
     with socket.socket(socket.AF_UNIX) as listener:
