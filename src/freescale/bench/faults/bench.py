@@ -155,17 +155,19 @@ def _run(
         listener.bind(str(place / "storm"))
         listener.listen(64)
         address = place / "storm"
+        strikes = Strikes(run, cache, setting.timeout)
         storm = Storm(
             _make_testbed(own, setting, worlds, address, network),
             make_command(folder / "events.parquet", cache, run, steps, setting),
             faults,
-            Strikes(run, cache, setting.timeout),
+            strikes,
             own / "state.json",
             listener,
             _LIMIT if network is None else 2 * _LIMIT,  # torchrun takes longer to notice a loss
         )
         try:
             if not (own / "complete").exists():
+                strikes.clear()
                 storm.run()
                 (own / "complete").touch()
         finally:

@@ -21,7 +21,8 @@ def is_exact(row: Row) -> bool:
     if row["lost_samples"] + row["doubled_samples"] + row["other_batches"]:
         return False
     if changes_ranks(row):
-        return max(row["loss_difference_a_step"], row["difference"] / row["steps"]) <= _ROUNDING
+        differences = (row["loss_difference_a_step"], row["difference"] / row["steps"])
+        return all(each <= _ROUNDING for each in differences)
     return bool(row["bits_equal"] and row["losses_equal"])
 
 
