@@ -22,6 +22,7 @@ from helpers.small_runs import SMALL, interactions, metrics, train
 from freescale.train.launch import find_free_port
 
 
+@pytest.mark.long
 def test_train_resume_eval_export(tmp_path):
     """A run of two ranks, stopped in the middle and resumed, writes what an uninterrupted one
     writes, to the bit."""
@@ -137,6 +138,7 @@ def test_transports_write_the_same(tmp_path):
     assert found["collective"] == found["hostwire-gloo"] == found["hostwire-ucx"]
 
 
+@pytest.mark.long
 def test_joins_ranks_that_torchrun_started(tmp_path):
     data = interactions(tmp_path / "events.parquet")
     command = ["--standalone", "--nproc-per-node"]

@@ -68,6 +68,7 @@ def on_every_host(network: Network, arguments: Sequence[object], timeout: float 
     return [host.stdout for host in done]
 
 
+@pytest.mark.long
 def test_two_hosts_train_and_resume(tmp_path):
     with two_hosts() as network:
         train_and_resume(network, tmp_path)

@@ -136,6 +136,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_answer(arguments, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_survivors_of_a_failure_under_torchrun_save_nothing(arguments, tmp_path):
     """They get SIGTERM, as from a cluster that wants the machine back, but have no agreement with
     the rank that is gone."""
