@@ -119,8 +119,9 @@ class Arm:
         **options: Any,
     ) -> None:
         """`transport`: `local` for a process alone. `options` are the pipeline's; `permuted`: the
-        samples of every batch are; `pinned`: the batches are; `placement` of the table. The model
-        casts by itself (`Dense`), the same for every arm."""
+        samples of every batch are; `pinned`: the batches are; `placement` of the table;
+        `own_rows`: its first values are FreeScale's. The model casts by itself (`Dense`), the same
+        for every arm."""
         self.ledger = WaitLedger(device) if device == "cpu" else Ledger(device)
         self.transport: Transport
         if transport == "local":
@@ -129,6 +130,7 @@ class Arm:
             self.transport, self.carrier = open_transport(device, self.ledger, transport)
         fed = {name: options.pop(name, False) for name in ("permuted", "pinned")}
         placement = options.pop("placement", "sharded")
+        own_rows = options.pop("own_rows", False)
         model = Model(workload)
         self.parallel = freescale.parallelize(
             model,
@@ -137,11 +139,12 @@ class Arm:
             transport=self.transport,
             placement={"item": placement},
         )
-        tables = self.parallel.tables
-        tables.place()
-        for ids, part in tables.get_group("item").rows.iterate_chunks("item"):
-            part.copy_(make_table_rows(workload, ids))
-        tables.reload()
+        self.parallel.tables.place()
+        if not own_rows:
+            rows = self.parallel.tables.get_group("item").rows
+            for ids, part in rows.iterate_chunks("item"):
+                part.copy_(make_table_rows(workload, ids))
+            self.parallel.tables.reload()
         self.dense: Dense = model.dense
         optimizer = make_dense_optimizer(workload, self.parallel.dense_parameters())
         self.pipeline = freescale.Pipeline(

@@ -11,9 +11,7 @@ the other, so that the memory of one is free for the next.
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,11 +23,9 @@ from torch import Tensor
 from freescale.bench.common import arm as ours
 from freescale.bench.common.ranks import join, start_ranks
 from freescale.bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
-from freescale.bench.common.spread import spread
 from freescale.bench.common.torchrec import build_torchrec
-from freescale.bench.common.turns import read_resident_memory
 from freescale.bench.common.workload import Workload
-from freescale.bench.host_tables.setting import WINDOW
+from freescale.bench.host_tables.timed import time_arm
 from freescale.embedding.host_tables.tiers import Host, parse_bytes
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
@@ -37,7 +33,6 @@ from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 ARMS = ("freescale device", "freescale host", "torchrec device", "torchrec uvm caching")
 WARMUP = 40  # steps, in which the caches become full
 LIMIT = 400.0  # seconds of an arm
-COUNTERS = ("cache_wanted", "cache_missed", "cache_bytes_up", "cache_bytes_down")
 
 ASKED = [
     Asked("samples/s", "samples/s with the table in host memory over TorchRec's FUSED_UVM_CACHING",
@@ -91,85 +86,39 @@ def choose_comparison(
     return Comparison(device, size, share, steps or (60 if device == "cuda" else 20), popularity)
 
 
-class _Trained:
-    """An arm at work."""
-
-    def __init__(self, name: str, comparison: Comparison) -> None:
-        workload, device = comparison.make_workload(), torch.device(comparison.device)
-        system, place = name.split(" ", 1)
-        self.ledger: Ledger | None = None
-        self.step: Callable[[], Tensor]
-        if system == "torchrec":
-            join(comparison.device, LIMIT)
-            # Unified memory is CUDA's, and the prefetch pipeline has streams.
-            cached = place != "device" and device.type == "cuda"
-            pipeline = "prefetch_sparse_dist" if cached else "sparse_dist"
-            cache = comparison.cache if cached else None
-            arm = build_torchrec(workload, 0, 1, pipeline, device=device, ledger=False, cache=cache)
-            self.step = arm.progress
-            return
-        tier = Host(int(parse_bytes(comparison.size) * comparison.cache))
-        mine = ours.build(
-            workload,
-            0,
-            1,
-            "staged",
-            transport="local",
-            device=comparison.device,
-            placement="sharded" if place == "device" else tier,
-            pinned=device.type == "cuda",
-        )
-        self.step, self.ledger = mine.begin_step, mine.ledger
+def build_arm(name: str, comparison: Comparison) -> tuple[Callable[[], Tensor], Ledger | None]:
+    """What trains a step of an arm, and its ledger; TorchRec has none."""
+    workload, device = comparison.make_workload(), torch.device(comparison.device)
+    system, place = name.split(" ", 1)
+    if system == "torchrec":
+        join(comparison.device, LIMIT)
+        # Unified memory is CUDA's, and the prefetch pipeline has streams.
+        cached = place != "device" and device.type == "cuda"
+        pipeline = "prefetch_sparse_dist" if cached else "sparse_dist"
+        cache = comparison.cache if cached else None
+        peer = build_torchrec(workload, 0, 1, pipeline, device=device, ledger=False, cache=cache)
+        return peer.progress, None
+    tier = Host(int(parse_bytes(comparison.size) * comparison.cache))
+    arm = ours.build(
+        workload,
+        0,
+        1,
+        "staged",
+        transport="local",
+        device=comparison.device,
+        placement="sharded" if place == "device" else tier,
+        pinned=device.type == "cuda",
+    )
+    return arm.begin_step, arm.ledger
 
 
 def measure_arm(name: str, comparison: Comparison) -> Row:
     """The row of an arm, in a process of its own."""
-    cuda = comparison.device == "cuda"
-
-    def wait() -> None:
-        if cuda:
-            torch.cuda.synchronize()
-
-    begin = time.perf_counter()
-    arm = _Trained(name, comparison)
-    wait()
-    built = time.perf_counter() - begin
-    losses = [arm.step() for _ in range(WARMUP)]
-    wait()
-    if arm.ledger is not None:
-        arm.ledger.drain()
-    windows: list[float] = []
-    for _ in range(comparison.steps // WINDOW):
-        begin = time.perf_counter()
-        losses += [arm.step() for _ in range(WINDOW)]
-        wait()
-        windows.append(1e3 * (time.perf_counter() - begin) / WINDOW)
     samples = comparison.make_workload().samples
-    row: Row = {
-        "arm": name,
-        "step_ms": spread(windows),
-        "samples_per_second": spread([1e3 * samples / ms for ms in windows]),
-        "build_s": built,
-        "resident_memory_bytes": read_resident_memory(),
-        "losses": [float(loss) for loss in losses],
-    }
-    if cuda:
-        row["device_memory_bytes"] = torch.cuda.max_memory_allocated()
-    if arm.ledger is not None and (records := arm.ledger.drain()):
-        row |= {
-            counter: statistics.fmean(record["counters"].get(counter, 0.0) for record in records)
-            for counter in COUNTERS
-        }
-        row["spans_ms"] = _average_spans(records)
-    return row
-
-
-def _average_spans(records: list[dict[str, Any]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for record in records:
-        for name, start, end in record["spans"]:
-            total[name] = total.get(name, 0.0) + (end - start) / 1e6
-    return {name: time / len(records) for name, time in total.items()}
+    row = time_arm(
+        lambda: build_arm(name, comparison), samples, WARMUP, comparison.steps, comparison.device
+    )
+    return {"arm": name, **row}
 
 
 def collect_figures(rows: list[Row]) -> dict[str, float]:
