@@ -25,6 +25,7 @@ COSTS = RecoveryCosts(
     start_s=8.0,
     meet_s=0.5,
     meet_per_rank_s=0.01,
+    meet_per_pair_s=0.001,
     restore_s=0.2,
     memory_gb_per_s=2.0,
     disk_gb_per_s=0.5,
@@ -56,13 +57,13 @@ def test_is_what_the_parts_leave(source, restore, repeated):
     parts = {
         "notice": 1.0,
         "process start": 8.0,
-        "rendezvous": 1.0,
+        "rendezvous": 0.5 + 50 * 0.01 + 2500 * 0.001,
         "restore": restore,
         "first step": 3.0,
         "repeated steps": repeated,
     }
     assert found["seconds"] == pytest.approx(parts)
-    assert found["useful"] == pytest.approx((600 - 13 - restore - repeated) / 600 / 1.01)
+    assert found["useful"] == pytest.approx((600 - 15.5 - restore - repeated) / 600 / 1.01)
 
 
 def test_failures_faster_than_a_recovery_leave_nothing():
@@ -105,5 +106,5 @@ def test_the_command_prints_what_each_failure_costs():
     words += ["--batch", "2", "--items", "1000", "--failure-every", "600", "--state-gb", "1"]
     done = CliRunner().invoke(main, words, catch_exceptions=False)
     assert done.exit_code == 0 and "useful time" in done.output
-    for word in ("memory", "another machine's", "disk", "recovery: this-machine"):
+    for word in ("memory", "buddy", "disk", "recovery: this-machine"):
         assert word in done.output

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 RECOVERIES = Path(__file__).parent / "recoveries"
-MEMORY, BUDDY, DISK = "memory", "another machine's memory", "disk"
+MEMORY, BUDDY, DISK = "memory", "buddy", "disk"
 PARTS = ("notice", "process start", "rendezvous", "restore", "first step", "repeated steps")
 
 
@@ -28,7 +28,8 @@ class RecoveryCosts:
     Attributes:
         notice_s: from the death of a rank until all ranks have ended.
         start_s: until a new process is ready to meet the others: Python, imports, the device.
-        meet_s, meet_per_rank_s: rendezvous and connections: a constant, and more for every rank.
+        meet_s, meet_per_rank_s, meet_per_pair_s: rendezvous and connections: a constant, more for
+            every rank, and more for every two of them.
         restore_s: of a restore, whatever its size.
         memory_gb_per_s, disk_gb_per_s: of a rank that restores its state, verification included.
         first_step_s: that the first step takes longer than others.
@@ -41,6 +42,7 @@ class RecoveryCosts:
     start_s: float
     meet_s: float
     meet_per_rank_s: float
+    meet_per_pair_s: float
     restore_s: float
     memory_gb_per_s: float
     disk_gb_per_s: float
@@ -95,11 +97,12 @@ def list_costs(costs: RecoveryCosts, training: Training, source: str) -> dict[st
     restore = costs.restore_s + training.state_gb / rate
     if source == BUDDY:  # read there, then sent
         restore += training.state_gb / training.far_gb_per_s
+    ranks = training.gpus
     slower = 1 + costs.snapshot_percent / 100
     values = (
         costs.notice_s,
         costs.start_s,
-        costs.meet_s + costs.meet_per_rank_s * training.gpus,
+        costs.meet_s + (costs.meet_per_rank_s + costs.meet_per_pair_s * ranks) * ranks,
         restore,
         costs.first_step_s,
         every / 2 * training.step_s * slower + saving,
