@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
+from freescale.embedding.dynamic_rules import Dynamic
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class TableSpec:
     dtype: torch.dtype
     features: tuple[str, ...]  # batch features that read this table
     padding: int | None = None
+    dynamic: Dynamic | None = None  # rows come and go; `rows` is how many there is room for
 
     @property
     def bytes_per_row(self) -> int:
