@@ -28,6 +28,9 @@ from torch import Tensor
 from freescale.batch import SequenceBatch
 from freescale.embedding.collision import Masks, collision_masks, count_pieces
 from freescale.embedding.comparison import compare_requests
+from freescale.embedding.dynamic.directory import Directory
+from freescale.embedding.dynamic.layout import DynamicLayout
+from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage
 from freescale.embedding.host_tables.storage import CachedStorage
 from freescale.embedding.host_tables.tiers import Tier
 from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
@@ -75,21 +78,13 @@ class Sharded:
     ) -> None:
         """`wire`: the dtype of rows and gradients on the way; each value is rounded, on its own
         rank's rows too. `tier`: where rows are at home, if not on the device."""
-        self.layout = ShardLayout(tuple(specs), transport.world)
-        ranges = [
-            TableRange(
-                spec, self.layout.base(table), *self.layout.get_owned_range(table, transport.rank)
-            )
-            for table, spec in enumerate(specs)
-        ]
-        storage = ranges, self.layout.size, optimizer, transport.device
-        self.rows: RowStorage = (
-            DeviceStorage(*storage) if tier is None else CachedStorage(*storage, tier)
-        )
+        self.layout: ShardLayout | DynamicLayout = ShardLayout(tuple(specs), transport.world)
+        if specs[0].dynamic is not None:
+            self.layout = DynamicLayout((specs[0],), transport.world)
+        self.rows = _make_storage(self.layout, optimizer, transport, tier)
         self._encoding = wire if wire is not None else specs[0].dtype
-        self._ids = torch.int32 if self.layout.size < 1 << 31 else torch.int64
-        edges = torch.arange(1, transport.world + 1, device=transport.device) * self.layout.size
-        self._edges = edges
+        self._ids = self.layout.local_dtype
+        self._edges = self.layout.list_edges(transport.device)
         self._last_read: Tensor | None = None
 
     def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Request:
@@ -102,13 +97,16 @@ class Sharded:
                 else torch.zeros(0, dtype=torch.int64, device=transport.device)
             )
             found = deduplicate(keys, self._edges)
+            own = found.counts
+            if isinstance(self.layout, DynamicLayout):
+                own = own + self.layout.count_above(keys)
             # To each owner, how many of its rows; to everybody, how many rows in all.
-            counts = torch.stack([found.counts, found.counts.sum().expand(transport.world)], dim=1)
+            counts = torch.stack([own, own.sum().expand(transport.world)], dim=1)
         ones = [1] * transport.world
         asked = transport.all_to_all(counts, ones, ones, "ids").wait()
         (send, _), (receive, totals) = torch.stack([counts, asked]).transpose(1, 2).tolist()
         unique = found.keys[: sum(send)]
-        local = (unique % self.layout.size).to(self._ids)
+        local = self.layout.find_local(unique).to(self._ids)
         owned = transport.all_to_all(local, send, receive, "ids").wait().long()
         pieces = count_pieces(
             sum(totals) * self.layout.specs[0].bytes_per_row // transport.world,
@@ -127,7 +125,7 @@ class Sharded:
     ) -> None:
         """Sets `urgent` and `deferred` of the current request, `late` and `early` of the following
         one. A collective."""
-        parts = compare_requests(current, following, self.layout.size, transport, masks)
+        parts = compare_requests(current, following, self.layout.find_local, transport, masks)
         (urgent, *current.deferred), (following.late, *following.early) = parts
         following.collisions = sum(following.late.receive)
         with transport.ledger.span("compare"):
@@ -245,6 +243,26 @@ class Sharded:
         if known is not None:
             return *known, None
         return None, *request.index.search(self.layout.compute_keys(table, ids))
+
+
+def _make_storage(
+    layout: ShardLayout | DynamicLayout,
+    optimizer: RowOptimizer,
+    transport: Transport,
+    tier: Tier | None,
+) -> RowStorage:
+    """Of this rank's part of a group."""
+    ranges = [
+        TableRange(spec, layout.base(table), *layout.get_owned_range(table, transport.rank))
+        for table, spec in enumerate(layout.specs)
+    ]
+    size = layout.size + (EXTRA_ROWS if isinstance(layout, DynamicLayout) else 0)
+    storage = ranges, size, optimizer, transport.device
+    rows: RowStorage = DeviceStorage(*storage) if tier is None else CachedStorage(*storage, tier)
+    if isinstance(layout, DynamicLayout):
+        directory = Directory(layout.rules, *layout.get_owned_shards(transport.rank))
+        rows = DynamicStorage(rows, directory)
+    return rows
 
 
 def _select_served(numbers: Tensor, part: RequestPart) -> Tensor:

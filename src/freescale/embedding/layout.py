@@ -96,6 +96,19 @@ class ShardLayout:
         owner = position // block
         return owner * (self.size - block) + position + self.base(table)
 
+    @property
+    def local_dtype(self) -> torch.dtype:
+        """In which local rows travel."""
+        return torch.int32 if self.size < 1 << 31 else torch.int64
+
+    def find_local(self, keys: Tensor) -> Tensor:
+        """keys [n] -> local rows [n] at their owners."""
+        return keys % self.size
+
+    def list_edges(self, device: torch.device) -> Tensor:
+        """[world]: keys of rank r are below edge r."""
+        return torch.arange(1, self.world + 1, device=device) * self.size
+
     def get_owned_range(self, table: int, rank: int) -> tuple[int, int]:
         """[first, last) positions of a table that a rank owns."""
         block, rows = self.block(table), self.specs[table].rows

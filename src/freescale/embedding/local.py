@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
+from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
 from freescale.embedding.layout import ShardLayout, choose_stride, spread_ids
 from freescale.embedding.request import (
     GroupIds,
@@ -106,13 +107,16 @@ class LocalGroup:
     """A group whose rows are all here."""
 
     def __init__(
-        self, layout: ShardLayout, rows: RowStorage, encoding: torch.dtype | None = None
+        self,
+        layout: ShardLayout | DynamicLayout,
+        rows: RowStorage,
+        encoding: torch.dtype | None = None,
     ) -> None:
         """`encoding`: rows and gradients are rounded to it, as if they travelled."""
         assert layout.world == 1
         self.layout, self.rows = layout, rows
         self._encoding = encoding or rows.weight.dtype
-        self._ids = torch.int32 if layout.size < 1 << 31 else torch.int64
+        self._ids = layout.local_dtype
 
     def prepare(self, batches: Sequence[SequenceBatch], ledger: Recorder) -> LocalRequest | Request:
         """The rows that some (micro-)batches read become resident. Where the kernels cannot keep
@@ -138,6 +142,9 @@ class LocalGroup:
 
     def _spread(self, given: GroupIds) -> Tensor:
         """[n] local rows of the given ids, by one kernel for each table."""
+        if isinstance(self.layout, DynamicLayout):
+            none = torch.zeros(0, dtype=torch.int64, device=self.rows.weight.device)
+            return compute_keys(torch.cat([none, *(ids.reshape(-1) for _, ids in given)]))
         sizes = [ids.numel() for _, ids in given]
         rows = torch.empty(sum(sizes), dtype=self._ids, device=self.rows.weight.device)
         begin = 0
@@ -157,6 +164,8 @@ class LocalGroup:
         return rows
 
     def _locate(self, table: int, ids: Tensor) -> Tensor:
+        if isinstance(self.layout, DynamicLayout):
+            return compute_keys(ids)
         return spread_ids(ids, self.layout.specs[table].rows) + self.layout.base(table)
 
     def locate(

@@ -49,7 +49,7 @@ class BatchChanges:
     """What a batch has decided."""
 
     found: Numbers  # [n] entry of each key; -1: none
-    inserted: Numbers  # [m] entries of new ids
+    inserted: Numbers  # [m] places, among the keys, of ids that got a row
     removed: Numbers  # [r] entries that were swept
     figures: BatchFigures
     log: NDArray[Any]  # of CHANGE: the other state of each entry, in the order of changes
@@ -93,7 +93,16 @@ class Directory:
         count = last_shard - first_shard
         self.rows = ShardArrays(count, rules.shard_rows)
         self.counters = ShardArrays(count, rules.shard_counters) if rules.shard_counters else None
-        self.batches = 0  # that were planned
+        self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
+
+    @property
+    def batches(self) -> int:
+        """That were planned, and not undone."""
+        return int(self.clock[0])
+
+    @batches.setter
+    def batches(self, count: int) -> None:
+        self.clock[:] = count
 
     def plan(self, keys: Numbers) -> BatchChanges:
         """Decides for the next batch.

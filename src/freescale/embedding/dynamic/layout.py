@@ -67,6 +67,11 @@ class DynamicLayout:
         """ids [n] -> keys [n]. Sorted keys are grouped by owner."""
         return compute_keys(ids)
 
+    @property
+    def local_dtype(self) -> torch.dtype:
+        """In which keys travel."""
+        return torch.int64
+
     def find_local(self, keys: Tensor) -> Tensor:
         """What the owner is asked for: only it knows the rows."""
         return keys

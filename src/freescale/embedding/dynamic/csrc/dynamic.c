@@ -27,7 +27,7 @@ typedef struct {
     Shards *rows, *counters; /* counters: NULL if every id is admitted */
     const Rules *rules;
     Change *changes;     /* [3 * n + rows of a shard] */
-    int64_t *inserted;   /* [n] entries that hold a new id */
+    int64_t *inserted;   /* [n] places, among the keys, of ids that got a row */
     int64_t *removed;    /* [rows of a shard] entries that were swept */
     int64_t *figures;    /* [FIGURES] */
     /* [rows of a shard] for each table: those of LFU are in use while counters look for theirs */
@@ -145,7 +145,7 @@ static void insert_missing(Plan *plan, int64_t shard, Missing *missing, int64_t 
             int64_t counter = find(plan->counters, shard, missing[i].id, hash);
             if (counter >= 0) clear_entry(plan, plan->counters, shard, counter);
         }
-        plan->inserted[plan->figures[INSERTED]++] = entry;
+        plan->inserted[plan->figures[INSERTED]++] = missing[i].at;
         found[missing[i].at] = entry;
     }
 }
