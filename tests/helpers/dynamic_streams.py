@@ -8,7 +8,7 @@ import freescale
 from freescale.embedding.dynamic_rules import After, Dynamic, Seen
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from helpers.collisions import bits
-from helpers.dynamic_oracle import MASK, mix, shard_of
+from helpers.dynamic_oracle import MASK, mix
 from helpers.toys import Clicks
 
 
@@ -31,7 +31,9 @@ SPECIAL = [-1, 0, 1, -(1 << 63), (1 << 63) - 1, signed(unmix(MASK)), signed(unmi
 
 
 def _churn(steps: int = 14, size: int = 40) -> list[list[int]]:
-    """Few popular ids, some of the batches before, and new ones; in eight shards on all ranks."""
+    """Few popular ids, some of the batches before, and new ones; in shards of all ranks, some of
+    which `After` sweeps in the last steps."""
+    shards = (0, 8, 9, 11, 12, 1400, 2800, 4095)
     generator = torch.Generator().manual_seed(1)
 
     def draw(bound: int) -> int:
@@ -39,8 +41,8 @@ def _churn(steps: int = 14, size: int = 40) -> list[list[int]]:
 
     stream: list[list[int]] = []
     for step in range(steps):
-        ids = [id_in(draw(8) * 585, draw(3)) for _ in range(size // 4)]
-        ids += [id_in(draw(8) * 585, 100 * (step // 2) + draw(6)) for _ in range(size // 2)]
+        ids = [id_in(shards[draw(8)], draw(3)) for _ in range(size // 4)]
+        ids += [id_in(shards[draw(8)], 100 * (step // 2) + draw(6)) for _ in range(size // 2)]
         if step:
             ids += [stream[-1][draw(size)] for _ in range(size // 8)]
         ids += [SPECIAL[draw(len(SPECIAL))] for _ in range(size - len(ids))]
@@ -76,14 +78,15 @@ def build(transport, schedule, rules, optimizer="adagrad", placement="sharded", 
 
 
 def list_local_rows(parallel):
-    """Of this rank: id -> (position, everything that the table holds of it, as bits)."""
+    """(ids [n] of this rank's rows, [n, ...] what the table holds of them: position, count and last
+    use, then values)."""
     storage = parallel.tables.get_group("item").rows
-    first = storage.get_range("item").first
-    parts = storage.get_tensors("item")
+    parts, first = storage.get_tensors("item"), storage.get_range("item").first
     used = (parts["last_use"] >= 0).nonzero().view(-1)
-    names = sorted(parts)
-    values = [parts[name][used].reshape(used.numel(), -1).double() for name in names if name != "ids"]
-    return parts["ids"][used], torch.cat([(used + first)[:, None].double(), *values], 1)
+    numbers = [used + first, parts["count"][used], parts["last_use"][used]]
+    others = sorted(set(parts) - {"ids", "count", "last_use"})
+    values = [parts[name][used].reshape(used.numel(), -1) for name in others]
+    return parts["ids"][used], torch.cat([torch.stack(numbers, 1).double(), *values], 1)
 
 
 def state_of(parallel):

@@ -6,7 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.dynamic_oracle import MASK, Oracle, mix, shard_of
+from helpers.dynamic_oracle import Oracle, shard_of
+from helpers.dynamic_streams import SPECIAL, id_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,25 +16,6 @@ from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
 from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic, Seen, parse_dynamic
 from freescale.embedding.layout import TableSpec
 
-LOW, HIGH = -(1 << 63), (1 << 63) - 1
-
-
-def signed(value):
-    return value - (1 << 64) if value >> 63 else value
-
-
-def unmix(value):
-    value = (value ^ (value >> 31) ^ (value >> 62)) * 0x319642B2D24D8EC3 & MASK
-    value = (value ^ (value >> 27) ^ (value >> 54)) * 0x96DE1B173F119089 & MASK
-    return value ^ (value >> 30) ^ (value >> 60)
-
-
-def id_in(shard, number):
-    """An id of a shard: the streams meet in few of them, or nothing would ever be full."""
-    return signed(unmix(shard << 52 | mix(number) >> 12))
-
-
-SPECIAL = [-1, 0, 1, LOW, HIGH, signed(unmix(MASK)), signed(unmix(0))]
 POOL = [id_in(shard, number) for shard in (0, 1, 1365, 4095) for number in range(12)] + SPECIAL
 SWEPT = [id_in(shard, number) for shard in range(12) for number in range(3)]  # by early batches
 
