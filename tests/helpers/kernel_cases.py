@@ -286,6 +286,8 @@ def row_sums_of(width, device="cpu"):
     marked = torch.where(index == 18, -1, index)
     skipped = triton_row_sums.sum_by_row(values, marked, count)
     skipped[18] = ours[18]
+    there = torch.randn_like(ours)
+    onto = triton_row_sums.sum_by_row(values, index, count, onto=there.clone())
     size = exact.abs().max()
     return {
         "short": torch.equal(ours[short].cpu(), plain[short.cpu()]),
@@ -296,6 +298,7 @@ def row_sums_of(width, device="cpu"):
         "split": torch.equal(alone[[12, 18]], ours[[12, 18]]),
         "no row": torch.equal(skipped, ours),
         "few": torch.equal(cut.cpu(), row_sums.sum_by_row(*few, count)),
+        "onto": torch.equal(onto, ours + there),
         "empty": not triton_row_sums.sum_by_row(values[:0], index[:0], 3).any(),
     }
 

@@ -79,6 +79,19 @@ def test_finished_seeds_are_not_trained_again(measured):
         other.find_result()
 
 
+def test_a_seed_of_before_a_setting_existed_is_found(measured):
+    _, plan, _ = measured
+    seed = plan.list_seeds()[0]
+    path = Path(seed.folder) / "quality.json"
+    text = path.read_text()
+    old = json.loads(text)
+    assert 0 <= old["validation"]["hr@10/unseen"] <= 1
+    del old["config"]["train"]["snapshot_every"], old["config"]["train"]["full_every"]
+    path.write_text(json.dumps(old))
+    assert seed.find_result() == old
+    path.write_text(text)
+
+
 def test_ranks_of_users_give_the_metrics_of_the_evaluation(measured, data):
     """User by user: whose history has how many events is known, each user has another number."""
     _, plan, _ = measured

@@ -15,6 +15,7 @@ from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.kernels.triton import launch
 from freescale.kernels.triton.compile import compile_versions, find_versions
+from freescale.kernels.triton.compile_worker import Version, settle_keys
 from freescale.kernels.triton.launch import Block, launch_kernel, record_launches
 from freescale.ledger.compilations import watch_compilations
 from freescale.random import derive
@@ -125,6 +126,25 @@ def test_a_worker_compiles_and_a_second_run_finds_it(tmp_path, monkeypatch):
     count = watch_compilations()
     versions[0].compile()
     assert count() == 0  # from the cache
+
+
+def find_keys(names):
+    """Triton's cache keys of attention kernels, as a process finds them that meets them in this
+    order."""
+    from freescale.kernels.triton import attention_kernels
+
+    settle_keys.cache_clear()
+    for kernel in vars(attention_kernels).values():
+        if hasattr(kernel, "used_global_vals"):
+            kernel.hash, kernel.used_global_vals = None, {}
+    versions = [Version(attention_kernels.__name__, name, {}, {}, {}, {}, ()) for name in names]
+    return {version.name: version.build_source().fn.cache_key for version in versions}
+
+
+def test_a_kernel_has_the_same_key_whatever_was_compiled_before_it():
+    """Of kernels that call one another: Triton alone gives other keys in another order."""
+    names = ["forward_kernel", "_add_values", "_half_scores", "_load_tile", "backward_q_kernel"]
+    assert find_keys(names) == find_keys(names[::-1])
 
 
 @dataclass

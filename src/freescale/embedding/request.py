@@ -170,12 +170,11 @@ class Request:
 
 def sum_readings(gradients: RowGradients, others: Tensor | None, count: int) -> Tensor:
     """[count, width]: the gradients of what has read rows, summed by row; and of what has read them
-    by itself, which made `others` [count, width]."""
+    by itself, which made `others` [count, width]: the sums are added there."""
     rows, values = gradients.take(only_read=others is not None)
     if others is not None and not rows.numel():
         return others
-    total = sum_by_row(values, rows, count)
-    return total if others is None else total.add_(others)
+    return sum_by_row(values, rows, count, others)
 
 
 def require(part: RequestPart | None) -> RequestPart:

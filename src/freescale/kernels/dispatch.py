@@ -290,11 +290,11 @@ def read_rows(
     return torch.nn.functional.embedding(index, table)
 
 
-def sum_by_row(values: Tensor, numbers: Tensor, count: int) -> Tensor:
+def sum_by_row(values: Tensor, numbers: Tensor, count: int, onto: Tensor | None = None) -> Tensor:
     """`reference.row_sums.sum_by_row`: values [n, width] of rows [n] -> [count, width]."""
     if _fits_triton_rows(values):
-        return triton_row_sums.sum_by_row(values, numbers.to(torch.int32), count)
-    return row_sums.sum_by_row(values, numbers, count)
+        return triton_row_sums.sum_by_row(values, numbers.to(torch.int32), count, onto)
+    return row_sums.sum_by_row(values, numbers, count, onto)
 
 
 def sum_sorted(numbers: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:

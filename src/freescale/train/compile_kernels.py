@@ -146,6 +146,9 @@ def call_local_tables(
     storage = DeviceStorage([rows], ITEMS, optimizer, weight.device)
     for count in (numbers.numel(), ITEMS):  # long sums go in chunks
         dispatch.sum_by_row(gradients[:count], numbers[:count], ITEMS)
+        dispatch.sum_by_row(
+            gradients[:count], numbers[:count], ITEMS, onto=torch.zeros_like(weight[:ITEMS])
+        )
         for step in (1, 10**9):
             storage.update_readings(
                 SortedRows.of(numbers[:count]),

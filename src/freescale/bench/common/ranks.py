@@ -68,9 +68,9 @@ def start_ranks(
         return launch(arguments, ranks, module=module, extra=extra, seconds=seconds)
 
 
-def join(device: str, seconds: float) -> ProcessGroupTransport:
+def join(device: str, seconds: float, transport: str = "collective") -> ProcessGroupTransport:
     """This process as a rank: on cuda:0 where ranks share a GPU, else on its own. `seconds` bound
-    every collective."""
+    every collective; `transport` as of `connect`."""
     rank, ranks = (
         int(os.environ["RANK"]),
         int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
@@ -92,7 +92,7 @@ def join(device: str, seconds: float) -> ProcessGroupTransport:
             }
         )
         chosen = torch.device("cuda", 0 if shared else int(os.environ.get("LOCAL_RANK", rank)))
-    joined = connect(chosen, seconds, transport="collective")
+    joined = connect(chosen, seconds, transport=transport)
     assert isinstance(joined, ProcessGroupTransport), "RANK is set: there is a process group"
     return joined
 

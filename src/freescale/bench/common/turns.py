@@ -29,7 +29,14 @@ def take_turns(arms: dict[str, Any], repetitions: int, steps: int) -> dict[str, 
 
 def read_peak_memory() -> int:
     """Largest resident memory of this process so far, in bytes."""
-    text = Path("/proc/self/status").read_text()
-    return (
-        next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmHWM")) * 1024
-    )
+    return _read_status("VmHWM")
+
+
+def read_resident_memory() -> int:
+    """Resident memory of this process now, in bytes."""
+    return _read_status("VmRSS")
+
+
+def _read_status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024

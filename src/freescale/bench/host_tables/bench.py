@@ -1,30 +1,36 @@
 """Trains a shape of `freescale bench train` with its item table on the device, in host memory and
-on a disk, one after another, and compares the steps.
+on a disk, and compares the steps.
 
-Before the steps that are timed the cache is filled with rows that no batch reads next, so that from
-then on every row that is brought makes another one leave. Under torchrun every rank has a table of
-the given size, and the result is named after the number of ranks.
+A table is made once for each place, and is gone before the next is made: the memory of the host or
+of the GPU need hold one of them only. Before the steps that are timed the cache is filled with rows
+at random, as if earlier batches had trained them, so that from then on every row that is brought
+makes another one leave, which is written back. Batches are the same in every place; windows of
+steps are compared one by one.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from freescale.bench.common.results import Asked, Destination, Row, make_claims, write
+from freescale.bench.common.ranks import join
+from freescale.bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
 from freescale.bench.common.spread import spread
-from freescale.bench.common.turns import read_peak_memory
+from freescale.bench.common.turns import read_peak_memory, read_resident_memory
+from freescale.bench.host_tables.setting import WARMUP, WINDOW, Setting
 from freescale.bench.train.files import write_interactions
 from freescale.bench.train.measure import build_config
-from freescale.bench.train.shapes import SHAPES
 from freescale.config import RunConfig
 from freescale.data.workers import read_ahead
 from freescale.embedding.host_tables.storage import CachedStorage
@@ -39,203 +45,232 @@ from freescale.train.build import (
     load_histories,
     prepare_data,
 )
+from freescale.train.launch import is_rank
 from freescale.transport.api import Transport
 from freescale.transport.connect import connect
 
-WARMUP = 20  # steps, once the cache is full
-WINDOW = 10  # steps that are timed together
-POPULARITIES = {"zipf": 1.0, "uniform": 0.0}
+POPULARITIES = {"zipf": 1.0, "uniform": None}
+COUNTERS = ("cache_wanted", "cache_missed", "cache_bytes_up", "cache_bytes_down")
+SPANS = ("arrive", "make resident", "ahead/make resident", "compute", "await batch")
+MAIN_THREAD = "steps_that_miss_on_the_main_thread"
+TABLE_SECONDS = 120.0
+LIMIT = 600.0  # seconds of a collective: ranks make their tables beside each other
 
 ASKED = [
     Asked("zipf host", "ids by Zipf's law: step with the table in host memory over on the device",
           1.02, "x", at_least=False),
-    Asked("uniform host", "uniform ids: step with the table in host memory over on the device",
+    Asked("uniform host", "every row a miss: step with the table in host memory over on the device",
           1.05, "x", at_least=False),
     Asked("misses on the main thread", "timed steps in which the main thread brought rows itself",
           0, "", at_least=False),
+    Asked("uniform miss percent", "every row a miss: rows that were not in the cache", 99, "%"),
+    Asked("table seconds", "the table in host memory is made", TABLE_SECONDS, "s",
+          at_least=False),
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Setting:
-    shape: str  # of `freescale bench train`
-    device: str
-    size: int  # bytes of rows and state on each rank
-    cache: int  # bytes
-    steps: int  # that are timed
-    disk: str | None  # a folder
-    keep: bool  # the result is written
+class Bench:
+    """A rank that measures."""
 
-    def list_placements(self) -> dict[str, str]:
-        arms = {"device": "sharded", "host": f"host:{self.cache}"}
-        return arms | ({"disk": f"disk:{self.disk}:{self.cache}"} if self.disk else {})
-
-
-def measure_arm(
-    setting: Setting, config: RunConfig, histories: Path, transport: Transport
-) -> dict[str, Any]:
-    """The figures of this rank."""
-    begin = time.perf_counter()
-    data = load_histories(config, histories, transport)
-    model = build_model(config, data, transport)
-    pipeline = build_pipeline(config, model, build_optimizer(config, model), 10**6)
-    model.tables.place(data.batch(0))
-    wait(setting.device)
-    made = time.perf_counter() - begin
-    fill_cache(model)
-    workers = count_workers(config, setting.device)
-    with read_ahead(data, workers, pin=setting.device == "cuda") as batches:
-        windows, records = time_steps(pipeline, batches, setting)
-    rows = model.tables.get_group("item").rows
-    counters = {
-        name: sum(record["counters"].get(name, 0.0) for record in records) / len(records)
-        for name in ("cache_wanted", "cache_missed", "cache_bytes_up", "cache_bytes_down")
-    }
-    spans = [(name, end - start) for record in records for name, start, end in record["spans"]]
-    figures: dict[str, Any] = {
-        "windows_ms": windows,
-        "table_s": made,
-        "spans_ms": {
-            name: sum(time for other, time in spans if other == name) / 1e6 / len(records)
-            for name in ("arrive", "make resident", "ahead/make resident")
-        },
-        "steps_that_miss_on_the_main_thread": sum(name == "make resident" for name, _ in spans),
-        "resident_memory_bytes": read_peak_memory(),
-        **counters,
-    }
-    if isinstance(rows, CachedStorage):
-        figures["full"] = rows.contents.filled == rows.contents.slots
-    if setting.device == "cuda":
-        figures["device_memory_bytes"] = torch.cuda.max_memory_allocated()
-    pipeline.close()
-    return figures
-
-
-def fill_cache(model: ShardedModel) -> None:
-    """Makes the last rows resident, some at a time as batches would."""
-    rows = model.tables.get_group("item").rows
-    if isinstance(rows, CachedStorage):
-        slots, device = rows.contents.slots, rows.weight.device
-        size, step = rows.contents.slot_of.size, max(1, slots // 4)
-        for start in range(size - slots, size, step):
-            chosen = torch.arange(start, min(start + step, size), device=device)
-            rows.make_resident(chosen, model.transport.ledger)
-
-
-def time_steps(
-    pipeline: Pipeline, batches: Iterator[Any], setting: Setting
-) -> tuple[list[float], list[dict[str, Any]]]:
-    """Milliseconds of a step in each window, and the ledger's records of the steps."""
-    windows, records, begin = [], [], 0.0
-    for result in pipeline.run(batches):
-        timed = result.step - WARMUP
-        if timed >= 0 and timed % WINDOW == 0:
-            wait(setting.device)
-            if timed:
-                windows.append(1e3 * (time.perf_counter() - begin) / WINDOW)
-            drained = pipeline.ledger.drain()
-            records += drained if timed else []
-            begin = time.perf_counter()
-        if timed >= setting.steps:
-            break
-    return windows, records
-
-
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def measure(setting: Setting, transport: Transport, folder: Path) -> list[Row]:
-    """A row for each popularity and placement; the same on every rank."""
-    shape, rows = SHAPES[setting.shape], []
-    items = setting.size * transport.world // (shape.width * 4 * 3)  # Adam has two numbers beside
-    batches = (WARMUP + setting.steps) // 2
-    shape = replace(
-        shape, items=items - 1, batches=batches, samples=shape.samples * transport.world, users=0
-    )
-    for popularity, power in POPULARITIES.items():
-        file = folder / f"{popularity}.parquet"
-        if transport.rank == 0:
-            write_interactions(shape, file, popularity=power)
-        transport.gather_bytes(b"")
-        config = build_config(shape, file, folder / "cache", setting.device, 10**6)
-        config = replace(config, data=replace(config.data, num_items=items))
-        histories = prepare_data(config)
-        for arm, placement in setting.list_placements().items():
-            train = replace(config.train, placement=f"item={placement}")
-            gc.collect()
-            if setting.device == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            mine = measure_arm(setting, replace(config, train=train), histories, transport)
-            parts = transport.gather_bytes(json.dumps(mine).encode())
-            rows.append(
-                join_ranks(f"{popularity} {arm}", [json.loads(part) for part in parts], items)
-            )
+    def __init__(self, setting: Setting, transport: Transport, folder: Path) -> None:
+        """Writes the data, on the first rank. A collective."""
+        self.setting, self.transport = setting, transport
+        shape = setting.make_shape()
+        self.configs: dict[str, RunConfig] = {}
+        self.histories: dict[str, Path] = {}
+        for name, power in POPULARITIES.items():
+            file = folder / f"{name}.parquet"
             if transport.rank == 0:
-                print(json.dumps(rows[-1]), flush=True)
-    return rows
+                write_interactions(shape, file, popularity=power)
+            transport.gather_bytes(b"")
+            config = build_config(shape, file, folder / "cache", setting.device, 10**6)
+            self.configs[name] = replace(config, data=replace(config.data, num_items=setting.items))
+            self.histories[name] = prepare_data(self.configs[name])
+        self.say("data", f"{setting.items:,} items")
+
+    def say(self, what: str, text: str) -> None:
+        if self.transport.rank == 0:
+            print(f"{time.perf_counter() - BEGIN:.0f} s: {what}: {text}", flush=True)
+
+    def measure(self) -> list[Row]:
+        """A row for each popularity and place; the same on every rank."""
+        rows = []
+        for arm, placement in self.setting.list_placements().items():
+            for popularity, mine in self._measure_place(placement):
+                parts = self.transport.gather_bytes(json.dumps(mine).encode())
+                ranks = [json.loads(part) for part in parts]
+                rows.append(join_ranks(f"{popularity} {arm}", ranks, self.setting.items))
+                self.say(f"{popularity} {arm}", json.dumps(rows[-1]))
+        return rows
+
+    def _measure_place(self, placement: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The figures of this rank, by popularity."""
+        gc.collect()  # the table before this one
+        if self.setting.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self.say("free", f"{torch.cuda.mem_get_info()[0] / 1e9:.1f} GB of the GPU")
+        first = next(iter(self.configs))
+        config = self.configs[first]
+        config = replace(config, train=replace(config.train, placement=f"item={placement}"))
+        data = load_histories(config, self.histories[first], self.transport)
+        begin = time.perf_counter()
+        model = build_model(config, data, self.transport)
+        pipeline = build_pipeline(config, model, build_optimizer(config, model), 10**6)
+        model.tables.place(data.batch(0))
+        self._wait()
+        made = time.perf_counter() - begin
+        self.say("tables", f"{made:.1f} s: {'; '.join(model.tables.describe())}")
+        try:
+            for name, config in self.configs.items():
+                yield name, {"table_s": made, **self._measure_ids(config, name, model, pipeline)}
+        finally:
+            pipeline.close()
+
+    def _measure_ids(
+        self, config: RunConfig, popularity: str, model: ShardedModel, pipeline: Pipeline
+    ) -> dict[str, Any]:
+        filled = self._fill_cache(model)
+        data = load_histories(config, self.histories[popularity], self.transport)
+        cuda = self.setting.device == "cuda"
+        with read_ahead(data, count_workers(config, self.setting.device), pin=cuda) as batches:
+            windows, records = self._time_steps(pipeline, batches)
+        spans = [(name, end - start) for record in records for name, start, end in record["spans"]]
+        figures: dict[str, Any] = {
+            "windows_ms": windows,
+            "spans_ms": {
+                name: sum(span for other, span in spans if other == name) / 1e6 / len(records)
+                for name in SPANS
+            },
+            MAIN_THREAD: sum(name == "make resident" for name, _ in spans),
+            "resident_memory_bytes": read_resident_memory(),
+            "peak_memory_bytes": read_peak_memory(),
+            **{
+                name: sum(record["counters"].get(name, 0.0) for record in records) / len(records)
+                for name in COUNTERS
+            },
+            **filled,
+        }
+        rows = model.tables.get_group("item").rows
+        if isinstance(rows, CachedStorage):
+            figures["full"] = rows.contents.filled == rows.contents.slots
+        if cuda:
+            figures["device_memory_bytes"] = torch.cuda.max_memory_allocated()
+        return figures
+
+    def _fill_cache(self, model: ShardedModel) -> dict[str, float]:
+        """Makes rows resident, as many as there is room for, some at a time as batches would.
+        Returns how fast rows travel while nothing else happens."""
+        rows = model.tables.get_group("item").rows
+        if not isinstance(rows, CachedStorage):
+            return {}
+        slots, moved = rows.contents.slots, 0
+        order = torch.randperm(rows.size, generator=torch.Generator().manual_seed(0))[:slots]
+        order = order.to(rows.weight.device)
+        self._wait()
+        begin = time.perf_counter()
+        for part in order.split(max(1, slots // 4)):
+            rows.make_resident(part, _NoLedger())
+            moved += rows.traffic.bytes_up + rows.traffic.bytes_down
+        self._wait()
+        seconds = time.perf_counter() - begin
+        return {"fill_s": seconds, "fill_bytes_per_s": moved / seconds}
+
+    def _time_steps(
+        self, pipeline: Pipeline, batches: Iterator[Any]
+    ) -> tuple[list[float], list[dict[str, Any]]]:
+        """Milliseconds of a step in each window, and the ledger's records of the steps. Some more
+        batches follow: the last step that is timed prepares another, too."""
+        steps = self.setting.steps // WINDOW * WINDOW
+        windows: list[float] = []
+        records: list[dict[str, Any]] = []
+        begin = 0.0
+        trained = pipeline.run(islice(batches, WARMUP + steps + 3))
+        for number, _ in enumerate(trained, start=1 - WARMUP):
+            if number % WINDOW or not 0 <= number <= steps:
+                continue
+            self._wait()
+            now = time.perf_counter()
+            drained = pipeline.ledger.drain()
+            if number:
+                windows.append(1e3 * (now - begin) / WINDOW)
+                records += drained
+            begin = time.perf_counter()
+        pipeline.ledger.drain()
+        return windows, records
+
+    def _wait(self) -> None:
+        if self.setting.device == "cuda":
+            torch.cuda.synchronize()
+
+
+BEGIN = time.perf_counter()
+
+
+class _NoLedger:
+    """What is done outside steps is in no record."""
+
+    def span(self, name: str) -> nullcontext[None]:
+        return nullcontext()
+
+    def count(self, name: str, value: float) -> None:
+        pass
 
 
 def join_ranks(arm: str, ranks: list[dict[str, Any]], items: int) -> Row:
     """The row of an arm: the windows of all ranks, sums of counters and the largest memory."""
     row: Row = {"arm": arm, "rows": items, "ranks": len(ranks)}
-    row["step_ms"] = spread([value for rank in ranks for value in rank["windows_ms"]])
-    sums = ("cache_wanted", "cache_missed", "cache_bytes_up", "cache_bytes_down")
-    row |= {name: sum(rank[name] for rank in ranks) for name in sums}
+    row["windows_ms"] = [value for rank in ranks for value in rank["windows_ms"]]
+    row["step_ms"] = spread(row["windows_ms"])
+    row |= {name: sum(rank[name] for rank in ranks) for name in COUNTERS}
     row["cache_miss_percent"] = 100 * row["cache_missed"] / max(1, row["cache_wanted"])
     row["spans_ms"] = {
-        name: sum(rank["spans_ms"][name] for rank in ranks) / len(ranks)
-        for name in ranks[0]["spans_ms"]
+        name: sum(rank["spans_ms"][name] for rank in ranks) / len(ranks) for name in SPANS
     }
-    missing = "steps_that_miss_on_the_main_thread"
-    row[missing] = sum(rank[missing] for rank in ranks)
-    for name in ("table_s", "resident_memory_bytes", "device_memory_bytes"):
+    row[MAIN_THREAD] = sum(rank[MAIN_THREAD] for rank in ranks)
+    for name in ("table_s", "fill_s", "resident_memory_bytes", "peak_memory_bytes",
+                 "device_memory_bytes"):  # fmt: skip
         if name in ranks[0]:
             row[name] = max(rank[name] for rank in ranks)
     if "full" in ranks[0]:
         row["cache_was_full"] = all(rank["full"] for rank in ranks)
+        row["fill_bytes_per_s"] = sum(rank["fill_bytes_per_s"] for rank in ranks)
     return row
 
 
 def collect_figures(rows: list[Row]) -> Mapping[str, float]:
-    """Steps over those of the same ids with the table on the device."""
-    medians = {row["arm"]: row["step_ms"]["median"] for row in rows}
-    figures = {
-        arm: median / medians[f"{arm.split()[0]} device"]
-        for arm, median in medians.items()
-        if not arm.endswith("device")
-    }
-    figures["misses on the main thread"] = float(
-        sum(row["steps_that_miss_on_the_main_thread"] for row in rows if "cache_was_full" in row)
-    )
+    """Windows over those of the same steps with the table on the device, and what claims need."""
+    by_arm = {row["arm"]: row for row in rows}
+    cached = [row for row in rows if "cache_was_full" in row]
+    figures: dict[str, float] = {}
+    for row in cached:
+        device = by_arm[f"{row['arm'].split()[0]} device"]
+        pairs = zip(row["windows_ms"], device["windows_ms"], strict=True)
+        figures[row["arm"]] = statistics.median(mine / other for mine, other in pairs)
+    figures["misses on the main thread"] = float(sum(row[MAIN_THREAD] for row in cached))
+    figures["uniform miss percent"] = by_arm["uniform host"]["cache_miss_percent"]
+    figures["table seconds"] = by_arm["uniform host"]["table_s"]
     return figures
 
 
 def bench_host_tables(setting: Setting, to: Destination) -> None:
     if setting.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here; try the benchmark with --device cpu --size 200MB")
-    transport = connect(setting.device)
+        raise ValueError("there is no GPU here; try the benchmark with --device cpu")
+    transport: Transport = (
+        join(setting.device, LIMIT, "auto") if is_rank() else connect(setting.device)
+    )
     with tempfile.TemporaryDirectory() as temporary:
         # rank 0's, which all ranks of the machine read
         folder = Path(transport.gather_bytes(temporary.encode())[0].decode())
-        rows = measure(setting, transport, folder)
+        rows = Bench(setting, transport, folder).measure()
         transport.gather_bytes(b"")
     if transport.rank == 0:
-        figures = collect_figures(rows)
-        claims = make_claims(ASKED, figures)
-        print(json.dumps(figures))
+        claims = make_claims(ASKED, collect_figures(rows))
+        ranks = f"{transport.world}ranks-" if transport.world > 1 else ""
+        command = f"freescale bench host_tables {' '.join(setting.as_arguments())}"
         if setting.keep:
-            ranks = f"{transport.world}ranks-" if transport.world > 1 else ""
-            write(
-                "host_tables",
-                f"{ranks}{get_gpu_name() or 'cpu'}",
-                f"freescale bench host_tables --device {setting.device} --size {setting.size} "
-                f"--cache {setting.cache} --shape {setting.shape}",
-                rows,
-                claims,
-                ["triton"],
-                to=to,
-            )
+            name = f"{ranks}{get_gpu_name() or 'cpu'}"
+            write("host_tables", name, command, rows, claims, ["triton"], to=to)
+        else:
+            show_claims(claims)
     transport.close()

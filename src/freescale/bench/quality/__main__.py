@@ -50,8 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peer-figures", type=Path, help="JSON file: what run_gr.py printed, of each seed"
     )
+    parser.add_argument(
+        "--epochs-alone",
+        type=int,
+        metavar="N",
+        help="time N epochs of the recipe and of the peer as published instead, one after the "
+        "other",
+    )
     options = parser.parse_args(arguments)
     from freescale.bench.quality.bench import Plan, bench_quality
+    from freescale.bench.quality.epochs import bench_epochs
 
     plan = Plan(
         data=options.data,
@@ -67,7 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         peer_config=options.peer_config,
         peer_figures=options.peer_figures,
     )
-    bench_quality(plan, read_destination(options))
+    if options.epochs_alone is not None:
+        bench_epochs(plan, options.epochs_alone, read_destination(options))
+    else:
+        bench_quality(plan, read_destination(options))
     return 0
 
 

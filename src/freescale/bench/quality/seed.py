@@ -15,6 +15,7 @@ from typing import Any
 from freescale.config import RunConfig
 
 RESULT, RANKS, TRAINED = "quality.json", "ranks.csv", "trained"
+ELSEWHERE = ("data", "cache", "workers")  # settings that say where files lie, not what is trained
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,16 @@ class Seed:
     def describe(self) -> dict[str, Any]:
         """What decides the result: all settings but where files lie."""
         described: dict[str, Any] = json.loads(self.config.to_json())
-        for name in ("data", "cache", "workers"):
+        for name in ELSEWHERE:
             del described["data"][name]
         return described
+
+    def _describe_again(self, described: dict[str, Any]) -> dict[str, Any]:
+        """What `describe` gave, with the settings that have come since."""
+        data = asdict(self.config.data)
+        raw = described | {"data": described["data"] | {name: data[name] for name in ELSEWHERE}}
+        filled: dict[str, Any] = json.loads(RunConfig.from_json(json.dumps(raw)).to_json())
+        return {**filled, "data": {n: v for n, v in filled["data"].items() if n not in ELSEWHERE}}
 
     def find_result(self) -> dict[str, Any] | None:
         """Of the run, if it is finished.
@@ -45,7 +53,7 @@ class Seed:
         if not path.exists():
             return None
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if result["config"] != self.describe():
+        if self._describe_again(result["config"]) != self.describe():
             raise ValueError(
                 f"{self.folder} holds a run of other settings: name another --run-folder, or "
                 "remove it"
@@ -79,9 +87,11 @@ def train_seed(seed: Seed) -> None:
     _, step, quality = evaluate_checkpoint(
         config, folder, "test", path, transport, ranks=folder / RANKS
     )
+    _, _, validation = evaluate_checkpoint(config, folder, "validation", path, transport)
     result = {
         "config": seed.describe(),
         "quality": quality,
+        "validation": validation["model"],  # to choose settings by
         "step": step,
         "seconds": None if resumed else round(seconds, 1),
         "device": transport.device.type,

@@ -22,11 +22,13 @@ class SortedRows:
         return SortedRows(*rows.sort(stable=True))
 
 
-def sum_by_row(values: Tensor, rows: Tensor, count: int) -> Tensor:
+def sum_by_row(values: Tensor, rows: Tensor, count: int, onto: Tensor | None = None) -> Tensor:
     """values [n, width] of rows [n] -> [count, width]: the sum of each row's values, one after
-    another; zero where there are none."""
+    another, added to those of `onto` [count, width], which is overwritten; without it zero where
+    there are none."""
     check_values(values, rows)
-    return values.new_zeros(count, values.shape[1]).index_add_(0, rows, values)
+    sums = values.new_zeros(count, values.shape[1]).index_add_(0, rows, values)
+    return sums if onto is None else onto.add_(sums)
 
 
 def sum_sorted(rows: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,25 @@ import pickle
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+
+@cache
+def settle_keys(module: str) -> None:
+    """Has Triton compute the cache keys of a module's kernels, each after those that it calls.
+
+    Triton's key of a kernel holds the constants of a callee only if the callee's own key was
+    computed earlier: without a fixed order, processes that meet kernels in different orders do not
+    find each other's in the cache.
+    """
+    from triton import JITFunction
+
+    for kernel in list(vars(importlib.import_module(module)).values()):
+        if isinstance(kernel, JITFunction):
+            if kernel.fn.__module__ != module:
+                settle_keys(kernel.fn.__module__)
+            _ = kernel.cache_key
 
 
 @dataclass(frozen=True)
@@ -29,6 +47,7 @@ class Version:
     def build_source(self) -> Any:
         from triton.compiler import ASTSource
 
+        settle_keys(self.module)
         kernel = getattr(importlib.import_module(self.module), self.name)
         return ASTSource(kernel, self.signature, self.constants, self.attributes)
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freescale.kernels.triton.compile_worker import settle_keys
+
 LIMIT = 2**31  # of integers that Triton passes in 32 bits
 
 
@@ -139,6 +141,7 @@ class _Launcher:
         self.names = tuple(kernel.arg_names)
         self.constant, self.free, self.anywhere = (), (), ()
         if not is_interpreted():
+            settle_keys(kernel.fn.__module__)
             self.constant = tuple(parameter.is_constexpr for parameter in kernel.params)
             self.free = tuple(parameter.do_not_specialize for parameter in kernel.params)
             self.anywhere = tuple(

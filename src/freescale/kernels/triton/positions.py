@@ -78,17 +78,19 @@ class _AddPositions(torch.autograd.Function):
 
         plan, grad, (positions, width) = ctx.plan, grad.contiguous(), ctx.shape
         samples, shape, sums = len(plan.host), BACKWARD.shape(width), None
+        grad_x, scales = None, ctx.needs_input_grad[0] and ctx.scale != 1
         if ctx.saved_tensors:
             dropped, tokens = torch.empty_like(grad), grad.shape[0]
+            grad_x = torch.empty_like(grad, dtype=ctx.dtype) if scales else None
             with use_device(grad.device):
                 launch_kernel(
                     drop_gradient_kernel, (count_blocks(tokens, shape["R"]),),
-                    grad, *ctx.saved_tensors, dropped, tokens, **_choose_draws(ctx.keep), **shape,
+                    grad, *ctx.saved_tensors, dropped, grad_x, tokens, ctx.scale,
+                    **_choose_draws(ctx.keep), **shape,
                 )  # fmt: skip
             grad = dropped
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad if ctx.scale == 1 else grad * ctx.scale).to(ctx.dtype)
+        if ctx.needs_input_grad[0] and grad_x is None:
+            grad_x = (grad * ctx.scale if scales else grad).to(ctx.dtype)
         if not ctx.needs_input_grad[1]:
             return grad_x, *[None] * 5
         out = torch.empty(positions, width, dtype=ctx.position_dtype, device=grad.device)

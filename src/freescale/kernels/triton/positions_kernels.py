@@ -53,18 +53,22 @@ def add_positions_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def drop_gradient_kernel(
-    grad, token_keys, out, tokens, layer, threshold, share,
+    grad, token_keys, out, scaled, tokens, scale, layer, threshold, share,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """out = grad where dropout kept the value, over the share that it keeps."""
+    """out = grad where dropout kept the value, over the share that it keeps; scaled, unless it is
+    None, is that times scale."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, W)
     there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
     place = row[:, None] * WIDTH + column[None, :]
     kept = _kept(token_keys, row, tokens, layer, threshold, R, W)
     values = tl.load(grad + place, mask=there, other=0.0).to(tl.float32)
-    result = tl.where(kept, values * share, 0.0)
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=there)
+    result = tl.where(kept, values * share, 0.0).to(out.dtype.element_ty)
+    tl.store(out + place, result, mask=there)
+    if scaled is not None:
+        product = (result.to(tl.float32) * scale).to(out.dtype.element_ty)
+        tl.store(scaled + place, product.to(scaled.dtype.element_ty), mask=there)
 
 
 @triton.jit

@@ -41,13 +41,16 @@ def spread_ids(ids: Tensor, out: Tensor, stride: int, rows: int, base: int) -> N
             )
 
 
-def sum_by_row(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """values [n, width] of rows [n] -> [count, width]: the sum of each row's values; zero where
-    there are none."""
+def sum_by_row(values: Tensor, rows: Tensor, count: int, onto: Tensor | None = None) -> Tensor:
+    """values [n, width] of rows [n] -> [count, width]: the sum of each row's values, added to those
+    of `onto` [count, width], which is overwritten; without it zero where there are none."""
     check_values(values, rows)
     require_gpu(values.device, "kernels.reference.row_sums")
-    out = torch.zeros(count, values.shape[1], dtype=values.dtype, device=values.device)
-    _launch_sums(SortedRows.of(rows), values.contiguous(), out, rows, dense=True)
+    out = onto
+    if out is None:
+        out = torch.zeros(count, values.shape[1], dtype=values.dtype, device=values.device)
+    rows_sorted = SortedRows.of(rows)
+    _launch_sums(rows_sorted, values.contiguous(), out, rows, dense=True, adds=onto is not None)
     return out
 
 
@@ -62,7 +65,7 @@ def sum_sorted(rows: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch_sums(
-    rows: SortedRows, values: Tensor, out: Tensor, found: Tensor, *, dense: bool
+    rows: SortedRows, values: Tensor, out: Tensor, found: Tensor, *, dense: bool, adds: bool = False
 ) -> None:
     if not values.numel():
         return
@@ -74,7 +77,7 @@ def _launch_sums(
         partial = sum_chunks(rows, values)
         grid = (count_blocks(n, shape["R"]),)
         tensors = (values, rows.rows, rows.order, partial, out, found)
-        launch_kernel(row_sums_kernel, grid, *tensors, n, DENSE=dense, **shape)
+        launch_kernel(row_sums_kernel, grid, *tensors, n, DENSE=dense, ADDS=adds, **shape)
 
 
 def sum_chunks(rows: SortedRows, values: Tensor) -> Tensor:

@@ -122,6 +122,7 @@ def sum_rows(
 def row_sums_kernel(
     values, rows, order, partial, out, found, n,
     DENSE: tl.constexpr,  # out has a place for each row; else for each sorted position
+    ADDS: tl.constexpr,  # to what out holds
     CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
@@ -135,8 +136,13 @@ def row_sums_kernel(
         place = i
         tl.store(found + i, tl.where(begins, row, -1), mask=i < n)
     columns = tl.arange(0, W)[None, :]
-    target = out + place[:, None] * WIDTH + columns
-    tl.store(target, total.to(out.dtype.element_ty), mask=begins[:, None] & (columns < WIDTH))
+    target, there = out + place[:, None] * WIDTH + columns, begins[:, None] & (columns < WIDTH)
+    total = total.to(out.dtype.element_ty)
+    if ADDS:
+        total = (total.to(tl.float32) + tl.load(target, mask=there, other=0.0).to(tl.float32)).to(
+            out.dtype.element_ty
+        )
+    tl.store(target, total, mask=there)
 
 
 # Both are parts of larger tensors: where they begin changes from batch to batch.
