@@ -1,5 +1,5 @@
-"""Dynamic tables as obvious Python: one dictionary for each virtual shard. Slow, and with nothing of
-the arrays and queues of the real one."""
+"""Dynamic tables as obvious Python: one dictionary for each virtual shard. Slow, and with nothing
+of the arrays and queues of the real one."""
 
 from __future__ import annotations
 

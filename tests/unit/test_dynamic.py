@@ -102,7 +102,9 @@ def test_between_any_two_steps_the_tables_are_those_of_serial(schedule, ahead, m
 
 def test_every_step_admits_evicts_and_turns_away():
     """What the streams above are about."""
-    total = dict.fromkeys(("inserted", "evicted", "swept", "turned_away", "waiting", "forgotten"), 0)
+    total = dict.fromkeys(
+        ("inserted", "evicted", "swept", "turned_away", "waiting", "forgotten"), 0
+    )
     for rules in RULES:
         _, pipeline = build(LocalTransport(), "serial", rules)
         list(pipeline.run(batches_of(CHURN)))

@@ -21,7 +21,9 @@ SWEPT = [id_in(shard, number) for shard in range(12) for number in range(3)]  # 
 
 
 def make_layout(rules, world):
-    return DynamicLayout((TableSpec("item", rules.rows, 4, torch.float32, ("f",), None, rules),), world)
+    return DynamicLayout(
+        (TableSpec("item", rules.rows, 4, torch.float32, ("f",), None, rules),), world
+    )
 
 
 def keys_of(ids):
@@ -39,7 +41,9 @@ class Owners:
     def plan(self, ids):
         """(position of each id, changes of each owner)."""
         keys, found, changes = keys_of(ids), {}, []
-        names = {int(key): id for id, key in zip(ids, compute_keys(torch.tensor(list(ids))).tolist())}
+        names = {
+            int(key): id for id, key in zip(ids, compute_keys(torch.tensor(list(ids))).tolist())
+        }
         owners = np.searchsorted(self.layout.list_edges("cpu").numpy(), keys, side="right")
         owners = np.minimum(owners, len(self.parts) - 1)
         for rank, part in enumerate(self.parts):
@@ -88,9 +92,7 @@ def add_figures(changes):
 RULES = st.builds(
     Dynamic,
     capacity=st.sampled_from([1, 3 * SHARDS, 5 * SHARDS]),
-    admit=st.builds(
-        Seen, st.integers(1, 3), st.sampled_from([None, SHARDS, 2 * SHARDS])
-    ),
+    admit=st.builds(Seen, st.integers(1, 3), st.sampled_from([None, SHARDS, 2 * SHARDS])),
     evict=st.one_of(st.sampled_from(["lru", "lfu"]), st.builds(After, st.integers(3, 6))),
 )
 STREAMS = st.lists(st.sets(st.sampled_from(POOL + SWEPT), max_size=30), min_size=1, max_size=14)

@@ -86,7 +86,9 @@ class Dynamic:
         if not isinstance(self.admit, Seen):
             raise ValueError(f"admit is {self.admit!r}: give freescale.Seen(batches)")
         if not isinstance(self.evict, After) and self.evict not in _EVICTIONS:
-            raise ValueError(f"evict is {self.evict!r}: give 'lru', 'lfu' or freescale.After(steps)")
+            raise ValueError(
+                f"evict is {self.evict!r}: give 'lru', 'lfu' or freescale.After(steps)"
+            )
 
     @property
     def shard_rows(self) -> int:
@@ -141,5 +143,7 @@ def parse_dynamic(text: str) -> Dynamic | None:
         elif name == "after" and value.isdecimal():
             chosen = After(int(value))
         else:
-            raise ValueError(f"{option!r} in {text!r} is not one of seen=N, lru, lfu and after=STEPS")
+            raise ValueError(
+                f"{option!r} in {text!r} is not one of seen=N, lru, lfu and after=STEPS"
+            )
     return Dynamic(capacity, admit, chosen)

@@ -119,8 +119,8 @@ class Tables:
             self._schedule = None
 
     def settle(self) -> None:
-        """Applies deferred gradients, and takes back what is provisional, before the tables are read:
-        they are those after the last step. A collective."""
+        """Applies deferred gradients, and takes back what is provisional, before the tables are
+        read: they are those after the last step. A collective."""
         if self._schedule is not None:
             self._schedule.flush()
         self.roll_back()

@@ -83,7 +83,8 @@ def _read_dynamic(
         "last_use": torch.empty(rows, dtype=torch.int32),
     }
     stored = {
-        f"table/{name}/{part}": value.unflatten(0, (SHARDS, -1)) for part, value in parts.items()
+        f"table/{name}/{part}": value.view(SHARDS, -1, *value.shape[1:])
+        for part, value in parts.items()
     }
     _fill(stored, checkpoint.base.path)
     apply_deltas(checkpoint.deltas, {name: TablePart(0, rows, parts)})

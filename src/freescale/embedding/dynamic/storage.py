@@ -1,5 +1,5 @@
-"""Rows of a dynamic table on one rank: a storage of as many rows as there is room for, on the device
-or behind a cache, and a directory that says which id each of them has.
+"""Rows of a dynamic table on one rank: a storage of as many rows as there is room for, on the
+device or behind a cache, and a directory that says which id each of them has.
 
     make_resident   decide (directory.py), keep the rows that go, draw those that come
     begin           the step of a batch begins: what was decided for it is no longer provisional
@@ -92,7 +92,9 @@ class DynamicStorage(RowStorage):
         ids = self.directory.rows.ids[changes.found[changes.inserted]]
         slots = slots.index_select(0, upload(changes.inserted, device)).long()
         made = draw_initial_rows(self.spec, upload(ids, device), self._seed, self._std)
-        new = {name: value.new_zeros(slots.numel(), *value.shape[1:]) for name, value in self._parts}
+        new = {
+            name: value.new_zeros(slots.numel(), *value.shape[1:]) for name, value in self._parts
+        }
         new["rows"] = made
         decision = _Decision(changes, slots, new)
         self._exchange_rows(decision)
@@ -121,9 +123,7 @@ class DynamicStorage(RowStorage):
     def update(
         self, slots: Tensor, gradients: Tensor, *, step: int, factor: float, clip: float | None
     ) -> None:
-        self.inner.update(
-            self._spend(slots), gradients, step=step, factor=factor, clip=clip
-        )
+        self.inner.update(self._spend(slots), gradients, step=step, factor=factor, clip=clip)
 
     def update_readings(
         self, slots: SortedRows, gradients: Tensor, *, step: int, factor: float, clip: float | None
@@ -221,7 +221,11 @@ class DynamicStorage(RowStorage):
         found = {"batches": torch.from_numpy(self.directory.clock)}
         if (table := self.directory.counters) is not None:
             shards = self.directory.clock.size
-            for name, array in (("ids", table.ids), ("last_use", table.last), ("count", table.count)):
+            for name, array in (
+                ("ids", table.ids),
+                ("last_use", table.last),
+                ("count", table.count),
+            ):
                 found[f"counters.{name}"] = torch.from_numpy(array.reshape(shards, -1))
         return found
 

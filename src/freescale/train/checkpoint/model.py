@@ -91,7 +91,7 @@ def _whole(local: Tensor, name: str, tables: Tables, transport: Transport) -> Te
     spec = tables.specs[name]
     if spec.dynamic is None:
         return _shard(local, spec.rows, transport)
-    return _shard(local.unflatten(0, (-1, spec.dynamic.shard_rows)), SHARDS, transport)
+    return _shard(local.view(-1, spec.dynamic.shard_rows, *local.shape[1:]), SHARDS, transport)
 
 
 def _shard(local: Tensor, rows: int, transport: Transport) -> Tensor:

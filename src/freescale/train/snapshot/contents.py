@@ -56,9 +56,7 @@ class SnapshotContents:
         rest = {f"rest/{name}": copy_to_host(value) for name, value in shared.items()}
         rest |= {f"rest/{name}": value for name, value in collect_random(model.transport).items()}
         state["marks"] = []
-        contents = SnapshotContents(
-            rest, state, delta, {}, None, model, model.tables.mark_state()
-        )
+        contents = SnapshotContents(rest, state, delta, {}, None, model, model.tables.mark_state())
         contents._add("replicated")
         return contents
 
