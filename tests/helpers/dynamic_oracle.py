@@ -37,8 +37,8 @@ class Oracle:
             ("inserted", "evicted", "swept", "turned_away", "waiting", "forgotten"), 0
         )
 
-    def plan(self, ids: set[int]) -> dict[int, int]:
-        """Position of each id in the table, -1 without a row."""
+    def plan(self, ids: set[int], negatives: set[int] = frozenset()) -> dict[int, int]:
+        """Position of each id in the table, -1 without a row. `negatives`: of the ids."""
         self.figures = dict.fromkeys(self.figures, 0)
         found: dict[int, int] = {}
         numbers = {shard_of(id) for id in ids}
@@ -46,16 +46,16 @@ class Oracle:
             numbers.add(self.batch % SHARDS)
         for number in numbers:
             mine = sorted(id for id in ids if shard_of(id) == number)
-            found |= self._plan_shard(number, self.shards[number], mine)
+            found |= self._plan_shard(number, self.shards[number], mine, negatives)
         self.batch += 1
         return found
 
-    def _plan_shard(self, number: int, shard: Shard, ids: list[int]) -> dict[int, int]:
+    def _plan_shard(self, number, shard: Shard, ids: list[int], negatives) -> dict[int, int]:
         found = {}
         for id in ids:
             if id in shard.rows:
                 slot, _, count = shard.rows[id]
-                shard.rows[id] = slot, self.batch, count + 1
+                shard.rows[id] = slot, self.batch, count + (id not in negatives)
                 found[id] = slot
         evict = self.rules.evict
         if isinstance(evict, After) and number == self.batch % SHARDS:
@@ -65,7 +65,7 @@ class Oracle:
                     self.figures["swept"] += 1
         for id in ids:
             if id not in found:
-                found[id] = self._insert(shard, id)
+                found[id] = -1 if id in negatives else self._insert(shard, id)
         return {
             id: slot if slot < 0 else number * self.rules.shard_rows + slot
             for id, slot in found.items()

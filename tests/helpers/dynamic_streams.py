@@ -59,12 +59,21 @@ RULES = [
 ]
 
 
-def build(transport, schedule, rules, optimizer="adagrad", placement="sharded", lr=0.5, **options):
+def build(
+    transport,
+    schedule,
+    rules,
+    optimizer="adagrad",
+    placement="sharded",
+    lr=0.5,
+    model=Clicks,
+    **options,
+):
     """`rules`: None for a static table of 200 rows."""
     torch.manual_seed(3)
     parallel = freescale.parallelize(
-        Clicks(),
-        Clicks.ids,
+        model(),
+        model.ids,
         ROW_OPTIMIZERS[optimizer](lr=lr),
         transport=transport,
         tables={"item": rules} if rules is not None else None,

@@ -3,9 +3,12 @@ eviction in every step; and a table that never evicts equals a static one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.collisions import batch_of, bits
+from helpers.dynamic_oracle import Oracle
 from helpers.dynamic_streams import CHURN, RULES, build, state_of
 from helpers.toys import Clicks
 
@@ -155,3 +158,39 @@ def test_host_and_disk_placement_train_the_same_bits(tmp_path):
 def test_mistakes_name_the_mend(options, message):
     with pytest.raises(ValueError, match=message):
         freescale.parallelize(Clicks(), Clicks.ids, **options)
+
+
+class Negatives(Clicks):
+    """Reads its last feature as negatives."""
+
+    ids = {"item": ["history", "negatives"], "action": ["actions"]}
+
+    def forward(self, batch):
+        extra = batch.dense["negatives"]
+        return super().forward(replace(batch, dense=batch.dense | {"extra": extra}))
+
+
+def test_negatives_neither_count_nor_get_a_row():
+    """Alone or beside the same id in the history, on every schedule."""
+    stream = [batch_of(ids, number) for number, ids in enumerate(CHURN)]
+    stream = [
+        replace(batch, dense={"labels": batch.dense["labels"], "negatives": others})
+        for number, batch in enumerate(stream)
+        for others in [stream[(number + 3) % len(stream)].dense["extra"][: len(batch)]]
+    ]
+    oracle = Oracle(RULES[1])
+    for batch in stream:
+        seen = set(batch.values("history").tolist())
+        ids = seen | set(batch.dense["negatives"].reshape(-1).tolist())
+        oracle.plan(ids, ids - seen)
+    found = []
+    for schedule in ("serial", Staged, "staged"):
+        parallel, pipeline = build(LocalTransport(), schedule, RULES[1], model=Negatives)
+        losses = [result.loss for result in pipeline.run(stream)]
+        pipeline.close()
+        state = state_of(parallel)
+        held = zip(*(state[f"item/{part}"].tolist() for part in ("ids", "last_use", "count")))
+        assert sorted(held) == sorted(entry[2:] for entry in oracle.state())
+        found.append((losses, state))
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])

@@ -38,7 +38,7 @@ class Owners:
         shards = [self.layout.get_owned_shards(rank) for rank in range(world)]
         self.parts = [Directory(rules, *part) for part in shards]
 
-    def plan(self, ids):
+    def plan(self, ids, negatives=frozenset()):
         """(position of each id, changes of each owner)."""
         keys, found, changes = keys_of(ids), {}, []
         names = {
@@ -48,7 +48,8 @@ class Owners:
         owners = np.minimum(owners, len(self.parts) - 1)
         for rank, part in enumerate(self.parts):
             mine = keys[owners == rank]
-            made = part.plan(mine)
+            counted = [names[int(key)] not in negatives for key in mine]
+            made = part.plan(mine, np.array(counted, np.uint8) if negatives else None)
             first = self.layout.get_owned_range(0, rank)[0]
             places = np.where(made.found < 0, -1, made.found + first)
             found |= {names[int(key)]: int(at) for key, at in zip(mine, places)}
@@ -95,17 +96,19 @@ RULES = st.builds(
     admit=st.builds(Seen, st.integers(1, 3), st.sampled_from([None, SHARDS, 2 * SHARDS])),
     evict=st.one_of(st.sampled_from(["lru", "lfu"]), st.builds(After, st.integers(3, 6))),
 )
-STREAMS = st.lists(st.sets(st.sampled_from(POOL + SWEPT), max_size=30), min_size=1, max_size=14)
+BATCH = st.sets(st.sampled_from(POOL + SWEPT), max_size=30)
+STREAMS = st.lists(st.tuples(BATCH, BATCH), min_size=1, max_size=14)
 
 
 @given(rules=RULES, stream=STREAMS, world=st.integers(1, 5), undone=st.integers(0, 2))
 @settings(max_examples=40, deadline=None)
 def test_every_decision_is_the_oracles(rules, stream, world, undone):
     oracle, owners = Oracle(rules), Owners(rules, world)
-    for ids in stream:
+    for ids, others in stream:
+        negatives = others & ids
         before = owners.arrays()
-        expected = oracle.plan(ids)
-        found, changes = owners.plan(ids)
+        expected = oracle.plan(ids, negatives)
+        found, changes = owners.plan(ids, negatives)
         for _ in range(undone):
             after = owners.arrays()
             for part, made in zip(owners.parts, changes):
@@ -117,7 +120,7 @@ def test_every_decision_is_the_oracles(rules, stream, world, undone):
         if undone == 2:  # dropped, and decided again
             for part, made in zip(owners.parts, changes):
                 part.undo(made)
-            found, changes = owners.plan(ids)
+            found, changes = owners.plan(ids, negatives)
         assert found == expected
         assert add_figures(changes) == oracle.figures
         assert sorted(owners.state()) == oracle.state()

@@ -71,6 +71,8 @@ class Dynamic:
         evict: "lru" (last use, then id), "lfu" (number of batches, last use, id) or `After(steps)`.
             A row stays for three batches from its last use on. An id that finds no row reads zeros
             and is counted as turned away.
+        negatives: batch features whose ids neither count nor get a row, unless they occur in
+            another feature of the batch, too. They read the rows that are there, or zeros.
 
     Raises:
         ValueError: something of it has no such value.
@@ -79,6 +81,7 @@ class Dynamic:
     capacity: int | str
     admit: Seen = Seen(1)
     evict: str | After = "lru"
+    negatives: tuple[str, ...] = ("negatives",)
 
     def __post_init__(self) -> None:
         if parse_count(self.capacity) < 1:

@@ -30,12 +30,19 @@ from freescale.embedding.collision import Masks, collision_masks, count_pieces
 from freescale.embedding.comparison import compare_requests
 from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.layout import DynamicLayout
-from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage
+from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage, mark_any
 from freescale.embedding.host_tables.storage import CachedStorage
 from freescale.embedding.host_tables.tiers import Tier
 from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
 from freescale.embedding.optimizers import RowOptimizer
-from freescale.embedding.request import Index, Request, RequestPart, SumGradients, collect_ids
+from freescale.embedding.request import (
+    Index,
+    Request,
+    RequestPart,
+    SumGradients,
+    collect_ids,
+    mark_counted,
+)
 from freescale.embedding.storage import DeviceStorage, RowStorage, TableRange, UpdateOptions
 from freescale.kernels.dispatch import (
     deduplicate,
@@ -86,6 +93,8 @@ class Sharded:
         self._ids = self.layout.local_dtype
         self._edges = self.layout.list_edges(transport.device)
         self._last_read: Tensor | None = None
+        rules = specs[0].dynamic  # such a table is alone in its group
+        self._has_negatives = bool(rules and set(rules.negatives) & set(specs[0].features))
 
     def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Request:
         with transport.ledger.span("deduplicate"):
@@ -113,11 +122,19 @@ class Sharded:
             transport.device,
             transport.world,
         )
+        counted = None
+        if self._has_negatives:
+            marks = mark_counted(batches, self.layout.specs[0])
+            if marks is None:
+                marks = torch.zeros(0, dtype=torch.uint8, device=transport.device)
+            marks = mark_any(marks, found.inverse, found.keys.numel())[: sum(send)]
+            counted = transport.all_to_all(marks, send, receive, "ids").wait()
         return Request(
             Index(unique, given, found.inverse),
             RequestPart(None, None, send, receive),
             owned,
             pieces,
+            counted,
         )
 
     def compare(
@@ -135,7 +152,7 @@ class Sharded:
     def make_resident(self, request: Request, transport: Transport) -> None:
         """Makes sure that the rows which are requested from this rank can be gathered and updated,
         and sets their slots."""
-        request.slots = self.rows.make_resident(request.owned, transport.ledger)
+        request.slots = self.rows.make_resident(request.owned, transport.ledger, request.counted)
 
     def allocate_rows(self, request: Request, spent: Tensor | None) -> None:
         """Gives the rows of the request memory, to be filled as they arrive: that of the `spent`

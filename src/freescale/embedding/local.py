@@ -19,6 +19,7 @@ from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
+from freescale.embedding.dynamic.storage import mark_any
 from freescale.embedding.layout import ShardLayout, choose_stride, spread_ids
 from freescale.embedding.request import (
     GroupIds,
@@ -26,6 +27,7 @@ from freescale.embedding.request import (
     Request,
     RequestPart,
     collect_ids,
+    mark_counted,
     sum_readings,
 )
 from freescale.embedding.storage import Recorder, RowStorage, UpdateOptions
@@ -124,14 +126,20 @@ class LocalGroup:
         given, weight = collect_ids(batches, self.layout.specs), self.rows.weight
         if keeps_gradients(weight) and self._encoding == weight.dtype:
             rows = self._spread(given)
-            slots = self.rows.make_resident(rows, ledger)
+            slots = self.rows.make_resident(rows, ledger, self._mark(batches))
             return LocalRequest(given, rows, weight, None if slots is rows else slots)
         parts = [self._locate(table, ids.reshape(-1)) for table, ids in given]
         none = torch.zeros(0, dtype=torch.int64, device=weight.device)
         unique, inverse = torch.unique(torch.cat([none, *parts]), return_inverse=True)
         request = Request(Index(unique, given, inverse), RequestPart(None, None, [], []), unique)
-        request.slots = self.rows.make_resident(unique, ledger)
+        if (counted := self._mark(batches)) is not None:
+            counted = mark_any(counted, inverse, unique.numel())
+        request.slots = self.rows.make_resident(unique, ledger, counted)
         return request
+
+    def _mark(self, batches: Sequence[SequenceBatch]) -> Tensor | None:
+        dynamic = isinstance(self.layout, DynamicLayout)
+        return mark_counted(batches, self.layout.specs[0]) if dynamic else None
 
     def open(self, request: LocalRequest | Request) -> None:
         """The rows are as the last step left them: from now on they can be read."""

@@ -102,9 +102,12 @@ class RowStorage(ABC):
     # ---- every step
 
     @abstractmethod
-    def make_resident(self, rows: Tensor, ledger: Recorder) -> Tensor:
+    def make_resident(
+        self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
+    ) -> Tensor:
         """Slots [n] of local rows [n] that a batch is trained on. They stay there until two more
-        batches are made resident, in the order of training. On the caller's thread and stream."""
+        batches are made resident, in the order of training. `counted` [n] uint8, of tables whose
+        rows come and go: 0 for negatives. On the caller's thread and stream."""
 
     @abstractmethod
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -229,7 +232,9 @@ class DeviceStorage(RowStorage):
         super().__init__(ranges, size, optimizer, device)
         self.weight, self.state = self._allocate(size, device)
 
-    def make_resident(self, rows: Tensor, ledger: Recorder) -> Tensor:
+    def make_resident(
+        self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
+    ) -> Tensor:
         return rows
 
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -49,7 +49,7 @@ class DynamicLibrary:
         library = ctypes.CDLL(path)
         shards, rules, at = POINTER(ShardsStruct), POINTER(RulesStruct), c_void_p
         self.plan_batch = _declare(
-            library.plan_batch, c_int, shards, shards, rules, c_int64, *[at] * 6
+            library.plan_batch, c_int, shards, shards, rules, c_int64, *[at] * 7
         )
         self.find_batch = _declare(library.find_batch, None, shards, c_int64, c_int64, at, at)
         self.exchange = _declare(library.exchange, None, shards, shards, c_int64, at, c_int)

@@ -4,7 +4,8 @@ Every virtual shard decides for itself, from the global batches alone (csrc/dyna
 
     1. ids of the batch that have a row use it
     2. `After` removes old rows of the shard whose turn it is
-    3. the others, in the order of ids: counted; once admitted, an empty row or that of a victim
+    3. the others, in the order of ids: counted; once admitted, an empty row or that of a victim.
+       Ids that are negatives alone neither count nor get a row.
 
 What a batch changes is provisional until its step begins. `plan` returns a `BatchChanges`, by which
 `undo` and `redo` exchange the state before the batch for that after it, any number of times.
@@ -104,11 +105,13 @@ class Directory:
     def batches(self, count: int) -> None:
         self.clock[:] = count
 
-    def plan(self, keys: Numbers) -> BatchChanges:
+    def plan(self, keys: Numbers, counted: NDArray[np.uint8] | None = None) -> BatchChanges:
         """Decides for the next batch.
 
         Args:
             keys: [n] of its ids on this rank (layout.py), ascending and unique.
+            counted: [n] 0 for those that are negatives alone: they use a row that is there, and
+                change nothing else. None: all count.
         """
         keys = np.ascontiguousarray(keys)
         n = keys.size
@@ -118,7 +121,8 @@ class Directory:
         figures = np.zeros(len(FIGURES), np.int64)
         failed = self._library.plan_batch(
             *self._tables, self._describe_rules(), n,
-            *map(address, (keys, found, log, inserted, removed, figures)),
+            address(keys), None if counted is None else address(counted),
+            *map(address, (found, log, inserted, removed, figures)),
         )  # fmt: skip
         if failed:
             raise MemoryError(f"the decisions about {n:,} ids need more memory than there is")

@@ -45,6 +45,11 @@ class _Decision:
     rows: dict[str, Tensor]  # [m, ...] in their place in the other state
 
 
+def mark_any(marks: Tensor, inverse: Tensor, count: int) -> Tensor:
+    """marks [n] uint8 of what has the numbers inverse [n] -> [count]: whether one of each is."""
+    return marks.new_zeros(count).scatter_reduce_(0, inverse, marks, "amax")
+
+
 class DynamicStorage(RowStorage):
     """What `make_resident`, `read` and the exchange call local rows are keys of ids here."""
 
@@ -67,13 +72,19 @@ class DynamicStorage(RowStorage):
 
     # ---- every step
 
-    def make_resident(self, rows: Tensor, ledger: Recorder) -> Tensor:
-        """Slots [n] of keys [n]. Waits for the device, which has to tell the keys."""
+    def make_resident(
+        self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
+    ) -> Tensor:
+        """Slots [n] of keys [n]; those that are only not `counted` [n] do not get a row. Waits for
+        the device, which has to tell the keys."""
         with self._lock:
             self._redo_all()
             with ledger.span("decide rows"):
                 keys, inverse = torch.unique(rows, return_inverse=True)
-                changes = self.directory.plan(keys.cpu().numpy())
+                marks = None if counted is None else mark_any(counted, inverse, keys.numel())
+                changes = self.directory.plan(
+                    keys.cpu().numpy(), None if marks is None else marks.cpu().numpy()
+                )
                 local = np.append(changes.found, (self._zero, self._spent))
                 local[local < 0] = self._zero
             slots = self.inner.make_resident(upload(local, rows.device), ledger)

@@ -153,10 +153,11 @@ static void insert_missing(Plan *plan, int64_t shard, Missing *missing, int64_t 
 static inline uint64_t hash_of(int64_t key) { return (uint64_t)key ^ 0x8000000000000000u; }
 
 /* keys [n]: the ids of a batch, as DynamicLayout makes keys of them, ascending and unique.
-   found [n]: the entry of each, -1 for those that have none. Returns 0, or -1 without memory. */
+   counted [n]: 0 for those that are negatives alone, which use a row that is there and change nothing
+   else; NULL: all count. found [n]: the entry of each, -1 for those that have none. Returns 0, or -1 without memory. */
 int plan_batch(
     Shards *rows, Shards *counters, const Rules *rules, int64_t n, const int64_t *keys,
-    int64_t *found, Change *changes, int64_t *inserted, int64_t *removed, int64_t *figures) {
+    const uint8_t *counted, int64_t *found, Change *changes, int64_t *inserted, int64_t *removed, int64_t *figures) {
     int64_t candidates = rows->rows + (counters ? counters->rows : 0);
     Missing *missing = malloc((size_t)(n + 1) * sizeof(Missing));
     Candidate *room = malloc((size_t)candidates * sizeof(Candidate));
@@ -175,13 +176,14 @@ int plan_batch(
             uint64_t hash = hash_of(keys[at]);
             int64_t id = (int64_t)unmix(hash), entry = find(rows, shard, id, hash);
             found[at] = entry;
+            int counts = !counted || counted[at];
             if (entry < 0) {
-                missing[absent++] = (Missing){id, at};
+                if (counts) missing[absent++] = (Missing){id, at};
                 continue;
             }
             note(&plan, rows, entry);
             rows->last[entry] = (int32_t)rules->batch;
-            rows->count[entry] = add_one(rows->count[entry]);
+            if (counts) rows->count[entry] = add_one(rows->count[entry]);
         }
         if (shard == to_sweep) {
             sweep(&plan, shard);
