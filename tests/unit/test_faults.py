@@ -16,7 +16,7 @@ from freescale.bench.faults.bench import Options
 from freescale.bench.faults.claims import is_exact
 from freescale.bench.faults.events import Process, Struck, split_time
 from freescale.bench.faults.moments import MOMENTS, watch
-from freescale.bench.faults.plan import KINDS, count_steps, order_worlds, plan_faults
+from freescale.bench.faults.plan import KINDS, count_steps, order_worlds, plan_faults, put_off
 from freescale.bench.faults.proof import compare_logs, compare_states, read_log
 from freescale.bench.faults.reporter import LAUNCHER
 from freescale.bench.faults.setting import read_ranks
@@ -132,6 +132,16 @@ class TestPlan:
             pairs = zip(plan[:-1], plan[1:], strict=True)
             assert ("disk full", "disk full") not in {(a.kind, b.kind) for a, b in pairs}
             assert count_steps(plan) > sum(fault.after for fault in plan)
+
+    def test_a_disk_that_was_full_when_the_storm_stopped_is_full_later(self):
+        plan = plan_faults(0, 100, 2, list(KINDS))
+        full = next(fault for fault in plan if fault.kind == "disk full")
+        other = next(fault for fault in plan if fault.kind != "disk full")
+        assert put_off(plan, other.number) == plan
+        changed = put_off(plan, full.number)
+        assert [
+            one.after - two.after for one, two in zip(changed, plan, strict=True) if one != two
+        ] == [8]
 
     def test_refuses_kinds_that_are_none(self):
         with pytest.raises(ValueError, match="no such kind of faults: rain"):
