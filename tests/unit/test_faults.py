@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import signal
 from collections import Counter
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -67,6 +68,11 @@ class TestStorms:
         assert not any(setting.changes for setting in settings[4:])  # nor over hosts
         assert [setting.start for setting in settings[6:]] == ["freescale train", "torchrun"]
         assert "--host-storms 2 --real-starts 5" in self.options.command
+
+    def test_of_one_arm_have_a_result_of_their_own(self):
+        assert self.options.testbed == "cpu"
+        assert replace(self.options, storms=0).testbed == "hosts"
+        assert replace(self.options, storms=0, host_storms=0).testbed == "starts"
 
     def test_have_each_number_of_ranks(self):
         for seed in range(5):
