@@ -23,6 +23,9 @@ class PlacedTables:
 
     placements: dict[str, Placement]
     rows: dict[str, int]
+    # of a step's rows, the share that host memory has and the cache has not; None: rows are at
+    # home on the device
+    missed: float | None = None
 
     @property
     def sharded(self) -> bool:
@@ -35,21 +38,32 @@ class PlacedTables:
         return sum(rows for name, rows in self.rows.items() if name != ITEM or not self.sharded)
 
     def describe(self) -> list[str]:
-        return [
+        lines = [
             f"table {name}: {self.rows[name]:,} rows, {placed.kind} ({placed.reason})"
             for name, placed in self.placements.items()
         ]
+        if self.missed is not None:
+            lines.append(
+                f"table {ITEM}: at home in host memory; {100 * self.missed:g} % of the rows of a "
+                "step are brought over PCIe, and as many written back"
+            )
+        return lines
 
 
-def place_tables(wanted: str, model: Model, source: Workload, ranks: int) -> PlacedTables:
+def place_tables(
+    wanted: str, model: Model, source: Workload, ranks: int, cache_miss: float = 100.0
+) -> PlacedTables:
     """Places the tables by what the ranks read of the first batch, before it is balanced.
 
     Args:
-        wanted: `auto`, or a choice for all tables.
+        wanted: `auto`, or a choice for all tables; `host`: the items' are sharded in host memory,
+            the others by the rule.
         model: The model, whose row optimizer keeps state beside each row.
         source: The batches.
         ranks: How many there are.
+        cache_miss: Of `host`, percent of a step's rows that are not in the cache.
     """
+    hosted = wanted == "host"
     samples = len(source.get_lengths(0))
     first = source.find_requests(0, assign_home(samples, ranks), ranks)
     read = {ITEM: float(source.compute_demand(None, first, None).whole.requested.mean())}
@@ -62,10 +76,10 @@ def place_tables(wanted: str, model: Model, source: Workload, ranks: int) -> Pla
         state = count_state_bytes(ROW_OPTIMIZERS[model.row_optimizer](), spec)
         placements[name] = (
             choose_placement(spec, state, read[name])
-            if wanted == "auto"
-            else Placement(wanted, "as asked")
+            if wanted == "auto" or (hosted and name != ITEM)
+            else Placement("sharded" if hosted else wanted, "as asked")
         )
-    return PlacedTables(placements, rows)
+    return PlacedTables(placements, rows, cache_miss / 100 if hosted else None)
 
 
 def assign_home(samples: int, ranks: int) -> NDArray[np.int64]:
