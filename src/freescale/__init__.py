@@ -27,6 +27,9 @@ _EXPORTS = {
     "Adam": "freescale.embedding.optimizers",
     "RowWiseAdagrad": "freescale.embedding.optimizers",
     "SGD": "freescale.embedding.optimizers",
+    "After": "freescale.embedding.dynamic_rules",
+    "Dynamic": "freescale.embedding.dynamic_rules",
+    "Seen": "freescale.embedding.dynamic_rules",
     "parallelize": "freescale.embedding.parallelize",
     "ShardedModel": "freescale.embedding.sharded_model",
     "Disk": "freescale.embedding.host_tables.tiers",
@@ -54,6 +57,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "After",
     "Balancer",
     "Callback",
     "Checkpoints",
@@ -61,6 +65,7 @@ __all__ = [
     "CostModel",
     "DataConfig",
     "Disk",
+    "Dynamic",
     "Host",
     "Jagged",
     "Ledger",
@@ -72,6 +77,7 @@ __all__ = [
     "RemoteError",
     "RowWiseAdagrad",
     "RunConfig",
+    "Seen",
     "SequenceBatch",
     "ShardedModel",
     "StepResult",
@@ -98,6 +104,7 @@ if TYPE_CHECKING:
     from freescale.batch import Jagged, Nested, SequenceBatch
     from freescale.compress.activations import ThresholdedExchange
     from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+    from freescale.embedding.dynamic_rules import After, Dynamic, Seen
     from freescale.embedding.host_tables.tiers import Disk, Host
     from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
     from freescale.embedding.parallelize import parallelize

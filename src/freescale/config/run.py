@@ -39,6 +39,7 @@ class RunConfig:
                 f"--width {self.model.width} is not a multiple of --heads {self.model.heads}"
             )
         self._check_best()
+        self._check_rows()
         segment, tokens, longest = (
             self.model.segment,
             self.model.segment_tokens,
@@ -77,6 +78,27 @@ class RunConfig:
                 f"--keep-metric {metric} is no metric of {self.model.task} that gets better; there "
                 f"is {describe_metrics(*about)}"
             )
+
+    def _check_rows(self) -> None:
+        """Refuses negatives that need a catalogue where there is none."""
+        for part in self.train.rows.split(",") if self.train.rows else ():
+            name, _, choice = part.partition("=")
+            if not name.strip() or not choice.strip():
+                raise ValueError(f"--rows {part!r} names no table and choice: item=dynamic:50M")
+        data, sampled = self.data, self.model.task == "retrieval"
+        if sampled and "item" in self.dynamic_tables and data.in_batch_share < 1:
+            source = "uniform" if data.negatives_from == "auto" else data.negatives_from
+            raise ValueError(
+                f"--rows {self.train.rows}: a dynamic table has no catalogue, which negatives from "
+                f"--negatives-from {source} are drawn from; take those of the batch, "
+                "--in-batch-share 1"
+            )
+
+    @property
+    def dynamic_tables(self) -> dict[str, str]:
+        """--rows by table: {"item": "dynamic:50M"}."""
+        parts = (part.split("=", 1) for part in self.train.rows.split(",") if part)
+        return {name.strip(): choice.strip() for name, choice in parts}
 
     @property
     def label_names(self) -> tuple[str, ...]:

@@ -129,6 +129,14 @@ class TrainConfig(Checked):
         "on the GPU) or disk:FOLDER:8GB; or table=choice, comma-separated",
         heading=_DISTRIBUTION,
     )
+    rows: str = option(
+        "",
+        "tables whose rows come with the ids and go: item=dynamic:50M has room for so many, "
+        "item=dynamic:50M:seen=3:lfu also says that an id gets a row in its third batch, and "
+        "which row makes room (lru, lfu or after=STEPS); comma-separated (default: every id has "
+        "its row)",
+        heading=_DISTRIBUTION,
+    )
     device: str = option(
         "auto",
         "where to compute: auto takes a GPU for each rank where there are GPUs, else the CPU",

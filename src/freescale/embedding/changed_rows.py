@@ -16,7 +16,7 @@ class ChangedRows:
     """Marks of `size` local rows, for each consumer."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._size, self._device = size, device
+        self._size, self.device = size, device
         # [size + 1] bool by consumer. The last one is that of row -1, which names none: kernels
         # fill up with it what they cannot count on the host.
         self._marks: dict[str, Tensor] = {}
@@ -27,7 +27,7 @@ class ChangedRows:
             self._marks[consumer].zero_()
         else:
             self._marks[consumer] = torch.zeros(
-                self._size + 1, dtype=torch.bool, device=self._device
+                self._size + 1, dtype=torch.bool, device=self.device
             )
 
     def forget(self, consumer: str) -> None:

@@ -7,7 +7,7 @@ part with the marked rows, then pieces of the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from freescale.embedding.collision import MarkedRows, Masks, divide_rows
 from freescale.embedding.request import Request, RequestPart, split_request
 from freescale.transport.api import Transport
+
+FindLocal = Callable[[Tensor], Tensor]
 
 
 class ComparedRequest:
@@ -33,12 +35,11 @@ class ComparedRequest:
         """told: what each owner says of the rows that this rank requests."""
         self._requested_marks = torch.cat(told)
 
-    def list_rows(self, size: int) -> list[MarkedRows]:
-        """What is to be divided: the rows that this rank requests, and those that it serves.
-        `size`: local rows of each owner."""
+    def list_rows(self, find_local: FindLocal) -> list[MarkedRows]:
+        """What is to be divided: the rows that this rank requests, and those that it serves."""
         request, marks = self.request, self._requested_marks
         assert marks is not None
-        local = request.index.keys % size
+        local = find_local(request.index.keys)
         return [
             MarkedRows(marks, local, request.whole.send, request.pieces),
             MarkedRows(self._served_marks, request.owned, request.whole.receive, request.pieces),
@@ -56,13 +57,17 @@ class ComparedRequest:
 
 
 def compare_requests(
-    current: Request, following: Request, size: int, transport: Transport, masks: Masks
+    current: Request,
+    following: Request,
+    find_local: FindLocal,
+    transport: Transport,
+    masks: Masks,
 ) -> tuple[list[RequestPart], list[RequestPart]]:
     """Divides both requests by the rows that they share. On the caller's thread and stream.
 
     Args:
         current, following: requests of consecutive batches.
-        size: local rows of each owner.
+        find_local: makes local rows, as their owner knows them, of keys.
         masks: finds the shared rows, on their owner.
 
     Returns:
@@ -83,7 +88,8 @@ def compare_requests(
         told = torch.split(answer, [size for pair in sizes for size in pair])
         for place, side in enumerate(sides):
             side.adopt_marks(told[place::2])
-        positions, counts = divide_rows([rows for side in sides for rows in side.list_rows(size)])
+        lists = [rows for side in sides for rows in side.list_rows(find_local)]
+        positions, counts = divide_rows(lists)
         # One trip to the host for all split sizes.
         by_list, numbers = iter(positions), iter(counts.tolist())
         first, second = (side.split(by_list, numbers, transport.world) for side in sides)

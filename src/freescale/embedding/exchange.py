@@ -28,11 +28,21 @@ from torch import Tensor
 from freescale.batch import SequenceBatch
 from freescale.embedding.collision import Masks, collision_masks, count_pieces
 from freescale.embedding.comparison import compare_requests
+from freescale.embedding.dynamic.directory import Directory
+from freescale.embedding.dynamic.layout import DynamicLayout
+from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage, mark_any
 from freescale.embedding.host_tables.storage import CachedStorage, raise_on_all_ranks
 from freescale.embedding.host_tables.tiers import Tier
 from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
 from freescale.embedding.optimizers import RowOptimizer
-from freescale.embedding.request import Index, Request, RequestPart, SumGradients, collect_ids
+from freescale.embedding.request import (
+    Index,
+    Request,
+    RequestPart,
+    SumGradients,
+    collect_ids,
+    mark_counted,
+)
 from freescale.embedding.storage import DeviceStorage, RowStorage, TableRange, UpdateOptions
 from freescale.kernels.dispatch import (
     deduplicate,
@@ -75,22 +85,16 @@ class Sharded:
     ) -> None:
         """`wire`: the dtype of rows and gradients on the way; each value is rounded, on its own
         rank's rows too. `tier`: where rows are at home, if not on the device."""
-        self.layout = ShardLayout(tuple(specs), transport.world)
-        ranges = [
-            TableRange(
-                spec, self.layout.base(table), *self.layout.get_owned_range(table, transport.rank)
-            )
-            for table, spec in enumerate(specs)
-        ]
-        storage = ranges, self.layout.size, optimizer, transport.device
-        self.rows: RowStorage = (
-            DeviceStorage(*storage) if tier is None else CachedStorage(*storage, tier)
-        )
+        self.layout: ShardLayout | DynamicLayout = ShardLayout(tuple(specs), transport.world)
+        if specs[0].dynamic is not None:
+            self.layout = DynamicLayout((specs[0],), transport.world)
+        self.rows = _make_storage(self.layout, optimizer, transport, tier)
         self._encoding = wire if wire is not None else specs[0].dtype
-        self._ids = torch.int32 if self.layout.size < 1 << 31 else torch.int64
-        edges = torch.arange(1, transport.world + 1, device=transport.device) * self.layout.size
-        self._edges = edges
+        self._ids = self.layout.local_dtype
+        self._edges = self.layout.list_edges(transport.device)
         self._last_read: Tensor | None = None
+        rules = specs[0].dynamic  # such a table is alone in its group
+        self._has_negatives = bool(rules and set(rules.negatives) & set(specs[0].features))
 
     def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Request:
         with transport.ledger.span("deduplicate"):
@@ -102,24 +106,35 @@ class Sharded:
                 else torch.zeros(0, dtype=torch.int64, device=transport.device)
             )
             found = deduplicate(keys, self._edges)
+            own = found.counts
+            if isinstance(self.layout, DynamicLayout):
+                own = own + self.layout.count_above(keys)
             # To each owner, how many of its rows; to everybody, how many rows in all.
-            counts = torch.stack([found.counts, found.counts.sum().expand(transport.world)], dim=1)
+            counts = torch.stack([own, own.sum().expand(transport.world)], dim=1)
         ones = [1] * transport.world
         asked = transport.all_to_all(counts, ones, ones, "ids").wait()
         (send, _), (receive, totals) = torch.stack([counts, asked]).transpose(1, 2).tolist()
         unique = found.keys[: sum(send)]
-        local = (unique % self.layout.size).to(self._ids)
+        local = self.layout.find_local(unique).to(self._ids)
         owned = transport.all_to_all(local, send, receive, "ids").wait().long()
         pieces = count_pieces(
             sum(totals) * self.layout.specs[0].bytes_per_row // transport.world,
             transport.device,
             transport.world,
         )
+        counted = None
+        if self._has_negatives:
+            marks = mark_counted(batches, self.layout.specs[0])
+            if marks is None:
+                marks = torch.zeros(0, dtype=torch.uint8, device=transport.device)
+            marks = mark_any(marks, found.inverse, found.keys.numel())[: sum(send)]
+            counted = transport.all_to_all(marks, send, receive, "ids").wait()
         return Request(
             Index(unique, given, found.inverse),
             RequestPart(None, None, send, receive),
             owned,
             pieces,
+            counted,
         )
 
     def compare(
@@ -127,7 +142,7 @@ class Sharded:
     ) -> None:
         """Sets `urgent` and `deferred` of the current request, `late` and `early` of the following
         one. A collective."""
-        parts = compare_requests(current, following, self.layout.size, transport, masks)
+        parts = compare_requests(current, following, self.layout.find_local, transport, masks)
         (urgent, *current.deferred), (following.late, *following.early) = parts
         following.collisions = sum(following.late.receive)
         with transport.ledger.span("compare"):
@@ -139,7 +154,9 @@ class Sharded:
         and sets their slots. A collective, where that can fail."""
         error = None
         try:
-            request.slots = self.rows.make_resident(request.owned, transport.ledger)
+            request.slots = self.rows.make_resident(
+                request.owned, transport.ledger, request.counted
+            )
         except Exception as caught:  # noqa: BLE001 - raised on all ranks
             error = caught
         if isinstance(self.rows, CachedStorage):
@@ -253,6 +270,26 @@ class Sharded:
         if known is not None:
             return *known, None
         return None, *request.index.search(self.layout.compute_keys(table, ids))
+
+
+def _make_storage(
+    layout: ShardLayout | DynamicLayout,
+    optimizer: RowOptimizer,
+    transport: Transport,
+    tier: Tier | None,
+) -> RowStorage:
+    """Of this rank's part of a group."""
+    ranges = [
+        TableRange(spec, layout.base(table), *layout.get_owned_range(table, transport.rank))
+        for table, spec in enumerate(layout.specs)
+    ]
+    size = layout.size + (EXTRA_ROWS if isinstance(layout, DynamicLayout) else 0)
+    storage = ranges, size, optimizer, transport.device
+    rows: RowStorage = DeviceStorage(*storage) if tier is None else CachedStorage(*storage, tier)
+    if isinstance(layout, DynamicLayout):
+        directory = Directory(layout.rules, *layout.get_owned_shards(transport.rank))
+        rows = DynamicStorage(rows, directory)
+    return rows
 
 
 def _select_served(numbers: Tensor, part: RequestPart) -> Tensor:

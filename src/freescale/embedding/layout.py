@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
+from freescale.embedding.dynamic_rules import Dynamic
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class TableSpec:
     dtype: torch.dtype
     features: tuple[str, ...]  # batch features that read this table
     padding: int | None = None
+    dynamic: Dynamic | None = None  # rows come and go; `rows` is how many there is room for
 
     @property
     def bytes_per_row(self) -> int:
@@ -93,6 +95,19 @@ class ShardLayout:
         block = self.block(table)
         owner = position // block
         return owner * (self.size - block) + position + self.base(table)
+
+    @property
+    def local_dtype(self) -> torch.dtype:
+        """In which local rows travel."""
+        return torch.int32 if self.size < 1 << 31 else torch.int64
+
+    def find_local(self, keys: Tensor) -> Tensor:
+        """keys [n] -> local rows [n] at their owners."""
+        return keys % self.size
+
+    def list_edges(self, device: torch.device) -> Tensor:
+        """[world]: keys of rank r are below edge r."""
+        return torch.arange(1, self.world + 1, device=device) * self.size
 
     def get_owned_range(self, table: int, rank: int) -> tuple[int, int]:
         """[first, last) positions of a table that a rank owns."""

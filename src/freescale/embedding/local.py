@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
+from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
+from freescale.embedding.dynamic.storage import mark_any
 from freescale.embedding.layout import ShardLayout, choose_stride, spread_ids
 from freescale.embedding.request import (
     GroupIds,
@@ -25,6 +27,7 @@ from freescale.embedding.request import (
     Request,
     RequestPart,
     collect_ids,
+    mark_counted,
     sum_readings,
 )
 from freescale.embedding.storage import Recorder, RowStorage, UpdateOptions
@@ -60,14 +63,15 @@ class LocalRequest:
     def offer(self, part: int | None, index: Tensor) -> tuple[Tensor, Tensor]:
         """As `Request.offer`: the gradient of all rows that are offered will exist, so they are a
         copy of those that the step reads. How many are different stays on the device: there are as
-        many as ids, the last ones without meaning."""
+        many as ids, or as the table has, the last ones without meaning."""
         if self.copied is None:
             nowhere = torch.zeros(0, dtype=torch.int64, device=self.rows.device)
             found = deduplicate(self.rows, nowhere)
-            known = self.index.replace_parts(found.keys, found.inverse)
-            self.copied = Request(known, RequestPart(None, None, [], []), found.keys)
+            keys = found.keys[: self.table.shape[0] + 1]  # -1, which names no row, may be one
+            known = self.index.replace_parts(keys, found.inverse)
+            self.copied = Request(known, RequestPart(None, None, [], []), keys)
             self._places = found.inverse
-            self.copied.rows = gather_rows(self.table, found.keys).requires_grad_(True)
+            self.copied.rows = gather_rows(self.table, keys).requires_grad_(True)
         rows = self.copied.rows
         assert rows is not None
         if part is not None:
@@ -106,13 +110,16 @@ class LocalGroup:
     """A group whose rows are all here."""
 
     def __init__(
-        self, layout: ShardLayout, rows: RowStorage, encoding: torch.dtype | None = None
+        self,
+        layout: ShardLayout | DynamicLayout,
+        rows: RowStorage,
+        encoding: torch.dtype | None = None,
     ) -> None:
         """`encoding`: rows and gradients are rounded to it, as if they travelled."""
         assert layout.world == 1
         self.layout, self.rows = layout, rows
         self._encoding = encoding or rows.weight.dtype
-        self._ids = torch.int32 if layout.size < 1 << 31 else torch.int64
+        self._ids = layout.local_dtype
 
     def prepare(self, batches: Sequence[SequenceBatch], ledger: Recorder) -> LocalRequest | Request:
         """The rows that some (micro-)batches read become resident. Where the kernels cannot keep
@@ -120,14 +127,20 @@ class LocalGroup:
         given, weight = collect_ids(batches, self.layout.specs), self.rows.weight
         if keeps_gradients(weight) and self._encoding == weight.dtype:
             rows = self._spread(given)
-            slots = self.rows.make_resident(rows, ledger)
+            slots = self.rows.make_resident(rows, ledger, self._mark(batches))
             return LocalRequest(given, rows, weight, None if slots is rows else slots)
         parts = [self._locate(table, ids.reshape(-1)) for table, ids in given]
         none = torch.zeros(0, dtype=torch.int64, device=weight.device)
         unique, inverse = torch.unique(torch.cat([none, *parts]), return_inverse=True)
         request = Request(Index(unique, given, inverse), RequestPart(None, None, [], []), unique)
-        request.slots = self.rows.make_resident(unique, ledger)
+        if (counted := self._mark(batches)) is not None:
+            counted = mark_any(counted, inverse, unique.numel())
+        request.slots = self.rows.make_resident(unique, ledger, counted)
         return request
+
+    def _mark(self, batches: Sequence[SequenceBatch]) -> Tensor | None:
+        dynamic = isinstance(self.layout, DynamicLayout)
+        return mark_counted(batches, self.layout.specs[0]) if dynamic else None
 
     def open(self, request: LocalRequest | Request) -> None:
         """The rows are as the last step left them: from now on they can be read."""
@@ -138,6 +151,9 @@ class LocalGroup:
 
     def _spread(self, given: GroupIds) -> Tensor:
         """[n] local rows of the given ids, by one kernel for each table."""
+        if isinstance(self.layout, DynamicLayout):
+            none = torch.zeros(0, dtype=torch.int64, device=self.rows.weight.device)
+            return compute_keys(torch.cat([none, *(ids.reshape(-1) for _, ids in given)]))
         sizes = [ids.numel() for _, ids in given]
         rows = torch.empty(sum(sizes), dtype=self._ids, device=self.rows.weight.device)
         begin = 0
@@ -157,6 +173,8 @@ class LocalGroup:
         return rows
 
     def _locate(self, table: int, ids: Tensor) -> Tensor:
+        if isinstance(self.layout, DynamicLayout):
+            return compute_keys(ids)
         return spread_ids(ids, self.layout.specs[table].rows) + self.layout.base(table)
 
     def locate(

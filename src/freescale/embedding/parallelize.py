@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from freescale.config import TrainConfig
+from freescale.embedding.dynamic_rules import Dynamic
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import ROW_OPTIMIZERS, RowOptimizer
 from freescale.embedding.placement import Wanted
@@ -37,6 +38,7 @@ def parallelize(
     row_optimizer: RowOptimizer | Mapping[str, RowOptimizer] | None = None,
     *,
     transport: Transport | None = None,
+    tables: Mapping[str, Dynamic] | None = None,
     placement: Wanted | Mapping[str, Wanted] = TrainConfig.placement,
     init: str = "auto",
     init_std: float | Mapping[str, float] | None = None,
@@ -54,6 +56,8 @@ def parallelize(
         row_optimizer: `SGD`, `Adagrad`, `RowWiseAdagrad` or `Adam` of freescale: one for all
             tables, or one for each by name. None: Adam.
         transport: what `connect` returned. None: this process alone.
+        tables: which tables are dynamic, by name: `Dynamic(capacity=50_000_000)`. Their ids are any
+            int64, and the number of rows of the module counts for nothing.
         placement: "auto", "sharded", "replicated", `Host(cache="8GB")` or
             `Disk(folder, cache="8GB")`, for all tables or by name. The last two are sharded tables
             that need not fit into the memory of the device.
@@ -81,6 +85,7 @@ def parallelize(
         raise ValueError(f"init must be one of {', '.join(_INITS)}, not {init!r}")
     given = _find_modules(model, ids)
     modules: dict[str, AnyEmbedding] = {name: model.get_submodule(name) for name in given}  # type: ignore[misc]
+    dynamic = _find_dynamic(tables or {}, given, modules, init)
     _refuse_unsupported(model, modules, init)
     kept = {
         name: module.weight.detach()
@@ -92,17 +97,18 @@ def parallelize(
             f"init_std={init_std} has no effect: the embeddings ({', '.join(kept)}) have weights, "
             "which are kept; init='rows' draws their rows instead"
         )
-    tables = {f"embedding {name!r}": (m.weight, name in kept) for name, m in modules.items()}
-    check_replicable(model, tables, transport)
+    weights = {f"embedding {name!r}": (m.weight, name in kept) for name, m in modules.items()}
+    check_replicable(model, weights, transport)
     copy_from_rank_zero(kept.values(), transport)
     specs = [
         TableSpec(
             name,
-            module.num_embeddings,
+            dynamic[name].rows if name in dynamic else module.num_embeddings,
             module.embedding_dim,
             module.weight.dtype,
             tuple(ids[given[name]]),
             module.padding_idx,
+            dynamic.get(name),
         )
         for name, module in modules.items()
     ]
@@ -125,6 +131,29 @@ def parallelize(
     model.to(transport.device)
     copy_dense_from_rank_zero(model, transport)
     return ShardedModel(model, sharded)
+
+
+def _find_dynamic(
+    tables: Mapping[str, Dynamic],
+    given: Mapping[str, str],
+    modules: Mapping[str, AnyEmbedding],
+    init: str,
+) -> dict[str, Dynamic]:
+    """By full module name."""
+    names = {known: full for full, short in given.items() for known in (full, short)}
+    found = {}
+    for name, rules in tables.items():
+        if name not in names:
+            raise ValueError(f"tables names {name!r}; the tables are {', '.join(given.values())}")
+        if not isinstance(rules, Dynamic):
+            raise ValueError(f"tables[{name!r}] is {rules!r}: give freescale.Dynamic(capacity=...)")
+        if init == "weights" or (init == "auto" and not modules[names[name]].weight.is_meta):
+            raise ValueError(
+                f"table {name!r} is dynamic and draws its rows, so the weight of its embedding "
+                "would be lost: make it with device='meta', or give init='rows'"
+            )
+        found[names[name]] = rules
+    return found
 
 
 def _make_reader(

@@ -29,6 +29,18 @@ def collect_ids(batches: Sequence[SequenceBatch], specs: Sequence[TableSpec]) ->
     ]
 
 
+def mark_counted(batches: Sequence[SequenceBatch], spec: TableSpec) -> Tensor | None:
+    """[n] uint8, for the ids of `collect_ids` of a dynamic table: 0 for those of negatives. None if
+    it has no such features, or there are no ids."""
+    negatives = spec.dynamic.negatives if spec.dynamic is not None else ()
+    parts = [
+        torch.full((ids.numel(),), feature not in negatives, dtype=torch.uint8, device=ids.device)
+        for batch in batches
+        for feature, ids in find_feature_ids(batch, spec)
+    ]
+    return torch.cat(parts) if parts and set(negatives) & set(spec.features) else None
+
+
 class Index:
     """Finds the fetched row of an id: by identity for the tensors of the listed features,
     else by search."""
@@ -114,6 +126,7 @@ class Request:
     whole: RequestPart
     owned: Tensor  # [sum(receive)] local rows requested from this rank, in rank order
     pieces: int = 1  # into which bulk traffic is cut
+    counted: Tensor | None = None  # [sum(receive)] uint8: 0 for `owned` that are negatives there
     slots: Tensor | None = None  # [sum(receive)] where `owned` are, once they are resident
     rows: Tensor | None = None  # [u, width]: a leaf of autograd, unless there are `gradients`
     gradients: RowGradients | None = None  # of what reads the rows, where the kernels keep them

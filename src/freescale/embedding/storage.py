@@ -4,14 +4,15 @@ each row.
 A row has two numbers. Its *local row* is its place in the rank's part of the tables, for ever. Its
 *slot* is where it lies on the device that computes, from `make_resident` on, for as long as the
 steps that asked for it read and update it. In `DeviceStorage` the two are the same; in
-host_tables/storage.py the slots are those of a cache.
+host_tables/storage.py the slots are those of a cache. In dynamic/storage.py rows come and go, and
+what stands for a local row is the key of its id.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypedDict
 
@@ -78,6 +79,7 @@ class RowStorage(ABC):
     weight: Tensor
     state: dict[str, Tensor]
     chunk_rows = 2048  # of `iterate_chunks`
+    keeps_slots = True  # what is resident stays where it is when all rows are replaced
 
     def __init__(
         self, ranges: list[TableRange], size: int, optimizer: RowOptimizer, device: torch.device
@@ -100,9 +102,12 @@ class RowStorage(ABC):
     # ---- every step
 
     @abstractmethod
-    def make_resident(self, rows: Tensor, ledger: Recorder) -> Tensor:
+    def make_resident(
+        self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
+    ) -> Tensor:
         """Slots [n] of local rows [n] that a batch is trained on. They stay there until two more
-        batches are made resident, in the order of training. On the caller's thread and stream."""
+        batches are made resident, in the order of training. `counted` [n] uint8, of tables whose
+        rows come and go: 0 for negatives. On the caller's thread and stream."""
 
     @abstractmethod
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -146,12 +151,39 @@ class RowStorage(ABC):
         """The rows in slots [n] are about to change."""
         self.changed.mark(slots)
 
+    # ---- what was decided for steps that have not begun; where rows do not come and go, nothing
+
+    def begin(self) -> None:  # noqa: B027
+        """The step of the next batch that was made resident begins."""
+
+    def roll_back(self) -> None:  # noqa: B027
+        """Whoever reads the rows from now on sees them as after the last step that has begun."""
+
+    def restore_ahead(self) -> None:  # noqa: B027
+        """What was rolled back is there again."""
+
+    def drop_ahead(self) -> None:  # noqa: B027
+        """Batches that were made resident, and whose step has not begun, will be so again."""
+
+    @property
+    def begun(self) -> int:
+        """For `looking_back`: where the rows are now."""
+        return 0
+
+    def looking_back(self, begun: int) -> AbstractContextManager[None]:
+        """The rows as they were when `begun` was read, but for updates."""
+        return nullcontext()
+
     # ---- all rows of this rank: made, saved, loaded
 
     @abstractmethod
     def get_tensors(self, name: str) -> dict[str, Tensor]:
         """Views of a table's part: `rows` and its state, with every update made so far. Whoever
         writes to them calls `reload` afterwards."""
+
+    def get_shard_tensors(self) -> dict[str, Tensor]:
+        """What a table's virtual shards hold beside their rows, [shards, ...]; as `get_tensors`."""
+        return {}
 
     def reload(self) -> None:  # noqa: B027 - where views are the rows themselves, nothing is to do
         """The tensors of `get_tensors` were written to."""
@@ -165,6 +197,10 @@ class RowStorage(ABC):
         own = self._ranges[name]
         position = torch.arange(own.first, own.last, device=self.weight.device)
         return find_ids(position, own.spec.rows)
+
+    def list_rows(self, name: str) -> tuple[Tensor, Tensor]:
+        """(ids [n], rows [n, width]) of a table's part."""
+        return self.get_ids(name), self.get_tensors(name)["rows"]
 
     def initialise(self, name: str, seed: int, std: float) -> None:
         spec = self._ranges[name].spec
@@ -196,7 +232,9 @@ class DeviceStorage(RowStorage):
         super().__init__(ranges, size, optimizer, device)
         self.weight, self.state = self._allocate(size, device)
 
-    def make_resident(self, rows: Tensor, ledger: Recorder) -> Tensor:
+    def make_resident(
+        self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
+    ) -> Tensor:
         return rows
 
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -69,6 +70,9 @@ class Tables:
         self.placements: dict[str, Placement] = {}
         self.groups: list[Sharded | Replicated] = []
         self._wanted = parse_placement(placement, list(self.specs))
+        for name, wanted in self._wanted.items():
+            if wanted.kind == "replicated" and self.specs[name].dynamic is not None:
+                raise ValueError(f"table {name!r} is dynamic, which a replicated table cannot be")
         self._seed, self._std, self._weights = seed, dict(std), dict(weights or {})
         self._where: dict[str, tuple[int, int]] = {}  # table -> (group, table within the group)
         # groups and their requests, while the model can read them
@@ -81,8 +85,10 @@ class Tables:
 
     @property
     def cached(self) -> bool:
-        """Whether rows of a table are at home elsewhere than on the device."""
-        return any(placed.tier is not None for placed in self.placements.values())
+        """Whether the host decides where rows of a table are: at home elsewhere than on the device,
+        or coming and going."""
+        tiers = any(placed.tier is not None for placed in self.placements.values())
+        return tiers or any(spec.dynamic is not None for spec in self.specs.values())
 
     # ---- what a schedule has deferred
 
@@ -95,6 +101,17 @@ class Tables:
             self._schedule = schedule
         return before
 
+    def drop_ahead(self) -> None:
+        """Batches that were requested ahead, and whose step has not begun, are forgotten: they will
+        be requested again. Nothing of them may be under way."""
+        for group in self.groups:
+            group.rows.drop_ahead()
+
+    def restore_ahead(self) -> None:
+        """What `settle` took back of the steps to come is there again."""
+        for group in self.groups:
+            group.rows.restore_ahead()
+
     def hand_back(self, schedule: Deferring) -> None:
         """Settles what `schedule` has deferred: it trains no more. A collective."""
         if self._schedule is schedule:
@@ -102,9 +119,29 @@ class Tables:
             self._schedule = None
 
     def settle(self) -> None:
-        """Applies deferred gradients, before the tables are read. A collective."""
+        """Applies deferred gradients, and takes back what is provisional, before the tables are
+        read: they are those after the last step. A collective."""
         if self._schedule is not None:
             self._schedule.flush()
+        self.roll_back()
+
+    def roll_back(self) -> None:
+        """Takes back what was decided for steps that have not begun."""
+        for group in self.groups:
+            group.rows.roll_back()
+
+    def mark_state(self) -> list[int]:
+        """For `looking_back`: the last step."""
+        return [group.rows.begun for group in self.groups]
+
+    @contextmanager
+    def looking_back(self, mark: Sequence[int]) -> Iterator[None]:
+        """Which rows there are is as it was at the mark, one or two steps ago. For copies: nobody
+        updates rows meanwhile."""
+        with ExitStack() as stack:
+            for group, begun in zip(self.groups, mark, strict=True):
+                stack.enter_context(group.rows.looking_back(begun))
+            yield
 
     def discard(self) -> None:
         """Forgets deferred gradients and rows that were fetched ahead, before the tables are
@@ -144,7 +181,9 @@ class Tables:
         assert not self.placed, "tables are placed once"
         rows_read = self._count_rows_read(batch)
         for name, spec in self.specs.items():
-            if name in self._wanted:
+            if spec.dynamic is not None and name not in self._wanted:
+                self.placements[name] = Placement("sharded", "dynamic")
+            elif name in self._wanted:
                 self.placements[name] = self._wanted[name]
             elif recorded and name in recorded:
                 self.placements[name] = Placement(recorded[name], "as in the checkpoint")
@@ -163,13 +202,14 @@ class Tables:
 
     def _make_groups(self) -> None:
         """Allocates the rows and gives them their first values."""
-        Key = tuple[str, Tier | None, int, torch.dtype, RowOptimizer]
+        Key = tuple[str, Tier | None, int, torch.dtype, RowOptimizer, str | None]
         grouped: dict[Key, list[TableSpec]] = {}
         for name, spec in self.specs.items():
             placed = self.placements[name]
-            key = (placed.kind, placed.tier, spec.width, spec.dtype, self.optimizers[name])
+            alone = name if spec.dynamic is not None else None
+            key = (placed.kind, placed.tier, spec.width, spec.dtype, self.optimizers[name], alone)
             grouped.setdefault(key, []).append(spec)
-        for (kind, tier, _, _, optimizer), specs in grouped.items():
+        for (kind, tier, _, _, optimizer, _), specs in grouped.items():
             group = (
                 Sharded(specs, optimizer, self.transport, self._wire, tier)
                 if kind == "sharded"
@@ -229,9 +269,10 @@ class Tables:
         for name, spec in self.specs.items():
             placed = self.placements.get(name)
             where = str(placed) if placed else "not placed yet"
-            lines.append(
-                f"table {name}: {spec.rows:,} x {spec.width}, {self.optimizers[name].name}, {where}"
-            )
+            size = f"{spec.rows:,} x {spec.width}, {self.optimizers[name].name}"
+            if spec.dynamic is not None:
+                size = f"{size}, {spec.dynamic}"
+            lines.append(f"table {name}: {size}, {where}")
         return lines
 
     def get_group(self, name: str) -> Sharded | Replicated:
@@ -267,7 +308,7 @@ class Tables:
                         f"feature {feature!r} holds {ids.dtype}; table {name!r} is "
                         "read by integer ids"
                     )
-                if not ids.numel():
+                if not ids.numel() or spec.dynamic is not None:
                     continue
                 host = ids.numpy()  # torch would wake its threads for it
                 low, high = int(host.min()), int(host.max())
@@ -289,7 +330,7 @@ class Tables:
         """Brings the requested rows here; from now on the model can read them. A collective."""
         for group, request in zip(self.groups, requests, strict=True):
             group.fetch(request, self.transport, train)
-        self.open(requests)
+        self.open(requests, train)
 
     def apply(self, requests: list[Request], *, step: int, factor: float = 1.0) -> None:
         """Sends the gradients to the owners and updates the rows. A collective."""
@@ -314,6 +355,7 @@ class Tables:
     def open_locally(self, requests: Sequence[LocalRequest | Request]) -> None:
         """For one rank: the model can read what was prepared from now on."""
         for group, request in zip(self.local_groups, requests, strict=True):
+            group.rows.begin()
             group.open(request)
         self._open = list(zip(self.local_groups, requests, strict=True))
 
@@ -341,8 +383,11 @@ class Tables:
             for group in self.groups
         ]
 
-    def open(self, requests: list[Request]) -> None:
-        """From now on the model can read these rows, which are here."""
+    def open(self, requests: list[Request], train: bool = True) -> None:
+        """From now on the model can read these rows, which are here; with `train`, their step
+        begins."""
+        for group in self.groups if train else ():
+            group.rows.begin()
         self._open = list(zip(self.groups, requests, strict=True))
 
     def release(self) -> None:
@@ -384,7 +429,7 @@ class Tables:
         group, table = self._where[name]
         reader, request = self._open[group]
         part, index, found = reader.locate(request, table, ids)
-        if found is not None and ids.numel():
+        if found is not None and ids.numel() and spec.dynamic is None:
             found = found & (ids >= 0) & (ids < spec.rows)
         if found is not None and ids.numel() and not bool(found.all()):
             missing = int(ids[~found].reshape(-1)[0])
@@ -412,7 +457,7 @@ class Tables:
         """(ids [n], rows [n, width]): this rank's part of a table. The parts of all ranks make up
         the table, each row once."""
         rows = self.get_group(name).rows
-        ids, weight = rows.get_ids(name), rows.get_tensors(name)["rows"]
+        ids, weight = rows.list_rows(name)
         if self.placements[name].kind == "sharded":
             return ids, weight
         first, last = ShardLayout((self.specs[name],), self.transport.world).get_owned_range(

@@ -20,6 +20,12 @@ _OPTIONAL = (
     "cache_miss_percent",
     "cache_bytes_up",
     "cache_bytes_down",
+    "dynamic_rows",
+    "dynamic_inserted",
+    "dynamic_evicted",
+    "dynamic_swept",
+    "dynamic_turned_away",
+    "dynamic_waiting",
 )
 
 

@@ -105,6 +105,8 @@ class Schedule(ABC):
         self.choices.tune()
         self._stopped, self._failure, self._loss_watch = False, None, LossWatch()
         source = self._source = self._open_source(iter(data), self.tables.take_over(self))
+        self.flush()
+        self.tables.drop_ahead()  # of the run before: its batches are the first of this one
         try:
             with freeze_objects(), self.buckets.watch_backward():
                 yield from self._run(source)

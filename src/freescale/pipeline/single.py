@@ -85,6 +85,7 @@ class Single(Schedule):
             self.ledger.end_step()
             yield result
             self.ledger.begin_step(self.steps)
+            self.tables.restore_ahead()  # somebody may have read the tables
             current = following if ahead else self._take(source)
         self.ledger.cancel_step()
         if self._failure is not None:
@@ -189,6 +190,13 @@ class Single(Schedule):
 
     def discard(self) -> None:
         self.flush()
+        for taken in self._taken:  # of tables that are about to be replaced
+            if isinstance(taken, _Taken):
+                taken.rows = taken.rows if self._keeps_slots else None
+
+    @property
+    def _keeps_slots(self) -> bool:
+        return all(group.rows.keeps_slots for group in self.tables.groups)
 
     def capture(self, rows: Capture) -> None:
         self.flush()

@@ -23,7 +23,8 @@ next forward only and, before it, for the dense sums, which begin during the bac
 
 Where a table is at home in host memory (embedding/host_tables), its owner makes the rows of i+1
 resident between stages 2 and 3. Those of i-1, whose gradients stage 3 applies, of i and of i+1 stay
-in the cache meanwhile.
+in the cache meanwhile. Of a dynamic table (embedding/dynamic), the owner decides there which ids of
+i+1 get a row; until the step of i+1 begins, that can be taken back.
 
 The rows of step i-1 are complete between stages 3 and 5 of step i: there an asynchronous checkpoint
 has them copied, in lane `ahead`, and on such steps stage 5 waits for the copy.
@@ -76,7 +77,6 @@ class Staged(Schedule):
     # ---- the main thread
 
     def _run(self, source: BatchSource) -> Iterator[StepResult]:
-        self.flush()
         self._in_flight = InFlight()
         for lane in self.lanes:
             lane.side.take()
@@ -311,6 +311,8 @@ class Staged(Schedule):
         self.ledger.record_wait(self.ahead.side.take() + self.urgent.side.take(), begin)
         if self._in_flight.replaced:
             self._in_flight.replaced = False
+            for group, request in self._sharded(current):
+                request.slots = request.slots if group.rows.keeps_slots else None
             self.tables.fetch(current.requests)
             return
         for _, request in self._sharded(current):

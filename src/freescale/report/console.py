@@ -84,6 +84,14 @@ def _list_figures(ledger: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "cache misses",
             f"{ledger['cache_miss_percent']:.1f} %, {up:.2f} MB up, {down:.2f} down",
         )
+    if ledger.get("dynamic_rows") is not None:
+        names = ("inserted", "evicted", "turned_away")
+        new, gone, away = (ledger[f"dynamic_{name}"] for name in names)
+        yield (
+            "dynamic rows",
+            f"{ledger['dynamic_rows']:,.0f}; {new:,.0f} new a step, {gone:,.0f} evicted, "
+            f"{away:,.0f} turned away",
+        )
     if ledger.get("sparsity") is not None:
         yield "sparsity (padded share)", f"{100 * ledger['sparsity']:.1f} %"
     if ledger["ranks"] > 1:

@@ -58,4 +58,15 @@ def _render_run(place: int, run: Run) -> str:
             f"<p>{explain('Cache misses')}: <b>{share}</b> of the rows that owners are asked for; "
             f"{up} a step from their home into the caches, {down} back.</p>"
         )
+    if ledger.get("dynamic_rows") is not None:
+        rows_there, *changes = (
+            format_figure(place, f"dynamic_{name}", ledger, "{:,.0f}".format)
+            for name in ("rows", "inserted", "evicted", "swept", "turned_away", "waiting")
+        )
+        new, evicted, swept, away, waiting = changes
+        words += (
+            f"<p>{explain('Dynamic tables')}: <b>{rows_there}</b> rows hold an id, on average over "
+            f"the steps; {new} ids a step get a row, {evicted} rows make room, {swept} are "
+            f"removed as old, {away} ids are turned away and {waiting} wait to be admitted.</p>"
+        )
     return words + render_table([explain(name) for name in _HEAD], rows)

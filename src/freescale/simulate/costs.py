@@ -11,9 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from freescale.embedding.collision import count_pieces
-from freescale.embedding.layout import TableSpec
-from freescale.embedding.optimizers import ROW_OPTIMIZERS
-from freescale.embedding.placement import count_state_bytes
 from freescale.pipeline.dense.buckets import compute_bucket_limit
 from freescale.simulate.compute import Calibration, Load, Model
 from freescale.simulate.network import Network
@@ -155,17 +152,10 @@ class Costs:
             + self.calibration.rows.constant
         )
 
-    def count_missed(self, batch: Batch, missed: float) -> tuple[NDArray[Any], NDArray[Any]]:
-        """[ranks] rows that a rank brings into its cache, and their bytes with the state of the
-        optimizer. Rows that several ranks ask for count as often: an upper bound."""
-        spec = TableSpec("item", 1, self.model.width, torch.float32, ())
-        state = count_state_bytes(ROW_OPTIMIZERS[self.model.row_optimizer](), spec)
-        rows = missed * batch.demand.whole.owned
-        return rows, rows * (self.model.row_bytes + state)
-
-    def make_resident(self, batch: Batch, missed: float) -> NDArray[Any]:
-        """Rows that make room go to the host, then those that are missing come, as many."""
-        _, size = self.count_missed(batch, missed)
+    def make_resident(self, missed: NDArray[Any], row_bytes: int) -> NDArray[Any]:
+        """`missed` [ranks]: rows that a rank brings into its cache, with the state of the
+        optimizer; as many make room, and go to the host before."""
+        size = missed * row_bytes
         link = self.network.pcie
         return np.asarray(2 * (link.time_transfer(size) + np.where(size > 0, link.latency, 0.0)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ class PlacedTables:
 
     placements: dict[str, Placement]
     rows: dict[str, int]
+    row_bytes: dict[str, int]  # of a row and its optimizer's state
     # of a step's rows, the share that host memory has and the cache has not; None: rows are at
     # home on the device
     missed: float | None = None
@@ -36,6 +38,18 @@ class PlacedTables:
         """Rows of the tables that every rank holds. A small table counts among them even if the
         rule shards it: its rows are too few to matter."""
         return sum(rows for name, rows in self.rows.items() if name != ITEM or not self.sharded)
+
+    def count_missed(self, owned: NDArray[Any]) -> NDArray[Any]:
+        """Of requests [ranks] that owners get: rows that they bring into their caches. Rows that
+        several ranks ask for count as often, an upper bound."""
+        return owned * (self.missed or 0.0)
+
+    def count_bytes(self, ranks: int) -> float:
+        """Of a rank's share of all tables."""
+        return sum(
+            rows * self.row_bytes[name] / (ranks if self.placements[name].kind == "sharded" else 1)
+            for name, rows in self.rows.items()
+        )
 
     def describe(self) -> list[str]:
         lines = [
@@ -70,16 +84,17 @@ def place_tables(
     rows = {ITEM: source.items}
     for table in source.list_small_tables(ranks):
         read[table.name], rows[table.name] = table.rows_read, table.rows
-    placements = {}
+    placements, row_bytes = {}, {}
     for name, count in rows.items():
         spec = TableSpec(name, count, model.width, torch.float32, ())
         state = count_state_bytes(ROW_OPTIMIZERS[model.row_optimizer](), spec)
+        row_bytes[name] = model.row_bytes + state
         placements[name] = (
             choose_placement(spec, state, read[name])
             if wanted == "auto" or (hosted and name != ITEM)
             else Placement("sharded" if hosted else wanted, "as asked")
         )
-    return PlacedTables(placements, rows, cache_miss / 100 if hosted else None)
+    return PlacedTables(placements, rows, row_bytes, cache_miss / 100 if hosted else None)
 
 
 def assign_home(samples: int, ranks: int) -> NDArray[np.int64]:

@@ -31,7 +31,7 @@ from collections.abc import Callable
 import numpy as np
 
 from freescale.simulate.costs import Batch, Costs, Message
-from freescale.simulate.placed_tables import PlacedTables
+from freescale.simulate.placed_tables import ITEM, PlacedTables
 from freescale.simulate.ranks import AHEAD, INPUT, MAIN, URGENT, Meeting, Ranks, Step
 
 SCHEDULES = ("serial", "sparse_dist", "stale", "staged")
@@ -177,7 +177,8 @@ class SimulatedSchedule:
     def _make_resident(self, batch: Batch, lane: str) -> None:
         """Owners whose rows are at home in host memory write back and bring."""
         if self._tables.missed is not None:
-            seconds = self.costs.make_resident(batch, self._tables.missed)
+            missed = self._tables.count_missed(batch.demand.whole.owned)
+            seconds = self.costs.make_resident(missed, self._tables.row_bytes[ITEM])
             self.ranks.copy("make resident", seconds, lane)
 
     def _fetch_rows(self, batch: Batch) -> None:

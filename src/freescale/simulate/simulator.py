@@ -22,7 +22,7 @@ from freescale.embedding.placement import CHOICES
 from freescale.simulate.compute import Calibration, Load, Model
 from freescale.simulate.costs import Batch, Costs
 from freescale.simulate.network import TRANSPORTS, Network
-from freescale.simulate.placed_tables import PlacedTables, assign_home, place_tables
+from freescale.simulate.placed_tables import ITEM, PlacedTables, assign_home, place_tables
 from freescale.simulate.ranks import Ranks, Step
 from freescale.simulate.schedules import SCHEDULES, SimulatedSchedule
 from freescale.simulate.workload import Demand, Rows, Workload
@@ -125,7 +125,7 @@ def simulate(
     while current is not None:
         following = next(batches, None)
         step = schedule.run(number, previous, current, following)
-        step.counters = _list_counters(current, tables, costs)
+        step.counters = _list_counters(current, tables)
         if assigned is not None:
             assigned.learn(step)
         yield step
@@ -224,14 +224,16 @@ class _AssignedBatches:
             self._balancer.learn(step.number, np.sum(spans, axis=0))
 
 
-def _list_counters(batch: Batch, tables: PlacedTables, costs: Costs) -> dict[str, NDArray[Any]]:
+def _list_counters(batch: Batch, tables: PlacedTables) -> dict[str, NDArray[Any]]:
     """The counters that the ledgers would hold. Replicated rows are never requested."""
     counted = {"samples": batch.load.samples, "tokens": batch.load.tokens}
     if tables.sharded:
         counted |= {"requests": batch.demand.whole.owned, "collisions": batch.demand.late.owned}
     if tables.missed is not None:
-        rows, size = costs.count_missed(batch, tables.missed)
-        counted |= {"cache_wanted": batch.demand.whole.owned, "cache_missed": rows}
+        wanted = batch.demand.whole.owned
+        missed = tables.count_missed(wanted)
+        size = missed * tables.row_bytes[ITEM]
+        counted |= {"cache_wanted": wanted, "cache_missed": missed}
         counted |= {"cache_bytes_up": size, "cache_bytes_down": size}
     ranks = len(batch.load.samples)
     most = {"max_length": float(batch.longest)}

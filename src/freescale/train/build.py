@@ -20,6 +20,7 @@ from freescale.data.loader import Histories
 from freescale.data.negatives import choose_negatives
 from freescale.data.prepare import prepare
 from freescale.data.workers import choose_workers
+from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
 from freescale.embedding.optimizers import ROW_OPTIMIZERS, Adam, RowOptimizer
 from freescale.embedding.parallelize import parallelize
 from freescale.embedding.sharded_model import ShardedModel
@@ -194,12 +195,27 @@ def build_model(config: RunConfig, data: Histories, transport: Transport) -> Sha
         module.features,  # type: ignore[arg-type]
         build_row_optimizer(config),
         transport=transport,
+        tables=parse_tables(config),
         placement=config.placements,
         init_std=choose_row_std(config),
         seed=train.seed,
         row_clip=train.row_clip,
         wire_dtype=torch.bfloat16 if train.wire_precision == "bf16" else None,
     )
+
+
+def parse_tables(config: RunConfig) -> dict[str, Dynamic]:
+    """--rows as parallelize takes it. ValueError for what it cannot be."""
+    tables = {}
+    for name, choice in config.dynamic_tables.items():
+        try:
+            rules = parse_dynamic(choice)
+        except ValueError as error:
+            raise ValueError(f"--rows {name}={choice}: {error}") from None
+        if rules is None:
+            raise ValueError(f"--rows {name}={choice}: give dynamic:ROWS, as in {name}=dynamic:50M")
+        tables[name] = rules
+    return tables
 
 
 def choose_row_std(config: RunConfig) -> float:

@@ -58,7 +58,7 @@ def evaluate_retrieval(
         # Scores are computed on the device, wherever the rows are at home.
         rows = rows.to(transport.device)
         catalogue = module.encode_items(rows)  # type: ignore[operator]  # [n, width]
-    place = _PlaceFinder(ids)
+    place, dynamic = _PlaceFinder(ids), parallel.tables.specs[table].dynamic is not None
     # on every rank, whatever it owns
     tile = choose_tile(-(-parallel.tables.specs[table].rows // transport.world))
     baseline = None if popularity is None else _Popularity(popularity.to(ids.device)[ids])
@@ -79,6 +79,9 @@ def evaluate_retrieval(
         places, seen = place.find(targets), place.find(_list_seen(history, targets))
         for part, own, past in split_queries(queries, places, seen):
             goals = add_up(score_targets(part, catalogue, own, tile=tile))
+            if dynamic:  # a target without a row is found by nobody: all items are better
+                there = add_up((own >= 0).long())
+                goals = torch.where(there > 0, goals, -torch.inf)
             counts = count_better(part, catalogue, own, goals, tile=tile, seen=past)
             ranks.append(_to_ranks(add_up(torch.stack(counts))))
         if baseline is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from freescale.embedding.dynamic_rules import SHARDS
 from freescale.embedding.layout import spread_ids
 from freescale.train.checkpoint import (
     Intact,
@@ -34,7 +35,8 @@ def export(checkpoint: str | Path | Intact, folder: str | Path) -> list[Path]:
 
     Returns:
         The files: `dense.safetensors` (dense weights by parameter name) and
-        `table.NAME.safetensors` (tensor `weight` [rows, width] in the order of ids) for each table.
+        `table.NAME.safetensors` (tensor `weight` [rows, width] in the order of ids) for each table;
+        of a dynamic one also `ids` [rows], those that have a row.
 
     Raises:
         ValueError: the checkpoint is damaged or cannot be read.
@@ -59,12 +61,36 @@ def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
         {name.removeprefix("dense/"): value for name, value in dense.items()},
         out / "dense.safetensors",
     )
-    for name, (rows, width, kind, _) in state["tables"].items():
+    for name, (rows, width, kind, _, *dynamic) in state["tables"].items():
+        if dynamic:
+            tensors = _read_dynamic(checkpoint, name, rows, width, _DTYPES[kind])
+            yield _write(tensors, out / f"table.{name}.safetensors")
+            continue
         stored = torch.empty(rows, width, dtype=_DTYPES[kind])
         _fill({f"table/{name}/rows": stored}, checkpoint.base.path)
         apply_deltas(checkpoint.deltas, {name: TablePart(0, rows, {"rows": stored})})
         weight = stored.index_select(0, spread_ids(torch.arange(rows), rows))
         yield _write({"weight": weight}, out / f"table.{name}.safetensors")
+
+
+def _read_dynamic(
+    checkpoint: Intact, name: str, rows: int, width: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """`ids` [n] that have a row, ascending, and `weight` [n, width]."""
+    parts = {
+        "rows": torch.empty(rows, width, dtype=dtype),
+        "ids": torch.empty(rows, dtype=torch.int64),
+        "last_use": torch.empty(rows, dtype=torch.int32),
+    }
+    stored = {
+        f"table/{name}/{part}": value.view(SHARDS, -1, *value.shape[1:])
+        for part, value in parts.items()
+    }
+    _fill(stored, checkpoint.base.path)
+    apply_deltas(checkpoint.deltas, {name: TablePart(0, rows, parts)})
+    used = (parts["last_use"] >= 0).nonzero().view(-1)
+    used = used[parts["ids"][used].argsort()]
+    return {"ids": parts["ids"][used], "weight": parts["rows"].index_select(0, used)}
 
 
 def _fill(tensors: dict[str, torch.Tensor], path: Path) -> None:

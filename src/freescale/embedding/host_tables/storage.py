@@ -105,7 +105,9 @@ class CachedStorage(RowStorage):
 
     # ---- every step
 
-    def make_resident(self, rows: Tensor, ledger: Recorder) -> Tensor:
+    def make_resident(
+        self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
+    ) -> Tensor:
         """Waits for the device, which has to tell the rows."""
         with ledger.span("make resident"):
             slots = self._make_resident(rows)

@@ -19,6 +19,7 @@ from freescale.train.checkpoint.files import DELTA_FORMAT, FORMAT
 from freescale.train.checkpoint.model import (
     collect_dense,
     collect_random,
+    collect_shards,
     collect_tables,
     describe_model,
     find_untrained,
@@ -72,7 +73,7 @@ class Contents:
         if copy:
             tensors = {name: copy_to_host(value) for name, value in tensors.items()}
         tensors |= collect_random(transport)  # copies
-        source = _Source(model, consumer, delta, copy)
+        source = _Source(model, consumer, delta, copy, model.tables.mark_state())
         spans: dict[str, Span] | None = {} if delta else None
         contents = Contents(tensors, state, find_untrained(model.module), spans, None, source)
         contents._add("replicated")
@@ -80,9 +81,10 @@ class Contents:
 
     def add_sharded(self) -> None:
         """The rows of sharded tables, as they are now. On the caller's thread and stream."""
-        self._add("sharded")
+        assert self._source is not None
+        with self._source.model.tables.looking_back(self._source.mark):
+            self._add("sharded")
         source, self._source = self._source, None
-        assert source is not None
         if source.copy and source.model.transport.device.type == "cuda":
             self.copied = record_event(blocking=True)
 
@@ -101,7 +103,7 @@ class Contents:
                 tensors = {name: take(value) for name, value in tensors.items()}
         else:
             tensors = collect_tables(tables, transport, names, take)
-        self.tensors |= tensors
+        self.tensors |= tensors | collect_shards(tables, transport, names, take)
         if consumer is not None:
             follow_changes(tables, consumer, names)
 
@@ -141,6 +143,7 @@ class _Source:
     consumer: str | None
     delta: bool
     copy: bool
+    mark: list[int]  # the step, for tables whose rows come and go
 
 
 def _share(value: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from freescale.train.checkpoint.delta import apply_deltas, list_parts, mark_all_
 from freescale.train.checkpoint.model import (
     collect_dense,
     collect_random,
+    collect_shards,
     collect_tables,
     name_parameters,
     refuse_other_model,
@@ -58,6 +59,7 @@ def load_checkpoint(
     own = collect_dense(model.module) | unpacker.tensors | random | errors
     model.tables.discard()
     tables = collect_tables(model.tables, transport, model.tables.specs)
+    own |= collect_shards(model.tables, transport, model.tables.specs)
     mark_all_changed(model.tables)
     if checkpoint.ancestors:
         base = checkpoint.base.path

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from freescale.embedding.dynamic_rules import SHARDS
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
 from freescale.train.checkpoint.packing import pack
@@ -66,14 +67,37 @@ def collect_tables(
     }
 
 
+def collect_shards(
+    tables: Tables,
+    transport: Transport,
+    names: Iterable[str],
+    copy: Callable[[Tensor], Tensor] = lambda value: value,
+) -> dict[str, Tensor]:
+    """The same of what virtual shards of dynamic tables hold beside their rows. Every checkpoint
+    has it whole."""
+    return {
+        f"shards/{name}/{part}": _shard(copy(value), SHARDS, transport)
+        for name in names
+        for part, value in tables.get_group(name).rows.get_shard_tensors().items()
+    }
+
+
 def _whole(local: Tensor, name: str, tables: Tables, transport: Transport) -> Tensor:
     """A rank's part of a table as torch's sharded tensor; a replicated table is a plain tensor of
-    the same name and shape."""
-    if tables.placements[name].kind == "replicated" or not isinstance(
-        transport, ProcessGroupTransport
-    ):
+    the same name and shape. A dynamic one is [virtual shards, rows of each, ...]: ranks own whole
+    shards."""
+    if tables.placements[name].kind == "replicated":
         return local
-    return shard_over_ranks(local, tables.specs[name].rows, transport)
+    spec = tables.specs[name]
+    if spec.dynamic is None:
+        return _shard(local, spec.rows, transport)
+    return _shard(local.view(-1, spec.dynamic.shard_rows, *local.shape[1:]), SHARDS, transport)
+
+
+def _shard(local: Tensor, rows: int, transport: Transport) -> Tensor:
+    if not isinstance(transport, ProcessGroupTransport):
+        return local
+    return shard_over_ranks(local, rows, transport)
 
 
 def shard_over_ranks(local: Tensor, rows: int, transport: ProcessGroupTransport) -> Tensor:
@@ -144,7 +168,10 @@ def describe_model(model: ShardedModel, optimizer: torch.optim.Optimizer | None)
             if not _is_extra(name)
         },
         "tables": {
-            name: [spec.rows, spec.width, str(spec.dtype), tables.optimizers[name].name]
+            name: [
+                *(spec.rows, spec.width, str(spec.dtype), tables.optimizers[name].name),
+                *(spec.dynamic.describe() if spec.dynamic is not None else ()),
+            ]
             for name, spec in tables.specs.items()
         },
         "placement": {name: placement.kind for name, placement in tables.placements.items()},

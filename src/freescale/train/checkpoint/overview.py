@@ -22,6 +22,7 @@ from freescale.train.checkpoint.safe_reader import SafeReader
 from freescale.train.checkpoint.writing import write_checkpoint
 from freescale.transport.local import LocalTransport
 
+_STATIC = 4  # entries about a table that is not dynamic
 _OF_DELTAS = ("parent", "changed", "files")  # what a full checkpoint does not say, or says anew
 
 
@@ -116,7 +117,9 @@ def _read_whole(found: Intact) -> dict[str, Tensor]:
     parts: dict[str, dict[str, Tensor]] = {name: {} for name in found.state["tables"]}
     for label, value in tables.items():
         name, _, part = label.removeprefix("table/").rpartition("/")
-        parts[name][part] = value
+        # a dynamic table is [virtual shards, rows of each, ...]
+        dynamic = len(found.state["tables"][name]) > _STATIC
+        parts[name][part] = value.flatten(0, 1) if dynamic else value
     for name, tensors in parts.items():
         rows = int(found.state["tables"][name][0])
         apply_deltas(found.deltas, {name: TablePart(0, rows, tensors)})

@@ -50,10 +50,10 @@ def apply_changes(
         positions = tensors.get(f"changed/{name}/positions")
         if positions is None:
             continue
-        device = next(iter(parts.values())).device
-        local = positions.to(device).long()
+        local = positions.long()
         for part, value in parts.items():
-            value.index_copy_(0, local, tensors[f"changed/{name}/{part}"].to(device))
+            changed = tensors[f"changed/{name}/{part}"].to(value.device)
+            value.index_copy_(0, local.to(value.device), changed)
 
 
 def group_tables(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -75,7 +75,9 @@ def merge_chain(
     read = [segment.read() for segment in segments]
     kept = {name: value for name, value in read[0].items() if name.startswith("table/")}
     newest = {
-        name: value for name, value in read[-1].items() if name.startswith(("rest/", "marks/"))
+        name: value
+        for name, value in read[-1].items()
+        if name.startswith(("rest/", "marks/", "shards/"))
     }
     whole = Link(last.ranks, last.owner, last.step, None)
 

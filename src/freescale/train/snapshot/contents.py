@@ -5,6 +5,7 @@ whatever all ranks have alike.
 
     table/TABLE/PART            [rows of this rank, ...]: rows, and each tensor of their optimizer
     changed/TABLE/positions     [n], among this rank's rows; /PART: [n, ...], what they became
+    shards/TABLE/PART           [shards of this rank, ...]: of a dynamic table, beside its rows
     marks/GROUP/NUMBER          bits: which rows have changed, for each consumer but this one
     rest/NAME                   dense weights, optimizer, random state, what compression carries
 """
@@ -40,6 +41,7 @@ class SnapshotContents:
     marks: dict[str, Tensor]  # [rows], not yet as bits
     copied: torch.cuda.Event | None
     _model: ShardedModel | None
+    _mark: list[int]  # the step, for tables whose rows come and go
 
     @staticmethod
     def collect(
@@ -54,14 +56,15 @@ class SnapshotContents:
         rest = {f"rest/{name}": copy_to_host(value) for name, value in shared.items()}
         rest |= {f"rest/{name}": value for name, value in collect_random(model.transport).items()}
         state["marks"] = []
-        contents = SnapshotContents(rest, state, delta, {}, None, model)
+        contents = SnapshotContents(rest, state, delta, {}, None, model, model.tables.mark_state())
         contents._add("replicated")
         return contents
 
     def add_sharded(self) -> None:
         """The rows of sharded tables, as they are now. On the caller's thread and stream."""
         assert self._model is not None
-        self._add("sharded")
+        with self._model.tables.looking_back(self._mark):
+            self._add("sharded")
         if self._model.transport.device.type == "cuda":
             self.copied = record_event(blocking=True)
         self._model = None
@@ -80,6 +83,8 @@ class SnapshotContents:
         for name in names:
             take = _collect_changes if self.delta else _collect_table
             self.tensors |= {key: _keep(value) for key, value in take(tables, name).items()}
+            for part, value in tables.get_group(name).rows.get_shard_tensors().items():
+                self.tensors[f"shards/{name}/{part}"] = value.clone()
         for number, group in enumerate(tables.groups):
             if not names or not any(tables.get_group(name) is group for name in names):
                 continue

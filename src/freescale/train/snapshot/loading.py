@@ -87,6 +87,8 @@ def load_state(
         for name, of in parts.items():
             for part, value in of.items():
                 value.copy_(chain[0][f"table/{name}/{part}"])
+            for part, value in tables.get_group(name).rows.get_shard_tensors().items():
+                value.copy_(chain[-1][f"shards/{name}/{part}"])
         for tensors in chain[1:]:
             apply_changes(parts, tensors)
         tables.reload()

@@ -1,0 +1,90 @@
+"""Where an id of a dynamic table belongs. Pure integer arithmetic.
+
+A key is the id's hash, a bijection of 64 bits, ordered as a signed number. Its upper 12 bits are
+the virtual shard, and ranks own contiguous ranges of shards: sorted keys are grouped by owner, and
+within it by shard. Row number r of a shard has position shard * rows of a shard + r in the table,
+whatever the number of ranks, so that a checkpoint is one plain array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freescale.embedding.dynamic_rules import SHARDS, Dynamic
+from freescale.embedding.layout import TableSpec
+from freescale.random import mix
+
+_SIGN = -(1 << 63)
+_BITS = 52  # of a key, below its shard
+_LAST = (1 << 63) - 1  # the largest key
+
+
+def compute_keys(ids: Tensor) -> Tensor:
+    """ids [...] -> keys [...]."""
+    return mix(ids.long()).bitwise_xor_(_SIGN)
+
+
+@dataclass(frozen=True)
+class DynamicLayout:
+    """A dynamic table over `world` ranks, with the methods of `ShardLayout`."""
+
+    specs: tuple[TableSpec]
+    world: int
+
+    @property
+    def rules(self) -> Dynamic:
+        rules = self.specs[0].dynamic
+        assert rules is not None
+        return rules
+
+    @property
+    def _block(self) -> int:
+        """Shards of each rank (the last ranks may own fewer)."""
+        return -(-SHARDS // self.world)
+
+    @property
+    def size(self) -> int:
+        """Most rows of a rank."""
+        return self._block * self.rules.shard_rows
+
+    def base(self, table: int) -> int:
+        """First local row of the table."""
+        return 0
+
+    def get_owned_shards(self, rank: int) -> tuple[int, int]:
+        """[first, last) shards of a rank."""
+        return min(rank * self._block, SHARDS), min((rank + 1) * self._block, SHARDS)
+
+    def get_owned_range(self, table: int, rank: int) -> tuple[int, int]:
+        """[first, last) positions of a rank."""
+        first, last = self.get_owned_shards(rank)
+        return first * self.rules.shard_rows, last * self.rules.shard_rows
+
+    def compute_keys(self, table: int, ids: Tensor) -> Tensor:
+        """ids [n] -> keys [n]. Sorted keys are grouped by owner."""
+        return compute_keys(ids)
+
+    @property
+    def local_dtype(self) -> torch.dtype:
+        """In which keys travel."""
+        return torch.int64
+
+    def find_local(self, keys: Tensor) -> Tensor:
+        """What the owner is asked for: only it knows the rows."""
+        return keys
+
+    def list_edges(self, device: torch.device) -> Tensor:
+        """[world]: keys of rank r are below edge r; the largest key of all is below none."""
+        shards = [self.get_owned_shards(rank)[1] for rank in range(self.world)]
+        edges = [(shard << _BITS) + _SIGN if shard < SHARDS else _LAST for shard in shards]
+        return torch.tensor(edges, dtype=torch.int64, device=device)
+
+    def count_above(self, keys: Tensor) -> Tensor:
+        """[world]: different keys of each rank that are not below its edge."""
+        counts = torch.zeros(self.world, dtype=torch.int64, device=keys.device)
+        owner = next(r for r in range(self.world) if self.get_owned_shards(r)[1] == SHARDS)
+        counts[owner] = (keys == _LAST).any()
+        return counts

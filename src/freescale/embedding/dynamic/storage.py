@@ -1,0 +1,257 @@
+"""Rows of a dynamic table on one rank: a storage of as many rows as there is room for, on the
+device or behind a cache, and a directory that says which id each of them has.
+
+    make_resident   decide (directory.py), keep the rows that go, draw those that come
+    begin           the step of a batch begins: what was decided for it is no longer provisional
+    roll_back       out with what is provisional; the next `begin` has it again
+    looking_back    the state after an earlier batch, for copies of it
+
+Decisions for the batches t and t+1 are made before the step of t is over. Each of them can be taken
+back: a `_Decision` keeps the rows that it replaced. Schedules that train the same batches make the
+same decisions, and whoever looks between two steps sees those of the steps that have begun.
+
+Two rows behind the table's own belong to ids that have none: one is always zero and is read, the
+other takes their gradients and is never read. Two, because one batch's gradients arrive while
+another one reads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from threading import RLock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from freescale.embedding.dynamic.directory import BatchChanges, Directory
+from freescale.embedding.storage import Recorder, RowStorage, draw_initial_rows
+from freescale.kernels.reference.row_sums import SortedRows
+from freescale.kernels.upload import upload
+
+EXTRA_ROWS = 2  # of the storage, behind those of the table
+_KEPT = 2  # decisions: of the batch that computes, and of the one after it
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """Of one batch."""
+
+    changes: BatchChanges
+    slots: Tensor  # [m] of the rows that came
+    rows: dict[str, Tensor]  # [m, ...] in their place in the other state
+
+
+def mark_any(marks: Tensor, inverse: Tensor, count: int) -> Tensor:
+    """marks [n] uint8 of what has the numbers inverse [n] -> [count]: whether one of each is."""
+    return marks.new_zeros(count).scatter_reduce_(0, inverse, marks, "amax")
+
+
+class DynamicStorage(RowStorage):
+    """What `make_resident`, `read` and the exchange call local rows are keys of ids here."""
+
+    keeps_slots = False
+
+    def __init__(self, inner: RowStorage, directory: Directory) -> None:
+        """`inner`: has `EXTRA_ROWS` more than the table."""
+        (own,) = inner._ranges.values()
+        self.spec, self.inner, self.directory = own.spec, inner, directory
+        self.size, self.optimizer, self.changed = inner.size, inner.optimizer, inner.changed
+        self.weight, self.state = inner.weight, inner.state
+        self._ranges = inner._ranges
+        self._zero, self._spent = inner.size - 2, inner.size - 1  # local rows
+        self._slots: list[int] | None = None  # of these two
+        self._seed, self._std = 0, 1.0
+        self._decisions: deque[_Decision] = deque(maxlen=_KEPT)
+        self._undone = 0  # the last ones of them
+        self._begun = 0  # batches whose step has begun
+        self._lock = RLock()  # a lane decides while the main thread begins a step
+
+    # ---- every step
+
+    def make_resident(
+        self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
+    ) -> Tensor:
+        """Slots [n] of keys [n]; those that are only not `counted` [n] do not get a row. Waits for
+        the device, which has to tell the keys."""
+        with self._lock:
+            self._redo_all()
+            with ledger.span("decide rows"):
+                keys, inverse = torch.unique(rows, return_inverse=True)
+                marks = None if counted is None else mark_any(counted, inverse, keys.numel())
+                changes = self.directory.plan(
+                    keys.cpu().numpy(), None if marks is None else marks.cpu().numpy()
+                )
+                local = np.append(changes.found, (self._zero, self._spent))
+                local[local < 0] = self._zero
+            slots = self.inner.make_resident(upload(local, rows.device), ledger)
+            if self._slots is None:
+                # Of a cache, too: they are wanted in every batch and stay where they are.
+                self._slots = slots[-EXTRA_ROWS:].tolist()
+            with ledger.span("make rows"):
+                self._insert(changes, slots)
+            for name, value in vars(changes.figures).items():
+                ledger.count(f"dynamic_{name}", value)
+            ledger.count("dynamic_rows", self.directory.rows.used)
+        return slots.index_select(0, inverse)
+
+    def _insert(self, changes: BatchChanges, slots: Tensor) -> None:
+        device = self.weight.device
+        ids = self.directory.rows.ids[changes.found[changes.inserted]]
+        slots = slots.index_select(0, upload(changes.inserted, device)).long()
+        made = draw_initial_rows(self.spec, upload(ids, device), self._seed, self._std)
+        new = {
+            name: value.new_zeros(slots.numel(), *value.shape[1:]) for name, value in self._parts
+        }
+        new["rows"] = made
+        decision = _Decision(changes, slots, new)
+        self._exchange_rows(decision)
+        self._decisions.append(decision)
+
+    @property
+    def _parts(self) -> list[tuple[str, Tensor]]:
+        return [("rows", self.weight), *self.state.items()]
+
+    def _exchange_rows(self, decision: _Decision) -> None:
+        for name, value in self._parts:
+            before = value.index_select(0, decision.slots)
+            value.index_copy_(0, decision.slots, decision.rows[name])
+            decision.rows[name] = before
+        self.inner._mark(decision.slots)
+        if decision.changes.removed.size:
+            self.changed.mark(upload(decision.changes.removed, self.changed.device))
+
+    def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows [n, width] of keys [n]; zeros for those that have none."""
+        with self._lock:
+            found = self.directory.find(rows.cpu().numpy())
+            found[found < 0] = self._zero
+            return self.inner.read(upload(found, rows.device), dtype)
+
+    def update(
+        self, slots: Tensor, gradients: Tensor, *, step: int, factor: float, clip: float | None
+    ) -> None:
+        self.inner.update(self._spend(slots), gradients, step=step, factor=factor, clip=clip)
+
+    def update_readings(
+        self, slots: SortedRows, gradients: Tensor, *, step: int, factor: float, clip: float | None
+    ) -> None:
+        slots = replace(slots, rows=self._spend(slots.rows))
+        self.inner.update_readings(slots, gradients, step=step, factor=factor, clip=clip)
+
+    def _spend(self, slots: Tensor) -> Tensor:
+        """Gradients of the row that is read as zeros go to the one that is never read."""
+        assert self._slots is not None
+        zero, spent = self._slots
+        return torch.where(slots == zero, spent, slots)
+
+    # ---- what is provisional
+
+    def begin(self) -> None:
+        """The step of the next batch that was made resident begins."""
+        with self._lock:
+            self._begun += 1
+            while self.directory.batches < self._begun:
+                self._redo()
+
+    def roll_back(self) -> None:
+        """Takes back what was decided for steps that have not begun. `begin`, or the decision about
+        another batch, makes it again."""
+        with self._lock:
+            while self.directory.batches > self._begun:
+                self._undo()
+
+    def restore_ahead(self) -> None:
+        """What was rolled back is made again, by the caller's thread and stream."""
+        with self._lock:
+            self._redo_all()
+
+    def drop_ahead(self) -> None:
+        """Takes back what was decided for steps that have not begun: they will not come."""
+        with self._lock:
+            self.roll_back()
+            while self._undone:
+                self._decisions.pop()
+                self._undone -= 1
+
+    @property
+    def begun(self) -> int:
+        """Batches whose step has begun: what `looking_back` goes back to."""
+        return self._begun
+
+    @contextmanager
+    def looking_back(self, batches: int) -> Iterator[None]:
+        """The state after a number of batches, of the last two that were decided."""
+        with self._lock:
+            last = self.directory.batches
+            while self.directory.batches > batches:
+                self._undo()
+            try:
+                yield
+            finally:
+                while self.directory.batches < last:
+                    self._redo()
+
+    def _undo(self) -> None:
+        self._undone += 1
+        decision = self._decisions[-self._undone]
+        self.directory.undo(decision.changes)
+        self._exchange_rows(decision)
+
+    def _redo(self) -> None:
+        decision = self._decisions[-self._undone]
+        self._undone -= 1
+        self.directory.redo(decision.changes)
+        self._exchange_rows(decision)
+
+    def _redo_all(self) -> None:
+        while self._undone:
+            self._redo()
+
+    # ---- all rows of this rank
+
+    def initialise(self, name: str, seed: int, std: float) -> None:
+        """Rows are drawn when their ids come."""
+        self._seed, self._std = seed, std
+
+    def get_tensors(self, name: str) -> dict[str, Tensor]:
+        """By position: rows that hold an id, and others, whose last use is -1."""
+        table = self.directory.rows
+        return self.inner.get_tensors(name) | {
+            "ids": torch.from_numpy(table.ids),
+            "last_use": torch.from_numpy(table.last),
+            "count": torch.from_numpy(table.count),
+        }
+
+    def get_shard_tensors(self) -> dict[str, Tensor]:
+        """What each shard holds beside its rows, [shards, ...]: batches so far, and the counts of
+        ids that have no row."""
+        found = {"batches": torch.from_numpy(self.directory.clock)}
+        if (table := self.directory.counters) is not None:
+            shards = self.directory.clock.size
+            for name, array in (
+                ("ids", table.ids),
+                ("last_use", table.last),
+                ("count", table.count),
+            ):
+                found[f"counters.{name}"] = torch.from_numpy(array.reshape(shards, -1))
+        return found
+
+    def reload(self) -> None:
+        self.inner.reload()
+        self.directory.rebuild()
+        self._decisions.clear()
+        self._undone, self._begun = 0, self.directory.batches
+
+    def get_ids(self, name: str) -> Tensor:
+        """Ids [n] that have a row, in storage order."""
+        table = self.directory.rows
+        return torch.from_numpy(table.ids[table.last >= 0]).to(self.weight.device)
+
+    def list_rows(self, name: str) -> tuple[Tensor, Tensor]:
+        rows = self.inner.get_tensors(name)["rows"]
+        used = upload((self.directory.rows.last >= 0).nonzero()[0], rows.device)
+        return self.get_ids(name), rows.index_select(0, used)

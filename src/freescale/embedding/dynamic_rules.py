@@ -1,0 +1,152 @@
+"""What a user says of a dynamic table: how many rows it has room for, which ids get one, and which
+rows make room for others."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+SHARDS = 4096  # virtual shards, whatever the number of ranks
+PINNED = 3  # consecutive batches, from its last use on, for which a row stays
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
+_COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGB]?)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Admits an id once it has occurred in a number of global batches; until then it reads zeros.
+
+    Args:
+        batches: how many. 1 admits every id at once.
+        room: ids that are counted at a time, over all ranks; 23 bytes of host memory each. The one
+            that was seen longest ago is forgotten for a new one. None: as many as the table's rows.
+    """
+
+    batches: int
+    room: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.batches < 1:
+            raise ValueError(f"Seen needs a number of batches from 1 on, not {self.batches}")
+        if self.room is not None and self.room < 1:
+            raise ValueError(f"room of Seen must be at least 1, not {self.room}")
+
+    def __str__(self) -> str:
+        return f"admits after {self.batches} batches" if self.batches > 1 else "admits every id"
+
+
+@dataclass(frozen=True)
+class After:
+    """Removes rows that no step has used for a while; a row is never evicted for another one. Each
+    step looks through one of the 4,096 shards.
+
+    Args:
+        steps: a row goes once its last use is more than this many steps ago, at the latest 4,096
+            steps later.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < PINNED:
+            raise ValueError(f"After needs at least {PINNED} steps, not {self.steps}")
+
+    def __str__(self) -> str:
+        return f"removes rows unused for {self.steps:,} steps"
+
+
+_EVICTIONS = {"lru": "evicts the row used longest ago", "lfu": "evicts the row used least often"}
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """A table whose ids are any int64. A row is made when its id is admitted, a function of (seed,
+    table, id) alone, and goes when another id needs its room. What is admitted and evicted depends
+    on the global batches alone, never on the number of ranks or the schedule.
+
+    Args:
+        capacity: rows over all ranks, rounded up to a multiple of 4,096; also as text, "50M".
+        admit: `Seen(n)`.
+        evict: "lru" (last use, then id), "lfu" (number of batches, last use, id) or `After(steps)`.
+            A row stays for three batches from its last use on. An id that finds no row reads zeros
+            and is counted as turned away.
+        negatives: batch features whose ids neither count nor get a row, unless they occur in
+            another feature of the batch, too. They read the rows that are there, or zeros.
+
+    Raises:
+        ValueError: something of it has no such value.
+    """
+
+    capacity: int | str
+    admit: Seen = Seen(1)
+    evict: str | After = "lru"
+    negatives: tuple[str, ...] = ("negatives",)
+
+    def __post_init__(self) -> None:
+        if parse_count(self.capacity) < 1:
+            raise ValueError(f"a dynamic table needs room for rows, not {self.capacity}")
+        if not isinstance(self.admit, Seen):
+            raise ValueError(f"admit is {self.admit!r}: give freescale.Seen(batches)")
+        if not isinstance(self.evict, After) and self.evict not in _EVICTIONS:
+            raise ValueError(
+                f"evict is {self.evict!r}: give 'lru', 'lfu' or freescale.After(steps)"
+            )
+
+    @property
+    def shard_rows(self) -> int:
+        """Rows of each virtual shard."""
+        return -(-parse_count(self.capacity) // SHARDS)
+
+    @property
+    def shard_counters(self) -> int:
+        """Ids that each virtual shard counts before it admits them; 0 if it admits all."""
+        if self.admit.batches == 1:
+            return 0
+        return self.shard_rows if self.admit.room is None else -(-self.admit.room // SHARDS)
+
+    @property
+    def rows(self) -> int:
+        return self.shard_rows * SHARDS
+
+    def describe(self) -> list[object]:
+        """Plain JSON that tells tables apart which do not hold the same: for checkpoints."""
+        return ["dynamic", self.shard_counters]
+
+    def __str__(self) -> str:
+        evict = str(self.evict) if isinstance(self.evict, After) else _EVICTIONS[self.evict]
+        return f"dynamic, {self.admit}, {evict}"
+
+
+def parse_count(count: int | str) -> int:
+    """ "50M" -> 50,000,000. ValueError for what is no count."""
+    found = _COUNT.fullmatch(str(count))
+    if found is None:
+        raise ValueError(f"{count!r} is not a number of rows: give for instance 50000000 or '50M'")
+    return round(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def parse_dynamic(text: str) -> Dynamic | None:
+    """`dynamic:50M`, with `:seen=3`, `:lfu`, `:lru` or `:after=1000` behind it; None for what does
+    not begin so. ValueError for what cannot be read."""
+    kind, _, rest = text.partition(":")
+    if kind != "dynamic":
+        return None
+    capacity, *options = rest.split(":")
+    if not capacity:
+        raise ValueError("'dynamic' needs the number of its rows: dynamic:50M")
+    admit, evict = Seen(1), "lru"
+    chosen: str | After = evict
+    for option in options:
+        name, _, value = option.partition("=")
+        if name in _EVICTIONS and not value:
+            chosen = name
+        elif name == "seen" and value.isdecimal():
+            admit = Seen(int(value))
+        elif name == "after" and value.isdecimal():
+            chosen = After(int(value))
+        else:
+            raise ValueError(
+                f"{option!r} in {text!r} is not one of seen=N, lru, lfu and after=STEPS"
+            )
+    return Dynamic(capacity, admit, chosen)

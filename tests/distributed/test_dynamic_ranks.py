@@ -1,0 +1,80 @@
+"""Dynamic tables on several ranks: the decisions of one rank, its numbers to 1e-12, staged equal to
+serial to the bit, with balancing; and checkpoints that another number of ranks takes up."""
+
+from __future__ import annotations
+
+import torch
+from helpers.collisions import batch_of, in_pieces, share_of
+from helpers.dynamic_streams import CHURN, RULES, build, list_local_rows
+from helpers.ranks import run_ranks
+
+from freescale.train.checkpoint import Checkpoints
+from freescale.transport.local import LocalTransport
+
+RULE = RULES[2]  # counts, evicts and turns away
+
+
+def _train(transport, schedule, folder=None, saved=()):
+    """(losses, what this rank's rows hold, dense weights)."""
+    parallel, pipeline = build(transport, schedule, RULE, optimizer="adam", balance="greedy")
+    checkpoints = None
+    if folder is not None:
+        checkpoints = Checkpoints(folder, transport, keep=99, full_every=2, asynchronous=True)
+    batches = [share_of(batch_of(ids, number), transport) for number, ids in enumerate(CHURN)]
+    losses = []
+    for result in pipeline.run(batches):
+        losses.append(result.loss)
+        if checkpoints is not None and result.step in saved:
+            progress = {"step": result.step, "pipeline": pipeline.state_dict()}
+            checkpoints.save(parallel, pipeline.optimizer, progress)
+    if checkpoints is not None:
+        checkpoints.wait()
+    pipeline.close()
+    dense = torch.cat([value.detach().reshape(-1) for value in parallel.module.parameters()])
+    return losses, *list_local_rows(parallel), dense
+
+
+def _both(transport, folder):
+    in_pieces()
+    return _train(transport, "serial"), _train(transport, "staged", folder, (4, 7, 8))
+
+
+def _resume(transport, folder):
+    parallel, pipeline = build(transport, "serial", RULE, optimizer="adam", balance="greedy")
+    checkpoints = Checkpoints(folder, transport)
+    progress = checkpoints.load(checkpoints.path(7), parallel, pipeline.optimizer)
+    pipeline.load_state_dict(progress["pipeline"])
+    batches = [share_of(batch_of(ids, number), transport) for number, ids in enumerate(CHURN)]
+    losses = [result.loss for result in pipeline.run(batches[7:])]
+    return losses, *list_local_rows(parallel)
+
+
+def _join(parts):
+    """ids [n] of all ranks, ascending, and what their rows hold."""
+    ids, held = torch.cat([part[1] for part in parts]), torch.cat([part[2] for part in parts])
+    order = ids.argsort()
+    return ids[order], held[order]
+
+
+def _assert_close(losses, parts, alone):
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone[0]), rtol=1e-12, atol=1e-14)
+    (ids, held), (expected_ids, expected) = _join(parts), _join([alone])
+    assert torch.equal(ids, expected_ids)
+    # position, count and last use (the first columns are integers), then values
+    torch.testing.assert_close(held, expected, rtol=1e-12, atol=1e-13)
+    assert torch.equal(held[:, :3], expected[:, :3])
+
+
+def check_ranks(world, other, folder):
+    alone = _train(LocalTransport(), "serial")
+    pairs = run_ranks(world, _both, str(folder))
+    for serial, staged in pairs:
+        assert serial[0] == staged[0]
+        assert all(torch.equal(a, b) for a, b in zip(serial[1:], staged[1:], strict=True))
+    _assert_close(pairs[0][0][0], [serial for serial, _ in pairs], alone)
+    resumed = run_ranks(other, _resume, str(folder))
+    _assert_close(alone[0][:7] + resumed[0][0], resumed, alone)
+
+
+def test_three_ranks_decide_as_one_and_two_go_on(tmp_path):
+    check_ranks(3, 2, tmp_path)

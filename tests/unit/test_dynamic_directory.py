@@ -1,0 +1,226 @@
+"""Which ids of a dynamic table get a row: every decision of generated streams is that of a plain
+Python oracle, for every number of owners, and can be undone and made again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.dynamic_oracle import Oracle, shard_of
+from helpers.dynamic_streams import SPECIAL, id_in
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freescale.embedding.dynamic.directory import Directory
+from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
+from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic, Seen, parse_dynamic
+from freescale.embedding.layout import TableSpec
+
+POOL = [id_in(shard, number) for shard in (0, 1, 1365, 4095) for number in range(12)] + SPECIAL
+SWEPT = [id_in(shard, number) for shard in range(12) for number in range(3)]  # by early batches
+
+
+def make_layout(rules, world):
+    return DynamicLayout(
+        (TableSpec("item", rules.rows, 4, torch.float32, ("f",), None, rules),), world
+    )
+
+
+def keys_of(ids):
+    return compute_keys(torch.tensor(sorted(ids), dtype=torch.int64)).sort().values.numpy()
+
+
+class Owners:
+    """A directory for each rank."""
+
+    def __init__(self, rules, world):
+        self.layout = make_layout(rules, world)
+        shards = [self.layout.get_owned_shards(rank) for rank in range(world)]
+        self.parts = [Directory(rules, *part) for part in shards]
+
+    def plan(self, ids, negatives=frozenset()):
+        """(position of each id, changes of each owner)."""
+        keys, found, changes = keys_of(ids), {}, []
+        names = {
+            int(key): id for id, key in zip(ids, compute_keys(torch.tensor(list(ids))).tolist())
+        }
+        owners = np.searchsorted(self.layout.list_edges("cpu").numpy(), keys, side="right")
+        owners = np.minimum(owners, len(self.parts) - 1)
+        for rank, part in enumerate(self.parts):
+            mine = keys[owners == rank]
+            counted = [names[int(key)] not in negatives for key in mine]
+            made = part.plan(mine, np.array(counted, np.uint8) if negatives else None)
+            first = self.layout.get_owned_range(0, rank)[0]
+            places = np.where(made.found < 0, -1, made.found + first)
+            found |= {names[int(key)]: int(at) for key, at in zip(mine, places)}
+            assert np.array_equal(part.find(mine), made.found)
+            changes.append(made)
+        return found, changes
+
+    def state(self):
+        rows = self.layout.rules.shard_rows
+        return [
+            ((at + self.layout.get_owned_range(0, rank)[0]) // rows, at % rows, *entry)
+            for rank, part in enumerate(self.parts)
+            for at, entry in list_entries(part.rows)
+        ]
+
+    def counted(self):
+        rows = self.layout.rules.shard_counters
+        return sorted(
+            (at // rows + self.layout.get_owned_shards(rank)[0], *entry)
+            for rank, part in enumerate(self.parts)
+            if part.counters is not None
+            for at, entry in list_entries(part.counters)
+        )
+
+    def arrays(self):
+        tables = [t for part in self.parts for t in (part.rows, part.counters) if t is not None]
+        return [array.copy() for t in tables for array in (t.ids, t.last, t.count)]
+
+
+def list_entries(table):
+    used = (table.last >= 0).nonzero()[0]
+    three = (table.ids[used], table.last[used], table.count[used])
+    return zip(used.tolist(), zip(*(array.tolist() for array in three)))
+
+
+def add_figures(changes):
+    every = [vars(made.figures) for made in changes]
+    return {name: sum(each[name] for each in every) for name in every[0]}
+
+
+RULES = st.builds(
+    Dynamic,
+    capacity=st.sampled_from([1, 3 * SHARDS, 5 * SHARDS]),
+    admit=st.builds(Seen, st.integers(1, 3), st.sampled_from([None, SHARDS, 2 * SHARDS])),
+    evict=st.one_of(st.sampled_from(["lru", "lfu"]), st.builds(After, st.integers(3, 6))),
+)
+BATCH = st.sets(st.sampled_from(POOL + SWEPT), max_size=30)
+STREAMS = st.lists(st.tuples(BATCH, BATCH), min_size=1, max_size=14)
+
+
+@given(rules=RULES, stream=STREAMS, world=st.integers(1, 5), undone=st.integers(0, 2))
+@settings(max_examples=40, deadline=None)
+def test_every_decision_is_the_oracles(rules, stream, world, undone):
+    oracle, owners = Oracle(rules), Owners(rules, world)
+    for ids, others in stream:
+        negatives = others & ids
+        before = owners.arrays()
+        expected = oracle.plan(ids, negatives)
+        found, changes = owners.plan(ids, negatives)
+        for _ in range(undone):
+            after = owners.arrays()
+            for part, made in zip(owners.parts, changes):
+                part.undo(made)
+            assert all(map(np.array_equal, owners.arrays(), before))
+            for part, made in zip(owners.parts, changes):
+                part.redo(made)
+            assert all(map(np.array_equal, owners.arrays(), after))
+        if undone == 2:  # dropped, and decided again
+            for part, made in zip(owners.parts, changes):
+                part.undo(made)
+            found, changes = owners.plan(ids, negatives)
+        assert found == expected
+        assert add_figures(changes) == oracle.figures
+        assert sorted(owners.state()) == oracle.state()
+        assert owners.counted() == oracle.counted()
+
+
+def test_what_follows_from_the_saved_arrays_is_rebuilt():
+    rules = Dynamic(3 * SHARDS, Seen(2), "lru")
+    first, second = Owners(rules, 1), Owners(rules, 1)
+    stream = [set(POOL[i::3]) | set(POOL[i : i + 20]) for i in range(9)]
+    for ids in stream[:6]:
+        first.plan(ids)
+    for ours, theirs in zip(
+        (second.parts[0].rows, second.parts[0].counters),
+        (first.parts[0].rows, first.parts[0].counters),
+    ):
+        for name in ("ids", "last", "count"):
+            getattr(ours, name)[:] = getattr(theirs, name)
+    second.parts[0].batches = 6
+    second.parts[0].rebuild()
+    for ids in stream[6:]:
+        assert second.plan(ids)[0] == first.plan(ids)[0]
+    assert second.state() == first.state()
+
+
+def test_many_ids_in_large_shards_are_the_oracles():
+    """Queues are consumed and filled again, and a shard's whole map is turned over."""
+    generator = np.random.default_rng(0)
+    for evict in ("lru", "lfu"):
+        rules = Dynamic(40 * SHARDS, Seen(1), evict)
+        oracle, owners = Oracle(rules), Owners(rules, 1)
+        pool = np.array([id_in(7, number) for number in range(400)])
+        for _ in range(60):
+            ids = set(generator.choice(pool, 12).tolist())
+            assert owners.plan(ids)[0] == oracle.plan(ids)
+        assert sorted(owners.state()) == oracle.state()
+
+
+def test_all_new_all_turned_away_and_one_row_a_shard():
+    rules = Dynamic(1)  # 4,096: one row in each shard
+    owners = Owners(rules, 1)
+    assert rules.rows == SHARDS
+    first, second = ({id_in(s, n) for s in range(SHARDS)} for n in (0, 1))
+    assert (made := owners.plan(first)[1][0].figures).inserted == SHARDS and not made.evicted
+    for _ in range(2):  # the rows of the last batches stay
+        assert owners.plan(second)[1][0].figures.turned_away == SHARDS
+    assert owners.plan(second)[1][0].figures.evicted == SHARDS
+    assert {entry[2] for entry in owners.state()} == second
+
+
+def test_memory_beside_the_rows():
+    directory = Directory(Dynamic(1000 * SHARDS), 0, SHARDS)
+    assert directory.rows.nbytes / (1000 * SHARDS) <= 24
+
+
+def test_keys_are_ids_in_the_order_of_owners():
+    ids = torch.tensor(POOL)
+    keys = compute_keys(ids)
+    assert keys.unique().numel() == ids.unique().numel()
+    assert [(key >> 52) + 2048 for key in keys.tolist()] == [shard_of(id) for id in POOL]
+    for world in (1, 2, 3, 4, 5000):
+        layout = make_layout(Dynamic(1), world)
+        parts = [layout.get_owned_range(0, rank) for rank in range(world)]
+        assert parts[0][0] == 0 and parts[-1][1] == layout.rules.rows
+        assert all(a[1] == b[0] for a, b in zip(parts[:-1], parts[1:]))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dynamic:50M", Dynamic(50_000_000)),
+        ("dynamic:8192:seen=3:lfu", Dynamic(8192, Seen(3), "lfu")),
+        ("dynamic:1K:after=100", Dynamic(1000, Seen(1), After(100))),
+        ("host:8GB", None),
+    ],
+)
+def test_text_for_the_command_line(text, expected):
+    found = parse_dynamic(text)
+    assert (found is None) == (expected is None)
+    if found is not None:
+        assert (found.rows, found.admit, found.evict) == (
+            expected.rows,
+            expected.admit,
+            expected.evict,
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Dynamic(0), "needs room"),
+        (lambda: Dynamic("many"), "not a number of rows"),
+        (lambda: Dynamic(1, evict="fifo"), "'lru', 'lfu'"),
+        (lambda: Dynamic(1, admit=3), "freescale.Seen"),
+        (lambda: Seen(0), "from 1 on"),
+        (lambda: After(2), "at least 3"),
+        (lambda: parse_dynamic("dynamic:"), "dynamic:50M"),
+        (lambda: parse_dynamic("dynamic:1M:fifo"), "seen=N"),
+    ],
+)
+def test_mistakes_name_the_mend(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
