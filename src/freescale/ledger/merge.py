@@ -167,9 +167,7 @@ def _derive_ratios(counters: Mapping[str, float], costs: Sequence[float]) -> dic
         ratios["cache_bytes_up"] = counters["cache_bytes_up"]
         ratios["cache_bytes_down"] = counters["cache_bytes_down"]
     if "dynamic_rows" in counters:
-        ratios |= {
-            name: value for name, value in counters.items() if name.startswith("dynamic_")
-        }
+        ratios |= {name: value for name, value in counters.items() if name.startswith("dynamic_")}
     if counters.get("dense_entries"):
         entries = counters["dense_entries"]
         ratios["dense_sent_percent"] = 100 * counters["dense_entries_sent"] / entries
