@@ -18,6 +18,20 @@ def pytest_configure(config):
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(SHARED), ignore_errors=True))
 
 
+def pytest_collection_modifyitems(items):
+    """Long tests begin first: one that begins last would be waited for alone. xdist hands each of
+    its processes a part of the list, the first of them the first part."""
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = [item for item in items if not item.get_closest_marker("long")]
+    processes, ordered = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)), []
+    for place in range(processes):
+        begin = long[place::processes]
+        size = max(0, (len(items) - len(ordered)) // (processes - place) - len(begin))
+        ordered += begin + others[:size]
+        del others[:size]
+    items[:] = ordered + others
+
+
 def pytest_make_parametrize_id(config, val):
     """Names for values that pytest would only number: dtypes, and short rows of numbers."""
     if isinstance(val, torch.dtype):

@@ -38,8 +38,18 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor  # 
 from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
 from torchrec.distributed.model_parallel import DistributedModelParallel  # noqa: E402
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise  # noqa: E402
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist  # noqa: E402
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan  # noqa: E402
+from torchrec.distributed.train_pipeline import (  # noqa: E402
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
+from torchrec.distributed.types import (  # noqa: E402
+    CacheAlgorithm,
+    CacheParams,
+    ModuleSharder,
+    ShardingEnv,
+    ShardingPlan,
+)
 from torchrec.streamable import Pipelineable  # noqa: E402
 
 from freescale.bench.common.workload import (  # noqa: E402
@@ -62,6 +72,7 @@ PIPELINES = {
     "semi_sync": _semi_sync,
     "base": TrainPipelineBase,
     "sparse_dist": TrainPipelineSparseDist,
+    "prefetch_sparse_dist": PrefetchTrainPipelineSparseDist,
     "sparse_dist_late": partial(TrainPipelineSparseDist, enqueue_batch_after_forward=True),
 }
 OPTIMIZERS = {
@@ -159,17 +170,25 @@ def shard_by_rows(
     sharder: ModuleSharder,
     world: int,
     device: torch.device,
+    cache: float | None = None,
 ) -> DistributedModelParallel:
-    """The model with the tables of the collection at `path` sharded by rows, others replicated."""
+    """The model with the tables of the collection at `path` sharded by rows, others replicated.
+    `cache`: the tables are in unified memory, behind a cache on the GPU of this share of them."""
+    kernel = "fused" if cache is None else "fused_uvm_caching"
     plan = construct_module_sharding_plan(
         model.get_submodule(path),
-        {name: row_wise(compute_kernel="fused") for name in tables},
+        {name: row_wise(compute_kernel=kernel) for name in tables},
         sharder=sharder,
         # GPU ranks may share one, each as a host of its own
         local_size=world if device.type == "cpu" else 1,
         world_size=world,
         device_type=device.type,
     )
+    if cache is not None:
+        for name in tables:
+            plan[name].cache_params = CacheParams(
+                algorithm=CacheAlgorithm.LRU, load_factor=cache, prefetch_pipeline=True
+            )
     return DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
@@ -180,17 +199,21 @@ def shard_by_rows(
 
 
 def shard_model(
-    model: nn.Module, fused: dict[str, Any], world: int, device: torch.device
+    model: nn.Module,
+    fused: dict[str, Any],
+    world: int,
+    device: torch.device,
+    cache: float | None = None,
 ) -> tuple[DistributedModelParallel, Tensor, int]:
     """Shards the table `item` of the model's `embedding` by rows, with its optimizer `fused` into
-    the backward pass.
+    the backward pass. `cache`: as of `shard_by_rows`.
 
     Returns:
         The sharded model; this rank's rows [rows, width], the table itself and not a copy; the
         first of them.
     """
     sharder: ModuleSharder = EmbeddingCollectionSharder(fused_params=fused)  # type: ignore[assignment]
-    sharded = shard_by_rows(model, "embedding", ["item"], sharder, world, device)
+    sharded = shard_by_rows(model, "embedding", ["item"], sharder, world, device, cache)
     weight = sharded.module.embedding.state_dict()["embeddings.item.weight"]
     (shard,) = weight.local_shards()
     return sharded, shard.tensor, shard.metadata.shard_offsets[0]
@@ -207,6 +230,7 @@ class Arm:
         pipeline: str,
         deduplicate: bool,
         device: torch.device,
+        cache: float | None,
     ) -> None:
         if pipeline not in PIPELINES:
             raise ValueError(f"pipeline {pipeline!r} is not one of {', '.join(PIPELINES)}")
@@ -216,7 +240,7 @@ class Arm:
             "learning_rate": workload.row_learning_rate,
             "eps": workload.row_epsilon,
         }
-        self._sharded, self.shard, self.first_row = shard_model(model, fused, world, device)
+        self._sharded, self.shard, self.first_row = shard_model(model, fused, world, device, cache)
         self.dense: Dense = self._sharded.module.dense
         self.replicated: DistributedDataParallel = self._sharded._dmp_wrapped_module
         fill_table(workload, self.shard, self.first_row)
@@ -250,6 +274,7 @@ def build(
     pipeline: str = "base",
     deduplicate: bool = False,
     device: torch.device | str = "cpu",
+    cache: float | None = None,
 ) -> Arm:
     """Needs an initialised default process group of `world` ranks."""
-    return Arm(workload, rank, world, pipeline, deduplicate, torch.device(device))
+    return Arm(workload, rank, world, pipeline, deduplicate, torch.device(device), cache)

@@ -97,34 +97,38 @@ def train(transport, path, task, numbers, partitioner, accumulate=2):
     return losses, snapshot(parallel), seen[: len(numbers)]
 
 
-CASES = [
-    (task, number, name)
-    for task, number in (("retrieval", 0), ("ranking", 1), ("retrieval", 4))
-    for name in PARTITIONERS
-]
+BATCHES = (("retrieval", 0), ("ranking", 1), ("retrieval", 4))  # batch 4 has 8 samples only
+
+
+@pytest.fixture(scope="module")
+def unbalanced(path):
+    return [train(LocalTransport(), path, task, [number], None) for task, number in BATCHES]
 
 
 def _all_cases(transport, path):
-    """Batch 4 has 8 samples only."""
-    for task, number, name in CASES:
-        losses, expected, _ = train(LocalTransport(), path, task, [number], None)
-        actual_losses, actual, _ = train(transport, path, task, [number], name)
-        assert actual_losses[0][1] == pytest.approx(losses[0][1], rel=1e-12), name
-        for part, value in expected.items():
-            torch.testing.assert_close(
-                actual[part],
-                value,
-                rtol=1e-12,
-                atol=1e-14,
-                msg=lambda m, n=name, p=part: f"{n}, {p}: {m}",
-            )
+    return {
+        name: [train(transport, path, task, [number], name)[:2] for task, number in BATCHES]
+        for name in PARTITIONERS
+    }
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_one_step_equals_the_unbalanced_one(path, world):
+def test_one_step_equals_the_unbalanced_one(path, unbalanced, world):
     """Dense gradients show in the weights after a step of SGD, row gradients in rows and Adagrad's
     sums."""
-    run_ranks(world, _all_cases, path)
+    for balanced in run_ranks(world, _all_cases, path):
+        assert balanced.keys() == PARTITIONERS.keys()
+        for name, found in balanced.items():
+            for (losses, state), (expected_losses, expected, _) in zip(found, unbalanced):
+                assert losses[0][1] == pytest.approx(expected_losses[0][1], rel=1e-12), name
+                for part, value in expected.items():
+                    torch.testing.assert_close(
+                        state[part],
+                        value,
+                        rtol=1e-12,
+                        atol=1e-14,
+                        msg=lambda m, n=name, p=part: f"{n}, {p}: {m}",
+                    )
 
 
 @pytest.mark.parametrize("task", ["retrieval", "ranking"])

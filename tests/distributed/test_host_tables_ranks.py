@@ -3,11 +3,21 @@ consecutive batches read 120 rows, which are spread over the ranks; caches hold 
 
 from __future__ import annotations
 
+import os
+import signal
+from errno import ENOSPC
+from pathlib import Path
+
+import pytest
 import torch
-from helpers.collisions import colliding, train
+from helpers.collisions import batch_of, build, colliding, state_of, train
 from helpers.ranks import gather_ranks, run_ranks
 
+from freescale.embedding.host_tables import storage
+from freescale.embedding.host_tables.copies import HostCopies
 from freescale.embedding.host_tables.tiers import Disk, Host
+from freescale.train.checkpoint import Checkpoints
+from freescale.transport.local import LocalTransport
 
 
 def _returning(step):
@@ -44,10 +54,106 @@ def test_bit_equal_to_tables_on_the_device(tmp_path):
 
 
 def _too_small(transport):
-    train(transport, "staged", STREAMS[1], placement={"item": Host(128 * 20), "action": "sharded"})
+    """The words of both schedules. Caches of 27 rows: two of the ranks need no more."""
+    found = []
+    for schedule in ("staged", "serial"):
+        placement = {"item": Host(128 * 27), "action": "sharded"}
+        with pytest.raises(ValueError) as error:
+            train(transport, schedule, STREAMS[1], placement=placement)
+        found.append(str(error.value))
+    return found
 
 
-def test_a_cache_too_small_ends_all_ranks():
-    errors = [error for error, _ in gather_ranks(2, _too_small, timeout=60)]
-    assert all(errors)
-    assert any("consecutive batches read" in e and "give it at least" in e for e in errors)
+def test_a_cache_too_small_on_some_ranks_ends_all_with_the_same_words():
+    (staged, serial), *others = run_ranks(3, _too_small)
+    assert staged == serial and all(words == [staged, serial] for words in others)
+    assert staged == (
+        "rank 2: table 'item': the cache holds 27 rows of this rank (3.5 kB), 3 consecutive "
+        "batches read 28 rows: give it at least 3.6 kB, or use smaller batches or more ranks"
+    )
+
+
+def _refused(transport, folder):
+    """What all ranks say if one of them does not get what its home needs."""
+    found = []
+    for owner, name, error in (
+        (os, "posix_fallocate", OSError(ENOSPC, "No space left on device")),
+        (storage, "HostCopies", ValueError("128 MiB of pinned host memory cannot be had")),
+    ):
+        plain = getattr(owner, name)
+
+        def refuse(*_, error=error):
+            raise error
+
+        if transport.rank == 1:
+            setattr(owner, name, refuse)
+        placement = {"item": Disk(folder, 128 * 60), "action": "sharded"}
+        with pytest.raises((ValueError, RuntimeError)) as words:
+            train(transport, "staged", STREAMS[1], placement=placement)
+        found.append(str(words.value))
+        setattr(owner, name, plain)
+    train(transport, "staged", STREAMS[1][:2], placement=placement)  # the ranks can go on
+    return found
+
+
+def test_what_one_rank_cannot_have_ends_all(tmp_path):
+    for rank, (disk, pinned) in enumerate(run_ranks(2, _refused, str(tmp_path))):
+        other = "rank 1 stopped: ValueError: " if rank != 1 else ""
+        assert disk.startswith(f"{other}table 'item': ")
+        assert f"cannot be had in {tmp_path} (No space left on device): make room" in disk
+        assert pinned == f"{other}128 MiB of pinned host memory cannot be had"
+    assert list(tmp_path.iterdir()) == []
+
+
+LAST = 7  # step of the last checkpoint
+
+
+def _train_until_lost(transport, folder, cut):
+    """Dies in the write-back after the checkpoint of step `LAST`: the rows of the home are newer
+    than their optimizer state, and half of that is old."""
+    tier = Disk(folder, 8 * 8 * 3 * 130)
+    placement = {"item": tier, "action": "sharded"}
+    parallel, pipeline = build(transport, "staged", optimizer="adam", placement=placement)
+    checkpoints = Checkpoints(Path(folder, "run"), transport, full_every=3)
+    plain, sent = HostCopies.send, []
+
+    def send(self, home, rows, cache, slots):
+        if pipeline.steps >= LAST and checkpoints.steps()[-1:] == [LAST]:
+            sent.append(rows)
+        if len(sent) == 2:
+            half = rows.size // 2
+            assert half
+            plain(self, home, rows[:half], cache, slots[:half])
+            if not cut:
+                os.kill(os.getpid(), signal.SIGKILL)
+            (file,) = (
+                file
+                for file in Path("/proc/self/fd").iterdir()
+                if file.is_symlink() and os.readlink(file).startswith(f"{folder}/#")
+            )
+            os.truncate(file, 0)  # the next access is a SIGBUS
+        plain(self, home, rows, cache, slots)
+
+    HostCopies.send = send
+    for result in pipeline.run(batch_of(ids, n) for n, ids in enumerate(STREAMS[1])):
+        if result.step <= LAST:
+            progress = {"step": result.step, "pipeline": pipeline.state_dict()}
+            checkpoints.save(parallel, pipeline.optimizer, progress)
+    Path(folder, "survived").touch()
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["killed", "file cut short"])
+def test_resume_after_a_loss_in_the_middle_of_a_write_back(cut, tmp_path):
+    """The home is never read again: what goes on is the checkpoint, here on the device."""
+    gather_ranks(1, _train_until_lost, str(tmp_path), cut, lost=[0], timeout=60)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    losses, expected = train(LocalTransport(), "serial", STREAMS[1], optimizer="adam")
+    parallel, pipeline = build(LocalTransport(), "serial", optimizer="adam")
+    checkpoints = Checkpoints(tmp_path / "run", LocalTransport())
+    assert checkpoints.latest() == checkpoints.path(LAST)
+    progress = checkpoints.load(checkpoints.latest(), parallel, pipeline.optimizer)
+    pipeline.load_state_dict(progress["pipeline"])
+    rest = [batch_of(ids, n) for n, ids in enumerate(STREAMS[1])][LAST:]
+    assert [result.loss for result in pipeline.run(rest)] == losses[LAST:]
+    own = state_of(parallel)
+    assert [name for name, value in expected.items() if not torch.equal(own[name], value)] == []

@@ -97,7 +97,7 @@ def _exchange(channel, messages, draw, delay):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize(("world", "messages"), [(1, 20), (2, 1000), (3, 600), (4, 300)])
+@pytest.mark.parametrize(("world", "messages"), [(1, 20), (2, 600), (3, 400), (4, 200)])
 def test_mixed_messages(wire, world, messages):
     """Over each wire more than 10,000 messages between pairs of ranks."""
     for path in run_ranks(world, _mixed, wire, messages, True, timeout=200):

@@ -23,6 +23,7 @@ def overlap(*arguments, timeout=240):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
+@pytest.mark.long
 def test_every_arm_is_measured(tmp_path):
     output = tmp_path / "overlap.json"
     done = overlap("--device", "cpu", "--nproc", 2, "--output", output)

@@ -8,20 +8,21 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers.command import freescale, started
+from helpers.command import Begun, freescale, started, torchrun, wait_for
 from helpers.small_runs import SMALL, interactions, metrics, train
 
 from freescale.train.launch import find_free_port
 
 
+@pytest.mark.long
 def test_train_resume_eval_export(tmp_path):
     """A run of two ranks, stopped in the middle and resumed, writes what an uninterrupted one
     writes, to the bit."""
@@ -137,35 +138,19 @@ def test_transports_write_the_same(tmp_path):
     assert found["collective"] == found["hostwire-gloo"] == found["hostwire-ucx"]
 
 
+@pytest.mark.long
 def test_joins_ranks_that_torchrun_started(tmp_path):
     data = interactions(tmp_path / "events.parquet")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "freescale",
-    ]
-    good = [
-        "train",
-        "--data",
-        data,
-        "--folder",
-        tmp_path / "run",
-        "--cache",
-        tmp_path / "cache",
-        *SMALL,
-        "--steps",
-        "2",
-    ]
-    done = subprocess.run([*command, *map(str, good)], capture_output=True, text=True, timeout=240)
+    command = ["--standalone", "--nproc-per-node"]
+    where = ["--folder", tmp_path / "run", "--cache", tmp_path / "cache"]
+    good = ["-m", "freescale", "train", "--data", data, *where, *SMALL, "--steps", 2]
+    with torchrun(*command, 2, *good) as begun:
+        done = begun.ended()
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "ledger.json").read_text())["ranks"] == 2
-    bad = ["train", "--data", tmp_path / "nowhere.parquet", "--folder", tmp_path / "run2", *SMALL]
-    done = subprocess.run([*command, *map(str, bad)], capture_output=True, text=True, timeout=240)
+    where = ["--data", tmp_path / "nowhere.parquet", "--folder", tmp_path / "run2"]
+    with torchrun(*command, 1, "-m", "freescale", "train", *where, *SMALL) as begun:
+        done = begun.ended()
     assert done.returncode != 0 and "nowhere.parquet" in done.stderr
     assert not (tmp_path / "run2").exists()
 
@@ -315,35 +300,21 @@ def test_unsorted_and_duplicate_timestamps_are_handled(tmp_path):
         assert history["item_id"] == [e["item_id"] for e in mine]
 
 
-def test_a_default_folder_is_the_same_on_all_ranks(tmp_path):
+def test_a_default_folder_is_the_same_on_all_ranks(tmp_path, monkeypatch):
     """Ranks that start in different seconds would otherwise write their parts of a checkpoint to
     different folders."""
     data = interactions(tmp_path / "events.parquet")
-    command = [
-        sys.executable,
-        "-m",
-        "freescale",
-        "train",
-        "--data",
-        str(data),
-        "--cache",
-        str(tmp_path / "cache"),
-        *SMALL,
-        "--steps",
-        "1",
-    ]
-    ranks = []
+    monkeypatch.chdir(tmp_path)
+    command = ["train", "--data", data, "--cache", tmp_path / "cache", *SMALL, "--steps", 1]
     port = find_free_port()
-    for rank in range(2):
-        ranks.append(
-            subprocess.Popen(
-                command, env=_joined(rank, port), stderr=subprocess.PIPE, text=True, cwd=tmp_path
-            )
-        )
-        time.sleep(1.5)
-    for rank in ranks:
-        _, error = rank.communicate(timeout=180)
-        assert rank.returncode == 0, error
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            ranks.append(stack.enter_context(Begun(*command, **_joined(rank, port))))
+            time.sleep(1.5)
+        for rank in ranks:
+            done = rank.ended(180)
+            assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()
     assert freescale("eval", run, "--device", "cpu").returncode == 0
 
@@ -390,16 +361,7 @@ def _joined(rank: int, port: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    return {**os.environ, **joined}
-
-
-def _wait_for(condition, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
+    return joined
 
 
 def _stepped(folder: Path) -> bool:
@@ -412,36 +374,16 @@ ENDLESS = ["--epochs", "100000", "--checkpoint-every", "100000"]
 
 def test_killed_rank_ends_the_run(tmp_path):
     data = interactions(tmp_path / "events.parquet")
-    arguments = [
-        "train",
-        "--data",
-        data,
-        "--folder",
-        tmp_path / "run",
-        "--cache",
-        tmp_path / "cache",
-        "--nproc",
-        2,
-        *SMALL,
-        *ENDLESS,
-    ]
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "freescale", *map(str, arguments)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert _wait_for(lambda: _stepped(tmp_path), 150)
-        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    where = ["--folder", tmp_path / "run", "--cache", tmp_path / "cache"]
+    with Begun("train", "--data", data, *where, "--nproc", 2, *SMALL, *ENDLESS) as launcher:
+        wait_for(lambda: _stepped(tmp_path), 150)
+        children = launcher.ranks()
         assert len(children) == 2
-        os.kill(int(children[1]), signal.SIGKILL)
-        _, error = launcher.communicate(timeout=180)
-    finally:
-        launcher.kill()
-    assert launcher.returncode == 1
-    assert "killed by signal 9" in error and "died or fell silent" in error
-    assert "no sign of life from rank 1" in error
+        os.kill(children[1], signal.SIGKILL)
+        done = launcher.ended(180)
+    assert done.returncode == 1
+    assert "killed by signal 9" in done.stderr and "died or fell silent" in done.stderr
+    assert "no sign of life from rank 1" in done.stderr
     assert all(not Path(f"/proc/{child}").exists() for child in children)
     # SIGTERM, which ends survivors too, saves only where all are there
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -452,36 +394,13 @@ def test_killed_rank_is_noticed_without_a_launcher(tmp_path):
     minute."""
     data = interactions(tmp_path / "events.parquet")
     port = find_free_port()
-    arguments = [
-        "train",
-        "--data",
-        data,
-        "--folder",
-        tmp_path / "run",
-        "--cache",
-        tmp_path / "cache",
-        *SMALL,
-        *ENDLESS,
-    ]
-    command = [sys.executable, "-m", "freescale", *map(str, arguments)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=_joined(rank, port),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert _wait_for(lambda: _stepped(tmp_path), 150)
-        ranks[1].kill()
-        _, error = ranks[0].communicate(timeout=180)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert ranks[0].returncode == 1 and "died or fell silent" in error
+    where = ["--folder", tmp_path / "run", "--cache", tmp_path / "cache"]
+    command = ["train", "--data", data, *where, *SMALL, *ENDLESS]
+    with Begun(*command, **_joined(0, port)) as left, Begun(*command, **_joined(1, port)) as lost:
+        wait_for(lambda: _stepped(tmp_path), 150)
+        os.kill(lost.pid, signal.SIGKILL)
+        done = left.ended(180)
+    assert done.returncode == 1 and "died or fell silent" in done.stderr
 
 
 def test_bench_kernels(tmp_path):

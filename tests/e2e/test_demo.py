@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from helpers.command import freescale
 
 from freescale.cli import train as cli
 from freescale.cli.options import format_arguments
@@ -24,7 +27,22 @@ SMALL = {
 }
 
 
-def test_compare_trains_the_same_steps_twice_and_says_what_it_shows(tmp_path, monkeypatch, capfd):
+@pytest.fixture
+def forked(monkeypatch):
+    """The compared runs start without a Python of their own."""
+
+    def run(command, **_):
+        assert command[:3] == [sys.executable, "-m", "freescale"]
+        done = freescale(*command[3:])
+        print(done.stderr, file=sys.stderr)
+        return done
+
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=run, DEVNULL=None))
+
+
+def test_compare_trains_the_same_steps_twice_and_says_what_it_shows(
+    forked, tmp_path, monkeypatch, capfd
+):
     monkeypatch.setattr(demo, "SHORT_SETTINGS", {**demo.SHORT_SETTINGS, **SMALL})
     data = tmp_path / "data.parquet"
     generate(data, users=40, items=2000, median=10, cap=20, global_batch=8, ranks=2)
@@ -88,7 +106,7 @@ def test_the_ending_says_what_was_seen_and_what_to_type(tmp_path, monkeypatch, c
     ]
 
 
-def test_a_comparison_that_fails_is_the_demo_failing(tmp_path, capfd):
+def test_a_comparison_that_fails_is_the_demo_failing(forked, tmp_path, capfd):
     assert demo.compare_schedules(tmp_path / "nowhere.parquet", tmp_path, 2, format_arguments) == 1
     assert "nowhere.parquet" in capfd.readouterr().err
 

@@ -4,15 +4,13 @@ namespaces with an address each."""
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from helpers.command import torchrun
 
 from freescale.bench.common.hosts import Network, open_hosts
 from freescale.data.synthetic import generate
@@ -47,52 +45,30 @@ def two_hosts() -> Iterator[Network]:
         yield made
 
 
-def on_every_host(network: Network, arguments: list[list[str]], timeout: float = 90) -> list[str]:
-    """torchrun on each host with its own arguments, all at once; what each said. The first that
-    fails fails the test."""
-    started: list[subprocess.Popen] = []
-    try:
-        for place, (name, device) in enumerate(zip(network.names, network.devices, strict=True)):
-            meeting = ["--nnodes", "2", "--node-rank", str(place), "--nproc-per-node", "1"]
-            meeting += ["--master-addr", "10.99.0.1", "--master-port", str(PORT)]
-            command = [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                *meeting,
-                "-m",
-                "freescale",
-            ]
-            told = {
-                "GLOO_SOCKET_IFNAME": device,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT / "src"),
-            }
-            started.append(
-                subprocess.Popen(
-                    [*command, *arguments[place]],
-                    env=os.environ | told,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    start_new_session=True,
+def on_every_host(network: Network, arguments: Sequence[object], timeout: float = 90) -> list[str]:
+    """torchrun on each host, all at once; what each said. The first that fails fails the test."""
+    meeting = ["--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "10.99.0.1"]
+    meeting += ["--master-port", PORT, "--node-rank"]
+    with ExitStack() as stack:
+        begun = [
+            stack.enter_context(
+                torchrun(
+                    *(*meeting, place, "-m", "freescale", *arguments),
+                    network=name,
+                    GLOO_SOCKET_IFNAME=device,
+                    OMP_NUM_THREADS="1",
+                    PYTHONPATH=str(ROOT / "src"),
                 )
             )
-        said = [process.communicate(timeout=timeout)[0] for process in started]
-    finally:
-        for process in started:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    for process, words in zip(started, said, strict=True):
-        assert process.returncode == 0, words
-    return said
+            for place, (name, device) in enumerate(zip(network.names, network.devices, strict=True))
+        ]
+        done = [host.ended(timeout) for host in begun]
+    for host in done:
+        assert host.returncode == 0, host.stderr
+    return [host.stdout for host in done]
 
 
+@pytest.mark.long
 def test_two_hosts_train_and_resume(tmp_path):
     with two_hosts() as network:
         train_and_resume(network, tmp_path)
@@ -120,7 +96,7 @@ def train_and_resume(network: Network, tmp_path: Path) -> None:
     common += ["--transport", "hostwire-tcp", "--dense-sums", "collective"]
     said = on_every_host(
         network,
-        [[*common, *SMALL, "--steps", "4", "--checkpoint-every", "2", "--log-every", "1"]] * 2,
+        [*common, *SMALL, "--steps", "4", "--checkpoint-every", "2", "--log-every", "1"],
     )
     assert "2 ranks on cpu" in said[0] and "2 ranks" not in said[1]  # rank 0 speaks
     ledger = json.loads((run / "ledger.json").read_text())
@@ -135,7 +111,7 @@ def train_and_resume(network: Network, tmp_path: Path) -> None:
         "step-00000004",
     ]
     # As a job that was stopped and queued again: the same folder, further.
-    on_every_host(network, [["train", "--folder", str(run), "--resume", "--steps", "6"]] * 2)
+    on_every_host(network, ["train", "--folder", run, "--resume", "--steps", "6"])
     assert json.loads((run / "ledger.json").read_text())["steps"] == 6
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]

@@ -6,15 +6,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.command import Begun, freescale, wait_for
+from helpers.command import Begun, freescale, torchrun, wait_for
 from helpers.ranks import CONTEXT, gather_ranks
 
 from freescale.data.synthetic import generate
@@ -138,40 +136,22 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_answer(arguments, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_survivors_of_a_failure_under_torchrun_save_nothing(arguments, tmp_path):
     """They get SIGTERM, as from a cluster that wants the machine back, but have no agreement with
     the rank that is gone."""
     run = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "freescale",
-    ]
-    given = [*map(str, [*arguments, "--folder", run, "--placement", "sharded"])]
+    given = ["-m", "freescale", *arguments, "--folder", run, "--placement", "sharded"]
     patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "170"}  # else it kills after 30 s
-    torchrun = subprocess.Popen(
-        [*command, *given],
-        env=os.environ | patience,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    with torchrun("--standalone", "--nproc-per-node", 2, *given, **patience) as begun:
         stepped(run)
-        ranks = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+        ranks = begun.ranks()
         assert len(ranks) == 2
         begin = time.monotonic()
-        os.kill(int(ranks[1]), signal.SIGKILL)
-        _, said = torchrun.communicate(timeout=180)
-    finally:
-        torchrun.kill()
+        os.kill(ranks[1], signal.SIGKILL)
+        done = begun.ended(180)
     assert time.monotonic() - begin < stop_signals.SILENCE + 90  # a busy machine is slow to end
-    assert torchrun.returncode != 0 and "died or fell silent" in said, said
+    assert done.returncode != 0 and "died or fell silent" in done.stderr, done.stderr
     assert not (run / "checkpoints").exists() and not (run / "ledger.json").exists()
 
 

@@ -7,9 +7,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from freescale.bench.common.repository import package_path
 
 
+@pytest.mark.long
 def test_a_run_through_twenty_faults_is_the_run_that_nothing_happened_to(tmp_path):
     command = [sys.executable, "-m", "freescale.bench.faults", "--storms", "1", "--faults", "20"]
     command += ["--ranks", "2", "--seed", "8", "--timeout", "6"]

@@ -19,7 +19,7 @@ from helpers.toys import Clicks
 from helpers.training import gather_tables
 
 ITEMS = 6000
-STEPS = 20
+STEPS = 12
 
 
 def batch_of(ids: list[int], number: int, per_sample: int = 5) -> SequenceBatch:

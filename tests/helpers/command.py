@@ -1,6 +1,6 @@
 """`freescale ...` in processes of its own, forked from one that has imported torch: to start Python
 takes each of them six seconds of a core. `started` does that: what depends on it, and one run from
-its beginning to its end, is tested so."""
+its beginning to its end, is tested so. The ranks of `torchrun` start Python too."""
 
 from __future__ import annotations
 
@@ -44,14 +44,22 @@ def wait_for(condition: Callable[[], bool], seconds: float = 240) -> None:
 
 
 class Begun:
-    """`freescale ...` while it runs; whoever leaves the block early kills it."""
+    """`freescale ...` while it runs; whoever leaves the block early kills it. `module`: another
+    program than freescale; `network`: a network namespace that it runs in."""
 
-    def __init__(self, *arguments: object, **environment: str) -> None:
+    def __init__(
+        self,
+        *arguments: object,
+        module: str = "freescale",
+        network: str | None = None,
+        **environment: str,
+    ) -> None:
         self._words = [str(word) for word in arguments]
         self._folder = tempfile.TemporaryDirectory()
         self._said = [Path(self._folder.name) / name for name in ("out", "err")]
         told, said = {**os.environ, **environment}, [str(file) for file in self._said]
-        self._process = CONTEXT.Process(target=_forked, args=(self._words, told, os.getcwd(), said))
+        work = (module, self._words, told, os.getcwd(), said, network)
+        self._process = CONTEXT.Process(target=_forked, args=work)
 
     def __enter__(self) -> Begun:
         self._process.start()
@@ -83,10 +91,24 @@ class Begun:
         self._folder.cleanup()
 
 
+def torchrun(*arguments: object, network: str | None = None, **environment: str) -> Begun:
+    """`torchrun ARGUMENTS -m freescale ...`, to be entered."""
+    return Begun(*arguments, module="torch.distributed.run", network=network, **environment)
+
+
 def _forked(
-    words: Sequence[str], environment: Mapping[str, str], folder: str, said: Sequence[str]
+    module: str,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    folder: str,
+    said: Sequence[str],
+    network: str | None,
 ) -> None:
     os.chdir(folder)
+    if network is not None:
+        from freescale.bench.faults.hosts_testbed import enter_network
+
+        enter_network(network)
     for file, number in zip(said, (1, 2), strict=True):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), number)
     from freescale.train import launch
@@ -94,18 +116,18 @@ def _forked(
     launch.subprocess = SimpleNamespace(
         Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
     )
-    _run(words, environment)
+    _run(module, words, environment)
 
 
-def _run(words: Sequence[str], environment: Mapping[str, str]) -> None:
+def _run(module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.stdout, sys.stderr = (
         os.fdopen(number, "w", buffering=1, errors="replace", closefd=False) for number in (1, 2)
     )
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    sys.argv = ["freescale", *words]
-    runpy.run_module("freescale", run_name="__main__", alter_sys=True)
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 class Forked:
@@ -149,4 +171,4 @@ def _as_rank(words: Sequence[str], environment: Mapping[str, str], stderr: int) 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     os.dup2(stderr, 2)
-    _run(words, environment)
+    _run("freescale", words, environment)

@@ -15,6 +15,8 @@ import pytest
 
 from freescale.file_lock import lock
 
+QUICK = str(Path(__file__).with_name("quick_interpreter.py"))
+
 
 def interpreted(file: str, *arguments: str) -> dict:
     """What the cases printed. Triton exists for Linux alone; there it is installed with the tests'
@@ -43,7 +45,7 @@ def _interpret(file: str, arguments: tuple[str, ...]) -> str:
         **os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, file, *arguments],
+        [sys.executable, QUICK, file, *arguments],
         capture_output=True,
         text=True,
         timeout=400,

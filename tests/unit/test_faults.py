@@ -7,14 +7,100 @@ import json
 import signal
 from collections import Counter
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 
+from freescale.bench.faults.bench import Options
+from freescale.bench.faults.claims import is_exact
+from freescale.bench.faults.events import Process, Struck, split_time
 from freescale.bench.faults.moments import MOMENTS, watch
-from freescale.bench.faults.plan import KINDS, count_steps, plan_faults
+from freescale.bench.faults.plan import KINDS, count_steps, order_worlds, plan_faults
 from freescale.bench.faults.proof import compare_logs, compare_states, read_log
+from freescale.bench.faults.reporter import LAUNCHER
+from freescale.bench.faults.setting import read_ranks
 from freescale.train import launch
+
+ROW = {
+    "world": 4,
+    "fewest": 4,
+    "lost_samples": 0,
+    "doubled_samples": 0,
+    "other_batches": 0,
+    "bits_equal": True,
+    "losses_equal": True,
+    "loss_difference_a_step": 0.0,
+    "difference": 0.0,
+    "steps": 100,
+}
+
+
+@pytest.mark.parametrize(
+    "other, exact",
+    [
+        ({}, True),
+        ({"bits_equal": False, "difference": 1e-15}, False),
+        ({"losses_equal": False}, False),
+        ({"doubled_samples": 1}, False),
+        # the number of ranks changes: within rounding
+        ({"fewest": 2, "bits_equal": False, "losses_equal": False, "difference": 9e-11}, True),
+        ({"fewest": 2, "bits_equal": False, "difference": 2e-10}, False),
+        ({"fewest": 2, "loss_difference_a_step": 2e-12}, False),
+        ({"fewest": 2, "lost_samples": 1}, False),
+    ],
+)
+def test_a_run_is_the_undisturbed_one_to_the_bit_or_within_rounding(other, exact):
+    assert is_exact(ROW | other) == exact
+
+
+class TestStorms:
+    options = Options(Path("storms"), 4, 2, 5, 100, 7, "2,4,2:4", 5.0)
+
+    def test_are_of_machines_hosts_and_commands(self):
+        planned = self.options.plan()
+        assert [seed for seed, _, _ in planned] == list(range(7, 15))
+        assert [faults for _, faults, _ in planned] == [100] * 6 + [3, 2]
+        settings = [setting for _, _, setting in planned]
+        assert [setting.hosts for setting in settings] == [1] * 4 + [2, 2] + [1, 1]
+        assert [setting.changes for setting in settings[:4]] == [False, True, False, False]
+        assert not any(setting.changes for setting in settings[4:])  # nor over hosts
+        assert [setting.start for setting in settings[6:]] == ["freescale train", "torchrun"]
+        assert "--host-storms 2 --real-starts 5" in self.options.command
+
+    def test_have_each_number_of_ranks(self):
+        for seed in range(5):
+            worlds = order_worlds(seed, 2, 4)
+            assert sorted(worlds) == [2, 3, 4] and worlds == order_worlds(seed, 2, 4)
+        assert len({tuple(order_worlds(seed, 2, 4)) for seed in range(20)}) > 3
+
+    @pytest.mark.parametrize("text", ["4:2", "2:3:4", "two", "0", "2,,4"])
+    def test_refuse_ranks_that_are_none(self, text):
+        with pytest.raises(ValueError, match=f"--ranks {text}"):
+            read_ranks(text)
+
+
+class TestPhases:
+    def split(self, *passed, gone=11.0, over=None):
+        """Of ranks that passed the three moments at these times, after a fault at 10."""
+        names = ("connect", "connected", "restored")
+        ranks = [
+            Process(rank, 1, 0, None, 0.0, passed=dict(zip(names, times, strict=True)))
+            for rank, times in enumerate(passed)
+        ]
+        launcher = Process(LAUNCHER, 1, 0, None, 0.0)
+        fault = plan_faults(0, 1, 2, list(KINDS))[0]
+        return split_time(Struck(fault, 10.0, 5, "", over, 0, 2), gone, [launcher, *ranks], 20.0)
+
+    def test_end_with_the_slowest_rank(self):
+        found = self.split((14, 15, 17), (13, 16, 17.5))
+        expected = {"notice": 1, "process start": 3, "rendezvous": 2, "restore": 1.5}
+        assert found == expected | {"first step": 2.5}
+
+    def test_are_left_out_where_they_are_not_those_of_one_start(self):
+        assert self.split((14, 15, 17), over=12.0) == {}  # no attempt ended
+        assert self.split((14, 15, 17), gone=16.0) == {}  # a rank of another attempt
+        assert self.split() == {}
 
 
 class TestPlan:

@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from freescale.transport.api import TransportError
-from freescale.transport.meeting import meet
+from freescale.transport.connect import connect
+from freescale.transport.meeting import meet, warn_of_shared_store
 
 
 @pytest.fixture
@@ -54,3 +55,42 @@ def test_an_attempt_that_is_not_complete_says_how_many_came(address):
     meet_all(address, 2)
     with pytest.raises(TransportError, match="1 of 2 ranks came"):
         meet(open_store(address), 0, 2, 0.2)
+
+
+TORCHRUN = {
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+}
+
+
+@pytest.mark.parametrize(
+    "other, warned",
+    [
+        ({}, True),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),  # what the warning asks for
+        ({"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        ({"LOCAL_WORLD_SIZE": "4"}, False),  # one machine
+    ],
+)
+def test_ranks_whose_torchrun_could_not_be_replaced_are_warned(other, warned):
+    found = warn_of_shared_store(TORCHRUN | other)
+    assert (found is not None and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in found) == warned
+
+
+def test_a_store_that_is_gone_is_not_waited_for_as_other_ranks_are(monkeypatch):
+    """As after the loss of torchrun's first agent, whose store the others still know."""
+    waited = []
+
+    def refuse(url, timeout):
+        waited.append(timeout.total_seconds())
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr("freescale.transport.connect.rendezvous", refuse)
+    for name, value in (TORCHRUN | {"RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    words = "could not join.*store does not answer.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    with pytest.raises(TransportError, match=words):
+        connect("cpu", timeout=7.0)
+    assert waited == [7.0]

@@ -33,7 +33,7 @@ def cluster(tmp_path, monkeypatch):
     stands_in = {
         "scontrol": "printf 'node7\\nnode8\\n'",
         "srun": '[ "$1" = --kill-on-bad-exit=1 ] && shift; exec "$@"',
-        "torchrun": "printf '%s\\n' \"$@\"",
+        "torchrun": 'printf \'%s\\n\' own-store "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" "$@"',
     }
     for name, body in stands_in.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -69,6 +69,7 @@ def test_a_job_starts_and_resumes_by_one_command(kind, cluster):
     assert (at["--nnodes"], at["--nproc-per-node"]) == ("2", "8")
     if slurm:
         assert at["--max-restarts"] == "3" and at["--rdzv-backend"] == "c10d"
+        assert at["own-store"] == "1"  # a torchrun that is started again can join
         assert at["--rdzv-endpoint"] == f"node7:{20000 + 12345}" and at["--rdzv-id"] == "12345"
     else:  # the Job starts containers again
         assert (at["--max-restarts"], at["--node-rank"]) == ("0", "0")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from freescale.transport import signs_of_life
 from freescale.transport.api import TransportError
 from freescale.transport.local import LocalTransport
-from freescale.transport.signs_of_life import SignsOfLife, name_silent_ranks
+from freescale.transport.signs_of_life import SignsOfLife, choose_limit, name_silent_ranks
 
 
 @pytest.fixture
@@ -66,3 +66,12 @@ def test_errors_of_the_transport_name_it_and_others_stay(ranks):
     gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed"
     with pytest.raises(TransportError, match="no sign of life"), name_silent_ranks(transport):
         raise RuntimeError(gloo)
+
+
+@pytest.mark.parametrize("world", [2, 64, 4096])
+@pytest.mark.parametrize("timeout", [3.0, 30.0, 120.0])
+def test_a_collective_fails_early_enough_to_name_who_is_silent(timeout, world):
+    limit = choose_limit(timeout, world)
+    looks = 3 * max(0.5, world / 2000)
+    assert limit + looks < timeout or limit == 0.75 * timeout
+    assert 0.75 * timeout <= limit < timeout

@@ -31,7 +31,7 @@ from freescale.embedding.comparison import compare_requests
 from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.layout import DynamicLayout
 from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage, mark_any
-from freescale.embedding.host_tables.storage import CachedStorage
+from freescale.embedding.host_tables.storage import CachedStorage, raise_on_all_ranks
 from freescale.embedding.host_tables.tiers import Tier
 from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
 from freescale.embedding.optimizers import RowOptimizer
@@ -151,8 +151,18 @@ class Sharded:
 
     def make_resident(self, request: Request, transport: Transport) -> None:
         """Makes sure that the rows which are requested from this rank can be gathered and updated,
-        and sets their slots."""
-        request.slots = self.rows.make_resident(request.owned, transport.ledger, request.counted)
+        and sets their slots. A collective, where that can fail."""
+        error = None
+        try:
+            request.slots = self.rows.make_resident(
+                request.owned, transport.ledger, request.counted
+            )
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks
+            error = caught
+        if isinstance(self.rows, CachedStorage):
+            raise_on_all_ranks(error, transport)
+        elif error is not None:
+            raise error
 
     def allocate_rows(self, request: Request, spent: Tensor | None) -> None:
         """Gives the rows of the request memory, to be filled as they arrive: that of the `spent`

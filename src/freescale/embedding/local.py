@@ -63,14 +63,15 @@ class LocalRequest:
     def offer(self, part: int | None, index: Tensor) -> tuple[Tensor, Tensor]:
         """As `Request.offer`: the gradient of all rows that are offered will exist, so they are a
         copy of those that the step reads. How many are different stays on the device: there are as
-        many as ids, the last ones without meaning."""
+        many as ids, or as the table has, the last ones without meaning."""
         if self.copied is None:
             nowhere = torch.zeros(0, dtype=torch.int64, device=self.rows.device)
             found = deduplicate(self.rows, nowhere)
-            known = self.index.replace_parts(found.keys, found.inverse)
-            self.copied = Request(known, RequestPart(None, None, [], []), found.keys)
+            keys = found.keys[: self.table.shape[0] + 1]  # -1, which names no row, may be one
+            known = self.index.replace_parts(keys, found.inverse)
+            self.copied = Request(known, RequestPart(None, None, [], []), keys)
             self._places = found.inverse
-            self.copied.rows = gather_rows(self.table, found.keys).requires_grad_(True)
+            self.copied.rows = gather_rows(self.table, keys).requires_grad_(True)
         rows = self.copied.rows
         assert rows is not None
         if part is not None:

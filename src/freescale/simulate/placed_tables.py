@@ -23,6 +23,7 @@ class PlacedTables:
 
     placements: dict[str, Placement]
     rows: dict[str, int]
+    row_bytes: dict[str, int]  # of a row and its optimizer's state
 
     @property
     def sharded(self) -> bool:
@@ -33,6 +34,13 @@ class PlacedTables:
         """Rows of the tables that every rank holds. A small table counts among them even if the
         rule shards it: its rows are too few to matter."""
         return sum(rows for name, rows in self.rows.items() if name != ITEM or not self.sharded)
+
+    def count_bytes(self, ranks: int) -> float:
+        """Of a rank's share of all tables."""
+        return sum(
+            rows * self.row_bytes[name] / (ranks if self.placements[name].kind == "sharded" else 1)
+            for name, rows in self.rows.items()
+        )
 
     def describe(self) -> list[str]:
         return [
@@ -56,16 +64,17 @@ def place_tables(wanted: str, model: Model, source: Workload, ranks: int) -> Pla
     rows = {ITEM: source.items}
     for table in source.list_small_tables(ranks):
         read[table.name], rows[table.name] = table.rows_read, table.rows
-    placements = {}
+    placements, row_bytes = {}, {}
     for name, count in rows.items():
         spec = TableSpec(name, count, model.width, torch.float32, ())
         state = count_state_bytes(ROW_OPTIMIZERS[model.row_optimizer](), spec)
+        row_bytes[name] = model.row_bytes + state
         placements[name] = (
             choose_placement(spec, state, read[name])
             if wanted == "auto"
             else Placement(wanted, "as asked")
         )
-    return PlacedTables(placements, rows)
+    return PlacedTables(placements, rows, row_bytes)
 
 
 def assign_home(samples: int, ranks: int) -> NDArray[np.int64]:

@@ -23,6 +23,14 @@ from freescale.simulate.network import Network
 from freescale.simulate.output import collect_run
 from freescale.simulate.placed_tables import PlacedTables, place_tables
 from freescale.simulate.recorded_workload import RecordedWorkload
+from freescale.simulate.recovery import (
+    BUDDY,
+    DISK,
+    MEMORY,
+    Training,
+    compute_useful_time,
+    load_recovery,
+)
 from freescale.simulate.simulator import Cluster, Setting, plan_batches, simulate
 from freescale.simulate.trained_run import compare_with_run, read_trained_run
 from freescale.simulate.verdict import ALL, ASKED, BASE, UNBALANCED, write_verdict
@@ -182,6 +190,7 @@ def run_simulation(
     changes: list[dict[str, Any]] = []
     notes: list[str] = list_omissions(trained)
     verdicts: list[str] = []
+    useful: list[dict[str, Any]] = []
     for count in gpus:
         cluster = build_cluster(config, count, trained)
         source = build_workload(config, count, trained)
@@ -202,6 +211,9 @@ def run_simulation(
         size = f"{count:,} x {cluster.network.gpu}, {config.batch:,} samples each"
         notes += [f"{size}: {line}" for line in placed]
         notes += [f"network: {cluster.network.name} ({cluster.network.about})"]
+        if config.failure_every is not None:
+            costs = load_recovery(config.recovery)
+            notes.append(f"recovery: {costs.name} ({costs.about})")
         measured = cluster.calibration.machine.get("gpu") or ""
         if measured and cluster.network.gpu not in ("GPU", *measured.split()):
             notes.append(f"each {cluster.network.gpu} is taken to compute as the {measured} does")
@@ -210,6 +222,7 @@ def run_simulation(
         changed = _compare_changes(config, plans, found)
         changes += changed
         named = {label: one.row for label, one in found.items()}
+        useful += _predict_useful_time(config, plans, found)
         verdicts.append(write_verdict(named, changed, cluster.network.gpu))
     data = {
         "config": asdict(config),
@@ -217,6 +230,7 @@ def run_simulation(
         "notes": list(dict.fromkeys(notes)),
         "rows": rows,
         "changes": changes,
+        "useful": useful,
         "verdicts": verdicts,
     }
     if out is not None:
@@ -247,6 +261,31 @@ def _compare_changes(
         if twice is not None:
             made.append(_compare(label, "twice the batch", base, twice.simulate(label, setting)))
     return made
+
+
+def _predict_useful_time(
+    config: SimulateConfig, plans: Plans, found: dict[str, Outcome]
+) -> list[dict[str, Any]]:
+    """The share of time that is useful at a failure every so often, by where ranks restore from."""
+    if config.failure_every is None:
+        return []
+    cluster, outcome = plans.cluster, found.get(ALL) or found[ASKED]
+    costs = load_recovery(config.recovery)
+    dense = 12 * cluster.model.parameters  # a weight and both of Adam's moments
+    state = plans.place(outcome.setting.placement).count_bytes(cluster.gpus) + dense
+    training = Training(
+        cluster.gpus,
+        outcome.figures["step_ms"]["mean"] / 1e3,
+        config.state_gb or state / 1e9,
+        config.snapshot_every,
+        config.checkpoint_every,
+        cluster.network.far.gb_per_s,
+    )
+    sources = [MEMORY, *([BUDDY] if cluster.gpus > cluster.network.gpus_per_node else []), DISK]
+    return [
+        compute_useful_time(costs, training, config.failure_every, source) | {"arm": outcome.label}
+        for source in sources
+    ]
 
 
 def _compare(label: str, what: str, base: Outcome, changed: Outcome) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from freescale.config import SimulateConfig
 from freescale.report.console import print_ledger
 from freescale.simulate.calibrate import calibrate
 from freescale.simulate.network import list_presets, load_preset
+from freescale.simulate.recovery import PARTS
 from freescale.simulate.run import Outcome, run_simulation
 from freescale.simulate.verdict import ASKED, BASE
 
@@ -41,6 +42,8 @@ def print_simulation(config: SimulateConfig, gpus: Sequence[int]) -> None:
             console.print(_make_change_table(changes))
     if len(gpus) > 1:
         console.print(_make_gpu_table(outcomes))
+    if data["useful"]:
+        console.print(_make_useful_table(data["useful"], config.failure_every or 0.0))
     for one in outcomes:
         if one.label == ASKED:
             print_ledger(console, one.figures)
@@ -118,6 +121,23 @@ def _make_change_table(changes: Sequence[dict[str, Any]]) -> Table:
             if row["change"] == what
         }
         table.add_row(what, *(f"{gains[arm]:+.2f} %" if arm in gains else "" for arm in arms))
+    return table
+
+
+def _make_useful_table(rows: Sequence[Mapping[str, Any]], failure_every: float) -> Table:
+    """What each failure costs, and what is left."""
+    table = Table(
+        title=f"useful time with {rows[0]['arm']} at a failure every {failure_every:,.0f} s, and "
+        "the seconds that each costs"
+    )
+    table.add_column("GPUs", justify="right")
+    table.add_column("restored from")
+    for column in (*PARTS, "together", "useful"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        seconds = row["seconds"]
+        cells = [f"{value:,.2f}" for value in (*seconds.values(), sum(seconds.values()))]
+        table.add_row(f"{row['gpus']:,}", row["from"], *cells, f"{100 * row['useful']:.1f} %")
     return table
 
 

@@ -94,6 +94,8 @@ class Ended:
         assert self.failed is not None
         rank, status = self.failed
         how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        if status == -signal.SIGBUS:
+            how += " (a file that it has mapped was cut short, or the disk under it has failed)"
         return f"rank {rank} {how}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -25,9 +26,9 @@ from freescale.transport.hostwire.bindings import explain_missing_engine
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
 from freescale.transport.machine import identify_machine
-from freescale.transport.meeting import meet
+from freescale.transport.meeting import meet, shares_store, warn_of_shared_store
 from freescale.transport.process_group import ProcessGroupTransport
-from freescale.transport.signs_of_life import SignsOfLife
+from freescale.transport.signs_of_life import SignsOfLife, choose_limit
 
 # seconds that the first rank waits for the last: machines prepare their data at different speeds
 _JOIN_SECONDS = 600.0
@@ -70,7 +71,8 @@ def connect(
 
     Args:
         device: auto (a GPU for each local rank where there is any), cpu, cuda, or a torch.device.
-        timeout: seconds that bound every collective.
+        timeout: seconds after which a rank that does not take part in a collective has been named,
+            on all others.
         transport: auto, collective, hostwire-gloo, hostwire-tcp or hostwire-ucx.
 
     Returns:
@@ -105,12 +107,12 @@ def connect(
     )
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     try:
-        longest = timedelta(seconds=max(timeout, _JOIN_SECONDS))
+        soon, longest = (timedelta(seconds=s) for s in (timeout, max(timeout, _JOIN_SECONDS)))
         dist.init_process_group(
             backend,
             timeout=longest,
             device_id=chosen if chosen.type == "cuda" else None,
-            **_open_store(longest),
+            **_open_store(soon, longest),
         )
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -121,12 +123,25 @@ def connect(
     return _join(chosen, timeout, transport, owner=True)
 
 
-def _open_store(longest: timedelta) -> dict[str, Any]:
+def _open_store(soon: timedelta, longest: timedelta) -> dict[str, Any]:
     """Arguments of init_process_group: where torchrun's agent keeps the store for all attempts, a
-    part of it for this one."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    part of it for this one.
+
+    Args:
+        soon: until the agent's store answers: it is there before the ranks are started.
+        longest: until all ranks have come.
+    """
+    if not shares_store(os.environ):
         return {}
-    store, rank, world = next(rendezvous("env://", timeout=longest))
+    warning = warn_of_shared_store(os.environ)
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=soon))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise RuntimeError(f"torchrun's store does not answer; {warning or reason}") from error
+    if warning and rank == 0:
+        warnings.warn(warning, stacklevel=3)
+    store.set_timeout(longest)
     own = meet(store, rank, world, longest.total_seconds())
     return {"store": own, "rank": rank, "world_size": world}
 
@@ -135,8 +150,8 @@ def _join(
     device: torch.device, timeout: float, transport: str, owner: bool
 ) -> ProcessGroupTransport:
     """Makes groups of our own for the step's tensors and for control traffic: the two never mix,
-    and `timeout` holds for both."""
-    limit = timedelta(seconds=timeout)
+    and the limit that follows from `timeout` holds for both."""
+    limit = timedelta(seconds=choose_limit(timeout, dist.get_world_size()))
     raise_limit()  # before connections are made
     group = dist.new_group(timeout=limit)
     control = dist.new_group(timeout=limit, backend="gloo")
@@ -156,7 +171,7 @@ def _join(
         )
     made.about = f"transport {chosen} ({why})"
     if owner:
-        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        shared = shares_store(os.environ)
         store = dist.distributed_c10d._get_default_store()
         made.signs = SignsOfLife(store, made.rank, made.world, None if shared else 0)
     return made

@@ -16,13 +16,37 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from freescale.transport.api import TransportError
 
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun's: ranks make a store of their own
 _LOOK = 0.02  # seconds between two looks for ranks that have come
+
+
+def shares_store(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun's agent keeps the store where the ranks meet."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def warn_of_shared_store(environment: Mapping[str, str]) -> str | None:
+    """What ranks over several machines that torchrun starts again should know. None: nothing.
+
+    torchrun's first agent says only once where its store is. An agent that comes later, because its
+    machine was lost, waits for word of it; if the first one itself was replaced, the others send
+    their ranks to the store that is gone.
+    """
+    several = int(environment["WORLD_SIZE"]) > int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if not (shares_store(environment) and several and restarts):
+        return None
+    return (
+        "a machine whose torchrun is started again cannot join the others, since torchrun shares "
+        f"its store: set {_OWN_STORE}=1 where torchrun starts, on all machines"
+    )
 
 
 def meet(store: Store, rank: int, world: int, seconds: float) -> Store:

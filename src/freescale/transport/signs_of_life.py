@@ -23,9 +23,21 @@ from freescale.transport.api import Transport, TransportError
 PERIOD = 0.5  # seconds between two signs of a rank
 _RANKS_A_SECOND = 2000  # more ranks give fewer signs, for the store's sake
 _MISSED = 3.0  # periods between the two looks
-_ANSWER = 5.0  # seconds that the store has to answer
+_ANSWER = 1.0  # seconds that the store has to answer
+_MOST_FOR_NAMING = 0.25  # of --timeout
 _FOUND = "silent"  # key of what the first rank that looked found
 _LOOKED = "looked"  # key of how many have looked
+
+
+def choose_limit(timeout: float, world: int) -> float:
+    """Seconds after which a collective fails, so that when `timeout` is over the rank that fell
+    silent has been named. A short timeout keeps most of its time for the collective."""
+    naming = _MISSED * _choose_period(world) + _ANSWER
+    return timeout - min(naming, _MOST_FOR_NAMING * timeout)
+
+
+def _choose_period(world: int) -> float:
+    return max(PERIOD, world / _RANKS_A_SECOND)
 
 
 class SignsOfLife:
@@ -41,7 +53,7 @@ class SignsOfLife:
             host: the rank in whose process the store is; None: in none of them.
         """
         self._rank, self._world, self._host = rank, world, host
-        self._period = max(PERIOD, world / _RANKS_A_SECOND)
+        self._period = _choose_period(world)
         own: Any = PrefixStore("signs", store)
         self._store: Any = own.clone()
         self._ended, self._found = threading.Event(), threading.Lock()
@@ -113,9 +125,12 @@ class SignsOfLife:
         return [rank for rank in found if rank != self._rank]
 
     def _read(self, ranks: list[int]) -> dict[int, bytes]:
+        keys = [str(rank) for rank in ranks]
+        if self._store.has_extended_api() and self._store.check(keys):
+            return dict(zip(ranks, self._store.multi_get(keys), strict=True))
         return {
-            rank: self._store.get(str(rank)) if self._store.check([str(rank)]) else b""
-            for rank in ranks
+            rank: self._store.get(key) if self._store.check([key]) else b""
+            for rank, key in zip(ranks, keys, strict=True)
         }
 
 

@@ -25,8 +25,10 @@ from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
 from freescale.ledger.ledger import Collective, Ledger
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.staged import Staged
+from freescale.transport.api import Transport
 from freescale.transport.connect import agree_on_transport
 from freescale.transport.hostwire.transport import HostwireTransport
+from freescale.transport.local import LocalTransport
 from freescale.transport.process_group import ProcessGroupTransport
 
 
@@ -53,16 +55,19 @@ class Model(nn.Module):
 
 
 def feed(
-    workload: Workload, rank: int, world: int, permuted: bool = False
+    workload: Workload, rank: int, world: int, permuted: bool = False, pinned: bool = False
 ) -> Iterator[SequenceBatch]:
     ones = torch.ones(workload.samples)
     random = torch.Generator().manual_seed(rank)
-    for ids, lengths, labels in itertools.cycle(make_batches(workload, rank, world)):
-        batch = SequenceBatch(
+    made = [
+        SequenceBatch(
             sequences={"history": Jagged(ids, lengths)},
             dense={"labels": labels},
             weights={"click": ones},
         )
+        for ids, lengths, labels in make_batches(workload, rank, world)
+    ]
+    for batch in itertools.cycle([batch.pin_memory() for batch in made] if pinned else made):
         yield (
             batch.select(torch.randperm(workload.samples, generator=random)) if permuted else batch
         )
@@ -113,29 +118,39 @@ class Arm:
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> None:
-        """`options` are the pipeline's; `permuted`: the samples of every batch are. The model
-        casts by itself (`Dense`), the same for every arm."""
+        """`transport`: `local` for a process alone. `options` are the pipeline's; `permuted`: the
+        samples of every batch are; `pinned`: the batches are; `placement` of the table;
+        `own_rows`: its first values are FreeScale's. The model casts by itself (`Dense`), the same
+        for every arm."""
         self.ledger = WaitLedger(device) if device == "cpu" else Ledger(device)
-        self.transport, self.carrier = open_transport(device, self.ledger, transport)
-        permuted = options.pop("permuted", False)
+        self.transport: Transport
+        if transport == "local":
+            self.transport, self.carrier = LocalTransport(device, self.ledger), transport
+        else:
+            self.transport, self.carrier = open_transport(device, self.ledger, transport)
+        fed = {name: options.pop(name, False) for name in ("permuted", "pinned")}
+        placement = options.pop("placement", "sharded")
+        own_rows = options.pop("own_rows", False)
         model = Model(workload)
         self.parallel = freescale.parallelize(
             model,
             {"item": ["history"]},
             make_row_optimizer(workload),
             transport=self.transport,
-            placement="sharded",
+            placement={"item": placement},
         )
-        tables = self.parallel.tables
-        tables.place()
-        for ids, part in tables.get_group("item").rows.iterate_chunks("item"):
-            part.copy_(make_table_rows(workload, ids.cpu()))
+        self.parallel.tables.place()
+        if not own_rows:
+            rows = self.parallel.tables.get_group("item").rows
+            for ids, part in rows.iterate_chunks("item"):
+                part.copy_(make_table_rows(workload, ids))
+            self.parallel.tables.reload()
         self.dense: Dense = model.dense
         optimizer = make_dense_optimizer(workload, self.parallel.dense_parameters())
         self.pipeline = freescale.Pipeline(
             self.parallel, optimizer, schedule=schedule, **{"precision": "fp32", **options}
         )
-        self._steps = self.pipeline.run(feed(workload, rank, world, permuted))
+        self._steps = self.pipeline.run(feed(workload, rank, world, **fed))
 
     def step(self) -> float:
         """The loss of this step: the mean over the samples of all ranks."""

@@ -73,18 +73,20 @@ def build_torchrec(
     device: torch.device | str = "cpu",
     deduplicate: bool = False,
     ledger: bool = True,
+    cache: float | None = None,
 ) -> Any:
     """One rank of a TorchRec pipeline on `workload`.
 
     Args:
-        pipeline: `base`, `sparse_dist`, `sparse_dist_late` or `semi_sync`.
+        pipeline: `base`, `sparse_dist`, `sparse_dist_late`, `prefetch_sparse_dist` or `semi_sync`.
         deduplicate: every id is sent once, which TorchRec leaves to its user.
+        cache: the table is in unified memory, behind a cache on the GPU of this share of it.
         ledger: its collectives go through FreeScale's ledger.
     """
     # TorchRec's tracing makes torch.fx warn on every start.
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     arm = _import_arms("torchrec_arms").build(
-        workload, rank, world, pipeline, deduplicate=deduplicate, device=device
+        workload, rank, world, pipeline, deduplicate=deduplicate, device=device, cache=cache
     )
     return _import_arms("ledgered").Ledgered(arm, rank) if ledger else arm
 

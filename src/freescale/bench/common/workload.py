@@ -41,8 +41,9 @@ class Workload:
     median_length: float = 200.0
     sigma: float = 1.0  # of the logarithm of the lengths
     maximum_length: int = 2000
-    # Zipf's exponent, or every id once within a rank's batch
-    popularity: float | Literal["unique"] = "unique"
+    # Zipf's exponent; or every id once within a rank's batch, all alike or by the logarithm of
+    # their rank, which is close to an exponent of 1 and needs no table of all ids
+    popularity: float | Literal["unique", "unique log"] = "unique"
     # instead of a popularity: every id once in a global batch, this share also in the one before
     collisions: float | None = None
     hidden: tuple[int, ...] = (256,)  # the MLP is width - hidden... - width
@@ -66,13 +67,14 @@ class Workload:
             raise ValueError(
                 f"row_optimizer {self.row_optimizer!r} is not one of {', '.join(ROW_OPTIMIZERS)}"
             )
-        if isinstance(self.popularity, str) and self.popularity != "unique":
+        if isinstance(self.popularity, str) and self.popularity not in ("unique", "unique log"):
             raise ValueError(
-                f"popularity {self.popularity!r} is neither a Zipf exponent nor 'unique'"
+                f"popularity {self.popularity!r} is neither a Zipf exponent nor 'unique' nor "
+                "'unique log'"
             )
         if (
             self.file is None
-            and self.popularity == "unique"
+            and isinstance(self.popularity, str)
             and self.rows < self.samples * self.maximum_length
         ):
             raise ValueError(
@@ -105,7 +107,7 @@ def make_batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor
     if workload.file is not None:
         return _from_file(workload, workload.file, rank, world)
     cumulative = permutation = None
-    if workload.popularity != "unique":
+    if not isinstance(workload.popularity, str):
         weights = np.arange(1, workload.rows + 1, dtype=np.float64) ** -float(workload.popularity)
         cumulative = np.cumsum(weights) / weights.sum()
         # Popular rows lie anywhere in the table, so that row-wise shards have equal loads.
@@ -117,6 +119,8 @@ def make_batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor
         tokens = int(lengths.sum())
         if workload.collisions is not None:
             ids = _colliding(workload, step, rank, world)
+        elif workload.popularity == "unique log":
+            ids = _draw_by_logarithm(random, workload.rows, tokens)
         elif cumulative is None or permutation is None:
             ids = random.choice(workload.rows, tokens, replace=False, shuffle=True).astype(np.int64)
         else:
@@ -125,6 +129,19 @@ def make_batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor
         labels = (random.random(workload.samples) < 0.5).astype(np.float32)
         result.append((torch.from_numpy(ids), torch.from_numpy(lengths), torch.from_numpy(labels)))
     return result
+
+
+def _draw_by_logarithm(random: np.random.Generator, rows: int, count: int) -> npt.NDArray[np.int64]:
+    """The first `count` different rows of a sequence in which the logarithm of a row's rank is
+    drawn evenly. Row number (r - 1) * step mod rows has rank r: popular rows lie anywhere."""
+    step = next(step for step in (7919, 7907, 1) if np.gcd(step, rows) == 1)
+    drawn: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+    while True:
+        more = np.exp(random.random(3 * count) * np.log(rows + 1.0)).astype(np.int64) - 1
+        drawn = np.concatenate([drawn, np.minimum(more, rows - 1)])
+        first = np.sort(np.unique(drawn, return_index=True)[1])
+        if first.size >= count:
+            return drawn[first[:count]] * step % rows
 
 
 def _from_file(
@@ -211,7 +228,7 @@ def _colliding(workload: Workload, step: int, rank: int, world: int) -> np.ndarr
 def make_table_rows(workload: Workload, rows: Tensor) -> Tensor:
     """First values of the given rows, [n] int64 -> [n, width] float32 in [-0.1, 0.1): a function of
     row and column."""
-    columns = torch.arange(workload.width)
+    columns = torch.arange(workload.width, device=rows.device)
     bits = (
         rows[:, None] * workload.width + columns + workload.seed * 1_000_003
     ) * 6364136223846793005
@@ -226,11 +243,9 @@ def fill_table(workload: Workload, shard: Tensor, first_row: int) -> None:
     with torch.no_grad():
         for start in range(0, shard.shape[0], 1 << 15):
             piece = shard[start : start + (1 << 15)]
-            piece.copy_(
-                make_table_rows(
-                    workload, torch.arange(first_row + start, first_row + start + piece.shape[0])
-                )
-            )
+            first = first_row + start
+            rows = torch.arange(first, first + piece.shape[0], device=shard.device)
+            piece.copy_(make_table_rows(workload, rows))
 
 
 class Dense(nn.Module):

@@ -14,14 +14,25 @@ from freescale.bench.common.options import make_parser, read_destination, run_co
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("faults", __doc__)
     parser.add_argument("--storms", type=int, default=10, help="runs, one after another (10)")
+    parser.add_argument(
+        "--host-storms",
+        type=int,
+        default=0,
+        help="runs more, of ranks over two network namespaces; needs root and iproute2 (0)",
+    )
+    parser.add_argument(
+        "--real-starts",
+        type=int,
+        default=0,
+        help="faults more, of runs that `freescale train --restarts` and torchrun start, where the "
+        "others are forked from a process that has imported torch (0)",
+    )
     parser.add_argument("--faults", type=int, default=100, help="of each storm (100)")
     parser.add_argument("--seed", type=int, default=0, help="of the first storm (0)")
-    parser.add_argument("--ranks", default="2,4", help="of the storms, in turn (2,4)")
     parser.add_argument(
-        "--hosts",
-        type=int,
-        default=1,
-        help="network namespaces that the ranks are divided over; needs root and iproute2 (1)",
+        "--ranks",
+        default="2,4,2:4",
+        help="of the storms, in turn; 2:4 is another number after each fault (2,4,2:4)",
     )
     parser.add_argument("--timeout", type=float, default=5.0, help="of the runs, in seconds (5)")
     parser.add_argument(
@@ -33,9 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     from freescale.bench.faults.bench import Options, bench_faults
 
-    worlds = [int(word) for word in given.ranks.split(",")]
     options = Options(
-        given.work, given.storms, given.faults, given.seed, worlds, given.hosts, given.timeout
+        given.work,
+        given.storms,
+        given.host_storms,
+        given.real_starts,
+        given.faults,
+        given.seed,
+        given.ranks,
+        given.timeout,
     )
     return bench_faults(options, read_destination(given))
 

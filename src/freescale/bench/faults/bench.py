@@ -7,19 +7,30 @@ import shutil
 import socket
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from freescale.bench.common.hosts import Network, open_hosts
-from freescale.bench.common.results import Claim, Destination, claim, write
+from freescale.bench.common.results import Destination, write
+from freescale.bench.faults.claims import is_exact, make_claims
+from freescale.bench.faults.command_testbed import CommandTestbed
 from freescale.bench.faults.forked import preload
 from freescale.bench.faults.hosts_testbed import HostsTestbed, can_lose_packets
-from freescale.bench.faults.plan import KINDS, Fault, count_steps, plan_faults
+from freescale.bench.faults.plan import KINDS, Fault, count_steps, order_worlds, plan_faults
 from freescale.bench.faults.proof import compare_logs, compare_states, read_final_state, read_log
-from freescale.bench.faults.setting import Setting, choose_setting, make_command, make_data
+from freescale.bench.faults.setting import (
+    FORKED,
+    HOSTS,
+    LAUNCHED,
+    TORCHRUN,
+    Setting,
+    choose_setting,
+    make_command,
+    make_data,
+)
 from freescale.bench.faults.storm import Storm
 from freescale.bench.faults.strikes import Strikes
 from freescale.bench.faults.testbed import LocalTestbed, adopt_orphans, mount_disk
@@ -32,12 +43,33 @@ class Options:
     """Of the benchmark."""
 
     work: Path
-    storms: int
+    storms: int  # on one machine
+    host_storms: int  # over hosts
+    real_starts: int  # faults of runs that commands start
     faults: int
     seed: int
-    worlds: Sequence[int]
-    hosts: int
+    ranks: str
     timeout: float
+
+    def plan(self) -> list[tuple[int, int, Setting]]:
+        """(seed, faults, setting) of each storm."""
+        places = [1] * self.storms + [HOSTS] * self.host_storms
+        storms = [
+            (seed, self.faults, choose_setting(seed, self.ranks, hosts, self.timeout))
+            for seed, hosts in enumerate(places, self.seed)
+        ]
+        halves = [(LAUNCHED, (self.real_starts + 1) // 2), (TORCHRUN, self.real_starts // 2)]
+        for seed, (start, faults) in enumerate(halves, self.seed + len(places)):
+            setting = choose_setting(seed, "2", 1, self.timeout, start)
+            storms += [(seed, faults, setting)] * (faults > 0)
+        return storms
+
+    @property
+    def command(self) -> str:
+        words = f"freescale bench faults --storms {self.storms} --faults {self.faults}"
+        words += f" --seed {self.seed} --timeout {self.timeout:g} --ranks {self.ranks}"
+        words += f" --host-storms {self.host_storms}" if self.host_storms else ""
+        return words + (f" --real-starts {self.real_starts}" if self.real_starts else "")
 
 
 def list_kinds(disk: bool, hosts: int, snapshots: bool) -> list[str]:
@@ -59,22 +91,16 @@ def bench_faults(options: Options, to: Destination) -> int:
     if not disk:
         print("disks are not full here: to mount one takes root and mkfs.ext4", flush=True)
     rows = []
-    with open_hosts(options.hosts) if options.hosts > 1 else nullcontext() as network:
-        for seed in range(options.seed, options.seed + options.storms):
-            setting = choose_setting(seed, options.worlds, options.hosts, options.timeout)
-            kinds = list_kinds(disk, options.hosts, setting.snapshot_every > 0)
-            rows.append(run_storm(work, seed, options.faults, setting, kinds, network))
-    words = f"--storms {options.storms} --faults {options.faults} --seed {options.seed}"
-    ranks = ",".join(map(str, options.worlds))
-    words += f" --timeout {options.timeout:g}"
-    words += f" --ranks {ranks}" + (f" --hosts {options.hosts}" if options.hosts > 1 else "")
+    with open_hosts(HOSTS) if options.host_storms else nullcontext() as network:
+        for seed, faults, setting in options.plan():
+            kinds = list_kinds(disk, setting.hosts, setting.snapshot_every > 0)
+            over = network if setting.hosts > 1 else None
+            rows.append(run_storm(work, seed, faults, setting, kinds, over))
     claims = make_claims(rows)
-    testbed = "hosts" if options.hosts > 1 else "cpu"
     struck = {event["kind"] for row in rows for event in row["events"]}
     about = {name: kind.about for name, kind in KINDS.items() if name in struck}
-    command = f"freescale bench faults {words}"
-    write("faults", testbed, command, rows, claims, to=to, kinds=about)
-    return int(not all(_is_exact(row) for row in rows))
+    write("faults", "cpu", options.command, rows, claims, to=to, kinds=about)
+    return int(not all(is_exact(row) for row in rows))
 
 
 def run_storm(
@@ -97,8 +123,10 @@ def run_storm(
         make_data(folder / "events.parquet")
     faults = plan_faults(seed, number, setting.world, kinds)
     print(f"storm {seed}: {setting.describe()}, {count_steps(faults)} steps", flush=True)
-    calm = _run(folder, disk, "calm", [], count_steps(faults), setting, network)
-    storm = _run(folder, disk, "storm", faults, count_steps(faults), setting, network)
+    worlds = order_worlds(seed, setting.fewest, setting.world)
+    steps = count_steps(faults)
+    calm = _run(folder, disk, "calm", [], steps, setting, worlds[:1], network)
+    storm = _run(folder, disk, "storm", faults, steps, setting, worlds, network)
     row = _describe(folder, disk, seed, setting, storm, calm)
     (folder / "row.json").write_text(json.dumps(row), encoding="utf-8")
     shutil.rmtree(disk)
@@ -112,10 +140,15 @@ def _run(
     faults: Sequence[Fault],
     steps: int,
     setting: Setting,
+    worlds: Sequence[int],
     network: Network | None,
 ) -> Storm:
-    """A run, unless it is complete already; one that was interrupted goes on."""
+    """A run, unless it is complete already. A storm that was interrupted goes on; the undisturbed
+    run is made in one go."""
     run, cache, own = disk / name, disk / "cache", folder / name
+    if not faults and not (own / "complete").exists():
+        for left in (run, own):
+            shutil.rmtree(left, ignore_errors=True)
     own.mkdir(exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="fs-faults-"))  # names of sockets are short
     with socket.socket(socket.AF_UNIX) as listener:
@@ -123,9 +156,7 @@ def _run(
         listener.listen(64)
         address = place / "storm"
         storm = Storm(
-            LocalTestbed(own, setting.world, address)
-            if network is None
-            else HostsTestbed(own, setting.world, address, network),
+            _make_testbed(own, setting, worlds, address, network),
             make_command(folder / "events.parquet", cache, run, steps, setting),
             faults,
             Strikes(run, cache, setting.timeout),
@@ -143,13 +174,28 @@ def _run(
     return storm
 
 
+def _make_testbed(
+    own: Path, setting: Setting, worlds: Sequence[int], address: Path, network: Network | None
+) -> LocalTestbed:
+    if network is not None:
+        return HostsTestbed(own, setting.world, address, network)
+    if setting.start != FORKED:
+        torchrun = setting.start == TORCHRUN
+        return CommandTestbed(own, setting.world, address, torchrun=torchrun)
+    return LocalTestbed(own, worlds, address, double=setting.changes)
+
+
 def _describe(
     folder: Path, disk: Path, seed: int, setting: Setting, storm: Storm, calm: Storm
 ) -> dict[str, Any]:
     names = ("storm", "calm")
     logs = [read_log(folder / name / "samples") for name in names]
-    states = [read_final_state(disk / name, folder / name / "output.txt") for name in names]
+    states = [
+        read_final_state(disk / name, folder / name / "output.txt", double=setting.changes)
+        for name in names
+    ]
     events = storm.events
+    restarted = [event for event in events if event["phases_s"]]
     by_kind: dict[str, list[float]] = {}
     for event in events:
         by_kind.setdefault(event["kind"], []).append(event["lasted_s"])
@@ -169,49 +215,13 @@ def _describe(
             }
             for kind, lasted in sorted(by_kind.items())
         },
+        "phases_s": {
+            phase: statistics.median(event["phases_s"][phase] for event in restarted)
+            for phase in (restarted[0]["phases_s"] if restarted else ())
+        },
         "moments": sorted({event["struck_at"] for event in events if event["moment"] is not None}),
         **compare_logs(*logs),
         **compare_states(states[0], states[1]),
         "progress": storm.progress,
         "events": events,
     }
-
-
-def _is_exact(row: Mapping[str, Any]) -> bool:
-    lost = row["lost_samples"] + row["doubled_samples"] + row["other_batches"]
-    return bool(row["bits_equal"] and row["losses_equal"] and not lost)
-
-
-def make_claims(rows: Sequence[Mapping[str, Any]]) -> list[Claim]:
-    """What was asked of the storms together."""
-
-    def total(name: str) -> int:
-        return sum(row[name] for row in rows)
-
-    faults = total("faults")
-    spent = sum(row["seconds"] - row["undisturbed_seconds"] for row in rows)
-    return [
-        claim(
-            "faults survived without a hang, all kinds mixed, in seeded runs",
-            1000,
-            faults,
-            "faults",
-            at_least=True,
-        ),
-        claim(
-            "samples that a run lost or trained twice",
-            0,
-            total("lost_samples") + total("doubled_samples"),
-            "samples",
-            at_least=False,
-        ),
-        claim(
-            "runs whose final tables, row state, weights and optimizer state, and all losses, are "
-            "those of the undisturbed run to the bit",
-            len(rows),
-            sum(_is_exact(row) for row in rows),
-            "runs",
-            at_least=True,
-        ),
-        claim("seconds per fault", 3.0, spent / max(1, faults), "s", at_least=False),
-    ]

@@ -19,17 +19,17 @@ from torch._C._distributed_c10d import TCPStore
 from freescale.bench.common.hosts import RATE, Network, run_ip, run_tool
 from freescale.bench.faults.forked import fork, run_command
 from freescale.bench.faults.reporter import LAUNCHER, report_to
-from freescale.bench.faults.testbed import RESTARTS, LocalTestbed, kill
+from freescale.bench.faults.testbed import RESTARTS, LocalTestbed, end_with_storm, kill
 
 _PORT = 29511  # inside the namespaces
 _SLOW_RATE = "20mbit"  # a tenth of RATE
 _LOSS = 0.3  # of the packets that a host receives
-_MEET = {  # of torchrun's rendezvous: a host that is gone is noticed within 3 s, not 15
+_MEET = {  # of torchrun's rendezvous: a host that is gone is noticed within 6 s, not 15
     "join_timeout": 60,
     "last_call_timeout": 1,
     "keep_alive_interval": 1,
-    "keep_alive_max_attempt": 3,
-    "read_timeout": 15,
+    "keep_alive_max_attempt": 6,
+    "read_timeout": 30,
 }
 
 
@@ -42,7 +42,7 @@ class HostsTestbed(LocalTestbed):
     """As `LocalTestbed`, with an agent on each host in the place of the launcher."""
 
     def __init__(self, folder: Path, world: int, address: Path, network: Network) -> None:
-        super().__init__(folder, world, address)
+        super().__init__(folder, [world], address)
         self._network = network
         self.launchers = [None] * len(network.names)
         self._meetings = 0  # torchrun's, which an agent that fails ends for all of them
@@ -56,6 +56,7 @@ class HostsTestbed(LocalTestbed):
         meeting = f"storm-{self._meetings}"
 
         def work() -> None:
+            end_with_storm()
             inherited()
             enter_network(network.names[host])
             report_to(address, logs, LAUNCHER, host)
@@ -69,7 +70,11 @@ class HostsTestbed(LocalTestbed):
             )
 
         self.launchers[host] = fork(
-            work, self.said, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=network.devices[host]
+            work,
+            self.said,
+            OMP_NUM_THREADS="1",
+            GLOO_SOCKET_IFNAME=network.devices[host],
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # else an agent that comes later cannot join
         )
 
     def note_end(self, status: int) -> None:
@@ -175,6 +180,8 @@ def _run_agent(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     def run_rank() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):  # the agent's handlers are inherited
+            signal.signal(number, signal.SIG_DFL)
         _drop_connections()
         begin()
         leave = os._exit

@@ -160,6 +160,14 @@ def plan_faults(seed: int, number: int, world: int, kinds: Sequence[str]) -> lis
     return faults
 
 
+def order_worlds(seed: int, fewest: int, most: int) -> list[int]:
+    """The numbers of ranks that the attempts of a run have in turn: each of them, in a random
+    order."""
+    worlds = list(range(fewest, most + 1))
+    random.Random(f"ranks {seed}").shuffle(worlds)
+    return worlds
+
+
 def count_steps(faults: Sequence[Fault]) -> int:
     """How long a run is that ends after the last of them. Each happens `after` steps after the run
     has gone on, or somewhat later; most set it back by some steps."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from freescale.bench.faults.forked import fork
+from freescale.bench.faults.testbed import set_precision
 from freescale.config import RunConfig
 from freescale.train.build import prepare_data
 from freescale.train.trainer import Trainer
@@ -114,11 +115,13 @@ def compare_states(storm: Mapping[str, Tensor], calm: Mapping[str, Tensor]) -> d
     }
 
 
-def read_final_state(run: Path, said: Path) -> dict[str, Tensor]:
-    """Tables, row state, dense weights and optimizer state of the last checkpoint of a run."""
+def read_final_state(run: Path, said: Path, *, double: bool = False) -> dict[str, Tensor]:
+    """Tables, row state, dense weights and optimizer state of the last checkpoint of a run, which
+    may have trained in float64."""
     result = run / "final.pickle"
 
     def work() -> None:
+        set_precision(double=double)
         config = RunConfig.from_json((run / "config.json").read_text(encoding="utf-8"))
         transport = connect("cpu")
         trainer = Trainer(

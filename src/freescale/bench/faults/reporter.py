@@ -1,7 +1,8 @@
 """In every process of a run under a storm: reports the moments that it reaches to the storm, waits
 there for what the storm does, and keeps the log of the samples that it trained.
 
-    process -> storm    {"hello": ...}, {"step": 17}, {"reached": 3, ...}, {"missed": 3}
+    process -> storm    {"hello": ...}, {"step": 17}, {"reached": 3, ...}, {"missed": 3},
+                        {"passed": "connected"}
     storm -> process    {"arm": ...}, {"go": 3}, {"jump": 3600}
 
 Messages are lines of JSON over a Unix socket, which reaches across network namespaces.
@@ -24,6 +25,9 @@ from freescale.batch import SequenceBatch
 from freescale.bench.faults.moments import CHECKPOINT, MOMENTS, SNAPSHOT, STEP, watch, watch_moments
 from freescale.sequences import Jagged
 
+# Phases of a start, each with the moment of the slowest rank that ends it. The first step is behind
+# them.
+PHASES = {"process start": "connect", "rendezvous": "connected", "restore": "restored"}
 LAUNCHER = -1  # in the place of a rank
 _PATIENCE = 30.0  # seconds until a process goes on without the storm
 _OF_START = {moment.name for moment in MOMENTS if moment.group not in (STEP, CHECKPOINT, SNAPSHOT)}
@@ -55,6 +59,8 @@ class Reporter:
 
     def visit(self, moment: str) -> None:
         """Waits for the storm if the fault that is armed happens here."""
+        if moment in PHASES.values():
+            self._send({"passed": moment})
         armed = self._armed
         if armed is None or not self._is_here(armed, moment):
             return

@@ -15,10 +15,11 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from freescale.bench.faults.events import Process, Struck, describe_event, split_time
 from freescale.bench.faults.forked import STACKS
 from freescale.bench.faults.plan import KINDS, Fault
 from freescale.bench.faults.reporter import LAUNCHER
@@ -32,30 +33,6 @@ _RESUME = ("--resume", "auto")
 
 class Hung(RuntimeError):
     """The run does not go on after a fault."""
-
-
-@dataclass
-class Process:
-    """A process of the run, as it reports."""
-
-    rank: int
-    pid: int
-    host: int
-    connection: socket.socket
-    joined: float
-    text: bytes = b""
-    step: int = 0
-
-
-@dataclass
-class Struck:
-    """A fault that has happened, and the run has not gone on yet."""
-
-    fault: Fault
-    begin: float
-    step: int
-    moment: str
-    over: float | None  # when the disturbance was over; None: the attempt ends with it
 
 
 @dataclass
@@ -98,6 +75,7 @@ class Storm:
         self._heard = time.monotonic()
         self._began = time.monotonic()
         self._timers: list[tuple[float, Any]] = []
+        self._gone = 0.0  # when the last rank ended
         self.step = self.attempts = 0
 
     # ---- the loop
@@ -224,6 +202,7 @@ class Storm:
         process.connection.close()
         del self.processes[process.connection]
         if process.rank != LAUNCHER:
+            self._gone = time.monotonic()
             self.strikes.note_end(self, process)
 
     def _handle(self, process: Process, told: dict[str, Any]) -> None:
@@ -231,6 +210,8 @@ class Storm:
             process.rank, process.pid, process.host = told["hello"], told["pid"], told["host"]
             self._note_attempt(process)
             self._arm(process)
+        elif "passed" in told:
+            process.passed[told["passed"]] = time.monotonic()
         elif "step" in told:
             self._note_step(process, told["step"])
         elif "missed" in told and self._is_next(told["missed"]):
@@ -281,7 +262,11 @@ class Storm:
         armed = {"number": fault.number, "after": fault.after, "moment": moment or fault.moment}
         if fault.moment is None:
             armed["moment"] = "step is over"
-        self.send(process, {"arm": armed | {"rank": None if anyone else fault.rank}})
+        self.send(process, {"arm": armed | {"rank": None if anyone else self._choose_rank(fault)}})
+
+    def _choose_rank(self, fault: Fault) -> int:
+        """The present attempt may have fewer ranks than the plan."""
+        return fault.rank % self.testbed.world
 
     def _arm_all(self, moment: str | None = None) -> None:
         for process in list(self.processes.values()):
@@ -300,11 +285,12 @@ class Storm:
             self._do(fault, moment, process)
 
     def _do(self, fault: Fault, moment: str, process: Process | None = None) -> None:
-        target = process or self.find(fault.rank)
+        rank, world = self._choose_rank(fault), self.testbed.world
+        target = process or self.find(rank)
         seconds = self.strikes.strike(self, fault, target)
         now = self._heard = time.monotonic()
         over = None if KINDS[fault.kind].ends else now + seconds
-        self._struck.append(Struck(fault, now, self.step, moment, over))
+        self._struck.append(Struck(fault, now, self.step, moment, over, rank, world))
         if self._is_due():  # for when the run starts again
             self.strikes.prepare(self._fault)
 
@@ -327,21 +313,15 @@ class Storm:
 
     def _settle(self, now: float) -> None:
         """The run has gone on after all faults so far."""
+        alone = len(self._struck) == 1  # else the phases of several starts mix
         for struck in self._struck:
-            self.events.append(
-                asdict(struck.fault)
-                | {
-                    "struck_at": struck.moment,
-                    "step": struck.step,
-                    "goes_on_at": self.step,
-                    "begin_s": round(self.wall + struck.begin - self._began, 3),
-                    "lasted_s": round(now - struck.begin, 3),
-                }
-            )
-            fault = struck.fault
+            start = self.wall - self._began
+            phases = split_time(struck, self._gone, self.processes.values(), now) if alone else {}
+            self.events.append(describe_event(struck, now, self.step, start) | {"phases_s": phases})
             print(
-                f"  {len(self.events):4d} of {len(self.faults)}: {fault.kind} (rank {fault.rank}, "
-                f"{struck.moment}, step {struck.step}): {now - struck.begin:.1f} s",
+                f"  {len(self.events):4d} of {len(self.faults)}: {struck.fault.kind} (rank "
+                f"{struck.rank} of {struck.world}, {struck.moment}, step {struck.step}): "
+                f"{now - struck.begin:.1f} s",
                 flush=True,
             )
         self._struck = []

@@ -16,12 +16,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from freescale.bench.faults.forked import ForkedRank, fork, run_command
 from freescale.bench.faults.reporter import LAUNCHER, report_to
 from freescale.train import launch
 
 RESTARTS = 1_000_000  # of one launcher
 _NEW_MOUNTS = 0x00020000  # CLONE_NEWNS of unshare
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _BECOME_REAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl
 _DISK_MB = 64
 
@@ -30,13 +33,23 @@ class LocalTestbed:
     """Ranks of one machine.
 
     Attributes:
-        world: number of ranks.
+        world: number of ranks of the present attempt.
         launchers: of each host its launcher's process, or None while there is none.
     """
 
-    def __init__(self, folder: Path, world: int, address: Path) -> None:
-        """`folder`: for everything of the run; `address`: of the storm's socket."""
-        self.world = world
+    def __init__(
+        self, folder: Path, worlds: Sequence[int], address: Path, *, double: bool = False
+    ) -> None:
+        """
+        Args:
+            folder: for everything of the run.
+            worlds: numbers of ranks. With several of them each start has the next one, and the
+                launcher starts nothing again by itself.
+            address: of the storm's socket.
+            double: whether the run trains in float64.
+        """
+        self.world = worlds[0]
+        self._worlds, self._starts, self._double = worlds, 0, double
         self._folder, self._address = folder, address
         self.launchers: list[int | None] = [None]
         (folder / "samples").mkdir(parents=True, exist_ok=True)
@@ -53,16 +66,29 @@ class LocalTestbed:
             inherited: closes, in the new process, what belongs to the storm.
         """
         address, logs = self._address, self._folder / "samples"
+        command = [*words, *self._count_ranks()]
+
+        def begin(rank: int) -> None:
+            report_to(address, logs, rank, host)
+            set_precision(double=self._double)
 
         def work() -> None:
+            end_with_storm()
             inherited()
             report_to(address, logs, LAUNCHER, host)
             launch.start_rank = lambda command, environment: ForkedRank(  # type: ignore[assignment, return-value]
-                command, environment, lambda rank: report_to(address, logs, rank, host)
+                command, environment, begin
             )
-            run_command([*words, "--nproc", str(self.world), "--restarts", str(RESTARTS)])
+            run_command(command)
 
         self.launchers[host] = fork(work, self.said, OMP_NUM_THREADS="1")
+
+    def _count_ranks(self) -> list[str]:
+        """Options of the launcher that starts now."""
+        self.world = self._worlds[self._starts % len(self._worlds)]
+        self._starts += 1
+        again = ["--restarts", str(RESTARTS)] if len(self._worlds) == 1 else []
+        return ["--nproc", str(self.world), *again]
 
     def note_end(self, status: int) -> None:
         """A launcher has ended, with a status or minus the number of a signal."""
@@ -76,6 +102,11 @@ class LocalTestbed:
 
     def close(self) -> None:
         """Ends what is left."""
+
+
+def set_precision(*, double: bool) -> None:
+    """Whether this process trains in float64, instead of float32."""
+    torch.set_default_dtype(torch.float64 if double else torch.float32)
 
 
 # ---- a disk of its own
@@ -111,6 +142,11 @@ def fill_disk(folder: Path) -> Path:
 def adopt_orphans() -> None:
     """Processes whose parent is killed become children of this one, which waits for them."""
     ctypes.CDLL(None).prctl(_BECOME_REAPER, 1, 0, 0, 0)
+
+
+def end_with_storm() -> None:
+    """In a launcher: it is killed with the storm, and starts nothing again after that."""
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
 
 
 def kill(process: int | None, number: int = signal.SIGKILL) -> None:

@@ -169,7 +169,7 @@ class Bench:
         order = order.to(rows.weight.device)
         self._wait()
         begin = time.perf_counter()
-        for part in order.split(max(1, slots // 4)):
+        for part in torch.split(order, max(1, slots // 4)):
             rows.make_resident(part, _NoLedger())
             moved += rows.traffic.bytes_up + rows.traffic.bytes_down
         self._wait()

@@ -21,6 +21,7 @@ def format_quality(used: Results, folder: str) -> str:
 def format_recipes(used: Results, folder: str) -> str:
     """A row for each model on each data set, those of one result beside each other."""
     rows, names = [], ("hr@10", "ndcg@10", "hr@10/unseen", "ndcg@10/unseen")
+    used = {name: result for name, result in used.items() if "comparison" in result}
     for result in used.values():
         for row in result["rows"]:
             against = _format_difference(result, row)

@@ -27,9 +27,9 @@ Numbers = NDArray[np.int64]
 class CacheTooSmall(ValueError):
     """The rows of `PINNED` consecutive batches have no room in the cache."""
 
-    def __init__(self, need: int) -> None:
-        """`need`: how many rows they are."""
-        super().__init__(f"{PINNED} consecutive batches read {need:,} rows")
+    def __init__(self, need: int, words: str = "") -> None:
+        """`need`: how many rows they are; `words`: for the user, who can give more room."""
+        super().__init__(words or f"{PINNED} consecutive batches read {need:,} rows")
         self.need = need
 
 

@@ -32,6 +32,8 @@ from freescale.embedding.host_tables.tiers import Tier, format_bytes
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.storage import Recorder, RowStorage, TableRange
 from freescale.kernels.upload import upload
+from freescale.transport.api import Transport
+from freescale.transport.failures import raise_together
 
 _CHUNK_BYTES = 64 << 20  # of rows that are made together
 
@@ -44,6 +46,21 @@ class CacheTraffic:
     missed: int  # rows that were not in the cache
     bytes_up: int  # from the home into the cache
     bytes_down: int  # from the cache to the home
+
+
+def raise_on_all_ranks(error: Exception | None, transport: Transport) -> None:
+    """Raises on every rank if the rows of a batch could not be made resident on one of them: where
+    caches are too small, the words of the rank that needs most. A collective."""
+    need = error.need if isinstance(error, CacheTooSmall) else -1 if error else 0
+    needs = transport.all_gather(torch.tensor([need]), "counts").wait().view(-1).tolist()
+    if not any(needs):
+        return
+    words = [part.decode() for part in transport.gather_bytes(str(error or "").encode())]
+    most = max(needs)
+    if most > 0:
+        rank = needs.index(most)
+        raise ValueError(f"rank {rank}: {words[rank]}")
+    raise_together(error, transport)
 
 
 class CachedStorage(RowStorage):
@@ -125,14 +142,15 @@ class CachedStorage(RowStorage):
         self._newer[plan.slots] = True  # they are trained
         self._batches += 1
 
-    def _explain(self, error: CacheTooSmall) -> ValueError:
+    def _explain(self, error: CacheTooSmall) -> CacheTooSmall:
         slots, row = self.contents.slots, self._bytes_per_row
         need = format_bytes(-(-error.need * row // len(self._ranges)))
         each = " for each of them" if len(self._ranges) > 1 else ""
-        return ValueError(
+        return CacheTooSmall(
+            error.need,
             f"{self._about}: the cache holds {slots:,} rows of this rank "
             f"({format_bytes(slots * row)}), {error}: give it at least {need}{each}, or use "
-            "smaller batches or more ranks"
+            "smaller batches or more ranks",
         )
 
     def _bring(self, rows: Numbers, slots: Numbers) -> None:

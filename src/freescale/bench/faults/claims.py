@@ -1,0 +1,73 @@
+"""What was asked of the storms, and what they left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from freescale.bench.common.results import Claim, claim
+
+Row = Mapping[str, Any]  # of a result: one storm
+_ROUNDING = 1e-12  # of float64, relative, a step: where the number of ranks changes
+
+
+def changes_ranks(row: Row) -> bool:
+    return bool(row.get("fewest", row["world"]) < row["world"])
+
+
+def is_exact(row: Row) -> bool:
+    """Whether a run through a storm is the undisturbed one: to the bit, or within rounding where
+    the number of ranks changed."""
+    if row["lost_samples"] + row["doubled_samples"] + row["other_batches"]:
+        return False
+    if changes_ranks(row):
+        return max(row["loss_difference_a_step"], row["difference"] / row["steps"]) <= _ROUNDING
+    return bool(row["bits_equal"] and row["losses_equal"])
+
+
+def make_claims(rows: Sequence[Row]) -> list[Claim]:
+    """What was asked of the storms together."""
+
+    def total(name: str) -> int:
+        return sum(row[name] for row in rows)
+
+    faults = total("faults")
+    spent = sum(row["seconds"] - row["undisturbed_seconds"] for row in rows)
+    same = [row for row in rows if not changes_ranks(row)]
+    changing = [row for row in rows if changes_ranks(row)]
+    claims = [
+        claim(
+            "faults survived without a hang, all kinds mixed, in seeded runs",
+            1000,
+            faults,
+            "faults",
+            at_least=True,
+        ),
+        claim(
+            "samples that a run lost or trained twice",
+            0,
+            total("lost_samples") + total("doubled_samples"),
+            "samples",
+            at_least=False,
+        ),
+        claim(
+            "runs whose final tables, row state, weights and optimizer state, and all losses, are "
+            "those of the undisturbed run to the bit",
+            len(same),
+            sum(is_exact(row) for row in same),
+            "runs",
+            at_least=True,
+        ),
+    ]
+    if changing:
+        claims.append(
+            claim(
+                "runs on another number of ranks after each fault, in float64, whose losses and "
+                "final state are those of the undisturbed run within 1e-12 a step",
+                len(changing),
+                sum(is_exact(row) for row in changing),
+                "runs",
+                at_least=True,
+            )
+        )
+    return [*claims, claim("seconds per fault", 3.0, spent / max(1, faults), "s", at_least=False)]

@@ -1,0 +1,67 @@
+"""Runs that start as anyone's do: `freescale train --restarts` or torchrun, and ranks that are new
+processes of Python. Each of them imports the reporter before its work, by a `sitecustomize` module
+on its path."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from freescale.bench.common.repository import package_path
+from freescale.bench.faults.reporter import report_to
+from freescale.bench.faults.testbed import RESTARTS, LocalTestbed, end_with_storm
+
+_STORM = "FREESCALE_STORM"  # the address of the storm and the folder of the logs, for ranks
+_CUSTOMIZE = f"""
+import os
+
+if "{_STORM}" in os.environ and "RANK" in os.environ:
+    from freescale.bench.faults.command_testbed import report_from_environment
+
+    report_from_environment()
+"""
+
+
+class CommandTestbed(LocalTestbed):
+    """Ranks of one machine, which a command starts."""
+
+    def __init__(self, folder: Path, world: int, address: Path, *, torchrun: bool) -> None:
+        super().__init__(folder, [world], address)
+        self._torchrun = torchrun
+        self._site = folder / "site"
+        self._site.mkdir(exist_ok=True)
+        (self._site / "sitecustomize.py").write_text(_CUSTOMIZE, encoding="utf-8")
+
+    def start(self, host: int, words: Sequence[str], inherited: Callable[[], None]) -> None:
+        """A new program inherits nothing of the storm: its files are closed."""
+        command = [sys.executable, "-m", "freescale", *words]
+        if self._torchrun:
+            command[1:2] = ["-m", "torch.distributed.run", "--standalone", *self._of_torchrun()]
+        else:
+            command += ["--nproc", str(self.world), "--restarts", str(RESTARTS)]
+        told = {
+            "PYTHONPATH": os.pathsep.join([str(self._site), package_path()]),
+            "OMP_NUM_THREADS": "1",
+            _STORM: os.pathsep.join(map(str, (self._address, self._folder / "samples"))),
+        }
+        with open(self.said, "ab") as said:
+            # the storm waits for it, not this object
+            self.launchers[host] = subprocess.Popen(
+                command,
+                env=os.environ | told,
+                stdout=said,
+                stderr=said,
+                preexec_fn=end_with_storm,
+            ).pid
+
+    def _of_torchrun(self) -> list[str]:
+        return ["--nproc-per-node", str(self.world), "--max-restarts", str(RESTARTS), "-m"]
+
+
+def report_from_environment() -> None:
+    """Makes this rank report to the storm. What it starts in turn is no rank."""
+    address, logs = map(Path, os.environ.pop(_STORM).split(os.pathsep))
+    report_to(address, logs, int(os.environ["RANK"]), 0)

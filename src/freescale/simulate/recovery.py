@@ -1,0 +1,160 @@
+"""Predicts the share of a cluster's time that is useful, where failures interrupt training: pure
+functions of measured costs.
+
+    | notice | process start | rendezvous | restore | first step | repeated steps | useful ... |
+    ^ a failure                                                                   the next failure ^
+
+Costs are a TOML file (recoveries/*.toml are shipped), which gives the source of every number.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+RECOVERIES = Path(__file__).parent / "recoveries"
+MEMORY, BUDDY, DISK = "memory", "buddy", "disk"
+PARTS = ("notice", "process start", "rendezvous", "restore", "first step", "repeated steps")
+
+
+@dataclass(frozen=True)
+class RecoveryCosts:
+    """What a failure costs, apart from repeated steps.
+
+    Attributes:
+        notice_s: from the death of a rank until all ranks have ended.
+        start_s: until a new process is ready to meet the others: Python, imports, the device.
+        meet_s, meet_per_rank_s, meet_per_pair_s: rendezvous and connections: a constant, more for
+            every rank, and more for every two of them.
+        restore_s: of a restore, whatever its size.
+        memory_gb_per_s, disk_gb_per_s: of a rank that restores its state, verification included.
+        first_step_s: that the first step takes longer than others.
+        snapshot_percent: of a step, for snapshots and the marking of rows.
+        snapshot_s, checkpoint_s: from the step that is saved until it can be restored.
+    """
+
+    name: str
+    notice_s: float
+    start_s: float
+    meet_s: float
+    meet_per_rank_s: float
+    meet_per_pair_s: float
+    restore_s: float
+    memory_gb_per_s: float
+    disk_gb_per_s: float
+    first_step_s: float
+    snapshot_percent: float
+    snapshot_s: float
+    checkpoint_s: float
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name in ("name", "about"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"recovery {self.name!r}: {entry.name} is {value!r}, no number")
+            rate = entry.name.endswith("gb_per_s")
+            if not math.isfinite(value) or value < 0 or (rate and value == 0):
+                least = "above 0" if rate else "0 or more"
+                raise ValueError(
+                    f"recovery {self.name!r}: {entry.name} is {value}; it must be {least}"
+                )
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is interrupted.
+
+    Attributes:
+        gpus: how many, a rank each.
+        step_s: of a step without snapshots.
+        state_gb: of a rank: rows, dense weights, and the state of their optimizers.
+        snapshot_every, checkpoint_every: steps.
+        far_gb_per_s: of a rank's link to other machines.
+    """
+
+    gpus: int
+    step_s: float
+    state_gb: float
+    snapshot_every: int
+    checkpoint_every: int
+    far_gb_per_s: float
+
+
+def list_costs(costs: RecoveryCosts, training: Training, source: str) -> dict[str, float]:
+    """Seconds of each of `PARTS` for one failure, after which ranks restore from `source`. Failures
+    come at any time: on average half an interval is lost, and what was not complete yet."""
+    if source == DISK:
+        rate, every, saving = costs.disk_gb_per_s, training.checkpoint_every, costs.checkpoint_s
+    else:
+        rate, every, saving = costs.memory_gb_per_s, training.snapshot_every, costs.snapshot_s
+    restore = costs.restore_s + training.state_gb / rate
+    if source == BUDDY:  # read there, then sent
+        restore += training.state_gb / training.far_gb_per_s
+    ranks = training.gpus
+    slower = 1 + costs.snapshot_percent / 100
+    values = (
+        costs.notice_s,
+        costs.start_s,
+        costs.meet_s + (costs.meet_per_rank_s + costs.meet_per_pair_s * ranks) * ranks,
+        restore,
+        costs.first_step_s,
+        every / 2 * training.step_s * slower + saving,
+    )
+    return dict(zip(PARTS, values, strict=True))
+
+
+def compute_useful_time(
+    costs: RecoveryCosts, training: Training, failure_every: float, source: str
+) -> dict[str, Any]:
+    """The share of time in which the model gets further than a run without failures and snapshots
+    would have to make, at a failure every `failure_every` seconds."""
+    parts = list_costs(costs, training, source)
+    kept = max(0.0, 1 - sum(parts.values()) / failure_every)
+    return {
+        "gpus": training.gpus,
+        "from": source,
+        "seconds": parts,
+        "useful": kept / (1 + costs.snapshot_percent / 100),
+    }
+
+
+def list_recoveries() -> list[str]:
+    return sorted(path.stem for path in RECOVERIES.glob("*.toml"))
+
+
+def load_recovery(name: str) -> RecoveryCosts:
+    """Loads shipped costs by their name, or a file of one's own.
+
+    Raises:
+        ValueError: there is no such file, or it does not hold the costs.
+    """
+    path = RECOVERIES / f"{name}.toml" if name in list_recoveries() else Path(name)
+    if not path.is_file():
+        raise ValueError(
+            f"--recovery {name}: there is {', '.join(list_recoveries())}, or a TOML file like "
+            "those of freescale/simulate/recoveries"
+        )
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not readable as TOML ({error})") from error
+    raw.pop("sources", None)  # where the numbers are from: for people
+    known = {entry.name for entry in fields(RecoveryCosts)} - {"name"}
+    _refuse(path, sorted(set(raw) - known), sorted(known - set(raw) - {"about"}), sorted(known))
+    return RecoveryCosts(path.stem, **raw)
+
+
+def _refuse(
+    path: Path, unknown: Sequence[str], missing: Sequence[str], known: Sequence[str]
+) -> None:
+    wrong = [f"unknown {name!r}" for name in unknown]
+    wrong += [f"{name!r} is missing" for name in missing]
+    if wrong:
+        raise ValueError(f"{path}: {', '.join(wrong)}; costs of a recovery are {', '.join(known)}")
