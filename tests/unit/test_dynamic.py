@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 
 import pytest
@@ -224,3 +225,13 @@ def test_the_option_of_the_command_line():
     ):
         with pytest.raises(ValueError, match=message):
             parse_tables(RunConfig.from_settings(about | wrong))
+
+
+def test_strings_become_ids():
+    ids = freescale.data.hash_ids(["a", "b", "a", "", b"b", "\u00fc"])
+    assert ids.dtype == torch.int64 and ids[0] == ids[2] and ids[1] == ids[4]
+    assert ids.unique().numel() == 4
+    assert ids[0].item() == int.from_bytes(
+        blake2b(b"a", digest_size=8).digest(), "little", signed=True
+    )
+    assert freescale.data.hash_ids([]).shape == (0,)
