@@ -19,6 +19,7 @@ def test_other_ids_are_found_in_the_copy_of_a_large_batch():
     assert torch.equal(rows[index], table[ids])
     _, other = request.offer(None, ids[:5])
     assert torch.equal(other, index[:5])  # one tensor of rows, one place for each row
+    assert len(rows) <= 3001  # no larger than the table, whatever the batch
 
 
 def test_without_rows_there_is_nothing_to_find():
