@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from helpers.cache_copies import check_copies
 from helpers.collisions import ITEMS, batch_of, build, colliding, state_of
 from helpers.toys import Clicks
 
@@ -340,17 +340,7 @@ def test_copies_in_pieces(shape, monkeypatch):
     monkeypatch.setattr(copies, "record_event", lambda **_: object())
     monkeypatch.setattr(copies, "wait_for_event", lambda event: None)
     monkeypatch.setattr(copies, "_BUFFER_BYTES", 256)
-    moved, random = copies.PinnedCopies(7 * 4), np.random.default_rng(0)
-    home, cache = torch.randn(1000, *shape), torch.zeros(300, *shape)
-    for count in (0, 1, 9, 300):
-        rows, slots = random.permutation(1000)[:count], random.permutation(300)[:count]
-        moved.bring(home, rows, cache, slots)
-        assert torch.equal(cache[slots], home[rows])
-        cache.add_(1)
-        others = np.setdiff1d(np.arange(1000), rows)
-        before = home[others].clone()
-        moved.send(home, rows, cache, slots)
-        assert torch.equal(cache[slots], home[rows]) and torch.equal(home[others], before)
+    check_copies(copies.PinnedCopies(7 * 4), shape, "cpu")
 
 
 def test_memory_that_cannot_be_pinned(monkeypatch):

@@ -18,14 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.embedding.host_tables.copies import Copies, HostCopies, PinnedCopies
+from freescale.embedding.host_tables.copies import (
+    NOTHING,
+    Copies,
+    HostCopies,
+    Moved,
+    PinnedCopies,
+)
 from freescale.embedding.host_tables.homes import open_home
 from freescale.embedding.host_tables.plan import (
     PINNED,
     CacheContents,
     CachePlan,
     CacheTooSmall,
-    Numbers,
     plan_cache,
 )
 from freescale.embedding.host_tables.tiers import Tier, format_bytes
@@ -123,8 +128,7 @@ class CachedStorage(RowStorage):
             raise self._explain(error) from None
         out_of = plan.into[: plan.leave.size]
         newer = self._newer[out_of]
-        self._send(plan.leave[newer], out_of[newer])
-        self._bring(plan.bring, plan.into)
+        self._move(Moved(plan.leave[newer], out_of[newer]), Moved(plan.bring, plan.into))
         self._adopt(plan)
         self.traffic = CacheTraffic(
             plan.wanted.size,
@@ -153,17 +157,10 @@ class CachedStorage(RowStorage):
             "smaller batches or more ranks",
         )
 
-    def _bring(self, rows: Numbers, slots: Numbers) -> None:
-        for home, cache in self._pair_tensors():
-            self._copies.bring(home, rows, cache, slots)
-
-    def _send(self, rows: Numbers, slots: Numbers) -> None:
-        for home, cache in self._pair_tensors():
-            self._copies.send(home, rows, cache, slots)
-
-    def _pair_tensors(self) -> list[tuple[Tensor, Tensor]]:
+    def _move(self, down: Moved, up: Moved) -> None:
         caches = {"rows": self.weight, **self.state}
-        return [(self._home[name], cache) for name, cache in caches.items()]
+        pairs = [(self._home[name], cache) for name, cache in caches.items()]
+        self._copies.move(pairs, down, up)
 
     def _mark(self, slots: Tensor) -> None:
         self._updated = True
@@ -188,7 +185,7 @@ class CachedStorage(RowStorage):
             return
         self._updated = False
         slots = self._newer.nonzero()[0]
-        self._send(self.contents.row_of[slots], slots)
+        self._move(Moved(self.contents.row_of[slots], slots), NOTHING)
         # Those of the last batches are on their way through steps, and change again.
         self._newer &= self.contents.last_use >= self._batches - PINNED
 
@@ -196,4 +193,4 @@ class CachedStorage(RowStorage):
         """The home was written to: the cache takes its rows."""
         self._updated = False
         slots = np.arange(self.contents.filled)
-        self._bring(self.contents.row_of[: slots.size].copy(), slots)
+        self._move(NOTHING, Moved(self.contents.row_of[: slots.size].copy(), slots))
