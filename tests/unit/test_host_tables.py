@@ -332,7 +332,7 @@ def test_a_folder_that_cannot_hold_the_rows(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("shape", [(7,), ()], ids=["rows", "one value a row"])
+@pytest.mark.parametrize("shape", [(7,), (8,), ()], ids=["rows", "wide", "one value a row"])
 def test_copies_in_pieces(shape, monkeypatch):
     """Those for a GPU, in plain memory: more pieces than buffers, none, and one."""
     empty = torch.empty
@@ -340,7 +340,8 @@ def test_copies_in_pieces(shape, monkeypatch):
     monkeypatch.setattr(copies, "record_event", lambda **_: object())
     monkeypatch.setattr(copies, "wait_for_event", lambda event: None)
     monkeypatch.setattr(copies, "_BUFFER_BYTES", 256)
-    check_copies(copies.PinnedCopies(7 * 4), shape, "cpu")
+    check_copies(copies.PinnedCopies(8 * 4), shape, "cpu")
+    check_copies(copies.HostCopies(), shape, "cpu")
 
 
 def test_memory_that_cannot_be_pinned(monkeypatch):
