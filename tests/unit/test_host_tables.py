@@ -3,9 +3,12 @@ schedule and row optimizer, with caches so small that every step evicts."""
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers.cache_copies import check_copies
@@ -14,6 +17,7 @@ from helpers.toys import Clicks
 
 import freescale
 from freescale.embedding.host_tables import copies, plan
+from freescale.embedding.host_tables.homes import find_pages
 from freescale.embedding.host_tables.tiers import Disk, Host, format_bytes, parse_bytes
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.placement import Placement, move_to_host, parse_placement
@@ -342,6 +346,21 @@ def test_copies_in_pieces(shape, monkeypatch):
     monkeypatch.setattr(copies, "_BUFFER_BYTES", 256)
     check_copies(copies.PinnedCopies(8 * 4), shape, "cpu")
     check_copies(copies.HostCopies(), shape, "cpu")
+
+
+def test_pages_of_rows():
+    """Against a set of the pages of every byte."""
+    page, rows = mmap.PAGESIZE, np.array([0, 1, 5, 40, 41, 100, 400])
+    for offset, width in ((0, 512), (100, 4), (page - 4, 1000), (3 * page, 5000), (8, 3 * page)):
+        bytes_of_rows = (
+            (offset + row * width + at) for row in rows.tolist() for at in range(width)
+        )
+        expected = {byte // page for byte in bytes_of_rows}
+        runs = find_pages(rows, offset, width)
+        found = [number for first, last in runs for number in range(first, last + 1)]
+        assert found == sorted(expected)
+        assert all(after > last + 1 for (_, last), (after, _) in itertools.pairwise(runs))
+    assert find_pages(rows[:0], 0, 512) == []
 
 
 def test_memory_that_cannot_be_pinned(monkeypatch):

@@ -128,7 +128,9 @@ class CachedStorage(RowStorage):
             raise self._explain(error) from None
         out_of = plan.into[: plan.leave.size]
         newer = self._newer[out_of]
-        self._move(Moved(plan.leave[newer], out_of[newer]), Moved(plan.bring, plan.into))
+        leave = plan.leave[newer]
+        self._home.expect(leave, plan.bring)
+        self._move(Moved(leave, out_of[newer]), Moved(plan.bring, plan.into))
         self._adopt(plan)
         self.traffic = CacheTraffic(
             plan.wanted.size,
@@ -159,7 +161,7 @@ class CachedStorage(RowStorage):
 
     def _move(self, down: Moved, up: Moved) -> None:
         caches = {"rows": self.weight, **self.state}
-        pairs = [(self._home[name], cache) for name, cache in caches.items()]
+        pairs = [(self._home.tensors[name], cache) for name, cache in caches.items()]
         self._copies.move(pairs, down, up)
 
     def _mark(self, slots: Tensor) -> None:
@@ -169,7 +171,7 @@ class CachedStorage(RowStorage):
 
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         self._write_back()
-        found = self._home["rows"].index_select(0, rows.cpu().long())
+        found = self._home.tensors["rows"].index_select(0, rows.cpu().long())
         return found.to(self.weight.device).to(dtype)
 
     # ---- all rows of this rank
@@ -177,7 +179,7 @@ class CachedStorage(RowStorage):
     def get_tensors(self, name: str) -> dict[str, Tensor]:
         self._write_back()
         part = self._ranges[name].slice
-        return {key: value[part] for key, value in self._home.items()}
+        return {key: value[part] for key, value in self._home.tensors.items()}
 
     def _write_back(self) -> None:
         """Afterwards the home has every update made so far."""
