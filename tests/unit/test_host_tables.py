@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.checkpoint.delta import follow_changes
+from freescale.train.launch import Ended
 from freescale.train.snapshot.contents import SnapshotContents
 from freescale.train.snapshot.loading import load_state
 from freescale.transport.local import LocalTransport
@@ -361,6 +363,10 @@ def test_pages_of_rows():
         assert found == sorted(expected)
         assert all(after > last + 1 for (_, last), (after, _) in itertools.pairwise(runs))
     assert find_pages(rows[:0], 0, 512) == []
+
+
+def test_a_file_cut_short_is_named():
+    assert "rank 1 was killed by signal 7 (a file" in Ended((1, -signal.SIGBUS), 0).describe()
 
 
 def test_memory_that_cannot_be_pinned(monkeypatch):
