@@ -180,6 +180,32 @@ def test_a_small_table_is_replicated_by_the_rule_of_training():
         Setting(placement="everywhere")
 
 
+def test_host_tables_cost_what_exceeds_the_compute():
+    """Rows and state, down and up over PCIe: blocking in serial, beside the compute in staged."""
+    hosted = {"placement": "host", "cache_miss": 40.0}
+    plain = figures(Setting("serial", placement="sharded"))
+    serial = figures(Setting("serial", **hosted))
+    assert serial["cache_miss_percent"] == pytest.approx(40)
+    batches = plan_batches("none", Cluster(MODEL, CALIBRATION, NETWORK, 8), source(8), STEPS)[2:]
+    rows = 0.4 * np.mean([batch.demand.whole.owned.sum() for batch in batches])
+    size = rows * 4 * MODEL.width * 3  # Adam's moments
+    assert MODEL.row_optimizer == "adam"
+    assert serial["cache_bytes_up"] == serial["cache_bytes_down"] == pytest.approx(size, rel=1e-3)
+    seconds = 2 * (size / 8 / (NETWORK.pcie.gb_per_s * 1e9) + NETWORK.pcie.latency)
+    more = serial["step_ms"]["mean"] - plain["step_ms"]["mean"]
+    assert more == pytest.approx(1e3 * seconds, rel=0.02)
+
+    def time_staged(gb_per_s: float, placement: str) -> float:
+        network = replace(NETWORK, pcie=Link(gb_per_s, 10.0))
+        setting = Setting("staged", placement=placement, cache_miss=40.0)
+        return figures(setting, network=network)["step_ms"]["mean"]
+
+    assert time_staged(50.0, "host") == pytest.approx(time_staged(50.0, "sharded"), rel=0.001)
+    slow = size / 8 / 10  # bytes a second: ten seconds a way, longer than any compute here
+    longer = time_staged(slow / 2e9, "host") - time_staged(slow / 1e9, "host")
+    assert longer == pytest.approx(1e3 * 20, rel=0.02)
+
+
 def test_a_replicated_table_does_not_keep_staged_from_preparing_ahead():
     cluster = Cluster(MODEL, CALIBRATION, NETWORK, 8)
     small = source(8, items=2000, collisions=None)

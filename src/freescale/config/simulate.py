@@ -79,8 +79,20 @@ class SimulateConfig(Checked):
     )
     placement: str = option(
         "auto",
-        "where tables lie; auto: by the rule of training",
-        choices=("auto", "sharded", "replicated"),
+        (
+            "where tables lie; auto: by the rule of training; host: the items' is sharded, at home "
+            "in host memory behind a cache"
+        ),
+        choices=("auto", "sharded", "replicated", "host"),
+    )
+    cache_miss: float = option(
+        100.0,
+        (
+            "of --placement host: percent of a step's rows that are not in the cache "
+            "(cache_miss_percent of a ledger)"
+        ),
+        minimum=0.0,
+        maximum=100.0,
     )
     row_optimizer: str = option(
         TrainConfig.row_optimizer,

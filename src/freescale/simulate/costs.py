@@ -152,6 +152,13 @@ class Costs:
             + self.calibration.rows.constant
         )
 
+    def make_resident(self, missed: NDArray[Any], row_bytes: int) -> NDArray[Any]:
+        """`missed` [ranks]: rows that a rank brings into its cache, with the state of the
+        optimizer; as many make room, and go to the host before."""
+        size = missed * row_bytes
+        link = self.network.pcie
+        return np.asarray(2 * (link.time_transfer(size) + np.where(size > 0, link.latency, 0.0)))
+
     def update_replicated(self, batch: Batch) -> NDArray[Any]:
         """Every rank updates all rows that any rank read: at most whole tables."""
         rows = min(float(batch.demand.whole.requested.sum()), float(self._replicated_rows))

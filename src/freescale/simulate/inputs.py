@@ -152,6 +152,7 @@ def list_omissions(trained: RunConfig | None) -> list[str]:
         "micro-batches": trained.train.accumulate > 1,
         "compressed dense gradients": trained.train.compress_dense is not None,
         "recomputed activations": trained.model.recompute,
+        "tables on a disk (host memory stands for it)": "disk:" in trained.train.placement,
     }
     found = [name for name, used in left.items() if used]
     return [f"NOT SIMULATED: {', '.join(found)}"] if found else []

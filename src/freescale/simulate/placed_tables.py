@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ class PlacedTables:
     placements: dict[str, Placement]
     rows: dict[str, int]
     row_bytes: dict[str, int]  # of a row and its optimizer's state
+    # of a step's rows, the share that host memory has and the cache has not; None: rows are at
+    # home on the device
+    missed: float | None = None
 
     @property
     def sharded(self) -> bool:
@@ -35,6 +39,11 @@ class PlacedTables:
         rule shards it: its rows are too few to matter."""
         return sum(rows for name, rows in self.rows.items() if name != ITEM or not self.sharded)
 
+    def count_missed(self, owned: NDArray[Any]) -> NDArray[Any]:
+        """Of requests [ranks] that owners get: rows that they bring into their caches. Rows that
+        several ranks ask for count as often, an upper bound."""
+        return owned * (self.missed or 0.0)
+
     def count_bytes(self, ranks: int) -> float:
         """Of a rank's share of all tables."""
         return sum(
@@ -43,21 +52,32 @@ class PlacedTables:
         )
 
     def describe(self) -> list[str]:
-        return [
+        lines = [
             f"table {name}: {self.rows[name]:,} rows, {placed.kind} ({placed.reason})"
             for name, placed in self.placements.items()
         ]
+        if self.missed is not None:
+            lines.append(
+                f"table {ITEM}: at home in host memory; {100 * self.missed:g} % of the rows of a "
+                "step are brought over PCIe, and as many written back"
+            )
+        return lines
 
 
-def place_tables(wanted: str, model: Model, source: Workload, ranks: int) -> PlacedTables:
+def place_tables(
+    wanted: str, model: Model, source: Workload, ranks: int, cache_miss: float = 100.0
+) -> PlacedTables:
     """Places the tables by what the ranks read of the first batch, before it is balanced.
 
     Args:
-        wanted: `auto`, or a choice for all tables.
+        wanted: `auto`, or a choice for all tables; `host`: the items' are sharded in host memory,
+            the others by the rule.
         model: The model, whose row optimizer keeps state beside each row.
         source: The batches.
         ranks: How many there are.
+        cache_miss: Of `host`, percent of a step's rows that are not in the cache.
     """
+    hosted = wanted == "host"
     samples = len(source.get_lengths(0))
     first = source.find_requests(0, assign_home(samples, ranks), ranks)
     read = {ITEM: float(source.compute_demand(None, first, None).whole.requested.mean())}
@@ -71,10 +91,10 @@ def place_tables(wanted: str, model: Model, source: Workload, ranks: int) -> Pla
         row_bytes[name] = model.row_bytes + state
         placements[name] = (
             choose_placement(spec, state, read[name])
-            if wanted == "auto"
-            else Placement(wanted, "as asked")
+            if wanted == "auto" or (hosted and name != ITEM)
+            else Placement("sharded" if hosted else wanted, "as asked")
         )
-    return PlacedTables(placements, rows, row_bytes)
+    return PlacedTables(placements, rows, row_bytes, cache_miss / 100 if hosted else None)
 
 
 def assign_home(samples: int, ranks: int) -> NDArray[np.int64]:

@@ -97,6 +97,14 @@ class Ranks:
             (name if lane == MAIN else f"{lane}/{name}", begin, begin + np.asarray(seconds))
         )
 
+    def copy(self, name: str, seconds: Times, lane: str) -> None:
+        """Copies of a lane between host and device: copy engines leave the compute alone."""
+        begin = self.now[lane]
+        self.now[lane] = begin + seconds
+        self.step.spans.append(
+            (name if lane == MAIN else f"{lane}/{name}", begin, self.now[lane].copy())
+        )
+
     def compute(self, name: str, seconds: Times) -> None:
         """Forward or backward on the main thread, slowed down by what the lanes do meanwhile."""
         begin = self.now[MAIN]

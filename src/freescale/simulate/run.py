@@ -77,9 +77,10 @@ def list_arms(config: SimulateConfig, trained: Setting | None = None) -> list[tu
 
     def balanced(schedule: str, transport: str) -> Setting:
         adapt = config.adapt and config.balance != "none"
-        return Setting(schedule, config.balance, transport, adapt, config.placement)
+        return replace(plain, schedule=schedule, balance=config.balance, transport=transport,
+                       adapt=adapt)  # fmt: skip
 
-    plain = Setting(placement=config.placement)
+    plain = Setting(placement=config.placement, cache_miss=config.cache_miss)
     base = (BASE, Setting("sparse_dist", placement="sharded", deduplicate=False))
     if config.schedule is not None:
         return [(ASKED, balanced(config.schedule, config.transport)), base]
@@ -106,15 +107,16 @@ class Plans:
     def __init__(self, cluster: Cluster, source: Workload, steps: int) -> None:
         self.cluster, self.source, self.steps = cluster, source, steps
         self._planned: dict[str, list[Batch]] = {}
-        self._placed: dict[str, PlacedTables] = {}
+        self._placed: dict[tuple[str, float], PlacedTables] = {}
 
-    def place(self, placement: str) -> PlacedTables:
-        if placement not in self._placed:
+    def place(self, placement: str, cache_miss: float) -> PlacedTables:
+        asked = placement, cache_miss
+        if asked not in self._placed:
             cluster = self.cluster
-            self._placed[placement] = place_tables(
-                placement, cluster.model, self.source, cluster.gpus
+            self._placed[asked] = place_tables(
+                placement, cluster.model, self.source, cluster.gpus, cache_miss
             )
-        return self._placed[placement]
+        return self._placed[asked]
 
     def _plan(self, balance: str) -> list[Batch]:
         if balance not in self._planned:
@@ -135,7 +137,7 @@ class Plans:
         cluster = self.cluster if network is None else replace(self.cluster, network=network)
         count = steps or self.steps
         planned = () if setting.adapt else self._plan(setting.balance)[:count]
-        tables = self.place(setting.placement)
+        tables = self.place(setting.placement, setting.cache_miss)
         steps_made = simulate(setting, cluster, self.source, count, planned, tables)
         figures = collect_run(steps_made, cluster.gpus, folder)
         return Outcome(label, setting, cluster.gpus, figures, time.perf_counter() - begin)
@@ -207,7 +209,7 @@ def run_simulation(
             *cluster.calibration.list_notes(cluster.model, source.get_lengths(0)),
             *source.notes,
         ]
-        placed = plans.place(config.placement).describe()
+        placed = plans.place(config.placement, config.cache_miss).describe()
         size = f"{count:,} x {cluster.network.gpu}, {config.batch:,} samples each"
         notes += [f"{size}: {line}" for line in placed]
         notes += [f"network: {cluster.network.name} ({cluster.network.about})"]
@@ -272,7 +274,9 @@ def _predict_useful_time(
     cluster, outcome = plans.cluster, found.get(ALL) or found[ASKED]
     costs = load_recovery(config.recovery)
     dense = 12 * cluster.model.parameters  # a weight and both of Adam's moments
-    state = plans.place(outcome.setting.placement).count_bytes(cluster.gpus) + dense
+    setting = outcome.setting
+    tables = plans.place(setting.placement, setting.cache_miss)
+    state = tables.count_bytes(cluster.gpus) + dense
     training = Training(
         cluster.gpus,
         outcome.figures["step_ms"]["mean"] / 1e3,

@@ -16,6 +16,9 @@ collectives are theirs.
 Tables that the rule of embedding/placement.py replicates have no ids or rows to exchange, whatever
 the schedule: one AllReduce of them after backward.
 
+Rows at home in host memory are made resident by their owners: between stages 2 and 3 in `staged`
+and `stale`, blocking in the others.
+
 With balancing, the samples of the batch after change ranks in three stages (balance/shuffle.py): at
 three junctures of a step, in `stale` and `staged` in the lane `input`, where the ranks agree on a
 batch too.
@@ -28,7 +31,7 @@ from collections.abc import Callable
 import numpy as np
 
 from freescale.simulate.costs import Batch, Costs, Message
-from freescale.simulate.placed_tables import PlacedTables
+from freescale.simulate.placed_tables import ITEM, PlacedTables
 from freescale.simulate.ranks import AHEAD, INPUT, MAIN, URGENT, Meeting, Ranks, Step
 
 SCHEDULES = ("serial", "sparse_dist", "stale", "staged")
@@ -107,6 +110,8 @@ class SimulatedSchedule:
             self._request_ids(following, AHEAD)  # 1
             self._compare(current, following)  # 2
         compared = ranks.now[AHEAD]
+        if following is not None:
+            self._make_resident(following, AHEAD)
         if previous is not None:
             self._push_gradients(previous, AHEAD)  # 3
         if following is not None:
@@ -169,9 +174,17 @@ class SimulatedSchedule:
         self.ranks.work("compare", self.costs.compare(current, following), AHEAD)
         self._exchange("ids", self.costs.marks(current, following), AHEAD)
 
+    def _make_resident(self, batch: Batch, lane: str) -> None:
+        """Owners whose rows are at home in host memory write back and bring."""
+        if self._tables.missed is not None:
+            missed = self._tables.count_missed(batch.demand.whole.owned)
+            seconds = self.costs.make_resident(missed, self._tables.row_bytes[ITEM])
+            self.ranks.copy("make resident", seconds, lane)
+
     def _fetch_rows(self, batch: Batch) -> None:
         if not self._tables.sharded:
             return
+        self._make_resident(batch, MAIN)
         self.ranks.work("lookup", self.costs.lookup(batch.demand.whole))
         self._exchange("rows", self.costs.rows(batch.demand.whole), MAIN)
         if batch.demand.pooled is not None:

@@ -22,7 +22,7 @@ from freescale.embedding.placement import CHOICES
 from freescale.simulate.compute import Calibration, Load, Model
 from freescale.simulate.costs import Batch, Costs
 from freescale.simulate.network import TRANSPORTS, Network
-from freescale.simulate.placed_tables import PlacedTables, assign_home, place_tables
+from freescale.simulate.placed_tables import ITEM, PlacedTables, assign_home, place_tables
 from freescale.simulate.ranks import Ranks, Step
 from freescale.simulate.schedules import SCHEDULES, SimulatedSchedule
 from freescale.simulate.workload import Demand, Rows, Workload
@@ -39,16 +39,19 @@ class Setting:
     placement: str = "auto"  # of the table: by the rule of training, or one of its CHOICES
     # without it, every event of a history is a request, as in plain TorchRec
     deduplicate: bool = True
+    cache_miss: float = 100.0  # of placement `host`: percent of a step's rows
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
-        if self.placement not in ("auto", *CHOICES):
+        if self.placement not in ("auto", *CHOICES, "host"):
             raise ValueError(
-                f"placement {self.placement!r} is not one of auto, {', '.join(CHOICES)}"
+                f"placement {self.placement!r} is not one of auto, {', '.join(CHOICES)}, host"
             )
+        if not 0 <= self.cache_miss <= 100:
+            raise ValueError(f"cache_miss is {self.cache_miss}; it is a percentage")
         if not self.deduplicate and self.schedule in ("stale", "staged"):
             raise ValueError(
                 f"schedule {self.schedule!r} needs requests without duplicates; "
@@ -102,7 +105,9 @@ def simulate(
     """
     samples = -(-len(source.get_lengths(0)) // cluster.gpus)
     machine = (cluster.model, cluster.calibration, cluster.network, cluster.gpus)
-    tables = tables or place_tables(setting.placement, cluster.model, source, cluster.gpus)
+    tables = tables or place_tables(
+        setting.placement, cluster.model, source, cluster.gpus, setting.cache_miss
+    )
     rows = tables.replicated_rows
     costs = Costs(*machine, setting.transport, samples, cluster.jitter, rows)
     ranks = Ranks(cluster.gpus, cluster.network.queue_ms * 1e-3)
@@ -224,6 +229,12 @@ def _list_counters(batch: Batch, tables: PlacedTables) -> dict[str, NDArray[Any]
     counted = {"samples": batch.load.samples, "tokens": batch.load.tokens}
     if tables.sharded:
         counted |= {"requests": batch.demand.whole.owned, "collisions": batch.demand.late.owned}
+    if tables.missed is not None:
+        wanted = batch.demand.whole.owned
+        missed = tables.count_missed(wanted)
+        size = missed * tables.row_bytes[ITEM]
+        counted |= {"cache_wanted": wanted, "cache_missed": missed}
+        counted |= {"cache_bytes_up": size, "cache_bytes_down": size}
     ranks = len(batch.load.samples)
     most = {"max_length": float(batch.longest)}
     if batch.predicted_imbalance is not None:

@@ -34,7 +34,13 @@ class TrainedRun:
     def item_placement(self) -> str:
         wanted = self.config.placements
         item = wanted if isinstance(wanted, str) else wanted.get("item", "auto")
-        return "sharded" if parse_tier(item) is not None else item
+        return "host" if parse_tier(item) is not None else item
+
+    @property
+    def cache_miss(self) -> float:
+        """Percent of a step's rows that its caches missed; unmeasured, all."""
+        measured = self.ledger.get("cache_miss_percent")
+        return 100.0 if measured is None else float(measured)
 
     @property
     def machine(self) -> Mapping[str, Any]:
@@ -54,7 +60,14 @@ class TrainedRun:
         """The configuration of the run, over a transport of the simulator."""
         train = self.config.train
         adapt = train.balance_adapt and train.balance != "none"
-        return Setting(train.schedule, train.balance, transport, adapt, self.item_placement)
+        return Setting(
+            train.schedule,
+            train.balance,
+            transport,
+            adapt,
+            self.item_placement,
+            cache_miss=self.cache_miss,
+        )
 
 
 def read_trained_run(folder: str | Path) -> TrainedRun:
@@ -88,6 +101,7 @@ def list_settings(run: TrainedRun) -> dict[str, Any]:
         "batch": -(-train.global_batch // (run.ranks or 1)),
         "adapt": train.balance_adapt,
         "placement": run.item_placement,
+        "cache_miss": run.cache_miss,
         "row_optimizer": train.row_optimizer,
         "seed": train.seed,
     }
@@ -125,7 +139,7 @@ def compare_with_run(run: TrainedRun, config: SimulateConfig) -> dict[str, Any] 
     cluster = place_on_network(shape, run.ranks, network, calibration, trained)
     source = read_workload(trained, run.config.train.global_batch)
     setting = run.make_setting("hostwire" if run.carries_by_hostwire else "collective")
-    tables = place_tables(setting.placement, cluster.model, source, run.ranks)
+    tables = place_tables(setting.placement, cluster.model, source, run.ranks, setting.cache_miss)
     steps = max(3, min(config.steps, int(run.ledger["steps"])))
     found = collect_run(simulate(setting, cluster, source, steps, tables=tables), run.ranks)
     return {
