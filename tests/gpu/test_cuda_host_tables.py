@@ -3,9 +3,9 @@ the device."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
+from helpers.cache_copies import check_copies
 from helpers.gpu_training import train
 
 import freescale
@@ -45,19 +45,8 @@ def test_bit_equal_to_tables_on_the_device(optimizer, dtype, tmp_path, monkeypat
 
 @pytest.mark.parametrize("shape", [(7,), ()], ids=["rows", "one value a row"])
 def test_copies_in_pieces(shape, monkeypatch):
-    """Up and down, more pieces than buffers, none, and one."""
     monkeypatch.setattr(copies, "_BUFFER_BYTES", 256)
-    moved = copies.PinnedCopies(7 * 4)
-    home = torch.randn(1000, *shape)
-    cache = torch.zeros(300, *shape, device="cuda")
-    random = np.random.default_rng(0)
-    for count in (0, 1, 9, 300):
-        rows, slots = random.permutation(1000)[:count], random.permutation(300)[:count]
-        moved.bring(home, rows, cache, slots)
-        assert torch.equal(cache[torch.from_numpy(slots).cuda()].cpu(), home[rows])
-        cache.add_(1)
-        moved.send(home, rows, cache, slots)
-        assert torch.equal(cache[torch.from_numpy(slots).cuda()].cpu(), home[rows])
+    check_copies(copies.PinnedCopies(7 * 4), shape, "cuda")
 
 
 def test_a_table_that_does_not_fit_goes_to_the_host(monkeypatch):

@@ -3,17 +3,22 @@ schedule and row optimizer, with caches so small that every step evicts."""
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.cache_copies import check_copies
 from helpers.collisions import ITEMS, batch_of, build, colliding, state_of
 from helpers.toys import Clicks
 
 import freescale
 from freescale.embedding.host_tables import copies, plan
+from freescale.embedding.host_tables.homes import find_pages
 from freescale.embedding.host_tables.tiers import Disk, Host, format_bytes, parse_bytes
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.placement import Placement, move_to_host, parse_placement
@@ -22,6 +27,7 @@ from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.checkpoint.delta import follow_changes
+from freescale.train.launch import Ended
 from freescale.train.snapshot.contents import SnapshotContents
 from freescale.train.snapshot.loading import load_state
 from freescale.transport.local import LocalTransport
@@ -332,7 +338,7 @@ def test_a_folder_that_cannot_hold_the_rows(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("shape", [(7,), ()], ids=["rows", "one value a row"])
+@pytest.mark.parametrize("shape", [(7,), (8,), ()], ids=["rows", "wide", "one value a row"])
 def test_copies_in_pieces(shape, monkeypatch):
     """Those for a GPU, in plain memory: more pieces than buffers, none, and one."""
     empty = torch.empty
@@ -340,17 +346,27 @@ def test_copies_in_pieces(shape, monkeypatch):
     monkeypatch.setattr(copies, "record_event", lambda **_: object())
     monkeypatch.setattr(copies, "wait_for_event", lambda event: None)
     monkeypatch.setattr(copies, "_BUFFER_BYTES", 256)
-    moved, random = copies.PinnedCopies(7 * 4), np.random.default_rng(0)
-    home, cache = torch.randn(1000, *shape), torch.zeros(300, *shape)
-    for count in (0, 1, 9, 300):
-        rows, slots = random.permutation(1000)[:count], random.permutation(300)[:count]
-        moved.bring(home, rows, cache, slots)
-        assert torch.equal(cache[slots], home[rows])
-        cache.add_(1)
-        others = np.setdiff1d(np.arange(1000), rows)
-        before = home[others].clone()
-        moved.send(home, rows, cache, slots)
-        assert torch.equal(cache[slots], home[rows]) and torch.equal(home[others], before)
+    check_copies(copies.PinnedCopies(8 * 4), shape, "cpu")
+    check_copies(copies.HostCopies(), shape, "cpu")
+
+
+def test_pages_of_rows():
+    """Against a set of the pages of every byte."""
+    page, rows = mmap.PAGESIZE, np.array([0, 1, 5, 40, 41, 100, 400])
+    for offset, width in ((0, 512), (100, 4), (page - 4, 1000), (3 * page, 5000), (8, 3 * page)):
+        bytes_of_rows = (
+            (offset + row * width + at) for row in rows.tolist() for at in range(width)
+        )
+        expected = {byte // page for byte in bytes_of_rows}
+        runs = find_pages(rows, offset, width)
+        found = [number for first, last in runs for number in range(first, last + 1)]
+        assert found == sorted(expected)
+        assert all(after > last + 1 for (_, last), (after, _) in itertools.pairwise(runs))
+    assert find_pages(rows[:0], 0, 512) == []
+
+
+def test_a_file_cut_short_is_named():
+    assert "rank 1 was killed by signal 7 (a file" in Ended((1, -signal.SIGBUS), 0).describe()
 
 
 def test_memory_that_cannot_be_pinned(monkeypatch):

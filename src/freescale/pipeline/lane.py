@@ -60,11 +60,15 @@ class Moment:
 class Job(Moment):
     """Reached when its function has returned."""
 
-    def __init__(self, device: torch.device, function: Callable[[], None]) -> None:
+    def __init__(
+        self, device: torch.device, function: Callable[[], None], begin: Moment | None = None
+    ) -> None:
         super().__init__(device)
         self.function: Callable[[], None] | None = function
-        self.begin = Moment(device)
-        self.begin.reach()
+        if begin is None:
+            begin = Moment(device)
+            begin.reach()
+        self.begin = begin
 
 
 class Lane:
@@ -87,10 +91,16 @@ class Lane:
         self._thread: threading.Thread | None = None
         self._ending: list[threading.Thread] = []
 
-    def submit(self, function: Callable[[], None], tensors: Sequence[Tensor] = ()) -> Job:
-        """Queues a job. `tensors`: those of another stream that the function uses."""
+    def submit(
+        self,
+        function: Callable[[], None],
+        tensors: Sequence[Tensor] = (),
+        begin: Moment | None = None,
+    ) -> Job:
+        """Queues a job. `tensors`: those of another stream that the function uses; `begin`: an
+        earlier moment than this one, where what was issued since does not concern the job."""
         self.borrow(*tensors)
-        job = Job(self.device, function)
+        job = Job(self.device, function, begin)
         if self._thread is None:
             self._ending = [thread for thread in self._ending if thread.is_alive()]
             self._thread = start_thread(

@@ -3,6 +3,10 @@ become resident, in lane `ahead`, while the current batch computes.
 
 Staged has a lane for it anyway; on one rank nothing else travels. Jobs are in the order of the
 batches, so that the cache makes the decisions of the serial schedule.
+
+The job of batch i+1 is given to the lane before step i is issued, when step i-1 may still be on the
+device. It waits for step i-2 only: rows that make room were last used there or earlier, and no step
+after it touches them or their slots. So a job has almost two steps before a step waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from freescale.embedding.local import LocalRequest
 from freescale.embedding.request import Request
 from freescale.embedding.tables import Tables
 from freescale.ledger.ledger import Ledger
-from freescale.pipeline.lane import Job, Lane
+from freescale.pipeline.lane import Job, Lane, Moment
 from freescale.streams import current_stream
 from freescale.transport.api import Transport
 
@@ -37,6 +41,9 @@ class RowsAhead:
     def __init__(self, tables: Tables, transport: Transport) -> None:
         self._tables, self._lane = tables, Lane("ahead", transport)
         self._jobs: list[Job] = []  # not waited for
+        # The step before the last one was issued by then; None: whoever settled may have written
+        # to the tables since.
+        self._before: Moment | None = None
 
     def begin(
         self,
@@ -61,7 +68,10 @@ class RowsAhead:
             rows.requests = self._tables.prepare_locally(rows.micro, self._lane.side)
 
         tensors = list(batch.tensors()) if batch.packed is None else [batch.packed]
-        rows.job = self._lane.submit(prepare, tensors)
+        now = Moment(self._lane.device)
+        now.reach()
+        rows.job = self._lane.submit(prepare, tensors, self._before or now)
+        self._before = now
         self._jobs.append(rows.job)
         return rows
 
@@ -81,6 +91,7 @@ class RowsAhead:
     def settle(self) -> None:
         """The caller's thread and stream go on after all that was begun: it may read the tables.
         What went wrong is raised by the step that needs the rows."""
+        self._before = None
         for job in self._jobs:
             with suppress(Exception):
                 job.wait()

@@ -4,8 +4,8 @@ on a disk, and compares the steps.
 A table is made once for each place, and is gone before the next is made: the memory of the host or
 of the GPU need hold one of them only. Before the steps that are timed the cache is filled with rows
 at random, as if earlier batches had trained them, so that from then on every row that is brought
-makes another one leave, which is written back. Batches are the same in every place; windows of
-steps are compared one by one.
+makes another one leave, which is written back. Batches are made before, and the same in every
+place; windows of steps are compared one by one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from freescale.batch import SequenceBatch
 from freescale.bench.common.ranks import join
 from freescale.bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
 from freescale.bench.common.spread import spread
@@ -32,7 +32,7 @@ from freescale.bench.host_tables.setting import WARMUP, WINDOW, Setting
 from freescale.bench.train.files import write_interactions
 from freescale.bench.train.measure import build_config
 from freescale.config import RunConfig
-from freescale.data.workers import read_ahead
+from freescale.data.loader import Histories
 from freescale.embedding.host_tables.storage import CachedStorage
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.machine import get_gpu_name
@@ -41,7 +41,6 @@ from freescale.train.build import (
     build_model,
     build_optimizer,
     build_pipeline,
-    count_workers,
     load_histories,
     prepare_data,
 )
@@ -54,6 +53,7 @@ COUNTERS = ("cache_wanted", "cache_missed", "cache_bytes_up", "cache_bytes_down"
 SPANS = ("arrive", "make resident", "ahead/make resident", "compute", "await batch")
 MAIN_THREAD = "steps_that_miss_on_the_main_thread"
 TABLE_SECONDS = 120.0
+AFTER = 3  # steps after those that are timed
 LIMIT = 600.0  # seconds of a collective: ranks make their tables beside each other
 
 ASKED = [
@@ -77,7 +77,8 @@ class Bench:
         self.setting, self.transport = setting, transport
         shape = setting.make_shape()
         self.configs: dict[str, RunConfig] = {}
-        self.histories: dict[str, Path] = {}
+        self.data: dict[str, Histories] = {}
+        self.batches: dict[str, list[SequenceBatch]] = {}
         for name, power in POPULARITIES.items():
             file = folder / f"{name}.parquet"
             if transport.rank == 0:
@@ -85,7 +86,12 @@ class Bench:
             transport.gather_bytes(b"")
             config = build_config(shape, file, folder / "cache", setting.device, 10**6)
             self.configs[name] = replace(config, data=replace(config.data, num_items=setting.items))
-            self.histories[name] = prepare_data(self.configs[name])
+            histories = prepare_data(self.configs[name])
+            data = self.data[name] = load_histories(self.configs[name], histories, transport)
+            count = WARMUP + setting.steps // WINDOW * WINDOW + AFTER
+            made = (data.batch(number) for number in range(count))
+            cuda = setting.device == "cuda"
+            self.batches[name] = [batch.pin_memory() if cuda else batch for batch in made]
         self.say("data", f"{setting.items:,} items")
 
     def say(self, what: str, text: str) -> None:
@@ -113,28 +119,24 @@ class Bench:
         first = next(iter(self.configs))
         config = self.configs[first]
         config = replace(config, train=replace(config.train, placement=f"item={placement}"))
-        data = load_histories(config, self.histories[first], self.transport)
         begin = time.perf_counter()
-        model = build_model(config, data, self.transport)
+        model = build_model(config, self.data[first], self.transport)
         pipeline = build_pipeline(config, model, build_optimizer(config, model), 10**6)
-        model.tables.place(data.batch(0))
+        model.tables.place(self.batches[first][0])
         self._wait()
         made = time.perf_counter() - begin
         self.say("tables", f"{made:.1f} s: {'; '.join(model.tables.describe())}")
         try:
-            for name, config in self.configs.items():
-                yield name, {"table_s": made, **self._measure_ids(config, name, model, pipeline)}
+            for name, batches in self.batches.items():
+                yield name, {"table_s": made, **self._measure_ids(batches, model, pipeline)}
         finally:
             pipeline.close()
 
     def _measure_ids(
-        self, config: RunConfig, popularity: str, model: ShardedModel, pipeline: Pipeline
+        self, batches: list[SequenceBatch], model: ShardedModel, pipeline: Pipeline
     ) -> dict[str, Any]:
         filled = self._fill_cache(model)
-        data = load_histories(config, self.histories[popularity], self.transport)
-        cuda = self.setting.device == "cuda"
-        with read_ahead(data, count_workers(config, self.setting.device), pin=cuda) as batches:
-            windows, records = self._time_steps(pipeline, batches)
+        windows, records = self._time_steps(pipeline, batches)
         spans = [(name, end - start) for record in records for name, start, end in record["spans"]]
         figures: dict[str, Any] = {
             "windows_ms": windows,
@@ -154,7 +156,7 @@ class Bench:
         rows = model.tables.get_group("item").rows
         if isinstance(rows, CachedStorage):
             figures["full"] = rows.contents.filled == rows.contents.slots
-        if cuda:
+        if self.setting.device == "cuda":
             figures["device_memory_bytes"] = torch.cuda.max_memory_allocated()
         return figures
 
@@ -177,7 +179,7 @@ class Bench:
         return {"fill_s": seconds, "fill_bytes_per_s": moved / seconds}
 
     def _time_steps(
-        self, pipeline: Pipeline, batches: Iterator[Any]
+        self, pipeline: Pipeline, batches: list[SequenceBatch]
     ) -> tuple[list[float], list[dict[str, Any]]]:
         """Milliseconds of a step in each window, and the ledger's records of the steps. Some more
         batches follow: the last step that is timed prepares another, too."""
@@ -185,8 +187,7 @@ class Bench:
         windows: list[float] = []
         records: list[dict[str, Any]] = []
         begin = 0.0
-        trained = pipeline.run(islice(batches, WARMUP + steps + 3))
-        for number, _ in enumerate(trained, start=1 - WARMUP):
+        for number, _ in enumerate(pipeline.run(batches), start=1 - WARMUP):
             if number % WINDOW or not 0 <= number <= steps:
                 continue
             self._wait()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,22 +15,40 @@ from freescale.kernels.upload import upload
 from freescale.streams import record_event
 from freescale.transport.threads import wait_for_event
 
-_BUFFER_BYTES = 32 << 20  # pinned, of each of the buffers that are used in turn
-_BUFFERS = 4
+_BUFFER_BYTES = 16 << 20  # pinned, of each of the buffers that are used in turn
+_BUFFERS = 8
+
+Pairs = Sequence[tuple[Tensor, Tensor]]  # (home, cache): rows, and each tensor of their state
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Rows of the home, and their slots in the cache."""
+
+    rows: Numbers  # [n]
+    slots: Numbers  # [n]
+
+
+NOTHING = Moved(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 class Copies(Protocol):
-    """Copies some rows of one tensor."""
+    """Copies some rows of several tensors."""
 
-    def bring(self, home: Tensor, rows: Numbers, cache: Tensor, slots: Numbers) -> None:
-        """cache[slots] = home[rows], on the current stream."""
-
-    def send(self, home: Tensor, rows: Numbers, cache: Tensor, slots: Numbers) -> None:
-        """home[rows] = cache[slots]; done on return."""
+    def move(self, pairs: Pairs, down: Moved, up: Moved) -> None:
+        """home[down.rows] = cache[down.slots], then cache[up.slots] = home[up.rows]. No row is in
+        both. Cache and home may be used in the order of the current stream, the home by the host
+        from the return on."""
 
 
 class HostCopies:
     """Of a cache that is host memory, too."""
+
+    def move(self, pairs: Pairs, down: Moved, up: Moved) -> None:
+        for home, cache in pairs:
+            self.send(home, down.rows, cache, down.slots)
+        for home, cache in pairs:
+            self.bring(home, up.rows, cache, up.slots)
 
     def bring(self, home: Tensor, rows: Numbers, cache: Tensor, slots: Numbers) -> None:
         found = home.index_select(0, torch.from_numpy(rows))
@@ -37,29 +56,56 @@ class HostCopies:
 
     def send(self, home: Tensor, rows: Numbers, cache: Tensor, slots: Numbers) -> None:
         found = cache.index_select(0, torch.from_numpy(slots))
-        home.index_copy_(0, torch.from_numpy(rows), found)
+        _scatter(home, torch.from_numpy(rows), found)
+
+
+def _scatter(home: Tensor, rows: Tensor, values: Tensor) -> None:
+    """home[rows] = values, on the host. Torch copies entry by entry here: in the widest entries
+    that there are."""
+    if all(_is_wide(tensor) for tensor in (home, values)):
+        home, values = home.view(torch.complex128), values.view(torch.complex128)
+    home.index_copy_(0, rows, values)
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    """Whether its rows can be seen as entries of 16 bytes, at addresses that these must have."""
+    entry = torch.complex128.itemsize
+    return (
+        tensor.dim() == 2
+        and tensor.is_contiguous()
+        and tensor.shape[1] * tensor.element_size() % entry == 0
+        and tensor.data_ptr() % entry == 0
+    )
 
 
 class _Buffer:
-    """Pinned memory, and when the copy engine has done with it."""
+    """Pinned memory, and what is under way through it."""
 
     def __init__(self, size: int) -> None:
         self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self.copied: torch.cuda.Event | None = None
+        self.copied: torch.cuda.Event | None = None  # the copy engine has done with it
+        self.stores: tuple[Tensor, Tensor, Tensor] | None = None  # home, rows, what they become
 
     def view(self, like: Tensor, count: int) -> Tensor:
-        """Room for `count` rows like those of a tensor, once no copy uses it any more."""
-        if self.copied is not None:
-            wait_for_event(self.copied)
-            self.copied = None
+        """Room for `count` rows like those of a tensor; the buffer is free."""
         shape = (count, *like.shape[1:])
         size = torch.Size(shape).numel() * like.element_size()
         return self.bytes[:size].view(like.dtype).view(shape)
 
+    def finish(self) -> None:
+        """Waits until it is free: rows that have come down are stored in their home."""
+        if self.copied is not None:
+            wait_for_event(self.copied)
+            self.copied = None
+        if self.stores is not None:
+            home, rows, values = self.stores
+            _scatter(home, rows, values)
+            self.stores = None
+
 
 class PinnedCopies:
-    """Of a cache on a GPU: in pieces through pinned buffers, so that threads of the host gather or
-    scatter one piece while a copy engine moves another."""
+    """Of a cache on a GPU: in pieces through a ring of pinned buffers, of all tensors and both
+    ways, so that threads of the host gather or scatter one piece while copy engines move others."""
 
     def __init__(self, widest_row: int) -> None:
         """`widest_row`: bytes of the largest row. ValueError if memory cannot be pinned."""
@@ -71,43 +117,44 @@ class PinnedCopies:
                 f"{_BUFFERS * size >> 20} MiB of pinned host memory cannot be had ({error}): raise "
                 "the limit of locked memory (ulimit -l, the container's memory)"
             ) from None
+        self._used = 0  # buffers, so far
 
-    def _split(self, like: Tensor, rows: Numbers, slots: Numbers) -> Iterator[_Piece]:
-        row = like[:0].new_empty((1, *like.shape[1:]), device="meta")
-        most = max(1, self._buffers[0].bytes.numel() // (row.numel() * row.element_size()))
-        for number, at in enumerate(range(0, rows.size, most)):
-            part = slice(at, at + most)
-            yield _Piece(self._buffers[number % _BUFFERS], rows[part], slots[part])
-
-    def bring(self, home: Tensor, rows: Numbers, cache: Tensor, slots: Numbers) -> None:
-        for piece in self._split(home, rows, slots):
-            room = piece.buffer.view(home, piece.rows.size)
-            torch.index_select(home, 0, torch.from_numpy(piece.rows), out=room)
+    def move(self, pairs: Pairs, down: Moved, up: Moved) -> None:
+        # Rows on their way down occupy buffers until somebody needs these, or the end: meanwhile
+        # the host gathers those that go up.
+        for home, cache, rows, slots in self._split(pairs, down):
+            buffer = self._take_buffer()
+            room = buffer.view(home, rows.numel())
+            room.copy_(cache.index_select(0, slots), non_blocking=True)
+            buffer.copied = record_event(blocking=True)
+            buffer.stores = home, rows, room
+        for home, cache, rows, slots in self._split(pairs, up):
+            buffer = self._take_buffer()
+            room = buffer.view(home, rows.numel())
+            torch.index_select(home, 0, rows, out=room)
             found = room.to(cache.device, non_blocking=True)
-            piece.buffer.copied = record_event(blocking=True)
-            cache.index_copy_(0, upload(piece.slots, cache.device), found)
+            buffer.copied = record_event(blocking=True)
+            cache.index_copy_(0, slots, found)
+        for buffer in self._buffers:
+            if buffer.stores is not None:
+                buffer.finish()
 
-    def send(self, home: Tensor, rows: Numbers, cache: Tensor, slots: Numbers) -> None:
-        under_way: list[tuple[_Piece, Tensor]] = []
-        for piece in self._split(home, rows, slots):
-            if len(under_way) == _BUFFERS:
-                self._store(home, *under_way.pop(0))
-            room = piece.buffer.view(home, piece.rows.size)
-            found = cache.index_select(0, upload(piece.slots, cache.device))
-            room.copy_(found, non_blocking=True)
-            piece.buffer.copied = record_event(blocking=True)
-            under_way.append((piece, room))
-        for piece, room in under_way:
-            self._store(home, piece, room)
+    def _take_buffer(self) -> _Buffer:
+        """The buffer that was used longest ago, free."""
+        buffer = self._buffers[self._used % len(self._buffers)]
+        buffer.finish()
+        self._used += 1
+        return buffer
 
-    def _store(self, home: Tensor, piece: _Piece, room: Tensor) -> None:
-        assert piece.buffer.copied is not None
-        wait_for_event(piece.buffer.copied)
-        piece.buffer.copied = None
-        home.index_copy_(0, torch.from_numpy(piece.rows), room)
-
-
-class _Piece:
-    def __init__(self, buffer: _Buffer, rows: Numbers, slots: Numbers) -> None:
-        self.buffer = buffer
-        self.rows, self.slots = np.ascontiguousarray(rows), np.ascontiguousarray(slots)
+    def _split(self, pairs: Pairs, moved: Moved) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """(home, cache, rows, slots on the cache's device) of one piece after another."""
+        if not moved.rows.size:
+            return
+        rows = torch.from_numpy(np.ascontiguousarray(moved.rows))
+        slots = upload(moved.slots, pairs[0][1].device)
+        for home, cache in pairs:
+            width = torch.Size(home.shape[1:]).numel() * home.element_size()
+            most = max(1, self._buffers[0].bytes.numel() // width)
+            for at in range(0, rows.numel(), most):
+                part = slice(at, at + most)
+                yield home, cache, rows[part], slots[part]

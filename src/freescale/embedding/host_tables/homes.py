@@ -9,15 +9,58 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from freescale.embedding.host_tables.plan import Numbers
 from freescale.embedding.host_tables.tiers import Disk, Tier, format_bytes
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def open_home(tier: Tier, shapes: Shapes, dtype: torch.dtype, about: str) -> dict[str, Tensor]:
+class Home:
+    """All rows and their state."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors  # by name, [rows, ...]
+
+    def expect(self, *rows: Numbers) -> None:
+        """These rows, each [n], will be read or written soon."""
+
+
+class MappedHome(Home):
+    """In a file."""
+
+    def __init__(self, tensors: dict[str, Tensor], mapped: mmap.mmap) -> None:
+        super().__init__(tensors)
+        self._mapped = mapped
+
+    def expect(self, *rows: Numbers) -> None:
+        """The disk gets all of their pages to read at once. Whoever touches one page after the
+        other waits for each."""
+        offset, ordered = 0, np.sort(np.concatenate(rows))
+        for tensor in self.tensors.values():
+            width = tensor.nbytes // max(1, tensor.shape[0])
+            for first, last in find_pages(ordered, offset, width):
+                size = (last + 1 - first) * mmap.PAGESIZE
+                self._mapped.madvise(mmap.MADV_WILLNEED, first * mmap.PAGESIZE, size)
+            offset += tensor.nbytes
+
+
+def find_pages(rows: Numbers, offset: int, width: int) -> list[tuple[int, int]]:
+    """(first, last) of each run of pages that rows [n], ascending, `width` bytes each from `offset`
+    on, lie in."""
+    if not rows.size or not width:
+        return []
+    first = (offset + rows * width) // mmap.PAGESIZE
+    last = (offset + (rows + 1) * width - 1) // mmap.PAGESIZE
+    begins = np.concatenate([[True], first[1:] > last[:-1] + 1])
+    ends = np.concatenate([begins[1:], [True]])
+    return list(zip(first[begins].tolist(), last[ends].tolist(), strict=True))
+
+
+def open_home(tier: Tier, shapes: Shapes, dtype: torch.dtype, about: str) -> Home:
     """Zeros of these shapes, by name, in host memory or in a file that is mapped into it.
 
     Args:
@@ -29,7 +72,7 @@ def open_home(tier: Tier, shapes: Shapes, dtype: torch.dtype, about: str) -> dic
     if isinstance(tier, Disk):
         return _map_file(Path(tier.path), shapes, dtype, about)
     try:
-        return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+        return Home({name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()})
     except RuntimeError as error:  # torch's, for memory that cannot be had
         size = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
         raise ValueError(
@@ -38,13 +81,13 @@ def open_home(tier: Tier, shapes: Shapes, dtype: torch.dtype, about: str) -> dic
         ) from None
 
 
-def _map_file(folder: Path, shapes: Shapes, dtype: torch.dtype, about: str) -> dict[str, Tensor]:
+def _map_file(folder: Path, shapes: Shapes, dtype: torch.dtype, about: str) -> Home:
     """The file is reserved in full, so that a disk cannot become full later, and has no name, so
     that nobody can cut it short: either would kill the process that has it mapped."""
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     total = sum(sizes.values()) * dtype.itemsize
     if not total:
-        return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+        return Home({name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()})
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -65,4 +108,4 @@ def _map_file(folder: Path, shapes: Shapes, dtype: torch.dtype, about: str) -> d
             shape
         )
         offset += count * dtype.itemsize
-    return tensors
+    return MappedHome(tensors, mapped)

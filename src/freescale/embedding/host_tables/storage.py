@@ -18,14 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.embedding.host_tables.copies import Copies, HostCopies, PinnedCopies
+from freescale.embedding.host_tables.copies import (
+    NOTHING,
+    Copies,
+    HostCopies,
+    Moved,
+    PinnedCopies,
+)
 from freescale.embedding.host_tables.homes import open_home
 from freescale.embedding.host_tables.plan import (
     PINNED,
     CacheContents,
     CachePlan,
     CacheTooSmall,
-    Numbers,
     plan_cache,
 )
 from freescale.embedding.host_tables.tiers import Tier, format_bytes
@@ -123,8 +128,9 @@ class CachedStorage(RowStorage):
             raise self._explain(error) from None
         out_of = plan.into[: plan.leave.size]
         newer = self._newer[out_of]
-        self._send(plan.leave[newer], out_of[newer])
-        self._bring(plan.bring, plan.into)
+        leave = plan.leave[newer]
+        self._home.expect(leave, plan.bring)
+        self._move(Moved(leave, out_of[newer]), Moved(plan.bring, plan.into))
         self._adopt(plan)
         self.traffic = CacheTraffic(
             plan.wanted.size,
@@ -153,17 +159,10 @@ class CachedStorage(RowStorage):
             "smaller batches or more ranks",
         )
 
-    def _bring(self, rows: Numbers, slots: Numbers) -> None:
-        for home, cache in self._pair_tensors():
-            self._copies.bring(home, rows, cache, slots)
-
-    def _send(self, rows: Numbers, slots: Numbers) -> None:
-        for home, cache in self._pair_tensors():
-            self._copies.send(home, rows, cache, slots)
-
-    def _pair_tensors(self) -> list[tuple[Tensor, Tensor]]:
+    def _move(self, down: Moved, up: Moved) -> None:
         caches = {"rows": self.weight, **self.state}
-        return [(self._home[name], cache) for name, cache in caches.items()]
+        pairs = [(self._home.tensors[name], cache) for name, cache in caches.items()]
+        self._copies.move(pairs, down, up)
 
     def _mark(self, slots: Tensor) -> None:
         self._updated = True
@@ -172,7 +171,7 @@ class CachedStorage(RowStorage):
 
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         self._write_back()
-        found = self._home["rows"].index_select(0, rows.cpu().long())
+        found = self._home.tensors["rows"].index_select(0, rows.cpu().long())
         return found.to(self.weight.device).to(dtype)
 
     # ---- all rows of this rank
@@ -180,7 +179,7 @@ class CachedStorage(RowStorage):
     def get_tensors(self, name: str) -> dict[str, Tensor]:
         self._write_back()
         part = self._ranges[name].slice
-        return {key: value[part] for key, value in self._home.items()}
+        return {key: value[part] for key, value in self._home.tensors.items()}
 
     def _write_back(self) -> None:
         """Afterwards the home has every update made so far."""
@@ -188,7 +187,7 @@ class CachedStorage(RowStorage):
             return
         self._updated = False
         slots = self._newer.nonzero()[0]
-        self._send(self.contents.row_of[slots], slots)
+        self._move(Moved(self.contents.row_of[slots], slots), NOTHING)
         # Those of the last batches are on their way through steps, and change again.
         self._newer &= self.contents.last_use >= self._batches - PINNED
 
@@ -196,4 +195,4 @@ class CachedStorage(RowStorage):
         """The home was written to: the cache takes its rows."""
         self._updated = False
         slots = np.arange(self.contents.filled)
-        self._bring(self.contents.row_of[: slots.size].copy(), slots)
+        self._move(NOTHING, Moved(self.contents.row_of[: slots.size].copy(), slots))
