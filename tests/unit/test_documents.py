@@ -20,7 +20,7 @@ PAGES = [
 ]
 # Results have a testbed in their name, hence a hyphen; a run's own files (ledger.json, config.json)
 # have none.
-RESULT = re.compile(r"[a-z0-9*]+(?:-[a-z0-9*]+)+\.(?:json|txt)\b")
+RESULT = re.compile(r"[a-z0-9_*]+(?:-[a-z0-9_*]+)+\.(?:json|txt)\b")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -90,10 +90,10 @@ def test_pages_name_targets_and_no_commits(page):
 
 
 def test_every_page_with_python_is_run():
-    """By the test below, test_host_tables.py, test_torchrec_checkpoint.py,
+    """By the test below, test_host_tables.py, test_dynamic.py, test_torchrec_checkpoint.py,
     tests/e2e/test_examples.py and tests/distributed/test_callbacks.py."""
     run = {"README.md", "your_model.md", "training.md", "embedding.md", "compress.md"}
-    run |= {"segments.md", "host_tables.md", "from_torchrec.md"}
+    run |= {"segments.md", "host_tables.md", "dynamic.md", "from_torchrec.md"}
     found = {page.name for page in PAGES if "```python" in page.read_text(encoding="utf-8")}
     assert found == run
 

@@ -3,7 +3,9 @@ eviction in every step; and a table that never evicts equals a static one."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,3 +196,12 @@ def test_negatives_neither_count_nor_get_a_row():
         found.append((losses, state))
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
+
+
+def test_what_the_page_shows():
+    page = Path(__file__).parents[2] / "docs" / "how" / "dynamic.md"
+    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names = {"freescale": freescale, "transport": LocalTransport()}
+    exec(snippet, names | (shown := {"model": Clicks(), "ids": Clicks.ids}), shown)
+    (line,) = [line for line in shown["sharded"].tables.describe() if "item" in line]
+    assert "50,003,968 x 8" in line and "admits after 3 batches" in line

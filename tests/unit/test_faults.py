@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import signal
 from collections import Counter
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from freescale.bench.faults.bench import Options
 from freescale.bench.faults.claims import is_exact
 from freescale.bench.faults.events import Process, Struck, split_time
 from freescale.bench.faults.moments import MOMENTS, watch
-from freescale.bench.faults.plan import KINDS, count_steps, order_worlds, plan_faults
+from freescale.bench.faults.plan import KINDS, count_steps, order_worlds, plan_faults, put_off
 from freescale.bench.faults.proof import compare_logs, compare_states, read_log
 from freescale.bench.faults.reporter import LAUNCHER
 from freescale.bench.faults.setting import read_ranks
@@ -67,6 +68,11 @@ class TestStorms:
         assert not any(setting.changes for setting in settings[4:])  # nor over hosts
         assert [setting.start for setting in settings[6:]] == ["freescale train", "torchrun"]
         assert "--host-storms 2 --real-starts 5" in self.options.command
+
+    def test_of_one_arm_have_a_result_of_their_own(self):
+        assert self.options.testbed == "cpu"
+        assert replace(self.options, storms=0).testbed == "hosts"
+        assert replace(self.options, storms=0, host_storms=0).testbed == "starts"
 
     def test_have_each_number_of_ranks(self):
         for seed in range(5):
@@ -132,6 +138,16 @@ class TestPlan:
             pairs = zip(plan[:-1], plan[1:], strict=True)
             assert ("disk full", "disk full") not in {(a.kind, b.kind) for a, b in pairs}
             assert count_steps(plan) > sum(fault.after for fault in plan)
+
+    def test_a_disk_that_was_full_when_the_storm_stopped_is_full_later(self):
+        plan = plan_faults(0, 100, 2, list(KINDS))
+        full = next(fault for fault in plan if fault.kind == "disk full")
+        other = next(fault for fault in plan if fault.kind != "disk full")
+        assert put_off(plan, other.number) == plan
+        changed = put_off(plan, full.number)
+        assert [
+            one.after - two.after for one, two in zip(changed, plan, strict=True) if one != two
+        ] == [8]
 
     def test_refuses_kinds_that_are_none(self):
         with pytest.raises(ValueError, match="no such kind of faults: rain"):

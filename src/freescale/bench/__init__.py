@@ -22,6 +22,7 @@ BENCHMARKS = {
     "checkpoint": "Bytes of a full checkpoint and its deltas beside full ones alone.",
     "faults": "Training under a storm of faults, beside the run that nothing happens to.",
     "host_tables": "Step time with tables in host memory or on a disk beside the device's.",
+    "dynamic": "Tables whose rows come and go: ids/s, memory, lookups beside a static table's.",
     "memory": "Peak memory of a rank with a large sharded table.",
     "simulate": "The simulator against measured runs, and to 4,096 GPUs.",
     "train": "What freescale train makes of one GPU, shape by shape.",

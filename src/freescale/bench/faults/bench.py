@@ -65,6 +65,11 @@ class Options:
         return storms
 
     @property
+    def testbed(self) -> str:
+        """Names the result: storms over hosts alone, and starts alone, have one of their own."""
+        return "cpu" if self.storms else "hosts" if self.host_storms else "starts"
+
+    @property
     def command(self) -> str:
         words = f"freescale bench faults --storms {self.storms} --faults {self.faults}"
         words += f" --seed {self.seed} --timeout {self.timeout:g} --ranks {self.ranks}"
@@ -96,10 +101,10 @@ def bench_faults(options: Options, to: Destination) -> int:
             kinds = list_kinds(disk, setting.hosts, setting.snapshot_every > 0)
             over = network if setting.hosts > 1 else None
             rows.append(run_storm(work, seed, faults, setting, kinds, over))
-    claims = make_claims(rows)
+    claims = make_claims(rows, None if options.storms else sum(one[1] for one in options.plan()))
     struck = {event["kind"] for row in rows for event in row["events"]}
     about = {name: kind.about for name, kind in KINDS.items() if name in struck}
-    write("faults", "cpu", options.command, rows, claims, to=to, kinds=about)
+    write("faults", options.testbed, options.command, rows, claims, to=to, kinds=about)
     return int(not all(is_exact(row) for row in rows))
 
 
@@ -155,17 +160,19 @@ def _run(
         listener.bind(str(place / "storm"))
         listener.listen(64)
         address = place / "storm"
+        strikes = Strikes(run, cache, setting.timeout)
         storm = Storm(
             _make_testbed(own, setting, worlds, address, network),
             make_command(folder / "events.parquet", cache, run, steps, setting),
             faults,
-            Strikes(run, cache, setting.timeout),
+            strikes,
             own / "state.json",
             listener,
             _LIMIT if network is None else 2 * _LIMIT,  # torchrun takes longer to notice a loss
         )
         try:
             if not (own / "complete").exists():
+                strikes.clear()
                 storm.run()
                 (own / "complete").touch()
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from freescale.bench.faults.moments import (
     CHECKPOINT,
@@ -172,6 +172,18 @@ def count_steps(faults: Sequence[Fault]) -> int:
     """How long a run is that ends after the last of them. Each happens `after` steps after the run
     has gone on, or somewhat later; most set it back by some steps."""
     return sum(fault.after + 3 for fault in faults) + _FIRST
+
+
+def put_off(faults: Sequence[Fault], number: int) -> list[Fault]:
+    """The plan of a storm that was interrupted and goes on with fault `number`, which may have
+    happened already. A disk is full at a later checkpoint than before: a run that fails twice at
+    one step is not started again."""
+    return [
+        replace(fault, after=fault.after + 2 * CHECKPOINT_EVERY)
+        if fault.number == number and fault.kind == "disk full"
+        else fault
+        for fault in faults
+    ]
 
 
 def _choose_kind(draw: random.Random, left: list[str], kinds: Sequence[str], before: str) -> str:

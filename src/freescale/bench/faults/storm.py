@@ -21,7 +21,7 @@ from typing import Any
 
 from freescale.bench.faults.events import Process, Struck, describe_event, split_time
 from freescale.bench.faults.forked import STACKS
-from freescale.bench.faults.plan import KINDS, Fault
+from freescale.bench.faults.plan import KINDS, Fault, put_off
 from freescale.bench.faults.reporter import LAUNCHER
 from freescale.bench.faults.testbed import LocalTestbed, kill
 
@@ -65,6 +65,7 @@ class Storm:
             known = json.loads(self.state.read_text(encoding="utf-8"))
             self.events, self.unplanned = known["events"], known["unplanned"]
             self.wall, self.progress = known["wall"], known["progress"]
+            self.faults = put_off(self.faults, len(self.events))
         self._next = len(self.events)  # fault that is armed, or to be
         self._armed_at: float | None = None
         self._struck: list[Struck] = []

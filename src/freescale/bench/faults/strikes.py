@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 from freescale.bench.faults.hosts_testbed import HostsTestbed
 from freescale.bench.faults.plan import KINDS, Fault
 from freescale.bench.faults.testbed import fill_disk, kill
+from freescale.train.attempts import forget_attempt
 from freescale.train.snapshot.keeper_link import read_run_id
 
 if TYPE_CHECKING:
-    from freescale.bench.faults.storm import Process, Storm
+    from freescale.bench.faults.events import Process
+    from freescale.bench.faults.storm import Storm
 
 _STALL = 20.0  # seconds that a stall lasts longer than --timeout, unless the others end before
 _STILL_FULL = 0.2  # seconds that the disk stays full after the first rank has failed
@@ -33,10 +35,16 @@ class Strikes:
             timeout: of the run's collectives.
         """
         self._run, self._cache, self._timeout = run, cache, timeout
-        self._ballast: Path | None = None
+        self._ballast, self._full = run.parent / "ballast", False
         self._stalled: int | None = None
 
     # ---- what the storm asks
+
+    def clear(self) -> None:
+        """Before a storm goes on that was interrupted: what a fault has left is removed, and the
+        run does not count its end as one of its own. The fault comes again."""
+        self._ballast.unlink(missing_ok=True)
+        forget_attempt(self._run)
 
     def is_possible(self, fault: Fault) -> bool:
         """A checkpoint is damaged only if there is another one."""
@@ -52,9 +60,9 @@ class Strikes:
         if self._stalled not in (None, process.pid):
             kill(self._stalled, signal.SIGCONT)
             self._stalled = None
-        if self._ballast is not None:
-            ballast, self._ballast = self._ballast, None
-            storm.later(_STILL_FULL, ballast.unlink)
+        if self._full:
+            self._full = False
+            storm.later(_STILL_FULL, self._ballast.unlink)
 
     def strike(self, storm: Storm, fault: Fault, target: Process | None) -> float:
         """Lets the fault happen. Returns the seconds after which a disturbance is over."""
@@ -88,7 +96,8 @@ class Strikes:
             if target is not None:
                 storm.send(target, {"jump": hour})
         elif fault.kind == "disk full":
-            self._ballast = fill_disk(self._run.parent)
+            self._full = True
+            fill_disk(self._ballast)
         else:
             return self._disturb_link(storm, fault, host)
         return 0.0

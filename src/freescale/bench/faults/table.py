@@ -28,10 +28,14 @@ def format_faults(used: Results, folder: str) -> str:
     ]
     head = ("what happens", "times", "until the next step, median", "longest")
     faults = sum(row["faults"] for row in rows)
+    hosts = sum(row["hosts"] > 1 for row in rows)
+    real = sum(row["faults"] for row in rows if row.get("start", "forked") != "forked")
     conditions = (
-        f"{faults:,} faults in {len(rows)} runs of 2 to 4 CPU ranks; {_count_exact(rows)}. Ranks "
-        "are forked from a process that has imported torch: a start from the command line takes "
-        "some seconds more."
+        f"{faults:,} faults in {len(rows)} runs of 2 to 4 CPU ranks"
+        + (f", {hosts} of them over two hosts" if hosts else "")
+        + f"; {_count_exact(rows)}. Ranks are forked from a process that has imported torch"
+        + (f", except after {real} faults" if real else "")
+        + ": a start from the command line takes some seconds more."
     )
     return format_table(used, folder, head, cells, conditions=conditions)
 

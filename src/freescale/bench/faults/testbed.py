@@ -126,9 +126,8 @@ def mount_disk(image: Path, folder: Path) -> bool:
     return not _run(*private) and not _run("mount", "-o", "loop", str(image), str(folder))
 
 
-def fill_disk(folder: Path) -> Path:
-    """Takes all room that is left on the disk of `folder`. Returns the file to remove."""
-    ballast = folder / "ballast"
+def fill_disk(ballast: Path) -> None:
+    """Takes all room that is left on the disk, in a file to remove."""
     with open(ballast, "wb", buffering=0) as file:
         piece = 1 << 20
         while piece:
@@ -136,7 +135,6 @@ def fill_disk(folder: Path) -> Path:
                 file.write(b"\1" * piece)
             except OSError:
                 piece //= 2
-    return ballast
 
 
 def adopt_orphans() -> None:

@@ -161,7 +161,7 @@ def bench_limited(limited: Limited, keep: bool, to: Destination) -> int:
         show_claims(claims)
         return 0
     command = ["freescale", "bench", "host_tables", *limited.as_arguments()]
-    about = {"figures": figures, "shape": asdict(limited.make_workload())}
+    about: dict[str, Any] = {"figures": figures, "shape": asdict(limited.make_workload())}
     write("host_tables-cgroup", "cpu", " ".join(command), rows, claims, to=to, **about)
     return 0
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.embedding.dynamic.directory import BatchChanges, Directory
+from freescale.embedding.dynamic.directory import BatchChanges, BatchFigures, Directory
 from freescale.embedding.storage import Recorder, RowStorage, draw_initial_rows
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.upload import upload
@@ -68,6 +68,7 @@ class DynamicStorage(RowStorage):
         self._decisions: deque[_Decision] = deque(maxlen=_KEPT)
         self._undone = 0  # the last ones of them
         self._begun = 0  # batches whose step has begun
+        self.last_figures = BatchFigures(0, 0, 0, 0, 0, 0)
         self._lock = RLock()  # a lane decides while the main thread begins a step
 
     # ---- every step
@@ -93,6 +94,7 @@ class DynamicStorage(RowStorage):
                 self._slots = slots[-EXTRA_ROWS:].tolist()
             with ledger.span("make rows"):
                 self._insert(changes, slots)
+            self.last_figures = changes.figures
             for name, value in vars(changes.figures).items():
                 ledger.count(f"dynamic_{name}", value)
             ledger.count("dynamic_rows", self.directory.rows.used)
