@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.command import freescale
 
 from freescale.bench.common.ranks import share_gpu, start_ranks
 from freescale.bench.overlap.bench import make_figures, make_notes
@@ -17,10 +16,8 @@ from freescale.bench.overlap.overlapped import FULL
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def overlap(*arguments, timeout=240):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", "freescale", "bench", "overlap", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+def overlap(*arguments):
+    return freescale("bench", "overlap", *arguments, PYTHONPATH=str(ROOT / "src"))
 
 
 @pytest.mark.long
@@ -81,7 +78,7 @@ def test_a_rank_that_fails_ends_the_run(tmp_path, capfd):
         ["--device", "cpu", "--output", str(tmp_path / "no" / "file")],
         2,
         "cpu",
-        60,
+        180,
     )
     assert status == 1 and "no folder" in capfd.readouterr().err
 

@@ -7,12 +7,11 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from helpers.command import freescale
+from helpers.command import Begun, freescale
 from helpers.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,8 +144,8 @@ def test_picture_of_a_run(tmp_path):
     options = "--global-batch 16 --steps 4 --width 8 --device cpu"
     run_freescale("train", "--data", data, "--folder", folder, *options.split())
     picture = tmp_path / "step.svg"
-    draw = [sys.executable, "-m", "freescale.bench.serial.figure", folder, picture, "--first", "1"]
-    done = subprocess.run(list(map(str, draw)), capture_output=True, text=True, timeout=240)
+    with Begun(folder, picture, "--first", 1, module="freescale.bench.serial.figure") as begun:
+        done = begun.ended()
     assert done.returncode == 0, done.stderr
     drawn = picture.read_text()
     assert drawn.startswith("<svg") and "forward" in drawn and "rank 0: network" in drawn

@@ -136,13 +136,9 @@ class Forked:
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], stderr: int, text: bool, errors: str
     ) -> None:
-        assert (
-            list(command[:3]) == [sys.executable, "-m", "freescale"]
-            and stderr == subprocess.PIPE
-            and text
-        )
+        assert list(command[:2]) == [sys.executable, "-m"] and stderr == subprocess.PIPE and text
         read, write = os.pipe()
-        self._process = _FORK.Process(target=_as_rank, args=(command[3:], env, write))
+        self._process = _FORK.Process(target=_as_rank, args=(command[2], command[3:], env, write))
         self._process.start()
         os.close(write)
         self.stderr = os.fdopen(read, errors=errors)
@@ -167,8 +163,10 @@ class Forked:
         self._process.kill()
 
 
-def _as_rank(words: Sequence[str], environment: Mapping[str, str], stderr: int) -> None:
+def _as_rank(
+    module: str, words: Sequence[str], environment: Mapping[str, str], stderr: int
+) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     os.dup2(stderr, 2)
-    _run("freescale", words, environment)
+    _run(module, words, environment)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ from helpers.dynamic_streams import CHURN, RULES, build, state_of
 from helpers.toys import Clicks
 
 import freescale
+from freescale.config import RunConfig
 from freescale.embedding.dynamic import directory
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
+from freescale.train.build import parse_tables
 from freescale.transport.local import LocalTransport
 
 
@@ -205,3 +208,30 @@ def test_what_the_page_shows():
     exec(snippet, names | (shown := {"model": Clicks(), "ids": Clicks.ids}), shown)
     (line,) = [line for line in shown["sharded"].tables.describe() if "item" in line]
     assert "50,003,968 x 8" in line and "admits after 3 batches" in line
+
+
+def test_the_option_of_the_command_line():
+    about = {"data": "x.parquet", "rows": "item=dynamic:1M:seen=2"}
+    config = RunConfig.from_settings(about | {"in_batch_share": 1.0})
+    assert parse_tables(config) == {"item": freescale.Dynamic("1M", freescale.Seen(2))}
+    ranking = {"task": "ranking", "labels": "like"}
+    assert parse_tables(RunConfig.from_settings(about | ranking)) == parse_tables(config)
+    for wrong, message in (
+        ({}, "--negatives-from uniform .*--in-batch-share 1"),
+        ({"negatives_from": "all"}, "--negatives-from all .*--in-batch-share 1"),
+        ({"rows": "item"}, "item=dynamic:50M"),
+        ({"rows": "item=host:8GB", "in_batch_share": 1.0}, "give dynamic:ROWS"),
+        ({"rows": "item=dynamic:x", "in_batch_share": 1.0}, "--rows item=dynamic:x: 'x' is not"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_tables(RunConfig.from_settings(about | wrong))
+
+
+def test_strings_become_ids():
+    ids = freescale.data.hash_ids(["a", "b", "a", "", b"b", "\u00fc"])
+    assert ids.dtype == torch.int64 and ids[0] == ids[2] and ids[1] == ids[4]
+    assert ids.unique().numel() == 4
+    assert ids[0].item() == int.from_bytes(
+        blake2b(b"a", digest_size=8).digest(), "little", signed=True
+    )
+    assert freescale.data.hash_ids([]).shape == (0,)

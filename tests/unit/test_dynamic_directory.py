@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
-from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic, Seen, parse_dynamic
+from freescale.embedding.dynamic_rules import (
+    ENTRY_BYTES,
+    SHARDS,
+    After,
+    Dynamic,
+    Seen,
+    parse_dynamic,
+)
 from freescale.embedding.layout import TableSpec
 
 POOL = [id_in(shard, number) for shard in (0, 1, 1365, 4095) for number in range(12)] + SPECIAL
@@ -173,7 +180,7 @@ def test_all_new_all_turned_away_and_one_row_a_shard():
 
 def test_memory_beside_the_rows():
     directory = Directory(Dynamic(1000 * SHARDS), 0, SHARDS)
-    assert directory.rows.nbytes / (1000 * SHARDS) <= 24
+    assert directory.rows.nbytes / (1000 * SHARDS) <= ENTRY_BYTES
 
 
 def test_keys_are_ids_in_the_order_of_owners():

@@ -69,7 +69,8 @@ TORCHRUN = {
     "other, warned",
     [
         ({}, True),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),  # what the warning asks for
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
+        ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, False),  # what the warning asks for
         ({"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
         ({"LOCAL_WORLD_SIZE": "4"}, False),  # one machine
     ],

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 SHARDS = 4096  # virtual shards, whatever the number of ranks
+ENTRY_BYTES = 24  # of host memory for an id that has a row, or is counted; at most
 PINNED = 3  # consecutive batches, from its last use on, for which a row stays
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
@@ -108,6 +109,11 @@ class Dynamic:
     @property
     def rows(self) -> int:
         return self.shard_rows * SHARDS
+
+    @property
+    def directory_bytes(self) -> int:
+        """Of host memory beside the rows, over all ranks: which ids there are."""
+        return (self.rows + self.shard_counters * SHARDS) * ENTRY_BYTES
 
     def describe(self) -> list[object]:
         """Plain JSON that tells tables apart which do not hold the same: for checkpoints."""

@@ -28,12 +28,12 @@ from torch import Tensor
 from freescale.batch import SequenceBatch
 from freescale.embedding.collision import Masks, collision_masks, count_pieces
 from freescale.embedding.comparison import compare_requests
-from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.layout import DynamicLayout
-from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage, mark_any
+from freescale.embedding.dynamic.storage import mark_any
 from freescale.embedding.host_tables.storage import CachedStorage, raise_on_all_ranks
 from freescale.embedding.host_tables.tiers import Tier
 from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
+from freescale.embedding.open_storage import open_storage
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.request import (
     Index,
@@ -88,7 +88,7 @@ class Sharded:
         self.layout: ShardLayout | DynamicLayout = ShardLayout(tuple(specs), transport.world)
         if specs[0].dynamic is not None:
             self.layout = DynamicLayout((specs[0],), transport.world)
-        self.rows = _make_storage(self.layout, optimizer, transport, tier)
+        self.rows = open_storage(self.layout, optimizer, transport, tier)
         self._encoding = wire if wire is not None else specs[0].dtype
         self._ids = self.layout.local_dtype
         self._edges = self.layout.list_edges(transport.device)
@@ -270,26 +270,6 @@ class Sharded:
         if known is not None:
             return *known, None
         return None, *request.index.search(self.layout.compute_keys(table, ids))
-
-
-def _make_storage(
-    layout: ShardLayout | DynamicLayout,
-    optimizer: RowOptimizer,
-    transport: Transport,
-    tier: Tier | None,
-) -> RowStorage:
-    """Of this rank's part of a group."""
-    ranges = [
-        TableRange(spec, layout.base(table), *layout.get_owned_range(table, transport.rank))
-        for table, spec in enumerate(layout.specs)
-    ]
-    size = layout.size + (EXTRA_ROWS if isinstance(layout, DynamicLayout) else 0)
-    storage = ranges, size, optimizer, transport.device
-    rows: RowStorage = DeviceStorage(*storage) if tier is None else CachedStorage(*storage, tier)
-    if isinstance(layout, DynamicLayout):
-        directory = Directory(layout.rules, *layout.get_owned_shards(transport.rank))
-        rows = DynamicStorage(rows, directory)
-    return rows
 
 
 def _select_served(numbers: Tensor, part: RequestPart) -> Tensor:

@@ -255,6 +255,11 @@ class Tables:
                 self.placements, sizes | caches, find_room(ranks), self._wanted
             )
         homes = sum(sizes[n] for n, p in self._list_tiers() if isinstance(p.tier, Host))
+        homes += sum(
+            spec.dynamic.directory_bytes // self.transport.world
+            for spec in self.specs.values()
+            if spec.dynamic is not None
+        )
         for name, placed in self._list_tiers():
             sizes[name] = min(sizes[name], placed.tier.cache_bytes)
         check_memory(ranks, sum(sizes.values()), homes, self.specs.values())

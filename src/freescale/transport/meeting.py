@@ -41,11 +41,12 @@ def warn_of_shared_store(environment: Mapping[str, str]) -> str | None:
     """
     several = int(environment["WORLD_SIZE"]) > int(environment.get("LOCAL_WORLD_SIZE", "1"))
     restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    if not (shares_store(environment) and several and restarts):
+    set_already = environment.get(_OWN_STORE) == "1"  # the static rendezvous ignores it
+    if set_already or not (shares_store(environment) and several and restarts):
         return None
     return (
-        "a machine whose torchrun is started again cannot join the others, since torchrun shares "
-        f"its store: set {_OWN_STORE}=1 where torchrun starts, on all machines"
+        "a machine whose torchrun is started again cannot join the others of a c10d rendezvous, "
+        f"whose store they share: set {_OWN_STORE}=1 where torchrun starts, on all machines"
     )
 
 

@@ -35,7 +35,9 @@ from freescale.bench.faults.storm import Storm
 from freescale.bench.faults.strikes import Strikes
 from freescale.bench.faults.testbed import LocalTestbed, adopt_orphans, mount_disk
 
-_LIMIT = 120.0  # seconds without a step, after which a run has hung
+# Seconds without a step, after which a run has hung. torchrun takes longer to notice a loss, and
+# processes longer to start than to fork.
+_LIMIT, _LONG_LIMIT = 120.0, 300.0
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def _run(
             strikes,
             own / "state.json",
             listener,
-            _LIMIT if network is None else 2 * _LIMIT,  # torchrun takes longer to notice a loss
+            _LIMIT if network is None and setting.start == FORKED else _LONG_LIMIT,
         )
         try:
             if not (own / "complete").exists():

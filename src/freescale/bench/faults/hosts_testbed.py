@@ -93,6 +93,8 @@ class HostsTestbed(LocalTestbed):
 
     def close(self) -> None:
         kill(self._store)
+        with suppress(ChildProcessError):  # the storm has waited for it
+            os.waitpid(self._store, 0)  # the next one has the same port
 
     # ---- links
 

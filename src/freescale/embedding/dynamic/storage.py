@@ -31,6 +31,7 @@ from freescale.embedding.dynamic.directory import BatchChanges, BatchFigures, Di
 from freescale.embedding.storage import Recorder, RowStorage, draw_initial_rows
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.upload import upload
+from freescale.streams import current_stream
 
 EXTRA_ROWS = 2  # of the storage, behind those of the table
 _KEPT = 2  # decisions: of the batch that computes, and of the one after it
@@ -118,6 +119,10 @@ class DynamicStorage(RowStorage):
         return [("rows", self.weight), *self.state.items()]
 
     def _exchange_rows(self, decision: _Decision) -> None:
+        if self.weight.is_cuda:  # lanes and the main thread exchange them in turn
+            stream = current_stream(self.weight.device)
+            for tensor in (decision.slots, *decision.rows.values()):
+                tensor.record_stream(stream)
         for name, value in self._parts:
             before = value.index_select(0, decision.slots)
             value.index_copy_(0, decision.slots, decision.rows[name])
@@ -153,11 +158,13 @@ class DynamicStorage(RowStorage):
     # ---- what is provisional
 
     def begin(self) -> None:
-        """The step of the next batch that was made resident begins."""
-        with self._lock:
-            self._begun += 1
-            while self.directory.batches < self._begun:
-                self._redo()
+        """The step of the next batch that was made resident begins. Waits for a lane that decides
+        about another batch only if something was rolled back."""
+        self._begun += 1
+        if self._undone:
+            with self._lock:
+                while self.directory.batches < self._begun:
+                    self._redo()
 
     def roll_back(self) -> None:
         """Takes back what was decided for steps that have not begun. `begin`, or the decision about

@@ -1,0 +1,34 @@
+"""The storage of a rank's part of a group of sharded tables, by where its rows are at home and
+whether they come and go."""
+
+from __future__ import annotations
+
+from freescale.embedding.dynamic.directory import Directory
+from freescale.embedding.dynamic.layout import DynamicLayout
+from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage
+from freescale.embedding.host_tables.storage import CachedStorage
+from freescale.embedding.host_tables.tiers import Tier
+from freescale.embedding.layout import ShardLayout
+from freescale.embedding.optimizers import RowOptimizer
+from freescale.embedding.storage import DeviceStorage, RowStorage, TableRange
+from freescale.transport.api import Transport
+
+
+def open_storage(
+    layout: ShardLayout | DynamicLayout,
+    optimizer: RowOptimizer,
+    transport: Transport,
+    tier: Tier | None,
+) -> RowStorage:
+    """Allocates the rows. `tier`: where they are at home, if not on the device."""
+    ranges = [
+        TableRange(spec, layout.base(table), *layout.get_owned_range(table, transport.rank))
+        for table, spec in enumerate(layout.specs)
+    ]
+    size = layout.size + (EXTRA_ROWS if isinstance(layout, DynamicLayout) else 0)
+    storage = ranges, size, optimizer, transport.device
+    rows: RowStorage = DeviceStorage(*storage) if tier is None else CachedStorage(*storage, tier)
+    if isinstance(layout, DynamicLayout):
+        directory = Directory(layout.rules, *layout.get_owned_shards(transport.rank))
+        rows = DynamicStorage(rows, directory)
+    return rows
