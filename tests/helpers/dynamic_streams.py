@@ -45,6 +45,8 @@ def _churn(steps: int = 14, size: int = 40) -> list[list[int]]:
         ids += [id_in(shards[draw(8)], 100 * (step // 2) + draw(6)) for _ in range(size // 2)]
         if step:
             ids += [stream[-1][draw(size)] for _ in range(size // 8)]
+        if step < 3:  # swept later, and nothing comes in their place
+            ids += [id_in(shard, draw(4)) for shard in (10, 13)]
         ids += [SPECIAL[draw(len(SPECIAL))] for _ in range(size - len(ids))]
         stream.append(ids)
     return stream

@@ -20,7 +20,7 @@ PAGES = [
 ]
 # Results have a testbed in their name, hence a hyphen; a run's own files (ledger.json, config.json)
 # have none.
-RESULT = re.compile(r"[a-z0-9*]+(?:-[a-z0-9*]+)+\.(?:json|txt)\b")
+RESULT = re.compile(r"[a-z0-9_*]+(?:-[a-z0-9_*]+)+\.(?:json|txt)\b")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

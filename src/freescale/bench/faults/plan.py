@@ -21,6 +21,7 @@ from freescale.bench.faults.moments import (
 CHECKPOINT_EVERY = 4  # steps
 _LONGEST = 6  # steps between two faults
 _FIRST = 3 * CHECKPOINT_EVERY  # steps before the first fault: two checkpoints are complete
+_STEPS_A_SECOND = 20  # at most, beside a disturbance that passes
 _BY_TIMER = 0.15  # share of the faults of a step that happen at any time, not at a named moment
 
 
@@ -170,8 +171,10 @@ def order_worlds(seed: int, fewest: int, most: int) -> list[int]:
 
 def count_steps(faults: Sequence[Fault]) -> int:
     """How long a run is that ends after the last of them. Each happens `after` steps after the run
-    has gone on, or somewhat later; most set it back by some steps."""
-    return sum(fault.after + 3 for fault in faults) + _FIRST
+    has gone on, or somewhat later; most set it back by some steps. The run trains on while a link
+    is slow."""
+    passing = sum(fault.seconds for fault in faults if not KINDS[fault.kind].ends)
+    return sum(fault.after + 3 for fault in faults) + _FIRST + int(_STEPS_A_SECOND * passing)
 
 
 def put_off(faults: Sequence[Fault], number: int) -> list[Fault]:

@@ -112,7 +112,7 @@ def measure_arm(name: str, limited: Limited) -> Row:
 
     torch.set_num_threads(1)
     workload = limited.make_workload()
-    tier = Disk(limited.folder, parse_bytes(limited.limit) // 16)
+    tier = Disk(limited.folder, parse_bytes(limited.limit) // 64)
 
     def build() -> Any:
         placement = tier if name == "disk" else "sharded"
