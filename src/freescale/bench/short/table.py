@@ -23,6 +23,6 @@ def format_short(used: Results, folder: str) -> str:
     file = about["file"]
     conditions = (
         f"{file.get('name', 'Generated')}, {file['users']:,} users, {file['items']:,} items; "
-        f"{about['settings']}, {about['steps']} steps; before: an earlier commit, named in the file."
+        f"{about['settings']}, {about['steps']} steps; before: the file names the commit."
     )
     return format_table(used, folder, head, rows, conditions=conditions)
