@@ -156,6 +156,24 @@ def _moved(x: float, y: float) -> dict:
     return {"type": "pointerMove", "x": int(x), "y": int(y), "duration": 20, "origin": "viewport"}
 
 
+def _start_driver(program: str, tries: int = 5) -> tuple[subprocess.Popen, int]:
+    """A driver and its port. It takes a free port of one family of addresses and leaves if
+    another process holds that number of the other family, so beside other tests it may take
+    more than one try."""
+    said = ""
+    for _ in range(tries):
+        driver = subprocess.Popen(
+            [program, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert driver.stdout is not None
+        for line in driver.stdout:
+            if found := re.search(r"successfully on port (\d+)", line):
+                return driver, int(found[1])
+            said += line
+        said += f"(left with {driver.wait()})\n"
+    raise AssertionError(f"chromedriver did not start in {tries} tries:\n{said}")
+
+
 @contextmanager
 def browser(
     profile: Path, width: int = 1280, height: int = 900, dark: bool = False
@@ -167,16 +185,8 @@ def browser(
         "chromedriver is missing: apt-get install chromium chromium-driver, or set "
         "FREESCALE_NO_BROWSER=1"
     )
-    driver = subprocess.Popen(
-        [program, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    driver, port = _start_driver(program)
     try:
-        assert driver.stdout is not None
-        port = next(
-            int(found[1])
-            for line in driver.stdout
-            if (found := re.search(r"successfully on port (\d+)", line))
-        )
         made = Browser(port, width, height, dark, profile)
         try:
             yield made
