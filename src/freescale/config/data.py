@@ -51,6 +51,11 @@ class DataConfig(Checked):
         "rows without a user, an item or a time",
         choices=("refuse", "drop"),
     )
+    vocabulary: bool = option(
+        True,
+        "keep the text of item ids that are hashed for a dynamic table (--rows item=dynamic:ROWS), "
+        "in vocabulary.parquet; ids that are numbered always have one",
+    )
     cache: str | None = option(
         None, "folder for prepared histories (default: a folder of the user's cache)"
     )

@@ -85,6 +85,11 @@ class RunConfig:
             name, _, choice = part.partition("=")
             if not name.strip() or not choice.strip():
                 raise ValueError(f"--rows {part!r} names no table and choice: item=dynamic:50M")
+        if "item" in self.dynamic_tables and self.data.num_items is not None:
+            raise ValueError(
+                f"--num-items {self.data.num_items} with --rows {self.train.rows}: ids of a "
+                "dynamic table have no bound; leave --num-items out"
+            )
         data, sampled = self.data, self.model.task == "retrieval"
         if sampled and "item" in self.dynamic_tables and data.in_batch_share < 1:
             source = "uniform" if data.negatives_from == "auto" else data.negatives_from

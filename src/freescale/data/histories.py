@@ -2,8 +2,8 @@
 
 Columns: user_id (int64) and the lists item_id, timestamp, optional action and side columns, each
 history in time order. Under the key `freescale` the file's metadata says, as JSON: version,
-num_items, num_users, num_events, dropped_users, columns, fingerprint, no_labels, read. Files made
-elsewhere need the columns only.
+num_items, num_users, num_events, dropped_users, columns, fingerprint, no_labels, read, any_ids.
+Files made elsewhere need the columns only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEY = b"freescale"
 class HistoriesMetadata:
     """What the metadata says about a histories file."""
 
-    num_items: int
+    num_items: int  # largest id plus 1, or more; with any_ids, how many different ids there are
     num_users: int
     num_events: int
     dropped_users: int
@@ -41,6 +41,7 @@ class HistoriesMetadata:
     # None: not looked for.
     no_labels: Mapping[str, Sequence[str]] | None = None
     read: tuple[str, ...] = ()  # lines that say what was read as what
+    any_ids: bool = False  # items are any numbers of 64 bits
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,22 @@ def is_histories(path: Path) -> bool:
 class HistoriesFile:
     """Reads a histories file row group by row group; only the sizes of row groups stay in memory.
 
+    Args:
+        path: Of the file.
+        num_items: Ids are below it; by default the largest plus 1.
+        any_ids: Items are any numbers of 64 bits: those of a dynamic table.
+
     Raises:
         ValueError: The file is missing, not a histories file, or has ids from `num_items` on.
     """
 
-    def __init__(self, path: str | Path, num_items: int | None = DataConfig.num_items):
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: str | Path,
+        num_items: int | None = DataConfig.num_items,
+        any_ids: bool = False,
+    ):
+        self.path, self.any_ids = Path(path), any_ids
         if not self.path.is_file():
             raise ValueError(
                 f"{self.path}: no such file; give a histories file (`prepare` makes one)"
@@ -100,13 +111,8 @@ class HistoriesFile:
             raise ValueError(
                 f"{self.path}: format version {known['version']}, not {VERSION}; prepare it again"
             )
-        largest = known["num_items"] - 1 if known else self._find_largest_item()
-        if num_items is not None and largest >= num_items:
-            raise ValueError(
-                f"{self.path}: item id {largest} is not below num_items {num_items}; "
-                "raise num_items"
-            )
-        self.num_items: int = num_items or largest + 1
+        # with any_ids, how many different ones there are; 0: not known
+        self.num_items: int = self._find_size(known, num_items)
         self.no_labels: Mapping[str, Sequence[str]] | None = (
             known.get("no_labels") if known else None
         )
@@ -171,6 +177,22 @@ class HistoriesFile:
                 f"{self.path}: column 'user_id' holds {schema.field('user_id').type}; make it int64"
             )
 
+    def _find_size(self, known: Mapping[str, Any] | None, num_items: int | None) -> int:
+        if self.any_ids:
+            return known["num_items"] if known and known.get("any_ids") else 0
+        if known and known.get("any_ids"):
+            raise ValueError(
+                f"{self.path}: item ids are any numbers of 64 bits, for a dynamic table; train "
+                "with --rows item=dynamic:ROWS, or prepare the interactions again"
+            )
+        largest = known["num_items"] - 1 if known else self._find_largest_item()
+        if num_items is not None and largest >= num_items:
+            raise ValueError(
+                f"{self.path}: item id {largest} is not below num_items {num_items}; "
+                "raise num_items"
+            )
+        return num_items or largest + 1
+
     def _find_largest_item(self) -> int:
         largest = self.find_largest("item_id")
         if largest < 0:
@@ -234,7 +256,8 @@ class HistoriesFile:
         self, group: int, offsets: NDArray[Any], values: Mapping[str, NDArray[Any]]
     ) -> None:
         items, times = values.get("item_id"), values.get("timestamp")
-        if items is not None and len(items) and (items.min() < 0 or items.max() >= self.num_items):
+        checked = items is not None and len(items) > 0 and not self.any_ids
+        if checked and (items.min() < 0 or items.max() >= self.num_items):
             at = int(np.flatnonzero((items < 0) | (items >= self.num_items))[0])
             user = self._read_user(group, int(np.searchsorted(offsets, at, "right")) - 1)
             raise ValueError(

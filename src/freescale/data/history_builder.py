@@ -73,11 +73,13 @@ def build_histories(
         ValueError: An id is out of range, or no user has two events.
     """
     largest, events, dropped = -1, 0, 0
+    hashed = interactions.hashed
 
     def count_events() -> Iterator[pa.RecordBatch]:
         nonlocal largest, events
         for batch in interactions:
-            largest = max(largest, int(batch.column("item_id").to_numpy().max()))
+            if hashed is None:
+                largest = max(largest, int(batch.column("item_id").to_numpy().max()))
             if num_items is not None and largest >= num_items:
                 raise ValueError(
                     f"{interactions.files[0]}: item id {largest} is not below num_items "
@@ -88,7 +90,7 @@ def build_histories(
             spilled.bytes, spilled.share = spilled.bytes + batch.nbytes, interactions.fraction
             report("read", interactions.fraction)
             yield batch
-        if num_items is None and is_huge(largest, events):
+        if num_items is None and hashed is None and is_huge(largest, events):
             reading = interactions.reading.code("item_id", f"integers up to {largest:,}")
             raise ReadDifferently(f"item ids reach {largest}", reading)
 
@@ -128,7 +130,7 @@ def build_histories(
             written += table.num_rows
             report("write", written / kept_users)
         metadata = HistoriesMetadata(
-            num_items=num_items or largest + 1,
+            num_items=hashed.different if hashed else num_items or largest + 1,
             num_users=kept_users,
             num_events=kept_events,
             dropped_users=dropped,
@@ -136,12 +138,14 @@ def build_histories(
             fingerprint=make_fingerprint(),
             no_labels=interactions.no_labels,
             read=tuple(describe_interactions(interactions)),
+            any_ids=hashed is not None,
         )
     finally:
         writer.close(metadata)
-    if not interactions.vocabulary.columns:
+    texts = hashed.texts if hashed is not None else []
+    if not interactions.vocabulary.columns and not texts:
         return [path]
-    interactions.vocabulary.write(folder / VOCABULARY)
+    interactions.vocabulary.write(folder / VOCABULARY, texts)
     return [folder / VOCABULARY, path]
 
 

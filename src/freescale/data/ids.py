@@ -6,7 +6,7 @@ reading begins with integers and starts again with codes (`ReadDifferently`) whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -48,11 +48,12 @@ class NotIntegers(Exception):
     """Ids that cannot stay as they are, and why."""
 
 
-def parse_integers(values: pa.Array) -> pa.Array:
+def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
     """Ids as int64.
 
     Raises:
-        NotIntegers: they are strings, negative, beyond int64 or have leading zeros.
+        NotIntegers: they are strings, beyond int64, have leading zeros or, unless `signed`, are
+            negative.
         BadValue: an id is missing or a fraction.
     """
     refuse_nulls(values)
@@ -86,7 +87,7 @@ def parse_integers(values: pa.Array) -> pa.Array:
             f"holds {values.type}, not ids",
             "cast it to int64 or to strings, or name another column",
         )
-    if len(numbers) and pc.min(numbers).as_py() < 0:
+    if not signed and len(numbers) and pc.min(numbers).as_py() < 0:
         raise NotIntegers("integers, some of them negative")
     return numbers
 
@@ -114,8 +115,9 @@ class Vocabulary:
         )
         return known.take(encoded.indices)
 
-    def write(self, path: Path) -> None:
-        """Writes the columns `column`, `id` and `text`."""
+    def write(self, path: Path, hashed: Iterable[tuple[pa.Array, pa.Array]] = ()) -> None:
+        """Writes the columns `column`, `id` and `text`. `hashed`: ids and texts of items that are
+        not numbered."""
         schema = pa.schema([("column", pa.string()), ("id", pa.int64()), ("text", pa.string())])
         with pq.ParquetWriter(path, schema) as writer:
             for name, codes in self.columns.items():
@@ -125,6 +127,9 @@ class Vocabulary:
                     pa.array(list(codes), pa.string()),
                 ]
                 writer.write_table(pa.table(columns, schema=schema))
+            for ids, texts in hashed:
+                columns = [pa.repeat("item_id", len(ids)), ids, texts]
+                writer.write_table(pa.table(columns, schema=schema))
 
 
 def find_vocabulary(histories: Path) -> Path | None:
@@ -133,12 +138,18 @@ def find_vocabulary(histories: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def check_vocabulary(histories: Path, expected: Path) -> None:
+def check_vocabulary(histories: Path, expected: Path, columns: Sequence[str]) -> None:
     """Raises ValueError if the ids of a prepared file are numbered otherwise than `expected`, a
-    vocabulary, says."""
+    vocabulary, says. `columns`: those whose numbers a model knows."""
+    known = _read_vocabulary(expected, columns)
     found = find_vocabulary(histories)
-    if found is None or not pq.read_table(found).equals(pq.read_table(expected)):
+    if known.num_rows and (found is None or not _read_vocabulary(found, columns).equals(known)):
         raise ValueError(
             f"ids of this data are numbered otherwise than those that the model was trained on "
             f"({expected}); evaluate on the same data, or on integer ids"
         )
+
+
+def _read_vocabulary(path: Path, columns: Sequence[str]) -> pa.Table:
+    table = pq.read_table(path)
+    return table.filter(pc.is_in(table.column("column"), pa.array(columns, pa.string())))

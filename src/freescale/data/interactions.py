@@ -31,6 +31,7 @@ from freescale.config import DataConfig, ModelConfig
 from freescale.config.columns import Label, parse_columns, parse_labels
 from freescale.config.data import FORMATS
 from freescale.data.actions import make_action, make_feedback_action, take_side
+from freescale.data.hashed_ids import HashedIds
 from freescale.data.ids import (
     NotIntegers,
     ReadDifferently,
@@ -65,11 +66,16 @@ class Interactions(Iterator[pa.RecordBatch]):
         columns: str = "",
         labels: str = "",
         missing: str = "refuse",
+        any_ids: bool = False,
+        vocabulary: bool = True,
     ):
+        """`any_ids`: items are numbers of 64 bits, or hashed to them; the texts are kept if a
+        `vocabulary` of them is wanted."""
         if format not in ("auto", *FORMATS):
             raise ValueError(f"unknown format {format!r}: choose auto, {', '.join(FORMATS)}")
         self.files = list(files)
         self._drop = missing == "drop"
+        self._any_ids, self._keeps_texts = any_ids, vocabulary
         given = parse_columns(columns)
         self.layouts = [lay_out(file, format, given) for file in self.files]
         self.sides = self._find_sides()  # of Parquet files: those that are kept, and the others
@@ -88,6 +94,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         """Reads from the beginning, with what has been found out."""
         self.reading = reading
         self.vocabulary = Vocabulary()
+        self.hashed = HashedIds(self._keeps_texts) if self._any_ids else None  # item ids
         # column -> file, column there, value that is not 0 or 1
         self.no_labels: dict[str, tuple[str, str, str]] = {}
         self.fraction = 0.0  # of the bytes or rows read so far
@@ -217,6 +224,9 @@ class Interactions(Iterator[pa.RecordBatch]):
         return pa.RecordBatch.from_pydict(columns)
 
     def _take_ids(self, name: str, block: TableBlock, column: str) -> pa.Array:
+        if name == "item_id" and self.hashed is not None:
+            encode = self.hashed.encode
+            return block.convert(column, lambda values: encode(decode_text(values)))
         if name in self.reading.coded:
             return block.convert(
                 column, lambda values: self.vocabulary.encode(name, decode_text(values))

@@ -28,6 +28,7 @@ from freescale.data.negatives import (
     NegativeSampler,
     check_catalogue,
     check_countable,
+    check_in_batch,
     choose_log_q,
     choose_negatives,
     choose_negatives_from,
@@ -107,6 +108,8 @@ class Histories:
         epochs: Of the run.
         start: First batch of the run to yield.
         num_items: Rows of the item table; by default the largest id plus 1.
+        any_ids: Items are any numbers of 64 bits, those of a dynamic table. Negatives are of the
+            batch alone, and the table itself counts what `log_q` needs.
 
     Raises:
         ValueError: An option is out of range, or the file does not fit it.
@@ -140,6 +143,7 @@ class Histories:
         epochs: int = 1,
         start: int = 0,
         num_items: int | None = DataConfig.num_items,
+        any_ids: bool = False,
     ):
         _check_choice("task", task, TASKS)
         _check_choice("part", part, PARTS)
@@ -173,7 +177,7 @@ class Histories:
                 f"split {split!r} with split_time {split_time}; give it with split "
                 "'time', and only then"
             )
-        self.file = HistoriesFile(path, num_items)
+        self.file = HistoriesFile(path, num_items, any_ids)
         self.global_batch = global_batch
         self.rank = rank
         self.world = world
@@ -188,15 +192,17 @@ class Histories:
         self.negatives_per = choose_negatives_per(
             negatives_per, min(self.file.mean_length, max_length), negatives_from, negatives
         )
+        if any_ids and part == "train" and task == "retrieval":
+            check_in_batch(negatives_from, in_batch_share)
         self.negatives_from = negatives_from = choose_negatives_from(
-            negatives_from, self.negatives_per, self.num_items, log_q
+            negatives_from, self.negatives_per, None if any_ids else self.num_items, log_q
         )
         if negatives_from == "all" and part == "train" and task == "retrieval":
             check_catalogue(self.num_items, negatives, in_batch_share)
             negatives = self.num_items
         self.negatives = choose_negatives(negatives, self.negatives_per)
         self.log_q = choose_log_q(log_q, negatives_from, in_batch_share)
-        if self.log_q or negatives_from == "popularity":
+        if not any_ids and (self.log_q or negatives_from == "popularity"):
             check_countable(self.num_items)
         self._sampler: NegativeSampler | None = None
         self.seed = seed
@@ -265,6 +271,11 @@ class Histories:
     @property
     def num_items(self) -> int:
         return self.file.num_items
+
+    @property
+    def any_ids(self) -> bool:
+        """Whether items are any numbers of 64 bits."""
+        return self.file.any_ids
 
     @property
     def num_actions(self) -> int:
@@ -386,6 +397,8 @@ class Histories:
         per, count = self.negatives_per, self.negatives
         in_batch = round(count * self.in_batch_share)
         weights = popularity = log_q = None
+        if self.any_ids:
+            return NegativeSampler(per, count, count, self.halo, self.seed, None)
         if self.negatives_from == "popularity":
             weights = self.count_items().numpy() ** self.popularity_power
             if not weights.any():
@@ -422,6 +435,18 @@ class Histories:
             [num_items] int64.
         """
         return self._reader.count_items()
+
+    def count_items_of(self, ids: Tensor) -> Tensor:
+        """As `count_items`, of some ids.
+
+        Args:
+            ids: [n] different ones.
+
+        Returns:
+            [n] int64, on their device.
+        """
+        found = self._reader.count_items_of(ids.cpu().numpy())
+        return torch.from_numpy(found).to(ids.device)
 
 
 def _note_span(times: Jagged) -> Jagged:

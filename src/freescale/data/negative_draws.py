@@ -36,7 +36,7 @@ def draw_negatives(
     in_batch: int,
     halo: int,
     batch_size: int,
-    num_items: int,
+    num_items: int | None,
     homes: Tensor | None = None,
     popularity: AliasTable | None = None,
 ) -> Tensor:
@@ -51,7 +51,8 @@ def draw_negatives(
             targets is replaced by a draw from the catalogue.
         halo: Samples.
         batch_size: Of the global batch.
-        num_items: Ids are below it.
+        num_items: Ids are below it. None: there is no catalogue; all negatives are targets of
+            those of the next `halo` samples that have some.
         homes: [n] the sample of each key, among those of the targets; by default key i is of
             sample i.
         popularity: The distribution over the catalogue; None: uniform.
@@ -59,13 +60,15 @@ def draw_negatives(
     Returns:
         [n, count] item ids.
     """
+    homes = torch.arange(len(keys)) if homes is None else homes
+    if num_items is None:
+        return _draw_targets(keys, targets, count, halo, batch_size, homes)
     drawn = _draw_uniformly(keys.numpy(), count, num_items)  # [n, count]
     if popularity is not None:
         drawn = popularity.choose(drawn, _draw_coins(keys.numpy(), count))
     negatives = torch.from_numpy(drawn)
     if in_batch == 0 or halo <= 0 or targets.values.numel() == 0:
         return negatives
-    homes = torch.arange(len(keys)) if homes is None else homes
     numbers = torch.arange(in_batch)
     step = 1 + integers(derive(keys[:, None], _SAMPLE, numbers), halo)  # [n, in_batch]
     chosen = (homes[:, None] + step) % batch_size
@@ -76,6 +79,30 @@ def draw_negatives(
     found = targets.values[place.clamp(max=targets.values.numel() - 1)]
     negatives[:, :in_batch] = torch.where(lengths > 0, found, negatives[:, :in_batch])
     return negatives
+
+
+def _draw_targets(
+    keys: Tensor, targets: Jagged, count: int, halo: int, batch_size: int, homes: Tensor
+) -> Tensor:
+    """[n, count] targets of the next `halo` samples that have some; 0 where none has."""
+    if halo <= 0 or not targets.values.numel():
+        return torch.zeros(len(keys), count, dtype=torch.int64)
+    some = torch.zeros(batch_size, dtype=torch.int64)
+    some[: len(targets.lengths)] = targets.lengths > 0
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), some.repeat(2).cumsum(0)])
+    first = homes % batch_size + 1  # of the halo, [n]
+    able = before[first + halo] - before[first]  # samples of it that have targets
+    numbers = torch.arange(count)
+    step = integers(derive(keys[:, None], _SAMPLE, numbers), able.clamp(min=1)[:, None])
+    wanted = before[first][:, None] + step  # so many samples with targets are before it
+    chosen = (torch.searchsorted(before, wanted, right=True) - 1) % batch_size
+    chosen = torch.where(able[:, None] > 0, chosen, 0)
+    lengths = targets.lengths[chosen]
+    place = targets.offsets[chosen] + integers(
+        derive(keys[:, None], _POSITION, numbers), lengths.clamp(min=1)
+    )
+    found = targets.values[place.clamp(max=targets.values.numel() - 1)]
+    return torch.where(able[:, None] > 0, found, 0)
 
 
 def derive_position_keys(keys: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

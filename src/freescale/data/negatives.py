@@ -53,7 +53,7 @@ def choose_negatives_per(
     return "batch" if mean_length < SHORT and count is None else "sample"
 
 
-def choose_negatives_from(asked: str, per: str, num_items: int, log_q: bool | None) -> str:
+def choose_negatives_from(asked: str, per: str, num_items: int | None, log_q: bool | None) -> str:
     """What negatives are drawn from: `uniform`, `popularity` or `all`.
 
     A batch that shares its negatives reaches few items in a step. Those that are drawn by
@@ -63,12 +63,12 @@ def choose_negatives_from(asked: str, per: str, num_items: int, log_q: bool | No
     Args:
         asked: One of these, or `auto`, which leaves it to this rule.
         per: What has negatives of its own.
-        num_items: Size of the catalogue, whose items would have to be counted.
+        num_items: Size of the catalogue, whose items would have to be counted; None: there is none.
         log_q: Whether logits are corrected; False: it is asked not to.
     """
     if asked != "auto":
         return asked
-    countable = num_items <= LARGEST_UNASKED and log_q is not False
+    countable = num_items is not None and num_items <= LARGEST_UNASKED and log_q is not False
     return "popularity" if per == "batch" and countable else "uniform"
 
 
@@ -113,6 +113,16 @@ def check_catalogue(num_items: int, asked: int | None, in_batch_share: float) ->
         )
 
 
+def check_in_batch(source: str, in_batch_share: float) -> None:
+    """Refuses negatives that a dynamic table cannot have."""
+    if source == "all" or in_batch_share < 1:
+        raise ValueError(
+            f"negatives_from {source!r} with in_batch_share {in_batch_share:g}: a dynamic table "
+            "has no catalogue that negatives could be drawn from; take those of the batch, "
+            "in_batch_share 1"
+        )
+
+
 def check_countable(num_items: int) -> None:
     """Refuses a catalogue whose items are too many to keep the probability of each."""
     if num_items > LARGEST_COUNTED:
@@ -141,7 +151,7 @@ class NegativeSampler:
         halo: How many samples further these come from, at most; those of a batch come from all of
             its samples.
         seed: Of the run.
-        num_items: Ids are below it.
+        num_items: Ids are below it. None: there is no catalogue, and all come from the batch.
         popularity: What those that are not from the batch are drawn from; None: uniform.
         log_q: [num_items] float32 log of the probability that a draw is each item, to correct
             logits with; None: no correction.
@@ -153,7 +163,7 @@ class NegativeSampler:
     in_batch: int
     halo: int
     seed: int
-    num_items: int
+    num_items: int | None
     popularity: AliasTable | None = None
     log_q: Tensor | None = None
     whole: bool = False
@@ -170,7 +180,7 @@ class NegativeSampler:
             low: Place of the slice's first sample in the global batch.
             size: Samples of the global batch.
         """
-        if self.whole:
+        if self.whole and self.num_items is not None:
             return DrawnNegatives({}, {}, {"negatives": torch.arange(self.num_items)})
         own_lengths = targets.lengths[: len(keys)]
         homes, halo = None, min(self.halo, size - 1)  # a sample is never in its own halo

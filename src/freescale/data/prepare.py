@@ -35,6 +35,8 @@ def prepare(
     columns: str = DataConfig.columns,
     labels: str = ModelConfig.labels,
     missing: str = DataConfig.missing,
+    any_ids: bool = False,
+    vocabulary: bool = DataConfig.vocabulary,
     bucket_events: int = BUCKET_EVENTS,
 ) -> Path:
     """Makes a histories file of interaction files, or finds it in the cache.
@@ -56,6 +58,10 @@ def prepare(
             recognised.
         labels: Label columns to read or make, as `is_click,like=rating>=4`.
         missing: `drop` leaves out rows without user, item or time, `refuse` raises.
+        any_ids: For a dynamic item table: item ids that are numbers of 64 bits stay as they are,
+            others are hashed (`hash_ids`). Whether different ones share an id is said in the
+            metadata.
+        vocabulary: Whether `vocabulary.parquet` has the texts of hashed item ids.
         bucket_events: Events in memory at once, about.
 
     Returns:
@@ -75,8 +81,8 @@ def prepare(
                 f"{files[0]}: a histories file, and labels are made of interactions only: "
                 f"{', '.join(rules)}; name a label column, or give the interactions"
             )
-        return HistoriesFile(files[0].path, num_items).path
-    interactions = Interactions(files, format, columns, labels, missing)
+        return HistoriesFile(files[0].path, num_items, any_ids).path
+    interactions = Interactions(files, format, columns, labels, missing, any_ids, vocabulary)
     paths = [file.path for file in files]
     sources = read_contents(paths, cache / "digests", lambda share: report("hash", share))
     made = ",".join(label.text for label in interactions.labels)
@@ -86,6 +92,7 @@ def prepare(
     # holds names them in errors.
     about: list[Any] = [[source.digest for source in sources], interactions.formats, num_items]
     about += [*([given] if given else []), *([members] if members else [])]
+    about += ["any ids"] if any_ids else []
 
     def make_fingerprint() -> str:
         # Files of integers in Amazon's format were coded once: runs on such data are told apart.
@@ -93,7 +100,9 @@ def prepare(
         other = [name for name in IDS if (name in interactions.reading.coded) != usual]
         return compute_digest(*about, *([other] if other else []))
 
-    key = compute_digest(VERSION, _READING, *about, [str(path.resolve()) for path in paths])
+    kept = ["no vocabulary"] if any_ids and not vocabulary else []
+    resolved = [str(path.resolve()) for path in paths]
+    key = compute_digest(VERSION, _READING, *about, *kept, resolved)
     target = cache / key / "histories.parquet"
     remove_dead_workspaces(cache)
     if target.is_file():

@@ -37,6 +37,8 @@ def describe_interactions(interactions: Interactions) -> list[str]:
 
 
 def _describe_ids(interactions: Interactions, name: str) -> str:
+    if name == "item_id" and interactions.hashed is not None:
+        return interactions.hashed.describe()
     if name not in interactions.reading.coded:
         return "integers"
     count, reason = len(interactions.vocabulary.columns[name]), interactions.reading.coded[name]

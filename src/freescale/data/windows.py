@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,12 +142,29 @@ class WindowReader:
     def count_items(self) -> Tensor:
         """[num_items] int64: how often each item occurs in the train part. Reads the whole file."""
         counts = np.zeros(self._file.num_items, np.int64)
+        for items in self._read_train_items():
+            np.add.at(counts, items, 1)
+        return torch.from_numpy(counts)
+
+    def count_items_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n]: how often each of ids [n] occurs in the train part. Reads the whole file."""
+        order = np.argsort(ids)
+        ordered, counts = ids[order], np.zeros(len(ids), np.int64)
+        for items in self._read_train_items() if len(ids) else ():
+            place = np.searchsorted(ordered, items).clip(max=len(ids) - 1)
+            place = place[ordered[place] == items]
+            counts += np.bincount(place, minlength=len(ids))
+        found = np.empty_like(counts)
+        found[order] = counts
+        return found
+
+    def _read_train_items(self) -> Iterator[NDArray[np.int64]]:
+        """Item ids of the train part, of one row group after the other."""
         for number in range(self._file.num_groups):
             group = self._file.read(number, ("item_id", "timestamp"))
             lengths = torch.from_numpy(self._split.find_ends(group, "train") - group.offsets[:-1])
             index = concat_ranges(torch.from_numpy(group.offsets[:-1]), lengths).numpy()
-            np.add.at(counts, group.values["item_id"][index], 1)
-        return torch.from_numpy(counts)
+            yield group.values["item_id"][index]
 
     def share_targets(self) -> tuple[NDArray[np.float64], float]:
         """How the targets of the samples divide among the items. Reads the whole file.

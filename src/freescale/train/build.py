@@ -34,7 +34,7 @@ from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.pipeline import Pipeline
 from freescale.segments import Segments
 from freescale.train.evaluate import evaluate_ranking
-from freescale.train.evaluate_retrieval import evaluate_retrieval
+from freescale.train.evaluate_retrieval import Popularity, evaluate_retrieval
 from freescale.train.learning_rate import build_learning_rate
 from freescale.train.ranks import SampleRanks
 from freescale.transport.api import Transport
@@ -53,6 +53,8 @@ def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
         columns=data.columns,
         labels=config.model.labels if config.model.task == "ranking" else "",
         missing=data.missing,
+        any_ids="item" in config.dynamic_tables,
+        vocabulary=data.vocabulary,
     )
 
 
@@ -92,6 +94,7 @@ def list_sample_options(config: RunConfig) -> dict[str, Any]:
     )
     return {
         **{name: getattr(data, name) for name in names},
+        "any_ids": "item" in config.dynamic_tables,
         "task": config.model.task,
         "tasks": config.label_names,
         "seed": config.train.seed,
@@ -189,7 +192,8 @@ def build_reducer(config: RunConfig) -> Thresholding | None:
 def build_model(config: RunConfig, data: Histories, transport: Transport) -> ShardedModel:
     """The module of `build_module` with its tables spread over the ranks."""
     train = config.train
-    module = build_module(config, data.num_items, data.num_actions)
+    # rows of a dynamic table come with its ids
+    module = build_module(config, max(1, data.num_items), data.num_actions)
     return parallelize(
         module,
         module.features,  # type: ignore[arg-type]
@@ -289,7 +293,8 @@ def evaluate_part(
     data = load_histories(config, path, model.transport, part)
     if config.model.task == "ranking":
         return evaluate_ranking(model, data, config.label_names)
-    popularity = None
+    popularity: Popularity | None = None
     if baseline:
-        popularity = load_histories(config, path, model.transport).count_items()
+        training = load_histories(config, path, model.transport)
+        popularity = training.count_items_of if training.any_ids else training.count_items()
     return evaluate_retrieval(model, data, popularity=popularity, keep=keep)

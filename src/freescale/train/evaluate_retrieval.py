@@ -8,7 +8,7 @@ rank ever holds the whole table, nothing is sampled, and nothing is scored twice
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,16 @@ from freescale.train.metrics import ranking_quality
 from freescale.train.ranks import SampleRanks
 from freescale.transport.api import Transport
 
+# [rows] counts of all items, or what finds those of ids [n]
+Popularity = Tensor | Callable[[Tensor], Tensor]
+
 
 def evaluate_retrieval(
     parallel: ShardedModel,
     data: Iterable[SequenceBatch],
     *,
     table: str = "item",
-    popularity: Tensor | None = None,
+    popularity: Popularity | None = None,
     keep: SampleRanks | None = None,
 ) -> dict[str, dict[str, float]]:
     """{"model": metrics, "popularity": metrics}: ranks of dense["target"] in the full catalogue.
@@ -47,8 +50,8 @@ def evaluate_retrieval(
         parallel: A sharded Retrieval model.
         data: This rank's batches; all ranks have equally many.
         table: Of the items.
-        popularity: [rows] how often the training part holds each item; the baseline that recommends
-            the most popular to all.
+        popularity: [rows] how often the training part holds each item, or a function of ids [n]
+            that returns it; the baseline that recommends the most popular to all.
         keep: Gets the model's ranks sample by sample.
     """
     transport, module = parallel.transport, parallel.module
@@ -61,7 +64,10 @@ def evaluate_retrieval(
     place, dynamic = _PlaceFinder(ids), parallel.tables.specs[table].dynamic is not None
     # on every rank, whatever it owns
     tile = choose_tile(-(-parallel.tables.specs[table].rows // transport.world))
-    baseline = None if popularity is None else _Popularity(popularity.to(ids.device)[ids])
+    baseline = None
+    if popularity is not None:
+        given = not isinstance(popularity, Tensor)
+        baseline = _Popularity(popularity(ids) if given else popularity.to(ids.device)[ids])
     ranks: list[Tensor] = []  # [2, q] each: among all items, among the unseen
     popular: list[Tensor] = []  # likewise
     repeats: list[Tensor] = []
@@ -70,19 +76,21 @@ def evaluate_retrieval(
         return transport.all_reduce(mine, "counts").wait()
 
     def visit(batch: SequenceBatch) -> None:
-        queries, targets, history = _gather_samples(module, batch, catalogue, transport)
+        queries, targets, past = _gather_samples(module, batch, catalogue, transport)
+        history, there = _pad(past, targets)
         if keep is not None:
             own = batch.weights["next_item"] if len(batch) else targets.new_zeros(0)
             keep.there.append(gather_rows((own > 0).long(), transport))
-            keep.history.append((history >= 0).sum(1))
-        repeats.append((history == targets[:, None]).any(1))
-        places, seen = place.find(targets), place.find(_list_seen(history, targets))
-        for part, own, past in split_queries(queries, places, seen):
+            keep.history.append(past.lengths)
+        repeats.append(((history == targets[:, None]) & there).any(1))
+        listed, kept = _list_seen(history, targets)
+        places, seen = place.find(targets), torch.where(kept, place.find(listed), -1)
+        for part, own, others in split_queries(queries, places, seen):
             goals = add_up(score_targets(part, catalogue, own, tile=tile))
             if dynamic:  # a target without a row is found by nobody: all items are better
-                there = add_up((own >= 0).long())
-                goals = torch.where(there > 0, goals, -torch.inf)
-            counts = count_better(part, catalogue, own, goals, tile=tile, seen=past)
+                owners = add_up((own >= 0).long())
+                goals = torch.where(owners > 0, goals, -torch.inf)
+            counts = count_better(part, catalogue, own, goals, tile=tile, seen=others)
             ranks.append(_to_ranks(add_up(torch.stack(counts))))
         if baseline is not None:
             counts = baseline.count_better(places, add_up(baseline.score_targets(places)), seen)
@@ -102,9 +110,8 @@ def evaluate_retrieval(
 
 def _gather_samples(
     module: nn.Module, batch: SequenceBatch, catalogue: Tensor, transport: Transport
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [q, width], targets [q] and histories [q, longest] (-1 behind the end) of all ranks'
-    samples that have a target."""
+) -> tuple[Tensor, Tensor, Jagged]:
+    """Queries [q, width], targets [q] and histories of all ranks' samples that have a target."""
     if len(batch):
         # the samples with a target, read from the device once a batch
         (kept,) = (batch.weights["next_item"] > 0).nonzero(as_tuple=True)
@@ -117,26 +124,29 @@ def _gather_samples(
     queries = gather_rows(queries.to(catalogue.dtype), transport)
     targets = gather_rows(targets, transport)
     lengths, items = (gather_rows(part, transport) for part in (history.lengths, history.values))
-    return queries, targets, _pad(Jagged(items, lengths))
+    return queries, targets, Jagged(items, lengths)
 
 
-def _pad(history: Jagged) -> Tensor:
-    """[samples, longest], with -1 behind the end of each."""
+def _pad(history: Jagged, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """[samples, longest], with the target behind the end of each, since every number may be an id;
+    and what of it is the history."""
     lengths, tokens = history.lengths, history.values.shape[0]
-    padded = lengths.new_full((len(lengths), int(lengths.max()) if len(lengths) else 0), -1)
+    longest = int(lengths.max()) if len(lengths) else 0
+    padded = targets[:, None].repeat(1, longest)
     numbers = torch.arange(len(lengths), device=lengths.device)
     owner = torch.repeat_interleave(numbers, lengths, output_size=tokens)
     column = torch.arange(tokens, device=lengths.device) - history.offsets[owner]
     padded[owner, column] = history.values
-    return padded
+    return padded, torch.arange(longest, device=lengths.device) < lengths[:, None]
 
 
-def _list_seen(history: Tensor, targets: Tensor) -> Tensor:
-    """The items of each history [q, longest], each once and without the target, else -1."""
+def _list_seen(history: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The items of each history [q, longest], and which of them are listed: each once, without the
+    target."""
     ordered = history.sort(dim=1).values
     known = ordered == targets[:, None]
     known[:, 1:] |= ordered[:, 1:] == ordered[:, :-1]
-    return ordered.masked_fill(known, -1)
+    return ordered, ~known
 
 
 def _to_ranks(better: Tensor) -> Tensor:

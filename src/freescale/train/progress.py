@@ -153,9 +153,12 @@ def describe_run(trainer: Trainer) -> list[str]:
     if compressed := build_reducer(trainer.config):
         about = f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)"
     drawn = f"; {describe_negatives(data)}" if data.task == "retrieval" else ""
+    items = f"{data.num_items:,} items"
+    if data.any_ids:
+        items = f"{data.num_items:,} different item ids" if data.num_items else "any item ids"
     ranks = f"{transport.world} rank{'s' * (transport.world > 1)}"
     return [
-        f"{data.num_samples:,} users, {data.num_items:,} items{drawn}",
+        f"{data.num_samples:,} users, {items}{drawn}",
         f"{ranks} on {transport.device.type}, global batch {data.global_batch}, schedule "
         f"{settings.schedule}, balance {settings.balance}",
         f"{parameters:,} dense parameters{about}",

@@ -203,7 +203,8 @@ def run_evaluation(
     eval-PART.json into it."""
     path = prepare()
     if (folder / VOCABULARY).is_file():
-        check_vocabulary(path, folder / VOCABULARY)
+        hashed = "item" in config.dynamic_tables
+        check_vocabulary(path, folder / VOCABULARY, ["action"] if hashed else ["item_id", "action"])
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
     found, step, quality = evaluate_checkpoint(
         config, folder, part, path, transport, checkpoint, ranks
