@@ -103,10 +103,10 @@ class HashedIds:
         """[n] whether ids [n] of different texts have not been seen; they are from now on."""
         new, other = np.ones(len(ids), bool), np.zeros(len(ids), bool)
         for known, seconds in self._runs:
-            place = np.searchsorted(known, ids).clip(max=len(known) - 1)
-            found = known[place] == ids
+            places = np.searchsorted(known, ids).clip(max=len(known) - 1)
+            found = known[places] == ids
             new &= ~found
-            other |= found & (seconds[place] != second)
+            other |= found & (seconds[places] != second)
         order = np.flatnonzero(new)
         order = order[np.argsort(ids[order], kind="stable")]
         again = np.zeros(len(order), bool)

@@ -256,8 +256,9 @@ class HistoriesFile:
         self, group: int, offsets: NDArray[Any], values: Mapping[str, NDArray[Any]]
     ) -> None:
         items, times = values.get("item_id"), values.get("timestamp")
-        checked = items is not None and len(items) > 0 and not self.any_ids
-        if checked and (items.min() < 0 or items.max() >= self.num_items):
+        if self.any_ids:
+            items = None
+        if items is not None and len(items) and (items.min() < 0 or items.max() >= self.num_items):
             at = int(np.flatnonzero((items < 0) | (items >= self.num_items))[0])
             user = self._read_user(group, int(np.searchsorted(offsets, at, "right")) - 1)
             raise ValueError(

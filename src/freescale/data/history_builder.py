@@ -73,12 +73,11 @@ def build_histories(
         ValueError: An id is out of range, or no user has two events.
     """
     largest, events, dropped = -1, 0, 0
-    hashed = interactions.hashed
 
     def count_events() -> Iterator[pa.RecordBatch]:
         nonlocal largest, events
         for batch in interactions:
-            if hashed is None:
+            if interactions.hashed is None:
                 largest = max(largest, int(batch.column("item_id").to_numpy().max()))
             if num_items is not None and largest >= num_items:
                 raise ValueError(
@@ -90,7 +89,8 @@ def build_histories(
             spilled.bytes, spilled.share = spilled.bytes + batch.nbytes, interactions.fraction
             report("read", interactions.fraction)
             yield batch
-        if num_items is None and hashed is None and is_huge(largest, events):
+        bounded = num_items is not None or interactions.hashed is not None
+        if not bounded and is_huge(largest, events):
             reading = interactions.reading.code("item_id", f"integers up to {largest:,}")
             raise ReadDifferently(f"item ids reach {largest}", reading)
 
@@ -121,7 +121,7 @@ def build_histories(
             "with one); give a longer log"
         )
     order = np.unique(np.concatenate(samples), axis=0)  # [samples, 2]: (last timestamp, user)
-    schema = _read_schema(unordered)
+    schema, hashed = _read_schema(unordered), interactions.hashed
     path = folder / "histories.parquet"
     writer, written, metadata = HistoriesWriter(path, schema), 0, None
     try:

@@ -66,8 +66,10 @@ def evaluate_retrieval(
     tile = choose_tile(-(-parallel.tables.specs[table].rows // transport.world))
     baseline = None
     if popularity is not None:
-        given = not isinstance(popularity, Tensor)
-        baseline = _Popularity(popularity(ids) if given else popularity.to(ids.device)[ids])
+        if isinstance(popularity, Tensor):
+            baseline = _Popularity(popularity.to(ids.device)[ids])
+        else:
+            baseline = _Popularity(popularity(ids))
     ranks: list[Tensor] = []  # [2, q] each: among all items, among the unseen
     popular: list[Tensor] = []  # likewise
     repeats: list[Tensor] = []
