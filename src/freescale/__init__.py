@@ -25,9 +25,11 @@ _EXPORTS = {
     "TrainConfig": "freescale.config",
     "Adagrad": "freescale.embedding.optimizers",
     "Adam": "freescale.embedding.optimizers",
+    "CountedAdam": "freescale.embedding.optimizers",
     "RowWiseAdagrad": "freescale.embedding.optimizers",
     "SGD": "freescale.embedding.optimizers",
     "After": "freescale.embedding.dynamic_rules",
+    "LFU": "freescale.embedding.dynamic_rules",
     "Dynamic": "freescale.embedding.dynamic_rules",
     "Seen": "freescale.embedding.dynamic_rules",
     "parallelize": "freescale.embedding.parallelize",
@@ -54,6 +56,7 @@ _EXPORTS = {
 _SUBPACKAGES = ("data", "models", "torchrec")  # the last one needs TorchRec
 
 __all__ = [
+    "LFU",
     "SGD",
     "Adagrad",
     "Adam",
@@ -63,6 +66,7 @@ __all__ = [
     "Checkpoints",
     "ConsoleProgress",
     "CostModel",
+    "CountedAdam",
     "DataConfig",
     "Disk",
     "Dynamic",
@@ -104,9 +108,9 @@ if TYPE_CHECKING:
     from freescale.batch import Jagged, Nested, SequenceBatch
     from freescale.compress.activations import ThresholdedExchange
     from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-    from freescale.embedding.dynamic_rules import After, Dynamic, Seen
+    from freescale.embedding.dynamic_rules import LFU, After, Dynamic, Seen
     from freescale.embedding.host_tables.tiers import Disk, Host
-    from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
+    from freescale.embedding.optimizers import SGD, Adagrad, Adam, CountedAdam, RowWiseAdagrad
     from freescale.embedding.parallelize import parallelize
     from freescale.embedding.sharded_model import ShardedModel
     from freescale.ledger.ledger import Ledger

@@ -6,7 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freescale.embedding.optimizers import ROW_OPTIMIZERS, SGD, Adagrad, Adam, RowWiseAdagrad
+from freescale.embedding.optimizers import (
+    ROW_OPTIMIZERS,
+    SGD,
+    Adagrad,
+    Adam,
+    CountedAdam,
+    RowWiseAdagrad,
+)
 from freescale.kernels.reference import row_updates
 from freescale.kernels.reference import rows as kernels
 
@@ -51,6 +58,26 @@ def test_rowwise_adagrad_against_its_formula():
             weight, {"sum": total}, torch.tensor(rows), gradient, step=1, factor=2.0
         )
     torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_counted_adam_is_adam_of_each_row_alone():
+    """Rows are updated in some steps, each by torch's optimizer of its own; -1 is no row."""
+    torch.manual_seed(0)
+    weight = torch.randn(5, 4, dtype=torch.float64)
+    alone = [torch.nn.Parameter(row.clone()) for row in weight]
+    twins = [torch.optim.Adam([row], lr=0.3, betas=(0.8, 0.95)) for row in alone]
+    ours = CountedAdam(lr=0.15, betas=(0.8, 0.95))
+    shapes = ours.state_shapes(4).items()
+    state = {name: torch.zeros(5, *shape, dtype=torch.float64) for name, shape in shapes}
+    for step, rows in enumerate(([0, 3], [3, -1], [-1, 4, 0, -1, 3], [1], [0, 1]), start=7):
+        gradient = torch.randn(len(rows), 4, dtype=torch.float64)
+        ours.update(weight, state, torch.tensor(rows), gradient, step=step, factor=2.0)
+        for row, grad in zip(rows, gradient):
+            if row >= 0:
+                alone[row].grad = grad.clone()
+                twins[row].step()
+        expected = torch.stack([row.detach() for row in alone])
+        torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_sum_of_duplicates_is_in_order_and_independent_of_other_rows():

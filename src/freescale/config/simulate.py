@@ -94,10 +94,15 @@ class SimulateConfig(Checked):
         minimum=0.0,
         maximum=100.0,
     )
+    rows: str = option(
+        "",
+        "a dynamic item table, as of `freescale train`: item=dynamic:50M:seen=2 has room for so "
+        "many rows, and the notes say how it grows",
+    )
     row_optimizer: str = option(
         TrainConfig.row_optimizer,
         "optimizer of table rows, whose state counts when tables are placed",
-        choices=("sgd", "adagrad", "rowwise_adagrad", "adam"),
+        choices=("sgd", "adagrad", "rowwise_adagrad", "adam", "counted_adam"),
     )
     adapt: bool = option(False, "the balancer's cost model learns from the simulated times")
     jitter: float | None = option(

@@ -15,6 +15,7 @@ from torch import Tensor
 from freescale.config import TrainConfig
 from freescale.kernels.dispatch import choose_optimizers
 from freescale.kernels.reference.row_sums import SortedRows
+from freescale.kernels.reference.row_updates import counted_adam
 
 
 class RowOptimizer(Protocol):
@@ -158,4 +159,44 @@ class Adam(_Named):
         )
 
 
-ROW_OPTIMIZERS = {"sgd": SGD, "adagrad": Adagrad, "rowwise_adagrad": RowWiseAdagrad, "adam": Adam}
+@dataclass(frozen=True)
+class CountedAdam(Adam):
+    """Lazy Adam of table rows whose bias correction goes by the number of updates of the row
+    itself: what Adam does to a parameter of its own. The first update of a row that comes late is
+    as large as that of one which was there from the beginning. Two more numbers a row; in plain
+    torch. Arguments are those of `Adam`."""
+
+    def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        return super().state_shapes(width) | {"correction": (2,)}
+
+    def update(
+        self,
+        weight: Tensor,
+        state: dict[str, Tensor],
+        rows: Tensor | SortedRows,
+        gradients: Tensor,
+        *,
+        step: int,
+        factor: float,
+    ) -> None:
+        assert isinstance(rows, Tensor)
+        counted_adam(
+            weight,
+            state["first"],
+            state["second"],
+            state["correction"],
+            rows,
+            gradients,
+            lr=self.lr * factor,
+            betas=self.betas,
+            eps=self.eps,
+        )
+
+
+ROW_OPTIMIZERS = {
+    "sgd": SGD,
+    "adagrad": Adagrad,
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adam": Adam,
+    "counted_adam": CountedAdam,
+}

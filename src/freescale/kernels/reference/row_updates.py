@@ -88,3 +88,41 @@ def adam(
         weight.index_copy_(
             0, block, weight.index_select(0, block).addcdiv_(mean, scale, value=-lr / correction)
         )
+
+
+def counted_adam(
+    weight: Tensor,
+    first: Tensor,
+    second: Tensor,
+    correction: Tensor,
+    rows: Tensor,
+    gradients: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """first, second [n, width]: moments of the rows' gradients. correction [n, 2]: 1 - beta ** (the
+    row's own updates), as the moments of a gradient that is always 1: no power is computed, whose
+    last bits would depend on where in a vector it is. On a GPU a row of -1 is none."""
+    rates = [1 - beta for beta in betas]
+    both = torch.tensor(rates, dtype=weight.dtype, device=weight.device)
+    for block, gradient in _split_blocks(rows, gradients):
+        there = (block >= 0).to(weight.dtype)[:, None]
+        block = block.clamp(min=0).long()
+        change = (gradient - first.index_select(0, block)) * rates[0]
+        mean = _add_to_rows(first, block, change * there)
+        change = (gradient * gradient - second.index_select(0, block)) * rates[1]
+        square = _add_to_rows(second, block, change * there)
+        change = (1 - correction.index_select(0, block)) * both
+        age = _add_to_rows(correction, block, change * there)
+        scale = (square / age[:, 1:].clamp(min=rates[1])).sqrt_().add_(eps)
+        change = (mean / age[:, :1].clamp(min=rates[0])).div_(scale).mul_(-lr)
+        _add_to_rows(weight, block, change * there)
+
+
+def _add_to_rows(values: Tensor, rows: Tensor, change: Tensor) -> Tensor:
+    """What rows [r] of values [n, ...] are after a change [r, ...], which is added to them."""
+    moved = values.index_select(0, rows) + change
+    values.index_add_(0, rows, change)
+    return moved
