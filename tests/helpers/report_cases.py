@@ -14,7 +14,7 @@ from freescale.ledger.trace import make_header, make_step_events, write_trace
 MS = 1_000_000
 
 
-def records(step: int, ranks: int = 2, balanced: bool = True) -> list[dict]:
+def records(step: int, ranks: int = 2, balanced: bool = True, dynamic: bool = False) -> list[dict]:
     """Rank 0 arrives at 30 and waits until 45; the others arrive at 40: 10 ms straggler time for
     rank 0, 5 exposed for each. The lane's transfer stops nobody."""
     found = []
@@ -29,6 +29,10 @@ def records(step: int, ranks: int = 2, balanced: bool = True) -> list[dict]:
         ]
         collectives = [["rows", 1000, 2000, 10, 20, 20], ["dense", 400, 400, ready, ready, 45]]
         counters = {"samples": 3 - rank % 2, "tokens": 100 + 20 * rank, "max_length": 60}
+        if dynamic:
+            counters |= {"dynamic_rows": 8 * (step + 1), "dynamic_capacity": 2048}
+            names = ("inserted", "evicted", "swept", "turned_away", "waiting", "forgotten")
+            counters |= {f"dynamic_{name}": 10 * n + rank for n, name in enumerate(names)}
         if balanced:
             counters |= {
                 "before_cost": 10.0 + 5 * rank,
@@ -63,13 +67,19 @@ def records(step: int, ranks: int = 2, balanced: bool = True) -> list[dict]:
 
 
 def run_folder(
-    folder: Path, steps: int = 12, ranks: int = 2, balanced: bool = True, older: bool = False
+    folder: Path,
+    steps: int = 12,
+    ranks: int = 2,
+    balanced: bool = True,
+    older: bool = False,
+    dynamic: bool = False,
 ) -> Path:
-    """A run's folder; `older` leaves out what earlier versions did not write."""
+    """A run's folder; `older` leaves out what earlier versions did not write; `dynamic`: with a
+    dynamic table, which grows."""
     folder.mkdir(parents=True)
     summary, lines, events = Summary(ranks), [], make_header(ranks)
     for step in range(steps):
-        found = records(step, ranks, balanced)
+        found = records(step, ranks, balanced, dynamic)
         figures = merge_step(found)
         if older:
             found = [

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import statistics
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,6 +21,7 @@ from freescale.ledger.record import CollectiveRecord, Span
 from freescale.ledger.summary import Summary
 from freescale.ledger.trace import write_trace
 from freescale.report.charts import Series, choose_ticks, draw_lines, thin
+from freescale.report.console import _list_figures
 from freescale.report.page import render_page
 from freescale.report.runs import read_run, read_runs
 from freescale.report.timeline import RANKS, STEPS, build_timeline, choose_ranks
@@ -96,6 +98,32 @@ def test_figures_are_the_ledgers(tmp_path):
     assert [one["ledger"] for one in block(text, "ledgers")] == ledgers
     assert f">{ledgers[0]['straggler_percent']:.1f} %<" in text and ">20.0 %<" in text  # collisions
     assert "0.2500" in text and "4.0000" in text  # quality and last loss
+
+
+def test_dynamic_tables_show_growth_admissions_evictions_and_fill(tmp_path):
+    folders = [run_folder(tmp_path / "a", dynamic=True), run_folder(tmp_path / "b")]
+    runs = read_runs(folders)
+    text = render_page(runs)
+    ledger = runs[0].ledger
+    assert ledger["dynamic_rows"] == statistics.mean(16 * (step + 1) for step in range(2, 12))
+    assert ledger["dynamic_fill_percent"] == pytest.approx(100 * ledger["dynamic_rows"] / 4096)
+    shown = dict(re.findall(r'data-figure="(dynamic_[^"]+)"[^>]*>([^<]+)<', text))
+    assert shown == {
+        "dynamic_rows": "120",
+        "dynamic_fill_percent": "2.9 %",
+        "dynamic_inserted": "1",
+        "dynamic_evicted": "21",
+        "dynamic_swept": "41",
+        "dynamic_turned_away": "61",
+        "dynamic_waiting": "81",
+    }
+    titles = [f"Dynamic tables: {name}" for name in ("rows", "new ids", "rows that go")]
+    for title in (*titles, "Dynamic tables: turned away"):
+        assert text.count(f"{title}</figcaption>") == 1
+    lines = dict(_list_figures(ledger))
+    assert lines["dynamic rows"] == "120 (2.9 % full); 1 new a step, 21 evicted, 61 turned away"
+    plain = render_page(runs[1:])
+    assert 'data-figure="dynamic_' not in plain and "Dynamic tables" not in plain
 
 
 def test_restarts_have_a_section_where_there_are_any(tmp_path):

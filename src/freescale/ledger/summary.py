@@ -21,6 +21,7 @@ _OPTIONAL = (
     "cache_bytes_up",
     "cache_bytes_down",
     "dynamic_rows",
+    "dynamic_fill_percent",
     "dynamic_inserted",
     "dynamic_evicted",
     "dynamic_swept",

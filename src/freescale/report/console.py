@@ -87,9 +87,11 @@ def _list_figures(ledger: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if ledger.get("dynamic_rows") is not None:
         names = ("inserted", "evicted", "turned_away")
         new, gone, away = (ledger[f"dynamic_{name}"] for name in names)
+        share = ledger.get("dynamic_fill_percent")
+        fill = "" if share is None else f" ({share:.1f} % full)"
         yield (
             "dynamic rows",
-            f"{ledger['dynamic_rows']:,.0f}; {new:,.0f} new a step, {gone:,.0f} evicted, "
+            f"{ledger['dynamic_rows']:,.0f}{fill}; {new:,.0f} new a step, {gone:,.0f} evicted, "
             f"{away:,.0f} turned away",
         )
     if ledger.get("sparsity") is not None:

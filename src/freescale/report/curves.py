@@ -16,6 +16,15 @@ from freescale.report.runs import WARM_UP, Run
 Points = list[tuple[float, float]]  # step and value
 
 
+# Of dynamic tables: title, label of the axis, figures that are added up.
+_DYNAMIC = (
+    ("rows", "rows", ("dynamic_rows",)),
+    ("new ids", "ids a step", ("dynamic_inserted",)),
+    ("rows that go", "rows a step", ("dynamic_evicted", "dynamic_swept")),
+    ("turned away", "ids a step", ("dynamic_turned_away",)),
+)
+
+
 def render_curves(runs: Sequence[Run]) -> str:
     """Renders a chart per figure, with a line per run."""
     panels: list[str] = []
@@ -33,6 +42,8 @@ def render_curves(runs: Sequence[Run]) -> str:
     add("Straggler", "% of the step", partial(_read_figure, "straggler_percent"))
     add("Exposed communication", "% of the step", _read_exposed)
     add("Collisions", "% of requests", partial(_read_figure, "collision_percent"))
+    for title, y_label, names in _DYNAMIC:
+        add(f"Dynamic tables: {title}", y_label, partial(_add_figures, names))
     if not panels:
         return "<p>Nothing was recorded over the steps.</p>"
     legend = "".join(f"<li>{render_name(place, run)}</li>" for place, run in enumerate(runs))
@@ -66,6 +77,11 @@ def _read_figure(name: str, run: Run) -> Points:
         for figures in run.steps[WARM_UP:]
         if figures.get(name) is not None
     ]
+
+
+def _add_figures(names: Sequence[str], run: Run) -> Points:
+    parts = [_read_figure(name, run) for name in names]
+    return [(of[0][0], sum(value for _, value in of)) for of in zip(*parts, strict=True)]
 
 
 def _read_exposed(run: Run) -> Points:

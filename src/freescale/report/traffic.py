@@ -64,9 +64,14 @@ def _render_run(place: int, run: Run) -> str:
             for name in ("rows", "inserted", "evicted", "swept", "turned_away", "waiting")
         )
         new, evicted, swept, away, waiting = changes
+        fill = ""
+        if ledger.get("dynamic_fill_percent") is not None:
+            share = format_figure(place, "dynamic_fill_percent", ledger, "{:.1f} %".format)
+            fill = f", {share} of those there is room for"
         words += (
-            f"<p>{explain('Dynamic tables')}: <b>{rows_there}</b> rows hold an id, on average over "
-            f"the steps; {new} ids a step get a row, {evicted} rows make room, {swept} are "
-            f"removed as old, {away} ids are turned away and {waiting} wait to be admitted.</p>"
+            f"<p>{explain('Dynamic tables')}: <b>{rows_there}</b> rows hold an id{fill}, on "
+            f"average over the steps; {new} ids a step get a row, {evicted} rows make room, "
+            f"{swept} are removed as old, {away} ids are turned away and {waiting} wait to be "
+            "admitted.</p>"
         )
     return words + render_table([explain(name) for name in _HEAD], rows)
