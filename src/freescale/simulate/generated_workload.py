@@ -6,6 +6,8 @@ the catalogue in strata: without noise, and at a cost that does not grow with th
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,6 +177,27 @@ class GeneratedWorkload:
             )
         return Demand(whole, late, urgent, pooled=pooled)
 
+    def list_growth_steps(self, steps: int) -> list[int]:
+        return [10**power for power in range(6)]
+
+    def count_admitted(self, steps: Sequence[int], seen: int, ranks: int) -> list[float]:
+        """By expectation, over batches of the mean number of events."""
+        mixing = 1.0 if self._collisions is None else self._find_mixing(self._collisions, ranks)
+        events = self._lengths.mean * self.samples
+        # [2 kinds of batches][strata, 2]: that a batch holds the item
+        held = [
+            -np.expm1(events * np.log1p(-self._compute_chance(mixing, parity))) for parity in (0, 1)
+        ]
+        found = []
+        for count in steps:
+            batches = (-(-count // 2), count // 2)
+            fewer = np.zeros_like(held[0])
+            for first in range(seen):
+                for second in range(seen - first):
+                    fewer += _bind(batches[0], first, held[0]) * _bind(batches[1], second, held[1])
+            found.append(float((self._count[:, None] * (1 - fewer)).sum()))
+        return found
+
     def _compute_chance(self, mixing: float, parity: int) -> NDArray[Any]:
         """[strata, 2]: the probability that an event is a given item. mixing: 0 binds every event
         to its batch's item of the pair, 1 none, 2 makes every event hot."""
@@ -205,6 +228,15 @@ class GeneratedWorkload:
                 "that, or for more items"
             )
         return high
+
+
+def _bind(draws: int, hits: int, chance: NDArray[Any]) -> NDArray[Any]:
+    """The probability of so many hits in some draws, of which each hits by chance."""
+    if hits > draws:
+        return np.zeros_like(chance)
+    ways = math.comb(draws, hits)
+    none = np.exp((draws - hits) * np.log1p(-np.minimum(chance, 1 - 1e-15)))
+    return np.asarray(ways * chance**hits * none)
 
 
 def _make_strata(pairs: int, strata: int, popularity: float) -> tuple[NDArray[Any], NDArray[Any]]:

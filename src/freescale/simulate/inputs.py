@@ -7,6 +7,7 @@ from pathlib import Path
 from freescale.config import RunConfig, SimulateConfig
 from freescale.data.loader import Histories
 from freescale.data.negatives import choose_negatives
+from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
 from freescale.simulate.compute import Model, load_calibration
 from freescale.simulate.generated_workload import GeneratedWorkload, PooledFeatures
 from freescale.simulate.network import Network, load_network, load_preset
@@ -98,6 +99,8 @@ def describe_training(config: SimulateConfig, base: RunConfig | None = None) -> 
             "in which the run was started"
         )
     given = {name: getattr(config, name) for name in ("data", "cache", "width", "layers", "heads")}
+    if config.rows:
+        given |= {"rows": config.rows, "in_batch_share": 1.0}  # negatives that such a table has
     given |= {"max_length": config.cap, "row_optimizer": config.row_optimizer, "seed": config.seed}
     trained = RunConfig.from_settings(given, base)
     samples = Histories(prepare_data(trained), 1, **list_sample_options(trained))
@@ -140,6 +143,17 @@ def read_workload(trained: RunConfig, samples: int) -> RecordedWorkload:
         shuffle=trained.data.shuffle,
         **options,
     )
+
+
+def find_dynamic(config: SimulateConfig) -> Dynamic | None:
+    """The rules of the item table, if its rows come and go. ValueError for what cannot be read."""
+    if not config.rows:
+        return None
+    parts = dict(part.strip().partition("=")[::2] for part in config.rows.split(","))
+    rules = {name: parse_dynamic(choice) for name, choice in parts.items()}
+    if None in rules.values():
+        raise ValueError(f"--rows {config.rows}: give the item table as item=dynamic:50M")
+    return rules.get("item")
 
 
 def list_omissions(trained: RunConfig | None) -> list[str]:

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from freescale.embedding.dynamic_rules import Dynamic
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.placement import Placement, choose_placement, count_state_bytes
 from freescale.simulate.compute import Model
-from freescale.simulate.workload import Workload
+from freescale.simulate.growth import Growth, describe_growth, predict_growth
+from freescale.simulate.workload import GrowingWorkload, Workload
 
 ITEM = "item"  # the table that may be sharded
 
@@ -28,6 +30,9 @@ class PlacedTables:
     # of a step's rows, the share that host memory has and the cache has not; None: rows are at
     # home on the device
     missed: float | None = None
+    ranks: int = 1
+    dynamic: Dynamic | None = None  # the rules of the item table, if its rows come and go
+    growth: tuple[Growth, ...] = ()  # of such a table
 
     @property
     def sharded(self) -> bool:
@@ -61,11 +66,19 @@ class PlacedTables:
                 f"table {ITEM}: at home in host memory; {100 * self.missed:g} % of the rows of a "
                 "step are brought over PCIe, and as many written back"
             )
+        if self.dynamic is not None:
+            lines += describe_growth(ITEM, self.dynamic, self.growth, self.ranks)
         return lines
 
 
 def place_tables(
-    wanted: str, model: Model, source: Workload, ranks: int, cache_miss: float = 100.0
+    wanted: str,
+    model: Model,
+    source: Workload,
+    ranks: int,
+    cache_miss: float = 100.0,
+    dynamic: Dynamic | None = None,
+    steps: int = 1,
 ) -> PlacedTables:
     """Places the tables by what the ranks read of the first batch, before it is balanced.
 
@@ -76,12 +89,14 @@ def place_tables(
         source: The batches.
         ranks: How many there are.
         cache_miss: Of `host`, percent of a step's rows that are not in the cache.
+        dynamic: The rules of the item table, if its rows come and go.
+        steps: Of the simulation, over which its growth can be told.
     """
     hosted = wanted == "host"
     samples = len(source.get_lengths(0))
     first = source.find_requests(0, assign_home(samples, ranks), ranks)
     read = {ITEM: float(source.compute_demand(None, first, None).whole.requested.mean())}
-    rows = {ITEM: source.items}
+    rows = {ITEM: source.items if dynamic is None else dynamic.rows}
     for table in source.list_small_tables(ranks):
         read[table.name], rows[table.name] = table.rows_read, table.rows
     placements, row_bytes = {}, {}
@@ -94,7 +109,15 @@ def place_tables(
             if wanted == "auto" or (hosted and name != ITEM)
             else Placement("sharded" if hosted else wanted, "as asked")
         )
-    return PlacedTables(placements, rows, row_bytes, cache_miss / 100 if hosted else None)
+    growth: list[Growth] = []
+    if dynamic is not None:
+        assert isinstance(source, GrowingWorkload)
+        placements[ITEM] = Placement("sharded", "dynamic")
+        looked_at = source.list_growth_steps(steps)
+        admitted = source.count_admitted(looked_at, dynamic.admit.batches, ranks)
+        growth = predict_growth(dynamic, looked_at, admitted, row_bytes[ITEM])
+    missed = cache_miss / 100 if hosted else None
+    return PlacedTables(placements, rows, row_bytes, missed, ranks, dynamic, tuple(growth))
 
 
 def assign_home(samples: int, ranks: int) -> NDArray[np.int64]:

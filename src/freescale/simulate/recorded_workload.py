@@ -4,7 +4,7 @@ off."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +22,8 @@ from freescale.embedding.layout import ShardLayout, TableSpec
 from freescale.random import derive, hash_name, integers
 from freescale.simulate.placed_tables import assign_home
 from freescale.simulate.workload import Demand, Rows, SmallTable
+
+_HASHED = 1 << 40  # of ids without a bound
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ class RecordedWorkload:
         whole = Histories(path, 1, **options)
         self._size = min(samples, whole.num_samples)
         self._data = Histories(path, self._size, **options)
-        self.items = self._data.num_items
+        # ids of a dynamic table are any numbers: hashed to as many as there is arithmetic for
+        self._space = _HASHED if self._data.any_ids else self._data.num_items
+        self.items = max(2, self._data.num_items)
         self.notes = [
             f"histories of {name or path}: {whole.num_samples:,} users, {self.items:,} items"
         ]
@@ -107,6 +111,8 @@ class RecordedWorkload:
             [np.where(one.sample < 0, -1, one.sample + at) for one, at in zip(read, first)]
         )
         ids = np.concatenate([one.ids for one in read])
+        if self._data.any_ids:
+            ids = integers(derive(hash_name("any id"), torch.from_numpy(ids)), _HASHED).numpy()
         kept = sample < self.samples
         lengths = np.concatenate([one.lengths for one in read])[: self.samples]
         return _Read(lengths, ids[kept], sample[kept])
@@ -116,6 +122,26 @@ class RecordedWorkload:
         left out."""
         epoch, index = divmod(turn, self._data.num_samples // self._size)
         return epoch * self._data.batches_per_epoch + index
+
+    def list_growth_steps(self, steps: int) -> list[int]:
+        rounds = [number * 10**power for power in range(6) for number in (1, 2, 5)]
+        return sorted({*(count for count in rounds if count < steps), steps})
+
+    def count_admitted(self, steps: Sequence[int], seen: int, ranks: int) -> list[float]:
+        """Of the ids themselves."""
+        known = np.zeros(0, np.int64)
+        batches, found, parts = np.zeros(0, np.int64), [], -(-self.samples // self._size)
+        for step in range(max(steps, default=0)):
+            numbers = [self._find_full_batch(step * parts + part) for part in range(parts)]
+            ids = [_list_counted(self._data.batch(number)) for number in numbers]
+            both = np.concatenate([known, np.unique(np.concatenate(ids))])
+            known, place = np.unique(both, return_inverse=True)
+            batches = np.bincount(
+                place, np.concatenate([batches, np.ones(len(both) - len(batches), np.int64)])
+            ).astype(np.int64)
+            if step + 1 in steps:
+                found.append(float((batches >= seen).sum()))
+        return found
 
     def get_lengths(self, step: int) -> NDArray[Any]:
         return self._batch(step).lengths
@@ -136,11 +162,11 @@ class RecordedWorkload:
                 integers(derive(hash_name("simulated"), torch.from_numpy(ids)), self._sampled) == 0
             ).numpy()
             ids, consumer = ids[kept], consumer[kept]
-        both = _find_unique(consumer * self.items + ids, ranks * self.items)
-        spec = TableSpec("item", self.items, 1, torch.float32, ())
+        both = _find_unique(consumer * self._space + ids, ranks * self._space)
+        spec = TableSpec("item", self._space, 1, torch.float32, ())
         layout = ShardLayout((spec,), ranks)
-        keys = layout.compute_keys(0, torch.from_numpy(both % self.items))
-        return _Requests(keys, both // self.items, lookups, self._sampled, layout.size)
+        keys = layout.compute_keys(0, torch.from_numpy(both % self._space))
+        return _Requests(keys, both // self._space, lookups, self._sampled, layout.size)
 
     def compute_demand(
         self, before: _Requests | None, now: _Requests, after: _Requests | None
@@ -210,6 +236,12 @@ def _list_lookups(batch: SequenceBatch, part: int) -> _Read:
         np.concatenate([ids.numpy() for ids, _ in read]),
         np.concatenate([reader for _, reader in read]),
     )
+
+
+def _list_counted(batch: SequenceBatch) -> NDArray[np.int64]:
+    """Ids of a batch that a dynamic table counts."""
+    names = [name for name in ("history", "targets", "candidates") if name in batch]
+    return np.concatenate([batch.values(name).numpy() for name in names])
 
 
 def _find_unique(keys: NDArray[Any], space: int) -> NDArray[Any]:

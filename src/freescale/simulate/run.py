@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from freescale.config import SimulateConfig
+from freescale.embedding.dynamic_rules import Dynamic
 from freescale.simulate.costs import Batch
+from freescale.simulate.growth import list_growth
 from freescale.simulate.inputs import (
     build_cluster,
     build_workload,
     describe_training,
+    find_dynamic,
     list_omissions,
 )
 from freescale.simulate.network import Network
@@ -104,8 +107,10 @@ def list_arms(config: SimulateConfig, trained: Setting | None = None) -> list[tu
 class Plans:
     """The batches of a workload, planned once for each partitioner."""
 
-    def __init__(self, cluster: Cluster, source: Workload, steps: int) -> None:
-        self.cluster, self.source, self.steps = cluster, source, steps
+    def __init__(
+        self, cluster: Cluster, source: Workload, steps: int, dynamic: Dynamic | None = None
+    ) -> None:
+        self.cluster, self.source, self.steps, self.dynamic = cluster, source, steps, dynamic
         self._planned: dict[str, list[Batch]] = {}
         self._placed: dict[tuple[str, float], PlacedTables] = {}
 
@@ -114,7 +119,13 @@ class Plans:
         if asked not in self._placed:
             cluster = self.cluster
             self._placed[asked] = place_tables(
-                placement, cluster.model, self.source, cluster.gpus, cache_miss
+                placement,
+                cluster.model,
+                self.source,
+                cluster.gpus,
+                cache_miss,
+                self.dynamic,
+                self.steps,
             )
         return self._placed[asked]
 
@@ -193,10 +204,12 @@ def run_simulation(
     notes: list[str] = list_omissions(trained)
     verdicts: list[str] = []
     useful: list[dict[str, Any]] = []
+    growth: list[dict[str, Any]] = []
+    dynamic = find_dynamic(config)
     for count in gpus:
         cluster = build_cluster(config, count, trained)
         source = build_workload(config, count, trained)
-        plans = Plans(cluster, source, config.steps)
+        plans = Plans(cluster, source, config.steps, dynamic)
         found: dict[str, Outcome] = {}
         for label, setting in list_arms(
             config, run.make_setting(config.transport) if run else None
@@ -209,7 +222,9 @@ def run_simulation(
             *cluster.calibration.list_notes(cluster.model, source.get_lengths(0)),
             *source.notes,
         ]
-        placed = plans.place(config.placement, config.cache_miss).describe()
+        tables = plans.place(config.placement, config.cache_miss)
+        placed = tables.describe()
+        growth += list_growth(tables.growth, count)
         size = f"{count:,} x {cluster.network.gpu}, {config.batch:,} samples each"
         notes += [f"{size}: {line}" for line in placed]
         notes += [f"network: {cluster.network.name} ({cluster.network.about})"]
@@ -233,6 +248,7 @@ def run_simulation(
         "rows": rows,
         "changes": changes,
         "useful": useful,
+        "growth": growth,
         "verdicts": verdicts,
     }
     if out is not None:
@@ -251,7 +267,7 @@ def _compare_changes(
     twice = None
     if not config.data:
         source = build_workload(replace(config, batch=2 * config.batch), plans.cluster.gpus)
-        twice = Plans(plans.cluster, source, steps)
+        twice = Plans(plans.cluster, source, steps, plans.dynamic)
     for label, setting in asked.items():
         base = plans.simulate(label, setting, steps=steps)
         for what, network in improve_network(plans.cluster.network).items():

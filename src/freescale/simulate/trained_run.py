@@ -10,7 +10,7 @@ from typing import Any
 from freescale.config import RunConfig, SimulateConfig
 from freescale.embedding.host_tables.tiers import parse_tier
 from freescale.report.runs import read_run
-from freescale.simulate.inputs import place_on_network, read_workload
+from freescale.simulate.inputs import find_dynamic, place_on_network, read_workload
 from freescale.simulate.network import Network, load_preset
 from freescale.simulate.output import collect_run
 from freescale.simulate.placed_tables import place_tables
@@ -102,6 +102,7 @@ def list_settings(run: TrainedRun) -> dict[str, Any]:
         "adapt": train.balance_adapt,
         "placement": run.item_placement,
         "cache_miss": run.cache_miss,
+        "rows": train.rows,
         "row_optimizer": train.row_optimizer,
         "seed": train.seed,
     }
@@ -139,8 +140,11 @@ def compare_with_run(run: TrainedRun, config: SimulateConfig) -> dict[str, Any] 
     cluster = place_on_network(shape, run.ranks, network, calibration, trained)
     source = read_workload(trained, run.config.train.global_batch)
     setting = run.make_setting("hostwire" if run.carries_by_hostwire else "collective")
-    tables = place_tables(setting.placement, cluster.model, source, run.ranks, setting.cache_miss)
     steps = max(3, min(config.steps, int(run.ledger["steps"])))
+    dynamic = find_dynamic(replace(config, rows=run.config.train.rows))
+    tables = place_tables(
+        setting.placement, cluster.model, source, run.ranks, setting.cache_miss, dynamic, steps
+    )
     found = collect_run(simulate(setting, cluster, source, steps, tables=tables), run.ranks)
     return {
         "ranks": run.ranks,

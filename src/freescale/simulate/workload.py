@@ -6,8 +6,9 @@ Two workloads with the same methods: generated_workload.py and recorded_workload
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,3 +102,15 @@ class Workload(Protocol):
 
     def compute_demand(self, before: Any | None, now: Any, after: Any | None) -> Demand:
         """Compares the requests of `now` with those of the steps around it."""
+
+
+@runtime_checkable
+class GrowingWorkload(Protocol):
+    """A workload that tells how a dynamic table of its items grows."""
+
+    def list_growth_steps(self, steps: int) -> list[int]:
+        """After which steps it can be told, where `steps` are simulated."""
+
+    def count_admitted(self, steps: Sequence[int], seen: int, ranks: int) -> list[float]:
+        """Ids that occur in at least `seen` of the first global batches, for each of these
+        numbers of batches, ascending. Negatives do not count."""
