@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from freescale.embedding.dynamic_rules import PINNED, SHARDS, After, Dynamic
+from freescale.embedding.dynamic_rules import LFU, PINNED, SHARDS, After, Dynamic
 
 MASK = (1 << 64) - 1
 
@@ -37,15 +37,20 @@ class Oracle:
             ("inserted", "evicted", "swept", "turned_away", "waiting", "forgotten"), 0
         )
 
-    def plan(self, ids: set[int], negatives: set[int] = frozenset()) -> dict[int, int]:
-        """Position of each id in the table, -1 without a row. `negatives`: of the ids."""
+    def plan(
+        self, ids: set[int], negatives: set[int] = frozenset(), at_once: set[int] = frozenset()
+    ) -> dict[int, int]:
+        """Position of each id in the table, -1 without a row. `negatives`: of the ids; `at_once`:
+        those that need no admission and go first."""
+        self.at_once = at_once
         self.figures = dict.fromkeys(self.figures, 0)
         found: dict[int, int] = {}
         numbers = {shard_of(id) for id in ids}
         if isinstance(self.rules.evict, After):
             numbers.add(self.batch % SHARDS)
         for number in numbers:
-            mine = sorted(id for id in ids if shard_of(id) == number)
+            mine = sorted((id not in at_once, id) for id in ids if shard_of(id) == number)
+            mine = [id for _, id in mine]
             found |= self._plan_shard(number, self.shards[number], mine, negatives)
         self.batch += 1
         return found
@@ -54,8 +59,9 @@ class Oracle:
         found = {}
         for id in ids:
             if id in shard.rows:
-                slot, _, count = shard.rows[id]
-                shard.rows[id] = slot, self.batch, count + (id not in negatives)
+                slot, last, count = shard.rows[id]
+                count = self._decay(count, last) + (id not in negatives)
+                shard.rows[id] = slot, self.batch, count
                 found[id] = slot
         evict = self.rules.evict
         if isinstance(evict, After) and number == self.batch % SHARDS:
@@ -72,8 +78,8 @@ class Oracle:
         }
 
     def _insert(self, shard: Shard, id: int) -> int:
-        count = self._count(shard, id)
-        if count < self.rules.admit.batches:
+        count = 1 if id in self.at_once else self._count(shard, id)
+        if count < self.rules.admit.batches and id not in self.at_once:
             self.figures["waiting"] += 1
             return -1
         taken = {slot for slot, _, _ in shard.rows.values()}
@@ -111,13 +117,22 @@ class Oracle:
     def _choose_victim(self, shard: Shard) -> int | None:
         if isinstance(self.rules.evict, After):
             return None
-        by_count = self.rules.evict == "lfu"
+        by_count = self.rules.evict == "lfu" or isinstance(self.rules.evict, LFU)
         able = [
-            (count if by_count else 0, last, id)
+            (self._decay(count, last) if by_count else 0, last, id)
             for id, (_, last, count) in shard.rows.items()
             if last < self.batch - (PINNED - 1)
         ]
         return min(able)[2] if able else None
+
+    def _decay(self, count: int, last: int) -> int:
+        """Halved whenever the number of a batch is a multiple of `halved_every`."""
+        if not isinstance(self.rules.evict, LFU):
+            return count
+        for batch in range(last + 1, self.batch + 1):
+            if batch % self.rules.evict.halved_every == 0:
+                count //= 2
+        return count
 
     def state(self) -> list[tuple[int, int, int, int, int]]:
         """(shard, slot, id, last, count) of all rows."""

@@ -56,9 +56,22 @@ CHURN = _churn()
 RULES = [
     Dynamic(4096 * 4, Seen(1), "lru"),
     Dynamic(4096 * 4, Seen(2), "lfu"),
-    Dynamic(4096 * 4, Seen(2, room=4096 * 3), "lru"),
+    Dynamic(4096 * 4, Seen(2, room=4096 * 3), "lru", draws="history", default="learned"),
     Dynamic(4096 * 5, Seen(1), After(3)),
 ]
+
+
+class CorrectedClicks(Clicks):
+    """Its loss knows how probable the events are as draws, where the table counts them."""
+
+    def forward(self, batch):
+        losses = super().forward(batch)
+        history = batch.values("history")
+        log_q = self.item.find_log_q(history)
+        if log_q is not None:
+            corrected = torch.tanh(self.item(history)).sum(1) * log_q.to(losses["click"].dtype)
+            losses["click"] = losses["click"] + 0.01 * corrected.sum()
+        return losses
 
 
 def build(
@@ -68,7 +81,7 @@ def build(
     optimizer="adagrad",
     placement="sharded",
     lr=0.5,
-    model=Clicks,
+    model=CorrectedClicks,
     **options,
 ):
     """`rules`: None for a static table of 200 rows."""

@@ -213,9 +213,13 @@ def test_what_the_page_shows():
 def test_the_option_of_the_command_line():
     about = {"data": "x.parquet", "rows": "item=dynamic:1M:seen=2"}
     config = RunConfig.from_settings(about | {"in_batch_share": 1.0})
-    assert parse_tables(config) == {"item": freescale.Dynamic("1M", freescale.Seen(2))}
-    ranking = {"task": "ranking", "labels": "like"}
-    assert parse_tables(RunConfig.from_settings(about | ranking)) == parse_tables(config)
+    rules = freescale.Dynamic("1M", freescale.Seen(2))
+    assert parse_tables(config) == {"item": replace(rules, draws="targets")}
+    for other in (
+        {"task": "ranking", "labels": "like"},
+        {"in_batch_share": 1.0, "log_q": False},
+    ):
+        assert parse_tables(RunConfig.from_settings(about | other)) == {"item": rules}
     for wrong, message in (
         ({}, "--negatives-from uniform .*--in-batch-share 1"),
         ({"negatives_from": "all"}, "--negatives-from all .*--in-batch-share 1"),

@@ -15,6 +15,7 @@ from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
 from freescale.embedding.dynamic_rules import (
     ENTRY_BYTES,
+    LFU,
     SHARDS,
     After,
     Dynamic,
@@ -45,7 +46,7 @@ class Owners:
         shards = [self.layout.get_owned_shards(rank) for rank in range(world)]
         self.parts = [Directory(rules, *part) for part in shards]
 
-    def plan(self, ids, negatives=frozenset()):
+    def plan(self, ids, negatives=frozenset(), at_once=frozenset()):
         """(position of each id, changes of each owner)."""
         keys, found, changes = keys_of(ids), {}, []
         names = {
@@ -55,8 +56,12 @@ class Owners:
         owners = np.minimum(owners, len(self.parts) - 1)
         for rank, part in enumerate(self.parts):
             mine = keys[owners == rank]
-            counted = [names[int(key)] not in negatives for key in mine]
-            made = part.plan(mine, np.array(counted, np.uint8) if negatives else None)
+            counted = [
+                2 if names[int(key)] in at_once else names[int(key)] not in negatives
+                for key in mine
+            ]
+            marked = bool(negatives or at_once)
+            made = part.plan(mine, np.array(counted, np.uint8) if marked else None)
             first = self.layout.get_owned_range(0, rank)[0]
             places = np.where(made.found < 0, -1, made.found + first)
             found |= {names[int(key)]: int(at) for key, at in zip(mine, places)}
@@ -101,21 +106,33 @@ RULES = st.builds(
     Dynamic,
     capacity=st.sampled_from([1, 3 * SHARDS, 5 * SHARDS]),
     admit=st.builds(Seen, st.integers(1, 3), st.sampled_from([None, SHARDS, 2 * SHARDS])),
-    evict=st.one_of(st.sampled_from(["lru", "lfu"]), st.builds(After, st.integers(3, 6))),
+    evict=st.one_of(
+        st.sampled_from(["lru", "lfu"]),
+        st.builds(After, st.integers(3, 6)),
+        st.builds(LFU, st.integers(1, 5)),
+    ),
 )
 BATCH = st.sets(st.sampled_from(POOL + SWEPT), max_size=30)
 STREAMS = st.lists(st.tuples(BATCH, BATCH), min_size=1, max_size=14)
 
 
-@given(rules=RULES, stream=STREAMS, world=st.integers(1, 5), undone=st.integers(0, 2))
+@given(
+    rules=RULES,
+    stream=STREAMS,
+    world=st.integers(1, 5),
+    undone=st.integers(0, 2),
+    first=st.sampled_from([set(), {POOL[5], POOL[17]}]),
+)
 @settings(max_examples=40, deadline=None)
-def test_every_decision_is_the_oracles(rules, stream, world, undone):
+def test_every_decision_is_the_oracles(rules, stream, world, undone, first):
+    """`first`: ids that need no admission."""
     oracle, owners = Oracle(rules), Owners(rules, world)
     for ids, others in stream:
-        negatives = others & ids
+        at_once = first & ids
+        negatives = (others & ids) - at_once
         before = owners.arrays()
-        expected = oracle.plan(ids, negatives)
-        found, changes = owners.plan(ids, negatives)
+        expected = oracle.plan(ids, negatives, at_once)
+        found, changes = owners.plan(ids, negatives, at_once)
         for _ in range(undone):
             after = owners.arrays()
             for part, made in zip(owners.parts, changes):
@@ -127,7 +144,7 @@ def test_every_decision_is_the_oracles(rules, stream, world, undone):
         if undone == 2:  # dropped, and decided again
             for part, made in zip(owners.parts, changes):
                 part.undo(made)
-            found, changes = owners.plan(ids, negatives)
+            found, changes = owners.plan(ids, negatives, at_once)
         assert found == expected
         assert add_figures(changes) == oracle.figures
         assert sorted(owners.state()) == oracle.state()
@@ -156,7 +173,7 @@ def test_what_follows_from_the_saved_arrays_is_rebuilt():
 def test_many_ids_in_large_shards_are_the_oracles():
     """Queues are consumed and filled again, and a shard's whole map is turned over."""
     generator = np.random.default_rng(0)
-    for evict in ("lru", "lfu"):
+    for evict in ("lru", "lfu", LFU(7)):
         rules = Dynamic(40 * SHARDS, Seen(1), evict)
         oracle, owners = Oracle(rules), Owners(rules, 1)
         pool = np.array([id_in(7, number) for number in range(400)])
@@ -165,6 +182,16 @@ def test_many_ids_in_large_shards_are_the_oracles():
             owners.parts[0].undo(owners.plan(ids)[1][0])  # dropped, and decided again
             assert owners.plan(ids)[0] == oracle.plan(ids)
         assert sorted(owners.state()) == oracle.state()
+
+
+def test_rows_that_were_popular_long_ago_make_room():
+    """With counts that are halved; without, they stay."""
+    old, new, last = (id_in(5, number) for number in range(3))
+    for evict, kept in (("lfu", old), (LFU(16), new)):
+        owners = Owners(Dynamic(2 * SHARDS, evict=evict), 1)
+        for ids in [{old}] * 40 + [{new}] * 20 + [{last + 1}] * 3 + [{last}]:
+            owners.plan(ids)
+        assert {entry[2] for entry in owners.state() if entry[0] == 5} == {kept, last}
 
 
 def test_all_new_all_turned_away_and_one_row_a_shard():
@@ -201,6 +228,7 @@ def test_keys_are_ids_in_the_order_of_owners():
     [
         ("dynamic:50M", Dynamic(50_000_000)),
         ("dynamic:8192:seen=3:lfu", Dynamic(8192, Seen(3), "lfu")),
+        ("dynamic:1K:lfu=500", Dynamic(1000, Seen(1), LFU(500))),
         ("dynamic:1K:after=100", Dynamic(1000, Seen(1), After(100))),
         ("host:8GB", None),
     ],
@@ -225,6 +253,7 @@ def test_text_for_the_command_line(text, expected):
         (lambda: Dynamic(1, admit=3), "freescale.Seen"),
         (lambda: Seen(0), "from 1 on"),
         (lambda: After(2), "at least 3"),
+        (lambda: LFU(0), "evict='lfu'"),
         (lambda: parse_dynamic("dynamic:"), "dynamic:50M"),
         (lambda: parse_dynamic("dynamic:1M:fifo"), "seen=N"),
     ],

@@ -32,7 +32,10 @@ class TrainConfig(Checked):
         formerly=0.999,
     )
     row_optimizer: str = option(
-        "adam", "optimizer of table rows", choices=("sgd", "adagrad", "rowwise_adagrad", "adam")
+        "adam",
+        "optimizer of table rows; counted_adam corrects moments by the updates of each row, adam "
+        "by the steps of the run",
+        choices=("sgd", "adagrad", "rowwise_adagrad", "adam", "counted_adam"),
     )
     row_lr: float = option(3e-3, "learning rate of table rows", minimum=0.0, common=True)
     warmup: int = option(0, "steps of linear learning-rate warm-up", minimum=0)
@@ -133,7 +136,8 @@ class TrainConfig(Checked):
         "",
         "tables whose rows come with the ids and go: item=dynamic:50M has room for so many, "
         "item=dynamic:50M:seen=3:lfu also says that an id gets a row in its third batch, and "
-        "which row makes room (lru, lfu or after=STEPS); comma-separated (default: every id has "
+        "which row makes room (lru, lfu, lfu=BATCHES or after=STEPS); default=learned: ids "
+        "without a row read one that is trained, not zeros; comma-separated (default: every id has "
         "its row)",
         heading=_DISTRIBUTION,
     )

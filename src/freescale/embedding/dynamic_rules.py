@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 SHARDS = 4096  # virtual shards, whatever the number of ranks
 ENTRY_BYTES = 24  # of host memory for an id that has a row, or is counted; at most
+# Of the row that ids without one read, where it is learned; no other id should be this number.
+DEFAULT_ID = -5322254210574113211
 PINNED = 3  # consecutive batches, from its last use on, for which a row stays
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
@@ -57,6 +59,31 @@ class After:
         return f"removes rows unused for {self.steps:,} steps"
 
 
+@dataclass(frozen=True)
+class LFU:
+    """Evicts the row that the fewest batches have used, and forgets old uses: all counts are halved
+    at once, again and again, so that rows which were popular long ago make room. By integers alone,
+    from a row's count and the batch that used it last; nothing is swept.
+
+    Args:
+        halved_every: batches from one halving to the next.
+    """
+
+    halved_every: int
+
+    def __post_init__(self) -> None:
+        if self.halved_every < 1:
+            raise ValueError(
+                f"LFU needs a number of batches from 1 on between two halvings, not "
+                f"{self.halved_every}; evict='lfu' keeps counts for ever"
+            )
+
+    def __str__(self) -> str:
+        return f"{_EVICTIONS['lfu']}, counts halved every {self.halved_every:,} batches"
+
+
+LEARNED = "learned"
+_DEFAULTS = ("zeros", LEARNED)
 _EVICTIONS = {"lru": "evicts the row used longest ago", "lfu": "evicts the row used least often"}
 
 
@@ -69,11 +96,18 @@ class Dynamic:
     Args:
         capacity: rows over all ranks, rounded up to a multiple of 4,096; also as text, "50M".
         admit: `Seen(n)`.
-        evict: "lru" (last use, then id), "lfu" (number of batches, last use, id) or `After(steps)`.
-            A row stays for three batches from its last use on. An id that finds no row reads zeros
-            and is counted as turned away.
+        evict: "lru" (last use, then id), "lfu" (number of batches, last use, id), the same with
+            counts that are halved now and then, `LFU(halved_every)`, or `After(steps)`. A row
+            stays for three batches from its last use on. An id that finds no row reads zeros and
+            is counted as turned away.
         negatives: batch features whose ids neither count nor get a row, unless they occur in
             another feature of the batch, too. They read the rows that are there, or zeros.
+        default: what ids read that have no row, because they wait for admission, were turned away
+            or have never occurred: "zeros", which are not trained, or "learned", one row for all
+            of them, an ordinary row of a reserved id that is there from the first batch on.
+        draws: the batch feature that in-batch negatives are drawn from, "targets". How often its
+            ids occur is summed up over the batches, and `Retrieval` subtracts the log of the
+            probability that follows (log-q). None: nothing is counted for it.
 
     Raises:
         ValueError: something of it has no such value.
@@ -81,17 +115,24 @@ class Dynamic:
 
     capacity: int | str
     admit: Seen = Seen(1)
-    evict: str | After = "lru"
+    evict: str | LFU | After = "lru"
     negatives: tuple[str, ...] = ("negatives",)
+    draws: str | None = None
+    default: str = "zeros"
 
     def __post_init__(self) -> None:
         if parse_count(self.capacity) < 1:
             raise ValueError(f"a dynamic table needs room for rows, not {self.capacity}")
         if not isinstance(self.admit, Seen):
             raise ValueError(f"admit is {self.admit!r}: give freescale.Seen(batches)")
-        if not isinstance(self.evict, After) and self.evict not in _EVICTIONS:
+        if self.default not in _DEFAULTS:
             raise ValueError(
-                f"evict is {self.evict!r}: give 'lru', 'lfu' or freescale.After(steps)"
+                f"default is {self.default!r}: give {' or '.join(map(repr, _DEFAULTS))}"
+            )
+        if not isinstance(self.evict, LFU | After) and self.evict not in _EVICTIONS:
+            raise ValueError(
+                f"evict is {self.evict!r}: give 'lru', 'lfu', freescale.LFU(halved_every) or "
+                "freescale.After(steps)"
             )
 
     @property
@@ -117,11 +158,13 @@ class Dynamic:
 
     def describe(self) -> list[object]:
         """Plain JSON that tells tables apart which do not hold the same: for checkpoints."""
-        return ["dynamic", self.shard_counters]
+        further = {"draws": self.draws is not None, LEARNED: self.default == LEARNED}
+        return ["dynamic", self.shard_counters, *(name for name, there in further.items() if there)]
 
     def __str__(self) -> str:
-        evict = str(self.evict) if isinstance(self.evict, After) else _EVICTIONS[self.evict]
-        return f"dynamic, {self.admit}, {evict}"
+        evict = _EVICTIONS[self.evict] if isinstance(self.evict, str) else str(self.evict)
+        default = ", others read a learned row" if self.default == LEARNED else ""
+        return f"dynamic, {self.admit}, {evict}{default}"
 
 
 def parse_count(count: int | str) -> int:
@@ -133,26 +176,33 @@ def parse_count(count: int | str) -> int:
 
 
 def parse_dynamic(text: str) -> Dynamic | None:
-    """`dynamic:50M`, with `:seen=3`, `:lfu`, `:lru` or `:after=1000` behind it; None for what does
-    not begin so. ValueError for what cannot be read."""
+    """`dynamic:50M`, with `:seen=3`, `:lru`, `:lfu`, `:lfu=10000`, `:after=1000` or
+    `:default=learned` behind it; None for what does not begin so. ValueError for what cannot be
+    read."""
     kind, _, rest = text.partition(":")
     if kind != "dynamic":
         return None
     capacity, *options = rest.split(":")
     if not capacity:
         raise ValueError("'dynamic' needs the number of its rows: dynamic:50M")
-    admit, evict = Seen(1), "lru"
-    chosen: str | After = evict
+    admit = Seen(1)
+    chosen: str | LFU | After = "lru"
+    default = "zeros"
     for option in options:
         name, _, value = option.partition("=")
         if name in _EVICTIONS and not value:
             chosen = name
+        elif name == "default" and value in _DEFAULTS:
+            default = value
         elif name == "seen" and value.isdecimal():
             admit = Seen(int(value))
+        elif name == "lfu" and value.isdecimal():
+            chosen = LFU(int(value))
         elif name == "after" and value.isdecimal():
             chosen = After(int(value))
         else:
             raise ValueError(
-                f"{option!r} in {text!r} is not one of seen=N, lru, lfu and after=STEPS"
+                f"{option!r} in {text!r} is not one of seen=N, lru, lfu, lfu=BATCHES, after=STEPS, "
+                "default=learned"
             )
-    return Dynamic(capacity, admit, chosen)
+    return Dynamic(capacity, admit, chosen, default=default)

@@ -29,7 +29,7 @@ from freescale.batch import SequenceBatch
 from freescale.embedding.collision import Masks, collision_masks, count_pieces
 from freescale.embedding.comparison import compare_requests
 from freescale.embedding.dynamic.layout import DynamicLayout
-from freescale.embedding.dynamic.storage import mark_any
+from freescale.embedding.dynamic.storage import DynamicStorage, mark_any
 from freescale.embedding.host_tables.storage import CachedStorage, raise_on_all_ranks
 from freescale.embedding.host_tables.tiers import Tier
 from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
@@ -41,7 +41,9 @@ from freescale.embedding.request import (
     RequestPart,
     SumGradients,
     collect_ids,
+    has_default_row,
     mark_counted,
+    mark_draws,
 )
 from freescale.embedding.storage import DeviceStorage, RowStorage, TableRange, UpdateOptions
 from freescale.kernels.dispatch import (
@@ -95,6 +97,9 @@ class Sharded:
         self._last_read: Tensor | None = None
         rules = specs[0].dynamic  # such a table is alone in its group
         self._has_negatives = bool(rules and set(rules.negatives) & set(specs[0].features))
+        self._has_default = has_default_row(specs[0])
+        self._has_marks = self._has_negatives or self._has_default
+        self._counts_draws = bool(rules and rules.draws is not None)
 
     def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Request:
         with transport.ledger.span("deduplicate"):
@@ -123,18 +128,26 @@ class Sharded:
             transport.world,
         )
         counted = None
-        if self._has_negatives:
+        if self._has_marks:
             marks = mark_counted(batches, self.layout.specs[0])
             if marks is None:
                 marks = torch.zeros(0, dtype=torch.uint8, device=transport.device)
             marks = mark_any(marks, found.inverse, found.keys.numel())[: sum(send)]
             counted = transport.all_to_all(marks, send, receive, "ids").wait()
+        drawn = None
+        if self._counts_draws:
+            worth = mark_draws(batches, self.layout.specs[0])
+            sums = torch.zeros_like(found.keys)
+            if worth is not None:
+                sums.index_add_(0, found.inverse, worth)
+            drawn = transport.all_to_all(sums[: sum(send)], send, receive, "ids").wait()
         return Request(
             Index(unique, given, found.inverse),
             RequestPart(None, None, send, receive),
             owned,
             pieces,
             counted,
+            drawn,
         )
 
     def compare(
@@ -151,7 +164,8 @@ class Sharded:
 
     def make_resident(self, request: Request, transport: Transport) -> None:
         """Makes sure that the rows which are requested from this rank can be gathered and updated,
-        and sets their slots. A collective, where that can fail."""
+        and sets their slots. A collective, where that can fail; and where the table counts draws,
+        whose log-q it sets."""
         error = None
         try:
             request.slots = self.rows.make_resident(
@@ -163,6 +177,21 @@ class Sharded:
             raise_on_all_ranks(error, transport)
         elif error is not None:
             raise error
+        if self._has_default and request.slots is not None:
+            assert isinstance(self.rows, DynamicStorage)
+            self._redirect(request, self.rows.find_missing(request.slots), transport)
+        if request.drawn is not None:
+            assert isinstance(self.rows, DynamicStorage)
+            log_q, part = self.rows.count_draws(request.owned, request.drawn), request.whole
+            request.log_q = transport.all_to_all(log_q, part.receive, part.send, "ids").wait()
+
+    def _redirect(self, request: Request, missing: Tensor, transport: Transport) -> None:
+        """Tells requesters which of their ids have no row, and has the default row read for them.
+        missing [sum(receive)] uint8. A collective."""
+        part = request.whole
+        told = transport.all_to_all(missing, part.receive, part.send, "ids").wait().bool()
+        if told.numel():
+            request.index.redirect(told)
 
     def allocate_rows(self, request: Request, spent: Tensor | None) -> None:
         """Gives the rows of the request memory, to be filled as they arrive: that of the `spent`
@@ -244,6 +273,9 @@ class Sharded:
         A collective."""
         if train and request.slots is None:
             self.make_resident(request, transport)
+        elif self._has_default and not train:
+            assert isinstance(self.rows, DynamicStorage)
+            self._redirect(request, self.rows.find_missing_keys(request.owned), transport)
         rows = self._look_up(request, request.whole, transport).wait()
         request.open(rows.to(self.rows.weight.dtype), train)
 
@@ -270,6 +302,12 @@ class Sharded:
         if known is not None:
             return *known, None
         return None, *request.index.search(self.layout.compute_keys(table, ids))
+
+    def find_log_q(self, request: Request, table: int, ids: Tensor) -> Tensor:
+        """[...] of ids [...], which the request holds and whose draws it has counted."""
+        assert request.log_q is not None
+        index = request.index.find_own(table, ids, self.layout.compute_keys(table, ids))
+        return request.log_q.index_select(0, index.reshape(-1)).view(ids.shape)
 
 
 def _select_served(numbers: Tensor, part: RequestPart) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
-from freescale.embedding.dynamic.storage import mark_any
+from freescale.embedding.dynamic.storage import DynamicStorage, mark_any
 from freescale.embedding.layout import ShardLayout, choose_stride, spread_ids
 from freescale.embedding.request import (
     GroupIds,
@@ -27,7 +27,9 @@ from freescale.embedding.request import (
     Request,
     RequestPart,
     collect_ids,
+    has_default_row,
     mark_counted,
+    mark_draws,
     sum_readings,
 )
 from freescale.embedding.storage import Recorder, RowStorage, UpdateOptions
@@ -55,6 +57,7 @@ class LocalRequest:
         self.copied: Request | None = None  # once somebody reads rows by himself
         self._places = rows[:0]  # [n]: where each of `rows` is in the copy
         self._sorted: tuple[Tensor, Tensor] | None = None  # `rows`, once somebody searches them
+        self.log_q: Tensor | None = None  # [n] float32, where the table counts draws
 
     def read(self, part: int | None, index: Tensor) -> Tensor:
         """The rows [..., width] at index [...]; `part` of the ids that were given, or others."""
@@ -80,7 +83,7 @@ class LocalRequest:
 
     def list_tensors(self) -> list[Tensor]:
         """As `Request.list_tensors`."""
-        return [self.rows] if self._local is None else [self.rows, self._local]
+        return [each for each in (self.rows, self._local, self.log_q) if each is not None]
 
     def find(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Local rows [...] -> (where they are in the table, whether the step reads them)."""
@@ -92,6 +95,16 @@ class LocalRequest:
         place = torch.searchsorted(ordered, rows.to(ordered.dtype))
         place = place.clamp_(max=ordered.numel() - 1)
         return self.rows[order[place]].to(rows.dtype), ordered[place] == rows
+
+    def find_log_q(self, part: int | None, keys: Tensor) -> Tensor:
+        """[...] of keys [...]; `part` of the ids that were given, or others."""
+        assert self.log_q is not None and self._local is not None
+        if part is not None:
+            sizes = [each.numel() for each in self.index.parts]
+            return torch.split(self.log_q, sizes)[part].view(keys.shape)
+        ordered, order = self._local.sort()
+        place = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
+        return self.log_q[order[place]]
 
     def find_copied(self, rows: Tensor) -> Tensor:
         """Where rows [...] of the table are in the copy: through any reading of the same row,
@@ -128,15 +141,44 @@ class LocalGroup:
         if keeps_gradients(weight) and self._encoding == weight.dtype:
             rows = self._spread(given)
             slots = self.rows.make_resident(rows, ledger, self._mark(batches))
-            return LocalRequest(given, rows, weight, None if slots is rows else slots)
+            if (missing := self._find_missing(slots)) is not None:
+                slots = torch.where(missing, slots[-1], slots)
+            request = LocalRequest(given, rows, weight, None if slots is rows else slots)
+            request.log_q = self._count_draws(batches, rows)
+            return request
         parts = [self._locate(table, ids.reshape(-1)) for table, ids in given]
         none = torch.zeros(0, dtype=torch.int64, device=weight.device)
         unique, inverse = torch.unique(torch.cat([none, *parts]), return_inverse=True)
-        request = Request(Index(unique, given, inverse), RequestPart(None, None, [], []), unique)
+        whole = RequestPart(None, None, [], [])
+        copied = Request(Index(unique, given, inverse), whole, unique)
         if (counted := self._mark(batches)) is not None:
             counted = mark_any(counted, inverse, unique.numel())
-        request.slots = self.rows.make_resident(unique, ledger, counted)
-        return request
+        copied.slots = self.rows.make_resident(unique, ledger, counted)
+        if (missing := self._find_missing(copied.slots)) is not None:
+            copied.index.redirect(missing)
+        copied.log_q = self._count_draws(batches, unique, inverse)
+        return copied
+
+    def _find_missing(self, slots: Tensor) -> Tensor | None:
+        """[n] bool: which slots [n] are of ids that read a learned default row, the last id that
+        was given; None where there is no such row, or nothing is read."""
+        if not slots.numel() or not has_default_row(self.layout.specs[0]):
+            return None
+        assert isinstance(self.rows, DynamicStorage)
+        return self.rows.find_missing(slots).bool()
+
+    def _count_draws(
+        self, batches: Sequence[SequenceBatch], rows: Tensor, inverse: Tensor | None = None
+    ) -> Tensor | None:
+        """Log-q [n] of rows [n], where the table counts draws. `inverse`: of each reading, if there
+        is not a row for each."""
+        if not isinstance(self.rows, DynamicStorage) or self.rows.draws is None:
+            return None
+        worth = mark_draws(batches, self.layout.specs[0])
+        sums = torch.zeros_like(rows, dtype=torch.int64)
+        if worth is not None:
+            sums = worth if inverse is None else sums.index_add_(0, inverse, worth)
+        return self.rows.count_draws(rows, sums)
 
     def _mark(self, batches: Sequence[SequenceBatch]) -> Tensor | None:
         dynamic = isinstance(self.layout, DynamicLayout)
@@ -188,6 +230,16 @@ class LocalGroup:
         if isinstance(request, Request):
             return None, *request.index.search(rows)
         return None, *request.find(rows)
+
+    def find_log_q(self, request: LocalRequest | Request, table: int, ids: Tensor) -> Tensor:
+        """As `Sharded.find_log_q`."""
+        if isinstance(request, LocalRequest):
+            known = request.index.find_known(table, ids)
+            part = None if known is None else known[0]
+            return request.find_log_q(part, self._locate(table, ids))
+        assert request.log_q is not None
+        index = request.index.find_own(table, ids, self._locate(table, ids))
+        return request.log_q.index_select(0, index.reshape(-1)).view(ids.shape)
 
     def apply(self, request: LocalRequest | Request, **options: Unpack[UpdateOptions]) -> None:
         """Updates the rows by the gradients of what has read them."""

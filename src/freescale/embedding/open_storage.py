@@ -4,6 +4,7 @@ whether they come and go."""
 from __future__ import annotations
 
 from freescale.embedding.dynamic.directory import Directory
+from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic.layout import DynamicLayout
 from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage
 from freescale.embedding.host_tables.storage import CachedStorage
@@ -29,6 +30,9 @@ def open_storage(
     storage = ranges, size, optimizer, transport.device
     rows: RowStorage = DeviceStorage(*storage) if tier is None else CachedStorage(*storage, tier)
     if isinstance(layout, DynamicLayout):
-        directory = Directory(layout.rules, *layout.get_owned_shards(transport.rank))
-        rows = DynamicStorage(rows, directory)
+        first, last = layout.get_owned_shards(transport.rank)
+        draws = None
+        if layout.rules.draws is not None:
+            draws = DrawCounts(first, last - first, layout.rules.shard_rows)
+        rows = DynamicStorage(rows, Directory(layout.rules, first, last), draws)
     return rows

@@ -33,6 +33,11 @@ class TableReader(nn.Module):
         which nothing is copied here."""
         return self._tables.locate(self.table, ids)
 
+    def find_log_q(self, ids: Tensor) -> Tensor | None:
+        """ids [...] of a training batch -> [...]: the logs of their probabilities as draws from the
+        batch, but for a constant, where the table counts them (`Dynamic(draws=...)`)."""
+        return self._tables.find_log_q(self.table, ids)
+
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, table={self.table!r}"
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
+from freescale.embedding.dynamic.draws import SAMPLE
+from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED
 from freescale.embedding.layout import TableSpec, find_feature_ids
 from freescale.kernels.dispatch import keeps_gradients, read_rows, sum_by_row
 from freescale.kernels.row_gradients import RowGradients
@@ -19,26 +21,64 @@ GroupIds = Sequence[tuple[int, Tensor]]
 SumGradients = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
+_AT_ONCE = 2  # of `mark_counted`: an id that needs no admission
+
+
 def collect_ids(batches: Sequence[SequenceBatch], specs: Sequence[TableSpec]) -> GroupIds:
     """The ids that some (micro-)batches hold for the tables of a group."""
-    return [
+    found = [
         (table, ids)
         for table, spec in enumerate(specs)
         for batch in batches
         for _, ids in find_feature_ids(batch, spec)
     ]
+    if found and has_default_row(specs[0]):
+        # Whatever ids have no row, the one that they read travels like any other.
+        found.append((0, torch.full((1,), DEFAULT_ID, device=found[0][1].device)))
+    return found
+
+
+def has_default_row(spec: TableSpec) -> bool:
+    """Whether ids without a row read one that is learned. Such a table is alone in its group."""
+    return spec.dynamic is not None and spec.dynamic.default == LEARNED
 
 
 def mark_counted(batches: Sequence[SequenceBatch], spec: TableSpec) -> Tensor | None:
-    """[n] uint8, for the ids of `collect_ids` of a dynamic table: 0 for those of negatives. None if
-    it has no such features, or there are no ids."""
+    """[n] uint8, for the ids of `collect_ids` of a dynamic table: 0 for those of negatives, 2 for
+    that of a learned default row. None if it has neither, or there are no ids."""
     negatives = spec.dynamic.negatives if spec.dynamic is not None else ()
     parts = [
         torch.full((ids.numel(),), feature not in negatives, dtype=torch.uint8, device=ids.device)
         for batch in batches
         for feature, ids in find_feature_ids(batch, spec)
     ]
-    return torch.cat(parts) if parts and set(negatives) & set(spec.features) else None
+    learned = has_default_row(spec)
+    if not parts or not (learned or set(negatives) & set(spec.features)):
+        return None
+    return torch.cat([*parts, *([parts[0].new_full((1,), _AT_ONCE)] if learned else [])])
+
+
+def mark_draws(batches: Sequence[SequenceBatch], spec: TableSpec) -> Tensor | None:
+    """[n] int64, for the ids of `collect_ids` of a dynamic table: what each reading is worth as a
+    draw from its sample (dynamic/draws.py). None if the table does not count them, or there are no
+    ids."""
+    rules = spec.dynamic
+    if rules is None or rules.draws is None:
+        return None
+    parts = []
+    for batch in batches:
+        for feature, ids in find_feature_ids(batch, spec):
+            worth = torch.zeros(ids.numel(), dtype=torch.int64, device=ids.device)
+            if feature == rules.draws and feature in batch.sequences:
+                lengths = batch.sequences[feature].lengths
+                each = SAMPLE // lengths.clamp(min=1)
+                worth = torch.repeat_interleave(each, lengths, output_size=ids.numel())
+            elif feature == rules.draws:
+                worth += SAMPLE
+            parts.append(worth)
+    if parts and has_default_row(spec):
+        parts.append(parts[0].new_zeros(1))
+    return torch.cat(parts) if parts else None
 
 
 class Index:
@@ -47,7 +87,9 @@ class Index:
 
     def __init__(self, keys: Tensor, given: GroupIds, inverse: Tensor) -> None:
         self.keys = keys  # [u] sorted
+        self._read: Tensor | None = None  # [u] which fetched row is read for each; None: its own
         parts = torch.split(inverse, [ids.numel() for _, ids in given])
+        self._own = parts
         self._known = [
             (table, ids, ids._version, part)
             for (table, ids), part in zip(given, parts, strict=True)
@@ -56,6 +98,24 @@ class Index:
     def replace_parts(self, keys: Tensor, inverse: Tensor) -> Index:
         """For the same ids, with other keys."""
         return Index(keys, [(table, ids) for table, ids, *_ in self._known], inverse)
+
+    def redirect(self, missing: Tensor) -> None:
+        """missing [u] bool: keys that have no row; the row of the last id that was given is read
+        for them."""
+        own = torch.arange(len(missing), device=missing.device)
+        self._read = torch.where(missing, self._own[-1], own)
+        self._known = [
+            (table, ids, version, self._read.index_select(0, part))
+            for (table, ids, version, _), part in zip(self._known, self._own, strict=True)
+        ]
+
+    def find_own(self, table: int, ids: Tensor, keys: Tensor) -> Tensor:
+        """Where keys [...] of ids [...] are among those that were fetched, whatever row is read for
+        them."""
+        known = self.find_known(table, ids)
+        if known is not None:
+            return self._own[known[0]].view(ids.shape)
+        return torch.searchsorted(self.keys, keys).clamp_(max=self.keys.numel() - 1)
 
     @property
     def parts(self) -> list[Tensor]:
@@ -86,7 +146,8 @@ class Index:
         if not self.keys.numel():
             return torch.zeros_like(keys), torch.zeros_like(keys, dtype=torch.bool)
         found = torch.searchsorted(self.keys, keys).clamp_(max=self.keys.numel() - 1)
-        return found, self.keys[found] == keys
+        there = self.keys[found] == keys
+        return found if self._read is None else self._read[found], there
 
 
 @dataclass(frozen=True)
@@ -127,6 +188,8 @@ class Request:
     owned: Tensor  # [sum(receive)] local rows requested from this rank, in rank order
     pieces: int = 1  # into which bulk traffic is cut
     counted: Tensor | None = None  # [sum(receive)] uint8: 0 for `owned` that are negatives there
+    drawn: Tensor | None = None  # [sum(receive)] int64: what `owned` are worth as draws
+    log_q: Tensor | None = None  # [u] float32, of the index's keys, where the table counts draws
     slots: Tensor | None = None  # [sum(receive)] where `owned` are, once they are resident
     rows: Tensor | None = None  # [u, width]: a leaf of autograd, unless there are `gradients`
     gradients: RowGradients | None = None  # of what reads the rows, where the kernels keep them
@@ -154,7 +217,7 @@ class Request:
     def list_tensors(self) -> list[Tensor]:
         """What `LocalGroup.prepare` has made: whoever reads on another stream says so."""
         found = [self.owned, self.index.keys, *self.index.parts]
-        return found if self.slots is None else [*found, self.slots]
+        return found + [each for each in (self.slots, self.log_q) if each is not None]
 
     def drop_pulled(self) -> None:
         """All rows are here: forgets how they travelled."""

@@ -423,6 +423,18 @@ class Tables:
         rows, index = request.offer(part, index)
         return rows, index
 
+    def find_log_q(self, name: str, ids: Tensor) -> Tensor | None:
+        """[...]: the log of the probability that a draw from the batch is each of ids [...], but
+        for a constant; None where the table does not count draws, or nothing is trained."""
+        if self._open is None or self.specs[name].dynamic is None:
+            return None
+        group, table = self._where[name]
+        reader, request = self._open[group]
+        if request.log_q is None:
+            return None
+        found: Tensor = reader.find_log_q(request, table, ids)
+        return found
+
     def _locate(self, name: str, ids: Tensor) -> tuple[Any, int | None, Tensor]:
         """The request that has the rows of ids [...], and what its methods take for them."""
         if self._open is None:

@@ -116,6 +116,12 @@ def locate_rows(table: nn.Module, *ids: Tensor) -> tuple[Tensor, list[Tensor]]:
     return rows, [index.view(part.shape) for index, part in zip(parts, ids, strict=True)]
 
 
+def find_log_q(table: nn.Module, ids: Tensor) -> Tensor | None:
+    """[...] log-q of ids [...], from a table that counts them; None from any other."""
+    find: Any = getattr(table, "find_log_q", None)
+    return None if find is None else find(ids)
+
+
 def _find_first(ids: Tensor) -> Tensor:
     """ids [n] -> [n]: the first place of each one's id, without a read of the device."""
     ordered, order = ids.sort(stable=True)

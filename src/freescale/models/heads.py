@@ -20,6 +20,7 @@ from freescale.config import ModelConfig
 from freescale.kernels.dispatch import sampled_softmax
 from freescale.models.columns import (
     find_candidates,
+    find_log_q,
     find_negatives,
     find_sequence,
     locate_rows,
@@ -112,7 +113,8 @@ class Retrieval(_SequenceHead):
     are the batch's "negatives", wherever it has them: of a sample in `dense` [samples, K], of a
     position in `sequences` [tokens, K], of all in `shared` [K]. A negative that is the target
     counts as absent. "negatives_log_q" beside them and "targets_log_q" in `sequences`, both
-    optional, are subtracted from the logits.
+    optional, are subtracted from the logits; where the batch has neither, what the item table
+    estimates, if it does.
     """
 
     def __init__(
@@ -161,6 +163,9 @@ class Retrieval(_SequenceHead):
             if "targets_log_q" in batch.sequences
             else None
         )
+        if targets_log_q is None and negatives.log_q is None:
+            targets_log_q = find_log_q(self.item, targets.values)
+            negatives = replace(negatives, log_q=find_log_q(self.item, negatives.index))
         outputs = self.encode_history(batch)
         if not outputs.shape[0]:
             return {"next_item": to_at_least_float32(outputs).sum()}

@@ -318,6 +318,8 @@ class Staged(Schedule):
         for _, request in self._sharded(current):
             assert request.rows is not None
             self.ahead.lend(request.rows)
+            if request.log_q is not None:
+                self.ahead.lend(request.log_q)
             request.open(request.rows, train=True)
             self.ledger.count("requests", request.owned.numel())
             self.ledger.count("collisions", request.collisions)

@@ -218,6 +218,8 @@ def parse_tables(config: RunConfig) -> dict[str, Dynamic]:
             raise ValueError(f"--rows {name}={choice}: {error}") from None
         if rules is None:
             raise ValueError(f"--rows {name}={choice}: give dynamic:ROWS, as in {name}=dynamic:50M")
+        if name == "item" and config.model.task == "retrieval" and config.data.log_q is not False:
+            rules = replace(rules, draws="targets")  # in-batch negatives are drawn from
         tables[name] = rules
     return tables
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from freescale.embedding.dynamic_rules import SHARDS
+from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED, SHARDS
 from freescale.embedding.layout import spread_ids
 from freescale.train.checkpoint import (
     Intact,
@@ -36,7 +36,8 @@ def export(checkpoint: str | Path | Intact, folder: str | Path) -> list[Path]:
     Returns:
         The files: `dense.safetensors` (dense weights by parameter name) and
         `table.NAME.safetensors` (tensor `weight` [rows, width] in the order of ids) for each table;
-        of a dynamic one also `ids` [rows], those that have a row.
+        of a dynamic one also `ids` [rows], those that have a row, and where it is learned
+        `default` [1, width], which all others read.
 
     Raises:
         ValueError: the checkpoint is damaged or cannot be read.
@@ -64,6 +65,11 @@ def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
     for name, (rows, width, kind, _, *dynamic) in state["tables"].items():
         if dynamic:
             tensors = _read_dynamic(checkpoint, name, rows, width, _DTYPES[kind])
+            if LEARNED in dynamic:
+                default = tensors["ids"] == DEFAULT_ID
+                weight = tensors["weight"]
+                tensors = {"ids": tensors["ids"][~default], "weight": weight[~default]}
+                tensors["default"] = weight[default]
             yield _write(tensors, out / f"table.{name}.safetensors")
             continue
         stored = torch.empty(rows, width, dtype=_DTYPES[kind])

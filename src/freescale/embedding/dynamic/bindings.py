@@ -38,7 +38,7 @@ class RulesStruct(Structure):
 
     _fields_ = [
         (name, c_int64)
-        for name in ("first_shard", "batch", "admit", "evict", "after", "swept", "pinned")
+        for name in ("first_shard", "batch", "admit", "evict", "after", "swept", "pinned", "halved")
     ]
 
 

@@ -5,7 +5,8 @@ Every virtual shard decides for itself, from the global batches alone (csrc/dyna
     1. ids of the batch that have a row use it
     2. `After` removes old rows of the shard whose turn it is
     3. the others, in the order of ids: counted; once admitted, an empty row or that of a victim.
-       Ids that are negatives alone neither count nor get a row.
+       Ids that are negatives alone neither count nor get a row; that of a learned default row is
+       the first, and is admitted at once.
 
 What a batch changes is provisional until its step begins. `plan` returns a `BatchChanges`, by which
 `undo` and `redo` exchange the state before the batch for that after it, any number of times.
@@ -28,7 +29,7 @@ from freescale.embedding.dynamic.bindings import (
     address,
     load_dynamic,
 )
-from freescale.embedding.dynamic_rules import PINNED, SHARDS, After, Dynamic
+from freescale.embedding.dynamic_rules import LFU, PINNED, SHARDS, After, Dynamic
 
 Numbers = NDArray[np.int64]
 
@@ -111,7 +112,8 @@ class Directory:
         Args:
             keys: [n] of its ids on this rank (layout.py), ascending and unique.
             counted: [n] 0 for those that are negatives alone: they use a row that is there, and
-                change nothing else. None: all count.
+                change nothing else; 2 for those that need no admission, and go first. None: all
+                count.
         """
         keys = np.ascontiguousarray(keys)
         n = keys.size
@@ -180,8 +182,9 @@ class Directory:
             first_shard=first,
             batch=self.batches,
             admit=self._rules.admit.batches,
-            evict=EVICT["after" if isinstance(evict, After) else evict],
+            evict=EVICT[evict if isinstance(evict, str) else type(evict).__name__.lower()],
             after=after,
             swept=swept,
             pinned=PINNED,
+            halved=evict.halved_every if isinstance(evict, LFU) else 0,
         )

@@ -12,7 +12,9 @@ same decisions, and whoever looks between two steps sees those of the steps that
 
 Two rows behind the table's own belong to ids that have none: one is always zero and is read, the
 other takes their gradients and is never read. Two, because one batch's gradients arrive while
-another one reads.
+another one reads. Where a default row is learned, requesters ask for it in every batch, are told
+which of their ids have no row, and read it for them: it travels, collides and is updated like any
+other row.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.embedding.dynamic.directory import BatchChanges, BatchFigures, Directory
+from freescale.embedding.dynamic.directory import (
+    BatchChanges,
+    BatchFigures,
+    Directory,
+    Numbers,
+)
+from freescale.embedding.dynamic.draws import BatchDraws, DrawCounts
+from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED
 from freescale.embedding.storage import Recorder, RowStorage, draw_initial_rows
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.upload import upload
@@ -37,13 +46,14 @@ EXTRA_ROWS = 2  # of the storage, behind those of the table
 _KEPT = 2  # decisions: of the batch that computes, and of the one after it
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Decision:
     """Of one batch."""
 
     changes: BatchChanges
     slots: Tensor  # [m] of the rows that came
     rows: dict[str, Tensor]  # [m, ...] in their place in the other state
+    draws: BatchDraws | None = None
 
 
 def mark_any(marks: Tensor, inverse: Tensor, count: int) -> Tensor:
@@ -56,8 +66,12 @@ class DynamicStorage(RowStorage):
 
     keeps_slots = False
 
-    def __init__(self, inner: RowStorage, directory: Directory) -> None:
-        """`inner`: has `EXTRA_ROWS` more than the table."""
+    def __init__(
+        self, inner: RowStorage, directory: Directory, draws: DrawCounts | None = None
+    ) -> None:
+        """`inner`: has `EXTRA_ROWS` more than the table. `draws`: of the same shards, if log-q is
+        wanted."""
+        self.draws = draws
         (own,) = inner._ranges.values()
         self.spec, self.inner, self.directory = own.spec, inner, directory
         self.size, self.optimizer, self.changed = inner.size, inner.optimizer, inner.changed
@@ -99,6 +113,7 @@ class DynamicStorage(RowStorage):
             for name, value in vars(changes.figures).items():
                 ledger.count(f"dynamic_{name}", value)
             ledger.count("dynamic_rows", self.directory.rows.used)
+            ledger.count("dynamic_capacity", self.directory.rows.ids.size)
         return slots.index_select(0, inverse)
 
     def _insert(self, changes: BatchChanges, slots: Tensor) -> None:
@@ -113,6 +128,29 @@ class DynamicStorage(RowStorage):
         decision = _Decision(changes, slots, new)
         self._exchange_rows(decision)
         self._decisions.append(decision)
+
+    def find_missing(self, slots: Tensor) -> Tensor:
+        """[n] uint8: which slots [n] are of keys that have no row."""
+        assert self._slots is not None
+        return (slots == self._slots[0]).to(torch.uint8)
+
+    def find_missing_keys(self, rows: Tensor) -> Tensor:
+        """[n] uint8: which keys [n] have no row. Changes nothing."""
+        with self._lock:
+            found = self.directory.find(rows.cpu().numpy())
+        return upload((found < 0).astype(np.uint8), rows.device)
+
+    def count_draws(self, rows: Tensor, drawn: Tensor) -> Tensor:
+        """Counts what keys [n] of the batch that was made resident last are worth as draws, [n]
+        int64. Returns their log-q [n], with that of this batch."""
+        assert self.draws is not None
+        with self._lock:
+            self._redo_all()
+            keys, inverse = torch.unique(rows, return_inverse=True)
+            worth = drawn.new_zeros(keys.numel()).index_add_(0, inverse, drawn)
+            host = keys.cpu().numpy()
+            self._decisions[-1].draws = self.draws.add(host, worth.cpu().numpy())
+            return upload(self.draws.estimate(host), rows.device).index_select(0, inverse)
 
     @property
     def _parts(self) -> list[tuple[str, Tensor]]:
@@ -208,12 +246,16 @@ class DynamicStorage(RowStorage):
         self._undone += 1
         decision = self._decisions[-self._undone]
         self.directory.undo(decision.changes)
+        if self.draws is not None and decision.draws is not None:
+            self.draws.take_back(decision.draws)
         self._exchange_rows(decision)
 
     def _redo(self) -> None:
         decision = self._decisions[-self._undone]
         self._undone -= 1
         self.directory.redo(decision.changes)
+        if self.draws is not None and decision.draws is not None:
+            self.draws.apply(decision.draws)
         self._exchange_rows(decision)
 
     def _redo_all(self) -> None:
@@ -236,9 +278,11 @@ class DynamicStorage(RowStorage):
         }
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
-        """What each shard holds beside its rows, [shards, ...]: batches so far, and the counts of
-        ids that have no row."""
+        """What each shard holds beside its rows, [shards, ...]: batches so far, the counts of ids
+        that have no row, and those of draws."""
         found = {"batches": torch.from_numpy(self.directory.clock)}
+        if self.draws is not None:
+            found["draws"] = torch.from_numpy(self.draws.sums)
         if (table := self.directory.counters) is not None:
             shards = self.directory.clock.size
             for name, array in (
@@ -256,11 +300,17 @@ class DynamicStorage(RowStorage):
         self._undone, self._begun = 0, self.directory.batches
 
     def get_ids(self, name: str) -> Tensor:
-        """Ids [n] that have a row, in storage order."""
+        """Ids [n] that have a row, in storage order; without that of a learned default row."""
+        return torch.from_numpy(self.directory.rows.ids[self._list_used()]).to(self.weight.device)
+
+    def _list_used(self) -> Numbers:
         table = self.directory.rows
-        return torch.from_numpy(table.ids[table.last >= 0]).to(self.weight.device)
+        used = table.last >= 0
+        if self.spec.dynamic is not None and self.spec.dynamic.default == LEARNED:
+            used &= table.ids != DEFAULT_ID
+        return used.nonzero()[0]
 
     def list_rows(self, name: str) -> tuple[Tensor, Tensor]:
         rows = self.inner.get_tensors(name)["rows"]
-        used = upload((self.directory.rows.last >= 0).nonzero()[0], rows.device)
+        used = upload(self._list_used(), rows.device)
         return self.get_ids(name), rows.index_select(0, used)

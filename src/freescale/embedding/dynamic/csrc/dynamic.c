@@ -17,6 +17,7 @@ typedef struct {
     int64_t after;    /* of AFTER: a row goes if its last use was before batch - after */
     int64_t swept;    /* of AFTER: the shard, counted from first_shard, or -1 */
     int64_t pinned;   /* a row stays for this many batches from its last use on */
+    int64_t halved;   /* of LFU: counts of rows are halved every so many batches; 0: never */
 } Rules;
 
 enum Evict { LRU, LFU, AFTER };
@@ -40,6 +41,14 @@ static void note(Plan *plan, Shards *t, int64_t entry) {
 }
 
 static inline int32_t add_one(int32_t count) { return count == INT32_MAX ? count : count + 1; }
+
+/* What is left of the count of a row that was used last in batch `last`: one bit less for each
+   halving since. */
+static inline int32_t decay(const Rules *rules, int32_t count, int32_t last) {
+    if (!rules->halved) return count;
+    int64_t times = rules->batch / rules->halved - last / rules->halved;
+    return times > 31 ? 0 : (int32_t)((int64_t)count >> times);
+}
 
 /* An entry that holds an id no more. */
 static void clear_entry(Plan *plan, Shards *t, int64_t shard, int64_t entry) {
@@ -84,13 +93,17 @@ static int32_t count_batch(Plan *plan, int64_t shard, int64_t id, uint64_t hash)
     return 1;
 }
 
+enum Counted { NEGATIVE, COUNTED, AT_ONCE }; /* AT_ONCE: needs no admission, and goes first */
+
 typedef struct {
     int64_t id, at; /* at: place among the keys */
+    int at_once;
 } Missing;
 
 static int compare_ids(const void *a, const void *b) {
-    int64_t x = ((const Missing *)a)->id, y = ((const Missing *)b)->id;
-    return (x > y) - (x < y);
+    const Missing *x = a, *y = b;
+    if (x->at_once != y->at_once) return y->at_once - x->at_once;
+    return (x->id > y->id) - (x->id < y->id);
 }
 
 static void sweep(Plan *plan, int64_t shard) {
@@ -112,7 +125,7 @@ static void insert_missing(Plan *plan, int64_t shard, Missing *missing, int64_t 
     for (int64_t i = 0; i < n; i++) {
         uint64_t hash = mix((uint64_t)missing[i].id);
         int32_t count = 1;
-        if (plan->counters) {
+        if (plan->counters && !missing[i].at_once) {
             count = count_batch(plan, shard, missing[i].id, hash);
             if (count < rules->admit) {
                 plan->figures[WAITING]++;
@@ -128,6 +141,8 @@ static void insert_missing(Plan *plan, int64_t shard, Missing *missing, int64_t 
             /* A new row may be of less use than an old one: nothing is kept for later batches. */
             if (candidates < 0) {
                 candidates = list_candidates(t, shard, limit, plan->room);
+                for (int64_t c = 0; c < candidates; c++)
+                    plan->room[c].count = decay(rules, plan->room[c].count, plan->room[c].last);
                 int64_t need = n - i < candidates ? n - i : candidates;
                 sort_first(plan->room, candidates, need, 1);
                 candidates = need;
@@ -153,8 +168,8 @@ static void insert_missing(Plan *plan, int64_t shard, Missing *missing, int64_t 
 static inline uint64_t hash_of(int64_t key) { return (uint64_t)key ^ 0x8000000000000000u; }
 
 /* keys [n]: the ids of a batch, as DynamicLayout makes keys of them, ascending and unique.
-   counted [n]: 0 for those that are negatives alone, which use a row that is there and change nothing
-   else; NULL: all count. found [n]: the entry of each, -1 for those that have none. Returns 0, or -1 without memory. */
+   counted [n], of Counted: NEGATIVE for those that are negatives alone, which use a row that is
+   there and change nothing else; NULL: all count. found [n]: the entry of each, -1 for those that have none. Returns 0, or -1 without memory. */
 int plan_batch(
     Shards *rows, Shards *counters, const Rules *rules, int64_t n, const int64_t *keys,
     const uint8_t *counted, int64_t *found, Change *changes, int64_t *inserted, int64_t *removed, int64_t *figures) {
@@ -176,14 +191,15 @@ int plan_batch(
             uint64_t hash = hash_of(keys[at]);
             int64_t id = (int64_t)unmix(hash), entry = find(rows, shard, id, hash);
             found[at] = entry;
-            int counts = !counted || counted[at];
+            int mark = counted ? counted[at] : COUNTED, counts = mark != NEGATIVE;
             if (entry < 0) {
-                if (counts) missing[absent++] = (Missing){id, at};
+                if (counts) missing[absent++] = (Missing){id, at, mark == AT_ONCE};
                 continue;
             }
             note(&plan, rows, entry);
+            int32_t count = decay(rules, rows->count[entry], rows->last[entry]);
             rows->last[entry] = (int32_t)rules->batch;
-            if (counts) rows->count[entry] = add_one(rows->count[entry]);
+            rows->count[entry] = counts ? add_one(count) : count;
         }
         if (shard == to_sweep) {
             sweep(&plan, shard);
