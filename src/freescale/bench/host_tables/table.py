@@ -23,8 +23,8 @@ def format_cgroup(used: Results, folder: str) -> str:
         )
     on_disk = next(row for row in result["rows"] if row["arm"] == "disk")
     conditions = (
-        f"{on_disk['table_bytes'] / 1e9:.1f} GB of rows and Adagrad's state, of which a cgroup lets "
-        f"the process have {on_disk['limit_bytes'] / 1e6:,.0f} MB; every step misses "
+        f"{on_disk['table_bytes'] / 1e9:.1f} GB of rows and Adagrad's state, of which a cgroup "
+        f"lets the process have {on_disk['limit_bytes'] / 1e6:,.0f} MB; every step misses "
         f"{on_disk['cache_missed']:,.0f} rows and writes as many back."
     )
     return format_table(used, folder, head, cells, conditions=conditions)
