@@ -249,6 +249,8 @@ class Tables:
             parts = self.transport.world if self.placements[name].kind == "sharded" else 1
             each = spec.bytes_per_row + count_state_bytes(self.optimizers[name], spec)
             sizes[name] = ShardLayout((spec,), parts).size * each
+            if spec.dynamic is not None and spec.dynamic.map == "device":
+                sizes[name] += spec.dynamic.directory_bytes // parts
         if self.transport.device.type == "cuda":
             caches = {n: min(sizes[n], p.tier.cache_bytes) for n, p in self._list_tiers()}
             self.placements = move_to_host(
@@ -257,8 +259,9 @@ class Tables:
         homes = sum(sizes[n] for n, p in self._list_tiers() if isinstance(p.tier, Host))
         homes += sum(
             spec.dynamic.directory_bytes // self.transport.world
-            for spec in self.specs.values()
+            for name, spec in self.specs.items()
             if spec.dynamic is not None
+            and (spec.dynamic.map == "host" or self.placements[name].tier is not None)
         )
         for name, placed in self._list_tiers():
             sizes[name] = min(sizes[name], placed.tier.cache_bytes)

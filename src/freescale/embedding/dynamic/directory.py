@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from freescale.embedding.dynamic.bindings import (
     CHANGE,
@@ -29,6 +31,7 @@ from freescale.embedding.dynamic.bindings import (
     load_dynamic,
 )
 from freescale.embedding.dynamic_rules import PINNED, SHARDS, After, Dynamic
+from freescale.kernels.upload import upload
 
 Numbers = NDArray[np.int64]
 
@@ -56,6 +59,25 @@ class BatchChanges:
     log: NDArray[Any]  # of CHANGE: the other state of each entry, in the order of changes
 
 
+@dataclass(frozen=True)
+class Decided:
+    """What a batch has decided, on the device that computes."""
+
+    entries: Tensor  # [u] of keys; -1: none
+    inverse: Tensor | None  # [n]: key i has entries[inverse[i]]; None: entry i
+    new: Tensor  # [m] entries of ids that got one
+    new_ids: Tensor  # [m]
+    inserted: Tensor | None  # [m] places of these ids among `entries`; None: not known
+    removed: Tensor | None  # entries that were swept; -1 is none
+    figures: BatchFigures
+    changes: Any  # for `undo` and `redo` of the directory
+
+
+def mark_any(marks: Tensor, inverse: Tensor, count: int) -> Tensor:
+    """marks [n] uint8 of what has the numbers inverse [n] -> [count]: whether one of each is."""
+    return marks.new_zeros(count).scatter_reduce_(0, inverse, marks, "amax")
+
+
 class ShardArrays:
     """Entries of some virtual shards, as arrays that C works on."""
 
@@ -77,6 +99,14 @@ class ShardArrays:
     def used(self) -> int:
         """Entries that hold an id."""
         return int(self._numbers[0].sum(dtype=np.int64))
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        """Views of ids, last uses and counts."""
+        return {
+            "ids": torch.from_numpy(self.ids),
+            "last_use": torch.from_numpy(self.last),
+            "count": torch.from_numpy(self.count),
+        }
 
     @property
     def nbytes(self) -> int:
@@ -104,6 +134,34 @@ class Directory:
     @batches.setter
     def batches(self, count: int) -> None:
         self.clock[:] = count
+
+    @property
+    def used(self) -> int:
+        """Entries that hold an id."""
+        return self.rows.used
+
+    @property
+    def nbytes(self) -> int:
+        """Of the rows' entries."""
+        return self.rows.nbytes
+
+    def decide(self, keys: Tensor, counted: Tensor | None = None) -> Decided:
+        """`plan` of keys [n] on any device, in any order and as often as they occur. Waits for the
+        device, which has to tell the keys."""
+        unique, inverse = torch.unique(keys, return_inverse=True)
+        marks = None if counted is None else mark_any(counted, inverse, unique.numel())
+        changes = self.plan(unique.cpu().numpy(), None if marks is None else marks.cpu().numpy())
+        new, where = changes.found[changes.inserted], keys.device
+        return Decided(
+            entries=upload(changes.found, where),
+            inverse=inverse,
+            new=upload(new, where),
+            new_ids=upload(self.rows.ids[new], where),
+            inserted=upload(changes.inserted, where),
+            removed=upload(changes.removed, where) if changes.removed.size else None,
+            figures=changes.figures,
+            changes=changes,
+        )
 
     def plan(self, keys: Numbers, counted: NDArray[np.uint8] | None = None) -> BatchChanges:
         """Decides for the next batch.
@@ -137,14 +195,14 @@ class Directory:
             log[:changes].copy(),
         )
 
-    def find(self, keys: Numbers) -> Numbers:
+    def find(self, keys: Tensor) -> Tensor:
         """Entries [n] of keys [n], in any order; -1 for those without a row. Changes nothing."""
-        keys = np.ascontiguousarray(keys)
-        found = np.empty(keys.size, np.int64)
+        wanted = np.ascontiguousarray(keys.cpu().numpy())
+        found = np.empty(wanted.size, np.int64)
         self._library.find_batch(
-            self.rows.struct, self._shards[0], keys.size, address(keys), address(found)
+            self.rows.struct, self._shards[0], wanted.size, address(wanted), address(found)
         )
-        return found
+        return upload(found, keys.device)
 
     def undo(self, changes: BatchChanges) -> None:
         """Back to the state before the last batch that is not undone."""
@@ -165,6 +223,22 @@ class Directory:
         for table in self._tables:
             if table is not None:
                 self._library.rebuild(table)
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        """By entry. Whoever writes to them calls `rebuild`."""
+        return self.rows.get_tensors()
+
+    def get_shard_tensors(self) -> dict[str, Tensor]:
+        """What each shard holds beside its entries, [shards, ...]: batches so far, and the counts
+        of ids that have no row."""
+        found, shards = {"batches": torch.from_numpy(self.clock)}, self.clock.size
+        if self.counters is not None:
+            for name, value in self.counters.get_tensors().items():
+                found[f"counters.{name}"] = value.view(shards, -1)
+        return found
+
+    def end_reading(self) -> None:
+        """Nothing reads the arrays any more."""
 
     @property
     def _tables(self) -> tuple[ShardsStruct, ShardsStruct | None]:
