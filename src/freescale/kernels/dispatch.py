@@ -282,6 +282,11 @@ def choose_id_map(device: torch.device) -> Any:
     return triton_id_map if on_gpu and has_triton() else id_map
 
 
+def fits_draws(weight: Tensor) -> bool:
+    """Whether `triton.initial_rows` draws rows of this table."""
+    return _fits_triton_rows(weight, (torch.float32,))
+
+
 def keeps_gradients(table: Tensor) -> bool:
     """Whether `read_rows` can leave the gradients of a table's rows to `RowGradients`."""
     return choose_optimizers(table) is triton_row_updates

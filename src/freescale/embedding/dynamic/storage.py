@@ -31,7 +31,10 @@ from torch import Tensor
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.directory import BatchFigures, Decided, Directory
 from freescale.embedding.storage import Recorder, RowStorage, draw_initial_rows
+from freescale.kernels.dispatch import fits_draws
 from freescale.kernels.reference.row_sums import SortedRows
+from freescale.kernels.triton.initial_rows import draw_rows
+from freescale.random import derive, hash_name
 from freescale.streams import current_stream
 
 EXTRA_ROWS = 2  # of the storage, behind those of the table
@@ -64,6 +67,7 @@ class DynamicStorage(RowStorage):
         self._zero, self._spent = inner.size - 2, inner.size - 1  # local rows
         self._slots: list[int] | None = None  # of these two
         self._seed, self._std = 0, 1.0
+        self._table_seed: Tensor | None = None  # [1] on the device, once rows are drawn there
         self._decisions: deque[_Decision] = deque(maxlen=_KEPT)
         self._undone = 0  # the last ones of them
         self._begun = 0  # batches whose step has begun
@@ -101,14 +105,23 @@ class DynamicStorage(RowStorage):
         return slots if decided.inverse is None else slots.index_select(0, decided.inverse)
 
     def _insert(self, decided: Decided, slots: Tensor) -> None:
-        made = draw_initial_rows(self.spec, decided.new_ids, self._seed, self._std)
         new = {
             name: value.new_zeros(slots.numel(), *value.shape[1:]) for name, value in self._parts
         }
-        new["rows"] = made
+        new["rows"] = self._draw(decided.new_ids)
         decision = _Decision(decided.changes, decided.removed, slots, new)
         self._exchange_rows(decision)
         self._decisions.append(decision)
+
+    def _draw(self, ids: Tensor) -> Tensor:
+        """Rows of ids [m], a function of (seed, table, id) alone."""
+        plain = isinstance(self.directory, Directory) or self.spec.padding is not None
+        if plain or not fits_draws(self.weight):
+            return draw_initial_rows(self.spec, ids, self._seed, self._std)
+        if self._table_seed is None:
+            seed = derive(self._seed, hash_name(self.spec.name)).view(1)
+            self._table_seed = seed.to(self.weight.device)
+        return draw_rows(ids, self._table_seed, self.spec.width, self._std)
 
     @property
     def _parts(self) -> list[tuple[str, Tensor]]:
@@ -221,7 +234,7 @@ class DynamicStorage(RowStorage):
 
     def initialise(self, name: str, seed: int, std: float) -> None:
         """Rows are drawn when their ids come."""
-        self._seed, self._std = seed, std
+        self._seed, self._std, self._table_seed = seed, std, None
 
     def get_tensors(self, name: str) -> dict[str, Tensor]:
         """By position: rows that hold an id, and others, whose last use is -1."""

@@ -47,9 +47,13 @@ def allocate(shards: int, rows: int, first_shard: int, device: torch.device) -> 
     """A map without ids."""
     require_gpu(device, "kernels.reference.id_map")
     plain = reference.allocate(shards, rows, first_shard, device)
-    buckets = max(1, rows // ROWS_OF_BUCKET)
-    words = torch.zeros(shards, buckets, WORDS, dtype=torch.int32, device=device)
+    words = torch.zeros(shards, count_buckets(rows), WORDS, dtype=torch.int32, device=device)
     return replace(plain, words=words)
+
+
+def count_buckets(rows: int) -> int:
+    """Of a shard: enough for all of its rows, and 8 bytes for each."""
+    return max(1, rows // ROWS_OF_BUCKET)
 
 
 def find(map: IdMap, keys: Tensor) -> Tensor:

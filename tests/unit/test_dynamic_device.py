@@ -1,0 +1,173 @@
+"""The map of a dynamic table on the device: its decisions are those of the host's directory, for
+the plain twins by generated streams and for the Triton kernels through the interpreter; and it
+trains the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import id_map_cases, interpreter
+from helpers.collisions import batch_of
+from helpers.dynamic_streams import CHURN, RULES, SPECIAL, build, id_in, state_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import freescale
+from freescale.embedding import open_storage
+from freescale.embedding.dynamic.device_directory import DeviceDirectory
+from freescale.embedding.dynamic.directory import Directory
+from freescale.embedding.dynamic.layout import compute_keys
+from freescale.embedding.dynamic_rules import ENTRY_BYTES, SHARDS, After, Dynamic, parse_dynamic
+from freescale.kernels.reference import id_map
+from freescale.pipeline.staged import Staged
+from freescale.train.checkpoint import Checkpoints
+from freescale.transport.local import LocalTransport
+
+FIGURES = ("inserted", "evicted", "swept", "turned_away")
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    return interpreter.interpreted(id_map_cases.__file__)
+
+
+@pytest.mark.parametrize("case", id_map_cases.CASES)
+def test_the_kernels_decide_as_the_host(interpreted, case):
+    found = interpreted[case]
+    assert all(value for name, value in found.items() if name not in FIGURES), found
+
+
+def test_streams_of_the_kernels_evict_sweep_and_turn_away(interpreted):
+    streams = [interpreted[case] for case in (*id_map_cases.STREAMS, "crowded")]
+    for name in FIGURES:
+        assert sum(found[name] for found in streams) > 10, name
+
+
+POOL = [id_in(shard, number) for shard in (0, 1, 2) for number in range(12)] + SPECIAL
+KEYS = compute_keys(torch.tensor(POOL))
+EVICT = st.one_of(st.sampled_from(["lru", "lfu"]), st.builds(After, st.integers(3, 6)))
+ROWS = st.sampled_from([1, 3 * SHARDS, 5 * SHARDS])
+BATCH = st.lists(st.tuples(st.integers(0, len(POOL) - 1), st.booleans()), max_size=30)
+STREAM = st.lists(st.tuples(BATCH, st.booleans()), min_size=1, max_size=12)
+
+
+@given(rows=ROWS, evict=EVICT, stream=STREAM, undone=st.integers(0, 2))
+@settings(max_examples=40, deadline=None)
+def test_the_twins_decide_as_the_host(rows, evict, stream, undone):
+    pair = id_map_cases.Pair(Dynamic(rows, evict=evict), (0, SHARDS))
+    for batch, marked in stream:
+        keys = KEYS[torch.tensor([number for number, _ in batch], dtype=torch.int64)]
+        counted = torch.tensor([counts for _, counts in batch], dtype=torch.uint8)
+        decided, same = pair.decide(keys, counted if marked else None)
+        assert same
+        for _ in range(undone):
+            assert pair.undo(decided) and pair.same_answers(KEYS)
+            assert pair.redo(decided) and pair.same_answers(KEYS)
+
+
+def test_ids_and_keys_are_bijective():
+    assert torch.equal(id_map.compute_ids(KEYS), torch.tensor(POOL))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 1000, 12208])
+def test_memory_beside_the_rows(rows):
+    """Ids, last uses and counts are 16 bytes a row; the buckets are the rest."""
+    from freescale.kernels.triton import id_map as triton_id_map
+
+    buckets = triton_id_map.count_buckets(rows)
+    assert buckets * 7 >= rows
+    if rows >= 4:
+        assert 16 + buckets * 32 / rows <= ENTRY_BYTES
+
+
+# ---- training
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Tables on a CPU as on a GPU."""
+
+    def open_device(rules, shards, home):
+        if rules.shard_counters:
+            return Directory(rules, *shards)
+        opened.append(DeviceDirectory(rules, *shards, home))
+        return opened[-1]
+
+    opened: list[DeviceDirectory] = []
+    monkeypatch.setattr(open_storage, "open_directory", open_device)
+    return opened
+
+
+def train(schedule, rules, folder=None, steps=None):
+    transport = LocalTransport()
+    parallel, pipeline = build(transport, schedule, rules)
+    checkpoints = folder and Checkpoints(folder, transport, keep=99, full_every=4)
+    losses = []
+    for result in pipeline.run([batch_of(ids, n) for n, ids in enumerate(CHURN[:steps])]):
+        losses.append(result.loss)
+        if checkpoints:
+            checkpoints.save(parallel, pipeline.optimizer, {"step": result.step})
+            with parallel.reading(batch_of(CHURN[0], 99)) as batch:
+                parallel(batch)
+    if checkpoints:
+        checkpoints.wait()
+    pipeline.close()
+    return losses, state_of(parallel)
+
+
+def assert_same(actual, expected):
+    assert actual[0] == expected[0] and actual[1].keys() == expected[1].keys()
+    differ = [n for n, value in expected[1].items() if not torch.equal(actual[1][n], value)]
+    assert differ == []
+
+
+EVERY = [rules for rules in RULES if not rules.shard_counters]
+
+
+@pytest.mark.parametrize("rules", EVERY, ids=str)
+def test_training_has_the_bits_of_the_host_map(rules, on_device, tmp_path, monkeypatch):
+    found = [train(schedule, rules) for schedule in ("serial", Staged)]
+    found.append(train(Staged, rules, tmp_path))
+    assert len(on_device) == 3
+    monkeypatch.undo()
+    for each in found:
+        assert_same(each, train("serial", rules))
+
+
+def test_checkpoints_are_read_by_either_map(on_device, tmp_path, monkeypatch):
+    """Those of the device hold what the host's would: full and differential ones."""
+    rules = EVERY[0]
+    train(Staged, rules, tmp_path)
+    states = []
+    for step in range(1, len(CHURN) + 1, 3):
+        for directory in ("device", "host"):
+            with monkeypatch.context() as patch:
+                if directory == "host":
+                    patch.setattr(
+                        open_storage, "open_directory", lambda r, s, home: Directory(r, *s)
+                    )
+                parallel, _ = build(LocalTransport(), "serial", rules)
+                checkpoints = Checkpoints(tmp_path, parallel.transport)
+                checkpoints.load(checkpoints.path(step), parallel)
+                storage = parallel.tables.get_group("item").rows
+                assert isinstance(storage.directory, Directory) == (directory == "host")
+                states.append(state_of(parallel))
+                found = storage.directory.find(KEYS)
+                states[-1]["found"] = found
+        assert_same(([], states[-1]), ([], states[-2]))
+        _, expected = train("serial", rules, steps=step)
+        assert_same(([], {n: v for n, v in states[-1].items() if n in expected}), ([], expected))
+
+
+# ---- what a user says
+
+
+def test_text_and_mistakes():
+    assert parse_dynamic("dynamic:1M:lfu:map=device") == Dynamic("1M", evict="lfu", map="device")
+    for make, message in (
+        (lambda: Dynamic(1, map="gpu"), "'host' or 'device'"),
+        (lambda: Dynamic(1, freescale.Seen(2), map="device"), "Seen\\(1\\), or map='host'"),
+        (lambda: parse_dynamic("dynamic:1M:map=gpu"), "map=device"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
