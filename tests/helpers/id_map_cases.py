@@ -65,8 +65,10 @@ class Pair:
         both = zip(
             self.host.get_tensors().values(), self.device.get_tensors().values(), strict=True
         )
+        counters = [part.get_shard_tensors() for part in (self.host, self.device)]
         return (
             all(torch.equal(a, b.cpu()) for a, b in both)
+            and all(torch.equal(value, counters[1][name]) for name, value in counters[0].items())
             and self.host.used == self.device.used
             and self.host.batches == self.device.batches
         )
@@ -178,6 +180,8 @@ STREAMS = {
     "lfu": (Dynamic(NARROW, evict="lfu"), (8, 12), (60, 24, 90)),
     "lfu, few rows": (Dynamic(3 * SHARDS, evict="lfu"), (4094, 4096), (12, 10, 16)),
     "one row a shard": (Dynamic(1), (0, 4), (4, 10, 6)),
+    "seen": (Dynamic(6 * SHARDS, Seen(2, room=5 * SHARDS)), (8, 11), (20, 12, 40)),
+    "seen, lfu": (Dynamic(4 * SHARDS, Seen(2), "lfu"), (8, 11), (12, 12, 30)),
     "after": (Dynamic(6 * SHARDS, Seen(1), After(3)), (0, 12), (8, 14, 60)),
 }
 CASES = {

@@ -4,6 +4,8 @@ trains the same bits."""
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from helpers import id_map_cases, interpreter
@@ -12,15 +14,26 @@ from helpers.dynamic_streams import CHURN, RULES, SPECIAL, build, id_in, state_o
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import freescale
+from freescale.config import RunConfig, TrainConfig
 from freescale.embedding import open_storage
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.layout import compute_keys
-from freescale.embedding.dynamic_rules import ENTRY_BYTES, SHARDS, After, Dynamic, parse_dynamic
+from freescale.embedding.dynamic_rules import (
+    ENTRY_BYTES,
+    SHARDS,
+    After,
+    Dynamic,
+    Seen,
+    parse_dynamic,
+)
 from freescale.kernels.reference import id_map
+from freescale.kernels.triton.compile import find_versions
+from freescale.kernels.triton.initial_rows import draw_rows
+from freescale.kernels.triton.launch import record_launches
 from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
+from freescale.train.compile_kernels import call_id_map
 from freescale.transport.local import LocalTransport
 
 FIGURES = ("inserted", "evicted", "swept", "turned_away")
@@ -45,16 +58,22 @@ def test_streams_of_the_kernels_evict_sweep_and_turn_away(interpreted):
 
 POOL = [id_in(shard, number) for shard in (0, 1, 2) for number in range(12)] + SPECIAL
 KEYS = compute_keys(torch.tensor(POOL))
-EVICT = st.one_of(st.sampled_from(["lru", "lfu"]), st.builds(After, st.integers(3, 6)))
-ROWS = st.sampled_from([1, 3 * SHARDS, 5 * SHARDS])
 BATCH = st.lists(st.tuples(st.integers(0, len(POOL) - 1), st.booleans()), max_size=30)
 STREAM = st.lists(st.tuples(BATCH, st.booleans()), min_size=1, max_size=12)
 
 
-@given(rows=ROWS, evict=EVICT, stream=STREAM, undone=st.integers(0, 2))
+RULE = st.builds(
+    Dynamic,
+    capacity=st.sampled_from([1, 3 * SHARDS, 5 * SHARDS]),
+    admit=st.builds(Seen, st.integers(1, 3), st.sampled_from([None, SHARDS, 2 * SHARDS])),
+    evict=st.one_of(st.sampled_from(["lru", "lfu"]), st.builds(After, st.integers(3, 6))),
+)
+
+
+@given(rules=RULE, stream=STREAM, undone=st.integers(0, 2))
 @settings(max_examples=40, deadline=None)
-def test_the_twins_decide_as_the_host(rows, evict, stream, undone):
-    pair = id_map_cases.Pair(Dynamic(rows, evict=evict), (0, SHARDS))
+def test_the_twins_decide_as_the_host(rules, stream, undone):
+    pair = id_map_cases.Pair(rules, (0, SHARDS))
     for batch, marked in stream:
         keys = KEYS[torch.tensor([number for number, _ in batch], dtype=torch.int64)]
         counted = torch.tensor([counts for _, counts in batch], dtype=torch.uint8)
@@ -80,6 +99,30 @@ def test_memory_beside_the_rows(rows):
         assert 16 + buckets * 32 / rows <= ENTRY_BYTES
 
 
+H200 = ("cuda", 90, 32)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is for Linux alone")
+@pytest.mark.parametrize("evict", ["lru", "lfu", "after=3", "seen=2"])
+def test_kernels_are_compiled_before_the_first_step(evict):
+    """All that a directory launches, whatever the sizes, is among what is made ready."""
+    rules = parse_dynamic(f"dynamic:5000000:{evict}:map=device")
+    config = RunConfig(train=TrainConfig(rows=f"item=dynamic:5000000:{evict}:map=device"))
+    with record_launches() as launches:
+        directory = DeviceDirectory(rules, 3, 6, torch.device("cpu"))
+        for keys in (KEYS, KEYS[1:2], KEYS[:16]):
+            for counted in (None, torch.ones_like(keys, dtype=torch.uint8)):
+                decided = directory.decide(keys, counted)
+                directory.undo(decided.changes)
+                directory.find(keys)
+        directory.rebuild()
+        draw_rows(KEYS[:3], KEYS[:1], config.model.width, 0.3)
+    with record_launches() as ready:
+        call_id_map(rules, config, torch.device("cpu"))
+    known = {repr(version) for version in find_versions(ready, H200)}
+    assert {repr(version) for version in find_versions(launches, H200)} <= known
+
+
 # ---- training
 
 
@@ -88,8 +131,6 @@ def on_device(monkeypatch):
     """Tables on a CPU as on a GPU."""
 
     def open_device(rules, shards, home):
-        if rules.shard_counters:
-            return Directory(rules, *shards)
         opened.append(DeviceDirectory(rules, *shards, home))
         return opened[-1]
 
@@ -121,10 +162,7 @@ def assert_same(actual, expected):
     assert differ == []
 
 
-EVERY = [rules for rules in RULES if not rules.shard_counters]
-
-
-@pytest.mark.parametrize("rules", EVERY, ids=str)
+@pytest.mark.parametrize("rules", RULES, ids=str)
 def test_training_has_the_bits_of_the_host_map(rules, on_device, tmp_path, monkeypatch):
     found = [train(schedule, rules) for schedule in ("serial", Staged)]
     found.append(train(Staged, rules, tmp_path))
@@ -134,9 +172,9 @@ def test_training_has_the_bits_of_the_host_map(rules, on_device, tmp_path, monke
         assert_same(each, train("serial", rules))
 
 
-def test_checkpoints_are_read_by_either_map(on_device, tmp_path, monkeypatch):
+@pytest.mark.parametrize("rules", [RULES[0], RULES[2]], ids=str)
+def test_checkpoints_are_read_by_either_map(rules, on_device, tmp_path, monkeypatch):
     """Those of the device hold what the host's would: full and differential ones."""
-    rules = EVERY[0]
     train(Staged, rules, tmp_path)
     states = []
     for step in range(1, len(CHURN) + 1, 3):
@@ -166,7 +204,6 @@ def test_text_and_mistakes():
     assert parse_dynamic("dynamic:1M:lfu:map=device") == Dynamic("1M", evict="lfu", map="device")
     for make, message in (
         (lambda: Dynamic(1, map="gpu"), "'host' or 'device'"),
-        (lambda: Dynamic(1, freescale.Seen(2), map="device"), "Seen\\(1\\), or map='host'"),
         (lambda: parse_dynamic("dynamic:1M:map=gpu"), "map=device"),
     ):
         with pytest.raises(ValueError, match=message):

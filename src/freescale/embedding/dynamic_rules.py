@@ -78,7 +78,8 @@ class Dynamic:
             another feature of the batch, too. They read the rows that are there, or zeros.
         map: where it is kept which ids have a row, of tables whose rows are in the memory of a GPU:
             "host", or "device", which decides without moving ids to the host and back. The
-            decisions are the same. All other tables have it in host memory.
+            decisions are the same. All other tables have it in host memory, and ids that are
+            counted before they are admitted are always there.
 
     Raises:
         ValueError: something of it has no such value.
@@ -101,11 +102,6 @@ class Dynamic:
             )
         if self.map not in MAPS:
             raise ValueError(f"map is {self.map!r}: give 'host' or 'device'")
-        if self.map == "device" and self.shard_counters:
-            raise ValueError(
-                f"map='device' admits every id, and Seen({self.admit.batches}) does not: give "
-                "Seen(1), or map='host'"
-            )
 
     @property
     def shard_rows(self) -> int:
@@ -124,9 +120,14 @@ class Dynamic:
         return self.shard_rows * SHARDS
 
     @property
-    def directory_bytes(self) -> int:
-        """Of memory beside the rows, over all ranks: which ids there are."""
-        return (self.rows + self.shard_counters * SHARDS) * ENTRY_BYTES
+    def map_bytes(self) -> int:
+        """Of memory beside the rows, over all ranks: which ids have one."""
+        return self.rows * ENTRY_BYTES
+
+    @property
+    def counter_bytes(self) -> int:
+        """Of host memory, over all ranks: ids that are counted before they are admitted."""
+        return self.shard_counters * SHARDS * ENTRY_BYTES
 
     def describe(self) -> list[object]:
         """Plain JSON that tells tables apart which do not hold the same: for checkpoints."""

@@ -216,8 +216,7 @@ def fill_table(model: ShardedModel, rows: int) -> dict[str, float]:
     room, number, ledger = (last - first) * group.layout.rules.shard_rows, 0, Ledger()
     while storage.directory.used < 0.99 * room or number < rows:
         ids = torch.arange(number, number + FILLED, device=storage.weight.device)
-        # Those behind the catalogue come first, and go first: numbered from below.
-        keys = compute_keys(torch.where(ids < rows, ids, -ids))
+        keys = compute_keys(torch.where(ids < rows, ids, -ids))  # behind the catalogue: others
         shard = (keys >> 52) + SHARDS // 2
         storage.make_resident(keys[(shard >= first) & (shard < last)], ledger)
         storage.begin()

@@ -5,25 +5,27 @@ The decisions are those of directory.py, to the id; the map is in the memory of 
 
     1. every id of the batch is looked up, and those that have a row use it
     2. `After` removes old rows of the shard whose turn it is
-    3. the others, each once, by shard and ascending, get empty rows or those of victims
+    3. the others, each once, by shard and ascending, get empty rows or those of victims; with
+       `Seen(n)`, n > 1, the host counts them before (waiting_ids.py)
     4. they are looked up again
 
 All of it is work of the current stream. The host reads four numbers: what the ledger reports, and
-how many rows have to be drawn. Work on the map is in the order of the calls, whichever threads and
-streams they come from.
+how many rows have to be drawn; with `Seen(n)` also the ids without a row. Work on the map is in the
+order of the calls, whichever threads and streams they come from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.embedding.dynamic.directory import BatchFigures, Decided
+from freescale.embedding.dynamic.directory import BatchFigures, Decided, get_shard_tensors
+from freescale.embedding.dynamic.waiting_ids import Admitted, WaitingIds
 from freescale.embedding.dynamic_rules import PINNED, SHARDS, After, Dynamic
 from freescale.kernels.dispatch import choose_id_map
 from freescale.kernels.reference.id_map import EMPTY, Contents, Uses
@@ -38,6 +40,7 @@ class DeviceChanges:
     swept: Contents | None
     new: Contents  # some of them were swept before
     rows: int  # that hold an id: more than before
+    admitted: Admitted | None  # of tables that count ids before
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -52,11 +55,12 @@ class DeviceDirectory:
         self, rules: Dynamic, first_shard: int, last_shard: int, device: torch.device
     ) -> None:
         """For the shards [first, last)."""
-        assert not rules.shard_counters
         self._rules, self._shards, self._device = rules, (first_shard, last_shard), device
         self._kernels = choose_id_map(device)
         count = last_shard - first_shard
         self.map = self._kernels.allocate(count, rules.shard_rows, first_shard, device)
+        shards = first_shard, last_shard
+        self._waiting = WaitingIds(rules, shards) if rules.shard_counters else None
         self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
         self.used = 0  # entries that hold an id
         self._reached: torch.cuda.Event | None = None  # the last work on the map
@@ -83,19 +87,18 @@ class DeviceDirectory:
                 else. None: all count.
         """
         evict, batch, kernels = self._rules.evict, self.batches, self._kernels
+        bounds = {"limit": batch - PINNED + 1, "evicts": not isinstance(evict, After)}
         with self._in_turn():
             found = kernels.find(self.map, keys)
             uses = kernels.use(self.map, found, counted, batch)
             swept, removed = self._sweep(batch)
-            missing = kernels.list_missing(self.map, keys, found, counted)
-            new, sums = kernels.place(
-                self.map,
-                missing,
-                batch=batch,
-                limit=batch - PINNED + 1,
-                by_count=evict == "lfu",
-                evicts=not isinstance(evict, After),
-            )
+            missing, admitted = kernels.list_missing(self.map, keys, found, counted), None
+            if self._waiting is not None:
+                room = kernels.count_room(self.map, missing, **bounds)
+                admitted = self._waiting.count(missing, room, batch)
+                missing = admitted.missing
+            by_count = evict == "lfu"
+            new, sums = kernels.place(self.map, missing, batch=batch, by_count=by_count, **bounds)
             sums, new_ids = _Numbers(torch.cat([sums, removed])), new.ids.clone()
             kernels.swap_contents(self.map, new)
             kernels.find_again(self.map, keys, found)
@@ -104,6 +107,14 @@ class DeviceDirectory:
         new = Contents(**{name: value[:inserted] for name, value in vars(new).items()})
         rows = inserted - evicted - gone
         self.used += rows
+        figures = BatchFigures(inserted, evicted, gone, wanted - inserted, 0, 0)
+        if admitted is not None:
+            figures = replace(
+                figures,
+                turned_away=admitted.turned_away,
+                waiting=admitted.waiting,
+                forgotten=admitted.forgotten,
+            )
         return Decided(
             entries=found,
             inverse=None,
@@ -111,8 +122,8 @@ class DeviceDirectory:
             inserted=None,
             new_ids=new_ids[:inserted],
             removed=swept.entries if swept is not None and gone else None,
-            figures=BatchFigures(inserted, evicted, gone, wanted - inserted, 0, 0),
-            changes=DeviceChanges(uses, swept if gone else None, new, rows),
+            figures=figures,
+            changes=DeviceChanges(uses, swept if gone else None, new, rows, admitted),
         )
 
     def _sweep(self, batch: int) -> tuple[Contents | None, Tensor]:
@@ -145,6 +156,8 @@ class DeviceDirectory:
             if changes.swept is not None:
                 self._kernels.swap_contents(self.map, changes.swept)
             self._kernels.swap_uses(self.map, changes.uses)
+        if self._waiting is not None:
+            self._waiting.exchange(changes.admitted, back=True)
         self.batches -= 1
         self.used -= changes.rows
 
@@ -155,6 +168,8 @@ class DeviceDirectory:
             if changes.swept is not None:
                 self._kernels.swap_contents(self.map, changes.swept)
             self._kernels.swap_contents(self.map, changes.new)
+        if self._waiting is not None:
+            self._waiting.exchange(changes.admitted, back=False)
         self.batches += 1
         self.used += changes.rows
 
@@ -163,14 +178,18 @@ class DeviceDirectory:
         with self._in_turn():
             self._kernels.rebuild(self.map)
             self.used = int((self.map.last != EMPTY).sum())
+        if self._waiting is not None:
+            self._waiting.rebuild()
 
     def get_tensors(self) -> dict[str, Tensor]:
         """By entry. Whoever writes to them calls `rebuild`."""
         return {"ids": self.map.ids, "last_use": self.map.last, "count": self.map.count}
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
-        """What each shard holds beside its entries, [shards, ...]."""
-        return {"batches": torch.from_numpy(self.clock)}
+        """What each shard holds beside its entries, [shards, ...]: batches so far, and the counts
+        of ids that have no row."""
+        counters = None if self._waiting is None else self._waiting.counters
+        return get_shard_tensors(self.clock, counters)
 
     def end_reading(self) -> None:
         """What was read of `get_tensors` on the current stream is before the next work."""

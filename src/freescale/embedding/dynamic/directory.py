@@ -178,7 +178,7 @@ class Directory:
         log = np.empty(3 * n + removed.size, CHANGE)
         figures = np.zeros(len(FIGURES), np.int64)
         failed = self._library.plan_batch(
-            *self._tables, self._describe_rules(), n,
+            *self._tables, describe_rules(self._rules, self._shards, self.batches), n,
             address(keys), None if counted is None else address(counted),
             *map(address, (found, log, inserted, removed, figures)),
         )  # fmt: skip
@@ -231,11 +231,7 @@ class Directory:
     def get_shard_tensors(self) -> dict[str, Tensor]:
         """What each shard holds beside its entries, [shards, ...]: batches so far, and the counts
         of ids that have no row."""
-        found, shards = {"batches": torch.from_numpy(self.clock)}, self.clock.size
-        if self.counters is not None:
-            for name, value in self.counters.get_tensors().items():
-                found[f"counters.{name}"] = value.view(shards, -1)
-        return found
+        return get_shard_tensors(self.clock, self.counters)
 
     def end_reading(self) -> None:
         """Nothing reads the arrays any more."""
@@ -244,18 +240,29 @@ class Directory:
     def _tables(self) -> tuple[ShardsStruct, ShardsStruct | None]:
         return self.rows.struct, self.counters.struct if self.counters is not None else None
 
-    def _describe_rules(self) -> RulesStruct:
-        evict, (first, last) = self._rules.evict, self._shards
-        after, swept = 0, -1
-        if isinstance(evict, After):
-            after, turn = evict.steps, self.batches % SHARDS
-            swept = turn - first if first <= turn < last else -1
-        return RulesStruct(
-            first_shard=first,
-            batch=self.batches,
-            admit=self._rules.admit.batches,
-            evict=EVICT["after" if isinstance(evict, After) else evict],
-            after=after,
-            swept=swept,
-            pinned=PINNED,
-        )
+
+def get_shard_tensors(clock: Numbers, counters: ShardArrays | None) -> dict[str, Tensor]:
+    """As tensors [shards, ...]."""
+    found = {"batches": torch.from_numpy(clock)}
+    if counters is not None:
+        for name, value in counters.get_tensors().items():
+            found[f"counters.{name}"] = value.view(clock.size, -1)
+    return found
+
+
+def describe_rules(rules: Dynamic, shards: tuple[int, int], batch: int) -> RulesStruct:
+    """For C: the rules of the shards [first, last) in a batch."""
+    evict, (first, last) = rules.evict, shards
+    after, swept = 0, -1
+    if isinstance(evict, After):
+        after, turn = evict.steps, batch % SHARDS
+        swept = turn - first if first <= turn < last else -1
+    return RulesStruct(
+        first_shard=first,
+        batch=batch,
+        admit=rules.admit.batches,
+        evict=EVICT["after" if isinstance(evict, After) else evict],
+        after=after,
+        swept=swept,
+        pinned=PINNED,
+    )

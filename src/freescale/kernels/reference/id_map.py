@@ -64,6 +64,7 @@ class Missing:
     ids: Tensor  # [n] int64; behind the last one: anything
     wanted: Tensor  # [shards] int32: how many
     starts: Tensor  # [shards] int64: where those of a shard begin
+    counts: Tensor | None = None  # [n] int32: batches that they occurred in; None: this one
 
 
 def allocate(shards: int, rows: int, first_shard: int, device: torch.device) -> IdMap:
@@ -141,6 +142,12 @@ def list_missing(map: IdMap, keys: Tensor, found: Tensor, counted: Tensor | None
     return Missing(ids[order], wanted.int(), wanted.cumsum(0) - wanted)
 
 
+def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Tensor:
+    """[shards] int32: how many of the missing ids of each would be placed."""
+    able = (map.last == EMPTY) | ((map.last < limit) & evicts)
+    return torch.minimum(able.view(map.shards, map.rows).sum(1).int(), missing.wanted)
+
+
 def place(
     map: IdMap, missing: Missing, *, batch: int, limit: int, by_count: bool, evicts: bool
 ) -> tuple[Contents, Tensor]:
@@ -165,11 +172,9 @@ def place(
     number = torch.arange(order.numel(), device=order.device) - (room.cumsum(0) - room)[shard]
     taken = number < missing.wanted[shard]
     order, from_ = order[taken], (missing.starts[shard] + number)[taken]
-    ids = missing.ids[from_]
-    contents = Contents(
-        order, torch.full_like(order, batch, dtype=torch.int32),
-        torch.ones_like(order, dtype=torch.int32), ids,
-    )  # fmt: skip
+    ones = torch.ones_like(order, dtype=torch.int32)
+    counts = ones if missing.counts is None else missing.counts[from_]
+    contents = Contents(order, ones * batch, counts, missing.ids[from_])
     sums = [len(order), int((~empty)[order].sum()), int(missing.wanted.sum())]
     return contents, torch.tensor(sums, device=order.device)
 

@@ -172,6 +172,25 @@ def _find_tied_ids(
 
 
 @triton.jit(do_not_specialize=["rows", "limit"])
+def room_kernel(
+    last, wanted, room, rows, limit, EVICTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """room[shard]: how many of the missing ids `choose_kernel` has entries for."""
+    shard = tl.program_id(0).to(tl.int64)
+    want = tl.load(wanted + shard)
+    total = tl.zeros([BLOCK], tl.int32)
+    if want > 0:
+        for begin in range(0, rows, BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            used = tl.load(last + shard * rows + at, mask=at < rows, other=MOST)
+            able = used < 0
+            if EVICTS:
+                able = able | (used < limit)
+            total += able.to(tl.int32)
+    tl.store(room + shard, tl.minimum(want, tl.sum(total, 0)))
+
+
+@triton.jit(do_not_specialize=["rows", "limit"])
 def choose_kernel(
     ids, last, count, wanted, starts, chosen, taken, evicted, rows, limit,
     BY_COUNT: tl.constexpr, EVICTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -258,12 +277,12 @@ def choose_kernel(
 
 @triton.jit(do_not_specialize=["batch"])
 def assign_kernel(
-    ids, last, count, ordered, chosen, starts, taken, evicted, targets,
+    ids, last, count, ordered, occurred, chosen, starts, taken, evicted, targets,
     entries, new_ids, lasts, counts, batch,
-    BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    BY_COUNT: tl.constexpr, OCCURRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program for a shard: its missing ids, in their order, get the chosen entries, in theirs.
-    Writes from targets[shard] on."""
+    Writes from targets[shard] on. OCCURRED: their counts are given."""
     shard = tl.program_id(0)
     total = tl.load(taken + shard)
     empties = total - tl.load(evicted + shard)
@@ -276,7 +295,7 @@ def assign_kernel(
         id = tl.load(ids + entry, mask=holds, other=0)[:, None]
         used = tl.load(last + entry, mask=holds, other=0)[:, None]
         if BY_COUNT:
-            uses = tl.load(count + entry, mask=holds, other=0)[:, None]
+            used_by = tl.load(count + entry, mask=holds, other=0)[:, None]
         rank = tl.zeros([BLOCK], tl.int32)
         for other in range(empties, total, BLOCK):
             near = other + tl.arange(0, BLOCK)
@@ -286,7 +305,7 @@ def assign_kernel(
             sooner = (their_last < used) | ((their_last == used) & (their_id < id))
             if BY_COUNT:
                 their_uses = tl.load(count + theirs, mask=near < total, other=0)[None, :]
-                sooner = (their_uses < uses) | ((their_uses == uses) & sooner)
+                sooner = (their_uses < used_by) | ((their_uses == used_by) & sooner)
             sooner = sooner & (near < total)[None, :]
             rank += tl.sum(sooner.to(tl.int32), 1)
         number = tl.where(holds, empties + rank, at)
@@ -294,4 +313,7 @@ def assign_kernel(
         tl.store(entries + target + at, entry, mask=at < total)
         tl.store(new_ids + target + at, new, mask=at < total)
         tl.store(lasts + target + at, tl.zeros([BLOCK], tl.int32) + batch, mask=at < total)
-        tl.store(counts + target + at, tl.zeros([BLOCK], tl.int32) + 1, mask=at < total)
+        uses = tl.zeros([BLOCK], tl.int32) + 1
+        if OCCURRED:
+            uses = tl.load(occurred + start + number, mask=at < total, other=0)
+        tl.store(counts + target + at, uses, mask=at < total)

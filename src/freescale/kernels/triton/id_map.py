@@ -7,6 +7,8 @@
     place      a program for a shard looks for as many entries as its missing ids want
     swap       ids out of the buckets, entries exchanged, ids into the buckets
 
+    room       of tables that count ids before they admit them: how many could be placed
+
 Nothing is read from the device. What is decided depends neither on the order of programs nor on
 the buckets; how ids lie in these does, and nobody sees it.
 """
@@ -142,6 +144,20 @@ def list_missing(map: IdMap, keys: Tensor, found: Tensor, counted: Tensor | None
     return Missing(ordered, wanted, starts)
 
 
+def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Tensor:
+    """[shards] int32: how many of the missing ids of each would be placed."""
+    from freescale.kernels.triton.id_choice_kernels import room_kernel
+
+    room = torch.empty_like(missing.wanted)
+    if map.shards:
+        with use_device(room.device):
+            launch_kernel(
+                room_kernel, (map.shards,), map.last, missing.wanted, room, map.rows, limit,
+                EVICTS=evicts, BLOCK=SHARD_BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+    return room
+
+
 def place(
     map: IdMap, missing: Missing, *, batch: int, limit: int, by_count: bool, evicts: bool
 ) -> tuple[Contents, Tensor]:
@@ -172,9 +188,11 @@ def place(
             )  # fmt: skip
             targets = taken.cumsum(0) - taken
             launch_kernel(
-                assign_kernel, (map.shards,), *held, missing.ids, chosen, missing.starts, taken,
+                assign_kernel, (map.shards,), *held, missing.ids, missing.counts, chosen,
+                missing.starts, taken,
                 evicted, targets, entries, new_ids, last, count, batch,
-                BY_COUNT=by_count, BLOCK=ORDER_BLOCK, num_warps=1,
+                BY_COUNT=by_count, OCCURRED=missing.counts is not None, BLOCK=ORDER_BLOCK,
+                num_warps=1,
             )  # fmt: skip
     return Contents(entries, last, count, new_ids), torch.stack(
         [taken, evicted, missing.wanted]
