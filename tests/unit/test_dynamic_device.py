@@ -14,7 +14,7 @@ from helpers.dynamic_streams import CHURN, RULES, SPECIAL, build, id_in, state_o
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.config import RunConfig, TrainConfig
+from freescale.config import DataConfig, RunConfig
 from freescale.embedding import open_storage
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.directory import Directory
@@ -107,7 +107,7 @@ H200 = ("cuda", 90, 32)
 def test_kernels_are_compiled_before_the_first_step(evict):
     """All that a directory launches, whatever the sizes, is among what is made ready."""
     rules = parse_dynamic(f"dynamic:5000000:{evict}:map=device")
-    config = RunConfig(train=TrainConfig(rows=f"item=dynamic:5000000:{evict}:map=device"))
+    config = RunConfig(data=DataConfig(data="synthetic"))
     with record_launches() as launches:
         directory = DeviceDirectory(rules, 3, 6, torch.device("cpu"))
         for keys in (KEYS, KEYS[1:2], KEYS[:16]):
