@@ -98,7 +98,7 @@ def choose_setting(
     sizes = {"rows": 50_000_000, "steps": 60, "samples": 64}
     if device == "cpu":
         sizes = {"rows": 10 * SHARDS, "steps": 20, "samples": 8}
-    chosen = sizes | {name: given[name] for name in sizes if given.get(name) is not None}
+    chosen = {name: given.get(name) or size for name, size in sizes.items()}
     if chosen["steps"] < WINDOW:
         raise ValueError(f"--steps must be at least {WINDOW}, got {chosen['steps']}")
     return StepSetting(device, ranks, keep=keep and device == "cuda", **chosen)

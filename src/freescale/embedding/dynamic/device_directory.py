@@ -156,7 +156,7 @@ class DeviceDirectory:
             if changes.swept is not None:
                 self._kernels.swap_contents(self.map, changes.swept)
             self._kernels.swap_uses(self.map, changes.uses)
-        if self._waiting is not None:
+        if self._waiting is not None and changes.admitted is not None:
             self._waiting.exchange(changes.admitted, back=True)
         self.batches -= 1
         self.used -= changes.rows
@@ -168,7 +168,7 @@ class DeviceDirectory:
             if changes.swept is not None:
                 self._kernels.swap_contents(self.map, changes.swept)
             self._kernels.swap_contents(self.map, changes.new)
-        if self._waiting is not None:
+        if self._waiting is not None and changes.admitted is not None:
             self._waiting.exchange(changes.admitted, back=False)
         self.batches += 1
         self.used += changes.rows

@@ -109,10 +109,10 @@ def use(map: IdMap, found: Tensor, counted: Tensor | None, batch: int) -> Uses:
     """A batch uses entries [n]; -1 is none, and an entry may occur several times. It counts as one
     use if one of them is `counted` [n] uint8; None: all are."""
     hit = found >= 0
-    entries = found[hit].unique()
+    entries = torch.unique(found[hit])
     uses = Uses(entries, map.last[entries], map.count[entries])
     map.last[entries] = batch
-    counts = entries if counted is None else found[hit & (counted != 0)].unique()
+    counts = entries if counted is None else torch.unique(found[hit & (counted != 0)])
     map.count[counts] = (map.count[counts].long() + 1).clamp(max=MOST).int()
     return uses
 
@@ -133,7 +133,7 @@ def list_missing(map: IdMap, keys: Tensor, found: Tensor, counted: Tensor | None
     absent = found < 0
     if counted is not None:
         absent &= counted != 0
-    keys = keys[absent].unique()
+    keys = torch.unique(keys[absent])
     ids = compute_ids(keys)
     shard = _shift(keys ^ _SIGN, _BITS) - map.first_shard
     order = ids.argsort()
