@@ -62,6 +62,7 @@ class DeviceDirectory:
         shards = first_shard, last_shard
         self._waiting = WaitingIds(rules, shards) if rules.shard_counters else None
         self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
+        self._none = torch.zeros(1, dtype=torch.int64, device=device)
         self.used = 0  # entries that hold an id
         self._reached: torch.cuda.Event | None = None  # the last work on the map
 
@@ -78,13 +79,14 @@ class DeviceDirectory:
     def nbytes(self) -> int:
         return int(self.map.nbytes)
 
-    def decide(self, keys: Tensor, counted: Tensor | None = None) -> Decided:
+    def decide(self, keys: Tensor, counted: Tensor | None = None, absent: int = -1) -> Decided:
         """Decides for the next batch.
 
         Args:
             keys: [n] of its ids on this rank (layout.py), in any order and as often as they occur.
             counted: [n] uint8, 0 for negatives: they use a row that is there, and change nothing
                 else. None: all count.
+            absent: the entry of ids that have none.
         """
         evict, batch, kernels = self._rules.evict, self.batches, self._kernels
         bounds = {"limit": batch - PINNED + 1, "evicts": not isinstance(evict, After)}
@@ -101,7 +103,7 @@ class DeviceDirectory:
             new, sums = kernels.place(self.map, missing, batch=batch, by_count=by_count, **bounds)
             sums, new_ids = _Numbers(torch.cat([sums, removed])), new.ids.clone()
             kernels.swap_contents(self.map, new)
-            kernels.find_again(self.map, keys, found)
+            kernels.find_again(self.map, keys, found, absent)
         self.batches += 1
         inserted, evicted, wanted, gone = sums.read()
         new = Contents(**{name: value[:inserted] for name, value in vars(new).items()})
@@ -131,7 +133,7 @@ class DeviceDirectory:
         evict, (first, last), rows = self._rules.evict, self._shards, self._rules.shard_rows
         turn = batch % SHARDS
         if not isinstance(evict, After) or not first <= turn < last:
-            return None, torch.zeros(1, dtype=torch.int64, device=self._device)
+            return None, self._none
         begin = (turn - first) * rows
         held = self.map.last[begin : begin + rows]
         goes = (held != EMPTY) & (held < batch - evict.steps)
@@ -143,10 +145,11 @@ class DeviceDirectory:
         self._kernels.swap_contents(self.map, swept)
         return swept, goes.sum().view(1)
 
-    def find(self, keys: Tensor) -> Tensor:
-        """Entries [n] of keys [n], in any order; -1 for those without a row. Changes nothing."""
+    def find(self, keys: Tensor, absent: int = -1) -> Tensor:
+        """Entries [n] of keys [n], in any order; `absent` for those without a row. Changes
+        nothing."""
         with self._in_turn():
-            found: Tensor = self._kernels.find(self.map, keys)
+            found: Tensor = self._kernels.find(self.map, keys, absent)
         return found
 
     def undo(self, changes: DeviceChanges) -> None:
@@ -218,7 +221,7 @@ class _Numbers:
         if values.is_cuda:
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._kept = pinned.copy_(values, non_blocking=True)
-        self._copied = record_event_on(values.device, blocking=True)
+        self._copied = record_event_on(values.device)
 
     def read(self) -> list[int]:
         """Waits for them."""

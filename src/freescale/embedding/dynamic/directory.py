@@ -63,7 +63,7 @@ class BatchChanges:
 class Decided:
     """What a batch has decided, on the device that computes."""
 
-    entries: Tensor  # [u] of keys; -1: none
+    entries: Tensor  # [u] of keys
     inverse: Tensor | None  # [n]: key i has entries[inverse[i]]; None: entry i
     new: Tensor  # [m] entries of ids that got one
     new_ids: Tensor  # [m]
@@ -145,15 +145,15 @@ class Directory:
         """Of the rows' entries."""
         return self.rows.nbytes
 
-    def decide(self, keys: Tensor, counted: Tensor | None = None) -> Decided:
+    def decide(self, keys: Tensor, counted: Tensor | None = None, absent: int = -1) -> Decided:
         """`plan` of keys [n] on any device, in any order and as often as they occur. Waits for the
-        device, which has to tell the keys."""
+        device, which has to tell the keys. `absent`: the entry of ids that have none."""
         unique, inverse = torch.unique(keys, return_inverse=True)
         marks = None if counted is None else mark_any(counted, inverse, unique.numel())
         changes = self.plan(unique.cpu().numpy(), None if marks is None else marks.cpu().numpy())
         new, where = changes.found[changes.inserted], keys.device
         return Decided(
-            entries=upload(changes.found, where),
+            entries=upload(np.where(changes.found < 0, absent, changes.found), where),
             inverse=inverse,
             new=upload(new, where),
             new_ids=upload(self.rows.ids[new], where),
@@ -195,13 +195,15 @@ class Directory:
             log[:changes].copy(),
         )
 
-    def find(self, keys: Tensor) -> Tensor:
-        """Entries [n] of keys [n], in any order; -1 for those without a row. Changes nothing."""
+    def find(self, keys: Tensor, absent: int = -1) -> Tensor:
+        """Entries [n] of keys [n], in any order; `absent` for those without a row. Changes
+        nothing."""
         wanted = np.ascontiguousarray(keys.cpu().numpy())
         found = np.empty(wanted.size, np.int64)
         self._library.find_batch(
             self.rows.struct, self._shards[0], wanted.size, address(wanted), address(found)
         )
+        found[found < 0] = absent
         return upload(found, keys.device)
 
     def undo(self, changes: BatchChanges) -> None:

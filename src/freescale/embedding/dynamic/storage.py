@@ -84,12 +84,11 @@ class DynamicStorage(RowStorage):
         with self._lock:
             self._redo_all()
             with ledger.span("decide rows"):
-                decided = self.directory.decide(rows, counted)
-                local = torch.where(decided.entries < 0, self._zero, decided.entries)
-            slots, new = local, decided.new
+                decided = self.directory.decide(rows, counted, absent=self._zero)
+            slots, new = decided.entries, decided.new
             if decided.inserted is not None:
                 extra = torch.arange(self._zero, self._spent + 1, device=rows.device)
-                slots = self.inner.make_resident(torch.cat([local, extra]), ledger)
+                slots = self.inner.make_resident(torch.cat([slots, extra]), ledger)
                 new = slots.index_select(0, decided.inserted).long()
                 if self._slots is None:
                     # Of a cache, too: they are wanted in every batch and stay where they are.
@@ -144,8 +143,7 @@ class DynamicStorage(RowStorage):
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows [n, width] of keys [n]; zeros for those that have none."""
         with self._lock:
-            found = self.directory.find(rows)
-            return self.inner.read(torch.where(found < 0, self._zero, found), dtype)
+            return self.inner.read(self.directory.find(rows, absent=self._zero), dtype)
 
     def update(
         self, slots: Tensor, gradients: Tensor, *, step: int, factor: float, clip: float | None

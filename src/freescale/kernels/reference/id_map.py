@@ -88,21 +88,21 @@ def compute_ids(keys: Tensor) -> Tensor:
     return x ^ _shift(x, 30) ^ _shift(x, 60)
 
 
-def find(map: IdMap, keys: Tensor) -> Tensor:
-    """Entries [n] of keys [n]; -1 for those that have none."""
+def find(map: IdMap, keys: Tensor, absent: int = -1) -> Tensor:
+    """Entries [n] of keys [n]; `absent` for those that have none."""
     used = (map.last != EMPTY).nonzero().view(-1)
     ids, order = map.ids[used].sort()
     wanted = compute_ids(keys)
     if not ids.numel():
-        return torch.full_like(wanted, -1)
+        return torch.full_like(wanted, absent)
     place = torch.searchsorted(ids, wanted).clamp_(max=ids.numel() - 1)
-    return torch.where(ids[place] == wanted, used[order[place]], -1)
+    return torch.where(ids[place] == wanted, used[order[place]], absent)
 
 
-def find_again(map: IdMap, keys: Tensor, found: Tensor) -> None:
+def find_again(map: IdMap, keys: Tensor, found: Tensor, absent: int = -1) -> None:
     """Writes the entries of those keys [n] that were not `found` [n]: their ids may have got
     one."""
-    found.copy_(find(map, keys))
+    found.copy_(find(map, keys, absent))
 
 
 def use(map: IdMap, found: Tensor, counted: Tensor | None, batch: int) -> Uses:

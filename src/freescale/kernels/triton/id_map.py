@@ -58,25 +58,25 @@ def count_buckets(rows: int) -> int:
     return max(1, rows // ROWS_OF_BUCKET)
 
 
-def find(map: IdMap, keys: Tensor) -> Tensor:
-    """Entries [n] of keys [n]; -1 for those that have none."""
+def find(map: IdMap, keys: Tensor, absent: int = -1) -> Tensor:
+    """Entries [n] of keys [n]; `absent` for those that have none."""
     found = torch.empty_like(keys)
-    _find(map, keys, found, again=False)
+    _find(map, keys, found, absent, again=False)
     return found
 
 
-def find_again(map: IdMap, keys: Tensor, found: Tensor) -> None:
+def find_again(map: IdMap, keys: Tensor, found: Tensor, absent: int = -1) -> None:
     """Writes the entries of those keys [n] that were not `found` [n]: their ids may have got
     one."""
-    _find(map, keys, found, again=True)
+    _find(map, keys, found, absent, again=True)
 
 
-def _find(map: IdMap, keys: Tensor, found: Tensor, again: bool) -> None:
+def _find(map: IdMap, keys: Tensor, found: Tensor, absent: int, again: bool) -> None:
     from freescale.kernels.triton.id_map_kernels import find_kernel
 
     _launch(
         find_kernel, keys, FIND_BLOCK, map.words, map.ids, keys, found, keys.numel(),
-        map.first_shard, *_measure(map), AGAIN=again,
+        absent, map.first_shard, *_measure(map), AGAIN=again,
     )  # fmt: skip
 
 

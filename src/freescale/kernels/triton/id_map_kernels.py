@@ -77,14 +77,14 @@ def _make_tag(hash, row_bits):
 
 # Keys, and marks of those that count, begin anywhere among those of a batch.
 @triton.jit(
-    do_not_specialize=["n", "first_shard", "rows", "buckets", "row_bits"],
+    do_not_specialize=["n", "absent", "first_shard", "rows", "buckets", "row_bits"],
     do_not_specialize_on_alignment=["keys"],
 )
 def find_kernel(
-    words, ids, keys, found, n, first_shard, rows, buckets, row_bits,
+    words, ids, keys, found, n, absent, first_shard, rows, buckets, row_bits,
     AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """found[i]: the entry of keys[i], or -1. AGAIN: of those only for which it is negative."""
+    """found[i]: the entry of keys[i], or `absent`. AGAIN: only where it is negative."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     wanted = i < n
     if AGAIN:
@@ -111,7 +111,7 @@ def find_kernel(
         steps += 1
         active = active & (entry < 0) & (about >= PASSED) & (steps < buckets)
         bucket = tl.where(bucket + 1 < buckets, bucket + 1, 0)
-    tl.store(found + i, entry, mask=wanted)
+    tl.store(found + i, tl.where(entry < 0, absent, entry), mask=wanted)
 
 
 @triton.jit(do_not_specialize=["n", "batch"])
