@@ -139,8 +139,8 @@ class TrainConfig(Checked):
         "tables whose rows come with the ids and go: item=dynamic:50M has room for so many, "
         "item=dynamic:50M:seen=3:lfu also says that an id gets a row in its third batch, and "
         "which row makes room (lru, lfu, lfu=BATCHES or after=STEPS); default=learned: ids "
-        "without a row read one that is trained, not zeros; comma-separated (default: every id has "
-        "its row)",
+        "without a row read one that is trained, not zeros; map=device: the GPU decides, not the "
+        "host; comma-separated (default: every id has its row)",
         heading=_DISTRIBUTION,
     )
     device: str = option(

@@ -7,10 +7,12 @@ import re
 from dataclasses import dataclass
 
 SHARDS = 4096  # virtual shards, whatever the number of ranks
-ENTRY_BYTES = 24  # of host memory for an id that has a row, or is counted; at most
+ENTRY_BYTES = 24  # of memory for an id that has a row, or is counted; at most
 # Of the row that ids without one read, where it is learned; no other id should be this number.
 DEFAULT_ID = -5322254210574113211
 PINNED = 3  # consecutive batches, from its last use on, for which a row stays
+
+MAPS = ("host", "device")
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 _COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGB]?)\s*", re.IGNORECASE)
@@ -108,6 +110,10 @@ class Dynamic:
         draws: the batch feature that in-batch negatives are drawn from, "targets". How often its
             ids occur is summed up over the batches, and `Retrieval` subtracts the log of the
             probability that follows (log-q). None: nothing is counted for it.
+        map: where it is kept which ids have a row, of tables whose rows are in the memory of a GPU:
+            "host", or "device", which decides without moving ids to the host and back. The
+            decisions are the same. All other tables have it in host memory, and ids that are
+            counted before they are admitted are always there.
 
     Raises:
         ValueError: something of it has no such value.
@@ -119,6 +125,7 @@ class Dynamic:
     negatives: tuple[str, ...] = ("negatives",)
     draws: str | None = None
     default: str = "zeros"
+    map: str = "host"
 
     def __post_init__(self) -> None:
         if parse_count(self.capacity) < 1:
@@ -133,6 +140,12 @@ class Dynamic:
             raise ValueError(
                 f"evict is {self.evict!r}: give 'lru', 'lfu', freescale.LFU(halved_every) or "
                 "freescale.After(steps)"
+            )
+        if self.map not in MAPS:
+            raise ValueError(f"map is {self.map!r}: give 'host' or 'device'")
+        if self.map == "device" and (isinstance(self.evict, LFU) or self.default == LEARNED):
+            raise ValueError(
+                "map='device' does not halve counts and has no learned default row; take map='host'"
             )
 
     @property
@@ -152,9 +165,14 @@ class Dynamic:
         return self.shard_rows * SHARDS
 
     @property
-    def directory_bytes(self) -> int:
-        """Of host memory beside the rows, over all ranks: which ids there are."""
-        return (self.rows + self.shard_counters * SHARDS) * ENTRY_BYTES
+    def map_bytes(self) -> int:
+        """Of memory beside the rows, over all ranks: which ids have one."""
+        return self.rows * ENTRY_BYTES
+
+    @property
+    def counter_bytes(self) -> int:
+        """Of host memory, over all ranks: ids that are counted before they are admitted."""
+        return self.shard_counters * SHARDS * ENTRY_BYTES
 
     def describe(self) -> list[object]:
         """Plain JSON that tells tables apart which do not hold the same: for checkpoints."""
@@ -164,7 +182,8 @@ class Dynamic:
     def __str__(self) -> str:
         evict = _EVICTIONS[self.evict] if isinstance(self.evict, str) else str(self.evict)
         default = ", others read a learned row" if self.default == LEARNED else ""
-        return f"dynamic, {self.admit}, {evict}{default}"
+        where = ", map on the device" if self.map == "device" else ""
+        return f"dynamic, {self.admit}, {evict}{default}{where}"
 
 
 def parse_count(count: int | str) -> int:
@@ -176,18 +195,17 @@ def parse_count(count: int | str) -> int:
 
 
 def parse_dynamic(text: str) -> Dynamic | None:
-    """`dynamic:50M`, with `:seen=3`, `:lru`, `:lfu`, `:lfu=10000`, `:after=1000` or
-    `:default=learned` behind it; None for what does not begin so. ValueError for what cannot be
-    read."""
+    """`dynamic:50M`, with `:seen=3`, `:lru`, `:lfu`, `:lfu=10000`, `:after=1000`,
+    `:default=learned` or `:map=device` behind it; None for what does not begin so. ValueError for
+    what cannot be read."""
     kind, _, rest = text.partition(":")
     if kind != "dynamic":
         return None
     capacity, *options = rest.split(":")
     if not capacity:
         raise ValueError("'dynamic' needs the number of its rows: dynamic:50M")
-    admit = Seen(1)
+    admit, default, where = Seen(1), _DEFAULTS[0], MAPS[0]
     chosen: str | LFU | After = "lru"
-    default = "zeros"
     for option in options:
         name, _, value = option.partition("=")
         if name in _EVICTIONS and not value:
@@ -200,9 +218,11 @@ def parse_dynamic(text: str) -> Dynamic | None:
             chosen = LFU(int(value))
         elif name == "after" and value.isdecimal():
             chosen = After(int(value))
+        elif name == "map" and value in MAPS:
+            where = value
         else:
             raise ValueError(
                 f"{option!r} in {text!r} is not one of seen=N, lru, lfu, lfu=BATCHES, after=STEPS, "
-                "default=learned"
+                "default=learned, map=host and map=device"
             )
-    return Dynamic(capacity, admit, chosen, default=default)
+    return Dynamic(capacity, admit, chosen, default=default, map=where)

@@ -3,10 +3,14 @@ whether they come and go."""
 
 from __future__ import annotations
 
+import torch
+
+from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic.layout import DynamicLayout
 from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage
+from freescale.embedding.dynamic_rules import Dynamic
 from freescale.embedding.host_tables.storage import CachedStorage
 from freescale.embedding.host_tables.tiers import Tier
 from freescale.embedding.layout import ShardLayout
@@ -30,9 +34,19 @@ def open_storage(
     storage = ranges, size, optimizer, transport.device
     rows: RowStorage = DeviceStorage(*storage) if tier is None else CachedStorage(*storage, tier)
     if isinstance(layout, DynamicLayout):
-        first, last = layout.get_owned_shards(transport.rank)
+        first, last = shards = layout.get_owned_shards(transport.rank)
+        home = transport.device if tier is None else torch.device("cpu")
         draws = None
         if layout.rules.draws is not None:
             draws = DrawCounts(first, last - first, layout.rules.shard_rows)
-        rows = DynamicStorage(rows, Directory(layout.rules, first, last), draws)
+        rows = DynamicStorage(rows, open_directory(layout.rules, shards, home), draws)
     return rows
+
+
+def open_directory(
+    rules: Dynamic, shards: tuple[int, int], home: torch.device
+) -> Directory | DeviceDirectory:
+    """Of the shards [first, last), whose rows are at home on a device."""
+    if rules.map == "device" and home.type != "cpu":
+        return DeviceDirectory(rules, *shards, home)
+    return Directory(rules, *shards)

@@ -62,7 +62,7 @@ def describe_growth(name: str, rules: Dynamic, growth: Sequence[Growth], ranks: 
     if not growth:
         return []
     row = growth[-1].row_bytes / growth[-1].rows if growth[-1].rows else 0.0
-    each = (rules.rows * row / ranks, rules.directory_bytes / ranks)
+    each = (rules.rows * row / ranks, (rules.map_bytes + rules.counter_bytes) / ranks)
     lines = [
         f"table {name}: {rules}, room for {rules.rows:,} rows: {each[0] / 1e9:,.2f} GB of a rank "
         f"with the state of their optimizer, and {each[1] / 1e9:,.2f} GB of host memory for ids; "
