@@ -7,6 +7,7 @@
 /* What the layers of a step share; of pairs [pairs], by query. */
 typedef struct {
     int64_t tokens, width, heads, d_qk, d_v, pairs;
+    int64_t distances, buckets; /* entries of the biases */
     const int64_t *query, *key, *distance;
     const int32_t *bucket;
     const int64_t *token_keys; /* NULL: nothing is dropped */
@@ -27,14 +28,15 @@ static inline void measure_row(const float *x, int64_t n, float eps, float *mean
 }
 
 /* Factors [n] of a token's gate. */
-static inline void draw_gate(const Shape *s, int64_t token, int64_t stream, int64_t n, float *kept) {
+static inline void draw_gate(const Shape *s, int64_t token, int64_t stream, int64_t n,
+                             float *kept) {
     const int64_t *key = s->token_keys ? s->token_keys + token : NULL;
     draw_kept(key, stream, n, s->threshold, s->keep_scale, kept);
 }
 
 /* y = norm(x) * weight + bias; stats [tokens, 2]. */
-void norm_rows(const Shape *s, const float *x, const float *weight, const float *bias, float *y,
-               float *stats) {
+static void norm_rows(const Shape *s, const float *x, const float *weight, const float *bias,
+                      float *y, float *stats) {
     int64_t n = s->width;
     for (int64_t t = 0; t < s->tokens; t++) {
         const float *from = x + t * n;
@@ -46,8 +48,9 @@ void norm_rows(const Shape *s, const float *x, const float *weight, const float 
 }
 
 /* Gradients of norm_rows: added to grad_x, written to those of weight and bias. */
-void differentiate_norm(const Shape *s, const float *grad, const float *x, const float *stats,
-                        const float *weight, float *grad_x, float *grad_weight, float *grad_bias) {
+static void differentiate_norm(const Shape *s, const float *grad, const float *x,
+                               const float *stats, const float *weight, float *grad_x,
+                               float *grad_weight, float *grad_bias) {
     int64_t n = s->width;
     memset(grad_weight, 0, n * sizeof(float));
     memset(grad_bias, 0, n * sizeof(float));
@@ -71,10 +74,10 @@ void differentiate_norm(const Shape *s, const float *grad, const float *x, const
 /* projected [tokens, 2 heads (d_v + d_qk)] -> out [tokens, heads d_v]. Keeps activated, which is
    SiLU(projected), scores [pairs, heads], attended [tokens, heads d_v] and stats [tokens, 2].
    `kept`: room for a row. Columns of a row: gate, v, q, k. */
-void attend_and_gate(const Shape *s, int64_t stream, const float *projected,
-                     const float *position_bias, const float *time_bias, const float *weight,
-                     const float *bias, float *activated, float *scores, float *attended,
-                     float *stats, float *kept, float *out) {
+static void attend_and_gate(const Shape *s, int64_t stream, const float *projected,
+                            const float *position_bias, const float *time_bias, const float *weight,
+                            const float *bias, float *activated, float *scores, float *attended,
+                            float *stats, float *kept, float *out) {
     int64_t wide = s->heads * s->d_v, qk = s->heads * s->d_qk, columns = 2 * (wide + qk);
     for (int64_t i = 0; i < s->tokens * columns; i++)
         activated[i] = projected[i] * sigmoid(projected[i]);
@@ -106,12 +109,13 @@ void attend_and_gate(const Shape *s, int64_t stream, const float *projected,
 /* Gradients of attend_and_gate, from grad [tokens, heads d_v]. `room`: two rows of heads d_v.
    Writes grad_projected, its sum over the tokens, and the gradients of weight and bias; adds to
    those of the biases. */
-void differentiate_attention(const Shape *s, int64_t stream, const float *grad,
-                             const float *projected, const float *activated, const float *scores,
-                             const float *attended, const float *stats, const float *weight,
-                             const float *bias, float *room, float *grad_attended,
-                             float *grad_projected, float *grad_sum, float *grad_weight,
-                             float *grad_bias, float *grad_position, float *grad_time) {
+static void differentiate_attention(const Shape *s, int64_t stream, const float *grad,
+                                    const float *projected, const float *activated,
+                                    const float *scores, const float *attended, const float *stats,
+                                    const float *weight, const float *bias, float *room,
+                                    float *grad_attended, float *grad_projected, float *grad_sum,
+                                    float *grad_weight, float *grad_bias, float *grad_position,
+                                    float *grad_time) {
     int64_t wide = s->heads * s->d_v, qk = s->heads * s->d_qk, columns = 2 * (wide + qk);
     float *kept = room, *slope = room + wide;
     memset(grad_weight, 0, wide * sizeof(float));
@@ -168,7 +172,7 @@ void differentiate_attention(const Shape *s, int64_t stream, const float *grad,
 }
 
 /* sums [width] of rows [tokens, width]. */
-void sum_rows(int64_t tokens, int64_t width, const float *rows, float *sums) {
+static void sum_rows(int64_t tokens, int64_t width, const float *rows, float *sums) {
     memset(sums, 0, width * sizeof(float));
     for (int64_t t = 0; t < tokens; t++) add_scaled(sums, rows + t * width, 1.0f, width);
 }
