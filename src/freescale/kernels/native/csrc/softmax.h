@@ -30,23 +30,24 @@ static void compare_with_negatives(int64_t tokens, int64_t negatives, int64_t wi
         float *row = products + t * negatives, top = -INFINITY, rest = 0, scale = 1 / temperature;
         float own = dot(x + t * width, y + t * width, width) * scale;
         if (targets_log_q) own -= targets_log_q[t];
+        int64_t target = targets[t];
+#pragma omp simd reduction(max : top)
         for (int64_t k = 0; k < negatives; k++) {
             float score = row[k] * scale - (log_q ? log_q[k] : 0.0f);
-            row[k] = index[k] == targets[t] ? -INFINITY : score;
+            row[k] = index[k] == target ? -INFINITY : score;
+            top = row[k] > top ? row[k] : top;
         }
-#pragma omp simd reduction(max : top)
-        for (int64_t k = 0; k < negatives; k++) top = row[k] > top ? row[k] : top;
         top = own > top ? own : top;
+#pragma omp simd simdlen(16)
+        for (int64_t k = 0; k < negatives; k++)
+            row[k] = row[k] == -INFINITY ? 0.0f : exponential(row[k] - top);
 #pragma omp simd reduction(+ : rest)
-        for (int64_t k = 0; k < negatives; k++) {
-            float share = row[k] == -INFINITY ? 0.0f : exponential(row[k] - top);
-            row[k] = share;
-            rest += share;
-        }
+        for (int64_t k = 0; k < negatives; k++) rest += row[k];
         float total = exponential(own - top) + rest, weight = weights ? weights[t] : 1.0f;
         float factor = weight * scale / total;
         loss[t] = weight * (logf(total) + top - own);
         slope[t] = -rest * factor;
+#pragma omp simd simdlen(16)
         for (int64_t k = 0; k < negatives; k++) row[k] *= factor;
     }
 }
