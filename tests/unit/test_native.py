@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from freescale.batch import HostSizes
-from freescale.kernels.native import attention_plan, bindings, fused_layer, row_updates
+from freescale.kernels.native import (
+    attention_plan,
+    bindings,
+    fused_layer,
+    position_softmax,
+    row_updates,
+)
 from freescale.kernels.native import sampled_softmax as native_softmax
 from freescale.kernels.reference import attention_plan as plain_plan
 from freescale.kernels.reference import row_updates as plain_updates
@@ -62,9 +68,7 @@ def test_layers_are_those_of_plain_torch(biases, candidates, dropout, monkeypatc
 @pytest.mark.parametrize("candidates", [None, torch.tensor([1, 0, 3, 0, 2])])
 def test_the_plan_is_that_of_plain_torch(candidates, timed):
     generator = torch.Generator().manual_seed(1)
-    times = torch.randint(
-        0, 10**12, (TOKENS,), generator=generator
-    )  # in no order: some are 0 apart
+    times = (torch.rand(TOKENS, generator=generator) * 26).exp().long()  # in no order
     options = {
         "candidate_counts": candidates,
         "timestamps": times if timed else None,
@@ -96,12 +100,13 @@ def test_plans_that_are_not_for_a_list_are_left_to_plain_torch():
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("extras", [True, False])
-@pytest.mark.parametrize("per", ["batch", "sample"])
+@pytest.mark.parametrize("per", ["batch", "sample", "position"])
 def test_softmax_is_that_of_plain_torch(normalize, extras, per):
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(40, 13, generator=generator)
     outputs = torch.randn(TOKENS, 13, generator=generator)
-    shape = (25,) if per == "batch" else (len(LENGTHS), 25)
+    shape = {"batch": (25,), "sample": (len(LENGTHS), 25), "position": (TOKENS, 25)}[per]
+    native = position_softmax if per == "position" else native_softmax
     targets, index = (
         torch.randint(0, 40, size, generator=generator) for size in ((TOKENS,), shape)
     )
@@ -113,9 +118,9 @@ def test_softmax_is_that_of_plain_torch(normalize, extras, per):
         options["weights"] = torch.rand(TOKENS, generator=generator)
         options["targets_log_q"] = torch.randn(TOKENS, generator=generator)
     negatives = softmax.Negatives(index, per, log_q)
-    assert native_softmax.fits(outputs, rows, negatives)
+    assert native.fits(outputs, rows, negatives)
     found = []
-    for kernel in (native_softmax, softmax):
+    for kernel in (native, softmax):
         own = outputs.clone().requires_grad_(), rows.clone().requires_grad_()
         loss = kernel.sampled_softmax(*own, targets, negatives, LENGTHS, **options)
         (2 * loss).backward()

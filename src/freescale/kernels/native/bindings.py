@@ -66,6 +66,11 @@ class NativeLibrary:
         self.sampled_softmax = _declare(
             library.sampled_softmax, *[size] * 5, *[at] * 8, c_float, flag, *[at] * 4
         )
+        self.gather_units = _declare(library.gather_units, *[size] * 2, *[at] * 2, flag, *[at] * 2)
+        self.compare_at_positions = _declare(
+            library.compare_at_positions, *[size] * 3, *[at] * 8, c_float, flag, *[at] * 4
+        )
+        self.pass_norms = _declare(library.pass_norms, *[size] * 2, *[at] * 2, flag, at)
         self.adam_rows = _declare(library.adam_rows, *[size] * 2, *[at] * 5, *[c_float] * 6)
         self.adam_tensors = _declare(
             library.adam_tensors, size, *[at] * 6, *[c_float] * 8, returns=flag

@@ -4,6 +4,7 @@
 
 #include "layers.h"
 #include "pairs.h"
+#include "position_softmax.h"
 #include "positions.h"
 #include "rows.h"
 #include "softmax.h"

@@ -7,8 +7,8 @@
 
 /* units = rows [index] / their norms, inverse [count] 1 / norm; without `normalize` the rows
    themselves and 1. Without an index, rows in their order. */
-static void gather_units(int64_t count, int64_t width, const float *rows, const int64_t *index,
-                         int32_t normalize, float *units, float *inverse) {
+void gather_units(int64_t count, int64_t width, const float *rows, const int64_t *index,
+                  int32_t normalize, float *units, float *inverse) {
     for (int64_t i = 0; i < count; i++) {
         const float *from = rows + (index ? index[i] : i) * width;
         float norm = normalize ? sqrtf(dot(from, from, width)) : 1.0f;
