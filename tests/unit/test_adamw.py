@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -53,7 +55,7 @@ def test_it_goes_on_with_the_state_of_torch_s(natively):
     generator = torch.Generator()
     parameters, optimizer = _train(torch.optim.AdamW, 5, 0.0, generator)
     other = adamw.AdamW([nn.Parameter(each.detach().clone()) for each in parameters], lr=0.5)
-    other.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for own in (optimizer, other):
         for parameter in own.param_groups[0]["params"]:
             parameter.grad = torch.ones_like(parameter)
