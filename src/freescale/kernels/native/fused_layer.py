@@ -95,7 +95,7 @@ class _Layers(torch.autograd.Function):
     def forward(ctx, x, options, *parameters):  # type: ignore[no-untyped-def]
         x, library = x.contiguous(), require_native()
         own = [p if p is None else p.contiguous() for p in parameters]
-        shape = _describe(x, options, LayerParameters(*own[:_EACH]))
+        shape = _describe(x, options, LayerParameters._make(own[:_EACH]))
         count, sizes = len(own) // _EACH, (c_int64(), c_int64())
         library.count_room(shape, count, *map(byref, sizes))
         kept, out = x.new_empty(sizes[0].value), torch.empty_like(x)
@@ -132,5 +132,6 @@ def _allocate_like(parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
     )
     own = [cast(Tensor, parameters[number]) for number in order]
     flat = own[0].new_empty(sum(parameter.numel() for parameter in own))
-    pieces = dict(zip(order, _unflatten_dense_tensors(flat, own), strict=True))
+    views = _unflatten_dense_tensors(flat, own)  # type: ignore[no-untyped-call]
+    pieces = dict(zip(order, views, strict=True))
     return [pieces.get(number) for number in range(len(parameters))]

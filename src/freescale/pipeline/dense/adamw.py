@@ -22,7 +22,8 @@ class AdamW(torch.optim.AdamW):
         """As torch's."""
         if closure is None and len(self.param_groups) == 1 and self._step_natively():
             return None
-        return super().step(closure)  # type: ignore[arg-type, return-value]
+        loss: float | None = super().step(closure)
+        return loss
 
     def _step_natively(self) -> bool:
         """Returns False, with nothing done, where the step has to be torch's: before there is a
