@@ -53,7 +53,8 @@ def bench_recbole(plan: Plan, interpreter: str, to: Destination) -> None:
     """
     from freescale.train.build import prepare_data
 
-    program = interpreter or set_up_recbole(require_repository())
+    root = require_repository()
+    program = interpreter or set_up_recbole(root)
     seed = plan.list_seeds()[0]
     histories = prepare_data(seed.config)
     atomic = plan.folder / "recbole" / "events" / "events.inter"
@@ -67,7 +68,7 @@ def bench_recbole(plan: Plan, interpreter: str, to: Destination) -> None:
     assert found is not None
     own |= {"seconds": found["seconds"], "epochs": seed.config.train.epochs}
     own |= {name: found["quality"]["model"][name] for name in _METRICS}
-    runner = str(Path(__file__).with_name("recbole_run.py"))
+    runner = str(root / "benchmarks" / "recbole" / "run.py")
     words = [program, runner, str(atomic.parents[1]), atomic.stem, str(EPOCHS), "0"]
     theirs = _train(words)
     said = json.loads(theirs.pop("printed").splitlines()[-1])
