@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.kernels.dispatch import collision_masks
+from freescale.kernels.native.requests import divide, fits_division
 from freescale.kernels.reference.unique import group_by_tag
 from freescale.kernels.upload import upload
 
@@ -91,10 +92,15 @@ def divide_rows(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
 
 
 def _divide_on_host(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
-    """`divide_rows` list by list and by numpy: few calls where there are few rows, little memory
-    beside the rows where there are many."""
+    """`divide_rows` list by list, in C or by numpy: few calls where there are few rows, little
+    memory beside the rows where there are many."""
     positions, counts = [], []
     for one in lists:
+        if fits_division(one.rows):
+            places, found = divide(one.marked, one.rows, one.sizes, one.pieces)
+            positions.append(places)
+            counts.append(found.numpy())
+            continue
         ranks = len(one.sizes)
         # numpy sorts 16 bits by counting
         dtype: type[np.integer[Any]] = np.uint16 if one.bins <= 1 << 16 else np.int64

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from typing import TypeVar, Unpack
 
 import torch
@@ -36,6 +38,7 @@ from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
 from freescale.embedding.open_storage import open_storage
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.request import (
+    GroupIds,
     Index,
     Request,
     RequestPart,
@@ -47,6 +50,7 @@ from freescale.embedding.storage import DeviceStorage, RowStorage, TableRange, U
 from freescale.kernels.dispatch import (
     deduplicate,
     group_duplicates,
+    put_rows,
     select_marked_rows,
 )
 from freescale.transport.api import Handle, Transport
@@ -99,21 +103,12 @@ class Sharded:
     def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Request:
         with transport.ledger.span("deduplicate"):
             given = collect_ids(batches, self.layout.specs)
-            parts = [self.layout.compute_keys(table, ids.reshape(-1)) for table, ids in given]
-            keys = (
-                torch.cat(parts)
-                if parts
-                else torch.zeros(0, dtype=torch.int64, device=transport.device)
-            )
+            keys = self._compute_keys(given, transport.device)
             found = deduplicate(keys, self._edges)
             own = found.counts
             if isinstance(self.layout, DynamicLayout):
                 own = own + self.layout.count_above(keys)
-            # To each owner, how many of its rows; to everybody, how many rows in all.
-            counts = torch.stack([own, own.sum().expand(transport.world)], dim=1)
-        ones = [1] * transport.world
-        asked = transport.all_to_all(counts, ones, ones, "ids").wait()
-        (send, _), (receive, totals) = torch.stack([counts, asked]).transpose(1, 2).tolist()
+        send, receive, totals = _exchange_counts(own, transport)
         unique = found.keys[: sum(send)]
         local = self.layout.find_local(unique).to(self._ids)
         owned = transport.all_to_all(local, send, receive, "ids").wait().long()
@@ -136,6 +131,15 @@ class Sharded:
             pieces,
             counted,
         )
+
+    def _compute_keys(self, given: GroupIds, device: torch.device) -> Tensor:
+        """[n]: the keys of all ids."""
+        parts = []
+        for table, own in groupby(given, itemgetter(0)):
+            ids = [each.reshape(-1) for _, each in own]
+            # one computation for all features of a table: many have a few ids each
+            parts.append(self.layout.compute_keys(table, _join(ids)))
+        return _join(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
     def compare(
         self, current: Request, following: Request, transport: Transport, masks: Masks
@@ -182,8 +186,7 @@ class Sharded:
 
         def store(part: RequestPart, rows: Tensor) -> None:
             assert request.rows is not None and part.requested is not None
-            places = part.requested.long()  # a piece at a time: `index_copy_` takes no others
-            request.rows.index_copy_(0, places, rows.to(request.rows.dtype))
+            put_rows(request.rows, part.requested, rows)
 
         run_pipelined(
             parts, lambda part: self._look_up(request, part, transport), store, transport.lines
@@ -270,6 +273,33 @@ class Sharded:
         if known is not None:
             return *known, None
         return None, *request.index.search(self.layout.compute_keys(table, ids))
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """Some tensors, at least one, one after another."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _exchange_counts(own: Tensor, transport: Transport) -> tuple[list[int], list[int], list[int]]:
+    """Tells each owner how many of its rows this rank requests, and everybody how many in all.
+
+    Args:
+        own: [ranks] rows of each owner.
+
+    Returns:
+        Rows that this rank requests from each, rows that each requests from this one, rows that
+        each requests in all.
+    """
+    ones = [1] * transport.world
+    if own.is_cpu:
+        send = own.tolist()
+        told = torch.tensor([[count, sum(send)] for count in send])
+        receive, totals = transport.all_to_all(told, ones, ones, "ids").wait().T.tolist()
+        return send, receive, totals
+    counts = torch.stack([own, own.sum().expand(transport.world)], dim=1)
+    asked = transport.all_to_all(counts, ones, ones, "ids").wait()
+    (send, _), (receive, totals) = torch.stack([counts, asked]).transpose(1, 2).tolist()
+    return send, receive, totals
 
 
 def _select_served(numbers: Tensor, part: RequestPart) -> Tensor:

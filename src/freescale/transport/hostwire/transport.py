@@ -191,7 +191,6 @@ class HostwireTransport(ProcessGroupTransport):
     def all_gather(self, tensor: Tensor, kind: str) -> Pending:
         tensor = tensor.contiguous()
         output = tensor.new_empty((self.world, *tensor.shape))
-        output[self.rank].copy_(tensor)
         size = tensor.numel() * tensor.element_size() * (self.world - 1)
         collective = self.ledger.begin_collective(kind, size, size, self._path_name)
         transfer = self._channel.all_gather(kind, self._urgent, tensor, output)

@@ -4,5 +4,6 @@
 
 #include "layer.h"
 #include "positions.h"
+#include "requests.h"
 #include "rows.h"
 #include "softmax.h"
