@@ -20,9 +20,9 @@ fi
 # torchrec declares fbgemm-gpu, which has no CPU wheel, and torchmetrics declares any torch: --no-deps keeps both from
 # replacing the torch above. Other fbgemm versions do not load with it.
 "${pip[@]}" --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 lightning-utilities
-# What those import and the lines above have not brought; none of it depends on torch.
+# What those import and the lines above have not brought; none of it depends on torch. DlrmHSTU imports Triton.
 "${pip[@]}" ${constraints[@]+"${constraints[@]}"} tqdm pyre-extensions packaging cloudpickle importlib-metadata orjson \
-    pyvers setuptools psutil pyarrow
+    pyvers setuptools psutil pyarrow triton==3.7.1
 
 if [ -f pyproject.toml ]; then
     "${pip[@]}" --no-deps -e .

@@ -94,7 +94,6 @@ def test_heads_of_256(biases):
         (128, True, {"stored": True}),
         (128, False, {"apart": True}),
         (256, False, {"stored": False}),
-        (256, True, {"stored": False}),
     ],
 )
 def test_other_ways_through_the_backward(width, biases, variant):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from datetime import timedelta
 
@@ -95,3 +96,23 @@ def test_a_store_that_is_gone_is_not_waited_for_as_other_ranks_are(monkeypatch):
     with pytest.raises(TransportError, match=words):
         connect("cpu", timeout=7.0)
     assert waited == [7.0]
+
+
+@pytest.mark.parametrize("world, given, lazy", [(2, None, None), (32, None, "1"), (64, "0", "0")])
+def test_many_ranks_connect_when_they_first_talk(world, given, lazy, monkeypatch):
+    found = []
+
+    def init(*arguments, **options):
+        found.append(os.environ.get("TORCH_GLOO_LAZY_INIT"))
+        raise RuntimeError("nobody is there")
+
+    told = {"RANK": "1", "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", given or "")
+    if given is None:
+        monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    monkeypatch.setattr(dist, "init_process_group", init)
+    with pytest.raises(TransportError, match="nobody is there"):
+        connect("cpu")
+    assert found == [lazy]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freescale.kernels.native import bindings, fused_layer, row_updates
+from freescale.kernels.native import bindings, fused_layer, position_softmax, row_updates
 from freescale.kernels.native import sampled_softmax as native_softmax
 from freescale.kernels.reference import row_updates as plain_updates
 from freescale.kernels.reference import sampled_softmax as softmax
@@ -58,12 +58,13 @@ def test_layers_are_those_of_plain_torch(biases, candidates, dropout, monkeypatc
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("extras", [True, False])
-@pytest.mark.parametrize("per", ["batch", "sample"])
+@pytest.mark.parametrize("per", ["batch", "sample", "position"])
 def test_softmax_is_that_of_plain_torch(normalize, extras, per):
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(40, 13, generator=generator)
     outputs = torch.randn(TOKENS, 13, generator=generator)
-    shape = (25,) if per == "batch" else (len(LENGTHS), 25)
+    shape = {"batch": (25,), "sample": (len(LENGTHS), 25), "position": (TOKENS, 25)}[per]
+    native = position_softmax if per == "position" else native_softmax
     targets, index = (
         torch.randint(0, 40, size, generator=generator) for size in ((TOKENS,), shape)
     )
@@ -75,9 +76,9 @@ def test_softmax_is_that_of_plain_torch(normalize, extras, per):
         options["weights"] = torch.rand(TOKENS, generator=generator)
         options["targets_log_q"] = torch.randn(TOKENS, generator=generator)
     negatives = softmax.Negatives(index, per, log_q)
-    assert native_softmax.fits(outputs, rows, negatives)
+    assert native.fits(outputs, rows, negatives)
     found = []
-    for kernel in (native_softmax, softmax):
+    for kernel in (native, softmax):
         own = outputs.clone().requires_grad_(), rows.clone().requires_grad_()
         loss = kernel.sampled_softmax(*own, targets, negatives, LENGTHS, **options)
         (2 * loss).backward()

@@ -19,7 +19,7 @@ BENCHMARKS = {
     "short": "Step time and HR@10 where histories have a few events, before and now.",
     "negatives": "HR@10 and NDCG@10 with each kind of negatives.",
     "snapshot": "Snapshots in memory: what they add to a step, and restores from memory and disk.",
-    "checkpoint": "Bytes of a full checkpoint and its deltas beside full ones alone.",
+    "checkpoint": "Bytes of checkpoints, full and differential, and what they add to training.",
     "faults": "Training under a storm of faults, beside the run that nothing happens to.",
     "host_tables": "Step time with tables in host memory or on a disk beside the device's.",
     "dynamic": "Tables whose rows come and go: ids/s, memory, lookups beside a static table's.",

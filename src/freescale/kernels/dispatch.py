@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.native import fused_layer as native_layer
+from freescale.kernels.native import position_softmax
 from freescale.kernels.native import positions as native_positions
 from freescale.kernels.native import requests as native_requests
 from freescale.kernels.native import row_updates as native_updates
@@ -217,7 +218,8 @@ def sampled_softmax(
     **options: Any,
 ) -> Tensor:
     """`reference.sampled_softmax.sampled_softmax`; in Triton on a GPU, with the products in
-    autocast's dtype, in C for small batches that share their negatives."""
+    autocast's dtype, in C for small batches that share their negatives and where each token has
+    its own."""
     inputs = (outputs, rows, targets, negatives, lengths)
     fits = (
         _is_on_gpu(outputs)
@@ -227,6 +229,8 @@ def sampled_softmax(
     )
     if not fits and native_softmax.fits(outputs, rows, negatives):
         return native_softmax.sampled_softmax(*inputs, **options)
+    if not fits and position_softmax.fits(outputs, rows, negatives):
+        return position_softmax.sampled_softmax(*inputs, **options)
     if not fits:
         return softmax.sampled_softmax(*inputs, **options)
     kind = outputs.device.type

@@ -32,6 +32,10 @@ from freescale.transport.signs_of_life import SignsOfLife, choose_limit
 
 # seconds that the first rank waits for the last: machines prepare their data at different speeds
 _JOIN_SECONDS = 600.0
+# Ranks from which on gloo connects two of them when they first talk: to connect all with all at the
+# start keeps the rank that has the store busy for the square of their number.
+LAZY_FROM = 32
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def choose_device(device: str, local_rank: int, local_world: int) -> torch.device:
@@ -105,6 +109,8 @@ def connect(
         raise_limit(),
         int(os.environ["RANK"]),
     )
+    if int(os.environ["WORLD_SIZE"]) >= LAZY_FROM:
+        os.environ.setdefault(_LAZY, "1")
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     try:
         soon, longest = (timedelta(seconds=s) for s in (timeout, max(timeout, _JOIN_SECONDS)))

@@ -7,13 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from freescale.bench.common.options import make_parser, read_destination, run_command
+
+_USUAL: dict[str, dict[str, Any]] = {  # what is not given
+    "cpu": {"storms": 10, "faults": 100, "ranks": "2,4,2:4", "timeout": 5.0},
+    "cuda": {"storms": 1, "faults": 30, "ranks": "4", "timeout": 20.0},
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("faults", __doc__)
-    parser.add_argument("--storms", type=int, default=10, help="runs, one after another (10)")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="of the ranks; those of one machine may share a GPU, through MPS (cpu)",
+    )
+    parser.add_argument("--storms", type=int, help="runs, one after another (10; on GPUs 1)")
     parser.add_argument(
         "--host-storms",
         type=int,
@@ -27,14 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="faults more, of runs that `freescale train --restarts` and torchrun start, where the "
         "others are forked from a process that has imported torch (0)",
     )
-    parser.add_argument("--faults", type=int, default=100, help="of each storm (100)")
+    parser.add_argument("--faults", type=int, help="of each storm (100; on GPUs 30)")
     parser.add_argument("--seed", type=int, default=0, help="of the first storm (0)")
     parser.add_argument(
         "--ranks",
-        default="2,4,2:4",
-        help="of the storms, in turn; 2:4 is another number after each fault (2,4,2:4)",
+        help="of the storms, in turn; 2:4 is another number after each fault (2,4,2:4; on GPUs 4)",
     )
-    parser.add_argument("--timeout", type=float, default=5.0, help="of the runs, in seconds (5)")
+    parser.add_argument(
+        "--timeout", type=float, help="of the runs, in seconds (5; on GPUs, which start slowly, 20)"
+    )
     parser.add_argument(
         "--work",
         type=Path,
@@ -44,15 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     from freescale.bench.faults.bench import Options, bench_faults
 
+    usual = {
+        name: value if getattr(given, name) is None else getattr(given, name)
+        for name, value in _USUAL[given.device].items()
+    }
     options = Options(
-        given.work,
-        given.storms,
-        given.host_storms,
-        given.real_starts,
-        given.faults,
-        given.seed,
-        given.ranks,
-        given.timeout,
+        work=given.work,
+        host_storms=given.host_storms,
+        real_starts=given.real_starts,
+        seed=given.seed,
+        device=given.device,
+        **usual,
     )
     return bench_faults(options, read_destination(given))
 

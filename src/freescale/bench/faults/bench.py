@@ -34,9 +34,10 @@ from freescale.bench.faults.setting import (
 from freescale.bench.faults.storm import Storm
 from freescale.bench.faults.strikes import Strikes
 from freescale.bench.faults.testbed import LocalTestbed, adopt_orphans, mount_disk
+from freescale.ledger.machine import get_gpu_name
 
-# Seconds without a step, after which a run has hung. torchrun takes longer to notice a loss, and
-# processes longer to start than to fork.
+# Seconds without a step, after which a run has hung. torchrun takes longer to notice a loss,
+# processes longer to start than to fork, and kernels are compiled before the first step.
 _LIMIT, _LONG_LIMIT = 120.0, 300.0
 
 
@@ -52,12 +53,17 @@ class Options:
     seed: int
     ranks: str
     timeout: float
+    device: str = "cpu"
 
     def plan(self) -> list[tuple[int, int, Setting]]:
         """(seed, faults, setting) of each storm."""
         places = [1] * self.storms + [HOSTS] * self.host_storms
         storms = [
-            (seed, self.faults, choose_setting(seed, self.ranks, hosts, self.timeout))
+            (
+                seed,
+                self.faults,
+                choose_setting(seed, self.ranks, hosts, self.timeout, device=self.device),
+            )
             for seed, hosts in enumerate(places, self.seed)
         ]
         halves = [(LAUNCHED, (self.real_starts + 1) // 2), (TORCHRUN, self.real_starts // 2)]
@@ -68,13 +74,17 @@ class Options:
 
     @property
     def testbed(self) -> str:
-        """Names the result: storms over hosts alone, and starts alone, have one of their own."""
+        """Names the result: storms on GPUs, over hosts alone, and starts alone, have one of their
+        own."""
+        if self.device == "cuda":
+            return f"{self.ranks}ranks-{get_gpu_name()}"
         return "cpu" if self.storms else "hosts" if self.host_storms else "starts"
 
     @property
     def command(self) -> str:
         words = f"freescale bench faults --storms {self.storms} --faults {self.faults}"
         words += f" --seed {self.seed} --timeout {self.timeout:g} --ranks {self.ranks}"
+        words += f" --device {self.device}" if self.device != "cpu" else ""
         words += f" --host-storms {self.host_storms}" if self.host_storms else ""
         return words + (f" --real-starts {self.real_starts}" if self.real_starts else "")
 
@@ -103,7 +113,8 @@ def bench_faults(options: Options, to: Destination) -> int:
             kinds = list_kinds(disk, setting.hosts, setting.snapshot_every > 0)
             over = network if setting.hosts > 1 else None
             rows.append(run_storm(work, seed, faults, setting, kinds, over))
-    claims = make_claims(rows, None if options.storms else sum(one[1] for one in options.plan()))
+    usual = options.storms and options.device == "cpu"
+    claims = make_claims(rows, None if usual else sum(one[1] for one in options.plan()))
     struck = {event["kind"] for row in rows for event in row["events"]}
     about = {name: kind.about for name, kind in KINDS.items() if name in struck}
     write("faults", options.testbed, options.command, rows, claims, to=to, kinds=about)
@@ -170,7 +181,7 @@ def _run(
             strikes,
             own / "state.json",
             listener,
-            _LIMIT if network is None and setting.start == FORKED else _LONG_LIMIT,
+            _LIMIT if _starts_quickly(setting) else _LONG_LIMIT,
         )
         try:
             if not (own / "complete").exists():
@@ -181,6 +192,10 @@ def _run(
             storm.testbed.close()
             shutil.rmtree(place)
     return storm
+
+
+def _starts_quickly(setting: Setting) -> bool:
+    return setting.hosts == 1 and setting.start == FORKED and setting.device == "cpu"
 
 
 def _make_testbed(

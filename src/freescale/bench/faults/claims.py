@@ -36,6 +36,8 @@ def make_claims(rows: Sequence[Row], asked: int | None = None) -> list[Claim]:
     where = ""
     if all(row["hosts"] > 1 for row in rows):
         where = " over two hosts"
+    elif all(row.get("device") == "cuda" for row in rows):
+        where = ", ranks on GPUs"
     elif all(row.get("start", "forked") != "forked" for row in rows):
         where = ", ranks started by freescale train and torchrun"
     spent = sum(row["seconds"] - row["undisturbed_seconds"] for row in rows)

@@ -29,6 +29,7 @@ class Setting:
         snapshot_every: steps between snapshots in memory; 0: none.
         transport, timeout: of `freescale train`.
         start: how ranks start: forked, or by `freescale train` or torchrun as anyone's do.
+        device: of the ranks, which may share one GPU.
     """
 
     world: int
@@ -40,6 +41,7 @@ class Setting:
     transport: str
     timeout: float
     start: str = FORKED
+    device: str = "cpu"
 
     @property
     def changes(self) -> bool:
@@ -54,8 +56,9 @@ class Setting:
         every = f", a snapshot every {self.snapshot_every} steps" if self.snapshot_every else ""
         ranks = f"{self.fewest} to {self.world}" if self.changes else f"{self.world}"
         started = "" if self.start == FORKED else f", started by {self.start}"
+        kind = "GPU ranks" if self.device == "cuda" else "ranks"
         return (
-            f"{ranks} ranks of {where}, transport {self.transport}, checkpoints written {how}"
+            f"{ranks} {kind} of {where}, transport {self.transport}, checkpoints written {how}"
             f"{deltas}{every}{started}"
         )
 
@@ -81,7 +84,12 @@ def read_ranks(text: str) -> list[tuple[int, int]]:
 
 
 def choose_setting(
-    seed: int, ranks: str, hosts: int, timeout: float, start: str = FORKED
+    seed: int,
+    ranks: str,
+    hosts: int,
+    timeout: float,
+    start: str = FORKED,
+    device: str = "cpu",
 ) -> Setting:
     """Storms of consecutive seeds differ in all of it.
 
@@ -101,6 +109,7 @@ def choose_setting(
         transports[(seed + seed // 2) % 2],
         timeout,
         start,
+        device,
     )
 
 
@@ -119,7 +128,7 @@ def make_data(path: Path) -> None:
 def make_command(data: Path, cache: Path, run: Path, steps: int, setting: Setting) -> list[str]:
     """`freescale ...` of a run, without its ranks and --resume."""
     words = [
-        *("train", "--device", "cpu", "--data", data, "--cache", cache, "--folder", run),
+        *("train", "--device", setting.device, "--data", data, "--cache", cache, "--folder", run),
         *("--split", "none", "--max-length", 20, "--global-batch", 16, "--epochs", 1_000_000),
         *("--width", 8, "--layers", 1, "--negatives", 8, "--placement", "sharded"),
         *("--dense-sums", "collective", "--transport", setting.transport, "--steps", steps),

@@ -29,9 +29,11 @@ def format_faults(used: Results, folder: str) -> str:
     head = ("what happens", "times", "until the next step, median", "longest")
     faults = sum(row["faults"] for row in rows)
     hosts = sum(row["hosts"] > 1 for row in rows)
+    gpus = sum(row.get("device") == "cuda" for row in rows)
     real = sum(row["faults"] for row in rows if row.get("start", "forked") != "forked")
     conditions = (
-        f"{faults:,} faults in {len(rows)} runs of 2 to 4 CPU ranks"
+        f"{faults:,} faults in {len(rows)} runs of 2 to 4 ranks"
+        + (f", {gpus} of them on GPUs" if gpus else "")
         + (f", {hosts} of them over two hosts" if hosts else "")
         + f"; {_count_exact(rows)}. Ranks are forked from a process that has imported torch"
         + (f", except after {real} faults" if real else "")

@@ -62,6 +62,10 @@ class NativeLibrary:
         self.compare_in_samples = _declare(
             library.compare_in_samples, *[size] * 3, *[at] * 9, c_float, *[at] * 5
         )
+        self.compare_at_positions = _declare(
+            library.compare_at_positions, *[size] * 3, *[at] * 8, c_float, flag, *[at] * 4
+        )
+        self.pass_norms = _declare(library.pass_norms, *[size] * 2, *[at] * 2, flag, at)
         self.adam_rows = _declare(library.adam_rows, *[size] * 2, *[at] * 5, *[c_float] * 6)
         self.rowwise_adagrad_rows = _declare(
             library.rowwise_adagrad_rows, *[size] * 2, *[at] * 4, *[c_float] * 2

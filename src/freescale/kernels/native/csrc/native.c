@@ -3,6 +3,7 @@
    by token, then by pair, so the same inputs give the same bits. */
 
 #include "layer.h"
+#include "position_softmax.h"
 #include "positions.h"
 #include "requests.h"
 #include "rows.h"
