@@ -26,7 +26,7 @@ from freescale.kernels.upload import upload
 # ones are shared, which of the following ones collide)
 Masks = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-__all__ = ["MarkedRows", "Masks", "collision_masks", "count_pieces", "divide_rows"]
+__all__ = ["MarkedRows", "Masks", "collision_masks", "count_pieces", "divide_rows", "is_few"]
 
 # Bulk traffic travels in pieces, so that the buffers of both ends stay small beside the batch.
 # Smallest size of a piece: an AllToAll of less is all latency.
@@ -42,6 +42,13 @@ def count_pieces(bytes_per_rank: int, device: torch.device, ranks: int = 1) -> i
     least = max(_LEAST_BYTES[device.type], _LEAST_MESSAGE * ranks)
     wanted = min(_MOST_PIECES, bytes_per_rank // least)
     return 1 << max(0, int(wanted).bit_length() - 1)
+
+
+def is_few(bytes_per_rank: int, device: torch.device) -> bool:
+    """Whether the rows of a batch are so few that all may wait for the update of the batch before:
+    to find and divide what need not wait takes longer than to send it. On a GPU the next forward
+    would wait, which takes longer still. The same on every rank if `bytes_per_rank` is."""
+    return device.type == "cpu" and bytes_per_rank < _LEAST_BYTES["cpu"]
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,12 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TypeVar, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.collision import Masks, collision_masks, count_pieces
+from freescale.embedding.collision import Masks, collision_masks, count_pieces, is_few
 from freescale.embedding.comparison import compare_requests
 from freescale.embedding.dynamic.layout import DynamicLayout
 from freescale.embedding.dynamic.storage import mark_any
@@ -112,11 +113,7 @@ class Sharded:
         unique = found.keys[: sum(send)]
         local = self.layout.find_local(unique).to(self._ids)
         owned = transport.all_to_all(local, send, receive, "ids").wait().long()
-        pieces = count_pieces(
-            sum(totals) * self.layout.specs[0].bytes_per_row // transport.world,
-            transport.device,
-            transport.world,
-        )
+        size = sum(totals) * self.layout.specs[0].bytes_per_row // transport.world
         counted = None
         if self._has_negatives:
             marks = mark_counted(batches, self.layout.specs[0])
@@ -128,7 +125,8 @@ class Sharded:
             Index(unique, given, found.inverse),
             RequestPart(None, None, send, receive),
             owned,
-            pieces,
+            count_pieces(size, transport.device, transport.world),
+            is_few(size, transport.device),
             counted,
         )
 
@@ -145,10 +143,17 @@ class Sharded:
         self, current: Request, following: Request, transport: Transport, masks: Masks
     ) -> None:
         """Sets `urgent` and `deferred` of the current request, `late` and `early` of the following
-        one. A collective."""
-        parts = compare_requests(current, following, self.layout.find_local, transport, masks)
-        (urgent, *current.deferred), (following.late, *following.early) = parts
-        following.collisions = sum(following.late.receive)
+        one. Where both have few rows, nothing is deferred and no row is early: whatever the batches
+        share, that is right. A collective otherwise."""
+        if current.few and following.few and masks is collision_masks:
+            urgent, current.deferred = current.whole, []
+            following.late, following.early = following.whole, []
+            shared = masks(current.owned, following.owned)[1]
+            following.collisions = np.count_nonzero(shared.numpy())
+        else:
+            parts = compare_requests(current, following, self.layout.find_local, transport, masks)
+            (urgent, *current.deferred), (following.late, *following.early) = parts
+            following.collisions = sum(following.late.receive)
         with transport.ledger.span("compare"):
             # Prepared here: the update of these rows delays the next forward.
             current.urgent = replace(urgent, sum_gradients=self._prepare_sums(current, urgent))
@@ -185,8 +190,11 @@ class Sharded:
         collective."""
 
         def store(part: RequestPart, rows: Tensor) -> None:
-            assert request.rows is not None and part.requested is not None
-            put_rows(request.rows, part.requested, rows)
+            assert request.rows is not None
+            if part.requested is None:
+                request.rows.copy_(rows)
+            else:
+                put_rows(request.rows, part.requested, rows)
 
         run_pipelined(
             parts, lambda part: self._look_up(request, part, transport), store, transport.lines

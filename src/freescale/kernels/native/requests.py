@@ -71,7 +71,10 @@ def divide(
     """Positions [n] int32 and counts [(1 + pieces) * ranks] of one list of `divide_rows`."""
     marked, rows = marked.contiguous(), rows.contiguous()
     bins = (1 + pieces) * len(sizes)
-    of_ranks, positions = torch.from_numpy(np.array(sizes, np.int64)), _allocate(len(rows), np.int32)
+    of_ranks, positions = (
+        torch.from_numpy(np.array(sizes, np.int64)),
+        _allocate(len(rows), np.int32),
+    )
     counts, scratch = _allocate(bins, np.int64), _allocate(bins, np.int64)
     arrays = map(address, (of_ranks, marked, rows))
     results = map(address, (scratch, positions, counts))
