@@ -57,7 +57,7 @@ def skipping(steps: int = STEPS, size: int = 40) -> list[list[int]]:
 def few_and_many() -> list[list[int]]:
     """Some batches have so few rows that they are not divided where another such follows. All share
     rows, with the next batch and the one after it."""
-    sizes = 40, 5, 6, 4, 40, 6, 40, 40, 5, 4
+    sizes = 40, 2, 3, 2, 40, 3, 40, 40, 2, 3
     return [[(i * 7 + step) % 61 for i in range(size)] for step, size in enumerate(sizes)]
 
 
