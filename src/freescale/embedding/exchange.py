@@ -149,7 +149,7 @@ class Sharded:
             urgent, current.deferred = current.whole, []
             following.late, following.early = following.whole, []
             shared = masks(current.owned, following.owned)[1]
-            following.collisions = np.count_nonzero(shared.numpy())
+            following.collisions = int(np.count_nonzero(shared.numpy()))
         else:
             parts = compare_requests(current, following, self.layout.find_local, transport, masks)
             (urgent, *current.deferred), (following.late, *following.early) = parts

@@ -202,19 +202,23 @@ class HostwireTransport(ProcessGroupTransport):
         return Pending(transfer, tensor, output, collective, self.exchanges)
 
     def all_gather(self, tensor: Tensor, kind: str) -> Pending:
+        return self._start_gathering(tensor, kind, self._urgent)
+
+    def _start_gathering(self, tensor: Tensor, kind: str, urgent: bool) -> Pending:
         tensor = tensor.contiguous()
         output = tensor.new_empty((self.world, *tensor.shape))
         size = tensor.numel() * tensor.element_size() * (self.world - 1)
         collective = self.ledger.begin_collective(kind, size, size, self._path_name)
-        transfer = self._channel.all_gather(kind, self._urgent, tensor, output)
+        transfer = self._channel.all_gather(kind, urgent, tensor, output)
         return Pending(transfer, tensor, output, collective, self.exchanges)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
         size = tensor.numel() * tensor.element_size()
         # A sum of two numbers has the same bits in either order. What leaves at once needs no
-        # thread beside this one; more would not travel before it is waited for.
+        # thread beside this one; more would not travel before it is waited for. Urgent: a rank
+        # that waits for a sum computes nothing.
         if self.world == 2 and tensor.is_cpu and size <= _LEAVES_AT_ONCE:
-            return _SumOfTwo(self.all_gather(tensor, kind), tensor)
+            return _SumOfTwo(self._start_gathering(tensor, kind, urgent=True), tensor)
         return super().all_reduce(tensor, kind)
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
