@@ -33,7 +33,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 def mix(x: Tensor) -> Tensor:
     """Scrambles each int64 of x, bijectively."""
     plain = type(x) is Tensor and x.is_cpu and x.dtype == torch.int64
-    if plain and x.ndim and x.numel() <= _FEW:
+    if plain and x.ndim and 0 < x.numel() <= _FEW:
         numbers = x.numpy().view(np.uint64).copy()
         mix_in_place(numbers)
         return torch.from_numpy(numbers.view(np.int64))

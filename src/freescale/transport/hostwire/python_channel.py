@@ -284,4 +284,6 @@ def _exhaust(steps: Iterator[Ready]) -> None:
 def _split_bytes(tensor: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """The bytes of each part of the first dimension."""
     width = tensor.element_size() * (tensor[:1].numel() if tensor.shape[0] else 0)
-    return torch.split(tensor.reshape(-1).view(torch.uint8), [size * width for size in sizes])
+    # what numpy made and is empty has no stride, which a view in bytes needs
+    flat = tensor.reshape(-1) if tensor.numel() else tensor.new_empty(0)
+    return torch.split(flat.view(torch.uint8), [size * width for size in sizes])
