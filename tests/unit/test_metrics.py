@@ -96,5 +96,8 @@ def test_learning_rate():
     assert linear(5) == pytest.approx(0.5) and linear(10) == 0 and linear(12) == 0
     cosine = build_learning_rate(2, "cosine", 12)
     assert cosine(7) == pytest.approx(0.5) and cosine(12) == pytest.approx(0.0)
-    with pytest.raises(ValueError, match="decay must be constant, linear or cosine"):
+    trapezoid = build_learning_rate(0, "trapezoid", 10)
+    assert [trapezoid(step) for step in (1, 7, 10)] == [1.0, pytest.approx(1.0), 0.0]
+    assert trapezoid(9) == pytest.approx(1 / 3)
+    with pytest.raises(ValueError, match="decay must be one of constant, linear, cosine"):
         build_learning_rate(0, "steps", 10)

@@ -29,6 +29,7 @@ from freescale.bench.common.results import read_result
 from freescale.bench.compress.table import format_compress_hosts, format_compress_quality
 from freescale.bench.faults import figure as faults_figure
 from freescale.bench.faults.table import format_faults
+from freescale.bench.host_tables.table import format_cgroup
 from freescale.bench.hostwire.table import format_hostwire
 from freescale.bench.kernels import figure as kernels_figure
 from freescale.bench.kernels.table import format_kernels
@@ -167,6 +168,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "balance": (MEASURED, balance_table.format_measured),
     "balance-cost": (MEASURED, balance_table.format_cost),
     "balance-bound": (("balance-cpu",), balance_table.format_bound),
+    "host-tables-cgroup": (("host_tables-cgroup-cpu",), format_cgroup),
     "hostwire": (("hostwire-hosts",), format_hostwire),
     "kernels": (("kernels-h200",), format_kernels),
     "compress": (("compress-hosts",), format_compress_hosts),

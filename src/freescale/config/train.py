@@ -37,7 +37,9 @@ class TrainConfig(Checked):
     row_lr: float = option(3e-3, "learning rate of table rows", minimum=0.0, common=True)
     warmup: int = option(0, "steps of linear learning-rate warm-up", minimum=0)
     decay: str = option(
-        "constant", "learning rate after warm-up", choices=("constant", "linear", "cosine")
+        "constant",
+        "learning rate after warm-up; trapezoid: constant, then linear to 0 over the last 30 %",
+        choices=("constant", "linear", "cosine", "trapezoid"),
     )
     clip: float | None = option(None, "global norm limit of the dense gradients", above=0.0)
     row_clip: float | None = option(None, "norm limit of each table row's gradient", above=0.0)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+DECAYS = ("constant", "linear", "cosine", "trapezoid")
+_FALLING = 0.3  # of the steps, at the end of a trapezoid
+
 
 def build_learning_rate(warmup: int, decay: str, total: int) -> Callable[[int], float]:
-    """step (from 1) -> factor: linear warm-up over `warmup` steps, then constant, or linear or
-    cosine decay to 0 at `total`."""
-    if decay not in ("constant", "linear", "cosine"):
-        raise ValueError(f"decay must be constant, linear or cosine, not {decay!r}")
+    """step (from 1) -> factor: linear warm-up over `warmup` steps, then constant, or decay to 0 at
+    `total`: linear, cosine, or as a trapezoid, linear over the last 30 % of the steps."""
+    if decay not in DECAYS:
+        raise ValueError(f"decay must be one of {', '.join(DECAYS)}, not {decay!r}")
 
     def factor(step: int) -> float:
         if step <= warmup:
@@ -18,6 +21,8 @@ def build_learning_rate(warmup: int, decay: str, total: int) -> Callable[[int], 
         if decay == "constant":
             return 1.0
         done = min(1.0, (step - warmup) / max(1, total - warmup))
-        return 1.0 - done if decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        if decay == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * done))
+        return min(1.0, (1.0 - done) / (_FALLING if decay == "trapezoid" else 1.0))
 
     return factor
