@@ -110,6 +110,8 @@ def _draw_bits(keys: NDArray[np.int64], name: int, count: int) -> NDArray[np.uin
     """derive(keys[:, None], name, arange(count)), in place in one array: the negatives are most of
     what a batch draws."""
     base = derive(torch.from_numpy(keys), name).numpy().view(np.uint64)
-    drawn: NDArray[np.uint64] = np.add.outer(base * _GOLDEN, np.arange(1, count + 1, dtype=np.uint64))
+    drawn: NDArray[np.uint64] = np.add.outer(
+        base * _GOLDEN, np.arange(1, count + 1, dtype=np.uint64)
+    )
     mix_in_place(drawn)
     return drawn
