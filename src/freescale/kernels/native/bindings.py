@@ -70,13 +70,24 @@ class NativeLibrary:
         self.rowwise_adagrad_rows = _declare(
             library.rowwise_adagrad_rows, *[size] * 2, *[at] * 4, *[c_float] * 2
         )
+        self.deduplicate_keys = _declare(
+            library.deduplicate_keys, size, at, size, *[at] * 5, result=c_int64
+        )
+        self.mark_shared_rows = _declare(
+            library.mark_shared_rows, *[size, at] * 2, *[at] * 2, result=c_int32
+        )
+        self.divide_marked_rows = _declare(
+            library.divide_marked_rows, size, *[at] * 3, size, *[at] * 3
+        )
+        self.sum_by_place = _declare(library.sum_by_place, *[size] * 2, *[at] * 2, size, at)
+        self.put_rows = _declare(library.put_rows, *[size] * 2, *[at] * 3)
         self.spread_slopes = _declare(
             library.spread_slopes, *[size] * 3, *[at] * 9, flag, *[at] * 4
         )
 
 
-def _declare(function: Any, *arguments: Any) -> Any:
-    function.restype, function.argtypes = None, arguments
+def _declare(function: Any, *arguments: Any, result: Any = None) -> Any:
+    function.restype, function.argtypes = result, arguments
     return function
 
 

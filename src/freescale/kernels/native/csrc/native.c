@@ -5,5 +5,6 @@
 #include "layer.h"
 #include "position_softmax.h"
 #include "positions.h"
+#include "requests.h"
 #include "rows.h"
 #include "softmax.h"
