@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freescale.kernels.native import attention_plan as native_plan
 from freescale.kernels.native import fused_layer as native_layer
 from freescale.kernels.native import position_softmax
 from freescale.kernels.native import positions as native_positions
@@ -93,6 +94,10 @@ def plan_attention(
             return plan
         return make()
     listed = native_layer.LISTED_SCORES if native_layer.is_there(lengths, dtype) else None
+    if listed is not None:
+        few = native_plan.plan_attention(lengths, heads, listed, buckets=buckets, **options)
+        if few is not None:
+            return few
     return attention_plan.plan_attention(
         lengths, heads, buckets=buckets, listed_scores=listed, **options
     )

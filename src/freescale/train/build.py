@@ -30,6 +30,7 @@ from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.sasrec import SASRec
 from freescale.models.segments import SegmentedHSTU
+from freescale.pipeline.dense.adamw import AdamW
 from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.pipeline import Pipeline
 from freescale.segments import Segments
@@ -243,12 +244,11 @@ def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optim
     """Of the dense parameters; tables have a row optimizer of their own. One call updates all of
     them: a small model has many that take no time themselves."""
     train = config.train
-    return torch.optim.AdamW(
+    return AdamW(
         model.dense_parameters(),
         lr=train.lr,
         betas=(0.9, train.beta2),
         weight_decay=train.weight_decay,
-        fused=True,
     )
 
 
