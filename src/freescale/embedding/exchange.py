@@ -31,8 +31,8 @@ from torch import Tensor
 from freescale.batch import SequenceBatch
 from freescale.embedding.collision import Masks, collision_masks, count_pieces, is_few
 from freescale.embedding.comparison import compare_requests
+from freescale.embedding.dynamic.directory import mark_any
 from freescale.embedding.dynamic.layout import DynamicLayout
-from freescale.embedding.dynamic.storage import mark_any
 from freescale.embedding.host_tables.storage import CachedStorage, raise_on_all_ranks
 from freescale.embedding.host_tables.tiers import Tier
 from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids

@@ -25,6 +25,7 @@ from freescale.kernels.native import sampled_softmax as native_softmax
 from freescale.kernels.reference import (
     attention,
     attention_plan,
+    id_map,
     layer,
     positions,
     row_sums,
@@ -41,6 +42,7 @@ from freescale.kernels.row_gradients import RowGradients
 from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import attention_plan as triton_attention_plan
 from freescale.kernels.triton import fused_layer
+from freescale.kernels.triton import id_map as triton_id_map
 from freescale.kernels.triton import layer as triton_layer
 from freescale.kernels.triton import positions as triton_positions
 from freescale.kernels.triton import row_sums as triton_row_sums
@@ -286,6 +288,17 @@ def gather_rows(weight: Tensor, numbers: Tensor, dtype: torch.dtype | None = Non
     if _fits_triton_rows(weight):
         return triton_rows.gather_rows(weight, numbers, dtype)
     return rows.gather_rows(weight, numbers, dtype)
+
+
+def choose_id_map(device: torch.device) -> Any:
+    """Chooses the module whose functions keep the ids of a dynamic table on this device."""
+    on_gpu = device.type == "cuda" or is_recording()
+    return triton_id_map if on_gpu and has_triton() else id_map
+
+
+def fits_draws(weight: Tensor) -> bool:
+    """Whether `triton.initial_rows` draws rows of this table."""
+    return _fits_triton_rows(weight, (torch.float32,))
 
 
 def keeps_gradients(table: Tensor) -> bool:
