@@ -87,11 +87,11 @@ def write_atomic(histories: Path, path: Path) -> None:
 
     events = path.with_suffix(".parquet")
     write_interactions(histories, events)
-    table = pq.read_table(events).rename_columns(
-        ["user_id:token", "item_id:token", "timestamp:float"]
-    )
     temporary = path.with_suffix(".tmp")
-    csv.write_csv(table, temporary, csv.WriteOptions(delimiter="\t", quoting_style="none"))
+    with open(temporary, "wb") as file:
+        file.write(b"user_id:token\titem_id:token\ttimestamp:float\n")
+        options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+        csv.write_csv(pq.read_table(events), file, options)
     temporary.replace(path)
     events.unlink()
 
