@@ -1,15 +1,21 @@
-"""Dynamic tables on a GPU: decided on by the host beside the compute, with the bits of the serial
-schedule and the decisions of a CPU."""
+"""Dynamic tables on a GPU, decided on by the host or by the device beside the compute, with the
+bits of the serial schedule and the decisions of a CPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from helpers import id_map_cases
 from helpers.collisions import batch_of
 from helpers.dynamic_streams import CHURN, RULES, build
 from helpers.gpu_training import CudaClicks
 
 import freescale
+from freescale.embedding.dynamic.device_directory import DeviceDirectory
+from freescale.embedding.dynamic.layout import compute_keys
+from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic
 from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.local import LocalTransport
@@ -48,7 +54,7 @@ def train(schedule, rules, model, folder=None, **options):
 
 def read_rows(parallel):
     parts = parallel.tables.get_group("item").rows.get_tensors("item")
-    used = (parts["last_use"] >= 0).nonzero().view(-1)
+    used = (parts["last_use"].cpu() >= 0).nonzero().view(-1)
     return {
         name: value.detach().cpu()[used].contiguous().view(torch.uint8)
         for name, value in parts.items()
@@ -60,8 +66,11 @@ def assert_same(actual, expected):
     assert [n for n, value in expected[1].items() if not torch.equal(actual[1][n], value)] == []
 
 
+ON_DEVICE = [replace(rules, map="device") for rules in RULES]
+
+
 @pytest.mark.parametrize("model", [CudaClicks32, CudaClicks])
-@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("rules", [*RULES, *ON_DEVICE], ids=str)
 def test_staged_is_serial_to_the_bit(rules, model, tmp_path):
     expected = train("serial", rules, model)
     for schedule in (Staged, "staged"):  # the last one: single.py, rows made in a lane
@@ -93,6 +102,72 @@ def test_a_cpu_decides_the_same():
         parts = parallel.tables.get_group("item").rows.get_tensors("item")
         decided.append([parts[name].clone() for name in ("ids", "last_use", "count")])
     assert all(torch.equal(a, b) for a, b in zip(*decided, strict=True))
+
+
+# ---- the map on the device
+
+
+@pytest.mark.parametrize("rules", ON_DEVICE, ids=str)
+def test_the_device_decides_as_the_host(rules):
+    """Ids, last uses and counts of a training run; rows up to the last bits of their draws."""
+    decided = []
+    for each in (rules, replace(rules, map="host")):
+        parallel, pipeline = build(LocalTransport("cuda"), Staged, each, model=CudaClicks32)
+        list(pipeline.run([batch_of(ids, number) for number, ids in enumerate(CHURN)]))
+        pipeline.close()
+        storage = parallel.tables.get_group("item").rows
+        assert isinstance(storage.directory, DeviceDirectory) == (each.map == "device")
+        decided.append({name: v.cpu() for name, v in storage.get_tensors("item").items()})
+    device, host = decided
+    for name in ("ids", "last_use", "count"):
+        assert torch.equal(device[name], host[name]), name
+    used = host["last_use"] >= 0
+    torch.testing.assert_close(device["rows"][used], host["rows"][used], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", id_map_cases.CASES)
+def test_the_cases_of_the_interpreter(case):
+    found = id_map_cases.CASES[case]("cuda")
+    assert all(
+        value is True or name in ("inserted", "evicted", "swept", "turned_away")
+        for name, value in found.items()
+    ), found
+
+
+@pytest.mark.parametrize("evict", ["lru", "lfu", After(5)], ids=str)
+def test_a_large_map_decides_as_the_host(evict):
+    """All shards, programs beside each other: batches of 200,000 ids, a tenth of which are new,
+    each twice and some negatives, through a table of a million rows."""
+    pair = id_map_cases.Pair(Dynamic(1_000_000, evict=evict), (0, SHARDS), "cuda")
+    generator = torch.Generator().manual_seed(0)
+    new, before = 0, None
+    for number in range(24):
+        size = 200_000 if number > 6 else 400_000
+        ids = torch.randint(max(0, new - 1_200_000), new + size // 10, (size,), generator=generator)
+        new += size // 2 if number <= 6 else size // 10
+        keys = compute_keys(torch.cat([ids, ids]))[torch.randperm(2 * size, generator=generator)]
+        counted = (keys % 3 != 0).to(torch.uint8) if number % 4 == 3 else None
+        decided, same = pair.decide(keys, counted)
+        assert same, number
+        assert pair.same_answers(keys.unique()), number
+        if number % 5 == 4:
+            assert pair.undo(decided) and pair.undo(before), number
+            assert pair.same_answers(keys.unique()), number
+            assert pair.redo(before) and pair.redo(decided), number
+        before = decided
+    if not isinstance(evict, After):
+        assert decided[0].figures.evicted > 1000
+
+
+def test_a_large_shard_decides_as_the_host():
+    """Few shards of many rows, all of which one batch has filled: bounds among equal last uses."""
+    rules = Dynamic(12_000 * SHARDS)
+    pair = id_map_cases.Pair(rules, (0, 3), "cuda")
+    keys = compute_keys(torch.arange(60_000_000, 120_000_000))
+    keys = keys[(keys >> 52) + SHARDS // 2 < 3]
+    for number, part in enumerate((keys[:36_000], *[keys[:10]] * 3, *keys[36_000:].split(700))):
+        assert pair.decide(part)[1], number
+    assert pair.same_answers(keys)
 
 
 def test_a_host_table_behind_a_cache():

@@ -60,7 +60,7 @@ class Owners:
             first = self.layout.get_owned_range(0, rank)[0]
             places = np.where(made.found < 0, -1, made.found + first)
             found |= {names[int(key)]: int(at) for key, at in zip(mine, places)}
-            assert np.array_equal(part.find(mine), made.found)
+            assert np.array_equal(part.find(torch.from_numpy(mine)), made.found)
             changes.append(made)
         return found, changes
 

@@ -135,8 +135,8 @@ class TrainConfig(Checked):
         "",
         "tables whose rows come with the ids and go: item=dynamic:50M has room for so many, "
         "item=dynamic:50M:seen=3:lfu also says that an id gets a row in its third batch, and "
-        "which row makes room (lru, lfu or after=STEPS); comma-separated (default: every id has "
-        "its row)",
+        "which row makes room (lru, lfu or after=STEPS), map=device that the GPU decides, not the "
+        "host; comma-separated (default: every id has its row)",
         heading=_DISTRIBUTION,
     )
     device: str = option(

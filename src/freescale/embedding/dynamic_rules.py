@@ -7,8 +7,10 @@ import re
 from dataclasses import dataclass
 
 SHARDS = 4096  # virtual shards, whatever the number of ranks
-ENTRY_BYTES = 24  # of host memory for an id that has a row, or is counted; at most
+ENTRY_BYTES = 24  # of memory for an id that has a row, or is counted; at most
 PINNED = 3  # consecutive batches, from its last use on, for which a row stays
+
+MAPS = ("host", "device")
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 _COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGB]?)\s*", re.IGNORECASE)
@@ -74,6 +76,10 @@ class Dynamic:
             and is counted as turned away.
         negatives: batch features whose ids neither count nor get a row, unless they occur in
             another feature of the batch, too. They read the rows that are there, or zeros.
+        map: where it is kept which ids have a row, of tables whose rows are in the memory of a GPU:
+            "host", or "device", which decides without moving ids to the host and back. The
+            decisions are the same. All other tables have it in host memory, and ids that are
+            counted before they are admitted are always there.
 
     Raises:
         ValueError: something of it has no such value.
@@ -83,6 +89,7 @@ class Dynamic:
     admit: Seen = Seen(1)
     evict: str | After = "lru"
     negatives: tuple[str, ...] = ("negatives",)
+    map: str = "host"
 
     def __post_init__(self) -> None:
         if parse_count(self.capacity) < 1:
@@ -93,6 +100,8 @@ class Dynamic:
             raise ValueError(
                 f"evict is {self.evict!r}: give 'lru', 'lfu' or freescale.After(steps)"
             )
+        if self.map not in MAPS:
+            raise ValueError(f"map is {self.map!r}: give 'host' or 'device'")
 
     @property
     def shard_rows(self) -> int:
@@ -111,9 +120,14 @@ class Dynamic:
         return self.shard_rows * SHARDS
 
     @property
-    def directory_bytes(self) -> int:
-        """Of host memory beside the rows, over all ranks: which ids there are."""
-        return (self.rows + self.shard_counters * SHARDS) * ENTRY_BYTES
+    def map_bytes(self) -> int:
+        """Of memory beside the rows, over all ranks: which ids have one."""
+        return self.rows * ENTRY_BYTES
+
+    @property
+    def counter_bytes(self) -> int:
+        """Of host memory, over all ranks: ids that are counted before they are admitted."""
+        return self.shard_counters * SHARDS * ENTRY_BYTES
 
     def describe(self) -> list[object]:
         """Plain JSON that tells tables apart which do not hold the same: for checkpoints."""
@@ -121,7 +135,8 @@ class Dynamic:
 
     def __str__(self) -> str:
         evict = str(self.evict) if isinstance(self.evict, After) else _EVICTIONS[self.evict]
-        return f"dynamic, {self.admit}, {evict}"
+        where = ", map on the device" if self.map == "device" else ""
+        return f"dynamic, {self.admit}, {evict}{where}"
 
 
 def parse_count(count: int | str) -> int:
@@ -133,16 +148,16 @@ def parse_count(count: int | str) -> int:
 
 
 def parse_dynamic(text: str) -> Dynamic | None:
-    """`dynamic:50M`, with `:seen=3`, `:lfu`, `:lru` or `:after=1000` behind it; None for what does
-    not begin so. ValueError for what cannot be read."""
+    """`dynamic:50M`, with `:seen=3`, `:lfu`, `:lru`, `:after=1000` or `:map=device` behind it; None
+    for what does not begin so. ValueError for what cannot be read."""
     kind, _, rest = text.partition(":")
     if kind != "dynamic":
         return None
     capacity, *options = rest.split(":")
     if not capacity:
         raise ValueError("'dynamic' needs the number of its rows: dynamic:50M")
-    admit, evict = Seen(1), "lru"
-    chosen: str | After = evict
+    admit, where = Seen(1), MAPS[0]
+    chosen: str | After = "lru"
     for option in options:
         name, _, value = option.partition("=")
         if name in _EVICTIONS and not value:
@@ -151,8 +166,11 @@ def parse_dynamic(text: str) -> Dynamic | None:
             admit = Seen(int(value))
         elif name == "after" and value.isdecimal():
             chosen = After(int(value))
+        elif name == "map" and value in MAPS:
+            where = value
         else:
             raise ValueError(
-                f"{option!r} in {text!r} is not one of seen=N, lru, lfu and after=STEPS"
+                f"{option!r} in {text!r} is not one of seen=N, lru, lfu, after=STEPS, map=host and "
+                "map=device"
             )
-    return Dynamic(capacity, admit, chosen)
+    return Dynamic(capacity, admit, chosen, map=where)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
+from freescale.embedding.dynamic.directory import mark_any
 from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
-from freescale.embedding.dynamic.storage import mark_any
 from freescale.embedding.layout import ShardLayout, choose_stride, spread_ids
 from freescale.embedding.request import (
     GroupIds,

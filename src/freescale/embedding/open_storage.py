@@ -3,9 +3,13 @@ whether they come and go."""
 
 from __future__ import annotations
 
+import torch
+
+from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.layout import DynamicLayout
 from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage
+from freescale.embedding.dynamic_rules import Dynamic
 from freescale.embedding.host_tables.storage import CachedStorage
 from freescale.embedding.host_tables.tiers import Tier
 from freescale.embedding.layout import ShardLayout
@@ -29,6 +33,16 @@ def open_storage(
     storage = ranges, size, optimizer, transport.device
     rows: RowStorage = DeviceStorage(*storage) if tier is None else CachedStorage(*storage, tier)
     if isinstance(layout, DynamicLayout):
-        directory = Directory(layout.rules, *layout.get_owned_shards(transport.rank))
-        rows = DynamicStorage(rows, directory)
+        shards, device = layout.get_owned_shards(transport.rank), transport.device
+        home = device if tier is None else torch.device("cpu")
+        rows = DynamicStorage(rows, open_directory(layout.rules, shards, home))
     return rows
+
+
+def open_directory(
+    rules: Dynamic, shards: tuple[int, int], home: torch.device
+) -> Directory | DeviceDirectory:
+    """Of the shards [first, last), whose rows are at home on a device."""
+    if rules.map == "device" and home.type != "cpu":
+        return DeviceDirectory(rules, *shards, home)
+    return Directory(rules, *shards)

@@ -249,17 +249,19 @@ class Tables:
             parts = self.transport.world if self.placements[name].kind == "sharded" else 1
             each = spec.bytes_per_row + count_state_bytes(self.optimizers[name], spec)
             sizes[name] = ShardLayout((spec,), parts).size * each
+            if spec.dynamic is not None and spec.dynamic.map == "device":
+                sizes[name] += spec.dynamic.map_bytes // parts
         if self.transport.device.type == "cuda":
             caches = {n: min(sizes[n], p.tier.cache_bytes) for n, p in self._list_tiers()}
             self.placements = move_to_host(
                 self.placements, sizes | caches, find_room(ranks), self._wanted
             )
         homes = sum(sizes[n] for n, p in self._list_tiers() if isinstance(p.tier, Host))
-        homes += sum(
-            spec.dynamic.directory_bytes // self.transport.world
-            for spec in self.specs.values()
-            if spec.dynamic is not None
-        )
+        for name, spec in self.specs.items():
+            if spec.dynamic is not None:
+                homes += spec.dynamic.counter_bytes // self.transport.world
+                if spec.dynamic.map == "host" or self.placements[name].tier is not None:
+                    homes += spec.dynamic.map_bytes // self.transport.world
         for name, placed in self._list_tiers():
             sizes[name] = min(sizes[name], placed.tier.cache_bytes)
         check_memory(ranks, sum(sizes.values()), homes, self.specs.values())

@@ -19,11 +19,13 @@ from freescale.kernels.native import attention_plan as native_plan
 from freescale.kernels.native import fused_layer as native_layer
 from freescale.kernels.native import position_softmax
 from freescale.kernels.native import positions as native_positions
+from freescale.kernels.native import requests as native_requests
 from freescale.kernels.native import row_updates as native_updates
 from freescale.kernels.native import sampled_softmax as native_softmax
 from freescale.kernels.reference import (
     attention,
     attention_plan,
+    id_map,
     layer,
     positions,
     row_sums,
@@ -40,6 +42,7 @@ from freescale.kernels.row_gradients import RowGradients
 from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import attention_plan as triton_attention_plan
 from freescale.kernels.triton import fused_layer
+from freescale.kernels.triton import id_map as triton_id_map
 from freescale.kernels.triton import layer as triton_layer
 from freescale.kernels.triton import positions as triton_positions
 from freescale.kernels.triton import row_sums as triton_row_sums
@@ -246,16 +249,20 @@ def sampled_softmax(
 
 
 def deduplicate(keys: Tensor, edges: Tensor) -> unique.Unique:
-    """`reference.unique.deduplicate`, in Triton on a GPU."""
+    """`reference.unique.deduplicate`, in Triton on a GPU, in C on a CPU."""
     if _is_on_gpu(keys) and has_triton():
         return triton_unique.deduplicate(keys, edges)
+    if native_requests.is_there(keys):
+        return native_requests.deduplicate(keys, edges)
     return unique.deduplicate(keys, edges)
 
 
 def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference.unique.collision_masks`, in Triton on a GPU."""
+    """`reference.unique.collision_masks`, in Triton on a GPU, in C on a CPU."""
     if _is_on_gpu(current) and has_triton():
         return triton_unique.collision_masks(current, following)
+    if native_requests.is_there(current):
+        return native_requests.collision_masks(current, following)
     return unique.collision_masks(current, following)
 
 
@@ -281,6 +288,17 @@ def gather_rows(weight: Tensor, numbers: Tensor, dtype: torch.dtype | None = Non
     if _fits_triton_rows(weight):
         return triton_rows.gather_rows(weight, numbers, dtype)
     return rows.gather_rows(weight, numbers, dtype)
+
+
+def choose_id_map(device: torch.device) -> Any:
+    """Chooses the module whose functions keep the ids of a dynamic table on this device."""
+    on_gpu = device.type == "cuda" or is_recording()
+    return triton_id_map if on_gpu and has_triton() else id_map
+
+
+def fits_draws(weight: Tensor) -> bool:
+    """Whether `triton.initial_rows` draws rows of this table."""
+    return _fits_triton_rows(weight, (torch.float32,))
 
 
 def keeps_gradients(table: Tensor) -> bool:
@@ -323,11 +341,18 @@ def sum_duplicates(numbers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
 def group_duplicates(numbers: Tensor, like: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """`sum_duplicates` in two steps: groups now, and returns a function that sums gradients which
     are `like` this tensor."""
-    return (
-        triton_rows.group_duplicates(numbers, cut=False)
-        if choose_optimizers(like) is triton_row_updates
-        else rows.group_duplicates(numbers)
-    )
+    if choose_optimizers(like) is triton_row_updates:
+        return triton_rows.group_duplicates(numbers, cut=False)
+    summed = native_requests.group_duplicates(numbers) if native_updates.fits(like) else None
+    return summed or rows.group_duplicates(numbers)
+
+
+def put_rows(into: Tensor, places: Tensor, values: Tensor) -> None:
+    """into[places] = values: places [n], different ones; values [n, width]."""
+    if native_updates.fits(into) and places.dtype == torch.int32 and into.dtype == values.dtype:
+        native_requests.put_rows(into, places, values)
+    else:
+        into.index_copy_(0, places.long(), values.to(into.dtype))
 
 
 def select_marked_rows(marks: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:

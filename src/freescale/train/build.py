@@ -151,6 +151,11 @@ def build_encoder(config: RunConfig) -> Encoder:
     return SegmentedHSTU(**shared, **{name: getattr(model, name) for name in names})
 
 
+# Floating-point operations of about 2 ms on one core of a CPU: what moving samples takes a rank,
+# however few they are.
+_PRICE_OF_MOVES = 4e7
+
+
 def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
     """None without balancing. Costs come from the model's shapes; unless they are adapted,
     assignments depend on the data alone."""
@@ -178,6 +183,7 @@ def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
         config.train.balance_cap,
         adapt=config.train.balance_adapt,
         segments=segments,
+        least_gain=_PRICE_OF_MOVES if device.type == "cpu" else 0.0,
     )
 
 

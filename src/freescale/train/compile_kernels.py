@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import RunConfig
 from freescale.data.negatives import choose_log_q, choose_negatives
+from freescale.embedding.dynamic_rules import After, Dynamic
 from freescale.embedding.layout import TableSpec, choose_stride
 from freescale.embedding.storage import DeviceStorage, TableRange
 from freescale.kernels import dispatch
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton.compile import compile_recorded
-from freescale.train.build import build_module, build_row_optimizer
+from freescale.kernels.triton.initial_rows import draw_rows
+from freescale.train.build import build_module, build_row_optimizer, parse_tables
 
 ITEMS, ACTIONS = 16, 4  # rows of the small tables
 SAMPLES = 160
@@ -69,6 +71,9 @@ def compile_kernels(
 def call_kernels(config: RunConfig, actions: bool, device: torch.device) -> None:
     """Calls all that launches kernels in a run, at least once each way."""
     call_tables(config, device)
+    for rules in parse_tables(config).values():
+        if rules.map == "device":
+            call_id_map(rules, config, device)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # the run's own draws stay as they are
         # the first layer differs from the others; these are alike
@@ -131,6 +136,27 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
         dispatch.choose_optimizers(weight).clip_rows(gradients, train.row_clip)
     for step in (1, 10**9):  # Adam's correction is computed in two ways
         optimizer.update(weight, state, numbers, gradients, step=step, factor=0.5)
+
+
+def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None:
+    """What the map of a dynamic table does for a batch, and when it is loaded."""
+    kernels = dispatch.choose_id_map(device)
+    held = kernels.allocate(ACTIONS, ITEMS, 0, device)
+    keys = torch.arange(ITEMS, device=device)
+    order = {"by_count": rules.evict == "lfu", "evicts": not isinstance(rules.evict, After)}
+    kernels.rebuild(held)
+    for counted in (None, torch.ones(ITEMS, dtype=torch.uint8, device=device)):
+        found = kernels.find(held, keys)
+        kernels.swap_uses(held, kernels.use(held, found, counted, 0))
+        missing = kernels.list_missing(held, keys, found, counted)
+        if rules.shard_counters:
+            kernels.count_room(held, missing, limit=0, evicts=order["evicts"])
+            missing = replace(missing, counts=missing.wanted)
+        new, _ = kernels.place(held, missing, batch=0, limit=0, **order)
+        kernels.swap_contents(held, new)
+        kernels.find_again(held, keys, found)
+    if dispatch.has_triton():
+        draw_rows(keys, keys[:1], config.model.width, 0.5)
 
 
 def call_local_tables(

@@ -8,7 +8,6 @@ it other work on the machine took.
 
 from __future__ import annotations
 
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from freescale.bench.common.results import Destination, claim, write
+from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
 from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage
@@ -26,22 +26,26 @@ from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import RowWiseAdagrad
 from freescale.embedding.storage import DeviceStorage, TableRange
 from freescale.ledger.ledger import Ledger
-from freescale.ledger.machine import get_gpu_name
 
 WIDTH = {"cpu": 16, "cuda": 128}
 BATCH = 100_000  # ids of a streamed batch
 SETTLED = 10_000_000  # ids after which memory is read first
-REPEATS = 20
-NEW_SHARE = 0.1
 
 
-def make_storage(rows: int, evict: str, device: torch.device) -> DynamicStorage:
-    rules = Dynamic(rows, evict=evict)
+def make_storage(
+    rows: int, evict: str, device: torch.device, where: str = "host"
+) -> DynamicStorage:
+    """`where`: the map of its ids."""
+    rules = Dynamic(rows, evict=evict, map=where)
     spec = TableSpec("item", rules.rows, WIDTH[device.type], torch.float32, ("ids",), None, rules)
     layout = DynamicLayout((spec,), 1)
     ranges = [TableRange(spec, 0, *layout.get_owned_range(0, 0))]
     inner = DeviceStorage(ranges, layout.size + EXTRA_ROWS, RowWiseAdagrad(), device)
-    storage = DynamicStorage(inner, Directory(rules, *layout.get_owned_shards(0)))
+    shards = layout.get_owned_shards(0)
+    directory: Directory | DeviceDirectory = Directory(rules, *shards)
+    if where == "device":
+        directory = DeviceDirectory(rules, *shards, device)
+    storage = DynamicStorage(inner, directory)
     storage.initialise("item", seed=0, std=0.02)
     return storage
 
@@ -65,6 +69,7 @@ def bench_stream(
     total, room = ids or 10**9, rows or 10**6
     torch.set_num_threads(1)
     storage = make_storage(room, evict, torch.device(device))
+    held_rows = storage.spec.rows
     generator, ledger = np.random.default_rng(0), Ledger()
     figures = {"inserted": 0, "evicted": 0, "turned_away": 0}
     wall = processor = 0.0
@@ -86,11 +91,11 @@ def bench_stream(
             said = streamed * 20 // total
             print(f"{5 * said} %: {streamed / processor:,.0f} ids/s of processor time", flush=True)
     resident = read_resident()
-    beside = storage.directory.rows.nbytes / storage.directory.rows.ids.size
+    beside = storage.directory.nbytes / held_rows
     row: dict[str, Any] = {
         "ids": streamed,
         "batch": BATCH,
-        "rows": storage.directory.rows.ids.size,
+        "rows": held_rows,
         "width": WIDTH[device],
         "evict": evict,
         "ids_per_second": streamed / wall,
@@ -111,67 +116,3 @@ def bench_stream(
     ]  # fmt: skip
     if to is not None:
         write("dynamic", "cpu", "freescale bench dynamic", [row], claims, to=to)
-
-
-def bench_batch(
-    to: Destination | None, ids: int | None, rows: int | None, evict: str, device: str
-) -> None:
-    """One batch of different ids in a full table, beside a gather by slots."""
-    count, room = ids or 1_000_000, rows or 8_000_000
-    where = torch.device(device)
-    storage, ledger = make_storage(room, evict, where), Ledger()
-    number = 0
-    while storage.directory.rows.used < 0.99 * room:
-        batch = torch.arange(number, number + count, device=where)
-        storage.make_resident(compute_keys(batch), ledger)
-        storage.begin()
-        number += count
-    present = storage.get_ids("item")
-    fresh = int(count * NEW_SHARE)
-    times: dict[str, list[float]] = {"static": [], "lookup": [], "new ids": []}
-    for repeat in range(REPEATS):
-        order = torch.randperm(present.numel(), device=where)
-        keys = compute_keys(present[order[:count]])
-        slots = storage.make_resident(keys, ledger)
-        storage.begin()
-        times["static"].append(
-            _time(where, lambda slots=slots: storage.gather(slots, torch.float32))
-        )
-        times["lookup"].append(_time(where, lambda keys=keys: storage.read(keys, torch.float32)))
-        new = torch.arange(number + repeat * fresh, number + (repeat + 1) * fresh, device=where)
-        keys = compute_keys(torch.cat([present[order[: count - fresh]], new]))
-        times["new ids"].append(_time(where, lambda keys=keys: _use(storage, keys, ledger)))
-        present = storage.get_ids("item")
-    medians = {name: 1e3 * statistics.median(values[3:]) for name, values in times.items()}
-    row = {"ids": count, "rows": room, "width": WIDTH[where.type], "evict": evict} | {
-        f"{name.replace(' ', '_')}_ms": value for name, value in medians.items()
-    }
-    print(row)
-    ratios = {name: medians[name] / medians["static"] for name in ("lookup", "new ids")}
-    claims = [
-        claim("lookup and gather over a static gather", 1.3, ratios["lookup"], "x", at_least=False),
-        claim(
-            "the same with 10 % new ids and evictions", 2.5, ratios["new ids"], "x", at_least=False
-        ),
-    ]
-    if to is not None:
-        write(
-            "dynamic", get_gpu_name(), "freescale bench dynamic --device cuda", [row], claims, to=to
-        )
-
-
-def _use(storage: DynamicStorage, keys: Tensor, ledger: Ledger) -> None:
-    slots = storage.make_resident(keys, ledger)
-    storage.begin()
-    storage.gather(slots, torch.float32)
-
-
-def _time(device: torch.device, work: Any) -> float:
-    """Seconds until the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begin

@@ -51,6 +51,7 @@ class DynamicLibrary:
         self.plan_batch = _declare(
             library.plan_batch, c_int, shards, shards, rules, c_int64, *[at] * 7
         )
+        self.count_missing = _declare(library.count_missing, c_int, shards, rules, *[at] * 8)
         self.find_batch = _declare(library.find_batch, None, shards, c_int64, c_int64, at, at)
         self.exchange = _declare(library.exchange, None, shards, shards, c_int64, at, c_int)
         self.rebuild = _declare(library.rebuild, None, shards)

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from freescale.embedding.dynamic.bindings import (
     CHANGE,
@@ -29,6 +31,7 @@ from freescale.embedding.dynamic.bindings import (
     load_dynamic,
 )
 from freescale.embedding.dynamic_rules import PINNED, SHARDS, After, Dynamic
+from freescale.kernels.upload import upload
 
 Numbers = NDArray[np.int64]
 
@@ -56,6 +59,25 @@ class BatchChanges:
     log: NDArray[Any]  # of CHANGE: the other state of each entry, in the order of changes
 
 
+@dataclass(frozen=True)
+class Decided:
+    """What a batch has decided, on the device that computes."""
+
+    entries: Tensor  # [u] of keys
+    inverse: Tensor | None  # [n]: key i has entries[inverse[i]]; None: entry i
+    new: Tensor  # [m] entries of ids that got one
+    new_ids: Tensor  # [m]
+    inserted: Tensor | None  # [m] places of these ids among `entries`; None: not known
+    removed: Tensor | None  # entries that were swept; -1 is none
+    figures: BatchFigures
+    changes: Any  # for `undo` and `redo` of the directory
+
+
+def mark_any(marks: Tensor, inverse: Tensor, count: int) -> Tensor:
+    """marks [n] uint8 of what has the numbers inverse [n] -> [count]: whether one of each is."""
+    return marks.new_zeros(count).scatter_reduce_(0, inverse, marks, "amax")
+
+
 class ShardArrays:
     """Entries of some virtual shards, as arrays that C works on."""
 
@@ -77,6 +99,14 @@ class ShardArrays:
     def used(self) -> int:
         """Entries that hold an id."""
         return int(self._numbers[0].sum(dtype=np.int64))
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        """Views of ids, last uses and counts."""
+        return {
+            "ids": torch.from_numpy(self.ids),
+            "last_use": torch.from_numpy(self.last),
+            "count": torch.from_numpy(self.count),
+        }
 
     @property
     def nbytes(self) -> int:
@@ -105,6 +135,34 @@ class Directory:
     def batches(self, count: int) -> None:
         self.clock[:] = count
 
+    @property
+    def used(self) -> int:
+        """Entries that hold an id."""
+        return self.rows.used
+
+    @property
+    def nbytes(self) -> int:
+        """Of the rows' entries."""
+        return self.rows.nbytes
+
+    def decide(self, keys: Tensor, counted: Tensor | None = None, absent: int = -1) -> Decided:
+        """`plan` of keys [n] on any device, in any order and as often as they occur. Waits for the
+        device, which has to tell the keys. `absent`: the entry of ids that have none."""
+        unique, inverse = torch.unique(keys, return_inverse=True)
+        marks = None if counted is None else mark_any(counted, inverse, unique.numel())
+        changes = self.plan(unique.cpu().numpy(), None if marks is None else marks.cpu().numpy())
+        new, where = changes.found[changes.inserted], keys.device
+        return Decided(
+            entries=upload(np.where(changes.found < 0, absent, changes.found), where),
+            inverse=inverse,
+            new=upload(new, where),
+            new_ids=upload(self.rows.ids[new], where),
+            inserted=upload(changes.inserted, where),
+            removed=upload(changes.removed, where) if changes.removed.size else None,
+            figures=changes.figures,
+            changes=changes,
+        )
+
     def plan(self, keys: Numbers, counted: NDArray[np.uint8] | None = None) -> BatchChanges:
         """Decides for the next batch.
 
@@ -120,7 +178,7 @@ class Directory:
         log = np.empty(3 * n + removed.size, CHANGE)
         figures = np.zeros(len(FIGURES), np.int64)
         failed = self._library.plan_batch(
-            *self._tables, self._describe_rules(), n,
+            *self._tables, describe_rules(self._rules, self._shards, self.batches), n,
             address(keys), None if counted is None else address(counted),
             *map(address, (found, log, inserted, removed, figures)),
         )  # fmt: skip
@@ -137,14 +195,16 @@ class Directory:
             log[:changes].copy(),
         )
 
-    def find(self, keys: Numbers) -> Numbers:
-        """Entries [n] of keys [n], in any order; -1 for those without a row. Changes nothing."""
-        keys = np.ascontiguousarray(keys)
-        found = np.empty(keys.size, np.int64)
+    def find(self, keys: Tensor, absent: int = -1) -> Tensor:
+        """Entries [n] of keys [n], in any order; `absent` for those without a row. Changes
+        nothing."""
+        wanted = np.ascontiguousarray(keys.cpu().numpy())
+        found = np.empty(wanted.size, np.int64)
         self._library.find_batch(
-            self.rows.struct, self._shards[0], keys.size, address(keys), address(found)
+            self.rows.struct, self._shards[0], wanted.size, address(wanted), address(found)
         )
-        return found
+        found[found < 0] = absent
+        return upload(found, keys.device)
 
     def undo(self, changes: BatchChanges) -> None:
         """Back to the state before the last batch that is not undone."""
@@ -166,22 +226,45 @@ class Directory:
             if table is not None:
                 self._library.rebuild(table)
 
+    def get_tensors(self) -> dict[str, Tensor]:
+        """By entry. Whoever writes to them calls `rebuild`."""
+        return self.rows.get_tensors()
+
+    def get_shard_tensors(self) -> dict[str, Tensor]:
+        """What each shard holds beside its entries, [shards, ...]: batches so far, and the counts
+        of ids that have no row."""
+        return get_shard_tensors(self.clock, self.counters)
+
+    def end_reading(self) -> None:
+        """Nothing reads the arrays any more."""
+
     @property
     def _tables(self) -> tuple[ShardsStruct, ShardsStruct | None]:
         return self.rows.struct, self.counters.struct if self.counters is not None else None
 
-    def _describe_rules(self) -> RulesStruct:
-        evict, (first, last) = self._rules.evict, self._shards
-        after, swept = 0, -1
-        if isinstance(evict, After):
-            after, turn = evict.steps, self.batches % SHARDS
-            swept = turn - first if first <= turn < last else -1
-        return RulesStruct(
-            first_shard=first,
-            batch=self.batches,
-            admit=self._rules.admit.batches,
-            evict=EVICT["after" if isinstance(evict, After) else evict],
-            after=after,
-            swept=swept,
-            pinned=PINNED,
-        )
+
+def get_shard_tensors(clock: Numbers, counters: ShardArrays | None) -> dict[str, Tensor]:
+    """As tensors [shards, ...]."""
+    found = {"batches": torch.from_numpy(clock)}
+    if counters is not None:
+        for name, value in counters.get_tensors().items():
+            found[f"counters.{name}"] = value.view(clock.size, -1)
+    return found
+
+
+def describe_rules(rules: Dynamic, shards: tuple[int, int], batch: int) -> RulesStruct:
+    """For C: the rules of the shards [first, last) in a batch."""
+    evict, (first, last) = rules.evict, shards
+    after, swept = 0, -1
+    if isinstance(evict, After):
+        after, turn = evict.steps, batch % SHARDS
+        swept = turn - first if first <= turn < last else -1
+    return RulesStruct(
+        first_shard=first,
+        batch=batch,
+        admit=rules.admit.batches,
+        evict=EVICT["after" if isinstance(evict, After) else evict],
+        after=after,
+        swept=swept,
+        pinned=PINNED,
+    )

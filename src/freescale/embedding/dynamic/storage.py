@@ -1,7 +1,8 @@
 """Rows of a dynamic table on one rank: a storage of as many rows as there is room for, on the
 device or behind a cache, and a directory that says which id each of them has.
 
-    make_resident   decide (directory.py), keep the rows that go, draw those that come
+    make_resident   decide (directory.py, device_directory.py), keep the rows that go, draw those
+                    that come
     begin           the step of a batch begins: what was decided for it is no longer provisional
     roll_back       out with what is provisional; the next `begin` has it again
     looking_back    the state after an earlier batch, for copies of it
@@ -22,15 +23,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.embedding.dynamic.directory import BatchChanges, BatchFigures, Directory
+from freescale.embedding.dynamic.device_directory import DeviceDirectory
+from freescale.embedding.dynamic.directory import BatchFigures, Decided, Directory
 from freescale.embedding.storage import Recorder, RowStorage, draw_initial_rows
+from freescale.kernels.dispatch import fits_draws
 from freescale.kernels.reference.row_sums import SortedRows
-from freescale.kernels.upload import upload
+from freescale.kernels.triton.initial_rows import draw_rows
+from freescale.random import derive, hash_name
 from freescale.streams import current_stream
 
 EXTRA_ROWS = 2  # of the storage, behind those of the table
@@ -41,14 +45,10 @@ _KEPT = 2  # decisions: of the batch that computes, and of the one after it
 class _Decision:
     """Of one batch."""
 
-    changes: BatchChanges
+    changes: Any  # of the directory
+    removed: Tensor | None  # entries that were swept
     slots: Tensor  # [m] of the rows that came
     rows: dict[str, Tensor]  # [m, ...] in their place in the other state
-
-
-def mark_any(marks: Tensor, inverse: Tensor, count: int) -> Tensor:
-    """marks [n] uint8 of what has the numbers inverse [n] -> [count]: whether one of each is."""
-    return marks.new_zeros(count).scatter_reduce_(0, inverse, marks, "amax")
 
 
 class DynamicStorage(RowStorage):
@@ -56,8 +56,9 @@ class DynamicStorage(RowStorage):
 
     keeps_slots = False
 
-    def __init__(self, inner: RowStorage, directory: Directory) -> None:
-        """`inner`: has `EXTRA_ROWS` more than the table."""
+    def __init__(self, inner: RowStorage, directory: Directory | DeviceDirectory) -> None:
+        """`inner`: has `EXTRA_ROWS` more than the table. A device directory is for rows that are at
+        home on the device, whose slots are its entries."""
         (own,) = inner._ranges.values()
         self.spec, self.inner, self.directory = own.spec, inner, directory
         self.size, self.optimizer, self.changed = inner.size, inner.optimizer, inner.changed
@@ -66,6 +67,7 @@ class DynamicStorage(RowStorage):
         self._zero, self._spent = inner.size - 2, inner.size - 1  # local rows
         self._slots: list[int] | None = None  # of these two
         self._seed, self._std = 0, 1.0
+        self._table_seed: Tensor | None = None  # [1] on the device, once rows are drawn there
         self._decisions: deque[_Decision] = deque(maxlen=_KEPT)
         self._undone = 0  # the last ones of them
         self._begun = 0  # batches whose step has begun
@@ -78,41 +80,47 @@ class DynamicStorage(RowStorage):
         self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
     ) -> Tensor:
         """Slots [n] of keys [n]; those that are only not `counted` [n] do not get a row. Waits for
-        the device, which has to tell the keys."""
+        the device: a host directory for the keys, a device directory for four numbers."""
         with self._lock:
             self._redo_all()
             with ledger.span("decide rows"):
-                keys, inverse = torch.unique(rows, return_inverse=True)
-                marks = None if counted is None else mark_any(counted, inverse, keys.numel())
-                changes = self.directory.plan(
-                    keys.cpu().numpy(), None if marks is None else marks.cpu().numpy()
-                )
-                local = np.append(changes.found, (self._zero, self._spent))
-                local[local < 0] = self._zero
-            slots = self.inner.make_resident(upload(local, rows.device), ledger)
-            if self._slots is None:
-                # Of a cache, too: they are wanted in every batch and stay where they are.
-                self._slots = slots[-EXTRA_ROWS:].tolist()
+                decided = self.directory.decide(rows, counted, absent=self._zero)
+            slots, new = decided.entries, decided.new
+            if decided.inserted is not None:
+                extra = torch.arange(self._zero, self._spent + 1, device=rows.device)
+                slots = self.inner.make_resident(torch.cat([slots, extra]), ledger)
+                new = slots.index_select(0, decided.inserted).long()
+                if self._slots is None:
+                    # Of a cache, too: they are wanted in every batch and stay where they are.
+                    self._slots = slots[-EXTRA_ROWS:].tolist()
+            elif self._slots is None:
+                self._slots = [self._zero, self._spent]
             with ledger.span("make rows"):
-                self._insert(changes, slots)
-            self.last_figures = changes.figures
-            for name, value in vars(changes.figures).items():
+                self._insert(decided, new)
+            self.last_figures = decided.figures
+            for name, value in vars(decided.figures).items():
                 ledger.count(f"dynamic_{name}", value)
-            ledger.count("dynamic_rows", self.directory.rows.used)
-        return slots.index_select(0, inverse)
+            ledger.count("dynamic_rows", self.directory.used)
+        return slots if decided.inverse is None else slots.index_select(0, decided.inverse)
 
-    def _insert(self, changes: BatchChanges, slots: Tensor) -> None:
-        device = self.weight.device
-        ids = self.directory.rows.ids[changes.found[changes.inserted]]
-        slots = slots.index_select(0, upload(changes.inserted, device)).long()
-        made = draw_initial_rows(self.spec, upload(ids, device), self._seed, self._std)
+    def _insert(self, decided: Decided, slots: Tensor) -> None:
         new = {
             name: value.new_zeros(slots.numel(), *value.shape[1:]) for name, value in self._parts
         }
-        new["rows"] = made
-        decision = _Decision(changes, slots, new)
+        new["rows"] = self._draw(decided.new_ids)
+        decision = _Decision(decided.changes, decided.removed, slots, new)
         self._exchange_rows(decision)
         self._decisions.append(decision)
+
+    def _draw(self, ids: Tensor) -> Tensor:
+        """Rows of ids [m], a function of (seed, table, id) alone."""
+        plain = isinstance(self.directory, Directory) or self.spec.padding is not None
+        if plain or not fits_draws(self.weight):
+            return draw_initial_rows(self.spec, ids, self._seed, self._std)
+        if self._table_seed is None:
+            seed = derive(self._seed, hash_name(self.spec.name)).view(1)
+            self._table_seed = seed.to(self.weight.device)
+        return draw_rows(ids, self._table_seed, self.spec.width, self._std)
 
     @property
     def _parts(self) -> list[tuple[str, Tensor]]:
@@ -121,22 +129,21 @@ class DynamicStorage(RowStorage):
     def _exchange_rows(self, decision: _Decision) -> None:
         if self.weight.is_cuda:  # lanes and the main thread exchange them in turn
             stream = current_stream(self.weight.device)
-            for tensor in (decision.slots, *decision.rows.values()):
-                tensor.record_stream(stream)
+            for tensor in (decision.slots, decision.removed, *decision.rows.values()):
+                if tensor is not None:
+                    tensor.record_stream(stream)
         for name, value in self._parts:
             before = value.index_select(0, decision.slots)
             value.index_copy_(0, decision.slots, decision.rows[name])
             decision.rows[name] = before
         self.inner._mark(decision.slots)
-        if decision.changes.removed.size:
-            self.changed.mark(upload(decision.changes.removed, self.changed.device))
+        if decision.removed is not None:
+            self.changed.mark(decision.removed.to(self.changed.device))
 
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows [n, width] of keys [n]; zeros for those that have none."""
         with self._lock:
-            found = self.directory.find(rows.cpu().numpy())
-            found[found < 0] = self._zero
-            return self.inner.read(upload(found, rows.device), dtype)
+            return self.inner.read(self.directory.find(rows, absent=self._zero), dtype)
 
     def update(
         self, slots: Tensor, gradients: Tensor, *, step: int, factor: float, clip: float | None
@@ -201,6 +208,7 @@ class DynamicStorage(RowStorage):
             try:
                 yield
             finally:
+                self.directory.end_reading()
                 while self.directory.batches < last:
                     self._redo()
 
@@ -224,30 +232,14 @@ class DynamicStorage(RowStorage):
 
     def initialise(self, name: str, seed: int, std: float) -> None:
         """Rows are drawn when their ids come."""
-        self._seed, self._std = seed, std
+        self._seed, self._std, self._table_seed = seed, std, None
 
     def get_tensors(self, name: str) -> dict[str, Tensor]:
         """By position: rows that hold an id, and others, whose last use is -1."""
-        table = self.directory.rows
-        return self.inner.get_tensors(name) | {
-            "ids": torch.from_numpy(table.ids),
-            "last_use": torch.from_numpy(table.last),
-            "count": torch.from_numpy(table.count),
-        }
+        return self.inner.get_tensors(name) | self.directory.get_tensors()
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
-        """What each shard holds beside its rows, [shards, ...]: batches so far, and the counts of
-        ids that have no row."""
-        found = {"batches": torch.from_numpy(self.directory.clock)}
-        if (table := self.directory.counters) is not None:
-            shards = self.directory.clock.size
-            for name, array in (
-                ("ids", table.ids),
-                ("last_use", table.last),
-                ("count", table.count),
-            ):
-                found[f"counters.{name}"] = torch.from_numpy(array.reshape(shards, -1))
-        return found
+        return self.directory.get_shard_tensors()
 
     def reload(self) -> None:
         self.inner.reload()
@@ -257,10 +249,10 @@ class DynamicStorage(RowStorage):
 
     def get_ids(self, name: str) -> Tensor:
         """Ids [n] that have a row, in storage order."""
-        table = self.directory.rows
-        return torch.from_numpy(table.ids[table.last >= 0]).to(self.weight.device)
+        held = self.directory.get_tensors()
+        return held["ids"][held["last_use"] >= 0].to(self.weight.device)
 
     def list_rows(self, name: str) -> tuple[Tensor, Tensor]:
         rows = self.inner.get_tensors(name)["rows"]
-        used = upload((self.directory.rows.last >= 0).nonzero()[0], rows.device)
-        return self.get_ids(name), rows.index_select(0, used)
+        used = (self.directory.get_tensors()["last_use"] >= 0).nonzero().view(-1)
+        return self.get_ids(name), rows.index_select(0, used.to(rows.device))

@@ -78,6 +78,17 @@ class NativeLibrary:
         self.rowwise_adagrad_rows = _declare(
             library.rowwise_adagrad_rows, *[size] * 2, *[at] * 4, *[c_float] * 2
         )
+        self.deduplicate_keys = _declare(
+            library.deduplicate_keys, size, at, size, *[at] * 5, returns=c_int64
+        )
+        self.mark_shared_rows = _declare(
+            library.mark_shared_rows, *[size, at] * 2, *[at] * 2, returns=c_int32
+        )
+        self.divide_marked_rows = _declare(
+            library.divide_marked_rows, size, *[at] * 3, size, *[at] * 3
+        )
+        self.sum_by_place = _declare(library.sum_by_place, *[size] * 2, *[at] * 2, size, at)
+        self.put_rows = _declare(library.put_rows, *[size] * 2, *[at] * 3)
 
 
 def _declare(function: Any, *arguments: Any, returns: Any = None) -> Any:

@@ -45,8 +45,7 @@ def choose_dense_sums(seconds: Sequence[Mapping[str, float]]) -> DenseSums:
 def measure_dense_sums(
     transport: Transport, partitioned: PartitionedAllReduce, buffers: Sequence[Tensor]
 ) -> list[dict[str, float]]:
-    """Times both sums, in turn, on buffers of zeros, which stay zeros. A collective. On a CPU the
-    processor time of all threads counts too: the compute lacks it.
+    """Times both sums, in turn, on buffers of zeros, which stay zeros. A collective.
 
     Returns:
         [world], of every rank: the median of the rounds, in seconds, by kind.
@@ -56,23 +55,18 @@ def measure_dense_sums(
         "partitioned": partitioned,
     }
     found: dict[str, list[float]] = {kind: [] for kind in ways}
-    now = _read_both_clocks if transport.device.type == "cpu" else time.perf_counter
     for _ in range(_WARM_UP + _TIMED):
         for kind, sums in ways.items():
             _wait_idle(transport.device)
             transport.gather_bytes(b"")  # the ranks begin together
-            begin = now()
+            begin = time.perf_counter()
             for handle in [sums.all_reduce(buffer, "dense") for buffer in buffers]:
                 handle.wait()
             _wait_idle(transport.device)
-            found[kind].append(now() - begin)
+            found[kind].append(time.perf_counter() - begin)
     medians = {kind: statistics.median(times[_WARM_UP:]) for kind, times in found.items()}
     everyone = transport.gather_bytes(json.dumps(medians).encode())
     return [json.loads(rank) for rank in everyone]
-
-
-def _read_both_clocks() -> float:
-    return time.perf_counter() + time.process_time()
 
 
 def _wait_idle(device: torch.device) -> None:

@@ -150,6 +150,40 @@ static void insert_missing(Plan *plan, int64_t shard, Missing *missing, int64_t 
     }
 }
 
+/* For a map that is elsewhere: counts the ids of a batch that have no row, wanted [shards] of each
+   shard, ascending in it. Of those that are admitted now, the first room [shards] get a row: their
+   ids, their counts, and how many of each shard. Returns 0, or -1 without memory. */
+int count_missing(
+    Shards *counters, const Rules *rules, const int32_t *wanted, const int32_t *room, const int64_t *ids,
+    Change *changes, int64_t *admitted, int32_t *counts, int32_t *given, int64_t *figures) {
+    Candidate *candidates = malloc((size_t)counters->rows * sizeof(Candidate));
+    if (!candidates) return -1;
+    memset(figures, 0, FIGURES * sizeof(int64_t));
+    Plan plan = {NULL, counters, rules, changes, NULL, NULL, figures, NULL, candidates};
+    for (int64_t shard = 0, at = 0; shard < counters->shards; shard++) {
+        given[shard] = 0;
+        for (int64_t end = at + wanted[shard]; at < end; at++) {
+            uint64_t hash = mix((uint64_t)ids[at]);
+            int32_t count = count_batch(&plan, shard, ids[at], hash);
+            if (count < rules->admit) {
+                figures[WAITING]++;
+                continue;
+            }
+            if (given[shard] == room[shard]) {
+                figures[TURNED_AWAY]++;
+                continue;
+            }
+            given[shard]++;
+            admitted[figures[INSERTED]] = ids[at];
+            counts[figures[INSERTED]++] = count;
+            int64_t counter = find(counters, shard, ids[at], hash);
+            if (counter >= 0) clear_entry(&plan, counters, shard, counter);
+        }
+    }
+    free(candidates);
+    return 0;
+}
+
 static inline uint64_t hash_of(int64_t key) { return (uint64_t)key ^ 0x8000000000000000u; }
 
 /* keys [n]: the ids of a batch, as DynamicLayout makes keys of them, ascending and unique.

@@ -6,5 +6,6 @@
 #include "pairs.h"
 #include "position_softmax.h"
 #include "positions.h"
+#include "requests.h"
 #include "rows.h"
 #include "softmax.h"

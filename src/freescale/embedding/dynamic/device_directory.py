@@ -1,0 +1,231 @@
+"""Which ids of a dynamic table have a row on this rank, decided where the rows are: on a GPU.
+
+The decisions are those of directory.py, to the id; the map is in the memory of the device
+(kernels/triton/id_map.py). A batch is decided on in this order:
+
+    1. every id of the batch is looked up, and those that have a row use it
+    2. `After` removes old rows of the shard whose turn it is
+    3. the others, each once, by shard and ascending, get empty rows or those of victims; with
+       `Seen(n)`, n > 1, the host counts them before (waiting_ids.py)
+    4. they are looked up again
+
+All of it is work of the current stream. The host reads four numbers: what the ledger reports, and
+how many rows have to be drawn; with `Seen(n)` also the ids without a row. Work on the map is in the
+order of the calls, whichever threads and streams they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from freescale.embedding.dynamic.directory import BatchFigures, Decided, get_shard_tensors
+from freescale.embedding.dynamic.waiting_ids import Admitted, WaitingIds
+from freescale.embedding.dynamic_rules import PINNED, SHARDS, After, Dynamic
+from freescale.kernels.dispatch import choose_id_map
+from freescale.kernels.reference.id_map import EMPTY, Contents, Uses
+from freescale.streams import current_stream, record_event_on
+
+
+@dataclass(frozen=True)
+class DeviceChanges:
+    """What a batch has changed: the other state of each entry."""
+
+    uses: Uses
+    swept: Contents | None
+    new: Contents  # some of them were swept before
+    rows: int  # that hold an id: more than before
+    admitted: Admitted | None  # of tables that count ids before
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        parts = [self.uses, self.new, *([self.swept] if self.swept is not None else [])]
+        return [tensor for part in parts for tensor in vars(part).values()]
+
+
+class DeviceDirectory:
+    """The ids of one rank's shards. An entry's number is its row's, among this rank's."""
+
+    def __init__(
+        self, rules: Dynamic, first_shard: int, last_shard: int, device: torch.device
+    ) -> None:
+        """For the shards [first, last)."""
+        self._rules, self._shards, self._device = rules, (first_shard, last_shard), device
+        self._kernels = choose_id_map(device)
+        count = last_shard - first_shard
+        self.map = self._kernels.allocate(count, rules.shard_rows, first_shard, device)
+        shards = first_shard, last_shard
+        self._waiting = WaitingIds(rules, shards) if rules.shard_counters else None
+        self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
+        self._none = torch.zeros(1, dtype=torch.int64, device=device)
+        self.used = 0  # entries that hold an id
+        self._reached: torch.cuda.Event | None = None  # the last work on the map
+
+    @property
+    def batches(self) -> int:
+        """That were decided on, and not undone."""
+        return int(self.clock[0])
+
+    @batches.setter
+    def batches(self, count: int) -> None:
+        self.clock[:] = count
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.map.nbytes)
+
+    def decide(self, keys: Tensor, counted: Tensor | None = None, absent: int = -1) -> Decided:
+        """Decides for the next batch.
+
+        Args:
+            keys: [n] of its ids on this rank (layout.py), in any order and as often as they occur.
+            counted: [n] uint8, 0 for negatives: they use a row that is there, and change nothing
+                else. None: all count.
+            absent: the entry of ids that have none.
+        """
+        evict, batch, kernels = self._rules.evict, self.batches, self._kernels
+        bounds = {"limit": batch - PINNED + 1, "evicts": not isinstance(evict, After)}
+        with self._in_turn():
+            found = kernels.find(self.map, keys)
+            uses = kernels.use(self.map, found, counted, batch)
+            swept, removed = self._sweep(batch)
+            missing, admitted = kernels.list_missing(self.map, keys, found, counted), None
+            if self._waiting is not None:
+                room = kernels.count_room(self.map, missing, **bounds)
+                admitted = self._waiting.count(missing, room, batch)
+                missing = admitted.missing
+            by_count = evict == "lfu"
+            new, sums = kernels.place(self.map, missing, batch=batch, by_count=by_count, **bounds)
+            sums, new_ids = _Numbers(torch.cat([sums, removed])), new.ids.clone()
+            kernels.swap_contents(self.map, new)
+            kernels.find_again(self.map, keys, found, absent)
+        self.batches += 1
+        inserted, evicted, wanted, gone = sums.read()
+        new = Contents(**{name: value[:inserted] for name, value in vars(new).items()})
+        rows = inserted - evicted - gone
+        self.used += rows
+        figures = BatchFigures(inserted, evicted, gone, wanted - inserted, 0, 0)
+        if admitted is not None:
+            figures = replace(
+                figures,
+                turned_away=admitted.turned_away,
+                waiting=admitted.waiting,
+                forgotten=admitted.forgotten,
+            )
+        return Decided(
+            entries=found,
+            inverse=None,
+            new=new.entries,
+            inserted=None,
+            new_ids=new_ids[:inserted],
+            removed=swept.entries if swept is not None and gone else None,
+            figures=figures,
+            changes=DeviceChanges(uses, swept if gone else None, new, rows, admitted),
+        )
+
+    def _sweep(self, batch: int) -> tuple[Contents | None, Tensor]:
+        """(what was there before, how many went [1]) of the shard whose turn it is."""
+        evict, (first, last), rows = self._rules.evict, self._shards, self._rules.shard_rows
+        turn = batch % SHARDS
+        if not isinstance(evict, After) or not first <= turn < last:
+            return None, self._none
+        begin = (turn - first) * rows
+        held = self.map.last[begin : begin + rows]
+        goes = (held != EMPTY) & (held < batch - evict.steps)
+        entries = torch.arange(begin, begin + rows, device=self._device)
+        nothing = torch.zeros_like(held)
+        swept = Contents(
+            torch.where(goes, entries, -1), nothing + EMPTY, nothing, torch.zeros_like(entries)
+        )
+        self._kernels.swap_contents(self.map, swept)
+        return swept, goes.sum().view(1)
+
+    def find(self, keys: Tensor, absent: int = -1) -> Tensor:
+        """Entries [n] of keys [n], in any order; `absent` for those without a row. Changes
+        nothing."""
+        with self._in_turn():
+            found: Tensor = self._kernels.find(self.map, keys, absent)
+        return found
+
+    def undo(self, changes: DeviceChanges) -> None:
+        """Back to the state before the last batch that is not undone."""
+        with self._in_turn(*changes.tensors):
+            self._kernels.swap_contents(self.map, changes.new)
+            if changes.swept is not None:
+                self._kernels.swap_contents(self.map, changes.swept)
+            self._kernels.swap_uses(self.map, changes.uses)
+        if self._waiting is not None and changes.admitted is not None:
+            self._waiting.exchange(changes.admitted, back=True)
+        self.batches -= 1
+        self.used -= changes.rows
+
+    def redo(self, changes: DeviceChanges) -> None:
+        """To the state after a batch that was undone."""
+        with self._in_turn(*changes.tensors):
+            self._kernels.swap_uses(self.map, changes.uses)
+            if changes.swept is not None:
+                self._kernels.swap_contents(self.map, changes.swept)
+            self._kernels.swap_contents(self.map, changes.new)
+        if self._waiting is not None and changes.admitted is not None:
+            self._waiting.exchange(changes.admitted, back=False)
+        self.batches += 1
+        self.used += changes.rows
+
+    def rebuild(self) -> None:
+        """After ids, last uses and counts were written. Waits for the device."""
+        with self._in_turn():
+            self._kernels.rebuild(self.map)
+            self.used = int((self.map.last != EMPTY).sum())
+        if self._waiting is not None:
+            self._waiting.rebuild()
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        """By entry. Whoever writes to them calls `rebuild`."""
+        return {"ids": self.map.ids, "last_use": self.map.last, "count": self.map.count}
+
+    def get_shard_tensors(self) -> dict[str, Tensor]:
+        """What each shard holds beside its entries, [shards, ...]: batches so far, and the counts
+        of ids that have no row."""
+        counters = None if self._waiting is None else self._waiting.counters
+        return get_shard_tensors(self.clock, counters)
+
+    def end_reading(self) -> None:
+        """What was read of `get_tensors` on the current stream is before the next work."""
+        with self._in_turn():
+            pass
+
+    @contextmanager
+    def _in_turn(self, *tensors: Tensor) -> Iterator[None]:
+        """The current stream goes on after the last work on the map; the next one after this.
+        tensors: noted on another stream, maybe."""
+        if self._device.type == "cuda":
+            stream = current_stream(self._device)
+            if self._reached is not None:
+                stream.wait_event(self._reached)
+            for tensor in tensors:
+                tensor.record_stream(stream)
+        yield
+        self._reached = record_event_on(self._device)  # None on a CPU
+
+
+class _Numbers:
+    """Integers on their way from the device, which goes on meanwhile."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._kept = values
+        if values.is_cuda:
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._kept = pinned.copy_(values, non_blocking=True)
+        self._copied = record_event_on(values.device)
+
+    def read(self) -> list[int]:
+        """Waits for them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        found: list[int] = self._kept.tolist()
+        return found

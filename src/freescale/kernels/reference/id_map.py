@@ -1,0 +1,197 @@
+"""Which ids of a dynamic table have a row, and where, on the device that holds the rows: in plain
+torch, by sorting all ids. What embedding/dynamic/device_directory.py makes decisions of.
+
+Ids are in virtual shards of `rows` entries each, a shard after the other: an entry is a row of the
+table. A key is an id's hash with the sign flipped (embedding/dynamic/layout.py); its upper 12 bits
+are the shard. Whatever a batch changes is swapped with what was there before, so that the same call
+takes it back.
+
+On a device, lists whose length only the device knows have the length of the input; behind what
+they hold, and between it, is -1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EMPTY = -1  # `last` of an entry that holds no id
+MOST = 2**31 - 1  # a count stays there
+_SIGN = -(1 << 63)
+_BITS = 52  # of a hash, below its shard
+_FIRST, _SECOND = 0x319642B2D24D8EC3, 0x96DE1B173F119089 - (1 << 64)
+
+
+@dataclass(frozen=True)
+class IdMap:
+    """The ids of some virtual shards."""
+
+    shards: int
+    rows: int  # of a shard
+    first_shard: int
+    ids: Tensor  # [shards * rows] int64
+    last: Tensor  # [shards * rows] int32, batch of the last use; EMPTY: no id
+    count: Tensor  # [shards * rows] int32, batches that used it
+    words: Tensor  # [shards, buckets, 8] int32: where ids are found (triton/id_map.py), or nothing
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.ids, self.last, self.count, self.words))
+
+
+@dataclass(frozen=True)
+class Uses:
+    """The rows that a batch used, each once, and what is swapped with them."""
+
+    entries: Tensor  # [n] int64
+    last: Tensor  # [n] int32
+    count: Tensor  # [n] int32
+
+
+@dataclass(frozen=True)
+class Contents(Uses):
+    """Entries whose id changes, each once, and what is swapped with them."""
+
+    ids: Tensor  # [n] int64
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Ids without a row, each once: by shard, ascending in each."""
+
+    ids: Tensor  # [n] int64; behind the last one: anything
+    wanted: Tensor  # [shards] int32: how many
+    starts: Tensor  # [shards] int64: where those of a shard begin
+    counts: Tensor | None = None  # [n] int32: batches that they occurred in; None: this one
+
+
+def allocate(shards: int, rows: int, first_shard: int, device: torch.device) -> IdMap:
+    """A map without ids."""
+    return IdMap(
+        shards,
+        rows,
+        first_shard,
+        torch.zeros(shards * rows, dtype=torch.int64, device=device),
+        torch.full((shards * rows,), EMPTY, dtype=torch.int32, device=device),
+        torch.zeros(shards * rows, dtype=torch.int32, device=device),
+        torch.zeros(0, dtype=torch.int32, device=device),
+    )
+
+
+def compute_ids(keys: Tensor) -> Tensor:
+    """The ids [n] of keys [n]."""
+    x = keys ^ _SIGN
+    x = (x ^ _shift(x, 31) ^ _shift(x, 62)) * _FIRST
+    x = (x ^ _shift(x, 27) ^ _shift(x, 54)) * _SECOND
+    return x ^ _shift(x, 30) ^ _shift(x, 60)
+
+
+def find(map: IdMap, keys: Tensor, absent: int = -1) -> Tensor:
+    """Entries [n] of keys [n]; `absent` for those that have none."""
+    used = (map.last != EMPTY).nonzero().view(-1)
+    ids, order = map.ids[used].sort()
+    wanted = compute_ids(keys)
+    if not ids.numel():
+        return torch.full_like(wanted, absent)
+    place = torch.searchsorted(ids, wanted).clamp_(max=ids.numel() - 1)
+    return torch.where(ids[place] == wanted, used[order[place]], absent)
+
+
+def find_again(map: IdMap, keys: Tensor, found: Tensor, absent: int = -1) -> None:
+    """Writes the entries of those keys [n] that were not `found` [n]: their ids may have got
+    one."""
+    found.copy_(find(map, keys, absent))
+
+
+def use(map: IdMap, found: Tensor, counted: Tensor | None, batch: int) -> Uses:
+    """A batch uses entries [n]; -1 is none, and an entry may occur several times. It counts as one
+    use if one of them is `counted` [n] uint8; None: all are."""
+    hit = found >= 0
+    entries = torch.unique(found[hit])
+    uses = Uses(entries, map.last[entries], map.count[entries])
+    map.last[entries] = batch
+    counts = entries if counted is None else torch.unique(found[hit & (counted != 0)])
+    map.count[counts] = (map.count[counts].long() + 1).clamp(max=MOST).int()
+    return uses
+
+
+def swap_uses(map: IdMap, uses: Uses) -> None:
+    """Exchanges last uses and counts with those that are noted."""
+    at = uses.entries.clamp(min=0)
+    there = uses.entries >= 0
+    for held, other in ((map.last, uses.last), (map.count, uses.count)):
+        now = held[at]
+        held[uses.entries[there]] = other[there]
+        other.copy_(now)
+
+
+def list_missing(map: IdMap, keys: Tensor, found: Tensor, counted: Tensor | None) -> Missing:
+    """The ids of keys [n], in any order and as often as they occur, that were not `found` [n]. Of
+    ids that are never `counted` none is listed."""
+    absent = found < 0
+    if counted is not None:
+        absent &= counted != 0
+    keys = torch.unique(keys[absent])
+    ids = compute_ids(keys)
+    shard = _shift(keys ^ _SIGN, _BITS) - map.first_shard
+    order = ids.argsort()
+    order = order[shard[order].argsort(stable=True)]
+    wanted = torch.bincount(shard, minlength=map.shards)
+    return Missing(ids[order], wanted.int(), wanted.cumsum(0) - wanted)
+
+
+def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Tensor:
+    """[shards] int32: how many of the missing ids of each would be placed."""
+    able = (map.last == EMPTY) | ((map.last < limit) & evicts)
+    return torch.minimum(able.view(map.shards, map.rows).sum(1).int(), missing.wanted)
+
+
+def place(
+    map: IdMap, missing: Missing, *, batch: int, limit: int, by_count: bool, evicts: bool
+) -> tuple[Contents, Tensor]:
+    """Where missing ids go, in their order: into the empty entries of their shard, the lowest
+    first, then, if it `evicts`, into those whose last use was before `limit`, in the order of
+    (last use, id), or of (count, last use, id). Changes nothing.
+
+    Returns:
+        what to swap with the map, and the sums over shards [3]: ids that get an entry, those whose
+        entry held another id, missing ids.
+    """
+    empty, entries = map.last == EMPTY, torch.arange(map.last.numel(), device=map.last.device)
+    able = ~empty & (map.last < limit) & evicts
+    order = torch.where(empty, entries, map.ids).argsort()
+    columns = [map.last, *([map.count] if by_count else [])]
+    for column in [*(torch.where(empty, 0, each) for each in columns), (~empty).int()]:
+        order = order[column[order].argsort(stable=True)]
+    order = order[(empty | able)[order]]
+    shard = order // map.rows
+    order, shard = order[shard.argsort(stable=True)], shard.sort().values
+    room = torch.bincount(shard, minlength=map.shards)
+    number = torch.arange(order.numel(), device=order.device) - (room.cumsum(0) - room)[shard]
+    taken = number < missing.wanted[shard]
+    order, from_ = order[taken], (missing.starts[shard] + number)[taken]
+    ones = torch.ones_like(order, dtype=torch.int32)
+    counts = ones if missing.counts is None else missing.counts[from_]
+    contents = Contents(order, ones * batch, counts, missing.ids[from_])
+    sums = [len(order), int((~empty)[order].sum()), int(missing.wanted.sum())]
+    return contents, torch.tensor(sums, device=order.device)
+
+
+def swap_contents(map: IdMap, contents: Contents) -> None:
+    """Exchanges ids, last uses and counts with those that are noted."""
+    swap_uses(map, contents)
+    there = contents.entries >= 0
+    now = map.ids[contents.entries.clamp(min=0)]
+    map.ids[contents.entries[there]] = contents.ids[there]
+    contents.ids.copy_(now)
+
+
+def rebuild(map: IdMap) -> None:
+    """After ids and last uses were written."""
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift: torch's >> keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,319 @@
+"""The Triton kernels of `id_map` that decide: which ids of a batch want an entry, and which entry
+each of them gets.
+
+A shard decides for itself, so that a program for each needs no other: it looks for the bounds in
+(count, last use, id) up to which entries go by bisection, each step a walk through the shard, whose
+last uses stay in the cache. The walk ends as soon as a bound has the right number of entries below
+it: after as many steps as the number of equal entries has bits, and a few.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from freescale.kernels.triton.id_map_kernels import (
+    BOTTOM,
+    MOST,
+    SIGN,
+    TOP,
+    find_shard,
+    load_hashes,
+    unmix,
+)
+
+# ---- ids without an entry, by shard
+
+
+@triton.jit(
+    do_not_specialize=["n", "size", "first_shard"],
+    do_not_specialize_on_alignment=["keys", "counted"],
+)
+def claim_kernel(
+    keys, found, counted, claims, wanted, numbers, n, size, first_shard,
+    COUNTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """numbers[i]: the number of keys[i] among the missing ones of its shard, in any order; -1 for
+    those that are not missing, and all but one of equal ones. claims [size], a power of two: -1
+    throughout, afterwards an open-addressing table of the ones that count."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    active = (i < n) & (tl.load(found + i, mask=i < n, other=0) < 0)
+    if COUNTED:
+        active = active & (tl.load(counted + i, mask=i < n, other=0) != 0)
+    hash = load_hashes(keys, i, active)
+    key = (hash ^ SIGN).to(tl.int64, bitcast=True)
+    place = (hash >> 8).to(tl.int64, bitcast=True) & (size - 1)
+    first = active & (i < 0)
+    while tl.max(active.to(tl.int32), 0) > 0:
+        # A comparison has no mask: where there is nothing to do, it is with what never stands
+        # there.
+        expected = tl.where(active, -1, -2)
+        held = tl.atomic_cas(claims + place, expected, i.to(tl.int32), sem="relaxed")
+        mine = active & (held == -1)
+        first = first | mine
+        other = tl.load(keys + held, mask=active & (held >= 0), other=0)
+        active = active & (held >= 0) & (other != key)
+        place = tl.where(active, (place + 1) & (size - 1), place)
+    one = tl.zeros([BLOCK], tl.int32) + 1
+    shard = find_shard(hash) - first_shard
+    number = tl.atomic_add(wanted + shard, one, mask=first, sem="relaxed")
+    tl.store(numbers + i, tl.where(first, number, -1), mask=i < n)
+
+
+@triton.jit(do_not_specialize=["n", "first_shard"], do_not_specialize_on_alignment=["keys"])
+def collect_kernel(keys, numbers, starts, missing, n, first_shard, BLOCK: tl.constexpr):
+    """Puts missing ids in the range of their shard."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(numbers + i, mask=i < n, other=-1)
+    there = number >= 0
+    hash = load_hashes(keys, i, there)
+    start = tl.load(starts + find_shard(hash) - first_shard, mask=there, other=0)
+    tl.store(missing + start + number, unmix(hash).to(tl.int64, bitcast=True), mask=there)
+
+
+@triton.jit
+def order_kernel(missing, wanted, starts, ordered, BLOCK: tl.constexpr):
+    """Ascending in each shard: a program for one."""
+    shard = tl.program_id(0)
+    count = tl.load(wanted + shard)
+    start = tl.load(starts + shard)
+    for begin in range(0, count, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        mine = tl.load(missing + start + at, mask=at < count, other=0)
+        rank = tl.zeros([BLOCK], tl.int32)
+        for other in range(0, count, BLOCK):
+            near = other + tl.arange(0, BLOCK)
+            theirs = tl.load(missing + start + near, mask=near < count, other=TOP)
+            rank += tl.sum((theirs[None, :] < mine[:, None]).to(tl.int32), 1)
+        tl.store(ordered + start + rank, mine, mask=at < count)
+
+
+# ---- which entries they get
+
+
+@triton.jit
+def _count_up_to(
+    ids, last, count, first, rows, limit, most_uses, latest, bound,
+    LEVEL: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How many entries of a shard may go and are, at a level of the order (0: count, 1: last use,
+    2: id), not above `bound`; at the levels before, equal to `most_uses` and `latest`."""
+    total = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, rows, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        used = tl.load(last + first + at, mask=at < rows, other=-1)
+        able = (used >= 0) & (used < limit)
+        if BY_COUNT:
+            uses = tl.load(count + first + at, mask=able, other=0)
+            able = able & ((uses <= bound) if LEVEL == 0 else (uses == most_uses))
+        if LEVEL == 1:
+            able = able & (used <= bound)
+        if LEVEL == 2:
+            able = able & (used == latest)
+            able = able & (tl.load(ids + first + at, mask=able, other=TOP) <= bound)
+        total += able.to(tl.int32)
+    return tl.sum(total, 0).to(tl.int64)
+
+
+@triton.jit
+def _bisect(
+    ids, last, count, first, rows, limit, most_uses, latest, low, high, need,
+    LEVEL: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A bound in [low, high] that `need` entries are not above or, if there is none, the least one
+    that more are not above."""
+    while low < high:
+        middle = (low & high) + ((low ^ high) >> 1)  # their mean, without a sum
+        there = _count_up_to(
+            ids, last, count, first, rows, limit, most_uses, latest, middle, LEVEL, BY_COUNT, BLOCK
+        )
+        low = tl.where(there < need, middle + 1, tl.where(there == need, middle, low))
+        high = tl.where(there < need, high, middle)
+    return low
+
+
+@triton.jit
+def _bisect_level(
+    ids, last, count, first, rows, limit, most_uses, latest, low, high, need,
+    LEVEL: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(bound, how many of those that are equal to it are needed, 0 if all are)."""
+    bound = _bisect(
+        ids, last, count, first, rows, limit, most_uses, latest, low, high, need,
+        LEVEL, BY_COUNT, BLOCK,
+    )  # fmt: skip
+    there = _count_up_to(
+        ids, last, count, first, rows, limit, most_uses, latest, bound, LEVEL, BY_COUNT, BLOCK
+    )
+    below = _count_up_to(
+        ids, last, count, first, rows, limit, most_uses, latest, bound - 1, LEVEL, BY_COUNT, BLOCK
+    )
+    return bound, tl.where(there == need, need * 0, need - below)
+
+
+@triton.jit
+def _find_tied_ids(
+    ids, last, count, first, rows, most_uses, latest,
+    BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(least, greatest) id of the entries that are equal but for it."""
+    least = tl.zeros([BLOCK], tl.int64) + TOP
+    greatest = tl.zeros([BLOCK], tl.int64) + BOTTOM
+    for begin in range(0, rows, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tied = tl.load(last + first + at, mask=at < rows, other=-1) == latest
+        if BY_COUNT:
+            tied = tied & (tl.load(count + first + at, mask=tied, other=0) == most_uses)
+        id = tl.load(ids + first + at, mask=tied, other=0)
+        least = tl.minimum(least, tl.where(tied, id, TOP))
+        greatest = tl.maximum(greatest, tl.where(tied, id, BOTTOM))
+    return tl.min(least, 0), tl.max(greatest, 0)
+
+
+@triton.jit(do_not_specialize=["rows", "limit"])
+def room_kernel(
+    last, wanted, room, rows, limit, EVICTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """room[shard]: how many of the missing ids `choose_kernel` has entries for."""
+    shard = tl.program_id(0).to(tl.int64)
+    want = tl.load(wanted + shard)
+    total = tl.zeros([BLOCK], tl.int32)
+    if want > 0:
+        for begin in range(0, rows, BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            used = tl.load(last + shard * rows + at, mask=at < rows, other=MOST)
+            able = used < 0
+            if EVICTS:
+                able = able | (used < limit)
+            total += able.to(tl.int32)
+    tl.store(room + shard, tl.minimum(want, tl.sum(total, 0)))
+
+
+@triton.jit(do_not_specialize=["rows", "limit"])
+def choose_kernel(
+    ids, last, count, wanted, starts, chosen, taken, evicted, rows, limit,
+    BY_COUNT: tl.constexpr, EVICTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program for a shard: as many entries as its missing ids want, if there are so many. The
+    lowest empty ones, ascending, and behind them the first ones in the order of eviction, also
+    ascending by their number: `assign_kernel` puts them in that order."""
+    shard = tl.program_id(0).to(tl.int64)
+    want = tl.load(wanted + shard).to(tl.int64)
+    start = tl.load(starts + shard)
+    first = shard * rows
+    empties = want * 0
+    need = want * 0
+    if want > 0:
+        empty = tl.zeros([BLOCK], tl.int32)
+        able = tl.zeros([BLOCK], tl.int32)
+        oldest = tl.zeros([BLOCK], tl.int32) + MOST
+        fewest = tl.zeros([BLOCK], tl.int32) + MOST
+        highest = tl.zeros([BLOCK], tl.int32)
+        for begin in range(0, rows, BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            used = tl.load(last + first + at, mask=at < rows, other=MOST)
+            empty += (used < 0).to(tl.int32)
+            if EVICTS:
+                old = (used >= 0) & (used < limit)
+                able += old.to(tl.int32)
+                oldest = tl.minimum(oldest, tl.where(old, used, MOST))
+                if BY_COUNT:
+                    uses = tl.load(count + first + at, mask=old, other=0)
+                    fewest = tl.minimum(fewest, tl.where(old, uses, MOST))
+                    highest = tl.maximum(highest, uses)
+        empties = tl.minimum(tl.sum(empty, 0).to(tl.int64), want)
+        ables = tl.sum(able, 0).to(tl.int64)
+        need = tl.minimum(ables, want - empties)
+        # (count, last use, id) up to which entries go: as yet, all
+        most_uses = want * 0 + MOST
+        latest = want * 0 + limit
+        greatest = want * 0 + TOP
+        if (need > 0) & (need < ables):
+            left = need
+            if BY_COUNT:
+                most_uses, left = _bisect_level(
+                    ids, last, count, first, rows, limit, most_uses, latest,
+                    tl.min(fewest, 0).to(tl.int64), tl.max(highest, 0).to(tl.int64), left,
+                    0, BY_COUNT, BLOCK,
+                )  # fmt: skip
+            if left > 0:
+                latest, left = _bisect_level(
+                    ids, last, count, first, rows, limit, most_uses, latest,
+                    tl.min(oldest, 0).to(tl.int64), want * 0 + limit - 1, left,
+                    1, BY_COUNT, BLOCK,
+                )  # fmt: skip
+            if left > 0:
+                low, high = _find_tied_ids(
+                    ids, last, count, first, rows, most_uses, latest, BY_COUNT, BLOCK
+                )
+                greatest = _bisect(
+                    ids, last, count, first, rows, limit, most_uses, latest, low, high, left,
+                    2, BY_COUNT, BLOCK,
+                )  # fmt: skip
+        empty_before = want * 0
+        before = want * 0
+        for begin in range(0, rows, BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            used = tl.load(last + first + at, mask=at < rows, other=MOST)
+            free = used < 0
+            number = empty_before + tl.cumsum(free.to(tl.int32), 0) - 1
+            tl.store(chosen + start + number, first + at, mask=free & (number < empties))
+            empty_before += tl.sum(free.to(tl.int32), 0)
+            if EVICTS:
+                goes = (used >= 0) & (used < limit) & (need > 0)
+                id = tl.load(ids + first + at, mask=goes & (used == latest), other=0)
+                sooner = (used < latest) | ((used == latest) & (id <= greatest))
+                if BY_COUNT:
+                    uses = tl.load(count + first + at, mask=goes, other=0)
+                    sooner = (uses < most_uses) | ((uses == most_uses) & sooner)
+                goes = goes & sooner
+                number = empties + before + tl.cumsum(goes.to(tl.int32), 0) - 1
+                tl.store(chosen + start + number, first + at, mask=goes)
+                before += tl.sum(goes.to(tl.int32), 0)
+    tl.store(taken + shard, (empties + need).to(tl.int32))
+    tl.store(evicted + shard, need.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["batch"])
+def assign_kernel(
+    ids, last, count, ordered, occurred, chosen, starts, taken, evicted, targets,
+    entries, new_ids, lasts, counts, batch,
+    BY_COUNT: tl.constexpr, OCCURRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program for a shard: its missing ids, in their order, get the chosen entries, in theirs.
+    Writes from targets[shard] on. OCCURRED: their counts are given."""
+    shard = tl.program_id(0)
+    total = tl.load(taken + shard)
+    empties = total - tl.load(evicted + shard)
+    start = tl.load(starts + shard)
+    target = tl.load(targets + shard)
+    for begin in range(0, total, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        entry = tl.load(chosen + start + at, mask=at < total, other=0)
+        holds = (at >= empties) & (at < total)
+        id = tl.load(ids + entry, mask=holds, other=0)[:, None]
+        used = tl.load(last + entry, mask=holds, other=0)[:, None]
+        if BY_COUNT:
+            used_by = tl.load(count + entry, mask=holds, other=0)[:, None]
+        rank = tl.zeros([BLOCK], tl.int32)
+        for other in range(empties, total, BLOCK):
+            near = other + tl.arange(0, BLOCK)
+            theirs = tl.load(chosen + start + near, mask=near < total, other=0)
+            their_id = tl.load(ids + theirs, mask=near < total, other=0)[None, :]
+            their_last = tl.load(last + theirs, mask=near < total, other=0)[None, :]
+            sooner = (their_last < used) | ((their_last == used) & (their_id < id))
+            if BY_COUNT:
+                their_uses = tl.load(count + theirs, mask=near < total, other=0)[None, :]
+                sooner = (their_uses < used_by) | ((their_uses == used_by) & sooner)
+            sooner = sooner & (near < total)[None, :]
+            rank += tl.sum(sooner.to(tl.int32), 1)
+        number = tl.where(holds, empties + rank, at)
+        new = tl.load(ordered + start + number, mask=at < total, other=0)
+        tl.store(entries + target + at, entry, mask=at < total)
+        tl.store(new_ids + target + at, new, mask=at < total)
+        tl.store(lasts + target + at, tl.zeros([BLOCK], tl.int32) + batch, mask=at < total)
+        uses = tl.zeros([BLOCK], tl.int32) + 1
+        if OCCURRED:
+            uses = tl.load(occurred + start + number, mask=at < total, other=0)
+        tl.store(counts + target + at, uses, mask=at < total)

@@ -1,0 +1,252 @@
+"""The Triton kernels of `id_map`: ids are found, put in and taken out by their buckets.
+
+A bucket is 8 words of 32 bits, one sector of memory: 7 entries and a word about them. An entry is a
+row of the shard, counted from 1, with some bits of the id's hash above it; 0 is none. Bits 0 to 6
+of the last word say which entries are taken; above bit 8 it counts the ids that begin at this
+bucket or before it, found it full, and are further on. A search ends where there are none, so that
+nothing marks what was removed.
+
+Words are written by many programs at once: an entry of a bucket is claimed by setting its bit, and
+all other changes commute. Which of two ids comes first in a bucket is not determined, and nobody
+can see it. No kernel both puts in and takes out.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+WORDS = tl.constexpr(8)  # of a bucket
+LAST = tl.constexpr(7)  # the word about the others
+PASSED = tl.constexpr(256)  # one id that is further on
+FIRST = tl.constexpr(0xBF58476D1CE4E5B9)  # the constants of freescale.random
+SECOND = tl.constexpr(0x94D049BB133111EB)
+FIRST_INVERSE = tl.constexpr(0x96DE1B173F119089)
+SECOND_INVERSE = tl.constexpr(0x319642B2D24D8EC3)
+SIGN = tl.constexpr(0x8000000000000000)
+TOP = tl.constexpr(2**63 - 1)
+BOTTOM = tl.constexpr(-(2**63))
+MOST = tl.constexpr(2**31 - 1)
+MARK = tl.constexpr(-(2**31))
+
+
+# ---- hashes, in unsigned 64 bits
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * FIRST
+    x = (x ^ (x >> 27)) * SECOND
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def unmix(x):
+    x = (x ^ (x >> 31) ^ (x >> 62)) * SECOND_INVERSE
+    x = (x ^ (x >> 27) ^ (x >> 54)) * FIRST_INVERSE
+    return x ^ (x >> 30) ^ (x >> 60)
+
+
+@triton.jit
+def load_hashes(keys, i, there):
+    return tl.load(keys + i, mask=there, other=0).to(tl.uint64, bitcast=True) ^ SIGN
+
+
+@triton.jit
+def find_shard(hash):
+    return (hash >> 52).to(tl.int64)
+
+
+@triton.jit
+def _find_bucket(hash, buckets):
+    """Where an id begins: by the 32 bits below its shard."""
+    return (((hash >> 20) & 0xFFFFFFFF).to(tl.int64) * buckets) >> 32
+
+
+@triton.jit
+def _make_tag(hash, row_bits):
+    """The bits of a hash that a word holds, above the row: up to 20, which no bucket depends
+    on."""
+    held = tl.minimum(31 - row_bits, 20)
+    return ((hash & 0xFFFFF).to(tl.int32)) & ((1 << held) - 1)
+
+
+# ---- one id, one entry
+
+
+# Keys, and marks of those that count, begin anywhere among those of a batch.
+@triton.jit(
+    do_not_specialize=["n", "absent", "first_shard", "rows", "buckets", "row_bits"],
+    do_not_specialize_on_alignment=["keys"],
+)
+def find_kernel(
+    words, ids, keys, found, n, absent, first_shard, rows, buckets, row_bits,
+    AGAIN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """found[i]: the entry of keys[i], or `absent`. AGAIN: only where it is negative."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wanted = i < n
+    if AGAIN:
+        wanted = wanted & (tl.load(found + i, mask=wanted, other=0) < 0)
+    hash = load_hashes(keys, i, wanted)
+    id = unmix(hash).to(tl.int64, bitcast=True)
+    shard = find_shard(hash) - first_shard
+    tag = _make_tag(hash, row_bits)
+    bucket = _find_bucket(hash, buckets)
+    lane = tl.arange(0, WORDS)[None, :]
+    row_mask = (1 << row_bits) - 1
+    entry = tl.zeros([BLOCK], tl.int64) - 1
+    steps = tl.zeros([BLOCK], tl.int32)
+    active = wanted
+    while tl.max(active.to(tl.int32), 0) > 0:
+        base = (shard * buckets + bucket) * WORDS
+        word = tl.load(words + base[:, None] + lane, mask=active[:, None], other=0)
+        like = (lane < LAST) & (word != 0) & ((word >> row_bits) == tag[:, None])
+        place = shard[:, None] * rows + (word & row_mask) - 1
+        held = tl.load(ids + place, mask=like, other=0)
+        place = tl.where(like & (held == id[:, None]), place, -1)
+        entry = tl.maximum(entry, tl.max(place, 1))
+        about = tl.sum(tl.where(lane == LAST, word, 0), 1)
+        steps += 1
+        active = active & (entry < 0) & (about >= PASSED) & (steps < buckets)
+        bucket = tl.where(bucket + 1 < buckets, bucket + 1, 0)
+    tl.store(found + i, tl.where(entry < 0, absent, entry), mask=wanted)
+
+
+@triton.jit(do_not_specialize=["n", "batch"])
+def use_kernel(
+    last, count, found, entries, lasts, counts, n, batch,
+    COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of the readings of an entry one is the first to exchange its last use: it notes what was
+    there. COUNTS: and counts the batch."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(found + i, mask=i < n, other=-1)
+    now = tl.zeros([BLOCK], tl.int32) + batch
+    before = tl.atomic_xchg(last + entry, now, mask=entry >= 0, sem="relaxed")
+    first = (entry >= 0) & (before != now)
+    uses = tl.load(count + entry, mask=first, other=0)
+    tl.store(entries + i, tl.where(first, entry, -1), mask=i < n)
+    tl.store(lasts + i, before, mask=first)
+    tl.store(counts + i, uses, mask=first)
+    if COUNTS:
+        tl.store(count + entry, tl.where(uses == MOST, uses, uses + 1), mask=first)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["counted"])
+def mark_counted_kernel(count, found, counted, n, BLOCK: tl.constexpr):
+    """Sets the sign of the counts of entries that one counted reading has."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(found + i, mask=i < n, other=-1)
+    counts = tl.load(counted + i, mask=i < n, other=0) != 0
+    mark = tl.zeros([BLOCK], tl.int32) + MARK
+    tl.atomic_or(count + entry, mark, mask=(entry >= 0) & counts, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["n"])
+def count_marked_kernel(count, entries, n, BLOCK: tl.constexpr):
+    """Counts the batch where the sign is set, and clears it. entries: each once."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(entries + i, mask=i < n, other=-1)
+    held = tl.load(count + entry, mask=entry >= 0, other=0)
+    uses = held & MOST
+    uses = tl.where(uses == MOST, uses, uses + 1)
+    tl.store(count + entry, uses, mask=(entry >= 0) & (held < 0))
+
+
+@triton.jit(do_not_specialize=["n"])
+def swap_uses_kernel(last, count, entries, lasts, counts, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(entries + i, mask=i < n, other=-1)
+    there = entry >= 0
+    _swap(last, entry, lasts, i, there)
+    _swap(count, entry, counts, i, there)
+
+
+@triton.jit
+def _swap(table, entry, noted, i, there):
+    held = tl.load(table + entry, mask=there, other=0)
+    other = tl.load(noted + i, mask=there, other=0)
+    tl.store(table + entry, other, mask=there)
+    tl.store(noted + i, held, mask=there)
+
+
+# ---- ids change
+
+
+@triton.jit
+def _locate_entry(ids, entry, there, rows):
+    """(hash of the id, shard, row counted from 1) of entries."""
+    hash = _mix(tl.load(ids + entry, mask=there, other=0).to(tl.uint64, bitcast=True))
+    shard = tl.where(there, entry, 0) // rows
+    return hash, shard, (tl.where(there, entry, 0) - shard * rows + 1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["n", "rows", "buckets", "row_bits"])
+def take_out_kernel(
+    words, ids, last, count, entries, new_ids, lasts, counts, n, rows, buckets, row_bits,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Takes the ids of entries out of their buckets, and swaps entries with what is noted."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(entries + i, mask=i < n, other=-1)
+    there = entry >= 0
+    active = there & (tl.load(last + entry, mask=there, other=-1) >= 0)
+    hash, shard, row = _locate_entry(ids, entry, active, rows)
+    bucket = _find_bucket(hash, buckets)
+    lane = tl.arange(0, WORDS)[None, :]
+    row_mask = (1 << row_bits) - 1
+    steps = tl.zeros([BLOCK], tl.int32)
+    while tl.max(active.to(tl.int32), 0) > 0:
+        base = (shard * buckets + bucket) * WORDS
+        word = tl.load(words + base[:, None] + lane, mask=active[:, None], other=0)
+        mine = (lane < LAST) & ((word & row_mask) == row[:, None]) & active[:, None]
+        place = tl.max(tl.where(mine, lane, -1), 1)
+        here = active & (place >= 0)
+        tl.store(words + base + place, tl.zeros([BLOCK], tl.int32), mask=here)
+        kept = -1 ^ (1 << tl.maximum(place, 0))
+        tl.atomic_and(words + base + LAST, kept, mask=here, sem="relaxed")
+        less = tl.zeros([BLOCK], tl.int32) - PASSED
+        tl.atomic_add(words + base + LAST, less, mask=active & (place < 0), sem="relaxed")
+        steps += 1
+        active = active & (place < 0) & (steps < buckets)
+        bucket = tl.where(bucket + 1 < buckets, bucket + 1, 0)
+    _swap(ids, entry, new_ids, i, there)
+    _swap(last, entry, lasts, i, there)
+    _swap(count, entry, counts, i, there)
+
+
+@triton.jit(do_not_specialize=["n", "begin", "rows", "buckets", "row_bits"])
+def put_in_kernel(
+    words, ids, last, entries, n, begin, rows, buckets, row_bits,
+    ALL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Puts the ids of entries into buckets; ALL: of n entries from `begin` on."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.where(i < n, begin + i, -1)
+    if not ALL:
+        entry = tl.load(entries + i, mask=i < n, other=-1)
+    active = entry >= 0
+    active = active & (tl.load(last + entry, mask=active, other=-1) >= 0)
+    hash, shard, row = _locate_entry(ids, entry, active, rows)
+    value = (_make_tag(hash, row_bits) << row_bits) | row
+    bucket = _find_bucket(hash, buckets)
+    while tl.max(active.to(tl.int32), 0) > 0:
+        base = (shard * buckets + bucket) * WORDS
+        # Past the first cache: what it holds may be old. An old word only has too few bits, and
+        # then the claim fails.
+        about = tl.load(words + base + LAST, mask=active, other=0, cache_modifier=".cg")
+        free = (about & 127) ^ 127
+        full = active & (free == 0)
+        bit = free & (0 - free)
+        before = tl.atomic_or(words + base + LAST, bit, mask=active & (free != 0), sem="relaxed")
+        mine = active & (free != 0) & ((before & bit) == 0)
+        place = tl.zeros([BLOCK], tl.int32)
+        for number in tl.static_range(1, 7):
+            place += ((bit >> number) != 0).to(tl.int32)
+        tl.store(words + base + place, value, mask=mine)
+        more = tl.zeros([BLOCK], tl.int32) + PASSED
+        tl.atomic_add(words + base + LAST, more, mask=full, sem="relaxed")
+        bucket = tl.where(full, tl.where(bucket + 1 < buckets, bucket + 1, 0), bucket)
+        active = active & (mine == 0)

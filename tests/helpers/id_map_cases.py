@@ -1,0 +1,234 @@
+"""Streams of ids through a device directory, beside the directory of the host. As a program: its
+Triton kernels through the interpreter, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from freescale.embedding.dynamic import device_directory
+from freescale.embedding.dynamic.device_directory import DeviceDirectory
+from freescale.embedding.dynamic.directory import Decided, Directory
+from freescale.embedding.dynamic.layout import compute_keys
+from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic, Seen
+from freescale.embedding.layout import TableSpec
+from freescale.embedding.storage import draw_initial_rows
+from freescale.kernels.triton import id_map as triton_id_map
+from freescale.kernels.triton import initial_rows
+from freescale.random import derive, hash_name, mix
+from helpers.dynamic_streams import SPECIAL, id_in
+
+
+@contextmanager
+def by_kernels(kernels) -> Iterator[None]:
+    """Device directories that are made inside use this module."""
+    before = device_directory.choose_id_map
+    device_directory.choose_id_map = lambda device: kernels
+    try:
+        yield
+    finally:
+        device_directory.choose_id_map = before
+
+
+class Pair:
+    """A directory on the host, and one on a device, that see the same batches."""
+
+    def __init__(self, rules, shards, device="cpu"):
+        self.host = Directory(rules, *shards)
+        self.device = DeviceDirectory(rules, *shards, torch.device(device))
+
+    def decide(self, keys, counted=None):
+        """The decisions of both, on the host, and whether they are the same."""
+        device = self.device._device
+        marks = None if counted is None else counted.to(device)
+        decided = self.host.decide(keys, counted), self.device.decide(keys.to(device), marks)
+        return decided, self.agree(*decided) and self.same_state()
+
+    def agree(self, host: Decided, device: Decided) -> bool:
+        entries = host.entries[host.inverse], device.entries.cpu()
+        new = [dict(zip(d.new.tolist(), d.new_ids.tolist(), strict=True)) for d in (host, device)]
+        gone = [
+            set() if d.removed is None else set(d.removed.tolist()) - {-1} for d in (host, device)
+        ]
+        return (
+            torch.equal(*entries)
+            and new[0] == new[1]
+            and gone[0] == gone[1]
+            and host.figures == device.figures
+        )
+
+    def same_state(self) -> bool:
+        both = zip(
+            self.host.get_tensors().values(), self.device.get_tensors().values(), strict=True
+        )
+        counters = [part.get_shard_tensors() for part in (self.host, self.device)]
+        return (
+            all(torch.equal(a, b.cpu()) for a, b in both)
+            and all(torch.equal(value, counters[1][name]) for name, value in counters[0].items())
+            and self.host.used == self.device.used
+            and self.host.batches == self.device.batches
+        )
+
+    def same_answers(self, keys) -> bool:
+        return torch.equal(
+            self.host.find(keys), self.device.find(keys.to(self.device._device)).cpu()
+        )
+
+    def undo(self, decided) -> bool:
+        for part, made in zip((self.host, self.device), decided):
+            part.undo(made.changes)
+        return self.same_state()
+
+    def redo(self, decided) -> bool:
+        for part, made in zip((self.host, self.device), decided):
+            part.redo(made.changes)
+        return self.same_state()
+
+
+def draw_stream(shards, numbers, batches, size, seed=0):
+    """Keys of batches, as often as they come, with marks of those that count; None: all do."""
+    generator = np.random.default_rng(seed)
+    pool = [id_in(shard, n) for shard in range(*shards) for n in range(numbers)]
+    keys = compute_keys(torch.tensor(pool + SPECIAL))
+    inside = (keys >> 52) + SHARDS // 2
+    keys = keys[(inside >= shards[0]) & (inside < shards[1])]
+    for number in range(batches):
+        window = keys[number * 3 % (len(keys) // 2) :]
+        drawn = window[torch.from_numpy(generator.integers(0, len(window), size))]
+        marks = torch.from_numpy(generator.integers(0, 2, size).astype(np.uint8))
+        yield drawn, marks if number % 3 == 2 else None
+
+
+def compare(rules, shards, stream, device="cpu"):
+    """What held throughout a stream."""
+    pair = Pair(rules, shards, device)
+    held = dict.fromkeys(("decisions", "undone", "redone", "answers", "decided again"), True)
+    totals = np.zeros(4, int)
+    before, asked = None, torch.zeros(0, dtype=torch.int64)
+    for number, (keys, counted) in enumerate(stream):
+        decided, same = pair.decide(keys, counted)
+        held["decisions"] &= same
+        asked = torch.cat([asked, keys]).unique()
+        if number % 4 == 3:
+            held["undone"] &= pair.undo(decided) and pair.undo(before)
+            held["answers"] &= pair.same_answers(asked)
+            held["redone"] &= pair.redo(before) and pair.redo(decided)
+        if number == 5:
+            held["undone"] &= pair.undo(decided)
+            decided, same = pair.decide(keys, counted)
+            held["decided again"] &= same
+            held["answers"] &= pair.same_answers(asked)
+        before, figures = decided, decided[0].figures
+        totals += [figures.inserted, figures.evicted, figures.swept, figures.turned_away]
+    names = ("inserted", "evicted", "swept", "turned_away")
+    held["buckets"] = has_sound_buckets(pair.device)
+    return held | dict(zip(names, totals.tolist(), strict=True))
+
+
+def neighbours(device="cpu"):
+    """Of two rows that differ by 1 in their ids alone, the first goes: the bound is an id."""
+    ids = torch.arange(1 << 16)
+    shards = (compute_keys(ids) >> 52) + SHARDS // 2
+    first = int((shards[1:] == shards[:-1]).nonzero()[0])
+    shard = int(shards[first])
+    batches = [[first, first + 1], [], [], [id_in(shard, 0)], [id_in(shard, 1)]]
+    stream = [(compute_keys(torch.tensor(each, dtype=torch.int64)), None) for each in batches]
+    return compare(Dynamic(2 * SHARDS), (shard, shard + 1), stream, device)
+
+
+def has_sound_buckets(directory) -> bool:
+    """Every id is in one bucket, at its bit, and counted by those that it went past; nothing else
+    is."""
+    held = directory.map
+    if not held.words.numel():
+        return True
+    words, buckets = held.words.cpu().numpy(), held.words.shape[1]
+    ids, last = held.ids.cpu(), held.last.cpu().tolist()
+    homes = (((mix(ids) >> 20) & 0xFFFFFFFF) * buckets >> 32).tolist()
+    passed = np.zeros(words.shape[:2], np.int64)
+    bits, found = np.zeros_like(passed), []
+    for shard, bucket, place in zip(*words[:, :, :7].nonzero()):
+        row = int(words[shard, bucket, place]) & ((1 << held.rows.bit_length()) - 1)
+        entry = int(shard) * held.rows + row - 1
+        found.append(entry)
+        bits[shard, bucket] |= 1 << int(place)
+        for step in range((int(bucket) - homes[entry]) % buckets):
+            passed[shard, (homes[entry] + step) % buckets] += 1
+    used = [entry for entry, use in enumerate(last) if use >= 0]
+    return sorted(found) == used and np.array_equal(words[:, :, 7], 256 * passed + bits)
+
+
+def rebuilt(device="cpu"):
+    """Ids that were written are found; those that come later are decided on as before."""
+    rules, shards = Dynamic(9 * SHARDS), (4094, 4096)
+    first, second = (Pair(rules, shards, device) for _ in range(2))
+    stream = list(draw_stream(shards, 20, 6, 20))
+    for keys, counted in stream[:4]:
+        first.decide(keys, counted)
+    for part in ("host", "device"):
+        ours, theirs = getattr(second, part), getattr(first, part)
+        for name, value in theirs.get_tensors().items():
+            ours.get_tensors()[name].copy_(value)
+        ours.batches = theirs.batches
+        ours.rebuild()
+    held = {"state": second.same_state()}
+    for keys, counted in stream[4:]:
+        held["decisions"] = second.decide(keys, counted)[1] and held.get("decisions", True)
+        held["answers"] = second.same_answers(keys)
+    return held | {"buckets": has_sound_buckets(second.device)}
+
+
+def crowded(device="cpu"):
+    """Ids that all begin at the same bucket: buckets run over, into others and round the end."""
+    rules = Dynamic(40 * SHARDS)
+    ids = [id_in(9, n) for n in range(3000)]
+    hashes = (compute_keys(torch.tensor(ids)) ^ -(1 << 63)) & ((1 << 52) - 1)
+    last = ((hashes >> 20) * 10) >> 32 == 9  # of 10 buckets
+    keys = compute_keys(torch.tensor(ids)[last])
+    assert len(keys) > 110
+    stream = [(keys[at : at + 24], None) for at in range(0, 84, 12)]
+    return compare(rules, (9, 10), stream, device)
+
+
+def drawn(device="cpu"):
+    """Initial rows, against those of plain torch."""
+    held = {}
+    for width in (1, 12, 128):
+        spec = TableSpec("item", 1, width, torch.float32, ())
+        ids = torch.cat([torch.tensor(SPECIAL), torch.arange(-20, 50)]).to(device)
+        seed = derive(7, hash_name("item")).view(1).to(device)
+        ours = initial_rows.draw_rows(ids, seed, width, 0.3)
+        error = (ours - draw_initial_rows(spec, ids, 7, 0.3)).abs().max()
+        held[f"width {width}"] = float(error) < 2e-6
+    return held
+
+
+STREAMS = {
+    "lru": (Dynamic(40 * SHARDS), (8, 10), (60, 8, 60)),
+    "lfu": (Dynamic(20 * SHARDS, evict="lfu"), (8, 10), (40, 8, 30)),
+    "one row a shard": (Dynamic(1), (4094, 4096), (4, 8, 3)),
+    "seen": (Dynamic(5 * SHARDS, Seen(2, room=5 * SHARDS), "lfu"), (8, 10), (20, 8, 24)),
+    "after": (Dynamic(6 * SHARDS, Seen(1), After(3)), (4, 8), (8, 8, 24)),
+}
+CASES = {
+    **{
+        name: lambda device, r=rules, s=shards, d=drawn: compare(r, s, draw_stream(s, *d), device)
+        for name, (rules, shards, drawn) in STREAMS.items()
+    },
+    "crowded": crowded,
+    "neighbours": neighbours,
+    "rebuilt": rebuilt,
+    "initial rows": drawn,
+}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # several blocks of a shard: the interpreter is slow
+    triton_id_map.SHARD_BLOCK, triton_id_map.ORDER_BLOCK, triton_id_map.BLOCK = 16, 4, 32
+    with by_kernels(triton_id_map):
+        print(json.dumps({name: case("cpu") for name, case in CASES.items()}))
