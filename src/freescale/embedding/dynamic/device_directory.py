@@ -64,7 +64,7 @@ class DeviceDirectory:
         self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
         self._none = torch.zeros(1, dtype=torch.int64, device=device)
         self.used = 0  # entries that hold an id
-        self._reached: torch.cuda.Event | None = None  # the last work on the map
+        self._reached = record_event_on(device)  # the last work on the map; None on a CPU
 
     @property
     def batches(self) -> int:
@@ -210,7 +210,7 @@ class DeviceDirectory:
             for tensor in tensors:
                 tensor.record_stream(stream)
         yield
-        self._reached = record_event_on(self._device)  # None on a CPU
+        self._reached = record_event_on(self._device)
 
 
 class _Numbers:
