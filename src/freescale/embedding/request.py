@@ -126,6 +126,7 @@ class Request:
     whole: RequestPart
     owned: Tensor  # [sum(receive)] local rows requested from this rank, in rank order
     pieces: int = 1  # into which bulk traffic is cut
+    few: bool = False  # all its rows may wait for the update of the batch before
     counted: Tensor | None = None  # [sum(receive)] uint8: 0 for `owned` that are negatives there
     slots: Tensor | None = None  # [sum(receive)] where `owned` are, once they are resident
     rows: Tensor | None = None  # [u, width]: a leaf of autograd, unless there are `gradients`
@@ -136,8 +137,8 @@ class Request:
     collisions: int = 0  # `late` rows that are requested from this rank
     # rows that the following batch reads too: their gradients go first
     urgent: RequestPart | None = None
-    # rows that it does not read: their gradients are deferred
-    deferred: list[RequestPart] = field(default_factory=list)
+    # rows that it does not read: their gradients are deferred; None before that is known
+    deferred: list[RequestPart] | None = None
 
     def open(self, rows: Tensor, train: bool) -> None:
         """The rows [u, width] are here: the model can read them; with `train`, their gradient is

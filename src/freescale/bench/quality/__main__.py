@@ -10,6 +10,7 @@ run_gr.py) or a JSON file of its figures.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from freescale.bench.common.options import make_parser, read_destination, run_command
@@ -57,6 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="time N epochs of the recipe and of the peer as published instead, one after the "
         "other",
     )
+    parser.add_argument(
+        "--recbole",
+        nargs="?",
+        const="",
+        metavar="PYTHON",
+        help="compare quality and seconds with RecBole's SASRec on CPUs instead; PYTHON has it "
+        "(default: that of .venv-recbole, which is set up)",
+    )
     options = parser.parse_args(arguments)
     from freescale.bench.quality.bench import Plan, bench_quality
     from freescale.bench.quality.epochs import bench_epochs
@@ -75,7 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         peer_config=options.peer_config,
         peer_figures=options.peer_figures,
     )
-    if options.epochs_alone is not None:
+    if options.recbole is not None:
+        from freescale.bench.quality.recbole import bench_recbole
+
+        bench_recbole(replace(plan, device="cpu"), options.recbole, read_destination(options))
+    elif options.epochs_alone is not None:
         bench_epochs(plan, options.epochs_alone, read_destination(options))
     else:
         bench_quality(plan, read_destination(options))
