@@ -89,6 +89,7 @@ class DeviceDirectory:
             absent: the entry of ids that have none.
         """
         evict, batch, kernels = self._rules.evict, self.batches, self._kernels
+        keys, counted = keys.contiguous(), None if counted is None else counted.contiguous()
         bounds = {"limit": batch - PINNED + 1, "evicts": not isinstance(evict, After)}
         with self._in_turn():
             found = kernels.find(self.map, keys)
@@ -149,7 +150,7 @@ class DeviceDirectory:
         """Entries [n] of keys [n], in any order; `absent` for those without a row. Changes
         nothing."""
         with self._in_turn():
-            found: Tensor = self._kernels.find(self.map, keys, absent)
+            found: Tensor = self._kernels.find(self.map, keys.contiguous(), absent)
         return found
 
     def undo(self, changes: DeviceChanges) -> None:
