@@ -244,16 +244,15 @@ def join_ranks(arm: str, ranks: list[dict[str, Any]]) -> Row:
 
 
 def collect_figures(rows: list[Row]) -> dict[str, float]:
-    """Windows over those of the same steps with a static table, and exposed time beyond its."""
+    """Windows over those of the same steps with a static table, and how much longer the main thread
+    waits for lanes."""
     static, *others = rows
     figures = {}
     for row in others:
         pairs = zip(row["windows_ms"], static["windows_ms"], strict=True)
         figures[row["arm"]] = statistics.median(mine / other for mine, other in pairs)
-        added = sum(
-            row[name]["median"] - static[name]["median"]
-            for name in ("exposed_ms", "waited_for_lanes_ms")
-        )
+        waited = "waited_for_lanes_ms"  # for their collectives, and for decisions
+        added = row[waited]["median"] - static[waited]["median"]
         figures[f"{row['arm']} exposed"] = 100 * added / row["step_ms"]["median"]
     return figures
 
