@@ -2,19 +2,27 @@
 in which order.
 
 Keys are int64 tensors. `mix` is splitmix64's finalizer; int64 arithmetic wraps, which is what it
-needs.
+needs. Single numbers are mixed by Python and a few of them by numpy: torch's calls would take many
+times what they compute.
 """
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
+_UNSIGNED = (1 << 64) - 1
+# shifts, each with the factor that follows it, as unsigned numbers
+_STEPS = ((30, _FIRST & _UNSIGNED), (27, _SECOND & _UNSIGNED), (31, 1))
+_ARRAY_STEPS = tuple((np.uint64(bits), np.uint64(factor)) for bits, factor in _STEPS)
+_FEW = 4096  # numbers
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -24,18 +32,52 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 def mix(x: Tensor) -> Tensor:
     """Scrambles each int64 of x, bijectively."""
+    plain = type(x) is Tensor and x.is_cpu and x.dtype == torch.int64
+    if plain and x.ndim and 0 < x.numel() <= _FEW:
+        numbers = x.numpy().view(np.uint64).copy()
+        mix_in_place(numbers)
+        return torch.from_numpy(numbers.view(np.int64))
     x = (x ^ _shift_right(x, 30)).mul_(_FIRST)
     x = (x ^ _shift_right(x, 27)).mul_(_SECOND)
     return x.bitwise_xor_(_shift_right(x, 31))
 
 
+def mix_in_place(numbers: NDArray[np.uint64]) -> None:
+    """`mix` of an array."""
+    shifted = np.empty_like(numbers)
+    for bits, factor in _ARRAY_STEPS:
+        np.right_shift(numbers, bits, out=shifted)
+        numbers ^= shifted
+        if factor != 1:
+            numbers *= factor
+
+
 def derive(key: Tensor | int, *counters: Tensor | int) -> Tensor:
     """A new key from a key and counters, in order; arguments broadcast."""
-    result = torch.as_tensor(key, dtype=torch.int64)
+    result = key
     # an int stays one: as a tensor it would have to be copied to the device
     for counter in counters:
-        result = mix(result * _GOLDEN + counter + 1)
-    return result
+        if isinstance(result, Tensor):
+            result = mix(result * _GOLDEN + counter + 1)
+        elif isinstance(counter, Tensor):
+            result = mix(counter + _wrap(int(result) * _GOLDEN + 1))
+        else:
+            result = _mix_one(int(result) * _GOLDEN + int(counter) + 1)
+    return torch.as_tensor(result, dtype=torch.int64)
+
+
+def _mix_one(number: int) -> int:
+    """`mix` of one number, which may have more than 64 bits."""
+    number &= _UNSIGNED
+    for bits, factor in _STEPS:
+        number = (number ^ number >> bits) * factor & _UNSIGNED
+    return _wrap(number)
+
+
+def _wrap(number: int) -> int:
+    """The int64 that its last 64 bits are."""
+    number &= _UNSIGNED
+    return number - (1 << 64) if number >> 63 else number
 
 
 def hash_name(text: str) -> int:
@@ -43,7 +85,7 @@ def hash_name(text: str) -> int:
     value = 0xCBF29CE484222325
     for byte in text.encode():
         value = (value ^ byte) * 0x100000001B3 % (1 << 64)
-    return value - (1 << 64) if value >= 1 << 63 else value
+    return _wrap(value)
 
 
 def uniform(keys: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:

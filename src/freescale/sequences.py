@@ -77,14 +77,13 @@ class Jagged:
     def check(self, name: str) -> None:
         """Refuses lengths that do not fit the values. Reads the device if the host does not know
         them."""
-        if bool((self.host_lengths < 0).any()):
+        lengths = self.host_lengths.numpy()
+        if (least := lengths.min(initial=0)) < 0:
+            raise ValueError(f"feature {name!r}: a negative length ({least})")
+        if (total := lengths.sum()) != self.values.shape[0]:
             raise ValueError(
-                f"feature {name!r}: a negative length ({int(self.host_lengths.min())})"
-            )
-        if int(self.host_lengths.sum()) != self.values.shape[0]:
-            raise ValueError(
-                f"feature {name!r}: lengths add up to {int(self.host_lengths.sum())}, but there "
-                f"are {self.values.shape[0]} values"
+                f"feature {name!r}: lengths add up to {total}, but there are "
+                f"{self.values.shape[0]} values"
             )
 
     def select(self, index: Tensor) -> Jagged:

@@ -117,7 +117,12 @@ def _gathered(transport, wire):
             ),
         )
     summed = wire.all_reduce(torch.full((3,), 1.0 + wire.rank), "dense")
-    assert summed.wait().tolist() == [sum(range(1, wire.world + 1))] * 3 and summed.path == "gloo"
+    assert summed.wait().tolist() == [sum(range(1, wire.world + 1))] * 3
+    assert summed.path == (wire.describe_path() if wire.world == 2 else "gloo")
+    whole = torch.arange(300_000) * (1 + wire.rank)  # more than two ranks sum by themselves
+    summed = wire.all_reduce(whole, "dense")
+    assert summed.wait() is whole and summed.path == "gloo"
+    assert torch.equal(whole, torch.arange(300_000) * sum(range(1, wire.world + 1)))
     wire.close()
     return True
 

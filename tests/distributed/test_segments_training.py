@@ -71,9 +71,10 @@ def one_step(transport, path, balance):
     parallel.module.double()
     before = {name: value.detach().clone() for name, value in parallel.module.named_parameters()}
     optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=1.0)
-    pipeline = freescale.Pipeline(
-        parallel, optimizer, balance=build_balancer(config, transport.device)
-    )
+    balancer = build_balancer(config, transport.device)
+    if balancer is not None:
+        balancer.least_gain = 0.0  # so few samples would stay where they are
+    pipeline = freescale.Pipeline(parallel, optimizer, balance=balancer)
     list(pipeline.run([data.batch(0)]))
     return {
         name: value.detach() - before[name] for name, value in parallel.module.named_parameters()

@@ -54,6 +54,13 @@ def skipping(steps: int = STEPS, size: int = 40) -> list[list[int]]:
     ]
 
 
+def few_and_many() -> list[list[int]]:
+    """Some batches have so few rows that they are not divided where another such follows. All share
+    rows, with the next batch and the one after it."""
+    sizes = 40, 2, 3, 2, 40, 3, 40, 40, 2, 3
+    return [[(i * 7 + step) % 61 for i in range(size)] for step, size in enumerate(sizes)]
+
+
 class Wide(nn.Module):
     """Tables of two widths (two groups), one of them read by two modules' features, recomputed
     activations."""
@@ -116,6 +123,7 @@ def differences(transport, stream, schedule="staged", **options):
 
 STREAMS = {f"{share:.0%} collide": colliding(share) for share in (0, 0.12, 0.5, 1)}
 STREAMS["some skip a batch"] = skipping()
+STREAMS["some have few rows"] = few_and_many()
 
 
 def _pairs(world):
@@ -310,6 +318,22 @@ def _unflushed(transport):
 def test_something_is_deferred():
     """Otherwise flush, and the order of a and d, would be tested by nothing."""
     assert run_ranks(2, _unflushed) == [True, True]
+
+
+def _few(transport):
+    in_pieces()
+    parallel, pipeline = build(transport, "serial")
+    batches = [
+        share_of(batch_of(ids, number), transport) for number, ids in enumerate(few_and_many())
+    ]
+    next(pipeline.run(batches))
+    return [parallel.tables.request([batch])[0].few for batch in batches]
+
+
+def test_some_have_few_rows():
+    """The same ones on every rank, although their shares differ in size."""
+    few = [False, True, True, True, False, True, False, False, True, True]
+    assert run_ranks(3, _few) == [few] * 3
 
 
 def _pieces(transport):

@@ -131,10 +131,9 @@ def test_transports_write_the_same(tmp_path):
             "hostwire-gloo": "hostwire: shared memory",
             "hostwire-ucx": "hostwire: ucx: tcp",
         }[transport]
-        assert set(carried) == {"counts", "ids", "rows", "gradients", "samples", "dense"}
-        assert carried.pop("dense") == {"gloo"} and all(
-            paths == {wire} for paths in carried.values()
-        ), carried
+        # samples are too few to move
+        assert set(carried) == {"counts", "ids", "rows", "gradients", "dense"}
+        assert all(paths == {wire} for paths in carried.values()), carried
     assert found["collective"] == found["hostwire-gloo"] == found["hostwire-ucx"]
 
 

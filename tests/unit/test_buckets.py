@@ -173,16 +173,26 @@ def test_both_schedules_divide_alike():
     assert shapes[0] == shapes[1]
 
 
-def test_a_gradient_that_comes_twice_is_an_error():
-    layer, transport = nn.Linear(8, 8), Watched()
-    buckets = _watching(layer.parameters())
+@pytest.mark.parametrize("width", [8, 700])
+def test_a_gradient_that_comes_twice_is_an_error_where_it_may_have_left(width):
+    layer, transport = nn.Linear(width, width), Watched()
+    further = nn.Linear(width, width)  # with 700, in a bucket of its own
+    buckets = _watching([*layer.parameters(), *further.parameters()])
+    buckets.adopt_order([3, 2, 1, 0])
     buckets.clear()
     buckets.start(transport, torch.zeros(1))
-    x = torch.randn(2, 8, requires_grad=True)
+    x = start = torch.randn(2, width, requires_grad=True)
     for _ in range(2):  # each segment is a backward of its own
         x = checkpoint(layer, x, use_reentrant=True)
-    with pytest.raises(RuntimeError, match="twice"):
-        x.sum().backward()
+    if width == 700:
+        with pytest.raises(RuntimeError, match="twice"):
+            x.sum().backward()
+        return
+    x.sum().backward()
+    buckets.send()
+    buckets.reduce()
+    plain = torch.autograd.grad(layer(layer(start)).sum(), layer.weight)[0]
+    torch.testing.assert_close(layer.weight.grad, plain)
 
 
 class Backwards(nn.Module):

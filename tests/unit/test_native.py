@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freescale.kernels.native import bindings, fused_layer, position_softmax, row_updates
+from freescale.batch import HostSizes
+from freescale.kernels.native import (
+    attention_plan,
+    bindings,
+    fused_layer,
+    position_softmax,
+    row_updates,
+)
 from freescale.kernels.native import sampled_softmax as native_softmax
+from freescale.kernels.reference import attention_plan as plain_plan
 from freescale.kernels.reference import row_updates as plain_updates
 from freescale.kernels.reference import sampled_softmax as softmax
 from freescale.models import HSTU
@@ -40,20 +48,54 @@ def test_layers_are_those_of_plain_torch(biases, candidates, dropout, monkeypatc
     model = HSTU(width=30, layers=2, heads=3, d_qk=5, d_v=7, max_length=20, **options)
     x = torch.randn(TOKENS, 30)
     ran = []
-    apply = fused_layer._Layer.apply
-    monkeypatch.setattr(fused_layer._Layer, "apply", lambda *own: ran.append(1) or apply(*own))
+    apply = fused_layer._Layers.apply
+    monkeypatch.setattr(fused_layer._Layers, "apply", lambda *own: ran.append(1) or apply(*own))
     mine = _differentiate(model, x, candidates)
     again = _differentiate(model, x, candidates)
     model.checkpoint = True
     recomputed = _differentiate(model, x, candidates)
     model.checkpoint = False
-    assert len(ran) >= 6
+    assert len(ran) >= 3
     assert all(map(torch.equal, mine, again)) and all(map(torch.equal, mine, recomputed))
     monkeypatch.setattr(fused_layer, "load_native", lambda: None)
     count = len(ran)
     for own, plain in zip(mine, _differentiate(model, x, candidates), strict=True):
         assert (own - plain).abs().max() <= 5e-6 * plain.abs().max()
     assert len(ran) == count
+
+
+@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize("candidates", [None, torch.tensor([1, 0, 3, 0, 2])])
+def test_the_plan_is_that_of_plain_torch(candidates, timed):
+    generator = torch.Generator().manual_seed(1)
+    times = (torch.rand(TOKENS, generator=generator) * 26).exp().long()  # in no order
+    options = {
+        "candidate_counts": candidates,
+        "timestamps": times if timed else None,
+        "buckets": 80 if timed else 0,
+        "distances": True,
+    }
+    mine = attention_plan.plan_attention(LENGTHS, 2, 1 << 15, **options)
+    plain = plain_plan.plan_attention(LENGTHS, 2, **options)
+    assert mine is not None and plain.pairs is not None
+    for name in ("query", "key", "distance"):
+        assert torch.equal(getattr(mine.pairs, name), getattr(plain.pairs, name))
+    if timed:
+        assert torch.equal(mine.bucket, plain.bucket) and mine.bucket.unique().numel() > 5
+    for name in ("tokens", "heads", "longest_history", "longest_distance", "buckets", "timed"):
+        assert getattr(mine, name) == getattr(plain, name)
+
+
+def test_plans_that_are_not_for_a_list_are_left_to_plain_torch():
+    pairs = int((LENGTHS * (LENGTHS + 1) // 2).sum())
+    plan = attention_plan.plan_attention
+    assert plan(LENGTHS, 2, 2 * pairs) is not None and plan(LENGTHS, 2, 2 * pairs - 1) is None
+    for wrong in (LENGTHS - 1, LENGTHS.float(), LENGTHS[None]):
+        assert plan(wrong, 2, 1 << 15) is None
+    assert plan(LENGTHS, 2, 1 << 15, candidate_counts=LENGTHS + 1) is None
+    assert plan(LENGTHS, 2, 1 << 15, timestamps=torch.arange(TOKENS - 1)) is None
+    other = HostSizes(LENGTHS[:-1])
+    assert plan(LENGTHS, 2, 1 << 15, host=other) is None
 
 
 @pytest.mark.parametrize("normalize", [True, False])

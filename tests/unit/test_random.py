@@ -46,3 +46,16 @@ def test_distributions():
     assert (counts - 1 / 7).abs().max() < 0.004
     kept = draw_keep_mask(keys[:20_000], 10, 0.8).double()
     assert abs(kept.mean() - 0.8) < 0.003 and (kept.mean(0) - 0.8).abs().max() < 0.012
+
+
+def test_numbers_alone_a_few_and_many_are_mixed_alike():
+    keys = derive(5, torch.arange(5000))  # more than numpy mixes
+    assert torch.equal(derive(5, torch.arange(100)), keys[:100])
+    seed, number = torch.tensor(5), torch.tensor(-7)
+    for got, expected in (
+        (derive(5, -7), derive(seed, number)),
+        (derive(-5, 2**62, 3), derive(-seed, torch.tensor(2**62), torch.tensor(3))),
+        (derive(5, keys[:3], 2), derive(seed, keys[:3], torch.tensor(2))),
+    ):
+        assert got.dtype == torch.int64 and torch.equal(got, expected)
+    assert derive(5).tolist() == 5

@@ -54,6 +54,8 @@ class Balancer:
         segments: how the model cuts histories into segments.
         feature: the sequence feature whose length is the L of the cost. None: L is the number of
             ids in all of a sample's sequences.
+        least_gain: in units of the cost. Samples stay where they are if the best assignment could
+            relieve the slowest rank by less; 0: they always move.
 
     Raises:
         ValueError: there is no partitioner of this name.
@@ -68,6 +70,7 @@ class Balancer:
         adapt: bool = TrainConfig.balance_adapt,
         segments: Segments | None = None,
         feature: str | None = "history",
+        least_gain: float = 0.0,
     ) -> None:
         if isinstance(partitioner, str):
             partitioner = find_partitioner(partitioner)
@@ -83,6 +86,7 @@ class Balancer:
         self.cap = cap
         self.nodes = nodes
         self.segments = segments
+        self.least_gain = least_gain
         self.adaptive = AdaptiveCost(cost) if adapt else None
         self.errors = np.zeros(0)
         """Of the last prediction that was measured: |predicted - measured| / measured of each rank.
@@ -106,9 +110,7 @@ class Balancer:
     def plan(self, step: int, table: NDArray[Any], home: NDArray[Any], ranks: int) -> Assignment:
         """table [n, 3]: length of the feature, candidates and tokens of every sample of a step's
         global batch; home [n]: its rank now."""
-        rows, tokens = features(table[:, 0], table[:, 1], self.segments), table[:, 2]
-        if self.segments is not None:
-            tokens = tokens + self.segments.count_summaries(table[:, 0])
+        rows, tokens = self._measure(table)
         cap = self.cap
         if cap is None and self.partitioner in _CAPPED:
             cap = -(-int(tokens.sum()) // ranks) + int(tokens.max(initial=0))
@@ -129,6 +131,29 @@ class Balancer:
             assignment = assign(problem, self.partitioner)
         self._remember(step, assignment, rows, ranks)
         return assignment
+
+    def keep(self, table: NDArray[Any], home: NDArray[Any], ranks: int) -> Assignment | None:
+        """Arguments as of `plan`. The assignment by which every sample stays where it is, where
+        another could not gain `least_gain`; else None. Moving samples has a price that does not
+        depend on what they cost."""
+        if not self.least_gain or self.adaptive is not None or not len(table):
+            return None
+        rows, tokens = self._measure(table)
+        costs = self.cost.of(rows)
+        loads = np.bincount(home, costs, ranks)
+        bound = max(float(costs.sum()) / ranks, float(costs.max()))
+        if loads.max() - bound >= self.least_gain:
+            return None
+        if self.cap is not None and np.bincount(home, tokens, ranks).max() > self.cap:
+            return None
+        return Assignment(home, loads, loads, bound, 0, "none")
+
+    def _measure(self, table: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """[n, 4] features and [n] tokens of the samples of a table."""
+        rows, tokens = features(table[:, 0], table[:, 1], self.segments), table[:, 2]
+        if self.segments is not None:
+            tokens = tokens + self.segments.count_summaries(table[:, 0])
+        return rows, tokens
 
     def _remember(
         self, step: int, assignment: Assignment, of_sample: NDArray[Any], ranks: int

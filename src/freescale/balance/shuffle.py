@@ -17,6 +17,7 @@ their sum alone, which is in stage I.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -102,9 +103,8 @@ class Shuffle:
 
     def _plan(self, lengths: np.ndarray) -> int:
         """Sets the assignment; returns a digest of it."""
-        ranks = self._transport.world
-        home = np.repeat(np.arange(ranks), self._counts)
-        self.assignment = self._balancer.plan(self._step, lengths, home, ranks)
+        home = list_homes(self._counts)
+        self.assignment = self._balancer.plan(self._step, lengths, home, self._transport.world)
         return int.from_bytes(hashlib.sha256(self.assignment.rank_of.tobytes()).digest()[:7], "big")
 
     def _order(self) -> tuple[np.ndarray, list[int]]:
@@ -115,6 +115,11 @@ class Shuffle:
         return np.argsort(mine, kind="stable"), np.bincount(
             mine, minlength=self._transport.world
         ).tolist()
+
+
+def list_homes(counts: Sequence[int]) -> np.ndarray:
+    """[n]: the rank that holds each sample of a global batch, of which the ranks have so many."""
+    return np.repeat(np.arange(len(counts)), counts)
 
 
 def count_events(batch: SequenceBatch, feature: str | None) -> np.ndarray | None:

@@ -3,6 +3,7 @@ groups."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import lru_cache
 
 import torch
@@ -28,6 +29,7 @@ class EpochOrder:
         self._sizes = starts[1:] - starts[:-1]
         self.groups = lru_cache(2)(self._groups)
         self._shuffled_window = lru_cache(2)(self._shuffle_window)
+        self._edges = lru_cache(2)(self._find_edges)
 
     def _groups(self, epoch: int) -> Tensor:
         """Row groups in the order in which the epoch reads them."""
@@ -41,16 +43,22 @@ class EpochOrder:
         samples = concat_ranges(self.starts[groups], self._sizes[groups])
         return samples[torch.argsort(derive(self.seed, _ROWS, epoch, samples), stable=True)]
 
+    def _find_edges(self, epoch: int) -> list[int]:
+        """[windows + 1]: positions of the epoch at which its windows begin; the last one's end."""
+        ends = compute_offsets(self._sizes[self.groups(epoch)])  # [groups + 1]
+        return [*ends[: -1 : self.window].tolist(), int(ends[-1])]
+
     def samples(self, epoch: int, first: int, last: int) -> Tensor:
-        """Sample indices at positions [first, last) of the epoch."""
+        """Sample indices at positions [first, last) of the epoch; to be read only."""
         if not self.shuffle:
             return torch.arange(first, last)
-        ends = compute_offsets(self._sizes[self.groups(epoch)])  # [groups + 1]
-        edges = torch.cat([ends[: -1 : self.window], ends[-1:]])  # [windows + 1]
-        low = int(torch.searchsorted(edges, first, right=True)) - 1
-        parts = [torch.empty(0, dtype=torch.int64)]
-        while low + 1 < len(edges) and int(edges[low]) < last:
-            start = int(edges[low])
+        edges = self._edges(epoch)
+        low = bisect_right(edges, first) - 1
+        parts = []
+        while low + 1 < len(edges) and edges[low] < last:
+            start = edges[low]
             parts.append(self._shuffled_window(epoch, low)[max(first - start, 0) : last - start])
             low += 1
-        return torch.cat(parts)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *parts])

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.batch import Jagged, Nested, SequenceBatch, concat_ranges
+from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import DataConfig, ModelConfig, TrainConfig
 from freescale.data.alias import AliasTable
 from freescale.data.epoch_order import EpochOrder
@@ -36,7 +36,7 @@ from freescale.data.negatives import (
     mix_log_q,
 )
 from freescale.data.splits import PARTS, SPLITS, Split
-from freescale.data.windows import WindowReader
+from freescale.data.windows import WindowReader, list_ranges
 from freescale.random import derive
 
 TASKS = ("retrieval", "ranking")
@@ -346,45 +346,58 @@ class Histories:
         # The slice, then the samples after it (round the batch) that its in-batch negatives may
         # come from.
         beyond = self._find_sampler().count_beyond(size, own) if draws else 0
-        places = torch.arange(low, low + min(own + beyond, size)) % size
-        samples = self._order.samples(epoch, first, first + size)[places]
-        columns, tail = self._reader.read(epoch, samples)
-        items = columns["item_id"]
-        offsets, history = items.offsets[:-1], items.lengths - tail  # [samples] each
+        samples = self._find_samples(epoch, first, size, low, min(own + beyond, size))
         keys = derive(self.seed, number, samples[:own])
+        # By numpy: torch's calls would take longer than a short batch.
+        columns, lengths, tail = self._reader.read(epoch, samples.numpy())
+        items, history = columns["item_id"], lengths - tail  # [events], [samples]
+        offsets = np.cumsum(lengths) - lengths
+        own_history, own_tail = (torch.from_numpy(each[:own]) for each in (history, tail))
         dense: dict[str, Tensor] = {}
         shared: dict[str, Tensor] = {}
         candidates: dict[str, Nested] = {}
-        own_history, own_tail = history[:own], tail[:own]
-        events = concat_ranges(offsets, history)  # of the histories
-        before = events[: int(own_history.sum())]
+        events = list_ranges(offsets, history)  # of the histories
+        before = events[: history[:own].sum()]
         sequences = {
-            _NAMES[column]: Jagged(columns[column].values[before], own_history)
+            _NAMES[column]: Jagged(torch.from_numpy(columns[column][before]), own_history)
             for column in self._columns
         }
         sequences["timestamps"] = _note_span(sequences["timestamps"])
         if self.task == "ranking":
-            after = concat_ranges(offsets[:own] + own_history, own_tail)
-            candidates["candidates"] = Nested(items.values[after], torch.ones_like(after), own_tail)
-            sequences["candidate_timestamps"] = Jagged(columns["timestamp"].values[after], own_tail)
-            labels = [columns[task].values[after].to(torch.float32) for task in self.tasks]
+            after = list_ranges(offsets[:own] + history[:own], tail[:own])
+            given = {name: torch.from_numpy(column[after]) for name, column in columns.items()}
+            ones = torch.ones(len(after), dtype=torch.int64)
+            candidates["candidates"] = Nested(given["item_id"], ones, own_tail)
+            sequences["candidate_timestamps"] = Jagged(given["timestamp"], own_tail)
+            labels = [given[task].to(torch.float32) for task in self.tasks]
             sequences["labels"] = Jagged(torch.stack(labels, dim=1), own_tail)
             weights = {task: own_tail.to(torch.float32) for task in self.tasks}
         elif training:
-            targets = Jagged(items.values[events + 1], history)
-            sequences["targets"] = targets.slice(0, own)
+            following = torch.from_numpy(items[events + 1])
+            sequences["targets"] = Jagged(following[: len(before)], own_history)
             weights = {"next_item": own_history.to(torch.float32)}
+            targets = Jagged(following, torch.from_numpy(history))
             drawn = self._find_sampler().draw(number, keys, targets, low, size)
             sequences |= {name: Jagged(v, own_history) for name, v in drawn.sequences.items()}
             dense |= drawn.dense
             shared |= drawn.shared
         else:
             # a sample without target reads this 0
-            padded = torch.cat([items.values, items.values.new_zeros(1)])
-            place = torch.where(tail > 0, offsets + history, items.values.numel())
-            dense["target"] = padded[place]
-            weights = {"next_item": tail.to(torch.float32)}
+            padded = np.append(items, 0)
+            place = np.where(tail > 0, offsets + history, len(items))
+            dense["target"] = torch.from_numpy(padded[place])
+            weights = {"next_item": own_tail.to(torch.float32)}
         return SequenceBatch(sequences, candidates, dense, weights, keys, number, shared)
+
+    def _find_samples(self, epoch: int, first: int, size: int, low: int, count: int) -> Tensor:
+        """Sample indices at `count` places from `low` on, round a global batch of `size` samples
+        that begins at position `first` of the epoch."""
+        wrapped = max(0, low + count - size)
+        begin = first + low
+        samples = self._order.samples(epoch, begin, begin + count - wrapped)
+        if not wrapped:
+            return samples
+        return torch.cat([samples, self._order.samples(epoch, first, first + wrapped)])
 
     def _find_sampler(self) -> NegativeSampler:
         """Made when the first batch needs it: it may have to read the whole file. Workers get it
@@ -451,9 +464,10 @@ class Histories:
 
 def _note_span(times: Jagged) -> Jagged:
     """The times of samples, each in order, with the longest between two of a sample."""
-    some = times.lengths > 0
-    first, last = times.offsets[:-1][some], times.offsets[1:][some] - 1
-    gaps = times.values[last] - times.values[first]
+    values, lengths = times.values.numpy(), times.lengths.numpy()
+    some = lengths > 0
+    ends = np.cumsum(lengths)
+    gaps = values[ends[some] - 1] - values[(ends - lengths)[some]]
     return replace(times, span=int(gaps.max()) if len(gaps) else 0)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from freescale.batch import Jagged
 from freescale.data.alias import AliasTable
-from freescale.random import derive, hash_name, integers
+from freescale.random import derive, hash_name, integers, mix_in_place
 
 _UNIFORM, _COIN, _SAMPLE, _POSITION = (
     hash_name("uniform negative"),
@@ -18,13 +18,7 @@ _UNIFORM, _COIN, _SAMPLE, _POSITION = (
     hash_name("negative's sample"),
     hash_name("negative's position"),
 )
-# of random.mix, as unsigned numbers: shifts, each with the factor that follows it
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX = (
-    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
-    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
-    (np.uint64(31), None),
-)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # of random.derive, as an unsigned number
 _TOKEN, _BATCH = hash_name("negatives of a position"), hash_name("negatives of a batch")
 
 
@@ -143,11 +137,8 @@ def _draw_bits(keys: NDArray[np.int64], name: int, count: int) -> NDArray[np.uin
     """derive(keys[:, None], name, arange(count)), in place in one array: the negatives are most of
     what a batch draws."""
     base = derive(torch.from_numpy(keys), name).numpy().view(np.uint64)
-    drawn, shifted = (np.empty((len(keys), count), np.uint64) for _ in range(2))
-    np.add((base * _GOLDEN)[:, None], np.arange(1, count + 1, dtype=np.uint64), out=drawn)
-    for bits, factor in _MIX:
-        np.right_shift(drawn, bits, out=shifted)
-        drawn ^= shifted
-        if factor is not None:
-            drawn *= factor
+    drawn: NDArray[np.uint64] = np.add.outer(
+        base * _GOLDEN, np.arange(1, count + 1, dtype=np.uint64)
+    )
+    mix_in_place(drawn)
     return drawn

@@ -182,10 +182,10 @@ class NegativeSampler:
         """
         if self.whole and self.num_items is not None:
             return DrawnNegatives({}, {}, {"negatives": torch.arange(self.num_items)})
-        own_lengths = targets.lengths[: len(keys)]
+        own = int(targets.lengths.numpy()[: len(keys)].sum())  # of all targets
         homes, halo = None, min(self.halo, size - 1)  # a sample is never in its own halo
         if self.per == "position":
-            keys, homes = derive_position_keys(keys, own_lengths)
+            keys, homes = derive_position_keys(keys, targets.lengths[: len(keys)])
         elif self.per == "batch":
             # counted from the batch's first sample, wherever the slice begins
             keys, homes, halo = derive_batch_key(self.seed, number), torch.tensor([-low - 1]), size
@@ -202,9 +202,9 @@ class NegativeSampler:
         )
         columns, sequences = {"negatives": negatives}, {}
         if self.log_q is not None:
-            own = targets.values[: int(own_lengths.sum())]
-            columns["negatives_log_q"] = self.log_q[negatives]
-            sequences["targets_log_q"] = self.log_q[own]
+            log_q = self.log_q.numpy()
+            columns["negatives_log_q"] = torch.from_numpy(log_q[negatives.numpy()])
+            sequences["targets_log_q"] = torch.from_numpy(log_q[targets.values.numpy()[:own]])
         if self.per == "sample":
             return DrawnNegatives(columns, sequences, {})
         if self.per == "position":

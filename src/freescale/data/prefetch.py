@@ -30,7 +30,10 @@ def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
 
 def _consume(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
     items: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-    slots = threading.Semaphore(depth)
+    # one entry for each item that may be made; a queue wakes its reader without Python's help
+    slots: queue.SimpleQueue[None] = queue.SimpleQueue()
+    for _ in range(depth):
+        slots.put(None)
     stopped = threading.Event()
 
     def produce() -> None:
@@ -38,7 +41,7 @@ def _consume(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
             source = iter(iterable)
             try:
                 while True:
-                    slots.acquire()
+                    slots.get()
                     if stopped.is_set():
                         return
                     try:
@@ -63,9 +66,9 @@ def _consume(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
                 raise value
             if kind == "end":
                 return
-            slots.release()
+            slots.put(None)
             yield value
     finally:
         stopped.set()
-        slots.release()
+        slots.put(None)
         thread.join()

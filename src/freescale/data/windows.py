@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from freescale.batch import Jagged, concat_ranges
+from freescale.batch import concat_ranges
 from freescale.data.epoch_order import EpochOrder
 from freescale.data.histories import HistoriesFile, RowGroup
 from freescale.data.splits import Split, Window, find_window
@@ -52,28 +52,28 @@ class WindowReader:
         self._kept_bytes, self._bytes = kept_bytes, 0
         events = file.mean_length * file.num_samples
         self._whole = 8 * events * len(self._columns) <= kept_bytes  # of at most 8 bytes each
-        # where the part of each history ends, and how many events are beyond it, by row group
-        self._ends: dict[int, tuple[NDArray[Any], NDArray[Any]]] = {}
+        self._windows: dict[int, Window] = {}  # of all samples of a row group, by its number
         # decoded, the least recently used first
         self.groups: OrderedDict[int, RowGroup] = OrderedDict()
 
-    def read(self, epoch: int, samples: Tensor) -> tuple[dict[str, Jagged], Tensor]:
+    def read(
+        self, epoch: int, numbers: NDArray[Any]
+    ) -> tuple[dict[str, NDArray[Any]], NDArray[Any], NDArray[Any]]:
         """Reads the events that samples need.
 
         Args:
             epoch: In whose order row groups are read.
-            samples: [n] numbers of samples in the file.
+            numbers: [n] of samples in the file.
 
         Returns:
-            The events by column, and [n]: how many at the end of each are beyond the history.
+            The events by column, one sample after another; [n]: how many each sample has; [n]: how
+            many at the end of these are beyond the history.
         """
-        numbers = samples.numpy()
         if self._whole:
             window = self._find_window(0, numbers)
             lengths = window.end - window.begin
             index, values = list_ranges(window.begin, lengths), self._read_group(0).values
-            columns = {name: values[name][index] for name in self._columns}
-            return _make_jagged(columns, lengths), torch.from_numpy(window.tail)
+            return {name: values[name][index] for name in self._columns}, lengths, window.tail
         starts = self._order.starts.numpy()
         group_of = np.searchsorted(starts, numbers, side="right") - 1
         members = self._list_members(epoch, group_of)
@@ -90,7 +90,7 @@ class WindowReader:
             place = list_ranges(offsets[of], lengths[of])
             for name, column in columns.items():
                 column[place] = piece[name]
-        return _make_jagged(columns, lengths), torch.from_numpy(tails)
+        return columns, lengths, tails
 
     def _list_members(self, epoch: int, group_of: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
         """The row groups of samples in the epoch's order, so that each is read once, with the
@@ -106,21 +106,21 @@ class WindowReader:
 
     def _find_window(self, number: int, rows: NDArray[Any]) -> Window:
         group = self._read_group(number)
-        if number not in self._ends:
+        if number not in self._windows:
             ends = self._split.find_ends(group, self._part)
             tails = np.full_like(ends, self._tail)
             if self._part == "test":
                 later = self._split.find_later(group, self._tail - 1)
                 ends, tails = ends + later, later + 1
-            self._ends[number] = ends, tails
-        ends, tails = self._ends[number]
-        return find_window(group.offsets[rows], ends[rows], self._max_length, tails[rows])
+            self._windows[number] = find_window(group.offsets[:-1], ends, self._max_length, tails)
+        begin, end, tail = self._windows[number]
+        return Window(begin[rows], end[rows], tail[rows])
 
     def _read_group(self, number: int) -> RowGroup:
         if number not in self.groups:
             while len(self.groups) >= self._kept_groups and self._bytes > self._kept_bytes:
                 dropped, group = self.groups.popitem(last=False)
-                self._ends.pop(dropped, None)
+                self._windows.pop(dropped, None)
                 self._bytes -= _count_bytes(group)
             self.groups[number] = (
                 self._read_whole() if self._whole else self._file.read(number, self._columns)
@@ -194,11 +194,6 @@ def list_ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
     index = np.repeat(starts - (ends - lengths), lengths)
     index += np.arange(len(index))
     return index
-
-
-def _make_jagged(columns: dict[str, NDArray[Any]], lengths: NDArray[Any]) -> dict[str, Jagged]:
-    sizes = torch.from_numpy(lengths)
-    return {name: Jagged(torch.from_numpy(column), sizes) for name, column in columns.items()}
 
 
 def _count_bytes(group: RowGroup) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.kernels.dispatch import collision_masks
+from freescale.kernels.native.requests import divide, fits_division
 from freescale.kernels.reference.unique import group_by_tag
 from freescale.kernels.upload import upload
 
@@ -25,7 +26,7 @@ from freescale.kernels.upload import upload
 # ones are shared, which of the following ones collide)
 Masks = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-__all__ = ["MarkedRows", "Masks", "collision_masks", "count_pieces", "divide_rows"]
+__all__ = ["MarkedRows", "Masks", "collision_masks", "count_pieces", "divide_rows", "is_few"]
 
 # Bulk traffic travels in pieces, so that the buffers of both ends stay small beside the batch.
 # Smallest size of a piece: an AllToAll of less is all latency.
@@ -41,6 +42,13 @@ def count_pieces(bytes_per_rank: int, device: torch.device, ranks: int = 1) -> i
     least = max(_LEAST_BYTES[device.type], _LEAST_MESSAGE * ranks)
     wanted = min(_MOST_PIECES, bytes_per_rank // least)
     return 1 << max(0, int(wanted).bit_length() - 1)
+
+
+def is_few(bytes_per_rank: int, device: torch.device) -> bool:
+    """Whether the rows of a batch are so few that all may wait for the update of the batch before:
+    to find and divide what need not wait takes longer than to send it. On a GPU the next forward
+    would wait, which takes longer still. The same on every rank if `bytes_per_rank` is."""
+    return device.type == "cpu" and bytes_per_rank < _LEAST_BYTES["cpu"]
 
 
 @dataclass(frozen=True)
@@ -91,10 +99,15 @@ def divide_rows(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
 
 
 def _divide_on_host(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
-    """`divide_rows` list by list and by numpy: few calls where there are few rows, little memory
-    beside the rows where there are many."""
+    """`divide_rows` list by list, in C or by numpy: few calls where there are few rows, little
+    memory beside the rows where there are many."""
     positions, counts = [], []
     for one in lists:
+        if fits_division(one.rows):
+            places, found = divide(one.marked, one.rows, one.sizes, one.pieces)
+            positions.append(places)
+            counts.append(found.numpy())
+            continue
         ranks = len(one.sizes)
         # numpy sorts 16 bits by counting
         dtype: type[np.integer[Any]] = np.uint16 if one.bins <= 1 << 16 else np.int64

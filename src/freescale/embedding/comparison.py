@@ -39,7 +39,8 @@ class ComparedRequest:
         """What is to be divided: the rows that this rank requests, and those that it serves."""
         request, marks = self.request, self._requested_marks
         assert marks is not None
-        local = find_local(request.index.keys)
+        # of one piece are all rows, whatever their numbers
+        local = find_local(request.index.keys) if request.pieces > 1 else request.index.keys
         return [
             MarkedRows(marks, local, request.whole.send, request.pieces),
             MarkedRows(self._served_marks, request.owned, request.whole.receive, request.pieces),
@@ -79,10 +80,10 @@ def compare_requests(
         sides = ComparedRequest(current, found[0]), ComparedRequest(following, found[1])
         # One message to each requester: marks of its current request, then of the following one.
         pairs = zip(sides[0].split_marks(), sides[1].split_marks(), strict=True)
-        marks = torch.cat([part for pair in pairs for part in pair]).to(torch.uint8)
+        marks = torch.cat([part for pair in pairs for part in pair]).view(torch.uint8)
         send = _add_sizes(current.whole.receive, following.whole.receive)
         receive = _add_sizes(current.whole.send, following.whole.send)
-    answer = transport.all_to_all(marks, send, receive, "ids").wait().bool()
+    answer = transport.all_to_all(marks, send, receive, "ids").wait().view(torch.bool)
     with transport.ledger.span("compare"):
         sizes = zip(current.whole.send, following.whole.send, strict=True)
         told = torch.split(answer, [size for pair in sizes for size in pair])

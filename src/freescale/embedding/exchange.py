@@ -20,13 +20,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from typing import TypeVar, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.collision import Masks, collision_masks, count_pieces
+from freescale.embedding.collision import Masks, collision_masks, count_pieces, is_few
 from freescale.embedding.comparison import compare_requests
 from freescale.embedding.dynamic.directory import mark_any
 from freescale.embedding.dynamic.layout import DynamicLayout
@@ -37,6 +40,7 @@ from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
 from freescale.embedding.open_storage import open_storage
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.request import (
+    GroupIds,
     Index,
     Request,
     RequestPart,
@@ -50,6 +54,7 @@ from freescale.embedding.storage import DeviceStorage, RowStorage, TableRange, U
 from freescale.kernels.dispatch import (
     deduplicate,
     group_duplicates,
+    put_rows,
     select_marked_rows,
 )
 from freescale.transport.api import Handle, Transport
@@ -105,29 +110,16 @@ class Sharded:
     def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Request:
         with transport.ledger.span("deduplicate"):
             given = collect_ids(batches, self.layout.specs)
-            parts = [self.layout.compute_keys(table, ids.reshape(-1)) for table, ids in given]
-            keys = (
-                torch.cat(parts)
-                if parts
-                else torch.zeros(0, dtype=torch.int64, device=transport.device)
-            )
+            keys = self._compute_keys(given, transport.device)
             found = deduplicate(keys, self._edges)
             own = found.counts
             if isinstance(self.layout, DynamicLayout):
                 own = own + self.layout.count_above(keys)
-            # To each owner, how many of its rows; to everybody, how many rows in all.
-            counts = torch.stack([own, own.sum().expand(transport.world)], dim=1)
-        ones = [1] * transport.world
-        asked = transport.all_to_all(counts, ones, ones, "ids").wait()
-        (send, _), (receive, totals) = torch.stack([counts, asked]).transpose(1, 2).tolist()
+        send, receive, totals = _exchange_counts(own, transport)
         unique = found.keys[: sum(send)]
         local = self.layout.find_local(unique).to(self._ids)
         owned = transport.all_to_all(local, send, receive, "ids").wait().long()
-        pieces = count_pieces(
-            sum(totals) * self.layout.specs[0].bytes_per_row // transport.world,
-            transport.device,
-            transport.world,
-        )
+        size = sum(totals) * self.layout.specs[0].bytes_per_row // transport.world
         counted = None
         if self._has_marks:
             marks = mark_counted(batches, self.layout.specs[0])
@@ -146,19 +138,36 @@ class Sharded:
             Index(unique, given, found.inverse),
             RequestPart(None, None, send, receive),
             owned,
-            pieces,
+            count_pieces(size, transport.device, transport.world),
+            is_few(size, transport.device),
             counted,
             drawn,
         )
+
+    def _compute_keys(self, given: GroupIds, device: torch.device) -> Tensor:
+        """[n]: the keys of all ids."""
+        parts = []
+        for table, own in groupby(given, itemgetter(0)):
+            ids = [each.reshape(-1) for _, each in own]
+            # one computation for all features of a table: many have a few ids each
+            parts.append(self.layout.compute_keys(table, _join(ids)))
+        return _join(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
     def compare(
         self, current: Request, following: Request, transport: Transport, masks: Masks
     ) -> None:
         """Sets `urgent` and `deferred` of the current request, `late` and `early` of the following
-        one. A collective."""
-        parts = compare_requests(current, following, self.layout.find_local, transport, masks)
-        (urgent, *current.deferred), (following.late, *following.early) = parts
-        following.collisions = sum(following.late.receive)
+        one. Where both have few rows, nothing is deferred and no row is early: whatever the batches
+        share, that is right. A collective otherwise."""
+        if current.few and following.few and masks is collision_masks:
+            urgent, current.deferred = current.whole, []
+            following.late, following.early = following.whole, []
+            shared = masks(current.owned, following.owned)[1]
+            following.collisions = int(np.count_nonzero(shared.numpy()))
+        else:
+            parts = compare_requests(current, following, self.layout.find_local, transport, masks)
+            (urgent, *current.deferred), (following.late, *following.early) = parts
+            following.collisions = sum(following.late.receive)
         with transport.ledger.span("compare"):
             # Prepared here: the update of these rows delays the next forward.
             current.urgent = replace(urgent, sum_gradients=self._prepare_sums(current, urgent))
@@ -211,9 +220,11 @@ class Sharded:
         collective."""
 
         def store(part: RequestPart, rows: Tensor) -> None:
-            assert request.rows is not None and part.requested is not None
-            places = part.requested.long()  # a piece at a time: `index_copy_` takes no others
-            request.rows.index_copy_(0, places, rows.to(request.rows.dtype))
+            assert request.rows is not None
+            if part.requested is None:
+                request.rows.copy_(rows)
+            else:
+                put_rows(request.rows, part.requested, rows)
 
         run_pipelined(
             parts, lambda part: self._look_up(request, part, transport), store, transport.lines
@@ -309,6 +320,33 @@ class Sharded:
         assert request.log_q is not None
         index = request.index.find_own(table, ids, self.layout.compute_keys(table, ids))
         return request.log_q.index_select(0, index.reshape(-1)).view(ids.shape)
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """Some tensors, at least one, one after another."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _exchange_counts(own: Tensor, transport: Transport) -> tuple[list[int], list[int], list[int]]:
+    """Tells each owner how many of its rows this rank requests, and everybody how many in all.
+
+    Args:
+        own: [ranks] rows of each owner.
+
+    Returns:
+        Rows that this rank requests from each, rows that each requests from this one, rows that
+        each requests in all.
+    """
+    ones = [1] * transport.world
+    if own.is_cpu:
+        send = own.tolist()
+        told = torch.tensor([[count, sum(send)] for count in send])
+        receive, totals = transport.all_to_all(told, ones, ones, "ids").wait().T.tolist()
+        return send, receive, totals
+    counts = torch.stack([own, own.sum().expand(transport.world)], dim=1)
+    asked = transport.all_to_all(counts, ones, ones, "ids").wait()
+    (send, _), (receive, totals) = torch.stack([counts, asked]).transpose(1, 2).tolist()
+    return send, receive, totals
 
 
 def _select_served(numbers: Tensor, part: RequestPart) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,8 +92,14 @@ class ShardLayout:
 
     def compute_keys(self, table: int, ids: Tensor) -> Tensor:
         """ids [n] -> keys [n]. Sorted keys are grouped by owner."""
-        position = spread_ids(ids, self.specs[table].rows)
-        block = self.block(table)
+        rows, block = self.specs[table].rows, self.block(table)
+        if ids.is_cpu:  # by numpy: of a few ids, torch's calls would take most of the time
+            place = ids.numpy().astype(np.int64)
+            place *= choose_stride(rows)
+            place -= place // rows * rows
+            place += place // block * (self.size - block) + self.base(table)
+            return torch.from_numpy(place)
+        position = spread_ids(ids, rows)
         owner = position // block
         return owner * (self.size - block) + position + self.base(table)
 
@@ -103,6 +110,9 @@ class ShardLayout:
 
     def find_local(self, keys: Tensor) -> Tensor:
         """keys [n] -> local rows [n] at their owners."""
+        if keys.is_cpu:
+            numbers = keys.numpy()
+            return torch.from_numpy(numbers - numbers // self.size * self.size)
         return keys % self.size
 
     def list_edges(self, device: torch.device) -> Tensor:

@@ -187,6 +187,7 @@ class Request:
     whole: RequestPart
     owned: Tensor  # [sum(receive)] local rows requested from this rank, in rank order
     pieces: int = 1  # into which bulk traffic is cut
+    few: bool = False  # all its rows may wait for the update of the batch before
     counted: Tensor | None = None  # [sum(receive)] uint8: 0 for `owned` that are negatives there
     drawn: Tensor | None = None  # [sum(receive)] int64: what `owned` are worth as draws
     log_q: Tensor | None = None  # [u] float32, of the index's keys, where the table counts draws
@@ -199,8 +200,8 @@ class Request:
     collisions: int = 0  # `late` rows that are requested from this rank
     # rows that the following batch reads too: their gradients go first
     urgent: RequestPart | None = None
-    # rows that it does not read: their gradients are deferred
-    deferred: list[RequestPart] = field(default_factory=list)
+    # rows that it does not read: their gradients are deferred; None before that is known
+    deferred: list[RequestPart] | None = None
 
     def open(self, rows: Tensor, train: bool) -> None:
         """The rows [u, width] are here: the model can read them; with `train`, their gradient is

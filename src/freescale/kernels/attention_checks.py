@@ -145,14 +145,27 @@ def check_plan(
     position_bias: Tensor | None,
     time_bias: Tensor | None,
 ) -> None:
-    if plan.tokens != q.shape[0]:
-        raise ValueError(f"lengths add up to {plan.tokens}, but there are {q.shape[0]} tokens")
-    if plan.heads != q.shape[1] or plan.lengths.shape != lengths.shape:
+    tokens, heads = q.shape[:2]
+    check_plan_sizes(plan, tokens, heads, lengths, candidate_counts, position_bias, time_bias)
+    check_same_device(q=q, plan=plan.lengths)
+
+
+def check_plan_sizes(
+    plan: Plan,
+    tokens: int,
+    heads: int,
+    lengths: Tensor,
+    candidate_counts: Tensor | None,
+    position_bias: Tensor | None,
+    time_bias: Tensor | None,
+) -> None:
+    if plan.tokens != tokens:
+        raise ValueError(f"lengths add up to {plan.tokens}, but there are {tokens} tokens")
+    if plan.heads != heads or plan.lengths.shape != lengths.shape:
         raise ValueError(
             f"the plan is for {plan.heads} heads and {plan.lengths.numel()} samples, not "
-            f"{q.shape[1]} and {lengths.numel()}"
+            f"{heads} and {lengths.numel()}"
         )
-    check_same_device(q=q, plan=plan.lengths)
     if (plan.candidate_counts is None) != (candidate_counts is None):
         raise ValueError("the plan and the call must both have candidate_counts, or neither")
     if time_bias is not None and (not plan.timed or plan.buckets != time_bias.numel() - 1):

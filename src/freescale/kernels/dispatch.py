@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freescale.kernels.native import attention_plan as native_plan
 from freescale.kernels.native import fused_layer as native_layer
 from freescale.kernels.native import position_softmax
 from freescale.kernels.native import positions as native_positions
+from freescale.kernels.native import requests as native_requests
 from freescale.kernels.native import row_updates as native_updates
 from freescale.kernels.native import sampled_softmax as native_softmax
 from freescale.kernels.reference import (
@@ -94,6 +96,10 @@ def plan_attention(
             return plan
         return make()
     listed = native_layer.LISTED_SCORES if native_layer.is_there(lengths, dtype) else None
+    if listed is not None:
+        few = native_plan.plan_attention(lengths, heads, listed, buckets=buckets, **options)
+        if few is not None:
+            return few
     return attention_plan.plan_attention(
         lengths, heads, buckets=buckets, listed_scores=listed, **options
     )
@@ -243,16 +249,20 @@ def sampled_softmax(
 
 
 def deduplicate(keys: Tensor, edges: Tensor) -> unique.Unique:
-    """`reference.unique.deduplicate`, in Triton on a GPU."""
+    """`reference.unique.deduplicate`, in Triton on a GPU, in C on a CPU."""
     if _is_on_gpu(keys) and has_triton():
         return triton_unique.deduplicate(keys, edges)
+    if native_requests.is_there(keys):
+        return native_requests.deduplicate(keys, edges)
     return unique.deduplicate(keys, edges)
 
 
 def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference.unique.collision_masks`, in Triton on a GPU."""
+    """`reference.unique.collision_masks`, in Triton on a GPU, in C on a CPU."""
     if _is_on_gpu(current) and has_triton():
         return triton_unique.collision_masks(current, following)
+    if native_requests.is_there(current):
+        return native_requests.collision_masks(current, following)
     return unique.collision_masks(current, following)
 
 
@@ -331,11 +341,18 @@ def sum_duplicates(numbers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
 def group_duplicates(numbers: Tensor, like: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """`sum_duplicates` in two steps: groups now, and returns a function that sums gradients which
     are `like` this tensor."""
-    return (
-        triton_rows.group_duplicates(numbers, cut=False)
-        if choose_optimizers(like) is triton_row_updates
-        else rows.group_duplicates(numbers)
-    )
+    if choose_optimizers(like) is triton_row_updates:
+        return triton_rows.group_duplicates(numbers, cut=False)
+    summed = native_requests.group_duplicates(numbers) if native_updates.fits(like) else None
+    return summed or rows.group_duplicates(numbers)
+
+
+def put_rows(into: Tensor, places: Tensor, values: Tensor) -> None:
+    """into[places] = values: places [n], different ones; values [n, width]."""
+    if native_updates.fits(into) and places.dtype == torch.int32 and into.dtype == values.dtype:
+        native_requests.put_rows(into, places, values)
+    else:
+        into.index_copy_(0, places.long(), values.to(into.dtype))
 
 
 def select_marked_rows(marks: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:

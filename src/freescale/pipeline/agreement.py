@@ -102,7 +102,10 @@ def _refuse_tasks(names: Sequence[str], batch: SequenceBatch | None) -> ValueErr
 
 def _count_weights(batch: SequenceBatch) -> dict[str, float]:
     """The supervised weight of a batch on the host, by task in their order."""
-    return {name: float(batch.weights[name].double().sum()) for name in sorted(batch.weights)}
+    # by numpy, which has less to do for a few numbers
+    return {
+        name: float(batch.weights[name].double().numpy().sum()) for name in sorted(batch.weights)
+    }
 
 
 class PendingAgreement:
@@ -148,18 +151,8 @@ class PendingAgreement:
         transport, room = self._transport, self._room
         gathered = self._pending.wait().numpy()
         states = gathered[:, _STATE]
-        if (states == _LEFT).any():
-            if self._left is None:
-                gone = int((states == _LEFT).argmax())
-                raise RemoteError(
-                    f"rank {gone} left the loop at step {gathered[gone, _NUMBER]} and this one "
-                    "did not: `pipeline.stop()` on any rank ends it on all"
-                )
-            return self._refuse_step()
-        if (states == _FAILED).any():
-            return self._refuse_step(error=find_first_error(self._error, transport))
-        if (states == _STOPPING).any():
-            return self._refuse_step(stopping=True)
+        if states.max() > _READY:
+            return self._refuse(gathered)
         ready = states == _READY
         try:
             names, schema = _agree_on_features(
@@ -184,6 +177,21 @@ class PendingAgreement:
             computed_step=int(gathered[0, _COMPUTED_STEP]),
             computed=gathered[:, _COMPUTED] / 1e9,
         )
+
+    def _refuse(self, gathered: np.ndarray[Any, Any]) -> Agreement:
+        """There is no such step: a rank has left, failed or wants to stop."""
+        states = gathered[:, _STATE]
+        if (states == _LEFT).any():
+            if self._left is None:
+                gone = int((states == _LEFT).argmax())
+                raise RemoteError(
+                    f"rank {gone} left the loop at step {gathered[gone, _NUMBER]} and this one "
+                    "did not: `pipeline.stop()` on any rank ends it on all"
+                )
+            return self._refuse_step()
+        if (states == _FAILED).any():
+            return self._refuse_step(error=find_first_error(self._error, self._transport))
+        return self._refuse_step(stopping=True)
 
     def _refuse_step(self, **why: Any) -> Agreement:
         ranks = self._transport.world

@@ -54,7 +54,7 @@ class Choices:
         elif not transport.sums_apart or not reducer.flat:
             self.dense_sums = DenseSums("collective", "exchanges go through the process group, too")
         else:
-            opened = PartitionedAllReduce(transport)
+            opened = self._open_partitioned()
             seconds = measure_dense_sums(transport, opened, reducer.flat)
             opened.rest()  # training may begin later
             self._adopt(choose_dense_sums(seconds), opened)
@@ -63,10 +63,17 @@ class Choices:
         self.dense_sums = chosen
         if chosen.kind == "partitioned" and self._transport.world > 1:
             assert isinstance(self._reducer, GradientBuckets)
-            self.partitioned = opened or PartitionedAllReduce(self._transport)
+            self.partitioned = opened or self._open_partitioned()
             self._reducer.summing = self.partitioned
         elif opened is not None:
             opened.close()
+
+    def _open_partitioned(self) -> PartitionedAllReduce:
+        """A collective. On a CPU, one bucket leaves when nothing is left to compute: no lane."""
+        several = len(self._reducer.flat) > 1
+        return PartitionedAllReduce(
+            self._transport, lane=several or self._transport.device.type != "cpu"
+        )
 
     def describe(self) -> list[str]:
         """A line for each, with its reason."""

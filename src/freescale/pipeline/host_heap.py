@@ -13,7 +13,7 @@ from functools import cache
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGE = 4 << 20  # bytes of a block that goes back to the system as soon as it is freed
-_KEPT = 2 << 20  # bytes that stay at the end of the heap, for small blocks
+_KEPT = 8 << 20  # bytes that stay at the end of the heap, for small blocks
 _WORTH = 16 << 20  # bytes of rows in a batch beside which holes in the heap are returned
 _settings = {_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: _LARGE, _M_TRIM_THRESHOLD: _KEPT}
 

@@ -65,10 +65,10 @@ class Job(Moment):
     ) -> None:
         super().__init__(device)
         self.function: Callable[[], None] | None = function
-        if begin is None:
+        if begin is None and device.type == "cuda":
             begin = Moment(device)
             begin.reach()
-        self.begin = begin
+        self.begin = begin  # None: there is no device to wait for
 
 
 class Lane:
@@ -145,7 +145,8 @@ class Lane:
             # The stream brings its device along, which a new thread does not know.
             stream = torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
             with torch.no_grad(), stream:
-                job.begin.wait(host=True)
+                if job.begin is not None:
+                    job.begin.wait(host=True)
                 function, job.function = job.function, None  # what it holds is free once it has run
                 assert function is not None
                 function()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from freescale.balance.balancer import Balancer
 from freescale.balance.problem import Assignment
-from freescale.balance.shuffle import Shuffle, copy_to_host, count_events
+from freescale.balance.shuffle import Shuffle, copy_to_host, count_events, list_homes
 from freescale.batch import SequenceBatch
 from freescale.batch_codec import build_empty_batch
 from freescale.embedding.tables import Tables
@@ -129,6 +129,7 @@ class BatchPreparation:
         self._feature = balancer.feature if balancer is not None else "history"
         self._stages_run = 0
         self._shuffle: Shuffle | None = None
+        self._kept: Assignment | None = None  # where balancing would not pay
         self._counters: dict[str, float] = {}
         self._room = (
             max(before.agreement.samples)
@@ -173,15 +174,13 @@ class BatchPreparation:
         assert self.agreement is not None
         if not self.agreement.ready:
             return self.like, self.agreement
+        batch, assignment = self.like, self._kept
         if self._shuffle is not None:
-            assert self._balancer is not None and self._shuffle.assignment is not None
             with self._balance_span():
                 batch = self._shuffle.finish()
-            self._count_balanced(batch, self._shuffle.assignment)
-            if (error := self._balancer.error) is not None:
-                self._counters["max_cost_error"] = error
-        else:
-            batch = self.like
+            assignment = self._shuffle.assignment
+        if assignment is not None:
+            self._count_balanced(batch, assignment)
         return self._move_to_device(batch), self.agreement
 
     def count(self, ledger: Ledger) -> None:
@@ -205,8 +204,9 @@ class BatchPreparation:
         with self._transport.ledger.span("data"):
             try:
                 if not stopping:
-                    # An iterator may fill the same buffers again; to a GPU they are copied anyway.
-                    keep = self._ahead and self._transport.device.type == "cpu"
+                    # to a GPU they are copied anyway
+                    on_host = self._transport.device.type == "cpu"
+                    keep = self._ahead and on_host and not self._source.is_lasting
                     batch = take_batch(self._source, self._tables, self._balancer, keep)
                 if batch is not None:
                     self.taken = batch
@@ -241,13 +241,18 @@ class BatchPreparation:
             batch = replace(empty, number=self.agreement.number)
         self.like = batch
         if self._balanced:
-            assert self._balancer is not None
-            self._shuffle = Shuffle(
-                self.step, batch, self.agreement.samples, self._balancer, self._transport
-            )
             with self._balance_span():
-                self._balancer.learn(self.agreement.computed_step, self.agreement.computed)
-                self._shuffle.send_sizes(self.agreement.lengths)
+                self._balance(batch, self.agreement)
+
+    def _balance(self, batch: SequenceBatch, agreement: Agreement) -> None:
+        """Plans and, where moving samples pays, starts the exchange of sizes."""
+        balancer, transport, counts = self._balancer, self._transport, agreement.samples
+        assert balancer is not None
+        balancer.learn(agreement.computed_step, agreement.computed)
+        self._kept = balancer.keep(agreement.lengths, list_homes(counts), transport.world)
+        if self._kept is None:
+            self._shuffle = Shuffle(self.step, batch, counts, balancer, transport)
+            self._shuffle.send_sizes(agreement.lengths)
 
     def _send_samples(self) -> None:
         """With balancing, starts the exchange of samples."""
@@ -279,6 +284,9 @@ class BatchPreparation:
         if events is not None:
             self._counters["after_tokens"] = int(events.sum())
             self._counters["after_longest"] = int(events.max(initial=0))
+        assert self._balancer is not None
+        if (error := self._balancer.error) is not None:
+            self._counters["max_cost_error"] = error
 
     def _balance_span(self) -> AbstractContextManager[None]:
         """Around all that balancing keeps this rank from computing: planning, packing and

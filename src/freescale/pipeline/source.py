@@ -17,6 +17,12 @@ class BatchSource:
         self._returned: deque[SequenceBatch] = deque()
         self._open = True
 
+    @property
+    def is_lasting(self) -> bool:
+        """Whether batches stay as they are when the next one is taken: the iterator says so. Others
+        may fill the same buffers again."""
+        return getattr(self.iterator, "is_lasting", False)
+
     def wait_for_next(self) -> None:
         """Until the data has the next batch, where its iterator can tell; else `take` waits."""
         wait = getattr(self.iterator, "wait_for_next", None)

@@ -21,6 +21,10 @@ schedule bit for bit. Stage 3 precedes 4 for the rows that i-1 and i+1 read, but
 channel, so urgent traffic does not queue behind the bulk. The main thread waits for lanes at the
 next forward only and, before it, for the dense sums, which begin during the backward, and for i+2.
 
+On a CPU, consecutive batches of few rows are not divided: all gradients of i are urgent, all rows
+of i+1 wait for them, and stages 3 and 4 have nothing to do. To find and send apart what is so
+little would take more of the processor than it hides.
+
 Where a table is at home in host memory (embedding/host_tables), its owner makes the rows of i+1
 resident between stages 2 and 3. Those of i-1, whose gradients stage 3 applies, of i and of i+1 stay
 in the cache meanwhile. Of a dynamic table (embedding/dynamic), the owner decides there which ids of
@@ -217,7 +221,7 @@ class Staged(Schedule):
             return []
         gradients, previous.gradients = previous.gradients, []
         for (group, request), gradient in zip(self._sharded(previous), gradients, strict=True):
-            deferred = request.deferred or [request.whole]
+            deferred = [request.whole] if request.deferred is None else request.deferred
             group.push_gradients(request, gradient, deferred, transport, **previous.update)
         previous.requests = []  # done: several numbers for each row
         return gradients

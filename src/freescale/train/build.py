@@ -30,6 +30,7 @@ from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.sasrec import SASRec
 from freescale.models.segments import SegmentedHSTU
+from freescale.pipeline.dense.adamw import AdamW
 from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.pipeline import Pipeline
 from freescale.segments import Segments
@@ -153,6 +154,11 @@ def build_encoder(config: RunConfig) -> Encoder:
     return SegmentedHSTU(**shared, **{name: getattr(model, name) for name in names})
 
 
+# Floating-point operations of about 2 ms on one core of a CPU: what moving samples takes a rank,
+# however few they are.
+_PRICE_OF_MOVES = 4e7
+
+
 def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
     """None without balancing. Costs come from the model's shapes; unless they are adapted,
     assignments depend on the data alone."""
@@ -180,6 +186,7 @@ def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
         config.train.balance_cap,
         adapt=config.train.balance_adapt,
         segments=segments,
+        least_gain=_PRICE_OF_MOVES if device.type == "cpu" else 0.0,
     )
 
 
@@ -243,12 +250,11 @@ def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optim
     """Of the dense parameters; tables have a row optimizer of their own. One call updates all of
     them: a small model has many that take no time themselves."""
     train = config.train
-    return torch.optim.AdamW(
+    return AdamW(
         model.dense_parameters(),
         lr=train.lr,
         betas=(0.9, train.beta2),
         weight_decay=train.weight_decay,
-        fused=True,
     )
 
 

@@ -104,6 +104,8 @@ class GuardedBatches(Iterator[SequenceBatch]):
     """The batches of an iterator but for some, until there is a failure, which is raised in place
     of the next one."""
 
+    is_lasting = True  # readers of histories, in threads and workers, leave alone what was taken
+
     def __init__(
         self,
         batches: Iterator[SequenceBatch],

@@ -179,7 +179,7 @@ class ProcessGroupTransport:
 
         return self._begin(kind, size, size, self._path(tensor), start)
 
-    def all_reduce(self, tensor: Tensor, kind: str) -> _Pending:
+    def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
         # What a ring moves per rank: each of reduce-scatter and all-gather passes (world - 1) /
         # world of the tensor.
         size = 2 * tensor.numel() * tensor.element_size() * (self.world - 1) // self.world

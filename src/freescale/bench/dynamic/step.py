@@ -55,7 +55,7 @@ ARMS = {"static": "", "device map": ":map=device", "host map": ":map=host"}
 ITEMS = ("history", "targets", "negatives")  # features of the item table
 NEW = 10  # one of so many ids of a batch
 FAR = 1 << 40  # beyond every catalogue
-FILLED = 1 << 20  # ids at a time, over all ranks
+FILLED = 1 << 20  # ids at a time, over all ranks; at most
 WARMUP, WINDOW = 20, 10  # steps
 LIMIT = 600.0  # seconds of a collective: ranks make their tables beside each other
 _TRIAL = Shape("trial", 8, 32, 1, 2, cap=60, median=40, negatives=2)
@@ -214,13 +214,14 @@ def fill_table(model: ShardedModel, rows: int) -> dict[str, float]:
     assert isinstance(group.layout, DynamicLayout)
     first, last = group.layout.get_owned_shards(model.transport.rank)
     room, number, ledger = (last - first) * group.layout.rules.shard_rows, 0, Ledger()
+    size = min(FILLED, rows)
     while storage.directory.used < 0.99 * room or number < rows:
-        ids = torch.arange(number, number + FILLED, device=storage.weight.device)
+        ids = torch.arange(number, number + size, device=storage.weight.device)
         keys = compute_keys(torch.where(ids < rows, ids, -ids))  # behind the catalogue: others
         shard = (keys >> 52) + SHARDS // 2
         storage.make_resident(keys[(shard >= first) & (shard < last)], ledger)
         storage.begin()
-        number += FILLED
+        number += size
     return {"filled_percent": 100 * storage.directory.used / room}
 
 
@@ -243,16 +244,15 @@ def join_ranks(arm: str, ranks: list[dict[str, Any]]) -> Row:
 
 
 def collect_figures(rows: list[Row]) -> dict[str, float]:
-    """Windows over those of the same steps with a static table, and exposed time beyond its."""
+    """Windows over those of the same steps with a static table, and how much longer the main thread
+    waits for lanes."""
     static, *others = rows
     figures = {}
     for row in others:
         pairs = zip(row["windows_ms"], static["windows_ms"], strict=True)
         figures[row["arm"]] = statistics.median(mine / other for mine, other in pairs)
-        added = sum(
-            row[name]["median"] - static[name]["median"]
-            for name in ("exposed_ms", "waited_for_lanes_ms")
-        )
+        waited = "waited_for_lanes_ms"  # for their collectives, and for decisions
+        added = row[waited]["median"] - static[waited]["median"]
         figures[f"{row['arm']} exposed"] = 100 * added / row["step_ms"]["median"]
     return figures
 

@@ -53,7 +53,8 @@ def bench_recbole(plan: Plan, interpreter: str, to: Destination) -> None:
     """
     from freescale.train.build import prepare_data
 
-    program = interpreter or set_up_recbole(require_repository())
+    root = require_repository()
+    program = interpreter or set_up_recbole(root)
     seed = plan.list_seeds()[0]
     histories = prepare_data(seed.config)
     atomic = plan.folder / "recbole" / "events" / "events.inter"
@@ -67,7 +68,7 @@ def bench_recbole(plan: Plan, interpreter: str, to: Destination) -> None:
     assert found is not None
     own |= {"seconds": found["seconds"], "epochs": seed.config.train.epochs}
     own |= {name: found["quality"]["model"][name] for name in _METRICS}
-    runner = str(Path(__file__).with_name("recbole_run.py"))
+    runner = str(root / "benchmarks" / "recbole" / "run.py")
     words = [program, runner, str(atomic.parents[1]), atomic.stem, str(EPOCHS), "0"]
     theirs = _train(words)
     said = json.loads(theirs.pop("printed").splitlines()[-1])
@@ -86,11 +87,11 @@ def write_atomic(histories: Path, path: Path) -> None:
 
     events = path.with_suffix(".parquet")
     write_interactions(histories, events)
-    table = pq.read_table(events).rename_columns(
-        ["user_id:token", "item_id:token", "timestamp:float"]
-    )
     temporary = path.with_suffix(".tmp")
-    csv.write_csv(table, temporary, csv.WriteOptions(delimiter="\t", quoting_style="none"))
+    with open(temporary, "wb") as file:
+        file.write(b"user_id:token\titem_id:token\ttimestamp:float\n")
+        options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+        csv.write_csv(pq.read_table(events), file, options)
     temporary.replace(path)
     events.unlink()
 

@@ -64,7 +64,7 @@ class DeviceDirectory:
         self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
         self._none = torch.zeros(1, dtype=torch.int64, device=device)
         self.used = 0  # entries that hold an id
-        self._reached: torch.cuda.Event | None = None  # the last work on the map
+        self._reached = record_event_on(device)  # the last work on the map; None on a CPU
 
     @property
     def batches(self) -> int:
@@ -89,6 +89,7 @@ class DeviceDirectory:
             absent: the entry of ids that have none.
         """
         evict, batch, kernels = self._rules.evict, self.batches, self._kernels
+        keys, counted = keys.contiguous(), None if counted is None else counted.contiguous()
         bounds = {"limit": batch - PINNED + 1, "evicts": not isinstance(evict, After)}
         with self._in_turn():
             found = kernels.find(self.map, keys)
@@ -149,7 +150,7 @@ class DeviceDirectory:
         """Entries [n] of keys [n], in any order; `absent` for those without a row. Changes
         nothing."""
         with self._in_turn():
-            found: Tensor = self._kernels.find(self.map, keys, absent)
+            found: Tensor = self._kernels.find(self.map, keys.contiguous(), absent)
         return found
 
     def undo(self, changes: DeviceChanges) -> None:
@@ -210,7 +211,7 @@ class DeviceDirectory:
             for tensor in tensors:
                 tensor.record_stream(stream)
         yield
-        self._reached = record_event_on(self._device)  # None on a CPU
+        self._reached = record_event_on(self._device)
 
 
 class _Numbers:

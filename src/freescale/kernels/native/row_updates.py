@@ -1,17 +1,24 @@
-"""Row optimizers on a CPU: Adam and row-wise Adagrad in C, in one pass over the rows; the others as
-in plain torch."""
+"""Optimizers on a CPU: of rows, Adam and row-wise Adagrad in C, in one pass over the rows, the
+others as in plain torch; of whole tensors, AdamW."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from ctypes import c_int64
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from freescale.kernels.native.bindings import address, load_native, require_native
+from freescale.kernels.native.bindings import (
+    address,
+    list_addresses,
+    load_native,
+    require_native,
+)
 from freescale.kernels.reference.row_updates import adagrad, clip_rows, sgd
 
-__all__ = ["adagrad", "adam", "clip_rows", "fits", "rowwise_adagrad", "sgd"]
+__all__ = ["adagrad", "adam", "adam_tensors", "clip_rows", "fits", "rowwise_adagrad", "sgd"]
 
 
 def fits(weight: Tensor) -> bool:
@@ -56,6 +63,43 @@ def adam(
     require_native().adam_rows(
         *gradients.shape,
         *map(address, (rows, gradients, *tables)),
+        *_list_factors(lr, betas, eps, step),
+    )
+
+
+def adam_tensors(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    steps: Sequence[Tensor],  # scalars: that were made so far
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> bool:
+    """A step of torch.optim.AdamW; all tensors are contiguous float32. Returns False, with nothing
+    done, where they have not made the same number of steps."""
+    step = float(steps[0]) + 1
+    done = require_native().adam_tensors(
+        len(parameters),
+        (c_int64 * len(parameters))(*(parameter.numel() for parameter in parameters)),
+        *map(list_addresses, (gradients, parameters, first, second, steps)),
+        step,
+        1 - lr * weight_decay,
+        *_list_factors(lr, betas, eps, step),
+    )
+    if done:
+        torch.autograd.graph.increment_version(parameters)
+    return bool(done)
+
+
+def _list_factors(
+    lr: float, betas: tuple[float, float], eps: float, step: float
+) -> tuple[float, ...]:
+    """Of a step of Adam, as C takes them."""
+    return (
         1 - betas[0],
         betas[1],
         1 - betas[1],

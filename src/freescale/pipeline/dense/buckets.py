@@ -46,7 +46,8 @@ class FlatGradients:
         for flat in self.flat:
             flat.zero_()
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.grad = view
+            if parameter.grad is not view:  # which is faster to see than to set
+                parameter.grad = view
 
     def clip(self, limit: float) -> Tensor:
         """Scales all gradients to a global norm of at most `limit`; returns the norm before.
@@ -99,15 +100,15 @@ class GradientBuckets(FlatGradients):
 
     @contextmanager
     def watch_backward(self) -> Iterator[None]:
-        """Around a run: hooks tell which gradients are there. What a run left behind that failed in
-        its backward is forgotten."""
+        """Around a run: hooks tell which gradients are there, unless one bucket has them all and
+        leaves with the last. What a run left behind that failed in its backward is forgotten."""
         self._lacking, self._summed, self._handles, self._sums = [], None, [], None
         self._came = None if self._came is None else {}
         hooks = [
             p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 partial(self._mark_ready, number)
             )
-            for number, p in enumerate(self.parameters)
+            for number, p in enumerate(self.parameters if len(self.flat) > 1 else ())
         ]
         try:
             yield

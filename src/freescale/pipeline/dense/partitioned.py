@@ -22,60 +22,81 @@ from freescale.transport.api import Handle, Transport
 
 
 class PartitionedAllReduce:
-    """Sums one after another, by a lane of its own: they go on while the main thread computes."""
+    """Sums one after another: by a lane of its own, while the main thread computes; or by the
+    thread that waits for them, where there is nothing to compute meanwhile and handing over would
+    cost as much as the sum."""
 
-    def __init__(self, transport: Transport) -> None:
-        """Opens a channel: a collective."""
+    def __init__(self, transport: Transport, lane: bool = True) -> None:
+        """With a `lane`, opens a channel: a collective."""
         assert isinstance(transport.ledger, Ledger)
         self.ledger, self.gather_bytes = transport.ledger, transport.gather_bytes
+        self.transport = transport
         # urgent: a rank that waits for a sum computes nothing
-        self.lane = Lane("dense", transport, urgent=True)
+        self.lane = Lane("dense", transport, urgent=True) if lane else None
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
         """As `Transport.all_reduce`; tensor [n]."""
-        return _Sum(self, tensor, kind)
+        if self.lane is None:
+            return _Sum(self.transport, tensor, kind)
+        return _LaneSum(self.ledger, self.lane, tensor, kind)
 
     def rest(self) -> None:
-        self.lane.rest()
+        if self.lane is not None:
+            self.lane.rest()
 
     def close(self) -> None:
-        self.lane.close()
+        if self.lane is not None:
+            self.lane.close()
 
 
 class _Sum:
-    def __init__(self, summing: PartitionedAllReduce, tensor: Tensor, kind: str) -> None:
-        self._summing, self._tensor, self._kind = summing, tensor, kind
-        self._collectives: list[Collective] = []
-        self.path, self.bytes = "", 0  # known once it has travelled
-        self._job: Job = summing.lane.submit(self._run, [tensor])
+    """A sum in place. The first exchange is under way, whoever waits makes the rest."""
 
-    def _run(self) -> None:
-        lane, tensor = self._summing.lane, self._tensor
-        if lane.transport.world == 2:
-            torch.add(*lane.transport.all_gather(tensor, self._kind).wait(), out=tensor)
-        else:
-            self._sum_partitions()
-        self._collectives = lane.side.take()
-        self.path = self._collectives[0].path
-        self.bytes = sum(collective.sent for collective in self._collectives)
+    def __init__(self, transport: Transport, tensor: Tensor, kind: str) -> None:
+        self._transport, self._tensor, self._kind = transport, tensor, kind
+        rank, world = transport.rank, transport.world
+        self._sizes = partition(tensor.numel(), world)
+        self._mine = [self._sizes[rank]] * world
+        self._came = (
+            transport.all_gather(tensor, kind)
+            if world == 2
+            else transport.all_to_all(tensor, self._sizes, self._mine, kind)
+        )
+        self.path, self.bytes = self._came.path, self._came.bytes
 
-    def _sum_partitions(self) -> None:
-        lane, tensor = self._summing.lane, self._tensor
-        rank, world = lane.transport.rank, lane.transport.world
-        sizes = partition(tensor.numel(), world)
-        mine = [sizes[rank]] * world
-        came = lane.transport.all_to_all(tensor, sizes, mine, self._kind).wait()
-        first, *others = torch.split(came, mine)
+    def wait(self, host: bool = False) -> Tensor:
+        came, tensor = self._came.wait(host), self._tensor
+        if self._transport.world == 2:
+            return torch.add(*came, out=tensor)
+        first, *others = torch.split(came, self._mine)
         total = first.clone()
         for part in others:
             total += part
-        tensor.copy_(lane.transport.all_to_all(total.repeat(world), mine, sizes, self._kind).wait())
+        summed = self._transport.all_to_all(
+            total.repeat(self._transport.world), self._mine, self._sizes, self._kind
+        )
+        self.bytes += summed.bytes
+        return tensor.copy_(summed.wait(host))
+
+
+class _LaneSum:
+    def __init__(self, ledger: Ledger, lane: Lane, tensor: Tensor, kind: str) -> None:
+        self._ledger, self._lane, self._tensor, self._kind = ledger, lane, tensor, kind
+        self._collectives: list[Collective] = []
+        self.path, self.bytes = "", 0  # known once it has travelled
+        self._job: Job = lane.submit(self._run, [tensor])
+
+    def _run(self) -> None:
+        _Sum(self._lane.transport, self._tensor, self._kind).wait()
+        self._collectives = self._lane.side.take()
+        self.path = self._collectives[0].path
+        self.bytes = sum(collective.sent for collective in self._collectives)
 
     def wait(self, host: bool = False) -> Tensor:
-        begin = self._summing.ledger.clock.stamp()
-        with self._summing.ledger.span("await sums"):
+        begin = self._ledger.clock.stamp()
+        with self._ledger.span("await sums"):
             self._job.wait(host)
-        self._summing.ledger.record_wait(self._collectives, begin)
+        self._ledger.record_wait(self._collectives, begin)
         return self._tensor
 
 

@@ -39,8 +39,8 @@ class Channel(Protocol):
     def all_gather(
         self, kind: str, urgent: bool, tensor: Tensor, output: Tensor
     ) -> ChannelTransfer:
-        """Sends tensor [...] to all ranks and receives output [world, ...], in which this rank's is
-        in place already."""
+        """Sends tensor [...] to all ranks and receives output [world, ...], this rank's
+        included."""
 
     def close(self) -> bool:
         """Whether no thread uses its wires and memory any more. The wires stay open."""

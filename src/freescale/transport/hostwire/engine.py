@@ -174,12 +174,14 @@ class EngineChannel:
         row = tensor.element_size() * math.prod(tensor.shape[1:])
         out, into = _lay_out(tensor, send, row), _lay_out(output, receive, row)
         transfer = self.submit(kind, urgent, (tensor, output), *out, *into)
-        # beside what travels, which need not wait for it
-        _select(output, receive, self.rank).copy_(_select(tensor, send, self.rank))
-        transfer.arrived = record_event_on(output.device)
+        if output.is_cuda:  # beside what travels, which need not wait for it
+            _select(output, receive, self.rank).copy_(_select(tensor, send, self.rank))
+            transfer.arrived = record_event_on(output.device)
         return transfer
 
     def all_gather(self, kind: str, urgent: bool, tensor: Tensor, output: Tensor) -> EngineTransfer:
+        if output.is_cuda:
+            output[self.rank].copy_(tensor)
         size = tensor.numel() * tensor.element_size()
         out = [tensor.data_ptr()] * self._world, [size] * self._world
         into = _lay_out(output, [1] * self._world, size)
@@ -200,7 +202,8 @@ class EngineChannel:
         Args:
             kind: of traffic, for messages.
             urgent: bulk gives way to it.
-            tensors: what is sent, what is received into.
+            tensors: what is sent, what is received into. On the host, what stays with this rank is
+                copied from one to the other as well.
             out, out_sizes: [world], addresses inside the first and bytes, by rank.
             into, into_sizes: the same inside the second.
 

@@ -89,6 +89,7 @@ class PythonChannel:
 
     def all_gather(self, kind: str, urgent: bool, tensor: Tensor, output: Tensor) -> Transfer:
         """Pair by pair where it is small or all ranks share memory; otherwise around a ring."""
+        output[self.rank].copy_(tensor)
         blocks = _split_bytes(output, [1] * self.world)
         if tensor.numel() * tensor.element_size() < _RING or self._by_memory:
             (own,) = _split_bytes(tensor[None], [1])
@@ -283,4 +284,6 @@ def _exhaust(steps: Iterator[Ready]) -> None:
 def _split_bytes(tensor: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """The bytes of each part of the first dimension."""
     width = tensor.element_size() * (tensor[:1].numel() if tensor.shape[0] else 0)
-    return torch.split(tensor.reshape(-1).view(torch.uint8), [size * width for size in sizes])
+    # what numpy made and is empty has no stride, which a view in bytes needs
+    flat = tensor.reshape(-1) if tensor.numel() else tensor.new_empty(0)
+    return torch.split(flat.view(torch.uint8), [size * width for size in sizes])

@@ -4,8 +4,8 @@ crosses the network from the CPU.
 AllToAll goes pair by pair; AllGather as a ring, or pair by pair where it is small or driven in C.
 Each goes on a channel over wires (opening.py), driven in C between ranks of one machine and on TCP
 streams (engine.py), in Python otherwise (python_channel.py). The part that stays is copied without
-the wire. What is summed goes over the process group, NCCL's on GPUs. On CPU tensors the same code
-runs without the copies.
+the wire. What is summed goes over the process group, NCCL's on GPUs; two CPU ranks sum a little by
+themselves. On CPU tensors the same code runs without the copies.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from freescale.config import TrainConfig
 from freescale.ledger.ledger import Collective, Ledger, ThreadLedger
+from freescale.transport.api import Handle
 from freescale.transport.channel_pool import ExchangeCount
 from freescale.transport.hostwire.bindings import explain_missing_engine, load_engine
 from freescale.transport.hostwire.channel import Channel, ChannelTransfer
@@ -31,6 +32,7 @@ from freescale.transport.hostwire.python_channel import PythonChannel
 from freescale.transport.hostwire.steps import URGENT_TIMES
 from freescale.transport.process_group import ProcessGroupTransport
 
+_LEAVES_AT_ONCE = 1 << 20  # bytes
 _PIECE_SECONDS = 0.004  # that a piece takes at most on the network: what urgent traffic waits for
 
 
@@ -64,6 +66,17 @@ class Pending:
             self._exchanges.ended += 1
             self._exchanges = None
         return self._output
+
+
+class _SumOfTwo:
+    """The sum of what two CPU ranks have sent each other: the `Handle` of an AllReduce."""
+
+    def __init__(self, gathering: Pending, tensor: Tensor) -> None:
+        self._gathering, self._tensor = gathering, tensor
+        self.path, self.bytes = gathering.path, gathering.bytes
+
+    def wait(self, host: bool = False) -> Tensor:
+        return torch.add(*self._gathering.wait(host), out=self._tensor)
 
 
 class HostwireTransport(ProcessGroupTransport):
@@ -189,13 +202,24 @@ class HostwireTransport(ProcessGroupTransport):
         return Pending(transfer, tensor, output, collective, self.exchanges)
 
     def all_gather(self, tensor: Tensor, kind: str) -> Pending:
+        return self._start_gathering(tensor, kind, self._urgent)
+
+    def _start_gathering(self, tensor: Tensor, kind: str, urgent: bool) -> Pending:
         tensor = tensor.contiguous()
         output = tensor.new_empty((self.world, *tensor.shape))
-        output[self.rank].copy_(tensor)
         size = tensor.numel() * tensor.element_size() * (self.world - 1)
         collective = self.ledger.begin_collective(kind, size, size, self._path_name)
-        transfer = self._channel.all_gather(kind, self._urgent, tensor, output)
+        transfer = self._channel.all_gather(kind, urgent, tensor, output)
         return Pending(transfer, tensor, output, collective, self.exchanges)
+
+    def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
+        size = tensor.numel() * tensor.element_size()
+        # A sum of two numbers has the same bits in either order. What leaves at once needs no
+        # thread beside this one; more would not travel before it is waited for. Urgent: a rank
+        # that waits for a sum computes nothing.
+        if self.world == 2 and tensor.is_cpu and size <= _LEAVES_AT_ONCE:
+            return _SumOfTwo(self._start_gathering(tensor, kind, urgent=True), tensor)
+        return super().all_reduce(tensor, kind)
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         """Of a channel over the channel: the thread that has the process group is another."""

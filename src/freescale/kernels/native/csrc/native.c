@@ -2,8 +2,10 @@
    Matrices are row by row and contiguous. Each function is the plain-torch reference's twin; sums go
    by token, then by pair, so the same inputs give the same bits. */
 
-#include "layer.h"
+#include "layers.h"
+#include "pairs.h"
 #include "position_softmax.h"
 #include "positions.h"
+#include "requests.h"
 #include "rows.h"
 #include "softmax.h"

@@ -1,4 +1,5 @@
-/* Functions of numbers, written so that compilers vectorise the loops around them. */
+/* Functions of numbers, written so that compilers vectorise the loops around them. simdlen(16) stands
+   where no sum depends on the length of a vector: the widest that a processor has. */
 
 #pragma once
 #include <math.h>

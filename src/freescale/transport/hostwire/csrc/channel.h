@@ -41,6 +41,8 @@ typedef struct {
 typedef struct {
     Block *send;           /* by peer */
     Block *receive;        /* by peer */
+    Block own;             /* where what stays with this rank goes; nothing of a GPU's tensors */
+    const char *own_from;
     int64_t largest_piece; /* bytes */
     void *inputs_ready; /* event: what is sent is there, what is received into is free; or NULL */
     bool urgent;

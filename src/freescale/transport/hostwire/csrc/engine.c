@@ -158,6 +158,8 @@ int64_t channel_submit(Channel *c, int urgent, int on_host, void *inputs_ready,
         transfer->receive[peer] =
             (Block){(char *)receive[peer], travels ? receive_sizes[peer] : 0, 0};
     }
+    transfer->own = (Block){(char *)receive[c->rank], on_host ? receive_sizes[c->rank] : 0, 0};
+    transfer->own_from = (const char *)send[c->rank];
     transfer->largest_piece = largest_piece;
     transfer->inputs_ready = inputs_ready;
     transfer->urgent = urgent;

@@ -59,7 +59,8 @@ void channel_free(Channel *c);
 void channel_set_peer(Channel *c, int peer, int send_socket, int receive_socket, char *ring);
 
 /* Submits a transfer and sends what can be sent at once. `send`, `receive`: addresses by peer, with
-   their sizes in bytes; the memory stays valid until the transfer is done. `inputs_ready`: an event
+   their sizes in bytes; the memory stays valid until the transfer is done. Of CPU tensors
+   (`on_host`), this rank's part is copied as well. `inputs_ready`: an event
    that precedes the transfer, or NULL. Returns the transfer's number; -1 if too many are under way.
  */
 int64_t channel_submit(Channel *c, int urgent, int on_host, void *inputs_ready,

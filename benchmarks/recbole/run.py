@@ -1,7 +1,8 @@
 """Trains RecBole's SASRec with its default settings and prints what came of it, as JSON.
 
-Stands alone: `recbole.py` runs it with the interpreter of .venv-recbole, which has no FreeScale.
-RecBole 1.2.1 is written for older versions of numpy, torch and ray, whose names it is given.
+Stands alone: `freescale bench quality --recbole` runs it with the interpreter of .venv-recbole,
+which has no FreeScale. RecBole 1.2.1 is written for older versions of numpy, torch and ray,
+whose names it is given.
 """
 
 from __future__ import annotations
