@@ -49,7 +49,7 @@ def widest(window: Browser, lanes: list[str]) -> list:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Two runs and the page of both, and of the first alone."""
+    """Two runs and the page of both, and of the first alone. The second has a dynamic table."""
     folder = tmp_path_factory.mktemp("report")
     data = interactions(folder / "events.parquet")
     for name, schedule, balance in (("staged", "staged", "greedy"), ("serial", "serial", "none")):
@@ -66,6 +66,8 @@ def made(tmp_path_factory):
             "--placement",
             "item=sharded",
         )
+        if name == "serial":
+            more += ("--rows", "item=dynamic:8192:seen=2", "--in-batch-share", 1)
         done = train(folder / name, data, *more)
         assert done.returncode == 0, done.stderr
         assert f"freescale report {folder / name / 'run'}" in done.stdout
@@ -97,6 +99,18 @@ def test_figures_on_the_page_are_the_ledgers(made, desk: Browser):
             expected = expected[int(part)] if isinstance(expected, list) else expected[part]
         assert json.loads(value) == expected, path
     words = {(int(run), path): text for run, path, _, text in shown}
+    grown = desk.run(
+        "return [...document.querySelectorAll('#curves figure')].map("
+        "(f) => [f.querySelector('figcaption').textContent, f.querySelectorAll('.line').length])"
+    )
+    lines = dict(grown)
+    for name in ("rows", "new ids", "rows that go", "turned away"):
+        assert lines[f"Dynamic tables: {name}"] == 1, grown  # of the run that has one
+    table = ledgers[1]
+    assert words[1, "dynamic_fill_percent"] == f"{table['dynamic_fill_percent']:.1f} %"
+    for name in ("rows", "inserted", "evicted", "swept", "turned_away", "waiting"):
+        assert words[1, f"dynamic_{name}"] == f"{table[f'dynamic_{name}']:,.0f}"
+        assert (0, f"dynamic_{name}") not in words
     for run, ledger in enumerate(ledgers):
         assert words[run, "samples_per_second"] == f"{ledger['samples_per_second']:,.0f}"
         assert words[run, "straggler_percent"] == f"{ledger['straggler_percent']:.1f} %"
