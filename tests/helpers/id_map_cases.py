@@ -17,6 +17,7 @@ from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic, Seen
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.storage import draw_initial_rows
+from freescale.kernels.reference import id_map
 from freescale.kernels.triton import id_map as triton_id_map
 from freescale.kernels.triton import initial_rows
 from freescale.random import derive, hash_name, mix
@@ -140,6 +141,39 @@ def neighbours(device="cpu"):
     return compare(Dynamic(2 * SHARDS), (shard, shard + 1), stream, device)
 
 
+def placed(device="cpu", maps=12):
+    """Missing ids get the entries that the plain twin gives them, in maps full of ties, of ids side
+    by side and of the first and last id."""
+    generator, held = torch.Generator().manual_seed(0), {}
+
+    def draw(*bounds):
+        return int(torch.randint(*bounds, (), generator=generator))
+
+    for number in range(maps):
+        shards, rows = draw(1, 3), draw(1, 26)
+        size, where = shards * rows, torch.device(device)
+        plain = id_map.allocate(shards, rows, 0, where)
+        ids = (torch.randperm(4 * size, generator=generator)[:size] - 2 * size) * (1, 3)[number % 2]
+        plain.ids.copy_(ids)
+        plain.ids[0], plain.ids[-1] = SPECIAL[4], SPECIAL[3]
+        plain.last.copy_(torch.randint(-1, draw(1, 12), (size,), generator=generator))
+        plain.count.copy_(torch.randint(1, draw(2, 6), (size,), generator=generator))
+        wanted = torch.randint(0, rows + 3, (shards,), generator=generator).int()
+        starts = wanted.cumsum(0) - wanted
+        new = torch.arange(int(wanted.sum())) + 10**15
+        missing = id_map.Missing(*(value.to(where) for value in (new, wanted, starts)))
+        order = {"by_count": number % 3 == 0, "evicts": number % 6 != 5}
+        order |= {"batch": 20, "limit": draw(1, 13)}
+        found = []
+        for module in (id_map, triton_id_map):
+            contents, sums = module.place(plain, missing, **order)
+            count = int(sums[0])
+            pairs = zip(contents.entries[:count].tolist(), contents.ids[:count].tolist())
+            found.append((sorted(pairs), sums.tolist(), set(contents.entries[count:].tolist())))
+        held[f"map {number}"] = found[0][:2] == found[1][:2] and found[1][2] <= {-1}
+    return held
+
+
 def has_sound_buckets(directory) -> bool:
     """Every id is in one bucket, at its bit, and counted by those that it went past; nothing else
     is."""
@@ -223,6 +257,7 @@ CASES = {
     "neighbours": neighbours,
     "rebuilt": rebuilt,
     "initial rows": drawn,
+    "placed": placed,
 }
 
 

@@ -121,35 +121,19 @@ def _bisect(
     ids, last, count, first, rows, limit, most_uses, latest, low, high, need,
     LEVEL: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A bound in [low, high] that `need` entries are not above or, if there is none, the least one
-    that more are not above."""
+    """(A bound in [low, high] that `need` entries are not above or, if none is found, the least one
+    that more are not above; how many of those that are equal to it are needed, 0 for all). None is
+    below `low`."""
+    below = need * 0
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1)  # their mean, without a sum
         there = _count_up_to(
             ids, last, count, first, rows, limit, most_uses, latest, middle, LEVEL, BY_COUNT, BLOCK
         )
+        below = tl.where(there <= need, there, below)
         low = tl.where(there < need, middle + 1, tl.where(there == need, middle, low))
         high = tl.where(there < need, high, middle)
-    return low
-
-
-@triton.jit
-def _bisect_level(
-    ids, last, count, first, rows, limit, most_uses, latest, low, high, need,
-    LEVEL: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """(bound, how many of those that are equal to it are needed, 0 if all are)."""
-    bound = _bisect(
-        ids, last, count, first, rows, limit, most_uses, latest, low, high, need,
-        LEVEL, BY_COUNT, BLOCK,
-    )  # fmt: skip
-    there = _count_up_to(
-        ids, last, count, first, rows, limit, most_uses, latest, bound, LEVEL, BY_COUNT, BLOCK
-    )
-    below = _count_up_to(
-        ids, last, count, first, rows, limit, most_uses, latest, bound - 1, LEVEL, BY_COUNT, BLOCK
-    )
-    return bound, tl.where(there == need, need * 0, need - below)
+    return low, need - below
 
 
 @triton.jit
@@ -232,13 +216,13 @@ def choose_kernel(
         if (need > 0) & (need < ables):
             left = need
             if BY_COUNT:
-                most_uses, left = _bisect_level(
+                most_uses, left = _bisect(
                     ids, last, count, first, rows, limit, most_uses, latest,
                     tl.min(fewest, 0).to(tl.int64), tl.max(highest, 0).to(tl.int64), left,
                     0, BY_COUNT, BLOCK,
                 )  # fmt: skip
             if left > 0:
-                latest, left = _bisect_level(
+                latest, left = _bisect(
                     ids, last, count, first, rows, limit, most_uses, latest,
                     tl.min(oldest, 0).to(tl.int64), want * 0 + limit - 1, left,
                     1, BY_COUNT, BLOCK,
@@ -247,7 +231,7 @@ def choose_kernel(
                 low, high = _find_tied_ids(
                     ids, last, count, first, rows, most_uses, latest, BY_COUNT, BLOCK
                 )
-                greatest = _bisect(
+                greatest, left = _bisect(
                     ids, last, count, first, rows, limit, most_uses, latest, low, high, left,
                     2, BY_COUNT, BLOCK,
                 )  # fmt: skip
