@@ -69,7 +69,9 @@ class Jagged:
     @cached_property
     def host_lengths(self) -> Tensor:  # [samples], on the CPU
         """What they were before they moved; read from the device if that is not known."""
-        return self.lengths.cpu() if self.host is None else self.host.lengths
+        if self.host is not None:
+            return self.host.lengths
+        return self.lengths if self.lengths.is_cpu else self.lengths.cpu()
 
     def __len__(self) -> int:
         return self.lengths.numel()

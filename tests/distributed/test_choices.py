@@ -146,10 +146,11 @@ def _train_with(transport, kind):
 
 
 def test_what_was_measured_is_what_sums():
-    summed = {kind: run_ranks(2, _train_with, kind)[0] for kind in ("collective", "partitioned")}
+    """On three ranks: two of a CPU exchange small sums either way."""
+    summed = {kind: run_ranks(3, _train_with, kind)[0] for kind in ("collective", "partitioned")}
     assert summed["collective"][1] == {"gloo"}
     assert summed["partitioned"][1] == {"hostwire: shared memory"}
-    assert summed["collective"][0] == summed["partitioned"][0]  # two numbers have one sum
+    assert summed["collective"][0] == pytest.approx(summed["partitioned"][0], rel=1e-9)
 
 
 def _plain(transport):

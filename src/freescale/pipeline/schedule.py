@@ -72,7 +72,11 @@ class Schedule(ABC):
         self.task_weights = dict(task_weights or {})
         self.balancer = balancer
         balances = balancer is not None and self.transport.world > 1
-        self.stopwatch = Stopwatch(self.ledger.clock, self.transport.device, balances)
+        # A frozen cost has an error to report, but learns nothing from each step; the clock of a
+        # thread is a call of the system, at which another may take the core.
+        frozen = balancer is None or balancer.adaptive is None
+        every = 8 if frozen and self.transport.device.type == "cpu" else 1
+        self.stopwatch = Stopwatch(self.ledger.clock, self.transport.device, balances, every)
         self._copies: torch.cuda.Stream | None = None
         if (device := self.transport.device).type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -276,7 +277,8 @@ class Staged(Schedule):
     def _begin_input(self, source: BatchSource) -> None:
         """Lane `input` begins to prepare the next batch."""
         preparation = self._in_flight.newest = self._prepare_next(source, ahead=True)
-        with torch.cuda.stream(self._copies):  # the job must not wait for the compute
+        # the job must not wait for the compute
+        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             self._in_flight.incoming = IncomingBatch(preparation, self.input, self._split_batch)
 
     def _await_input(self) -> StagedBatch | None:

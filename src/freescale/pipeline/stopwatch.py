@@ -27,16 +27,19 @@ class Stopwatch:
     """Takes stamps on the device's clock and reads them once the device has passed them; it never
     waits for the device."""
 
-    def __init__(self, clock: Clock, device: torch.device, wanted: bool = True) -> None:
-        """`wanted`: whether anybody learns from it; otherwise nothing is measured."""
-        self._wanted = wanted
+    def __init__(
+        self, clock: Clock, device: torch.device, wanted: bool = True, every: int = 1
+    ) -> None:
+        """`wanted`: whether anybody reads it; otherwise nothing is measured. One step of `every` is
+        measured."""
+        self._wanted, self._every, self._measures = wanted, every, wanted
         self._clock: Clock | _ThreadClock = _ThreadClock() if device.type == "cpu" else clock
         self._running: list[tuple[Any, Any]] = []
         self._last: tuple[int, list[tuple[Any, Any]]] = (0, [])
 
     def computing(self) -> AbstractContextManager[None]:
         """Around a part of a step's compute."""
-        return self._measure() if self._wanted else nullcontext()
+        return self._measure() if self._measures else nullcontext()
 
     @contextmanager
     def _measure(self) -> Iterator[None]:
@@ -47,10 +50,11 @@ class Stopwatch:
     def finish(self, step: int) -> None:
         """Ends the measurement of a step whose compute is issued."""
         self._last, self._running = (step, self._running), []
+        self._measures = self._wanted and step % self._every == 0
 
     def last(self) -> tuple[int, int]:
-        """The last step that was finished and its nanoseconds of compute: 0 if the device has not
-        reached its end yet, or had nothing to do."""
+        """The last step that was finished and its nanoseconds of compute: 0 if it was not measured,
+        if the device has not reached its end yet, or had nothing to do."""
         step, stamps = self._last
         read = [(self._clock.read(begin), self._clock.read(end)) for begin, end in stamps]
         if any(end is None for _, end in read):
