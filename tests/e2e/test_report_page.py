@@ -68,6 +68,8 @@ def made(tmp_path_factory):
         )
         if name == "serial":
             more += ("--rows", "item=dynamic:8192:seen=2", "--in-batch-share", 1)
+        else:  # samples move, however little that gains
+            more += ("--balance-adapt",)
         done = train(folder / name, data, *more)
         assert done.returncode == 0, done.stderr
         assert f"freescale report {folder / name / 'run'}" in done.stdout
