@@ -303,6 +303,7 @@ def _train_adam(transport, schedule):
 
 
 def _unflushed(transport):
+    in_pieces()  # of fewer rows nothing is deferred
     parallel, pipeline = build(transport, "staged")
     stream = [
         share_of(batch_of(ids, number), transport)
