@@ -321,8 +321,9 @@ def test_something_is_deferred():
     assert run_ranks(2, _unflushed) == [True, True]
 
 
-def _few(transport):
+def _few(transport, nearby):
     in_pieces()
+    transport.nearby = nearby
     parallel, pipeline = build(transport, "serial")
     batches = [
         share_of(batch_of(ids, number), transport) for number, ids in enumerate(few_and_many())
@@ -334,7 +335,11 @@ def _few(transport):
 def test_some_have_few_rows():
     """The same ones on every rank, although their shares differ in size."""
     few = [False, True, True, True, False, True, False, False, True, True]
-    assert run_ranks(3, _few) == [few] * 3
+    assert run_ranks(3, _few, True) == [few] * 3
+
+
+def test_over_hosts_batches_of_few_rows_are_divided_too():
+    assert not any(run_ranks(2, _few, False)[0])
 
 
 def _pieces(transport):

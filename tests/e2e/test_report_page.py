@@ -67,7 +67,7 @@ def made(tmp_path_factory):
             "item=sharded",
         )
         if name == "serial":
-            more += ("--rows", "item=dynamic:8192:seen=2", "--in-batch-share", 1)
+            more += ("--rows", "item=dynamic:8192:seen=2")
         else:  # samples move, however little that gains
             more += ("--balance-adapt",)
         done = train(folder / name, data, *more)

@@ -212,7 +212,8 @@ def test_what_the_page_shows():
 
 def test_the_option_of_the_command_line():
     about = {"data": "x.parquet", "rows": "item=dynamic:1M:seen=2"}
-    config = RunConfig.from_settings(about | {"in_batch_share": 1.0})
+    config = RunConfig.from_settings(about)
+    assert config.data.in_batch_share == 1
     rules = freescale.Dynamic("1M", freescale.Seen(2))
     assert parse_tables(config) == {"item": replace(rules, draws="targets")}
     for other in (
@@ -221,7 +222,8 @@ def test_the_option_of_the_command_line():
     ):
         assert parse_tables(RunConfig.from_settings(about | other)) == {"item": rules}
     for wrong, message in (
-        ({}, "--negatives-from uniform .*--in-batch-share 1"),
+        ({"negatives_from": "uniform"}, "--negatives-from uniform .*--in-batch-share 1"),
+        ({"in_batch_share": 0.5}, "--negatives-from uniform .*--in-batch-share 1"),
         ({"negatives_from": "all"}, "--negatives-from all .*--in-batch-share 1"),
         ({"rows": "item"}, "item=dynamic:50M"),
         ({"rows": "item=host:8GB", "in_batch_share": 1.0}, "give dynamic:ROWS"),

@@ -169,7 +169,7 @@ def test_a_csv_of_strings_is_trained_on_evaluated_and_exported(csv, tmp_path):
     run, small = tmp_path / "run", "--steps 3 --width 8 --layers 1 --heads 1 --device cpu"
     told = invoke(
         "train", "--data", csv, "--cache", tmp_path / "cache", "--folder", run, *small.split(),
-        "--rows", "item=dynamic:4096", "--in-batch-share", 1, "--profile-steps", 0,
+        "--rows", "item=dynamic:4096", "--profile-steps", 0,
     )  # fmt: skip
     assert "4 of them strings hashed to 64 bits" in told and "9 different item ids" in told
     other = tmp_path / "other.csv"  # the same ids in another order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from freescale.config.columns import Label, parse_labels
@@ -90,8 +90,15 @@ class RunConfig:
                 f"--num-items {self.data.num_items} with --rows {self.train.rows}: ids of a "
                 "dynamic table have no bound; leave --num-items out"
             )
-        data, sampled = self.data, self.model.task == "retrieval"
-        if sampled and "item" in self.dynamic_tables and data.in_batch_share < 1:
+        if self.model.task == "retrieval" and "item" in self.dynamic_tables:
+            self._check_negatives()
+
+    def _check_negatives(self) -> None:
+        """Those of a dynamic table are of the batch, unless others are asked for: refused."""
+        data = self.data
+        if data.negatives_from == "auto" and data.in_batch_share == DataConfig.in_batch_share:
+            object.__setattr__(self, "data", replace(data, in_batch_share=1.0))
+        elif data.in_batch_share < 1:
             source = "uniform" if data.negatives_from == "auto" else data.negatives_from
             raise ValueError(
                 f"--rows {self.train.rows}: a dynamic table has no catalogue, which negatives from "

@@ -44,11 +44,12 @@ def count_pieces(bytes_per_rank: int, device: torch.device, ranks: int = 1) -> i
     return 1 << max(0, int(wanted).bit_length() - 1)
 
 
-def is_few(bytes_per_rank: int, device: torch.device) -> bool:
+def is_few(bytes_per_rank: int, device: torch.device, nearby: bool) -> bool:
     """Whether the rows of a batch are so few that all may wait for the update of the batch before:
-    to find and divide what need not wait takes longer than to send it. On a GPU the next forward
-    would wait, which takes longer still. The same on every rank if `bytes_per_rank` is."""
-    return device.type == "cpu" and bytes_per_rank < _LEAST_BYTES["cpu"]
+    within a machine, to find and divide what need not wait takes longer than to send it. On a GPU
+    the next forward would wait, which takes longer still. The same on every rank if
+    `bytes_per_rank` is."""
+    return nearby and device.type == "cpu" and bytes_per_rank < _LEAST_BYTES["cpu"]
 
 
 @dataclass(frozen=True)

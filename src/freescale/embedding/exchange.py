@@ -139,7 +139,7 @@ class Sharded:
             RequestPart(None, None, send, receive),
             owned,
             count_pieces(size, transport.device, transport.world),
-            is_few(size, transport.device),
+            is_few(size, transport.device, transport.nearby),
             counted,
             drawn,
         )

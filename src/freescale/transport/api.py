@@ -58,6 +58,7 @@ class Transport(Protocol):
         ledger: records every collective.
         lines: messages that it can carry beside each other.
         sums_apart: whether a channel's exchanges are a way around the process group, which sums.
+        nearby: whether all ranks are on one machine.
         about: its name, and why it was chosen.
     """
 
@@ -67,6 +68,7 @@ class Transport(Protocol):
     ledger: Ledger | ThreadLedger
     lines: int
     sums_apart: bool
+    nearby: bool
     about: str
 
     def all_to_all(

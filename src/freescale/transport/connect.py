@@ -164,7 +164,7 @@ def _join(
     made = ProcessGroupTransport(
         device, Ledger(device), group=group, control=control, owner=owner, timeout=limit
     )
-    chosen, why = agree_on_transport(transport, made)
+    chosen, why, nearby = agree_on_transport(transport, made)
     if chosen != "collective":
         made = HostwireTransport(
             device,
@@ -175,6 +175,7 @@ def _join(
             owner=owner,
             timeout=limit,
         )
+    made.nearby = nearby
     made.about = f"transport {chosen} ({why})"
     if owner:
         shared = shares_store(os.environ)
@@ -183,7 +184,7 @@ def _join(
     return made
 
 
-def agree_on_transport(transport: str, made: ProcessGroupTransport) -> tuple[str, str]:
+def agree_on_transport(transport: str, made: ProcessGroupTransport) -> tuple[str, str, bool]:
     """Chooses the transport of ranks that have joined. A collective.
 
     Ranks may have different packages and devices, and decide by what all of them have.
@@ -193,7 +194,7 @@ def agree_on_transport(transport: str, made: ProcessGroupTransport) -> tuple[str
         made: connects the ranks.
 
     Returns:
-        (the transport's name, the reason).
+        (the transport's name, the reason, whether all ranks are on one machine).
 
     Raises:
         ValueError: on all ranks, if one may not open as many files as the transport takes.
@@ -214,4 +215,4 @@ def agree_on_transport(transport: str, made: ProcessGroupTransport) -> tuple[str
     )
     for rank, most in enumerate(limits):
         check_limit(chosen, device, made.world, machines.count(machines[rank]), most, rank)
-    return chosen, why
+    return chosen, why, len(set(machines)) == 1

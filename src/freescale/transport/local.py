@@ -29,6 +29,7 @@ class LocalTransport:
     world = 1
     lines = 1
     sums_apart = False
+    nearby = True
     about = "transport local (one process)"
 
     def __init__(

@@ -108,7 +108,7 @@ class ProcessGroupTransport:
         self.signs: SignsOfLife | None = None
         self.lines, self._next_line = max(1, len(lines)), cycle(lines) if lines else None
         self.device = torch.device(device)
-        self.sums_apart = False
+        self.sums_apart, self.nearby = False, False
         world = group if group is not None else dist.group.WORLD
         assert world is not None, "initialise the process group first (transport.connect does)"
         self.group: dist.ProcessGroup = world
@@ -239,7 +239,7 @@ class ProcessGroupTransport:
         if made is None:
             made = self._open_channel(ledger, urgent)
             self._channels.add(made, urgent, made.exchanges)
-        made.ledger = ledger
+        made.ledger, made.nearby = ledger, self.nearby
         return made
 
     def open_control(self) -> ProcessGroupTransport:

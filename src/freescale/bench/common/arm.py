@@ -91,7 +91,7 @@ def open_transport(
     cpu = torch.device(device).type == "cpu"
     control = None if cpu else dist.new_group(backend="gloo", timeout=limit)
     plain = ProcessGroupTransport(device, ledger, control=control, timeout=limit)
-    carrier, _ = agree_on_transport(asked, plain)
+    carrier, *_ = agree_on_transport(asked, plain)
     if carrier == "collective":
         return plain, carrier
     wire = carrier.removeprefix("hostwire-")

@@ -69,8 +69,9 @@ def bench_recbole(plan: Plan, interpreter: str, to: Destination) -> None:
     own |= {"seconds": found["seconds"], "epochs": seed.config.train.epochs}
     own |= {name: found["quality"]["model"][name] for name in _METRICS}
     runner = str(root / "benchmarks" / "recbole" / "run.py")
-    words = [program, runner, str(atomic.parents[1]), atomic.stem, str(EPOCHS), "0"]
-    theirs = _train(words)
+    folder = atomic.parents[1].absolute()
+    words = [str(Path(program).absolute()), runner, str(folder), atomic.stem, str(EPOCHS), "0"]
+    theirs = _train(words, folder)  # RecBole writes logs where it runs
     said = json.loads(theirs.pop("printed").splitlines()[-1])
     own.pop("printed")
     peer: Row = {"arm": "RecBole's SASRec", **theirs, **said}
@@ -96,13 +97,19 @@ def write_atomic(histories: Path, path: Path) -> None:
     events.unlink()
 
 
-def _train(command: list[str]) -> dict[str, Any]:
+def _train(command: list[str], folder: Path | None = None) -> dict[str, Any]:
     """Runs a program: its processor seconds, and what it printed."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     # every core, whatever this process was told
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=environment
+        command,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+        env=environment,
+        cwd=folder,
     )
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
