@@ -434,7 +434,8 @@ def test_urgent_that_waits_for_bulk_elsewhere(wire):
 def test_the_choice_of_a_transport():
     assert choose_transport("auto", "cpu", 1, True, True, True)[0] == "hostwire-gloo"
     assert choose_transport("auto", "cpu", 1, True, True, False)[0] == "collective"
-    assert choose_transport("auto", "cpu", 2, True, True, True)[0] == "collective"
+    assert choose_transport("auto", "cpu", 2, True, True, True)[0] == "hostwire-tcp"
+    assert choose_transport("auto", "cpu", 2, True, True, False)[0] == "collective"
     assert choose_transport("auto", "cuda", 1, True, False, True)[0] == "hostwire-gloo"
     assert choose_transport("auto", "cuda", 2, True, True, True)[0] == "hostwire-ucx"
     name, why = choose_transport("auto", "cuda", 2, False, True, True)

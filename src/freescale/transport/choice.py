@@ -54,12 +54,15 @@ def choose_transport(
             "CPU ranks of one machine: shared memory carries what is not summed, at a fraction of "
             "the processor time of gloo"
         )
+    if device == "cpu" and engine:
+        return "hostwire-tcp", (
+            "CPU ranks on several machines: urgent traffic overtakes bulk traffic, at less "
+            "processor time than gloo"
+        )
     if device == "cpu":
+        what = "hostwire-tcp" if machines > 1 else "shared memory"
         return "collective", (
-            "the default of CPU ranks on several machines; hostwire-tcp lets urgent traffic "
-            "overtake bulk traffic"
-            if machines > 1
-            else "shared memory needs the engine in C; freescale doctor says why it is missing"
+            f"{what} needs the engine in C; freescale doctor says why it is missing"
         )
     if machines == 1:
         return "hostwire-gloo", (
