@@ -66,8 +66,8 @@ def _list_candidates(transport: str, device: str) -> tuple[str, ...]:
     """What the transport may turn out to be."""
     if transport != "auto":
         return (transport,)
-    chosen = ("collective",) if device == "cpu" else ("hostwire-tcp", "hostwire-ucx")
-    return ("hostwire-gloo", *chosen)
+    chosen = "collective" if device == "cpu" else "hostwire-ucx"
+    return ("hostwire-gloo", "hostwire-tcp", chosen)
 
 
 def read_hard_limit() -> int | None:
