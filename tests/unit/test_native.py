@@ -10,7 +10,6 @@ from freescale.kernels.native import (
     attention_plan,
     bindings,
     fused_layer,
-    position_softmax,
     row_updates,
 )
 from freescale.kernels.native import sampled_softmax as native_softmax
@@ -106,7 +105,6 @@ def test_softmax_is_that_of_plain_torch(normalize, extras, per):
     rows = torch.randn(40, 13, generator=generator)
     outputs = torch.randn(TOKENS, 13, generator=generator)
     shape = {"batch": (25,), "sample": (len(LENGTHS), 25), "position": (TOKENS, 25)}[per]
-    native = position_softmax if per == "position" else native_softmax
     targets, index = (
         torch.randint(0, 40, size, generator=generator) for size in ((TOKENS,), shape)
     )
@@ -118,9 +116,9 @@ def test_softmax_is_that_of_plain_torch(normalize, extras, per):
         options["weights"] = torch.rand(TOKENS, generator=generator)
         options["targets_log_q"] = torch.randn(TOKENS, generator=generator)
     negatives = softmax.Negatives(index, per, log_q)
-    assert native.fits(outputs, rows, negatives)
+    assert native_softmax.fits(outputs, rows, negatives)
     found = []
-    for kernel in (native, softmax):
+    for kernel in (native_softmax, softmax):
         own = outputs.clone().requires_grad_(), rows.clone().requires_grad_()
         loss = kernel.sampled_softmax(*own, targets, negatives, LENGTHS, **options)
         (2 * loss).backward()

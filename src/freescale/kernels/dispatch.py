@@ -17,7 +17,6 @@ from torch import Tensor
 
 from freescale.kernels.native import attention_plan as native_plan
 from freescale.kernels.native import fused_layer as native_layer
-from freescale.kernels.native import position_softmax
 from freescale.kernels.native import positions as native_positions
 from freescale.kernels.native import requests as native_requests
 from freescale.kernels.native import row_updates as native_updates
@@ -236,8 +235,6 @@ def sampled_softmax(
     )
     if not fits and native_softmax.fits(outputs, rows, negatives):
         return native_softmax.sampled_softmax(*inputs, **options)
-    if not fits and position_softmax.fits(outputs, rows, negatives):
-        return position_softmax.sampled_softmax(*inputs, **options)
     if not fits:
         return softmax.sampled_softmax(*inputs, **options)
     kind = outputs.device.type

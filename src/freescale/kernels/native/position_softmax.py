@@ -1,54 +1,15 @@
-"""`reference.sampled_softmax.sampled_softmax` on a CPU where each token has negatives of its own:
-one call of C, which gathers nothing."""
+"""The sampled softmax on a CPU where each token has negatives of its own: one call of C, which
+gathers nothing."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from freescale.kernels.native.bindings import address, load_native, require_native
-from freescale.kernels.reference.sampled_softmax import Negatives, check_inputs
+from freescale.kernels.native.bindings import address, require_native
 
 
-def fits(outputs: Tensor, rows: Tensor, negatives: Negatives) -> bool:
-    """Whether such tensors can go through here."""
-    return (
-        negatives.per == "position"
-        and outputs.dtype == rows.dtype == torch.float32
-        and outputs.device.type == "cpu"
-        and load_native() is not None
-    )
-
-
-def sampled_softmax(
-    outputs: Tensor,  # [tokens, width]
-    rows: Tensor,  # [u, width]
-    targets: Tensor,  # [tokens] int64: indices into rows
-    negatives: Negatives,
-    lengths: Tensor,  # [samples] int64
-    *,
-    temperature: float,
-    normalize: bool,
-    host_lengths: Tensor | None = None,
-    weights: Tensor | None = None,  # [tokens]
-    targets_log_q: Tensor | None = None,  # [tokens]
-) -> Tensor:
-    """As the reference."""
-    check_inputs(outputs, rows, targets, negatives, lengths, weights, targets_log_q)
-    columns = [
-        None if column is None else column.detach().float().contiguous()
-        for column in (weights, targets_log_q, negatives.log_q)
-    ]
-    index = targets.contiguous(), negatives.index.contiguous()
-    need = torch.is_grad_enabled() and (outputs.requires_grad or rows.requires_grad)
-    total: Tensor = _PositionSoftmax.apply(  # type: ignore[no-untyped-call]
-        outputs, rows, *index, columns, temperature, normalize, need
-    )
-    return total
-
-
-class _PositionSoftmax(torch.autograd.Function):
+class PositionSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, outputs, rows, targets, index, columns, temperature, normalize, need):  # type: ignore[no-untyped-def]
         library, width = require_native(), outputs.shape[1]

@@ -1,5 +1,6 @@
 """`reference.sampled_softmax.sampled_softmax` on a CPU, loss and gradients by one call of C: where
-the batch shares its negatives, or each sample has its own and histories are short."""
+the batch shares its negatives, each sample has its own and histories are short, or each token has
+its own (position_softmax.py)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from freescale.kernels.native.bindings import address, load_native, require_native
+from freescale.kernels.native.position_softmax import PositionSoftmax
 from freescale.kernels.reference.sampled_softmax import Negatives, check_inputs
 
 MOST_PRODUCTS = 1 << 21  # of tokens and negatives: more than that is bound by memory
@@ -18,12 +20,16 @@ MOST_TOKENS = 16
 def fits(outputs: Tensor, rows: Tensor, negatives: Negatives) -> bool:
     """Whether such tensors can go through here."""
     return (
-        negatives.per in ("batch", "sample")
-        and outputs.dtype == rows.dtype == torch.float32
+        outputs.dtype == rows.dtype == torch.float32
         and outputs.device.type == "cpu"
-        and 0 < outputs.shape[0] * negatives.count <= MOST_PRODUCTS
-        and (negatives.per == "batch" or outputs.shape[0] <= MOST_TOKENS * len(negatives.index))
+        and (negatives.per == "position" or _is_small(len(outputs), negatives))
         and load_native() is not None
+    )
+
+
+def _is_small(tokens: int, negatives: Negatives) -> bool:
+    return 0 < tokens * negatives.count <= MOST_PRODUCTS and (
+        negatives.per == "batch" or tokens <= MOST_TOKENS * len(negatives.index)
     )
 
 
@@ -48,10 +54,13 @@ def sampled_softmax(
     ]
     need = torch.is_grad_enabled() and (outputs.requires_grad or rows.requires_grad)
     index = targets.contiguous(), negatives.index.contiguous()
-    each = lengths.contiguous() if negatives.per == "sample" else None
-    total: Tensor = _SampledSoftmax.apply(  # type: ignore[no-untyped-call]
-        outputs, rows, *index, each, columns, temperature, normalize, need
-    )
+    others = columns, temperature, normalize, need
+    total: Tensor
+    if negatives.per == "position":
+        total = PositionSoftmax.apply(outputs, rows, *index, *others)  # type: ignore[no-untyped-call]
+    else:
+        each = lengths.contiguous() if negatives.per == "sample" else None
+        total = _SampledSoftmax.apply(outputs, rows, *index, each, *others)  # type: ignore[no-untyped-call]
     return total
 
 
