@@ -66,6 +66,10 @@ class WorkerServer:
         self._end = weakref.finalize(self, _kill, self._process, ours)
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def is_open(self) -> bool:
         return self._end.alive
 

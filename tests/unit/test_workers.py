@@ -128,7 +128,7 @@ def test_a_killed_worker_is_an_error():
 def test_batches_do_not_wait_for_the_server():
     """It is stopped while it comes up: all batches are made here, and nobody waits for its end."""
     source, server = Counting(30), WorkerServer()
-    os.kill(read_children()[0], signal.SIGSTOP)
+    os.kill(server.pid, signal.SIGSTOP)
     with WorkerLoader(source, 2, server=server) as loader:
         assert all(are_equal(batch, source.batch(n)) for n, batch in enumerate(loader))
         assert loader.made_here == 30
@@ -140,7 +140,7 @@ def test_a_server_that_ends_is_an_error():
     """Before it has forked a worker; with workers, they go on without it."""
     server = WorkerServer()
     with WorkerLoader(Counting(1 << 30), 1, server=server) as loader:
-        os.kill(read_children()[0], signal.SIGKILL)
+        os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="data worker 0 was killed by signal 9"):
             loader.wait_until_up()
     server.close()
@@ -201,18 +201,17 @@ def test_choice_of_workers():
 def read_children() -> list[int]:
     """Servers that this process has started and not waited for, and their workers; other tests of
     the process may have children of their own."""
-    servers = [
-        pid for pid in _list_children(os.getpid()) if b"worker_process" in _read_command(pid)
-    ]
-    return sorted([*servers, *read_workers()])
+    return sorted([*_read_servers(), *read_workers()])
 
 
 def read_workers() -> list[int]:
     """Data workers of this process's servers."""
-    servers = [
-        pid for pid in _list_children(os.getpid()) if b"worker_process" in _read_command(pid)
-    ]
-    return sorted(worker for server in servers for worker in _list_children(server))
+    return sorted(worker for server in _read_servers() for worker in _list_children(server))
+
+
+def _read_servers() -> list[int]:
+    children = _list_children(os.getpid())
+    return [pid for pid in children if b"worker_process" in _read_command(pid)]
 
 
 def read_parent(process: int) -> int:
