@@ -122,6 +122,16 @@ def renew_ids(batch: SequenceBatch, number: int) -> SequenceBatch:
     return replace(batch.with_parts(parts), shared=shared, packing=None)
 
 
+def make_dynamic(config: RunConfig, options: str) -> RunConfig:
+    """The same run on a dynamic item table of as many rows. `options`: of an arm."""
+    rows = f"item=dynamic:{config.data.num_items}{options}"
+    return replace(
+        config,
+        data=replace(config.data, num_items=None),  # ids of a dynamic table have no bound
+        train=replace(config.train, rows=rows),
+    )
+
+
 class StepBench:
     """A rank that measures."""
 
@@ -156,10 +166,7 @@ class StepBench:
         gc.collect()  # the table before this one
         if self.setting.device == "cuda":
             torch.cuda.empty_cache()
-        config = self.config
-        if options:
-            rows = f"item=dynamic:{self.setting.rows}{options}"
-            config = replace(config, train=replace(config.train, rows=rows))
+        config = make_dynamic(self.config, options) if options else self.config
         batches = [renew_ids(b, n) if options else b for n, b in enumerate(self.batches)]
         if self.setting.device == "cuda":
             batches = [batch.pin_memory() for batch in batches]
