@@ -10,11 +10,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 
 from freescale.bench.common.repository import package_path
-from freescale.train.launch import launch
+from freescale.train.launch import is_rank, launch
+from freescale.transport.api import Transport
 from freescale.transport.connect import connect
 from freescale.transport.process_group import ProcessGroupTransport
 
@@ -95,6 +97,20 @@ def join(device: str, seconds: float, transport: str = "collective") -> ProcessG
     joined = connect(chosen, seconds, transport=transport)
     assert isinstance(joined, ProcessGroupTransport), "RANK is set: there is a process group"
     return joined
+
+
+@contextmanager
+def open_rank(device: str, seconds: float) -> Iterator[tuple[Transport, Path]]:
+    """This process as a rank, or alone, and a folder that the ranks of the machine share; until the
+    end of the block, which the ranks reach together. `seconds` bound every collective."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no GPU here; try the benchmark with --device cpu")
+    transport: Transport = join(device, seconds, "auto") if is_rank() else connect(device)
+    with tempfile.TemporaryDirectory() as temporary:
+        # rank 0's, which is gone once all of them have read it
+        yield transport, Path(transport.gather_bytes(temporary.encode())[0].decode())
+        transport.gather_bytes(b"")
+    transport.close()
 
 
 def count_queues(ranks: int) -> str:

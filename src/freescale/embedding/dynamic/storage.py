@@ -213,8 +213,9 @@ class DynamicStorage(RowStorage):
         # Counted here, not where it is decided: a lane may be late, and the ledger's step would
         # have the rows of two batches, and the one before it none.
         figures = self._uncounted.popleft()
-        for name, value in figures.items() if ledger is not None else ():
-            ledger.count(name, value)
+        if ledger is not None:
+            for name, value in figures.items():
+                ledger.count(name, value)
         self._begun += 1
         if self._undone:
             with self._lock:
