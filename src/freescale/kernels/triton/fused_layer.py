@@ -44,12 +44,16 @@ from freescale.kernels.triton.launch import (
     round_up_to_power_of_two,
     use_device,
 )
-from freescale.kernels.triton.layer import MOST_PARTS, WIDE
+from freescale.kernels.triton.layer import WIDE
 from freescale.kernels.upload import upload
 from freescale.random import compute_keep_threshold
 
 # Backward keeps three sums of a tile in registers: half the tile, twice the programs at a time.
 FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(1024, 4, 4)
+# Backward of narrow dtypes: so few registers that five programs run on a multiprocessor at a time;
+# and no more parts of the tokens, each with sums of its own, than run so on an H200's 132, of which
+# none waits for others to end.
+REGISTERS, MOST_PARTS = 96, 5 * 132
 SILU_ELEMENTS, SILU_COLUMNS = 2048, 256  # of a program, at most
 
 
@@ -192,6 +196,13 @@ def _choose_shape(launch: RowLaunch, width: int) -> dict[str, int]:
 
 
 @cache
+def _choose_backward_shape(width: int, dtype: torch.dtype) -> dict[str, int | None]:
+    """Rows of float32, or of several warps' width, would not fit in these registers."""
+    narrow = dtype != torch.float32 and width < WIDE
+    return {**_choose_shape(BACKWARD, width), "maxnreg": REGISTERS if narrow else None}
+
+
+@cache
 def _choose_silu_shape(widths: tuple[int, ...]) -> dict[str, int]:
     """R tokens, C columns of one of the pieces."""
     columns = min(SILU_COLUMNS, round_up_to_power_of_two(max(widths)))
@@ -329,7 +340,7 @@ class _Layer(torch.autograd.Function):
             grad_output = _multiply(grad.t(), gated, ctx.dtypes[2])
             grad_gated = torch.mm(grad, output)
             grad_attended, grad_projected = torch.empty_like(attended), torch.empty_like(projected)
-            shape = _choose_shape(BACKWARD, gated_width)
+            shape = _choose_backward_shape(gated_width, options.dtype)
             launch_kernel(
                 gate_backward_kernel, (sums.count,),
                 grad_gated, attended, projected, options.keys, gate_weight, gate_bias,
@@ -357,7 +368,7 @@ class _Layer(torch.autograd.Function):
             grad_normal = torch.mm(grad_projected, projection)
             grad_x = torch.empty_like(x)
             grad_added = _empty(x.shape, ctx.added, x) if ctx.added not in (None, x.dtype) else None
-            shape = _choose_shape(BACKWARD, width)
+            shape = _choose_backward_shape(width, options.dtype)
             launch_kernel(
                 add_norm_backward_kernel, (sums.count,),
                 grad_normal, above, x, input_weight, means, inverses, grad_x, grad_added,
