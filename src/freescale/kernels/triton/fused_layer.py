@@ -50,10 +50,10 @@ from freescale.random import compute_keep_threshold
 
 # Backward keeps three sums of a tile in registers: half the tile, twice the programs at a time.
 FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(1024, 4, 4)
-# Backward of narrow dtypes: so few registers that five programs run on a multiprocessor at a time;
-# and no more parts of the tokens, each with sums of its own, than run so on an H200's 132, of which
-# none waits for others to end.
-REGISTERS, MOST_PARTS = 96, 5 * 132
+# Backward: so few registers that five programs run on a multiprocessor at a time, four of the gate
+# with several rows each; and no more parts of the tokens, each with sums of its own, than run so on
+# the 132 of an H200: none waits for others to end.
+REGISTERS, GATE_REGISTERS, MOST_PARTS = 96, 128, 5 * 132
 SILU_ELEMENTS, SILU_COLUMNS = 2048, 256  # of a program, at most
 
 
@@ -196,10 +196,15 @@ def _choose_shape(launch: RowLaunch, width: int) -> dict[str, int]:
 
 
 @cache
-def _choose_backward_shape(width: int, dtype: torch.dtype) -> dict[str, int | None]:
-    """Rows of float32, or of several warps' width, would not fit in these registers."""
-    narrow = dtype != torch.float32 and width < WIDE
-    return {**_choose_shape(BACKWARD, width), "maxnreg": REGISTERS if narrow else None}
+def _choose_backward_shape(
+    width: int, dtype: torch.dtype, registers: int = REGISTERS
+) -> dict[str, int | None]:
+    """`registers`: of programs with several rows at a time. Rows of eight warps and of float32 do
+    not fit in so few."""
+    shape = _choose_shape(BACKWARD, width)
+    if width >= WIDE or dtype == torch.float32:
+        return {**shape, "maxnreg": None}
+    return {**shape, "maxnreg": REGISTERS if shape["R"] == 1 else registers}
 
 
 @cache
@@ -340,7 +345,7 @@ class _Layer(torch.autograd.Function):
             grad_output = _multiply(grad.t(), gated, ctx.dtypes[2])
             grad_gated = torch.mm(grad, output)
             grad_attended, grad_projected = torch.empty_like(attended), torch.empty_like(projected)
-            shape = _choose_backward_shape(gated_width, options.dtype)
+            shape = _choose_backward_shape(gated_width, options.dtype, GATE_REGISTERS)
             launch_kernel(
                 gate_backward_kernel, (sums.count,),
                 grad_gated, attended, projected, options.keys, gate_weight, gate_bias,
