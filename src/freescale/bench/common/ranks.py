@@ -17,12 +17,9 @@ from freescale.bench.common.repository import package_path
 from freescale.train.launch import launch
 from freescale.transport.connect import connect
 from freescale.transport.process_group import ProcessGroupTransport
+from freescale.transport.shared_gpu import PART, list_settings
 
 _CONTROL = "nvidia-cuda-mps-control"
-# hardware queues that ranks on one GPU can have together: with more, the last of them finds no
-# memory
-_QUEUES = 64
-_MOST_QUEUES = 32  # of one process
 
 
 def start_ranks(
@@ -61,7 +58,7 @@ def start_ranks(
                 "PYTHONPATH": package_path(),
                 **(given if threads else {}),
                 **divided,
-                **_settings(rank, ranks, shared),
+                **list_settings(rank, ranks, shared),
             }
 
         module = f"freescale.bench.{name}"
@@ -83,39 +80,11 @@ def join(device: str, seconds: float, transport: str = "collective") -> ProcessG
                 "sizes, times that say nothing"
             )
         shared = torch.cuda.device_count() < ranks
-        # torchrun sets none of this; what is set stays.
-        os.environ.update(
-            {
-                name: value
-                for name, value in _settings(rank, ranks, shared).items()
-                if name not in os.environ
-            }
-        )
+        os.environ.update(list_settings(rank, ranks, shared))  # torchrun sets none of this
         chosen = torch.device("cuda", 0 if shared else int(os.environ.get("LOCAL_RANK", rank)))
     joined = connect(chosen, seconds, transport=transport)
     assert isinstance(joined, ProcessGroupTransport), "RANK is set: there is a process group"
     return joined
-
-
-def count_queues(ranks: int) -> str:
-    """CUDA_DEVICE_MAX_CONNECTIONS of each of several ranks on one GPU."""
-    return str(min(_MOST_QUEUES, max(1, _QUEUES // ranks)))
-
-
-def _settings(rank: int, ranks: int, shared: bool) -> dict[str, str]:
-    """What NCCL and CUDA have to be told. A value that the user set stays."""
-    # With fewer queues than streams, what waits in one stream holds up others.
-    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": count_queues(ranks) if shared else str(_MOST_QUEUES)}
-    if shared:
-        settings |= {
-            # NCCL takes several ranks on one GPU if each names a host of its own
-            "NCCL_HOSTID": f"host{rank}",
-            "NCCL_SOCKET_IFNAME": "lo",
-            # such ranks talk over loopback sockets: one stream is slow
-            "NCCL_SOCKET_NTHREADS": "2",
-            "NCCL_NSOCKS_PERTHREAD": "2",
-        }
-    return {name: os.environ.get(name, value) for name, value in settings.items()}
 
 
 @contextmanager
@@ -145,7 +114,7 @@ def share_gpu(ranks: int) -> Iterator[dict[str, str]]:
                 f"CUDA's MPS does not start here ({_CONTROL} -d ended with status "
                 f"{begun.returncode})"
             )
-        yield {**folders, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // ranks)}
+        yield {**folders, PART: str(100 // ranks)}
     finally:
         try:
             subprocess.run(

@@ -159,7 +159,11 @@ class StepBench:
         config = self.config
         if options:
             rows = f"item=dynamic:{self.setting.rows}{options}"
-            config = replace(config, train=replace(config.train, rows=rows))
+            config = replace(
+                config,
+                data=replace(config.data, num_items=None),  # such ids have no bound
+                train=replace(config.train, rows=rows),
+            )
         batches = [renew_ids(b, n) if options else b for n, b in enumerate(self.batches)]
         if self.setting.device == "cuda":
             batches = [batch.pin_memory() for batch in batches]
