@@ -198,7 +198,7 @@ def _choose_shape(launch: RowLaunch, width: int) -> dict[str, int]:
 @cache
 def _choose_backward_shape(
     width: int, dtype: torch.dtype, registers: int = REGISTERS
-) -> dict[str, int | None]:
+) -> dict[str, Any]:
     """`registers`: of programs with several rows at a time. Rows of eight warps and of float32 do
     not fit in so few."""
     shape = _choose_shape(BACKWARD, width)
