@@ -127,11 +127,11 @@ def test_a_killed_worker_is_an_error():
 
 def test_batches_do_not_wait_for_the_server():
     """It is stopped while it comes up: all batches are made here, and nobody waits for its end."""
-    source, server = Counting(30), WorkerServer()
+    source, server = Counting(1000), WorkerServer()
     os.kill(server.pid, signal.SIGSTOP)
-    with WorkerLoader(source, 2, server=server) as loader:
+    with WorkerLoader(source, 1, server=server) as loader:
         assert all(are_equal(batch, source.batch(n)) for n, batch in enumerate(loader))
-        assert loader.made_here == 30
+        assert loader.made_here == 1000
     server.close()
     assert read_children() == [] and not server.is_open
 

@@ -10,6 +10,7 @@ import pickle
 import signal
 import socket
 import traceback
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -127,16 +128,16 @@ def _work(connection: Connection[Any, Any], memory: int, pickled: int) -> None:
         arena = Arena(slots, slot_bytes, memory)
         with mmap.mmap(pickled, 0, access=mmap.ACCESS_READ) as whole:
             source: BatchSource = pickle.loads(whole)
-        connection.send_bytes(pickle.dumps(None))
-        number = source.start + index
+        number, free = source.start + index, deque[int]()
         while True:  # the end is the trainer's: it closes the connection
-            slot, needed = pickle.loads(connection.recv_bytes())
-            while number < needed:
-                number += workers
-            if number < source.stop:
-                made = _make(source.batch(number), number, arena, slot)
-                connection.send_bytes(pickle.dumps(made))
-                number += workers
+            while not free or number >= source.stop or connection.poll():
+                slot, needed = pickle.loads(connection.recv_bytes())
+                free.extend([] if slot is None else [slot])
+                while number < needed:
+                    number += workers
+            made = _make(source.batch(number), number, arena, free.popleft())
+            connection.send_bytes(pickle.dumps(made))
+            number += workers
     except (EOFError, ConnectionError):
         raise
     except BaseException as error:  # noqa: BLE001 - raised in the trainer

@@ -5,9 +5,9 @@ run, packed, in slots of its own. The training process builds tensors that view 
 last of them is gone and no device copies from it any more, the slot goes back to its worker. With
 CUDA all slots are pinned once.
 
-    trainer -> worker   its share; then, again and again, a free slot and the first batch that is
-                        still needed
-    worker -> trainer   that it is up; then a batch's number, slot and layout, or the error instead
+    trainer -> worker   its share; then, again and again, a free slot, or none, and the first batch
+                        that is still needed
+    worker -> trainer   a batch's number, slot and layout, or the error instead
 
 Workers are forked from a server (freescale.worker_server), a fresh interpreter: scripts need no
 main guard. Until they are up, the caller's thread makes the batches: steps that take a little
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import socket
 import weakref
 from collections import deque
@@ -143,7 +144,7 @@ class WorkerLoader:
         """Waits for the workers, instead of making their first batches here. Before the first
         batch; for those who count or compare batches, not for those who train on them."""
         for worker in self._workers[: self._source.stop - self._number]:
-            worker.wait_until_up(self._number)
+            worker.wait_until_up()
 
     def close(self) -> None:
         """Ends the workers, whatever they are doing."""
@@ -189,18 +190,23 @@ class _Worker:
         slots: range,
     ) -> None:
         self._number, self._workers, self._arena = number, workers, arena
-        self._slots, self._server = slots, server
+        self._server = server
         self._lent = 0  # slots that the worker may fill or has filled
         self._returned: deque[_Lease] = deque()  # by whatever thread drops the last tensor
         self._arrived: Made | None = None
-        self._is_up = self._has_delivered = False
+        self._has_delivered = False
         self._connection: Connection[Any, Any] = Connection(connection.detach())
         self._send(pickle.dumps((number, workers, arena.slots, arena.slot_bytes)))
+        for slot in slots:
+            self._give(slot, 0)
 
     def take(self, number: int) -> SequenceBatch | None:
-        """The batch; None if the worker is not up, or skips it."""
+        """The batch; None if the worker is not up, or skips it: it is not asked for again."""
         self.wait_for(number)
         if self._arrived is None or self._arrived.number != number:
+            # what it begins with if it comes up now; nobody may read that for a long time
+            if select.select([], [self._connection], [], 0)[1]:
+                self._send(pickle.dumps((None, number + self._workers)))
             return None
         made, self._arrived = self._arrived, None
         return self._open(made, number + 1)
@@ -213,24 +219,18 @@ class _Worker:
                 self._give(self._arrived.slot, number)
             if not self._has_delivered and not self._connection.poll():
                 return
-            # behind those that are made here meanwhile
-            self._arrived = self._receive(number + 2 * self._workers)
+            self._arrived = self._receive()
 
-    def wait_until_up(self, number: int) -> None:
-        while not self._has_delivered:
-            self._arrived = self._receive(number)
+    def wait_until_up(self) -> None:
+        if not self._has_delivered:
+            self._arrived = self._receive()
 
-    def _receive(self, needed: int) -> Made | None:
-        """What the worker says next. None: that it is up; then it gets its slots."""
+    def _receive(self) -> Made:
+        """The batch that the worker has made next."""
         try:
             message = pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             raise self._explain_death() from None
-        if not self._is_up and message is None:
-            self._is_up = True
-            for slot in self._slots:
-                self._give(slot, needed)
-            return None
         if isinstance(message, BaseException):
             raise message
         assert isinstance(message, Made)
