@@ -23,6 +23,14 @@ from freescale.transport.local import LocalTransport
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@pytest.fixture(autouse=True)
+def deterministic():
+    """What a model adds up by itself, too: without it two serial runs differ in their last bits."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 class CudaClicks32(CudaClicks):
     """In the type of Triton's kernels."""
 
