@@ -29,9 +29,10 @@ from freescale.embedding.dynamic_rules import (
 )
 from freescale.kernels.reference import id_map
 from freescale.kernels.triton.compile import find_versions
-from freescale.kernels.triton.initial_rows import draw_rows
+from freescale.kernels.triton import row_exchange
 from freescale.kernels.triton.launch import record_launches
 from freescale.pipeline.staged import Staged
+from freescale.train.build import build_row_optimizer
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.compile_kernels import call_id_map
 from freescale.transport.local import LocalTransport
@@ -116,7 +117,13 @@ def test_kernels_are_compiled_before_the_first_step(evict):
                 directory.undo(decided.changes)
                 directory.find(keys)
         directory.rebuild()
-        draw_rows(KEYS[:3], KEYS[:1], config.model.width, 0.3)
+        weight = torch.zeros(5, config.model.width)
+        directory.read(KEYS[1:4], weight, torch.float32, absent=3)
+        kept = row_exchange.insert_drawn(weight, KEYS[:3], KEYS[:3], KEYS[:1], 0.3)
+        row_exchange.swap_rows(weight, KEYS[:3], kept)
+        for shape in build_row_optimizer(config).state_shapes(config.model.width).values():
+            state = torch.zeros(5, *shape)
+            row_exchange.swap_rows(state, KEYS[:3], row_exchange.insert_zeros(state, KEYS[:3]))
     with record_launches() as ready:
         call_id_map(rules, config, torch.device("cpu"))
     known = {repr(version) for version in find_versions(ready, H200)}
