@@ -159,9 +159,10 @@ def test_a_large_map_decides_as_the_host(evict):
         assert decided[0].figures.evicted > 1000
 
 
-def test_a_large_shard_decides_as_the_host():
+@pytest.mark.parametrize("evict", ["lru", "lfu"])
+def test_a_large_shard_decides_as_the_host(evict):
     """Few shards of many rows, all of which one batch has filled: bounds among equal last uses."""
-    rules = Dynamic(12_000 * SHARDS)
+    rules = Dynamic(12_000 * SHARDS, evict=evict)
     pair = id_map_cases.Pair(rules, (0, 3), "cuda")
     keys = compute_keys(torch.arange(60_000_000, 120_000_000))
     keys = keys[(keys >> 52) + SHARDS // 2 < 3]

@@ -28,8 +28,8 @@ from freescale.embedding.dynamic_rules import (
     parse_dynamic,
 )
 from freescale.kernels.reference import id_map
-from freescale.kernels.triton.compile import find_versions
 from freescale.kernels.triton import row_exchange
+from freescale.kernels.triton.compile import find_versions
 from freescale.kernels.triton.launch import record_launches
 from freescale.pipeline.staged import Staged
 from freescale.train.build import build_row_optimizer

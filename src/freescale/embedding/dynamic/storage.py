@@ -93,7 +93,7 @@ class DynamicStorage(RowStorage):
         self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
     ) -> Tensor:
         """Slots [n] of keys [n]; those that are only not `counted` [n] do not get a row. Waits for
-        the device: a host directory for the keys, a device directory for four numbers."""
+        the device: a host directory for the keys, a device directory for a few numbers."""
         with self._lock:
             self._redo_all()
             with ledger.span("decide rows"):

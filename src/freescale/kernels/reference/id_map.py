@@ -58,7 +58,7 @@ class Lookup:
     found: Tensor  # [n] int64: the entry of each key
     uses: Uses
     places: Tensor  # [n] int32, in any order: of the keys that have none
-    number: Tensor  # [1] int32: how many these are
+    number: Tensor  # [1]: how many these are
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def look_up(
     map.count[counts] = (map.count[counts].long() + 1).clamp(max=MOST).int()
     places = (~hit).nonzero().view(-1)
     found[places] = absent
-    return Lookup(found, uses, places.int(), torch.tensor([places.numel()], dtype=torch.int32))
+    return Lookup(found, uses, places.int(), torch.tensor([places.numel()]).to(places.device))
 
 
 def find_again(map: IdMap, keys: Tensor, lookup: Lookup, absent: int = -1) -> None:

@@ -2,10 +2,10 @@
 each of them gets.
 
 A shard decides for itself, so that a program for each needs no other: it looks for the bounds in
-(count, last use, id) up to which entries go by bisection, each step a walk through the shard. It ends
-as soon as a bound has the right number of entries below it: after as many steps as the number of
-equal entries has bits, and a few. A shard of few rows is read once and walked through in registers;
-HELD says so, and then `held` is (last uses, counts, ids) of all its entries.
+(count, last use, id) up to which entries go by bisection, each step a walk through the shard. This
+ends as soon as a bound has the right number of entries below it: after as many steps as the number
+of equal entries has bits, and a few. A shard of few rows is read once and walked through in
+registers: HELD says so, and then `held` is (last uses, counts, ids) of all its entries.
 """
 
 # mypy: ignore-errors
@@ -127,7 +127,9 @@ def order_kernel(missing, wanted, starts, ordered, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_entries(ids, last, count, first, begin, rows, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _load_entries(
+    ids, last, count, first, begin, rows, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
     """(last uses, counts, ids) of entries of a shard, from `begin` on; behind it, none may go.
     Without BY_COUNT the last uses stand for the counts, which nobody reads."""
     at = begin + tl.arange(0, BLOCK)
@@ -204,9 +206,7 @@ def _find_tied_ids(
     greatest = tl.zeros([BLOCK], tl.int64) + BOTTOM
     for begin in range(0, rows, BLOCK):
         used, uses, id = (
-            held
-            if HELD
-            else _load_entries(ids, last, count, first, begin, rows, BY_COUNT, BLOCK)
+            held if HELD else _load_entries(ids, last, count, first, begin, rows, BY_COUNT, BLOCK)
         )
         tied = used == latest
         if BY_COUNT:

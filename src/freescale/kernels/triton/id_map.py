@@ -39,7 +39,7 @@ ROWS_OF_BUCKET = 4
 # Entries of a program. Searches read 8 words for each and wait for memory; a program of `choose`
 # goes through the entries of a shard, some ten times, and orders few of them: a shard of up to
 # HELD_ROWS in registers, 16 entries a thread, one of more block by block.
-FIND_BLOCK = 128
+FIND_BLOCK, FIND_WARPS = 128, 4
 BLOCK = 256
 SHARD_BLOCK = 1024
 HELD_ROWS = 4096
@@ -72,7 +72,7 @@ def find(map: IdMap, keys: Tensor, absent: int = -1) -> Tensor:
     found = torch.empty_like(keys)
     _launch(
         find_kernel, keys, FIND_BLOCK, map.words, map.ids, keys, found, keys.numel(), absent,
-        *_measure(map),
+        *_measure(map), num_warps=FIND_WARPS,
     )  # fmt: skip
     return found
 
@@ -117,7 +117,7 @@ def look_up(
     _launch(
         look_up_kernel, keys, FIND_BLOCK, map.words, map.ids, map.last, map.count, keys, found,
         entries, last, count, places, number, n, absent, batch, *_measure(map),
-        COUNTS=counted is None,
+        COUNTS=counted is None, num_warps=FIND_WARPS,
     )  # fmt: skip
     if counted is not None:
         _launch(mark_counted_kernel, keys, BLOCK, map.count, found, counted, n, absent)
@@ -131,7 +131,7 @@ def find_again(map: IdMap, keys: Tensor, lookup: Lookup, absent: int = -1) -> No
 
     _launch(
         find_again_kernel, keys, FIND_BLOCK, map.words, map.ids, keys, lookup.found, lookup.places,
-        lookup.number, *_measure(map),
+        lookup.number, *_measure(map), num_warps=FIND_WARPS,
     )  # fmt: skip
 
 
@@ -166,9 +166,7 @@ def list_missing(map: IdMap, keys: Tensor, lookup: Lookup, counted: Tensor | Non
         map.first_shard, COUNTED=counted is not None,
     )  # fmt: skip
     starts = _scan(wanted)
-    _launch(
-        collect_kernel, keys, BLOCK, keys, *listed, numbers, starts, missing, map.first_shard
-    )
+    _launch(collect_kernel, keys, BLOCK, keys, *listed, numbers, starts, missing, map.first_shard)
     if n and map.shards:
         with use_device(device):
             launch_kernel(
@@ -303,4 +301,4 @@ def _launch(kernel: Any, items: Tensor, block: int, *arguments: Any, **named: An
     if items.numel():
         grid = (count_blocks(items.numel(), block),)
         with use_device(items.device):
-            launch_kernel(kernel, grid, *arguments, BLOCK=block, num_warps=WARPS, **named)
+            launch_kernel(kernel, grid, *arguments, BLOCK=block, **{"num_warps": WARPS, **named})
