@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import id_map_cases
+from helpers import dynamic_storage_cases, id_map_cases
 from helpers.collisions import batch_of
 from helpers.dynamic_streams import CHURN, RULES, build
 from helpers.gpu_training import CudaClicks
@@ -132,6 +132,12 @@ def test_the_cases_of_the_interpreter(case):
         value is True or name in ("inserted", "evicted", "swept", "turned_away")
         for name, value in found.items()
     ), found
+
+
+@pytest.mark.parametrize("case", dynamic_storage_cases.CASES)
+def test_rows_are_those_of_the_host_map(case):
+    found = dynamic_storage_cases.compare(*dynamic_storage_cases.CASES[case], "cuda")
+    assert found["steps"] and found["ahead"] and found["evicted"] > 3, found
 
 
 @pytest.mark.parametrize("evict", ["lru", "lfu", After(5)], ids=str)

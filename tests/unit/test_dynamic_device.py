@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import id_map_cases, interpreter
+from helpers import dynamic_storage_cases, id_map_cases, interpreter
 from helpers.collisions import batch_of
 from helpers.dynamic_streams import CHURN, RULES, SPECIAL, build, id_in, state_of
 from hypothesis import given, settings
@@ -55,6 +55,17 @@ def test_streams_of_the_kernels_evict_sweep_and_turn_away(interpreted):
     streams = [interpreted[case] for case in (*id_map_cases.STREAMS, "crowded")]
     for name in FIGURES:
         assert sum(found[name] for found in streams) > 3, name
+
+
+@pytest.fixture(scope="module")
+def interpreted_storage():
+    return interpreter.interpreted(dynamic_storage_cases.__file__)
+
+
+@pytest.mark.parametrize("case", dynamic_storage_cases.CASES)
+def test_rows_are_those_of_the_host_map(interpreted_storage, case):
+    found = interpreted_storage[case]
+    assert found["steps"] and found["ahead"] and found["evicted"] > 3, found
 
 
 POOL = [id_in(shard, number) for shard in (0, 1, 2) for number in range(12)] + SPECIAL
