@@ -100,11 +100,14 @@ class DeviceDirectory:
                 room = kernels.count_room(self.map, missing, **bounds)
                 admitted = self._waiting.count(missing, room, batch)
                 missing = admitted.missing
-            by_count = evict == "lfu"
             placed, ids, sums = kernels.place(
-                self.map, missing, batch=batch, by_count=by_count, **bounds
+                self.map,
+                missing,
+                batch=batch,
+                by_count=evict == "lfu",
+                tell=lambda sums: self._numbers.send(sums, removed),
+                **bounds,
             )
-            self._numbers.send(sums if removed is None else torch.cat([sums, removed]))
             kernels.swap_contents(self.map, placed, sums)
             kernels.find_again(self.map, keys, looked, absent)
         self.batches += 1
@@ -235,8 +238,9 @@ class _Numbers:
             self._pinned = torch.empty(4, dtype=torch.int64, pin_memory=True)
         self._kept, self._copied = torch.empty(0), record_event_on(device)
 
-    def send(self, values: Tensor) -> None:
+    def send(self, values: Tensor, more: Tensor | None) -> None:
         """After the current stream's work so far. Before the next ones, `read` them."""
+        values = values if more is None else torch.cat([values, more])
         self._kept = values
         if self._pinned is not None and values.is_cuda:
             self._kept = self._pinned[: values.numel()].copy_(values, non_blocking=True)

@@ -12,6 +12,7 @@ behind what they hold.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -162,11 +163,19 @@ def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Ten
 
 
 def place(
-    map: IdMap, missing: Missing, *, batch: int, limit: int, by_count: bool, evicts: bool
+    map: IdMap,
+    missing: Missing,
+    *,
+    batch: int,
+    limit: int,
+    by_count: bool,
+    evicts: bool,
+    tell: Callable[[Tensor], None] = lambda sums: None,
 ) -> tuple[Contents, Tensor, Tensor]:
     """Where missing ids go, in their order: into the empty entries of their shard, the lowest
     first, then, if it `evicts`, into those whose last use was before `limit`, in the order of
-    (last use, id), or of (count, last use, id). Changes nothing.
+    (last use, id), or of (count, last use, id). Changes nothing. Calls `tell` with the sums as soon
+    as they are on their way.
 
     Returns:
         what to swap with the map, its ids once more, and the sums over shards [3]: ids that get an
@@ -189,7 +198,9 @@ def place(
     counts = ones if missing.counts is None else missing.counts[from_]
     contents = Contents(order, ones * batch, counts, missing.ids[from_])
     sums = [len(order), int((~empty)[order].sum()), int(missing.wanted.sum())]
-    return contents, contents.ids.clone(), torch.tensor(sums, device=order.device)
+    summed = torch.tensor(sums, device=order.device)
+    tell(summed)
+    return contents, contents.ids.clone(), summed
 
 
 def swap_contents(map: IdMap, contents: Contents, total: Tensor | None = None) -> None:

@@ -16,6 +16,7 @@ the buckets; how ids lie in these does, and nobody sees it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -209,11 +210,19 @@ def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Ten
 
 
 def place(
-    map: IdMap, missing: Missing, *, batch: int, limit: int, by_count: bool, evicts: bool
+    map: IdMap,
+    missing: Missing,
+    *,
+    batch: int,
+    limit: int,
+    by_count: bool,
+    evicts: bool,
+    tell: Callable[[Tensor], None] = lambda sums: None,
 ) -> tuple[Contents, Tensor, Tensor]:
     """Where missing ids go, in their order: into the empty entries of their shard, the lowest
     first, then, if it `evicts`, into those whose last use was before `limit`, in the order of
-    (last use, id), or of (count, last use, id). Changes nothing.
+    (last use, id), or of (count, last use, id). Changes nothing. Calls `tell` with the sums as soon
+    as they are on their way.
 
     Returns:
         what to swap with the map, its ids once more, and the sums over shards [3]: ids that get an
@@ -226,7 +235,9 @@ def place(
     last, count = _allocate(2, n, torch.int32, device)
     placed = Contents(entries, last, count, ids)
     if not n or not map.shards:
-        return placed, again, torch.zeros(3, dtype=torch.int64, device=device)
+        sums = torch.zeros(3, dtype=torch.int64, device=device)
+        tell(sums)
+        return placed, again, sums
     taken, evicted = _allocate(2, map.shards, torch.int32, device)
     sums = torch.empty(3, dtype=torch.int64, device=device)
     held = map.ids, map.last, map.count
@@ -236,6 +247,7 @@ def place(
             evicted, map.rows, limit, BY_COUNT=by_count, EVICTS=evicts, **_divide(map.rows),
         )  # fmt: skip
         targets = _scan(taken, evicted, missing.wanted, sums)
+        tell(sums)
         launch_kernel(
             assign_kernel, (map.shards,), *held, missing.ids, missing.counts, chosen,
             missing.starts, taken, evicted, targets, entries, ids, again, last, count, batch,
