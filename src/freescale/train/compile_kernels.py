@@ -121,9 +121,9 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     for wire in wires:
         for index in (numbers, numbers.to(torch.int32)):
             dispatch.gather_rows(weight, index, wire)
-        rows = weight.to(wire or weight.dtype).requires_grad_()
+        read = weight.to(wire or weight.dtype).requires_grad_()
         for count in (numbers.numel(), ITEMS):  # long sums go in chunks
-            dispatch.read_rows(rows, numbers[:count]).sum().backward()  # type: ignore[no-untyped-call]
+            dispatch.read_rows(read, numbers[:count]).sum().backward()  # type: ignore[no-untyped-call]
     gradients = torch.zeros(numbers.numel(), width, device=device)
     dispatch.sum_duplicates(numbers, gradients)
     call_local_tables(config, weight, numbers.to(torch.int32), gradients)
@@ -135,7 +135,8 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     if train.row_clip is not None:
         dispatch.choose_optimizers(weight).clip_rows(gradients, train.row_clip)
     for step in (1, 10**9):  # Adam's correction is computed in two ways
-        optimizer.update(weight, state, numbers, gradients, step=step, factor=0.5)
+        for rows in (numbers, numbers.to(torch.int32)):  # of other ranks; of a copy on one rank
+            optimizer.update(weight, state, rows, gradients, step=step, factor=0.5)
 
 
 def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None:
